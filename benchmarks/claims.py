@@ -1,4 +1,5 @@
-"""The goals that plait sets itself, each computed from one run's results: what was measured, the limit, met or not.
+"""The goals that plait sets itself, each computed from one run's results: what was measured, the
+limit, met or not.
 
 A goal whose programs or peers did not run in this run is left out.
 """
@@ -43,7 +44,12 @@ def _claims(results: Result) -> Iterator[tuple[str, float, float, str]]:
     fixed: tuple[tuple[str, float | None, Callable[[], float | None], str], ...] = (
         ("first graph ever, cold cache (sum8)", get("sum8", "plait", "first_s"), lambda: 1.0, "s"),
         ("tf6, compile + first call, cold", get("tf6", "plait", "first_s"), lambda: 1.4, "s"),
-        ("tiny-mlp through plait.compile, a call", get("tiny-mlp", "plait.compile"), lambda: 1.5, "µs"),
+        (
+            "tiny-mlp through plait.compile, a call",
+            get("tiny-mlp", "plait.compile"),
+            lambda: 1.5,
+            "µs",
+        ),
     )
     for text, value, limit, unit in fixed:
         bound = limit()
@@ -57,7 +63,12 @@ def _claims(results: Result) -> Iterator[tuple[str, float, float, str]]:
         if ours is not None and theirs is not None:
             yield text, ours - theirs, limit_us, "µs"
     for case, peers, factor, text in (
-        ("pw", (*INDUCTORS, "aotinductor"), 0.95, "pw, against the best of Inductor and AOTInductor"),
+        (
+            "pw",
+            (*INDUCTORS, "aotinductor"),
+            0.95,
+            "pw, against the best of Inductor and AOTInductor",
+        ),
         ("tf6", ("inductor",), 1.0, "tf6, against Inductor default"),
     ):
         ours, theirs = get(case, "plait"), best(case, peers)

@@ -1,9 +1,9 @@
-"""The C++ target beside the native executor and Inductor's C++ wrapper: what a call and a kernel cost, and how long
-GPT-2 takes to build.
+"""The C++ target beside the native executor and Inductor's C++ wrapper: what a call and a kernel
+cost, and how long GPT-2 takes to build.
 
-Usage: python benchmarks/cpp_target.py > benchmarks/results/cpp-target.md. Kernels do next to nothing, so that what is
-left of a call is the program around them; each figure is the best of many short rounds. Every build is a process of
-its own with empty caches.
+Usage: python benchmarks/cpp_target.py > benchmarks/results/cpp-target.md. Kernels do next to
+nothing, so that what is left of a call is the program around them; each figure is the best of many
+short rounds. Every build is a process of its own with empty caches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def build_in_cpp(p: WrapperProgram) -> Program:
 
 def by_hand() -> None:
     """The same hand-written programs in native and in C++."""
-    x, v, a, w, b = torch.randn(8, 8), torch.randn(4), torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
+    x, v, a, w, b = (
+        torch.randn(8, 8),
+        torch.randn(4),
+        torch.randn(4, 16),
+        torch.randn(8, 16),
+        torch.randn(8),
+    )
     both = (build, build_in_cpp)
     few, many = ([measure(partial(chain(n, how), v)) for how in both] for n in (1, 31))
     rows = {
@@ -56,7 +62,10 @@ def by_hand() -> None:
         "chain of 2 kernels in an arena": few,
         "each further kernel": [(m - f) / 30 for f, m in zip(few, many, strict=True)],
         "dynamic x + 1": [measure(partial(dynamic(how), x)) for how in both],
-        **{f"{op} 4x16x8": [measure(partial(linear(op, how), a, w, b)) for how in both] for op in ("mm", "addmm")},
+        **{
+            f"{op} 4x16x8": [measure(partial(linear(op, how), a, w, b)) for how in both]
+            for op in ("mm", "addmm")
+        },
     }
     print("\n## Programs by hand, ns a call\n\n| | native | cpp |\n| --- | ---: | ---: |")
     for name, ns in rows.items():
@@ -74,7 +83,10 @@ def of_compilers() -> None:
     """A chain of kernels through torch.compile."""
     x = torch.randn(8, 8)
     print("\n## Sums over rows and columns of 8x8 in turn, compiled, ns a call\n")
-    print("| | 2 steps | 62 steps | kernels | each further kernel |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| | 2 steps | 62 steps | kernels | each further kernel |\n| --- | ---: | ---: | ---: | "
+        "---: |"
+    )
     records: list[CompileRecord] = []
     token = observers.set((records.append,))
     for name, how in COMPILERS.items():
@@ -86,9 +98,14 @@ def of_compilers() -> None:
             torch.testing.assert_close(compiled(x), sums(n, x))
             ns.append(measure(partial(compiled, x)))
             launches = sum(isinstance(i, Launch) for i in records[-1].wrapper.body)
-            kernels.append(launches if how["backend"] == "plait" else metrics.generated_kernel_count)
+            kernels.append(
+                launches if how["backend"] == "plait" else metrics.generated_kernel_count
+            )
         each = (ns[1] - ns[0]) / (kernels[1] - kernels[0])
-        print(f"| {name} | {ns[0]:.0f} | {ns[1]:.0f} | {kernels[0]}, {kernels[1]} | {each:.0f} |", flush=True)
+        print(
+            f"| {name} | {ns[0]:.0f} | {ns[1]:.0f} | {kernels[0]}, {kernels[1]} | {each:.0f} |",
+            flush=True,
+        )
     observers.reset(token)
 
 
@@ -114,23 +131,34 @@ def first_call(name: str) -> None:
 
 def builds() -> None:
     """The first call of GPT-2, cold."""
-    print("\n## GPT-2, batch 1, 64 tokens: the first call with empty caches\n\n| | seconds |\n| --- | ---: |")
+    print(
+        "\n## GPT-2, batch 1, 64 tokens: the first call with empty caches\n\n| | seconds |\n| --- "
+        "| ---: |"
+    )
     cpp: dict[str, float] = {}
     for name in COMPILERS:
         with tempfile.TemporaryDirectory() as folder:
-            env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "PLAIT_CACHE_DIR": f"{folder}/plait"}
+            env = {
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                "PLAIT_CACHE_DIR": f"{folder}/plait",
+            }
             command = [sys.executable, __file__, name]
             done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
         found = json.loads(done.stdout.splitlines()[-1])
         cpp = found if name == "cpp" else cpp
         print(f"| {name} | {found['seconds']:.2f} |")
-    print(f"\nThe C++ of plait's program has {cpp['lines']} lines, which take {cpp['build'] * 1e3:.0f} ms to build.")
+    print(
+        f"\nThe C++ of plait's program has {cpp['lines']} lines, which take "
+        f"{cpp['build'] * 1e3:.0f} ms to build."
+    )
 
 
 def main() -> None:
     print("# The C++ target\n")
     print(
-        f"- torch: {torch.__version__}, {torch.get_num_threads()} threads\n- command: `python benchmarks/cpp_target.py`"
+        f"- torch: {torch.__version__}, {torch.get_num_threads()} threads\n- command: `python "
+        "benchmarks/cpp_target.py`"
     )
     by_hand()
     of_compilers()

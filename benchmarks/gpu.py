@@ -1,9 +1,10 @@
 """`make bench-gpu`: plait, eager and Inductor on one GPU, in groups of a few minutes each.
 
-Every peer runs every program in a process of its own (gpu_worker.py). In the groups `launch` and `first` the first
-calls are made one process at a time, and their times count; in the others they are made at once. Then the processes
-are timed in turn, round after round. A full run of a group writes benchmarks/results/gpu-GROUP.json and .md; one with
---only, --race or --quick prints, and writes with --out NAME.
+Every peer runs every program in a process of its own (gpu_worker.py). In the groups `launch` and
+`first` the first calls are made one process at a time, and their times count; in the others they
+are made at once. Then the processes are timed in turn, round after round. A full run of a group
+writes benchmarks/results/gpu-GROUP.json and .md; one with --only, --race or --quick prints, and
+writes with --out NAME.
 Usage: gpu.py GROUP [--only CASES] [--race PEERS] [--cpp] [--profile] [--quick] [--out NAME]
 """
 
@@ -29,18 +30,23 @@ from run import Process, Result, chosen, machine, say, write
 from table import claims_table, render
 
 LEGEND = """\
-first, warm: the first call of a process, with fresh caches and with those of an earlier process, everything imported
-and every library loaded before the clock starts; call: among calls that follow each other, by CUDA events; CPU: what
-the calling thread takes while the device has room in its queue; own: of that, above Dynamo's guards; kernels, busy:
-what the device runs in a call, and for how long; peak: most bytes alive at once, parameters included; reserved: what
+first, warm: the first call of a process, with fresh caches and with those of an earlier process, \
+everything imported
+and every library loaded before the clock starts; call: among calls that follow each other, \
+by CUDA events; CPU: what
+the calling thread takes while the device has room in its queue; own: of that, \
+above Dynamo's guards; kernels, busy:
+what the device runs in a call, and for how long; peak: most bytes alive at once, \
+parameters included; reserved: what
 the allocator holds for that; error: distance from the float64 result, as a multiple of eager's."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """alone: first calls are made one at a time. warm: and once more with the caches that they left. batch: calls
-    between two waits for the device where CPU time is measured. together: programs whose processes live at once.
-    own: programs where plait's own part of the CPU time is measured."""
+    """alone: first calls are made one at a time. warm: and once more with the caches that they
+    left. batch: calls between two waits for the device where CPU time is measured. together:
+    programs whose processes live at once. own: programs where plait's own part of the CPU time is
+    measured."""
 
     cases: tuple[str, ...]
     peers: tuple[str, ...]
@@ -56,13 +62,24 @@ ALL = ("eager", "plait", "plait-graphs", "inductor", "inductor-graphs")
 GROUPS = {
     "launch": Group(
         ("chain", "sum128", "gate", "tiny-mlp"),
-        ("eager", "guards", "plait", "plait.compile", "plait-graphs", "inductor", "inductor-graphs"),
-        alone=True, batch=8, together=4, own=("chain", "sum128", "gate"),
+        (
+            "eager",
+            "guards",
+            "plait",
+            "plait.compile",
+            "plait-graphs",
+            "inductor",
+            "inductor-graphs",
+        ),
+        alone=True,
+        batch=8,
+        together=4,
+        own=("chain", "sum128", "gate"),
     ),
     "first": Group(("gpt2-8", "gpt2"), ("plait", "inductor"), alone=True, warm=True, steady=False),
     "models": Group(("gpt2-8", "gpt2", "bert", "resnet50", "vit", "tf6"), ALL, together=3),
     "train": Group(("gpt2-train", "bert-train", "resnet50-train", "vit-train"), ALL),
-}  # fmt: skip
+}
 
 
 class GpuProcess(Process):
@@ -74,7 +91,13 @@ class GpuProcess(Process):
 Workers = dict[tuple[str, str], GpuProcess]
 
 
-def race(group: Group, cases: Sequence[Case], peers: Sequence[Peer], args: argparse.Namespace, folder: Path) -> Result:
+def race(
+    group: Group,
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    args: argparse.Namespace,
+    folder: Path,
+) -> Result:
     """All figures of some programs: {case: {peer: {...}}}."""
     results: Result = {case.name: {} for case in cases}
     workers = begin(group, cases, peers, results, folder, "first_s")
@@ -93,22 +116,30 @@ def race(group: Group, cases: Sequence[Case], peers: Sequence[Peer], args: argpa
     for process in workers.values():
         process.stop()
     if group.warm:
-        again = begin(group, cases, [p for p in peers if p.name != "eager"], results, folder, "warm_s")
+        again = begin(
+            group, cases, [p for p in peers if p.name != "eager"], results, folder, "warm_s"
+        )
         for process in again.values():
             process.stop()
     return results
 
 
 def begin(
-    group: Group, cases: Iterable[Case], peers: Iterable[Peer], results: Result, folder: Path, key: str
+    group: Group,
+    cases: Iterable[Case],
+    peers: Iterable[Peer],
+    results: Result,
+    folder: Path,
+    key: str,
 ) -> Workers:
-    """Processes that have made their first calls; the time goes into results under this key. Those that failed are
-    ended."""
+    """Processes that have made their first calls; the time goes into results under this key. Those
+    that failed are ended."""
     # As many compile at once as the group has processes: each with a few compilers of its own.
     env = {} if group.alone else {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
     pairs = [(case, peer) for case in cases for peer in peers if peer.trains or not case.train]
     workers = {
-        (case.name, peer.name): GpuProcess(case, peer, folder / case.name / peer.name, env=env) for case, peer in pairs
+        (case.name, peer.name): GpuProcess(case, peer, folder / case.name / peer.name, env=env)
+        for case, peer in pairs
     }
     say(f"{', '.join(dict.fromkeys(case for case, _ in workers))}: {len(workers)} processes")
     ready = dict(together(workers, "ready"))
@@ -141,10 +172,13 @@ def one_by_one(workers: Workers, command: str) -> Iterator[tuple[tuple[str, str]
 
 
 def finish(figures: Result, process: GpuProcess, peer: Peer, profile: bool) -> None:
-    """The median of the rounds (of CPU time the best: whatever disturbs it adds to it), and what is measured once."""
+    """The median of the rounds (of CPU time the best: whatever disturbs it adds to it), and what is
+    measured once."""
     for key in [key for key in figures if key.endswith("_rounds")]:
         values = sorted(figures[key])
-        figures[key.removesuffix("_rounds")] = values[0 if key == "host_us_rounds" else len(values) // 2]
+        figures[key.removesuffix("_rounds")] = values[
+            0 if key == "host_us_rounds" else len(values) // 2
+        ]
     if not peer.computes:
         return
     figures |= process.ask("memory")
@@ -156,8 +190,21 @@ def finish(figures: Result, process: GpuProcess, peer: Peer, profile: bool) -> N
 
 def case_table(case: Case, peers: Result) -> str:
     """One program: a row a peer, and a line for what cannot be a column."""
-    heads = ("", "first s", "warm s", "call µs", "CPU µs", "own µs", "eager / it", "it / plait", "kernels", "busy µs",
-             "peak MiB", "reserved MiB", "error")  # fmt: skip
+    heads = (
+        "",
+        "first s",
+        "warm s",
+        "call µs",
+        "CPU µs",
+        "own µs",
+        "eager / it",
+        "it / plait",
+        "kernels",
+        "busy µs",
+        "peak MiB",
+        "reserved MiB",
+        "error",
+    )
     base, ours = (peers.get(p, {}).get("us") for p in ("eager", "plait"))
     rows, notes = [], []
     for peer, r in peers.items():
@@ -178,11 +225,16 @@ def case_table(case: Case, peers: Result) -> str:
             (r["reserved_bytes"] / MIB if "reserved_bytes" in r else None, 0),
             (error / r["eager_error"] if error is not None and r["eager_error"] else None, 2),
         )
-        rows.append([peer, *("" if value is None else f"{value:.{digits}f}" for value, digits in cells)])
+        rows.append(
+            [peer, *("" if value is None else f"{value:.{digits}f}" for value, digits in cells)]
+        )
     plait = peers.get("plait", {})
     if "launches" in plait:
         bare = f", {plait['bare_ns']:.0f} ns a bare launch" if "bare_ns" in plait else ""
-        notes.append(f"plait: {plait['launches']} kernels of its own, {plait['calls']} calls of PyTorch's{bare}")
+        notes.append(
+            f"plait: {plait['launches']} kernels of its own, {plait['calls']} calls of "
+            f"PyTorch's{bare}"
+        )
     for key, text in (("first_s_stages", "first call"), ("warm_s_stages", "warm call")):
         if stages := plait.get(key):
             parts = ", ".join(f"{name} {s:.2f}" for name, s in stages.items() if s >= 0.005)
@@ -195,7 +247,11 @@ def case_table(case: Case, peers: Result) -> str:
 def gpu() -> Result:
     """The machine's GPU and what drives it."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    found = (
+        subprocess.run(asked, capture_output=True, text=True, check=False)
+        .stdout.strip()
+        .splitlines()
+    )
     packages = ("triton", "transformers", "torchvision")
     return {"gpu": found[0] if found else "none", **{p: metadata.version(p) for p in packages}}
 
@@ -205,7 +261,11 @@ def main() -> None:
     parser.add_argument("group", choices=(*GROUPS, "kernels"))
     parser.add_argument("--only", default="", help="programs, separated by commas")
     parser.add_argument("--race", default="", help="peers, separated by commas")
-    parser.add_argument("--cpp", action="store_true", help="also Inductor's C++ wrapper, which compiles for a minute")
+    parser.add_argument(
+        "--cpp",
+        action="store_true",
+        help="also Inductor's C++ wrapper, which compiles for a minute",
+    )
     parser.add_argument("--profile", action="store_true", help="count kernels in every group")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--out", help="name of the files written to benchmarks/results")
@@ -217,11 +277,18 @@ def main() -> None:
     args.rounds, args.seconds = (2, 0.1) if args.quick else (7, 0.15)
     group = GROUPS[args.group]
     cases = chosen(args.only or ",".join(group.cases), GPU_CASES, "program")
-    peers = chosen(args.race or ",".join(group.peers + (("inductor-cpp",) if args.cpp else ())), GPU_PEERS, "peer")
+    peers = chosen(
+        args.race or ",".join(group.peers + (("inductor-cpp",) if args.cpp else ())),
+        GPU_PEERS,
+        "peer",
+    )
 
     facts = machine()
     about = {k: facts[k] for k in ("date", "commit", "torch") if facts[k]}
-    about |= {"command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}", "python": platform.python_version()}
+    about |= {
+        "command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}",
+        "python": platform.python_version(),
+    }
     about |= gpu()
     print("\n".join(f"- {k}: {v}" for k, v in about.items()), flush=True)
     start = time.monotonic()
@@ -236,7 +303,10 @@ def main() -> None:
     about["seconds"] = round(time.monotonic() - start)
     claims = check_gpu_claims(args.group, results)
     met = sum(c["verdict"] == "met" for c in claims)
-    print(f"\n{LEGEND}\n\n{claims_table(claims)}\n\ngoals: met {met} of {len(claims)} in {about['seconds']} s")
+    print(
+        f"\n{LEGEND}\n\n{claims_table(claims)}\n\ngoals: met {met} of {len(claims)} in "
+        f"{about['seconds']} s"
+    )
     out = args.out or ("" if args.only or args.race or args.quick else f"gpu-{args.group}")
     if out:
         tables = [case_table(case, results[case.name]) for case in cases]

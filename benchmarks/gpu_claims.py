@@ -14,7 +14,8 @@ from claims import MIB, judge
 Result = dict[str, Any]
 Claim = tuple[str, float, float, str]
 AS_EAGER = 1.25
-"""How much farther from the float64 result than eager's a result may be: both round, at different places."""
+"""How much farther from the float64 result than eager's a result may be: both round, at different
+places."""
 
 
 class Results:
@@ -37,17 +38,32 @@ def check_gpu_claims(group: str, results: Result) -> list[Result]:
 
 
 def _launch(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
-    yield "chain, CPU a kernel above Dynamo's guards, in bare launches", r.get("chain", "plait", "own_bare"), 1.12, "x"
+    yield (
+        "chain, CPU a kernel above Dynamo's guards, in bare launches",
+        r.get("chain", "plait", "own_bare"),
+        1.12,
+        "x",
+    )
     yield "chain, CPU a call", r.get("chain", "plait", "host_us"), 133, "µs"
     kernels = r.get("chain", "inductor", "kernels")
     yield "chain, kernels, against Inductor's", r.get("chain", "plait", "launches"), kernels, ""
     yield "chain, first call", r.get("chain", "plait", "first_s"), 3.0, "s"
-    yield "chain by a CUDA graph, CPU a call above guards", r.get("chain", "plait-graphs", "own_us"), 4.0, "µs"
+    yield (
+        "chain by a CUDA graph, CPU a call above guards",
+        r.get("chain", "plait-graphs", "own_us"),
+        4.0,
+        "µs",
+    )
     yield "sum128, first call", r.get("sum128", "plait", "first_s"), 1.0, "s"
     for case in ("sum128", "gate", "tiny-mlp"):
         eager = r.get(case, "eager", "host_us")
         for peer in ("plait", "plait.compile"):
-            yield f"{case}, {peer}, CPU a call, against eager's", r.get(case, peer, "host_us"), eager, "µs"
+            yield (
+                f"{case}, {peer}, CPU a call, against eager's",
+                r.get(case, peer, "host_us"),
+                eager,
+                "µs",
+            )
 
 
 def _first(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
@@ -59,7 +75,10 @@ def _first(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
 def _steady(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
     ratios = []
     for case in r.results:
-        for ours, theirs, mode in (("plait", "inductor", ""), ("plait-graphs", "inductor-graphs", " by CUDA graphs")):
+        for ours, theirs, mode in (
+            ("plait", "inductor", ""),
+            ("plait-graphs", "inductor-graphs", " by CUDA graphs"),
+        ):
             us, best = r.get(case, ours, "us"), r.least(case, ("eager", theirs), "us")
             if us and best:
                 yield f"{case}{mode}, against the better of eager and Inductor", us / best, 1.0, "x"
@@ -77,9 +96,17 @@ def _steady(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]
         ours, eager = r.get(case, "plait", "peak_bytes"), r.get(case, "eager", "peak_bytes")
         if ours and eager:
             yield f"{case}: memory peak, against eager's", ours / MIB, eager * 1.02 / MIB + 1, "MiB"
-        ours, graphs = r.get(case, "plait", "reserved_bytes"), r.get(case, "plait-graphs", "reserved_bytes")
+        ours, graphs = (
+            r.get(case, "plait", "reserved_bytes"),
+            r.get(case, "plait-graphs", "reserved_bytes"),
+        )
         if ours and graphs:
-            yield f"{case}: memory reserved by CUDA graphs, against none", graphs / MIB, ours * 1.1 / MIB, "MiB"
+            yield (
+                f"{case}: memory reserved by CUDA graphs, against none",
+                graphs / MIB,
+                ours * 1.1 / MIB,
+                "MiB",
+            )
 
 
 GOALS = {"launch": _launch, "first": _first, "models": _steady, "train": _steady}

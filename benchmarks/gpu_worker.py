@@ -1,7 +1,8 @@
-"""One peer, one program, one fresh process, on a GPU: obeys commands from gpu.py, as worker.py does from run.py.
+"""One peer, one program, one fresh process, on a GPU: obeys commands from gpu.py, as worker.py does
+from run.py.
 
-Commands: ["ready"], ["first"], ["time", seconds, batch], ["own", batch], ["profile"], ["memory"], ["check"], ["quit"].
-The device is idle before and after each. Usage: gpu_worker.py CASE PEER
+Commands: ["ready"], ["first"], ["time", seconds, batch], ["own", batch], ["profile"], ["memory"],
+["check"], ["quit"]. The device is idle before and after each. Usage: gpu_worker.py CASE PEER
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class GpuWorker(Worker):
         return answer
 
     def time(self, seconds: float, batch: int = 1) -> dict[str, Any]:
-        """us: a call among calls that follow each other, by CUDA events. host_us: what the CPU takes for one of
-        `batch` calls, so few that none waits for room in the driver's queue."""
+        """us: a call among calls that follow each other, by CUDA events. host_us: what the CPU
+        takes for one of `batch` calls, so few that none waits for room in the driver's queue."""
         call = self.call
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -88,10 +89,13 @@ class GpuWorker(Worker):
         return {"us": statistics.median(wall), "host_us": statistics.median(host)}
 
     def own(self, batch: int) -> dict[str, Any]:
-        """own_us: what a call takes above Dynamo's guards. bare_ns: what a launch takes where only the driver is
-        called, for the same kernels with arguments like theirs. own_bare: own_us a kernel, in bare launches. The three
-        are timed in turn, `batch` calls at a time, since the speed of a CPU may change by the second."""
-        self.guards = self.guards or self._bind(GPU_PEERS["guards"].prepare(_renamed(self.module), self.inputs))
+        """own_us: what a call takes above Dynamo's guards. bare_ns: what a launch takes where only
+        the driver is called, for the same kernels with arguments like theirs. own_bare: own_us a
+        kernel, in bare launches. The three are timed in turn, `batch` calls at a time, since the
+        speed of a CPU may change by the second."""
+        self.guards = self.guards or self._bind(
+            GPU_PEERS["guards"].prepare(_renamed(self.module), self.inputs)
+        )
         self.bare = self.bare or BareLaunches(self._instructions("Launch"))
         self.guards()
         own, bare = [], []
@@ -104,12 +108,14 @@ class GpuWorker(Worker):
         return {"own_us": middle(own), "bare_ns": middle(bare), "own_bare": middle(ratios)}
 
     def profile(self) -> dict[str, Any]:
-        """kernels: what the device runs in one call, copies included. busy_us: for how long. top: what took longest,
-        [name, times a call, us a call]."""
+        """kernels: what the device runs in one call, copies included. busy_us: for how long. top:
+        what took longest, [name, times a call, us a call]."""
         from torch.profiler import ProfilerActivity, profile
 
         calls = 3
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+        ) as found:
             for _ in range(calls):
                 self.call()
             torch.cuda.synchronize()
@@ -120,10 +126,15 @@ class GpuWorker(Worker):
                 times[event.name] += 1
                 us[event.name] += event.time_range.elapsed_us()
         top = [[name, times[name] / calls, took / calls] for name, took in us.most_common(25)]
-        return {"kernels": sum(times.values()) / calls, "busy_us": sum(us.values()) / calls, "top": top}
+        return {
+            "kernels": sum(times.values()) / calls,
+            "busy_us": sum(us.values()) / calls,
+            "top": top,
+        }
 
     def memory(self) -> dict[str, Any]:
-        """The most that lived at once during a call, and the most that the allocator had from the device for it."""
+        """The most that lived at once during a call, and the most that the allocator had from the
+        device for it."""
         self.guards = self.bare = None
         gc.collect()
         torch.cuda.synchronize()
@@ -131,11 +142,14 @@ class GpuWorker(Worker):
         torch.cuda.reset_peak_memory_stats()
         self.call()
         torch.cuda.synchronize()
-        return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
 
     def check(self) -> dict[str, Any]:
-        """Distances from the float64 result, of this peer by now and of eager: the worst among the results and, of a
-        training step, the modules' gradients, each relative and in the 2-norm."""
+        """Distances from the float64 result, of this peer by now and of eager: the worst among the
+        results and, of a training step, the modules' gradients, each relative and in the 2-norm."""
         twin = copy.copy(self)
         twin.module = copy.deepcopy(self.module).double()
         twin.inputs = tuple(x.double() if x.is_floating_point() else x for x in self.inputs)
@@ -167,7 +181,10 @@ class GpuWorker(Worker):
 
         names, rows = compile_times(repr="csv", aggregate=True)
         spent = {name: float(s) for name, s in zip(names, rows, strict=True)}
-        frame, back_end = spent.get("_compile.compile_inner", 0.0), spent.get("OutputGraph.call_user_compiler", 0.0)
+        frame, back_end = (
+            spent.get("_compile.compile_inner", 0.0),
+            spent.get("OutputGraph.call_user_compiler", 0.0),
+        )
         steps: Counter[str] = Counter()
         for r in self.records:
             steps.update({k: ms / 1e3 for k, ms in r.times_ms.items() if "/" not in k})
@@ -180,22 +197,34 @@ class GpuWorker(Worker):
 
 
 class BareLaunches:
-    """The launches of a program, made by the driver alone. Each buffer is memory of its own, larger than any here."""
+    """The launches of a program, made by the driver alone. Each buffer is memory of its own, larger
+    than any here."""
 
     def __init__(self, launches: Sequence[Any]) -> None:
         from plait.runtime.cubin import Cubin
 
         cache = Path(os.environ["PLAIT_CACHE_DIR"])
-        cubins = {c.symbol: c for f in (cache / "cubins").rglob("*.cubin") for c in [Cubin.from_bytes(f.read_bytes())]}
+        cubins = {
+            c.symbol: c
+            for f in (cache / "cubins").rglob("*.cubin")
+            for c in [Cubin.from_bytes(f.read_bytes())]
+        }
         memory: dict[str, Tensor] = defaultdict(lambda: torch.zeros(1 << 16, device="cuda"))
         self.kept: list[Any] = [cubins, memory]
         given = (_Given * len(launches))()
         for g, launch in zip(given, launches, strict=True):
             c = cubins[launch.kernel]
-            addresses = (ctypes.c_uint64 * len(launch.args))(*(memory[a].data_ptr() for a in launch.args))
+            addresses = (ctypes.c_uint64 * len(launch.args))(
+                *(memory[a].data_ptr() for a in launch.args)
+            )
             self.kept.append(addresses)
             g.image, g.symbol, g.grid = c.image, c.symbol.encode(), launch.grid
-            g.warps, g.shared, g.n_arguments, g.arguments = c.num_warps, c.shared, len(addresses), addresses
+            g.warps, g.shared, g.n_arguments, g.arguments = (
+                c.num_warps,
+                c.shared,
+                len(addresses),
+                addresses,
+            )
         self.n = len(launches)
         self.library = self._library(cache / "bare_launch.so")
         self.sequence = self.library.bare_prepare(given, ctypes.c_size_t(self.n))
@@ -242,11 +271,14 @@ def _host_us(call: Callable[[], Any], batch: int) -> float:
 
 
 def _renamed(module: torch.nn.Module) -> torch.nn.Module:
-    """The same module with a `forward` that Dynamo has not seen: it keeps what it compiles by code object."""
+    """The same module with a `forward` that Dynamo has not seen: it keeps what it compiles by code
+    object."""
     forward = type(module).forward
     code = forward.__code__.replace(co_name="renamed")
     twin = copy.copy(module)
-    twin.__class__ = type("Renamed", (type(module),), {"forward": FunctionType(code, forward.__globals__)})
+    twin.__class__ = type(
+        "Renamed", (type(module),), {"forward": FunctionType(code, forward.__globals__)}
+    )
     return twin
 
 

@@ -1,10 +1,11 @@
-// benchmarks/jit_launch.cpp: CPU time of a launch of Triton kernels from C++ (native/jit), beside the
-// driver's own call with everything prepared. Usage: jit_launch PACK
+// benchmarks/jit_launch.cpp: CPU time of a launch of Triton kernels from C++ (native/jit), beside
+// the driver's own call with everything prepared. Usage: jit_launch PACK
 //
-// Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers; one that @triton.autotune chose and
-// whose grid depends on it, and one with two tensor descriptors, both beside the bare launch of 3 arguments. The
-// ways take turns, the driver's own at two places of a turn: what those two differ by is noise. A sample is the
-// mean of 16 launches. Prints a JSON line for each kernel: median and 99th percentile in ns.
+// Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers; one that @triton.autotune
+// chose and whose grid depends on it, and one with two tensor descriptors, both beside the bare
+// launch of 3 arguments. The ways take turns, the driver's own at two places of a turn: what those
+// two differ by is noise. A sample is the mean of 16 launches. Prints a JSON line for each kernel:
+// median and 99th percentile in ns.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -38,10 +39,11 @@ struct Samples {
 
 float* memory;  // the kernels' arguments
 
-// The driver's own launch of a kernel of the pack, and ours. from_c: nullptr, or a launch through the C interface.
+// The driver's own launch of a kernel of the pack, and ours. from_c: nullptr, or a launch through
+// the C interface.
 template <class AdHoc, class Bind, class FromC>
-void race(const char* path, const std::string& label, const std::string& bare_entry, size_t n, AdHoc ad_hoc, Bind bind,
-          FromC from_c) {
+void race(const char* path, const std::string& label, const std::string& bare_entry, size_t n,
+          AdHoc ad_hoc, Bind bind, FromC from_c) {
   const plait::cuda::Driver& driver = plait::cuda::Driver::machine();
   driver.need_context(0);
   const auto start = Clock::now();
@@ -82,17 +84,26 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
   constexpr size_t n = sizeof...(P) + sizeof...(I);
   const Kernel kernel = from_pack(path, "args" + std::to_string(n));
   std::string entry = "args" + std::to_string(n) + "|";
-  for (size_t k = 0; k < n; ++k) entry += std::string(k ? "," : "") + (k < sizeof...(P) ? "*fp32:D" : "i32");
+  for (size_t k = 0; k < n; ++k)
+    entry += std::string(k ? "," : "") + (k < sizeof...(P) ? "*fp32:D" : "i32");
   plait_triton_kernel* c_kernel = nullptr;
-  if (plait_triton_from_pack(path, ("args" + std::to_string(n)).c_str(), &c_kernel) != PLAIT_TRITON_OK) std::abort();
+  if (plait_triton_from_pack(path, ("args" + std::to_string(n)).c_str(), &c_kernel) !=
+      PLAIT_TRITON_OK)
+    std::abort();
   const std::array<plait_triton_argument, n> arguments{
       (static_cast<void>(P), plait_triton_pointer(memory, PLAIT_TRITON_FP32))...,
       plait_triton_integer(static_cast<int64_t>(101 + 2 * I))...};
   const plait_triton_config at = plait_triton_grid(1, 1, 1, nullptr);
-  race(path, std::to_string(n), entry, n,
-       [&] { kernel[{1, nullptr}]((static_cast<void>(P), memory)..., static_cast<int>(101 + 2 * I)...); },
-       [&] { return kernel.bind({1}, (static_cast<void>(P), memory)..., static_cast<int>(101 + 2 * I)...); },
-       [&] { plait_triton_launch(c_kernel, &at, arguments.data(), n); });
+  race(
+      path, std::to_string(n), entry, n,
+      [&] {
+        kernel[{1, nullptr}]((static_cast<void>(P), memory)..., static_cast<int>(101 + 2 * I)...);
+      },
+      [&] {
+        return kernel.bind({1}, (static_cast<void>(P), memory)...,
+                           static_cast<int>(101 + 2 * I)...);
+      },
+      [&] { plait_triton_launch(c_kernel, &at, arguments.data(), n); });
 }
 
 void measure_more(const char* path) {
@@ -102,12 +113,14 @@ void measure_more(const char* path) {
   const Kernel tuned = from_pack(path, "tuned");
   const int n = 101;
   const auto grid = [n](const Meta& meta) { return cdiv(n, meta["BLOCK"]); };
-  race(path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory, memory, n); },
-       [&] { return tuned.bind({grid}, memory, memory, n); }, nullptr);
+  race(
+      path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory, memory, n); },
+      [&] { return tuned.bind({grid}, memory, memory, n); }, nullptr);
   const Kernel described = from_pack(path, "described");
   const TensorDescriptor d{memory, DType::fp32, {8, 8}, {8, 1}, {8, 8}};
-  race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); },
-       nullptr);
+  race(
+      path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); },
+      [&] { return described.bind({1}, d, d); }, nullptr);
 }
 }  // namespace
 
@@ -117,7 +130,8 @@ int main(int, char** argv) {
   driver.need_context(0);
   memory = unused;
   void* device_memory = nullptr;
-  if (driver.allocate) driver.check(driver.allocate(&device_memory, sizeof unused, nullptr), "cuMemAllocAsync");
+  if (driver.allocate)
+    driver.check(driver.allocate(&device_memory, sizeof unused, nullptr), "cuMemAllocAsync");
   if (device_memory) memory = static_cast<float*>(device_memory);
   measure(argv[1], std::make_index_sequence<0>(), std::make_index_sequence<0>());
   measure(argv[1], std::make_index_sequence<2>(), std::make_index_sequence<1>());

@@ -1,8 +1,8 @@
-"""CPU time of a launch of Triton kernels from C++, above the bare driver call: ad hoc, bound, ad hoc from C, and on a
-GPU Triton's own launch from Python.
+"""CPU time of a launch of Triton kernels from C++, above the bare driver call: ad hoc, bound, ad
+hoc from C, and on a GPU Triton's own launch from Python.
 
-Usage: jit_launch.py [--gpu]. Without --gpu the driver is a stub whose calls do nothing, so that all that is measured is
-the launcher. Triton must be on the path.
+Usage: jit_launch.py [--gpu]. Without --gpu the driver is a stub whose calls do nothing, so that all
+that is measured is the launcher. Triton must be on the path.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ int cuModuleLoadData(void** m, const void* i) { *m = &module; return 0; }
 int cuModuleGetFunction(void** f, void* m, const char* n) { *f = &module; return 0; }
 int cuStreamIsCapturing(void* s, int* c) { *c = 0; return 0; }
 """
-NOTHING = """cuInit cuGetErrorString cuCtxGetDevice cuDevicePrimaryCtxRetain cuCtxSetCurrent cuModuleUnload
-cuFuncGetAttribute cuFuncSetAttribute cuLaunchKernelEx cuStreamGetCaptureInfo_v2 cuGraphExecKernelNodeSetParams_v2
-cuGraphMemcpyNodeGetParams cuGraphExecMemcpyNodeSetParams cuGraphLaunch cuMemcpyDtoDAsync_v2 cuEventCreate cuEventRecord
-cuStreamWaitEvent cuCtxSynchronize cuEventSynchronize cuEventElapsedTime cuEventDestroy_v2 cuMemsetD8Async
-cuDeviceGetName cuDriverGetVersion cuTensorMapEncodeTiled"""
+NOTHING = """cuInit cuGetErrorString cuCtxGetDevice cuDevicePrimaryCtxRetain cuCtxSetCurrent
+cuModuleUnload cuFuncGetAttribute cuFuncSetAttribute cuLaunchKernelEx cuStreamGetCaptureInfo_v2
+cuGraphExecKernelNodeSetParams_v2 cuGraphMemcpyNodeGetParams cuGraphExecMemcpyNodeSetParams
+cuGraphLaunch cuMemcpyDtoDAsync_v2 cuEventCreate cuEventRecord cuStreamWaitEvent cuCtxSynchronize
+cuEventSynchronize cuEventElapsedTime cuEventDestroy_v2 cuMemsetD8Async cuDeviceGetName
+cuDriverGetVersion cuTensorMapEncodeTiled"""
 MORE = """
 
 @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["n"])
@@ -58,7 +59,10 @@ def types(n: int) -> list[str]:
 
 def source() -> str:
     """Kernels that do nothing with their arguments."""
-    functions = (f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n" for n in COUNTS)
+    functions = (
+        f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n"
+        for n in COUNTS
+    )
     return "import triton\nimport triton.language as tl\n" + "".join(functions) + MORE
 
 
@@ -70,7 +74,10 @@ def python_ns(folder: Path) -> dict[str, tuple[float, float]]:
 
     module = load_module("kernels", source(), folder)
     memory = torch.zeros(8, 8, device="cuda")
-    calls = {str(n): (f"args{n}", [memory if t.startswith("*") else 100 for t in types(n)]) for n in COUNTS}
+    calls = {
+        str(n): (f"args{n}", [memory if t.startswith("*") else 100 for t in types(n)])
+        for n in COUNTS
+    }
     calls["3, tuned"] = "tuned", [memory, memory, 101]
     calls["2 descriptors"] = "described", [TensorDescriptor.from_tensor(memory, [8, 8])] * 2
     found = {}
@@ -103,23 +110,49 @@ def main() -> None:
         folder = Path(name)
         (folder / "kernels.py").write_text(source())
         signatures = [f"args{n} {','.join(types(n))}" for n in COUNTS]
-        signatures += ["tuned *fp32:D,*fp32:D,i32,=64", "described tensordesc<fp32[8,8]>,tensordesc<fp32[8,8]>"]
+        signatures += [
+            "tuned *fp32:D,*fp32:D,i32,=64",
+            "described tensordesc<fp32[8,8]>,tensordesc<fp32[8,8]>",
+        ]
         triton_pack(folder / "kernels.pack", folder / "kernels.py", signatures, [capability])
         env = dict(os.environ)
         if not gpu:
-            (folder / "stub.c").write_text(STUB + "".join(f"int {f}() {{ return 0; }}\n" for f in NOTHING.split()))
-            command = ["gcc", "-O2", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "stub.c"]
+            (folder / "stub.c").write_text(
+                STUB + "".join(f"int {f}() {{ return 0; }}\n" for f in NOTHING.split())
+            )
+            command = [
+                "gcc",
+                "-O2",
+                "-shared",
+                "-fPIC",
+                "-o",
+                folder / "libcuda.so.1",
+                folder / "stub.c",
+            ]
             subprocess.run(command, check=True)
             env["LD_LIBRARY_PATH"] = str(folder)
         native = ROOT / "native"
         sources = [ROOT / "benchmarks" / "jit_launch.cpp", *(native / "jit").glob("*.cpp")]
         sources += [native / "core" / "cuda.cpp", native / "core" / "cubins.cpp"]
         subprocess.run(
-            ["g++", "-std=c++20", "-O2", "-I", native, "-I", ROOT / "plait" / "include", "-o", folder / "timer",
-             *sources, "-ldl"],
+            [
+                "g++",
+                "-std=c++20",
+                "-O2",
+                "-I",
+                native,
+                "-I",
+                ROOT / "plait" / "include",
+                "-o",
+                folder / "timer",
+                *sources,
+                "-ldl",
+            ],
             check=True,
-        )  # fmt: skip
-        done = subprocess.run([folder / "timer", folder / "kernels.pack"], env=env, check=True, stdout=subprocess.PIPE)
+        )
+        done = subprocess.run(
+            [folder / "timer", folder / "kernels.pack"], env=env, check=True, stdout=subprocess.PIPE
+        )
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         python = python_ns(folder) if gpu else {}
     header = ["arguments", "bare p50", "p99"]
@@ -132,7 +165,10 @@ def main() -> None:
         cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
         for way in ways:
             timed = f"{way} p50" in r
-            cells += [f"{r[f'{way} {p}'] - r[f'bare {p}']:.0f} ns" if timed else "" for p in ("p50", "p99")]
+            cells += [
+                f"{r[f'{way} {p}'] - r[f'bare {p}']:.0f} ns" if timed else ""
+                for p in ("p50", "p99")
+            ]
         cells.append(f"{r['first ms']:.1f} ms")
         if gpu:
             cells += [f"{ns / 1000:.1f} us" for ns in python[r["arguments"]]]

@@ -1,7 +1,8 @@
 """The single ops and small chains that `benchmarks.kernels_cpu` races: name -> function and inputs.
 
-Sizes are such that eager takes from tens of microseconds to a few milliseconds on one core: inputs lie in the
-second or third level of cache, as between two layers of a model. A name's prefix is its family.
+Sizes are such that eager takes from tens of microseconds to a few milliseconds on one core: inputs
+lie in the second or third level of cache, as between two layers of a model. A name's prefix is its
+family.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def _pointwise() -> dict[str, Case]:
     row, column = torch.randn(512), torch.randn(512, 1)
     h, g = x.bfloat16(), y.bfloat16()
     single: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "gelu": f.gelu, "gelu_tanh": lambda a: f.gelu(a, approximate="tanh"), "silu": f.silu, "exp": torch.exp,
-        "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "relu": torch.relu, "sin": torch.sin,
-        "hardswish": f.hardswish, "mish": f.mish, "elu": f.elu, "softplus": f.softplus, "neg": torch.neg,
-        "leaky_relu": f.leaky_relu, "clamp": lambda a: a.clamp(-1, 1), "abs": torch.abs, "round": torch.round,
+        "gelu": f.gelu, "gelu_tanh": lambda a: f.gelu(a, approximate="tanh"), "silu": f.silu,
+        "exp": torch.exp, "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid,
+        "relu": torch.relu, "sin": torch.sin, "hardswish": f.hardswish, "mish": f.mish,
+        "elu": f.elu, "softplus": f.softplus, "neg": torch.neg, "leaky_relu": f.leaky_relu,
+        "clamp": lambda a: a.clamp(-1, 1), "abs": torch.abs, "round": torch.round,
         "pow2": lambda a: a**2,
     }  # fmt: skip
     out: dict[str, Case] = {name: (fn, (x,)) for name, fn in single.items()}
@@ -101,14 +103,22 @@ def _rows() -> dict[str, Case]:
             f"softmax_32k{suffix}": (lambda q: torch.softmax(q, -1), (v,)),
             f"log_softmax_64{suffix}": (lambda q: torch.log_softmax(q, -1), (s,)),
             f"log_softmax_1000{suffix}": (lambda q: torch.log_softmax(q, -1), (a,)),
-            f"layer_norm{suffix}": (lambda q, g, h: f.layer_norm(q, (1024,), g, h), (n, gain, bias)),
+            f"layer_norm{suffix}": (
+                lambda q, g, h: f.layer_norm(q, (1024,), g, h),
+                (n, gain, bias),
+            ),
             f"layer_norm_64{suffix}": (lambda q, g: f.layer_norm(q, (64,), g, g), (s, chan)),
             f"rms_norm{suffix}": (lambda q, g: f.rms_norm(q, (1024,), g, 1e-6), (n, gain)),
             f"group_norm{suffix}": (lambda q, g: f.group_norm(q, 8, g, g), (m, chan)),
             f"batch_norm{suffix}": (
-                lambda q, g: f.batch_norm(q, g, g.abs(), g, g, training=False), (m, chan)),
-            f"batch_norm_train{suffix}": (lambda q: f.batch_norm(q, None, None, training=True), (m,)),
-        }  # fmt: skip
+                lambda q, g: f.batch_norm(q, g, g.abs(), g, g, training=False),
+                (m, chan),
+            ),
+            f"batch_norm_train{suffix}": (
+                lambda q: f.batch_norm(q, None, None, training=True),
+                (m,),
+            ),
+        }
     return {
         **out,
         "softmax_16": (lambda q: torch.softmax(q, -1), (tiny,)),
@@ -124,8 +134,8 @@ def _reductions() -> dict[str, Case]:
     out: dict[str, Case] = {}
     dims: dict[str, dict[str, Any]] = {"rows": {"dim": 1}, "columns": {"dim": 0}, "all": {}}
     kinds: dict[str, Callable[..., Any]] = {
-        "sum": torch.sum, "mean": torch.mean, "amax": lambda a, dim=(): torch.amax(a, dim), "argmax": torch.argmax,
-        "var": lambda a, dim=None: torch.var(a, dim),
+        "sum": torch.sum, "mean": torch.mean, "amax": lambda a, dim=(): torch.amax(a, dim),
+        "argmax": torch.argmax, "var": lambda a, dim=None: torch.var(a, dim),
     }  # fmt: skip
     for kind, fn in kinds.items():
         for where, kw in dims.items():
@@ -180,7 +190,10 @@ def _moves() -> dict[str, Case]:
         "add_transposed": (lambda a, c: a.t() + c, (x, y)),
         "heads": (lambda a: a.view(4, 128, 8, 64).transpose(1, 2).contiguous(), (x,)),
         "nchw_to_nhwc": (lambda a: a.permute(0, 2, 3, 1).contiguous(), (image,)),
-        "nhwc_to_nchw": (lambda a: a.contiguous(), (image.contiguous(memory_format=torch.channels_last),)),
+        "nhwc_to_nchw": (
+            lambda a: a.contiguous(),
+            (image.contiguous(memory_format=torch.channels_last),),
+        ),
         "permute_3": (lambda a: a.view(64, 64, 64).permute(2, 0, 1).contiguous(), (x,)),
         "tril": (torch.tril, (x,)),
         "triu_bf16": (lambda a: a.triu(1), (h,)),
@@ -193,7 +206,7 @@ def _moves() -> dict[str, Case]:
         "rotate_half": (lambda a: torch.cat([-a[:, 256:], a[:, :256]], 1), (x,)),
         "one_hot": (lambda i: f.one_hot(i, 64), (torch.randint(0, 64, (4096,)),)),
         "diagonal_add": (lambda a: a + torch.eye(512), (x,)),
-    }  # fmt: skip
+    }
 
 
 def _indexing() -> dict[str, Case]:
@@ -223,14 +236,16 @@ def _indexing() -> dict[str, Case]:
         "index_add": (lambda a, i, s: a.index_add(0, i, s), (x, some, torch.randn(2000, 256))),
         "index_put": (lambda a, i, s: a.index_put((i,), s), (x, some[:500], torch.randn(500, 256))),
         "index_put_acc": (
-            lambda a, i, s: a.index_put((i,), s, accumulate=True), (x, some, torch.randn(2000, 256))),
+            lambda a, i, s: a.index_put((i,), s, accumulate=True),
+            (x, some, torch.randn(2000, 256)),
+        ),
         "masked_scatter_where": (lambda a, i: torch.where(i > 100, a, 0), (x, cols)),
         "bincount_add": (lambda a, i: torch.zeros(1000).index_add(0, i, a), (flat, where % 1000)),
         "sort": (lambda a: a.sort(-1), (x,)),
         "topk": (lambda a: a.topk(8), (x,)),
         "searchsorted": (lambda a, v: torch.searchsorted(a, v), (x[0].sort()[0], x[:100])),
         "cross_entropy": (f.cross_entropy, (x, few[:, 0])),
-    }  # fmt: skip
+    }
 
 
 def _windows() -> dict[str, Case]:
@@ -247,7 +262,10 @@ def _windows() -> dict[str, Case]:
         "avg_pool": (lambda q: f.avg_pool2d(q, 2), (a,)),
         "avg_pool_3s1": (lambda q: f.avg_pool2d(q, 3, 1, 1), (a,)),
         "avg_pool_nhwc": (lambda q: f.avg_pool2d(q, 3, 2, 1), (last,)),
-        "avg_pool_beyond": (lambda q: f.avg_pool2d(q, 1280, ceil_mode=True), (torch.randn(4, 1280, 4, 4),)),
+        "avg_pool_beyond": (
+            lambda q: f.avg_pool2d(q, 1280, ceil_mode=True),
+            (torch.randn(4, 1280, 4, 4),),
+        ),
         "adaptive_avg_1": (lambda q: f.adaptive_avg_pool2d(q, 1), (a,)),
         "adaptive_avg_7": (lambda q: f.adaptive_avg_pool2d(q, 7), (a,)),
         "adaptive_avg_5": (lambda q: f.adaptive_avg_pool2d(q, 5), (a,)),
@@ -256,10 +274,12 @@ def _windows() -> dict[str, Case]:
         "nearest_odd": (lambda q: f.interpolate(q, size=(75, 75)), (a,)),
         "bilinear": (lambda q: f.interpolate(q, scale_factor=2.0, mode="bilinear"), (a,)),
         "bilinear_corners": (
-            lambda q: f.interpolate(q, size=(80, 80), mode="bilinear", align_corners=True), (a,)),
+            lambda q: f.interpolate(q, size=(80, 80), mode="bilinear", align_corners=True),
+            (a,),
+        ),
         "bilinear_nhwc": (lambda q: f.interpolate(q, scale_factor=2.0, mode="bilinear"), (last,)),
         "bicubic": (lambda q: f.interpolate(q[:1], scale_factor=2.0, mode="bicubic"), (a,)),
-    }  # fmt: skip
+    }
 
 
 def _narrow() -> dict[str, Case]:
@@ -314,11 +334,16 @@ def _strides() -> dict[str, Case]:
         "add_nhwc_nchw": (torch.add, (image, last)),
         "sum_nhwc": (lambda v: v.sum((2, 3)), (last,)),
         "batch_norm_nhwc": (
-            lambda v, g: f.batch_norm(v, g, g.abs(), g, g, training=False), (last, image[0, :, 0, 0].clone())),
+            lambda v, g: f.batch_norm(v, g, g.abs(), g, g, training=False),
+            (last, image[0, :, 0, 0].clone()),
+        ),
         "batch_norm_train_nhwc": (lambda v: f.batch_norm(v, None, None, training=True), (last,)),
         "softmax_transposed": (lambda v: torch.softmax(v.t(), -1), (x,)),
         "sum_rows_transposed": (lambda v: v.sum(1), (x.t(),)),
-        "layer_norm_transposed": (lambda v: f.layer_norm(v.transpose(1, 2), (64,)), (image.view(4, 64, 784),)),
+        "layer_norm_transposed": (
+            lambda v: f.layer_norm(v.transpose(1, 2), (64,)),
+            (image.view(4, 64, 784),),
+        ),
         "glu": (f.glu, (x,)),
         "chunk_silu": (lambda v: f.silu(v.chunk(2, 1)[0]) * v.chunk(2, 1)[1], (x,)),
-    }  # fmt: skip
+    }

@@ -1,10 +1,11 @@
-"""How many kernels plait and Inductor launch for whole models, and what each hands to PyTorch's own operators.
+"""How many kernels plait and Inductor launch for whole models, and what each hands to PyTorch's own
+operators.
 
-GPT-2 and BERT by their transformers configurations (few layers, random weights) and ResNet-18, inference and
-training (forward and backward), each compiler in a process of its own. The goal: at most 1.05 x Inductor's kernels.
-A kernel is one call from the program. On a CPU both compilers put several loop nests into one: Inductor all that
-stand between two operator calls (threads meet at barriers inside), plait only those that need nothing of each other.
-So loop nests are counted too.
+GPT-2 and BERT by their transformers configurations (few layers, random weights) and ResNet-18,
+inference and training (forward and backward), each compiler in a process of its own. The goal: at
+most 1.05 x Inductor's kernels. A kernel is one call from the program. On a CPU both compilers put
+several loop nests into one: Inductor all that stand between two operator calls (threads meet at
+barriers inside), plait only those that need nothing of each other. So loop nests are counted too.
 Usage: kernel_counts.py [MODEL ...]
 """
 
@@ -33,7 +34,13 @@ def gpt2() -> tuple[nn.Module, Tensor]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=4, n_head=4, n_embd=256, vocab_size=1000, use_cache=False, bos_token_id=0, eos_token_id=0
+        n_layer=4,
+        n_head=4,
+        n_embd=256,
+        vocab_size=1000,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return TextModel(GPT2LMHeadModel(config)), torch.randint(0, 1000, (2, 64))
 
@@ -42,7 +49,11 @@ def bert() -> tuple[nn.Module, Tensor]:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        num_hidden_layers=4, num_attention_heads=4, hidden_size=256, intermediate_size=1024, vocab_size=1000
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        hidden_size=256,
+        intermediate_size=1024,
+        vocab_size=1000,
     )
     return TextModel(BertModel(config)), torch.randint(0, 1000, (2, 64))
 
@@ -52,7 +63,11 @@ def resnet18() -> tuple[nn.Module, Tensor]:
     return module, x
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"gpt2": gpt2, "bert": bert, "resnet18": resnet18}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "resnet18": resnet18,
+}
 
 
 def count_inductor(run: Callable[[], Any]) -> dict[str, Any]:
@@ -148,7 +163,9 @@ def main() -> None:
             verdict = "met" if ratio <= LIMIT else "MISSED"
             counts = [str(c[of]) for of in ("kernels", "nests") for c in (ours, theirs)]
             rows.append([name, *counts[:2], f"{ratio:.2f}", verdict, *counts[2:]])
-            externs.append(f"{name}\n  plait     {ours['externs']}\n  Inductor  {theirs['externs']}")
+            externs.append(
+                f"{name}\n  plait     {ours['externs']}\n  Inductor  {theirs['externs']}"
+            )
             if ours["fallbacks"]:
                 externs.append(f"  fell back {ours['fallbacks']}")
     heads = ("kernels", "plait", "Inductor", "ratio", f"<= {LIMIT}", "nests: plait", "Inductor")

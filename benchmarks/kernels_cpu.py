@@ -1,9 +1,11 @@
-"""Single ops and small chains, plait against eager and Inductor: `python -m benchmarks.kernels_cpu [NAME ...]`.
+"""Single ops and small chains, plait against eager and Inductor: `python -m benchmarks.kernels_cpu
+[NAME ...]`.
 
-Every case of `kernel_cases` is called through each side in turn, in blocks of a few milliseconds; the best block
-counts (CPU time with one thread, wall clock with more). plait is `plait.compile`, so that kernels are compared and
-not Dynamo's guards, which `--dynamo` adds as a column of their own. Rows are sorted by plait/eager; MISSED marks
-those above 1.02 where eager takes 20 us or more. A NAME may hold wildcards.
+Every case of `kernel_cases` is called through each side in turn, in blocks of a few milliseconds;
+the best block counts (CPU time with one thread, wall clock with more). plait is `plait.compile`, so
+that kernels are compared and not Dynamo's guards, which `--dynamo` adds as a column of their own.
+Rows are sorted by plait/eager; MISSED marks those above 1.02 where eager takes 20 us or more. A
+NAME may hold wildcards.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one JSON line a row")
     options = parser.parse_args()
     every = cases()
-    names = [n for n in every if not options.names or any(fnmatch.fnmatch(n, p) for p in options.names)]
+    names = [
+        n for n in every if not options.names or any(fnmatch.fnmatch(n, p) for p in options.names)
+    ]
     if not names:
         parser.error(f"no case is called {' or '.join(options.names)}")
     peers = [p for p in ("dynamo", "inductor") if getattr(options, p)]

@@ -1,9 +1,10 @@
-"""Bandwidth of plait's Triton kernels on a GPU, beside eager, torch.compile's default back end and a device copy.
+"""Bandwidth of plait's Triton kernels on a GPU, beside eager, torch.compile's default back end and
+a device copy.
 
-Each case is lowered, scheduled and emitted by plait; the kernels are launched through Triton itself, so that only
-what runs on the device is compared. Time is the median over repetitions with a cold L2 cache. A case's bytes are those
-of its inputs and outputs, each counted once.
-Usage: kernels_gpu.py [CASE ...] [--json FILE]
+Each case is lowered, scheduled and emitted by plait; the kernels are launched through Triton
+itself, so that only what runs on the device is compared. Time is the median over repetitions with a
+cold L2 cache. A case's bytes are those of its inputs and outputs, each counted once. Usage:
+kernels_gpu.py [CASE ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b)
 
 
-def _layer_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor) -> Any:
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor
+) -> Any:
     return aten.native_layer_norm_backward(dy, x, w.shape, mean, rstd, w, b, [True, True, True])
 
 
@@ -66,7 +69,9 @@ def _layer_norm_saved(rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, ..
 
 
 def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(
+        x.dtype
+    ) * w
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,14 +97,22 @@ def _batch_norm_backward(dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: T
 
 def _batch_norm_saved(*shape: int) -> tuple[Tensor, ...]:
     x, c = _randn(*shape), shape[1]
-    return _randn(*shape), x, _randn(c), x.mean((0, 2, 3)), torch.rsqrt(x.var((0, 2, 3), correction=0) + 1e-5)
+    return (
+        _randn(*shape),
+        x,
+        _randn(c),
+        x.mean((0, 2, 3)),
+        torch.rsqrt(x.var((0, 2, 3), correction=0) + 1e-5),
+    )
 
 
 MB = 1 << 20
 Case = tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]
 
 
-def _sized(name: str, fn: Callable[..., Any], make: Callable[[int], tuple[Tensor, ...]]) -> dict[str, Case]:
+def _sized(
+    name: str, fn: Callable[..., Any], make: Callable[[int], tuple[Tensor, ...]]
+) -> dict[str, Case]:
     """A case a size in MB of the largest input."""
     return {f"{name}_{n}M": (fn, lambda n=n: make(n * MB)) for n in (1, 16, 128, 1024)}  # type: ignore[misc]
 
@@ -108,11 +121,19 @@ CASES: dict[str, Case] = {
     **_sized("add_f32", lambda x, y: x + y, lambda n: (_randn(n // 4), _randn(n // 4))),
     **_sized("softmax_1k_f32", lambda x: F.softmax(x, -1), lambda n: (_randn(n // 4096, 1024),)),
     **_sized("layer_norm_1k_f32", _layer_norm, lambda n: _norm(n // 4096, 1024, f32)),
-    **_sized("cross_entropy_32k_f32", lambda x, y: F.cross_entropy(x, y), lambda n: _labels(n // 128000, 32000)),
-    "add_bf16_128M": (lambda x, y: x + y, lambda: (_randn(1 << 26, dtype=bf16), _randn(1 << 26, dtype=bf16))),
+    **_sized(
+        "cross_entropy_32k_f32",
+        lambda x, y: F.cross_entropy(x, y),
+        lambda n: _labels(n // 128000, 32000),
+    ),
+    "add_bf16_128M": (
+        lambda x, y: x + y,
+        lambda: (_randn(1 << 26, dtype=bf16), _randn(1 << 26, dtype=bf16)),
+    ),
     "gelu_f32": (F.gelu, lambda: (_randn(1 << 25),)),
     "silu_mul_bf16": (
-        lambda x, y: F.silu(x) * y, lambda: (_randn(1 << 25, dtype=bf16), _randn(1 << 25, dtype=bf16)),
+        lambda x, y: F.silu(x) * y,
+        lambda: (_randn(1 << 25, dtype=bf16), _randn(1 << 25, dtype=bf16)),
     ),
     "bias_gelu_bf16": (
         lambda x, b: F.gelu(x + b, approximate="tanh"),
@@ -120,7 +141,8 @@ CASES: dict[str, Case] = {
     ),
     "transpose_add_f32": (lambda x, y: x.t() + y, lambda: (_randn(8192, 4096), _randn(4096, 8192))),
     "nchw_to_nhwc_f32": (
-        lambda x: (x * 2).contiguous(memory_format=torch.channels_last), lambda: (_randn(32, 64, 128, 128),),
+        lambda x: (x * 2).contiguous(memory_format=torch.channels_last),
+        lambda: (_randn(32, 64, 128, 128),),
     ),
     "softmax_4k_bf16": (lambda x: F.softmax(x, -1), lambda: (_randn(8192, 4096, dtype=bf16),)),
     "softmax_32k_f32": (lambda x: F.softmax(x, -1), lambda: (_randn(2048, 32768),)),
@@ -136,7 +158,10 @@ CASES: dict[str, Case] = {
     "sum_all_f32": (lambda x: x.sum(), lambda: (_randn(1 << 26),)),
     "mean_exp_logits_f32": (lambda x: x.exp().mean(), lambda: (_randn(2048, 50257),)),
     "batch_stats_f32": (lambda x: torch.var_mean(x, (0, 2, 3)), lambda: (_randn(64, 256, 56, 56),)),
-    "bwd_gelu_f32": (lambda dy, x: aten.gelu_backward(dy, x), lambda: (_randn(1 << 25), _randn(1 << 25))),
+    "bwd_gelu_f32": (
+        lambda dy, x: aten.gelu_backward(dy, x),
+        lambda: (_randn(1 << 25), _randn(1 << 25)),
+    ),
     "bwd_softmax_1k_f32": (
         lambda dy, y: aten._softmax_backward_data(dy, y, -1, f32),
         lambda: (_randn(32768, 1024), _randn(32768, 1024).softmax(-1)),
@@ -151,22 +176,27 @@ CASES: dict[str, Case] = {
     ),
     "bwd_cross_entropy_32k_f32": (
         _cross_entropy_backward,
-        lambda: (_randn(), _randn(2048, 32000).log_softmax(-1), torch.randint(0, 32000, (2048,), device="cuda")),
+        lambda: (
+            _randn(),
+            _randn(2048, 32000).log_softmax(-1),
+            torch.randint(0, 32000, (2048,), device="cuda"),
+        ),
     ),
     "bwd_layer_norm_1k_f32": (_layer_norm_backward, lambda: _layer_norm_saved(32768, 1024, f32)),
     "bwd_layer_norm_4k_bf16": (_layer_norm_backward, lambda: _layer_norm_saved(8192, 4096, bf16)),
     "bwd_rms_norm_4k_bf16": (
-        _rms_norm_backward, lambda: (_randn(8192, 4096, dtype=bf16), *_norm(8192, 4096, bf16)[:2]),
+        _rms_norm_backward,
+        lambda: (_randn(8192, 4096, dtype=bf16), *_norm(8192, 4096, bf16)[:2]),
     ),
     "bwd_bias_768_f32": (lambda dy: dy.sum(0), lambda: (_randn(32768, 768),)),
     "bwd_bias_4k_bf16": (lambda dy: dy.sum(0), lambda: (_randn(8192, 4096, dtype=bf16),)),
     "bwd_batch_norm_f32": (_batch_norm_backward, lambda: _batch_norm_saved(64, 256, 56, 56)),
-}  # fmt: skip
+}
 
 
 def planned(fn: Callable[..., Any], args: Sequence[Tensor]) -> Plan:
-    """The schedule of fn on these arguments. The loops of a graph do not depend on the device, what is made of them
-    does."""
+    """The schedule of fn on these arguments. The loops of a graph do not depend on the device, what
+    is made of them does."""
     host = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype) for a in args]
 
     def flat(*a: Tensor) -> tuple[Any, ...]:
@@ -174,7 +204,9 @@ def planned(fn: Callable[..., Any], args: Sequence[Tensor]) -> Plan:
         return out if isinstance(out, tuple) else (out,)
 
     functional = torch.func.functionalize(flat)
-    graph = make_fx(functional, compat.decomposition_table(), "fake", _allow_non_fake_inputs=True)(*host)
+    graph = make_fx(functional, compat.decomposition_table(), "fake", _allow_non_fake_inputs=True)(
+        *host
+    )
     cfg = Config()
     captured = clean_graph(Captured(graph, "bench", "inference"), cfg)
     program = lower_graph(captured, cfg).program
@@ -204,7 +236,9 @@ class Runner:
                 raise RuntimeError(f"{type(step).__name__} in the plan: {step}")
             for b in step.args:
                 if b.name not in memory:
-                    memory[b.name] = torch.empty_strided(b.shape, b.strides, dtype=dtypes[b.dtype.name], device="cuda")
+                    memory[b.name] = torch.empty_strided(
+                        b.shape, b.strides, dtype=dtypes[b.dtype.name], device="cuda"
+                    )
             self._add(step, [memory[b.name] for b in step.args], folder)
         self.outputs = [
             memory[o.buf].as_strided(o.shape, o.strides, o.offset)
@@ -253,7 +287,10 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "copy": lambda: target.copy_(source), "plait": runner, "eager": lambda: fn(*args),
         "inductor": lambda: compiled(*args),
     }  # fmt: skip
-    row = {peer: do_bench(call, warmup=10, rep=50, return_mode="median") for peer, call in peers.items()}
+    row = {
+        peer: do_bench(call, warmup=10, rep=50, return_mode="median")
+        for peer, call in peers.items()
+    }
     return {"case": name, "nbytes": nbytes, "kernels": len(runner.calls), **row}
 
 
@@ -277,11 +314,18 @@ def main() -> None:
             rate = row["nbytes"] / row["plait"] / 1e6
             best = min(row["eager"], row["inductor"])
             lines.append(
-                [name, str(row["kernels"]), f"{row['plait'] * 1e3:.1f}", f"{rate:.0f}",
-                 f"{row['copy'] / row['plait']:.2f}", f"{row['eager'] / row['plait']:.2f}",
-                 f"{row['inductor'] / row['plait']:.2f}",
-                 "slower" if row["plait"] > 1.02 * best else "", "< 0.9" if row["copy"] < 0.9 * row["plait"] else ""]
-            )  # fmt: skip
+                [
+                    name,
+                    str(row["kernels"]),
+                    f"{row['plait'] * 1e3:.1f}",
+                    f"{rate:.0f}",
+                    f"{row['copy'] / row['plait']:.2f}",
+                    f"{row['eager'] / row['plait']:.2f}",
+                    f"{row['inductor'] / row['plait']:.2f}",
+                    "slower" if row["plait"] > 1.02 * best else "",
+                    "< 0.9" if row["copy"] < 0.9 * row["plait"] else "",
+                ]
+            )
     head = ["case", "kernels", "us", "GB/s", "of copy", "x eager", "x Inductor", "", ""]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(render(head, lines))

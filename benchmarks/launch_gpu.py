@@ -1,6 +1,8 @@
-"""CPU time of a kernel launch on a GPU: plait's launcher, the bare driver call, and Triton's own launch from Python.
+"""CPU time of a kernel launch on a GPU: plait's launcher, the bare driver call, and Triton's own
+launch from Python.
 
-Kernels with 1, 4 and 19 pointer arguments; the least mean of batches that take turns, in ns. Usage: launch_gpu.py
+Kernels with 1, 4 and 19 pointer arguments; the least mean of batches that take turns, in ns. Usage:
+launch_gpu.py
 """
 
 from __future__ import annotations
@@ -54,13 +56,25 @@ def main() -> None:
         folder = Path(name)
         program = folder / "launch"
         subprocess.run(
-            ["g++", "-std=c++20", "-O2", "-I", str(ROOT / "native"), "-o", str(program),
-             str(ROOT / "benchmarks" / "launch_gpu.cpp"), str(ROOT / "native" / "core" / "cuda.cpp"), "-ldl"],
+            [
+                "g++",
+                "-std=c++20",
+                "-O2",
+                "-I",
+                str(ROOT / "native"),
+                "-o",
+                str(program),
+                str(ROOT / "benchmarks" / "launch_gpu.cpp"),
+                str(ROOT / "native" / "core" / "cuda.cpp"),
+                "-ldl",
+            ],
             check=True,
-        )  # fmt: skip
+        )
         pool = CubinPool(2)
         for n in (1, 4, 19):
-            job = Job(f"touch{n}", source(n), {f"p{k}": "*fp32" for k in range(n)}, 10 * major + minor, 4)
+            job = Job(
+                f"touch{n}", source(n), {f"p{k}": "*fp32" for k in range(n)}, 10 * major + minor, 4
+            )
             (made,) = pool.compile([job], Config(cache_dir=str(folder)))
             cubin = folder / f"touch{n}.cubin"
             cubin.write_bytes(made.image)
@@ -70,7 +84,15 @@ def main() -> None:
             )  # fmt: skip
             ns = json.loads(done.stdout)
             bare, ours = ns["bare_ns"], ns["plait_ns"]
-            rows.append([str(n), f"{bare:.0f}", f"{ours:.0f}", f"{ours / bare:.3f}", f"{python_ns(n, folder):.0f}"])
+            rows.append(
+                [
+                    str(n),
+                    f"{bare:.0f}",
+                    f"{ours:.0f}",
+                    f"{ours / bare:.3f}",
+                    f"{python_ns(n, folder):.0f}",
+                ]
+            )
         pool.stop()
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}")
     print(render(("pointers", "bare ns", "plait ns", "plait / bare", "Triton's Python ns"), rows))

@@ -37,8 +37,8 @@ using Roads = std::map<std::string, std::function<void()>>;
 constexpr int kBatch = 100, kRounds = 40;  // a batch is less than the driver queues
 
 void synchronize() {
-  static const auto wait = reinterpret_cast<int (*)()>(
-      dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuCtxSynchronize"));
+  static const auto wait =
+      reinterpret_cast<int (*)()>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuCtxSynchronize"));
   if (wait() != 0) std::abort();
 }
 
@@ -82,8 +82,8 @@ at::Tensor make(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Matrix matrix(const at::Tensor& t) {
   const auto d = t.dim();
-  return {t.data_ptr(), t.size(d - 2), t.size(d - 1), t.stride(d - 2), t.stride(d - 1),
-          d == 3 ? t.stride(0) : 0};
+  return {t.data_ptr(),    t.size(d - 2),   t.size(d - 1),
+          t.stride(d - 2), t.stride(d - 1), d == 3 ? t.stride(0) : 0};
 }
 
 Type type_of(const at::Tensor& t) {
@@ -103,10 +103,10 @@ void add_plans(Roads& roads, const at::Tensor& a, const at::Tensor& b, const at:
   const auto made = [=] {
     Matrix added{};
     if (bias.defined()) added = {bias.data_ptr(), out.size(-2), out.size(-1), 0, 1, 0};
-    return *plait::blaslt::make_product(
-        type_of(a), plait::blaslt::Compute::f32, plait::blaslt::Reductions::any, matrix(a),
-        matrix(b), bias.defined() ? &added : nullptr, matrix(out), a.dim() == 3 ? a.size(0) : 1, 1,
-        bias.defined() ? 1 : 0);
+    return *plait::blaslt::make_product(type_of(a), plait::blaslt::Compute::f32,
+                                        plait::blaslt::Reductions::any, matrix(a), matrix(b),
+                                        bias.defined() ? &added : nullptr, matrix(out),
+                                        a.dim() == 3 ? a.size(0) : 1, 1, bias.defined() ? 1 : 0);
   };
   const auto run = [](const auto& plan, const auto& p, const c10::DataPtr& memory) {
     if (!plan || !plan->run(p, memory.get(), nullptr)) std::abort();
@@ -164,7 +164,7 @@ void products(at::ScalarType dtype) {
     race(kind + " bmm" + by({batch, m, k, n}) + note, roads);
   };
   for (int64_t n : {64, 256, 1024}) mm(n, n, n);
-  addmm(256, 256, 1024);  // tf6
+  addmm(256, 256, 1024);                                                // tf6
   addmm(128, 768, 2304), addmm(128, 768, 3072), addmm(128, 3072, 768);  // GPT-2
   bmm(48, 64, 64, 64);
 }
@@ -177,17 +177,17 @@ void others(at::ScalarType dtype) {
                  c = make({64}, type);
     Tensor out = make({4, 64, 32, 32}, type);
     const std::string name = std::string(kind) + " convolution";
-    race(name,
-         {{"boxed", boxed("aten::convolution", "", {x, w, IValue(), one, one, one, false, zero, 1})},
-          {"typed", [=] { at::convolution(x, w, {}, one, one, one, false, zero, 1); }}});
+    race(name, {{"boxed",
+                 boxed("aten::convolution", "", {x, w, IValue(), one, one, one, false, zero, 1})},
+                {"typed", [=] { at::convolution(x, w, {}, one, one, one, false, zero, 1); }}});
     race(name + " with bias",
          {{"boxed", boxed("aten::convolution", "", {x, w, c, one, one, one, false, zero, 1})}});
-    race(name + " of cuDNN",
-         {{"boxed", boxed("aten::cudnn_convolution", "out",
-                          {x, w, one, one, one, 1, false, false, true, out})},
-          {"typed", [=]() mutable {
-             at::cudnn_convolution_out(out, x, w, one, one, one, 1, false, false, true);
-           }}});
+    race(name + " of cuDNN", {{"boxed", boxed("aten::cudnn_convolution", "out",
+                                              {x, w, one, one, one, 1, false, false, true, out})},
+                              {"typed", [=]() mutable {
+                                 at::cudnn_convolution_out(out, x, w, one, one, one, 1, false,
+                                                           false, true);
+                               }}});
   }
   const Tensor t = make({256, 256}, dtype), g = make({256}, dtype);
   race("f16 native_layer_norm",

@@ -1,7 +1,7 @@
 """Products on a GPU by every road: CPU time a call (matmul_gpu.cpp) and time on the device.
 
-Device: 50 calls in one CUDA graph, least of many replays, eager's `out=` against plait's program of one product; inputs
-and results stay in the GPU's cache. Usage: matmul_gpu.py [--device]
+Device: 50 calls in one CUDA graph, least of many replays, eager's `out=` against plait's program of
+one product; inputs and results stay in the GPU's cache. Usage: matmul_gpu.py [--device]
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ DTYPES: dict[str, tuple[DType, torch.dtype]] = {
 SHAPES: tuple[tuple[str, tuple[int, ...]], ...] = (
     *(("mm", (n, n, n)) for n in (64, 128, 256, 512, 1024)),
     ("addmm", (256, 256, 1024)), ("addmm", (256, 1024, 256)),
-    ("addmm", (128, 768, 2304)), ("addmm", (128, 768, 3072)), ("addmm", (128, 3072, 768)), ("mm", (128, 768, 50257)),
-    ("addmm", (2048, 768, 2304)), ("addmm", (2048, 3072, 768)), ("mm", (1, 768, 50257)), ("mm", (8, 768, 50257)),
-    ("mm", (2048, 768, 50257)), ("mm", (768, 2048, 50257)), ("mm", (2048, 50257, 768)), ("mm", (768, 2048, 3072)),
-    ("mm", (64, 65536, 64)), ("mm", (1, 4096, 4096)), ("bmm", (48, 64, 64, 64)), ("bmm", (48, 512, 64, 512)),
+    ("addmm", (128, 768, 2304)), ("addmm", (128, 768, 3072)), ("addmm", (128, 3072, 768)),
+    ("mm", (128, 768, 50257)), ("addmm", (2048, 768, 2304)), ("addmm", (2048, 3072, 768)),
+    ("mm", (1, 768, 50257)), ("mm", (8, 768, 50257)), ("mm", (2048, 768, 50257)),
+    ("mm", (768, 2048, 50257)), ("mm", (2048, 50257, 768)), ("mm", (768, 2048, 3072)),
+    ("mm", (64, 65536, 64)), ("mm", (1, 4096, 4096)), ("bmm", (48, 64, 64, 64)),
+    ("bmm", (48, 512, 64, 512)),
 )  # fmt: skip
 CALLS, REPLAYS = 50, 30
 
@@ -47,17 +49,36 @@ def host() -> None:
         sources = [ROOT / "benchmarks" / "matmul_gpu.cpp", ROOT / "native" / "core" / "blaslt.cpp"]
         lib = TORCH / "lib"
         subprocess.run(
-            ["g++", "-std=c++20", "-O2", "-I", str(ROOT / "native"), "-isystem", str(TORCH / "include"),
-             "-o", str(program), *map(str, sources), f"-L{lib}", f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed",
-             "-ltorch_cuda", "-ltorch_cpu", "-lc10", "-ldl", "-lpthread"],
+            [
+                "g++",
+                "-std=c++20",
+                "-O2",
+                "-I",
+                str(ROOT / "native"),
+                "-isystem",
+                str(TORCH / "include"),
+                "-o",
+                str(program),
+                *map(str, sources),
+                f"-L{lib}",
+                f"-Wl,-rpath,{lib}",
+                "-Wl,--no-as-needed",
+                "-ltorch_cuda",
+                "-ltorch_cpu",
+                "-lc10",
+                "-ldl",
+                "-lpthread",
+            ],
             check=True,
-        )  # fmt: skip
+        )
         done = subprocess.run([program], capture_output=True, text=True, check=True)
     roads = ("boxed", "typed", "direct", "plan", "bare")
     rows = []
     for line in done.stdout.splitlines():
         ns = json.loads(line)
-        rows.append([ns["case"], *(f"{ns[road] / 1000:.2f}" if road in ns else "" for road in roads)])
+        rows.append(
+            [ns["case"], *(f"{ns[road] / 1000:.2f}" if road in ns else "" for road in roads)]
+        )
     print(render(("CPU µs a call", *roads), rows), flush=True)
 
 
@@ -65,10 +86,13 @@ def plan(op: str, tensors: list[Tensor], dtype: DType, n: int = 1) -> Program:
     """A program of n equal products into the last operand."""
     names = [f"x{k}" for k in range(len(tensors))]
     inputs = tuple(
-        TensorInput(n, dtype, tuple(t.shape), t.stride(), "cuda:0") for n, t in zip(names, tensors, strict=True)
+        TensorInput(n, dtype, tuple(t.shape), t.stride(), "cuda:0")
+        for n, t in zip(names, tensors, strict=True)
     )
     *args, out = names
-    call = CallExtern(f"aten::{op}.out", tuple(map(Ref, args)), (("out", Ref(out)),), (), (out,), may_keep=False)
+    call = CallExtern(
+        f"aten::{op}.out", tuple(map(Ref, args)), (("out", Ref(out)),), (), (out,), may_keep=False
+    )
     return load(encode(WrapperProgram("product", inputs, (*[call] * n, Return((Ref(out),))))), {})
 
 
@@ -115,13 +139,18 @@ def device() -> None:
                 tensors.insert(0, torch.randn(n, **make))
             tensors.append(torch.empty(*batch, m, n, **make))
             run, eager = plan(op, tensors, dtype), getattr(torch, op)
-            sides = [device_us(partial(eager, *tensors[:-1], out=tensors[-1])), device_us(partial(run, *tensors))]
+            sides = [
+                device_us(partial(eager, *tensors[:-1], out=tensors[-1])),
+                device_us(partial(run, *tensors)),
+            ]
             best = [float("inf")] * 2
             for _ in range(REPLAYS):
                 best = [min(b, side()) for b, side in zip(best, sides, strict=True)]
             label = f"{name} {op} {'x'.join(map(str, shape))}"
             inside = inside_us(partial(plan(op, tensors, dtype, CALLS), *tensors))
-            rows.append([label, *(f"{b:.2f}" for b in best), f"{best[0] / best[1]:.2f}", f"{inside:.2f}"])
+            rows.append(
+                [label, *(f"{b:.2f}" for b in best), f"{best[0] / best[1]:.2f}", f"{inside:.2f}"]
+            )
     titles = ("device µs a call", "eager", "plan", "eager / plan", "CPU µs in a program")
     print(render(titles, rows), flush=True)
 

@@ -1,6 +1,8 @@
-"""Peak memory of one call: what PyTorch's CPU allocator hands out, and the blocks of plait's arena pool.
+"""Peak memory of one call: what PyTorch's CPU allocator hands out, and the blocks of plait's arena
+pool.
 
-Serves the workers of races and tests/test_memory.py. Imports nothing of plait, whose arenas count where it is loaded.
+Serves the workers of races and tests/test_memory.py. Imports nothing of plait, whose arenas count
+where it is loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch._C._profiler import (
 
 
 def peak(call: Callable[[], object]) -> tuple[int, int]:
-    """Peak of a call that has been made before, and how much of it is arenas, which count for the whole call; in
-    bytes."""
+    """Peak of a call that has been made before, and how much of it is arenas, which count for the
+    whole call; in bytes."""
     for _ in range(2):
         call()
     gc.collect()
@@ -36,9 +38,11 @@ def peak(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def allocator_peak(call: Callable[[], object]) -> int:
-    """The most bytes that one call had from the CPU allocator at once. What was there before does not count, even if
-    the call frees it; what it returns counts to the end."""
-    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    """The most bytes that one call had from the CPU allocator at once. What was there before does
+    not count, even if the call frees it; what it returns counts to the end."""
+    config = ProfilerConfig(
+        ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+    )
     activities = {ProfilerActivity.CPU}
     torch.autograd._prepare_profiler(config, activities)
     torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})

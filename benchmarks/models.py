@@ -1,6 +1,8 @@
-"""The programs that the benchmarks race, in plain PyTorch; the two language models come from transformers.
+"""The programs that the benchmarks race, in plain PyTorch; the two language models come from
+transformers.
 
-Each `Case` makes a module and its inputs from a fixed seed, so that every process measures the same numbers.
+Each `Case` makes a module and its inputs from a fixed seed, so that every process measures the same
+numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Sum8(nn.Module):
 
 
 class Sum8View(nn.Module):
-    """Sum8 that returns a view of an input too, so that AOTAutograd's runtime wrapper has work to do."""
+    """Sum8 that returns a view of an input too, so that AOTAutograd's runtime wrapper has work to
+    do."""
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x + y).sum(), x.t()
@@ -69,7 +72,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(cout)
         self.down: nn.Module = nn.Identity()
         if stride != 1 or cin != cout:
-            self.down = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
+            self.down = nn.Sequential(
+                nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -82,7 +87,10 @@ class ResNet18(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
         )
         blocks, cin = [], 64
         for cout, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -96,8 +104,9 @@ class ResNet18(nn.Module):
 
 
 class Loss(nn.Module):
-    """The mean of exp of a model's output: what a training step differentiates. The mean square would not do: of what
-    comes out of a layer norm it is 1 whatever the parameters are, and nearly every gradient only rounding."""
+    """The mean of exp of a model's output: what a training step differentiates. The mean square
+    would not do: of what comes out of a layer norm it is 1 whatever the parameters are, and nearly
+    every gradient only rounding."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -177,7 +186,9 @@ def vision(name: str) -> nn.Module:
     import torchvision  # only machines with a GPU need it
 
     model = getattr(torchvision.models, name)(weights=None)
-    if hasattr(model, "heads"):  # of zeros at first, so that every answer and nearly every gradient would be 0
+    if hasattr(
+        model, "heads"
+    ):  # of zeros at first, so that every answer and nearly every gradient would be 0
         model.heads.head.reset_parameters()
     return model
 
@@ -196,8 +207,9 @@ def tf6() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """One program. train: a call is forward and backward with fresh gradients, in training mode. tokens: the inputs
-    are token ids below this number, else normally distributed. device, dtype: of the module and its inputs."""
+    """One program. train: a call is forward and backward with fresh gradients, in training mode.
+    tokens: the inputs are token ids below this number, else normally distributed. device, dtype: of
+    the module and its inputs."""
 
     name: str
     about: str
@@ -215,7 +227,9 @@ class Case:
         return module, tuple(self._input(shape).to(self.device) for shape in self.shapes)
 
     def _input(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(self.tokens, shape) if self.tokens else torch.randn(shape).to(self.dtype)
+        return (
+            torch.randint(self.tokens, shape) if self.tokens else torch.randn(shape).to(self.dtype)
+        )
 
 
 CASES = {
@@ -229,7 +243,11 @@ CASES = {
         Case("tf6", "6 transformer blocks, d 256, 4 x 64 tokens", tf6, ((4, 64, 256),)),
         Case("resnet18", "batch 4 at 128x128", ResNet18, ((4, 3, 128, 128),)),
         Case(
-            "tiny-mlp-train", "16-32-4, batch 8, forward + backward", lambda: Loss(tiny_mlp()), ((8, 16),), train=True
+            "tiny-mlp-train",
+            "16-32-4, batch 8, forward + backward",
+            lambda: Loss(tiny_mlp()),
+            ((8, 16),),
+            train=True,
         ),
         Case(
             "tf6-train",
@@ -259,7 +277,9 @@ CASES = {
 }
 
 
-def _on_gpu(name: str, about: str, build: Callable[[], nn.Module], *shapes: tuple[int, ...], **more: Any) -> Case:
+def _on_gpu(
+    name: str, about: str, build: Callable[[], nn.Module], *shapes: tuple[int, ...], **more: Any
+) -> Case:
     return Case(name, about, build, shapes, device="cuda", **more)
 
 
@@ -271,25 +291,69 @@ _IMAGES = (32, 3, 224, 224)
 GPU_CASES = {
     case.name: case
     for case in (
-        _on_gpu("chain", "51 kernels of reductions on 64x64, each needs the one before", Chain, (64, 64)),
+        _on_gpu(
+            "chain", "51 kernels of reductions on 64x64, each needs the one before", Chain, (64, 64)
+        ),
         _on_gpu("sum128", "(x + y).sum() on 128x128", Sum8, (128, 128), (128, 128)),
         _on_gpu("gate", "tanh(x) * sigmoid(x) - exp(x) on 64x64", Gate, (64, 64)),
         _on_gpu("tiny-mlp", "16-32-4, batch 1", tiny_mlp, (1, 16)),
-        _on_gpu("tf6", "6 transformer blocks, d 256, 4 x 64 tokens, float16", tf6, (4, 64, 256), dtype=torch.float16),
-        _on_gpu("gpt2-8", "GPT-2 of 124M parameters, 1 x 8 tokens, bfloat16", gpt2, (1, 8), **_GPT2),
-        _on_gpu("gpt2", "GPT-2 of 124M parameters, 4 x 512 tokens, bfloat16", gpt2, (4, 512), **_GPT2),
-        _on_gpu("bert", "BERT-base, 4 x 512 tokens, bfloat16", bert, (4, 512), **_BERT),
-        _on_gpu("resnet50", "batch 32 at 224x224, bfloat16", lambda: vision("resnet50"), _IMAGES, **_BF16),
-        _on_gpu("vit", "ViT-B/16, batch 32 at 224x224, bfloat16", lambda: vision("vit_b_16"), _IMAGES, **_BF16),
-        _on_gpu("gpt2-train", "gpt2 and its loss, forward + backward", NextToken, (4, 512), train=True, **_GPT2),
-        _on_gpu("bert-train", "bert, forward + backward", lambda: Loss(bert()), (4, 512), train=True, **_BERT),
         _on_gpu(
-            "resnet50-train", "resnet50 and cross-entropy, forward + backward",
-            lambda: Classify(vision("resnet50"), 32), _IMAGES, **_TRAIN,
+            "tf6",
+            "6 transformer blocks, d 256, 4 x 64 tokens, float16",
+            tf6,
+            (4, 64, 256),
+            dtype=torch.float16,
         ),
         _on_gpu(
-            "vit-train", "vit and cross-entropy, forward + backward",
-            lambda: Classify(vision("vit_b_16"), 32), _IMAGES, **_TRAIN,
+            "gpt2-8", "GPT-2 of 124M parameters, 1 x 8 tokens, bfloat16", gpt2, (1, 8), **_GPT2
+        ),
+        _on_gpu(
+            "gpt2", "GPT-2 of 124M parameters, 4 x 512 tokens, bfloat16", gpt2, (4, 512), **_GPT2
+        ),
+        _on_gpu("bert", "BERT-base, 4 x 512 tokens, bfloat16", bert, (4, 512), **_BERT),
+        _on_gpu(
+            "resnet50",
+            "batch 32 at 224x224, bfloat16",
+            lambda: vision("resnet50"),
+            _IMAGES,
+            **_BF16,
+        ),
+        _on_gpu(
+            "vit",
+            "ViT-B/16, batch 32 at 224x224, bfloat16",
+            lambda: vision("vit_b_16"),
+            _IMAGES,
+            **_BF16,
+        ),
+        _on_gpu(
+            "gpt2-train",
+            "gpt2 and its loss, forward + backward",
+            NextToken,
+            (4, 512),
+            train=True,
+            **_GPT2,
+        ),
+        _on_gpu(
+            "bert-train",
+            "bert, forward + backward",
+            lambda: Loss(bert()),
+            (4, 512),
+            train=True,
+            **_BERT,
+        ),
+        _on_gpu(
+            "resnet50-train",
+            "resnet50 and cross-entropy, forward + backward",
+            lambda: Classify(vision("resnet50"), 32),
+            _IMAGES,
+            **_TRAIN,
+        ),
+        _on_gpu(
+            "vit-train",
+            "vit and cross-entropy, forward + backward",
+            lambda: Classify(vision("vit_b_16"), 32),
+            _IMAGES,
+            **_TRAIN,
         ),
     )
-}  # fmt: skip
+}

@@ -1,7 +1,9 @@
-"""Nanoseconds a call of the native executor on hand-written programs, beside eager and the bare costs of Python.
+"""Nanoseconds a call of the native executor on hand-written programs, beside eager and the bare
+costs of Python.
 
-Usage: python benchmarks/native_call.py. Each figure is the best of many short rounds; kernels do next to nothing, so
-what is left is the executor: argument checks, output allocation, dispatch. benchmarks/cpp_target.py has the C++ target.
+Usage: python benchmarks/native_call.py. Each figure is the best of many short rounds; kernels do
+next to nothing, so what is left is the executor: argument checks, output allocation, dispatch.
+benchmarks/cpp_target.py has the C++ target.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from plait._native import Training
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.runtime.load import Bound, Program
-from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View, WrapperProgram
+from plait.wrapper.instructions import (
+    Arena,
+    CallExtern,
+    Place,
+    Ref,
+    SizeOf,
+    Symbol,
+    View,
+    WrapperProgram,
+)
 from tests.native_tools import alloc, build, extern, launch, program, ret, tensor
 
 ROUNDS, CALLS = 400, 500
@@ -59,12 +70,20 @@ def chain(n: int, build: Build = build) -> Program:
     for k in range(n):
         body += [Place(f"a{k}", "m", 64 * k, f32, (4,), (1,)), launch("k_inc", name, f"a{k}", n=4)]
         name = f"a{k}"
-    return build(program((tensor("x", 4),), *body, alloc("o", 4), launch("k_inc", name, "o", n=4), ret("o")))
+    return build(
+        program((tensor("x", 4),), *body, alloc("o", 4), launch("k_inc", name, "o", n=4), ret("o"))
+    )
 
 
 def tiny_mlp() -> Program:
     """16-32-4 with four parameters, two matmuls written as kernels."""
-    inputs = (tensor("w1", 32, 16), tensor("b1", 32), tensor("w2", 4, 32), tensor("b2", 4), tensor("x", 1, 16))
+    inputs = (
+        tensor("w1", 32, 16),
+        tensor("b1", 32),
+        tensor("w2", 4, 32),
+        tensor("b2", 4),
+        tensor("x", 1, 16),
+    )
     body = (
         Arena("m", 256),
         Place("h", "m", 0, f32, (1, 32), (32, 1)),
@@ -81,28 +100,59 @@ def linear(op: str, build: Build = build) -> Program:
     inputs = (tensor("x", 4, 16), tensor("w", 8, 16), tensor("b", 8))
     view = View("t", "w", f32, (16, 8), (1, 16), 0)
     if op == "addmm":
-        call = CallExtern("aten::addmm.out", (Ref("b"), Ref("x"), Ref("t")), (("out", Ref("o")),), (), ("o",), False)
+        call = CallExtern(
+            "aten::addmm.out",
+            (Ref("b"), Ref("x"), Ref("t")),
+            (("out", Ref("o")),),
+            (),
+            ("o",),
+            False,
+        )
     elif op == "mm":
-        call = CallExtern("aten::mm.out", (Ref("x"), Ref("t")), (("out", Ref("o")),), (), ("o",), False)
+        call = CallExtern(
+            "aten::mm.out", (Ref("x"), Ref("t")), (("out", Ref("o")),), (), ("o",), False
+        )
     else:
-        return build(program(inputs, view, extern("aten::mm", Ref("x"), Ref("t"), outs=("o",)), ret("o")))
+        return build(
+            program(inputs, view, extern("aten::mm", Ref("x"), Ref("t"), outs=("o",)), ret("o"))
+        )
     return build(program(inputs, view, alloc("o", 4, 8), call, ret("o")))
 
 
 def dynamic(build: Build = build) -> Program:
     """x + 1 with a symbolic size."""
     s0 = symbol("s0")
-    body = (Symbol("s0", SizeOf("x", "size", 0)), alloc("o", s0, 8), launch("k_inc", "x", "o", n=8 * s0), ret("o"))
+    body = (
+        Symbol("s0", SizeOf("x", "size", 0)),
+        alloc("o", s0, 8),
+        launch("k_inc", "x", "o", n=8 * s0),
+        ret("o"),
+    )
     return build(program((tensor("x", s0, 8),), *body))
 
 
 def trained() -> Training:
     """x + 1 with a backward program, and x saved for it."""
-    forward = build(program((tensor("x", 4),), alloc("o", 4), launch("k_inc", "x", "o", n=4), ret("o", "x")))
+    forward = build(
+        program((tensor("x", 4),), alloc("o", 4), launch("k_inc", "x", "o", n=4), ret("o", "x"))
+    )
     inputs = (tensor("x", 4), tensor("t", 4))
     backward = build(program(inputs, alloc("g", 4), launch("k_inc", "t", "g", n=4), ret("g")))
     layout = ((4,), (1,))
-    return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), ((0, (0,)),), False, (), (), False)
+    return Training(
+        forward,
+        forward,
+        lambda _: backward,
+        (True,),
+        1,
+        0,
+        (layout,),
+        ((0, (0,)),),
+        False,
+        (),
+        (),
+        False,
+    )
 
 
 def main() -> None:

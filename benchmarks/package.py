@@ -1,9 +1,10 @@
-"""Packages raced against AOTInductor's: seconds to write one with cold caches, its size, seconds to load it in a new
-process, microseconds a call from Python and, of plait's, from C++.
+"""Packages raced against AOTInductor's: seconds to write one with cold caches, its size, seconds to
+load it in a new process, microseconds a call from Python and, of plait's, from C++.
 
-Usage: python benchmarks/package.py [--rounds N] [--only CASE,...] [--peers PEER;...] [--out NAME]. Every figure comes
-from a process of its own; the peers of a program take turns, and the least of all rounds counts. What can be imported
-beforehand is imported before the clock starts. Writes benchmarks/results/NAME.md.
+Usage: python benchmarks/package.py [--rounds N] [--only CASE,...] [--peers PEER;...] [--out NAME].
+Every figure comes from a process of its own; the peers of a program take turns, and the least of
+all rounds counts. What can be imported beforehand is imported before the clock starts. Writes
+benchmarks/results/NAME.md.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def prepared(peer: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         import torch._inductor.package
 
         def write(module: nn.Module, path: Path, inputs: tuple[Tensor, ...]) -> None:
-            torch._inductor.aoti_compile_and_package(torch.export.export(module, inputs), package_path=str(path))
+            torch._inductor.aoti_compile_and_package(
+                torch.export.export(module, inputs), package_path=str(path)
+            )
 
         return write, lambda path: torch._inductor.aoti_load_package(str(path))
     from plait import load, package
@@ -98,7 +101,8 @@ def write(peer: str, case: str, path: Path) -> dict[str, float]:
 def cpu_seconds() -> float:
     """Of this process and those that it waited for."""
     return sum(
-        u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        u.ru_utime + u.ru_stime
+        for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
 
 
@@ -113,7 +117,11 @@ def run(peer: str, case: str, path: Path) -> dict[str, float]:
         got = call(*inputs)
         first = time.perf_counter()
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-        return {"load_s": loaded - start, "first_s": first - loaded, "us": best_us(lambda: call(*inputs))}
+        return {
+            "load_s": loaded - start,
+            "first_s": first - loaded,
+            "us": best_us(lambda: call(*inputs)),
+        }
 
 
 def best_us(call: Callable[[], object]) -> float:
@@ -133,7 +141,9 @@ def in_process(*args: str, caches: str) -> dict[str, float]:
     """One step in a process of its own. caches: folder for what compilers keep."""
     places = {"PLAIT_CACHE_DIR": f"{caches}/plait", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
     env = {**os.environ, **places, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, __file__, "--step", *args], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, __file__, "--step", *args], capture_output=True, text=True, env=env
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(args)} failed:\n{done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -142,7 +152,10 @@ def in_process(*args: str, caches: str) -> dict[str, float]:
 
 def build_caller(folder: Path) -> Path:
     """The program that calls packages from C++."""
-    tools = {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
+    tools = {
+        **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+    }
     cmake = [
         "cmake",
         "-S",
@@ -153,7 +166,9 @@ def build_caller(folder: Path) -> Path:
         "Ninja",
         f"-DPLAIT_PYTHON={sys.executable}",
     ]
-    subprocess.run([*cmake, f"-DCMAKE_PREFIX_PATH={ROOT}/plait/lib/cmake"], check=True, env=tools, stdout=2)
+    subprocess.run(
+        [*cmake, f"-DCMAKE_PREFIX_PATH={ROOT}/plait/lib/cmake"], check=True, env=tools, stdout=2
+    )
     subprocess.run(["cmake", "--build", str(folder)], check=True, env=tools, stdout=2)
     return folder / "package_call"
 
@@ -190,16 +205,22 @@ def _us(value: float) -> str:
 def report(results: dict[str, dict[str, dict[str, float]]], args: argparse.Namespace) -> str:
     """All as Markdown."""
     lines = [
-        "# Packages", "",
-        f"- date: {datetime.date.today()}", f"- command: python {' '.join(['benchmarks/package.py', *sys.argv[1:]])}",
-        f"- torch: {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        f"- rounds: {args.rounds}, the least of all; every figure from a process of its own, caches cold", "",
-    ]  # fmt: skip
+        "# Packages",
+        "",
+        f"- date: {datetime.date.today()}",
+        f"- command: python {' '.join(['benchmarks/package.py', *sys.argv[1:]])}",
+        f"- torch: {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+        f"- rounds: {args.rounds}, the least of all; every figure from a process of its own, "
+        "caches cold",
+        "",
+    ]
     for case, peers in results.items():
         rows = [
             [
-                peer, f"{r['write_s']:.2f}", f"{r['write_cpu_s']:.2f}", f"{r['mib']:.1f}", f"{r['load_s'] * 1e3:.1f}",
-                f"{r['first_s'] * 1e3:.1f}", _us(r["us"]), _us(r["cpp_us"]) if "cpp_us" in r else "",
+                peer, f"{r['write_s']:.2f}", f"{r['write_cpu_s']:.2f}", f"{r['mib']:.1f}",
+                f"{r['load_s'] * 1e3:.1f}", f"{r['first_s'] * 1e3:.1f}", _us(r["us"]),
+                _us(r["cpp_us"]) if "cpp_us" in r else "",
             ]
             for peer, r in peers.items()
         ]  # fmt: skip
@@ -221,7 +242,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         caller = build_caller(Path(folder))
-        results = {case: race(case, args.rounds, caller, args.peers.split(";")) for case in args.only.split(",")}
+        results = {
+            case: race(case, args.rounds, caller, args.peers.split(";"))
+            for case in args.only.split(",")
+        }
     text = report(results, args)
     (ROOT / "benchmarks" / "results" / f"{args.out}.md").write_text(text)
     print(text)

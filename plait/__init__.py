@@ -1,10 +1,10 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
-The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `package` and
-`load` (the same as a file, for processes without the compiler), `explain`, `watch` (callbacks on intermediates),
-`plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree), `list_modes`,
-`list_options`, `Config` and the errors.
-Importing this package alone loads nothing but itself.
+The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a
+call), `package` and `load` (the same as a file, for processes without the compiler), `explain`,
+`watch` (callbacks on intermediates), `plait_backend` (what torch.compile calls), `FxCompiler` (the
+base of compilers out of tree), `list_modes`, `list_options`, `Config` and the errors. Importing
+this package alone loads nothing but itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The public function `compile` has the name of the pipeline's module: importing that module must not hide it."""
+    """The public function `compile` has the name of the pipeline's module: importing that module
+    must not hide it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "compile" and isinstance(value, ModuleType):

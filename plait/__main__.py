@@ -1,6 +1,7 @@
 """The command line: `plait COMMAND`, also `python -m plait COMMAND`.
 
-A command is a module of plait.tools with a `main` that takes its arguments; it is imported when it is called.
+A command is a module of plait.tools with a `main` that takes its arguments; it is imported when it
+is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The pipeline: one captured graph in, one compiled program out; a step a line, read from top to bottom.
+"""The pipeline: one captured graph in, one compiled program out; a step a line, read from top to
+bottom.
 
-Every step is a function from data to data, run by `log.PassLog`, which times it and, when `Config.verifies`, checks
-what it made. A constraint on order is a comment on its line.
+Every step is a function from data to data, run by `log.PassLog`, which times it and, when
+`Config.verifies`, checks what it made. A constraint on order is a comment on its line.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ load_rules()  # now, not while the first graph waits
 def compile_graph(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
     """Compiles one graph. target: what makes the program run, in place of that of cfg.wrapper.
 
-    Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where the machine cannot
-    build its kernels, and InternalError where a stage broke a rule of its IR.
+    Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where
+    the machine cannot build its kernels, and InternalError where a stage broke a rule of its IR.
     """
     log = _log(captured, cfg)
     if cfg.kernels:
@@ -68,13 +69,17 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     plan = _name_kernels(plan, sources)  # equal kernels now have one name
     show.show_plan(log, plan)
     show.show_sources(log, sources)
-    with workers(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
+    with workers(
+        1
+    ) as beside:  # compilers are processes of their own: the wrapper is made while they run
         building = beside.submit(_build, sources, cfg)
         wrapper = _wrap(captured, lowered, plan, cfg, log)
         built = log("build kernels", building.result)
     libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
-    callables = lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
+    callables = (
+        lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
+    )
     parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
@@ -98,8 +103,8 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
 
 
 def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Parts]:
-    """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or loaded, so the graph
-    may be for a machine that is not this one."""
+    """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
+    loaded, so the graph may be for a machine that is not this one."""
     log = _log(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
     sources = log("emit kernels", _emit, plan, cfg)
@@ -108,14 +113,16 @@ def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Part
     show.show_sources(log, sources)
     wrapper = _wrap(captured, lowered, plan, cfg, log)
     show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)
-    return wrapper, Parts({}, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
+    return wrapper, Parts(
+        {}, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg
+    )
 
 
 @dataclass(frozen=True)
 class Portable:
-    """A graph compiled for a machine that need not be this one. machine: its vector instructions, its GPU or both, such
-    as "avx2+sm_90". kernels: by kind of device. constants, callables: the tables that wrapper numbers. Wrappers that
-    are equal are one object."""
+    """A graph compiled for a machine that need not be this one. machine: its vector instructions,
+    its GPU or both, such as "avx2+sm_90". kernels: by kind of device. constants, callables: the
+    tables that wrapper numbers. Wrappers that are equal are one object."""
 
     machine: str
     wrapper: WrapperProgram
@@ -132,12 +139,17 @@ def compile_calls(captured: Captured, cfg: Config) -> Portable:
     lowered = log("lower", lower_graph, captured, cfg)
     plan = log("schedule", schedule, lowered.program, cfg, log)
     wrapper = _wrap(captured, lowered, plan, cfg, log)
-    return Portable("", wrapper, {}, lowered.constants, _constant_devices(lowered), lowered.callables)
+    return Portable(
+        "", wrapper, {}, lowered.constants, _constant_devices(lowered), lowered.callables
+    )
 
 
-def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]) -> list[Portable]:
-    """Compiles one graph for every machine with one of isas and one of archs, as far as it has kernels that depend on
-    them: planned once, kernels built side by side. Raises as compile_graph does."""
+def compile_portable(
+    captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]
+) -> list[Portable]:
+    """Compiles one graph for every machine with one of isas and one of archs, as far as it has
+    kernels that depend on them: planned once, kernels built side by side. Raises as compile_graph
+    does."""
     log = _log(captured, cfg)
     if cfg.kernels:
         _find_tools(captured, cfg)
@@ -145,9 +157,14 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
     kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
     on_gpu = any(b.device != "cpu" for b in lowered.program.buffers.values())
     anywhere = ("gpu_arch", ["ptx_0"]) if on_gpu else ("isa", isas[-1:])  # without kernels
-    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [anywhere]
+    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [
+        anywhere
+    ]
     machines = list(product(*(found for _, found in rows)))
-    cfgs = [cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)}) for found in machines]
+    cfgs = [
+        cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)})
+        for found in machines
+    ]
     sources: list[dict[str, Source]] = []
     building: list[Future[dict[str, Built]]] = []
     wrappers: list[tuple[Plan, WrapperProgram]] = []
@@ -190,9 +207,13 @@ def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]
     return lowered, log("schedule", schedule, lowered.program, cfg, log)
 
 
-def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: PassLog) -> WrapperProgram:
+def _wrap(
+    captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: PassLog
+) -> WrapperProgram:
     """The instructions around kernels."""
-    wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg, captured.guarded)
+    wrapper = log(
+        "build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg, captured.guarded
+    )
     if cfg.nan_asserts or cfg.finite_asserts:
         wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
     if captured.watcher is not None:
@@ -203,12 +224,21 @@ def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: Pa
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
-        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes, _spent(captured))
+        wrapper = log(
+            "partition",
+            partition,
+            wrapper,
+            lowered.constants,
+            captured.n_results,
+            nbytes,
+            _spent(captured),
+        )
     return wrapper
 
 
 def _spent(captured: Captured) -> set[str]:
-    """Inputs of a backward program that nobody needs after it: what was saved for it, and gradients."""
+    """Inputs of a backward program that nobody needs after it: what was saved for it, and
+    gradients."""
     if captured.kind != "backward":
         return set()
     given = captured.graph.graph.find_nodes(op="placeholder")
@@ -240,14 +270,15 @@ def _name_kernels(plan: Plan, sources: Mapping[str, Source]) -> Plan:
     names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
     grids = {k: g for source in sources.values() for k, g in source.grids.items()}
     steps = (
-        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s for s in plan.steps
+        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s
+        for s in plan.steps
     )
     return replace(plan, steps=tuple(steps))
 
 
 def _find_tools(captured: Captured, cfg: Config) -> None:
-    """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels for the graph's
-    devices are built with."""
+    """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels
+    for the graph's devices are built with."""
     values = [n.meta.get("val") for n in captured.graph.graph.nodes if n.op == "placeholder"]
     if any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values):
         triton_version()

@@ -1,8 +1,9 @@
 """The configuration of one compilation: one frozen dataclass, one row a flag.
 
-A row holds type, default, environment name, documentation and whether the flag is part of cache keys; options,
-environment, docs and keys are all derived from the rows. Values come from the environment first and then from
-`options={...}` and `mode=...` of torch.compile. Nothing else in plait reads the environment for settings.
+A row holds type, default, environment name, documentation and whether the flag is part of cache
+keys; options, environment, docs and keys are all derived from the rows. Values come from the
+environment first and then from `options={...}` and `mode=...` of torch.compile. Nothing else in
+plait reads the environment for settings.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from typing import Any
 from plait.errors import UserError, warn_once
 
 
-def flag(default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()) -> Any:
-    """One row of the table. env: environment variable, "" for PLAIT_<NAME>. in_key: the flag changes what is built."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "env": env, "in_key": in_key, "choices": choices})
+def flag(
+    default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()
+) -> Any:
+    """One row of the table. env: environment variable, "" for PLAIT_<NAME>. in_key: the flag
+    changes what is built."""
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "env": env, "in_key": in_key, "choices": choices}
+    )
 
 
 @dataclass(frozen=True)
@@ -29,75 +35,137 @@ class Config:
 
     # -- looking inside
     debug: int = flag(
-        0, doc="0 silent, 1 stages and times, 2 kernels, 3 fusion reasons, 4 generated source, 5 IR after every pass",
-        in_key=False, choices=(0, 1, 2, 3, 4, 5),
-    )  # fmt: skip
+        0,
+        doc=(
+            "0 silent, 1 stages and times, 2 kernels, 3 fusion reasons, 4 generated source, 5 IR "
+            "after every pass"
+        ),
+        in_key=False,
+        choices=(0, 1, 2, 3, 4, 5),
+    )
     debug_dir: str = flag(
         "",
-        doc="folder for one debug folder a graph (%p: the process's number); '' writes none unless debug >= 4 "
-        "(then plait_debug)",
+        doc=(
+            "folder for one debug folder a graph (%p: the process's number); '' writes none unless "
+            "debug >= 4 (then plait_debug)"
+        ),
         in_key=False,
     )
-    verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
+    verify: bool = flag(
+        False, doc="check the IR between passes (also on when debug >= 1)", in_key=False
+    )
     strict: bool = flag(
-        False, doc="raise an error where else an unknown operator runs as Python, a size is specialised, or eager runs",
+        False,
+        doc=(
+            "raise an error where else an unknown operator runs as Python, a size is specialised, "
+            "or eager runs"
+        ),
         in_key=False,
-    )  # fmt: skip
+    )
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     trust: str = flag(
-        "", doc="user ids and folders, ':' between them, whose cached files are loaded beside yours and root's",
+        "",
+        doc=(
+            "user ids and folders, ':' between them, whose cached files are loaded beside yours "
+            "and root's"
+        ),
         in_key=False,
-    )  # fmt: skip
+    )
     wrapper: str = flag(
-        "native", doc="what runs the program: the native executor, generated Python or C++, or an FX graph",
+        "native",
+        doc="what runs the program: the native executor, generated Python or C++, or an FX graph",
         choices=("native", "python", "cpp", "fx"),
     )  # fmt: skip
-    isa: str = flag("auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable"))
-    gpu_arch: str = flag(
-        "auto", doc="what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90 or ptx_80"
+    isa: str = flag(
+        "auto",
+        doc="vector instructions of CPU kernels",
+        choices=("auto", "avx512", "avx2", "portable"),
     )
-    cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
+    gpu_arch: str = flag(
+        "auto",
+        doc=(
+            "what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90 "
+            "or ptx_80"
+        ),
+    )
+    cpp_compiler: str = flag(
+        "", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++"
+    )
     compiler_seconds: int = flag(
-        300, doc="how long a compiler may work on a library or a GPU kernel before it is ended", in_key=False
+        300,
+        doc="how long a compiler may work on a library or a GPU kernel before it is ended",
+        in_key=False,
     )
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
     # -- what the compiler does
     kernels: bool = flag(
-        True, doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler"
+        True,
+        doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler",
     )
     fusion: bool = flag(True, doc="fuse loops")
     max_recompute: int = flag(
-        8, doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined"
+        8,
+        doc=(
+            "arithmetic operations that may be repeated for each extra reader when a producer is "
+            "inlined"
+        ),
     )
     max_fusion_reads: int = flag(16, doc="buffers that one kernel may read before fusion stops")
     small_matmul_flops: int = flag(
-        20480, doc="matrix products of at most this many flops become loops of ours, fused with their neighbours"
+        20480,
+        doc=(
+            "matrix products of at most this many flops become loops of ours, fused with their "
+            "neighbours"
+        ),
     )
     cuda_graphs: bool = flag(
-        False, doc="record the GPU's work of a program as CUDA graphs at its second call and replay them from then on"
+        False,
+        doc=(
+            "record the GPU's work of a program as CUDA graphs at its second call and replay them "
+            "from then on"
+        ),
     )
     autotune: bool = flag(
-        False, doc="measure several versions of each GPU kernel and keep the fastest; what was found is kept on disk"
+        False,
+        doc=(
+            "measure several versions of each GPU kernel and keep the fastest; what was found is "
+            "kept on disk"
+        ),
     )
     eager_random: bool = flag(
-        False, doc="leave random operators to torch, which draws eager's numbers; they are not fused or recomputed then"
+        False,
+        doc=(
+            "leave random operators to torch, which draws eager's numbers; they are not fused or "
+            "recomputed then"
+        ),
     )
-    memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
+    memory_planning: bool = flag(
+        True, doc="place intermediates in a pooled arena and reuse dying buffers"
+    )
     # -- what a program checks at every call
-    size_asserts: bool = flag(False, doc="dtype, sizes and strides of arguments are what was compiled for")
+    size_asserts: bool = flag(
+        False, doc="dtype, sizes and strides of arguments are what was compiled for"
+    )
     alignment_asserts: bool = flag(
-        False, doc="addresses of arguments and of operators' results are aligned: 16 bytes on a GPU, else an element"
+        False,
+        doc=(
+            "addresses of arguments and of operators' results are aligned: 16 bytes on a GPU, "
+            "else an element"
+        ),
     )
     nan_asserts: bool = flag(
-        False, doc="no argument, intermediate or result holds a NaN; names the kernel that made the first"
+        False,
+        doc="no argument, intermediate or result holds a NaN; names the kernel that made the first",
     )
-    finite_asserts: bool = flag(False, doc="nor an infinity, which masks of attention may hold for good reason")
+    finite_asserts: bool = flag(
+        False, doc="nor an infinity, which masks of attention may hold for good reason"
+    )
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, overridden by the environment, where an empty value is none. Raises UserError for a value that
-        does not parse, warns of a name that no flag has."""
+        """The defaults, overridden by the environment, where an empty value is none. Raises
+        UserError for a value that does not parse, warns of a name that no flag has."""
         env = os.environ if environ is None else environ
         found: dict[str, Any] = {}
         for row in _rows():
@@ -107,13 +175,19 @@ class Config:
         known = [row.env for row in _rows()]
         unknown = sorted(name for name in env if name.startswith("PLAIT_") and name not in known)
         if unknown:
-            warn_once(f"plait knows no environment variable {', '.join(unknown)}: it reads {', '.join(known)}")
+            warn_once(
+                f"plait knows no environment variable {', '.join(unknown)}: it reads "
+                f"{', '.join(known)}"
+            )
         return Config(**found) if found else _DEFAULT
 
-    def with_options(self, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
+    def with_options(
+        self, options: Mapping[str, Any] | None = None, mode: str | None = None
+    ) -> Config:
         """This configuration with a mode's settings and then the options on top.
 
-        Raises UserError for an unknown mode or option, listing the known ones, and for a value of a wrong type.
+        Raises UserError for an unknown mode or option, listing the known ones, and for a value of a
+        wrong type.
         """
         changes: dict[str, Any] = {}
         if mode is not None:
@@ -121,11 +195,16 @@ class Config:
                 raise UserError(f"unknown mode {mode!r}", hint=f"one of {', '.join(MODES)}")
             changes.update(MODES[mode])
         if not isinstance(options or {}, Mapping):
-            raise UserError(f"options must be a mapping of names to values, got {options!r}", hint='{"opt_level": 3}')
+            raise UserError(
+                f"options must be a mapping of names to values, got {options!r}",
+                hint='{"opt_level": 3}',
+            )
         rows = {row.name: row for row in _rows()}
         for name, value in (options or {}).items():
             if name not in rows:
-                raise UserError(f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}")
+                raise UserError(
+                    f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}"
+                )
             changes[name] = rows[name].check(value, f"option {name!r}")
         return dataclasses.replace(self, **changes) if changes else self
 
@@ -141,7 +220,9 @@ class Config:
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
-    "reduce-overhead": {"cuda_graphs": True},  # on a CPU the default wrapper has no overhead left to reduce
+    "reduce-overhead": {
+        "cuda_graphs": True
+    },  # on a CPU the default wrapper has no overhead left to reduce
     "max-autotune": {"cuda_graphs": True, "opt_level": 3, "autotune": True},
     "max-autotune-no-cudagraphs": {"opt_level": 3, "autotune": True},
 }
@@ -165,7 +246,9 @@ class Row:
         """value itself if the flag may hold it, else UserError. A bool is not taken for an int."""
         if type(value) not in self.types:
             names = " or ".join(t.__name__ for t in self.types)
-            raise UserError(f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.example)
+            raise UserError(
+                f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.example
+            )
         if self.choices and value not in self.choices:
             raise UserError(f"{what} is {value!r}", hint=self.example)
         return value
@@ -173,7 +256,11 @@ class Row:
     @property
     def example(self) -> str:
         """Values that the flag may have."""
-        return f"one of {', '.join(map(repr, self.choices))}" if self.choices else f"{self.default!r}, the default"
+        return (
+            f"one of {', '.join(map(repr, self.choices))}"
+            if self.choices
+            else f"{self.default!r}, the default"
+        )
 
     def parse(self, text: str) -> Any:
         """The value that an environment variable spells."""

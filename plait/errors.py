@@ -1,9 +1,10 @@
 """Every error that plait raises: three kinds, each saying what, where and what to try.
 
-`UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do, `InternalError` is a bug of
-plait's own. A refusal in the middle of the compiler (a fusion that is not legal) is a value, never an exception.
-What the compiler gets round is a `Fallback`, or a warning by `warn_once`. This file imports nothing of plait; how
-errors pass through torch.compile unwrapped is known to `compat`.
+`UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do,
+`InternalError` is a bug of plait's own. A refusal in the middle of the compiler (a fusion that is
+not legal) is a value, never an exception. What the compiler gets round is a `Fallback`, or a
+warning by `warn_once`. This file imports nothing of plait; how errors pass through torch.compile
+unwrapped is known to `compat`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Literal, Self
 class PlaitError(Exception):
     """Base of all errors of plait.
 
-    what: one sentence. where: the user's "file:line", or "" if no line is to blame. hint: what to try.
+    what: one sentence. where: the user's "file:line", or "" if no line is to blame. hint: what to
+    try.
     """
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
@@ -43,15 +45,18 @@ class PlaitError(Exception):
 
 
 class UserError(PlaitError):
-    """The caller's mistake: a wrong option, a wrong input, a call that contradicts what was compiled."""
+    """The caller's mistake: a wrong option, a wrong input, a call that contradicts what was
+    compiled."""
 
 
 class InputError(UserError):
-    """A compiled function was called with inputs that differ from those that it was compiled for."""
+    """A compiled function was called with inputs that differ from those that it was compiled
+    for."""
 
 
 class OperandError(UserError):
-    """Operands that eager refuses, too. Each one raised is also of the class that eager raises: see `refusal`."""
+    """Operands that eager refuses, too. Each one raised is also of the class that eager raises: see
+    `refusal`."""
 
 
 class _RuntimeOperandError(OperandError, RuntimeError): ...
@@ -80,7 +85,9 @@ _REFUSALS: dict[type[Exception], type[OperandError]] = {
 
 def refusal(error: Exception) -> type[OperandError]:
     """The OperandError that is caught wherever eager's own error is."""
-    return next((mine for kind, mine in _REFUSALS.items() if isinstance(error, kind)), _RuntimeOperandError)
+    return next(
+        (mine for kind, mine in _REFUSALS.items() if isinstance(error, kind)), _RuntimeOperandError
+    )
 
 
 class Unsupported(PlaitError):
@@ -88,10 +95,12 @@ class Unsupported(PlaitError):
 
 
 class InexpressibleSize(Unsupported):
-    """A size that plait has no expression for. symbols: the sizes of the inputs that it is made of, by name: were they
-    numbers, it would be one."""
+    """A size that plait has no expression for. symbols: the sizes of the inputs that it is made of,
+    by name: were they numbers, it would be one."""
 
-    def __init__(self, what: str, *, where: str = "", hint: str = "", symbols: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, what: str, *, where: str = "", hint: str = "", symbols: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.symbols = symbols
 
@@ -100,7 +109,8 @@ class InexpressibleSize(Unsupported):
 
 
 class GradientError(Unsupported, RuntimeError):
-    """A gradient that plait cannot take. A RuntimeError too: code that asks autograd expects those."""
+    """A gradient that plait cannot take. A RuntimeError too: code that asks autograd expects
+    those."""
 
 
 class ToolchainError(Unsupported):
@@ -119,15 +129,16 @@ class InternalError(PlaitError):
 
 
 Rung = Literal["aten", "python", "specialise", "eager"]
-"""The ladder below a kernel: PyTorch's own operator is called; an operator is called from Python; a size is taken for a
-number, with a guard; the whole graph is run by eager."""
+"""The ladder below a kernel: PyTorch's own operator is called; an operator is called from Python; a
+size is taken for a number, with a guard; the whole graph is run by eager."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
     """A step down the ladder that one graph took.
 
-    what: the operator, size or graph. reason: why it got no better. where: the user's "file:line", or "".
+    what: the operator, size or graph. reason: why it got no better. where: the user's "file:line",
+    or "".
     """
 
     rung: Rung
@@ -150,9 +161,12 @@ def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
     """A warning of one line, once a process and text, at the user's line that led here."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
-        frame.f_globals.get("__name__", "torch").partition(".")[0] in _PASSED_OVER  # AOTAutograd's code has no name
+        frame.f_globals.get("__name__", "torch").partition(".")[0]
+        in _PASSED_OVER  # AOTAutograd's code has no name
         or frame.f_code.co_filename.startswith("<eval_with_key>")  # what torch.fx made
     ):
         frame = frame.f_back
     module = frame.f_globals.get("__name__", "")  # Python drops a warning of the module None
-    warnings.warn_explicit(" ".join(text.split()), category, frame.f_code.co_filename, frame.f_lineno, module)
+    warnings.warn_explicit(
+        " ".join(text.split()), category, frame.f_code.co_filename, frame.f_lineno, module
+    )

@@ -1,8 +1,10 @@
-"""The runner of the pipeline: times each step, prints it, writes its dumps, and calls the stage's verifier.
+"""The runner of the pipeline: times each step, prints it, writes its dumps, and calls the stage's
+verifier.
 
-One `PassLog` serves one graph. Lines go to standard error when `Config.debug` reaches their level, and otherwise to the
-Python logger "plait", which PyTorch's own logging switches on: TORCH_LOGS=plait for level 1, +plait for all.
-Dumps go to one folder a graph, <debug_dir>/<graph name>/, and to torch's structured trace when TORCH_TRACE is set.
+One `PassLog` serves one graph. Lines go to standard error when `Config.debug` reaches their level,
+and otherwise to the Python logger "plait", which PyTorch's own logging switches on:
+TORCH_LOGS=plait for level 1, +plait for all. Dumps go to one folder a graph, <debug_dir>/<graph
+name>/, and to torch's structured trace when TORCH_TRACE is set.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ STAGES, KERNELS, REASONS, SOURCE, IR = 1, 2, 3, 4, 5
 
 
 class PassLog:
-    """Runs the steps of one compilation. verifiers: step name -> check of that step's result, run if cfg.verifies."""
+    """Runs the steps of one compilation. verifiers: step name -> check of that step's result, run
+    if cfg.verifies."""
 
-    def __init__(self, cfg: Config, name: str, verifiers: Mapping[str, Callable[[Any], object]] | None = None) -> None:
+    def __init__(
+        self, cfg: Config, name: str, verifiers: Mapping[str, Callable[[Any], object]] | None = None
+    ) -> None:
         self.cfg = cfg
         self.name = name
         self.verifiers = verifiers or {}
@@ -72,7 +77,8 @@ class PassLog:
 
     @property
     def folder(self) -> Path | None:
-        """This graph's debug folder, made on first use; None if no dumps are wanted or it cannot be made."""
+        """This graph's debug folder, made on first use; None if no dumps are wanted or it cannot be
+        made."""
         if not self._root:
             return None
         try:
@@ -95,7 +101,8 @@ class PassLog:
         return bool(self._root) or _tracing() or self.shows(SOURCE)
 
     def dump(self, filename: str, text: str | Callable[[], str]) -> None:
-        """Writes a file into the debug folder, if there is one. A callable is called only if somebody reads."""
+        """Writes a file into the debug folder, if there is one. A callable is called only if
+        somebody reads."""
         tracing = _tracing()
         folder = self.folder
         if folder is None and not tracing:
@@ -115,11 +122,16 @@ def _logging_level(level: int) -> int:
 
 
 def _tracing() -> bool:
-    """Whether torch writes its structured trace; its handler alone does not tell before the first record."""
+    """Whether torch writes its structured trace; its handler alone does not tell before the first
+    record."""
     return "TORCH_TRACE" in os.environ and bool(logging.getLogger("torch.__trace").handlers)
 
 
 def _trace(name: str, content: str) -> None:
     from torch._logging._internal import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: content)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: content,
+    )

@@ -1,7 +1,7 @@
 """Runs one function eagerly and compiled on equal inputs and compares all that a caller can see.
 
-That is: values, dtypes, strides, Python types, which results share memory with which inputs, what happened to the
-inputs, and gradients.
+That is: values, dtypes, strides, Python types, which results share memory with which inputs, what
+happened to the inputs, and gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 
 
-def compiled(fn: Callable[..., Any], dynamic: bool | None = None, **kwargs: Any) -> Callable[..., Any]:
+def compiled(
+    fn: Callable[..., Any], dynamic: bool | None = None, **kwargs: Any
+) -> Callable[..., Any]:
     """fn through torch.compile with plait."""
     return torch.compile(fn, backend="plait", dynamic=dynamic, **kwargs)
 
@@ -27,7 +29,8 @@ def same(
     calls: int = 2,
     other: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compares fn with its compiled self (or with `other`) on make()'s arguments, `calls` times; returns the latter.
+    """Compares fn with its compiled self (or with `other`) on make()'s arguments, `calls` times;
+    returns the latter.
 
     grad: float inputs require gradients and a weighted sum of the float results is differentiated.
     """
@@ -58,7 +61,10 @@ def _gradients(args: Sequence[Any], out: Any) -> list[torch.Tensor | None]:
     leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return []
-    weights = [torch.linspace(0.5, 1.5, max(x.numel(), 1), device=x.device)[: x.numel()].view(x.shape) for x in leaves]
+    weights = [
+        torch.linspace(0.5, 1.5, max(x.numel(), 1), device=x.device)[: x.numel()].view(x.shape)
+        for x in leaves
+    ]
     total = sum((x * w).sum() for x, w in zip(leaves, weights, strict=True))
     total.backward()
     inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -77,13 +83,17 @@ def tree_equal(got: Any, want: Any, what: str) -> None:
             continue
         assert type(g) is type(w), name
         assert g.requires_grad == w.requires_grad, f"{name}: requires_grad"
-        torch.testing.assert_close(g, w, rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=g.numel() > 0)
+        torch.testing.assert_close(
+            g, w, rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=g.numel() > 0
+        )
 
 
 def sharing(args: Sequence[Any], out: Any) -> list[tuple[int, int]]:
     """Pairs of tensors, counted through arguments and then results, that share one storage."""
     tensors = [x for x in pytree.tree_leaves((list(args), out)) if isinstance(x, torch.Tensor)]
-    tensors = [x for x in tensors if type(x) in (torch.Tensor, torch.nn.Parameter) and x.numel() > 0]
+    tensors = [
+        x for x in tensors if type(x) in (torch.Tensor, torch.nn.Parameter) and x.numel() > 0
+    ]
     where = [x.untyped_storage().data_ptr() for x in tensors]
     n = len(where)
     return [(i, j) for i in range(n) for j in range(i + 1, n) if where[i] == where[j]]

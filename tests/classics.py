@@ -1,4 +1,5 @@
-"""Classic architectures of the zoo, small: recurrent, convolutional, graphs, experts, physics, diffusion and others."""
+"""Classic architectures of the zoo, small: recurrent, convolutional, graphs, experts, physics,
+diffusion and others."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Experts(nn.Module):
     def __init__(self, dim: int = 16, n: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(dim, n)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)) for _ in range(n))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)) for _ in range(n)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         rows = x.flatten(0, 1)
@@ -145,7 +148,9 @@ class Physics(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         def u(p: Tensor) -> Tensor:
@@ -158,7 +163,8 @@ class Physics(nn.Module):
 
 
 class Forces(nn.Module):
-    """Forces of a system of particles: the gradient of its energy, taken inside the model by autograd.grad."""
+    """Forces of a system of particles: the gradient of its energy, taken inside the model by
+    autograd.grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,20 +185,27 @@ class Variational(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enc = nn.Sequential(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.Flatten())
+        self.enc = nn.Sequential(
+            nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.Flatten()
+        )
         self.head, self.lift = nn.Linear(16 * 16, 16), nn.Linear(8, 16 * 16)
-        self.dec = nn.Sequential(nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ELU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+        self.dec = nn.Sequential(
+            nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ELU(), nn.ConvTranspose2d(8, 3, 4, 2, 1)
+        )
 
     def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         mean, log = self.head(self.enc(x)).chunk(2, 1)
         z = mean + torch.exp(0.5 * log) * noise
         back = torch.sigmoid(self.dec(self.lift(z).unflatten(1, (16, 4, 4))))
         kl = -0.5 * (1 + log - mean.square() - log.exp()).sum(1)
-        return F.binary_cross_entropy(back, torch.sigmoid(x), reduction="none").flatten(1).sum(1), kl
+        return F.binary_cross_entropy(back, torch.sigmoid(x), reduction="none").flatten(1).sum(
+            1
+        ), kl
 
 
 class Ring(nn.Module):
-    """Attention in blocks with a running maximum and sum, causal by block, as ring attention does it."""
+    """Attention in blocks with a running maximum and sum, causal by block, as ring attention does
+    it."""
 
     def __init__(self, dim: int = 16, block: int = 4) -> None:
         super().__init__()
@@ -210,7 +223,11 @@ class Ring(nn.Module):
             new = torch.maximum(top, scores.amax(-1, keepdim=True))
             safe = torch.where(new.isinf(), 0.0, new)
             p, scale = torch.exp(scores - safe), torch.exp(top - safe)
-            total, out, top = (total * scale + p.sum(-1, keepdim=True), out * scale + p @ v[:, at], new)
+            total, out, top = (
+                total * scale + p.sum(-1, keepdim=True),
+                out * scale + p @ v[:, at],
+                new,
+            )
         return out / total, (top + total.log()).squeeze(-1)
 
 
@@ -226,13 +243,16 @@ class Flow(nn.Module):
         shifts = F.unfold(fb, 3, padding=1).unflatten(1, (8, 9)).unflatten(-1, fb.shape[-2:])
         flow = torch.tanh(self.flow((fa[:, :, None] * shifts).mean(1)))
         eye = torch.eye(2, 3).expand(a.shape[0], 2, 3)
-        grid = F.affine_grid(eye, list(a.shape), align_corners=False) + flow.permute(0, 2, 3, 1) * 0.1
+        grid = (
+            F.affine_grid(eye, list(a.shape), align_corners=False) + flow.permute(0, 2, 3, 1) * 0.1
+        )
         big = F.interpolate(flow, scale_factor=2, mode="bicubic", align_corners=False)
         return F.grid_sample(b, grid, align_corners=False, padding_mode="border"), big
 
 
 class Superres(nn.Module):
-    """Reflection padding, pixel shuffle, bicubic and bilinear resizing, average pooling with overlap."""
+    """Reflection padding, pixel shuffle, bicubic and bilinear resizing, average pooling with
+    overlap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +263,11 @@ class Superres(nn.Module):
         y = F.pixel_shuffle(self.b(F.pad(y, (1, 1, 1, 1), mode="replicate")), 2)
         base = F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=False)
         small = F.interpolate(y, size=(11, 13), mode="bilinear", align_corners=True)
-        return (y + base, F.avg_pool2d(small, 3, 2, 1), F.adaptive_max_pool2d(F.pixel_unshuffle(y, 2), 3))
+        return (
+            y + base,
+            F.avg_pool2d(small, 3, 2, 1),
+            F.adaptive_max_pool2d(F.pixel_unshuffle(y, 2), 3),
+        )
 
 
 class Recommender(nn.Module):
@@ -252,7 +276,10 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bags = nn.ModuleList(nn.EmbeddingBag(VOCAB, 8, mode=m) for m in ("sum", "mean"))
-        self.wide, self.deep = (nn.Embedding(VOCAB, 1), nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)))
+        self.wide, self.deep = (
+            nn.Embedding(VOCAB, 1),
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         parts = [bag(x) for bag in self.bags]
@@ -298,7 +325,9 @@ class Capsule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True),
+            2,
+            enable_nested_tensor=False,
         )
         self.cross = nn.MultiheadAttention(16, 4, batch_first=True)
 

@@ -1,11 +1,13 @@
-"""Every test: IR verified between passes, errors raised where eager could run the graph, kernels cached below pytest's
-own cache, Dynamo forgotten, one seed, for what files make when they are imported too."""
+"""Every test: IR verified between passes, errors raised where eager could run the graph, kernels
+cached below pytest's own cache, Dynamo forgotten, one seed, for what files make when they are
+imported too."""
 
 from __future__ import annotations
 
 import os
 
-# Before torch loads OpenMP: threads that wait in a loop take the processors from the other processes of the tests.
+# Before torch loads OpenMP: threads that wait in a loop take the processors from the other
+# processes of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import zlib
@@ -45,7 +47,8 @@ SAMPLED = {
     "test_stores.py::test_programs": 3,
     "test_wrapper_same.py::test_random_graphs_have_the_bits_of_native": 2,
 }
-"""Tests of many cases: one case in so many, by the checksum of its name, runs every day; the others are slow."""
+"""Tests of many cases: one case in so many, by the checksum of its name, runs every day; the others
+are slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,7 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PLAIT_VERIFY", "1")
-    os.environ.setdefault("PLAIT_STRICT", "1")  # what leaves the kernels for eager fails; tests of the ladder unset it
+    os.environ.setdefault(
+        "PLAIT_STRICT", "1"
+    )  # what leaves the kernels for eager fails; tests of the ladder unset it
     assert config.cache is not None
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)
@@ -73,7 +78,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _registered() -> None:
-    """The entry point gives torch the name "plait"; a tree that was never installed registers it by hand."""
+    """The entry point gives torch the name "plait"; a tree that was never installed registers it by
+    hand."""
     import torch._dynamo.backends.registry as registry
 
     if "plait" not in registry.list_backends(exclude_tags=()):
@@ -86,7 +92,8 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """A function that Dynamo compiled too often would run in eager, and be compared with itself: an error here."""
+    """A function that Dynamo compiled too often would run in eager, and be compared with itself: an
+    error here."""
     torch._dynamo.reset()
     dynamo.left_to_eager.clear()
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Programs of several processes against eager, run by each: `python -m tests.distributed_programs RANK PROCESSES FILE`.
+"""Programs of several processes against eager, run by each: `python -m tests.distributed_programs
+RANK PROCESSES FILE`.
 
 They meet by a file, over gloo, on the CPU."""
 
@@ -37,7 +38,9 @@ def same(got: object, want: object) -> None:
     torch.testing.assert_close(whole(got), whole(want))
 
 
-def train(eager: nn.Module, model: nn.Module, fn: Callable[..., Tensor], batches: Sequence[Tensor]) -> None:
+def train(
+    eager: nn.Module, model: nn.Module, fn: Callable[..., Tensor], batches: Sequence[Tensor]
+) -> None:
     """Steps of both have equal losses, gradients and weights."""
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (eager, model)]
     for x in batches:

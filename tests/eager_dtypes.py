@@ -1,5 +1,5 @@
-"""What eager's kernels take, found by asking them: calls of ATen operators, recorded from PyTorch's op samples, with
-their dtypes changed.
+"""What eager's kernels take, found by asking them: calls of ATen operators, recorded from PyTorch's
+op samples, with their dtypes changed.
 
 `python -m tests.eager_dtypes` writes `plait/graph/eager_dtypes.txt`.
 """
@@ -31,8 +31,10 @@ DTYPES = (
 _BY_PARTS = ("aten.matmul.default",)  # the operators that it is made of are looked at
 _SAMPLES, _CALLS = 13, 24  # a number that beats with no order of samples
 _HEADER = """\
-# Operators whose kernels on CPU do not take every dtype, in torch 2.13: made by `python -m tests.eager_dtypes`.
-# A line: the operator, the dtypes that it surely takes, `mixes` if they may differ among its tensors, and after a bar
+# Operators whose kernels on CPU do not take every dtype, in torch 2.13: \
+made by `python -m tests.eager_dtypes`.
+# A line: the operator, the dtypes that it surely takes, \
+`mixes` if they may differ among its tensors, and after a bar
 # the arguments that are something else, such as indices. See refuse.py.
 """
 
@@ -57,9 +59,13 @@ class Call:
         return Call(self.op, args, kwargs)
 
     def filled(self) -> Call:
-        """The call with ones in place of numbers, so that nothing but dtypes is wrong: no division by 0."""
+        """The call with ones in place of numbers, so that nothing but dtypes is wrong: no division
+        by 0."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        ones = [torch.ones_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        ones = [
+            torch.ones_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in leaves
+        ]
         args, kwargs = pytree.tree_unflatten(ones, spec)
         return Call(self.op, args, kwargs)
 
@@ -96,7 +102,11 @@ def _calls_of(case: Case) -> list[Call]:
 
     class Recorder(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if isinstance(target, OpOverload) and target.namespace == "aten" and not target._schema.is_mutable:
+            if (
+                isinstance(target, OpOverload)
+                and target.namespace == "aten"
+                and not target._schema.is_mutable
+            ):
                 found.append(Call(target, tuple(args), dict(kwargs)))
             return super().call_function(target, args, kwargs)
 
@@ -120,7 +130,8 @@ def _calls_of(case: Case) -> list[Call]:
 
 
 def by_operator(found: Iterable[Call]) -> dict[str, list[Call]]:
-    """At most _CALLS calls of each operator that has tensors with elements, as different as possible."""
+    """At most _CALLS calls of each operator that has tensors with elements, as different as
+    possible."""
     calls: dict[str, dict[Any, Call]] = {}
     for call in found:
         tensors = call.tensors()
@@ -135,7 +146,8 @@ def by_operator(found: Iterable[Call]) -> dict[str, list[Call]]:
 
 
 def taken_by(calls: Sequence[Call]) -> Taken | None:
-    """What an operator takes in all its calls; None if it takes everything, or does not run as recorded."""
+    """What an operator takes in all its calls; None if it takes everything, or does not run as
+    recorded."""
     floats = {name for c in calls for name, x in c.tensors() if x.is_floating_point()}
     others: dict[str, tuple[torch.dtype, ...]] = {}
     for name, x in (given for c in calls for given in c.tensors()):
@@ -144,8 +156,16 @@ def taken_by(calls: Sequence[Call]) -> Taken | None:
     calls = [f if (f := c.filled()).error() is None else c for c in calls if c.error() is None]
     if not floats or not calls:
         return None
-    dtypes = frozenset(d for d in DTYPES if all(uniform(c, others, d).error() is None for c in calls))
-    mixes = all(m.error() is None for c in calls for d in dtypes for e in dtypes for m in mixed(c, others, d, e))
+    dtypes = frozenset(
+        d for d in DTYPES if all(uniform(c, others, d).error() is None for c in calls)
+    )
+    mixes = all(
+        m.error() is None
+        for c in calls
+        for d in dtypes
+        for e in dtypes
+        for m in mixed(c, others, d, e)
+    )
     if mixes and len(dtypes) == len(DTYPES) and not others:
         return None
     return Taken(dtypes, others, mixes)
@@ -161,12 +181,19 @@ def mixed(call: Call, others: Iterable[str], one: torch.dtype, rest: torch.dtype
     of_interest = [k for k, (name, _) in enumerate(call.tensors()) if name not in others]
     if one != rest and len(of_interest) > 1:
         for at in of_interest:
-            yield call.cast(lambda name, k, x, at=at: x.dtype if name in others else one if k == at else rest)
+            yield call.cast(
+                lambda name, k, x, at=at: x.dtype if name in others else one if k == at else rest
+            )
 
 
 def line_of(name: str, taken: Taken) -> str:
-    short = [str(d).removeprefix("torch.") for d in DTYPES if d in taken.dtypes] + ["mixes"] * taken.mixes
-    others = [f"{k}={','.join(str(d).removeprefix('torch.') for d in v)}" for k, v in sorted(taken.others.items())]
+    short = [str(d).removeprefix("torch.") for d in DTYPES if d in taken.dtypes] + [
+        "mixes"
+    ] * taken.mixes
+    others = [
+        f"{k}={','.join(str(d).removeprefix('torch.') for d in v)}"
+        for k, v in sorted(taken.others.items())
+    ]
     return " ".join([name, *short, *(["|", *others] if others else [])])
 
 

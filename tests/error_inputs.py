@@ -1,4 +1,5 @@
-"""PyTorch's own wrong inputs of its ops: what eager raises for each, and what a compiled function raises."""
+"""PyTorch's own wrong inputs of its ops: what eager raises for each, and what a compiled function
+raises."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def raised(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Exception
 
 
 def compare(op: Any) -> list[Row]:
-    """A row for each of an op's error inputs that eager refuses: verdict, eager's class, plait's, and where they
-    differ those of torch's own back ends."""
+    """A row for each of an op's error inputs that eager refuses: verdict, eager's class, plait's,
+    and where they differ those of torch's own back ends."""
     logging.disable(logging.ERROR)  # torch logs the fake errors, which are expected here
     try:
         return [row for wrong in op.error_inputs("cpu") if (row := _row(op, wrong.sample_input))]
@@ -58,7 +59,9 @@ def _row(op: Any, sample: Any) -> Row | None:
     row = {"verdict": verdict, "eager": kind, "plait": kind_of(got)}
     if verdict != ALIKE:
         row["says"] = " ".join(str(want).split())[:120]
-        row["dynamo"], row["aot"] = (kind_of(_through(case, tensors, b)) for b in ("eager", "aot_eager"))
+        row["dynamo"], row["aot"] = (
+            kind_of(_through(case, tensors, b)) for b in ("eager", "aot_eager")
+        )
     return row
 
 
@@ -68,12 +71,14 @@ def _through(case: Case, tensors: Sequence[torch.Tensor], backend: str) -> Excep
 
 
 def is_torchs_own(row: Row) -> bool:
-    """Whether torch's tracing alone comes to what plait came to, so that the difference is not plait's."""
+    """Whether torch's tracing alone comes to what plait came to, so that the difference is not
+    plait's."""
     return row["plait"] in (row.get("dynamo"), row.get("aot"))
 
 
 def errors_table(found: Mapping[str, Sequence[Row]]) -> str:
-    """The committed table: a line for each op, and one for each error input that is not refused alike."""
+    """The committed table: a line for each op, and one for each error input that is not refused
+    alike."""
     rows = [row for rows in found.values() for row in rows]
     count = {v: sum(r["verdict"] == v for r in rows) for v in (ALIKE, OTHER, TAKEN)}
     lines = [
@@ -82,20 +87,39 @@ def errors_table(found: Mapping[str, Sequence[Row]]) -> str:
         'Error inputs of PyTorch\'s ops through `torch.compile(backend="plait")` on CPU:',
     ]
     lines += [
-        f"{len(rows)} that eager refuses, of {len(found)} ops. `python -m tests.sweep errors`, then `--tables`.",
+        f"{len(rows)} that eager refuses, of {len(found)} ops. `python -m tests.sweep errors`, "
+        "then `--tables`.",
         "",
     ]
     lines += ["| refused alike | refused with another class | not refused |", "|---|---|---|"]
     lines += [f"| {count[ALIKE]} | {count[OTHER]} | {count[TAKEN]} |", "", "## Not alike", ""]
-    lines += ['What torch\'s own tracing comes to, by Dynamo alone (`backend="eager"`) and with AOTAutograd']
+    lines += [
+        "What torch's own tracing comes to, by Dynamo alone "
+        '(`backend="eager"`) and with AOTAutograd'
+    ]
     lines += ['(`backend="aot_eager"`), is the evidence that a difference is not plait\'s.', ""]
-    lines += ["| op | eager | plait | Dynamo | AOTAutograd | eager says |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| op | eager | plait | Dynamo | AOTAutograd | eager says |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, op_rows in sorted(found.items()):
         for row in op_rows:
             if row["verdict"] != ALIKE:
-                cells = [row["eager"], *(row.get(k) or "runs" for k in ("plait", "dynamo", "aot")), row["says"]]
-                lines.append(f"| {name} | " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    lines += ["", "## By op", "", "| op | alike | another class | not refused |", "|---|---|---|---|"]
+                cells = [
+                    row["eager"],
+                    *(row.get(k) or "runs" for k in ("plait", "dynamo", "aot")),
+                    row["says"],
+                ]
+                lines.append(
+                    f"| {name} | " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+                )
+    lines += [
+        "",
+        "## By op",
+        "",
+        "| op | alike | another class | not refused |",
+        "|---|---|---|---|",
+    ]
     for name, op_rows in sorted(found.items()):
         each = (sum(r["verdict"] == v for r in op_rows) for v in (ALIKE, OTHER, TAKEN))
         lines.append(f"| {name} | {' | '.join(map(str, each))} |")

@@ -1,4 +1,5 @@
-"""Elementwise functions at the ends of dtypes: what to call, with what, and when a result is right."""
+"""Elementwise functions at the ends of dtypes: what to call, with what, and when a result is
+right."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ NAN, INF = float("nan"), float("inf")
 
 ONE: Mapping[str, Fn] = {
     **{name: getattr(torch, name) for name in (
-        "abs acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
-        "floor frac i0 isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logit neg "
-        "rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc "
-        "nan_to_num angle positive relu"
+        "abs acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp "
+        "exp2 expm1 floor frac i0 isfinite isinf isnan isneginf isposinf lgamma log log10 log1p "
+        "log2 logit neg rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh "
+        "sqrt square tan tanh trunc nan_to_num angle positive relu"
     ).split()},
     **{f"special.{name}": getattr(torch.special, name) for name in (
         "entr log_ndtr ndtr ndtri i0e i1 i1e erfcx bessel_j0 log_softmax"
     ).split() if name != "log_softmax"},
     **{name: getattr(F, name) for name in (
-        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 selu "
-        "silu softplus softshrink softsign tanhshrink"
+        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 "
+        "selu silu softplus softshrink softsign tanhshrink"
     ).split()},
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "threshold": lambda x: F.threshold(x, 0.5, 2.0),
@@ -43,8 +44,8 @@ ONE: Mapping[str, Fn] = {
 
 TWO: Mapping[str, Fn] = {
     **{name: getattr(torch, name) for name in (
-        "add sub mul div fmod remainder floor_divide pow atan2 hypot maximum minimum fmax fmin copysign "
-        "nextafter logaddexp logaddexp2 xlogy heaviside eq ne lt le gt ge float_power "
+        "add sub mul div fmod remainder floor_divide pow atan2 hypot maximum minimum fmax fmin "
+        "copysign nextafter logaddexp logaddexp2 xlogy heaviside eq ne lt le gt ge float_power "
         "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd"
     ).split()},
     "div_trunc": partial(torch.div, rounding_mode="trunc"),
@@ -66,7 +67,8 @@ def ends(dtype: torch.dtype) -> tuple[float | int, float | int]:
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, infinities, NaN, subnormals, ends, halves, and what lies around thresholds of overflow."""
+    """Zeros, infinities, NaN, subnormals, ends, halves, and what lies around thresholds of
+    overflow."""
     if not dtype.is_floating_point:
         low, high = ends(dtype)
         bits = torch.iinfo(dtype).bits
@@ -75,13 +77,51 @@ def special(dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(sorted(found), dtype=dtype)
     info = torch.finfo(dtype)
     double = dtype == torch.float64
-    values = [0.0, 1.0, 0.5, 1.5, 2.5, 0.25, 3.0, 6.0, 7.3, 20.0, 1e-3, 1e-5, 1e-8, 0.3, 0.999, 1.001]
-    values += [info.max, info.max / 2, info.tiny, info.smallest_normal / 2, info.smallest_normal * info.eps]
-    values += [info.eps, 1 - info.eps, 1 + info.eps, 10.0, 11.0, 16.0, 30.0, 40.0, 1e4, 2.0**23, 1e30, 1e-30]
+    values = [
+        0.0,
+        1.0,
+        0.5,
+        1.5,
+        2.5,
+        0.25,
+        3.0,
+        6.0,
+        7.3,
+        20.0,
+        1e-3,
+        1e-5,
+        1e-8,
+        0.3,
+        0.999,
+        1.001,
+    ]
+    values += [
+        info.max,
+        info.max / 2,
+        info.tiny,
+        info.smallest_normal / 2,
+        info.smallest_normal * info.eps,
+    ]
+    values += [
+        info.eps,
+        1 - info.eps,
+        1 + info.eps,
+        10.0,
+        11.0,
+        16.0,
+        30.0,
+        40.0,
+        1e4,
+        2.0**23,
+        1e30,
+        1e-30,
+    ]
     values += [87.0, 88.5, 88.8, 89.4, 89.5, 103.0, 104.5, 127.5, 128.0, 150.0]
     if double:
         values += [709.5, 709.9, 710.3, 710.5, 745.0, 746.0, 1e300, 1e-300, 2.0**52, 1023.5, 1075.0]
-    return torch.tensor([*values, *(-v for v in values), INF, -INF, NAN], dtype=torch.float64).to(dtype)
+    return torch.tensor([*values, *(-v for v in values), INF, -INF, NAN], dtype=torch.float64).to(
+        dtype
+    )
 
 
 def pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +134,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-14, torch.bfloat16: 1e-2, to
 
 
 def near(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two results are the same: NaNs with NaNs, zeros of one sign, numbers within a few last bits."""
+    """Where two results are the same: NaNs with NaNs, zeros of one sign, numbers within a few last
+    bits."""
     if not a.dtype.is_floating_point:
         return a == b
     wide_a, wide_b = a.double(), b.double()
@@ -105,7 +146,8 @@ def near(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def right(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor:
-    """Where a result is eager's, or no further from the exact one than eager's. exact: in float64."""
+    """Where a result is eager's, or no further from the exact one than eager's. exact: in
+    float64."""
     ok = near(found, eager)
     if exact is None or not found.dtype.is_floating_point:
         return ok

@@ -1,4 +1,5 @@
-// tests/fake_aten.cpp: ATen's operators for the GPU of fake_gpu.cpp: those of the CPU, on the same memory.
+// tests/fake_aten.cpp: ATen's operators for the GPU of fake_gpu.cpp: those of the CPU, on the same
+// memory.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Allocator.h>
@@ -9,7 +10,8 @@
 
 namespace {
 at::Tensor on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
+                                                   like.dtype());
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   return at::Tensor(std::move(impl));
 }

@@ -1,9 +1,10 @@
 // tests/fake_cuda.cpp: a CUDA driver that launches nothing and writes down what it was told.
 //
-// Lines go to the file that $FAKE_CUDA_LOG names; without one it is silent, and a launch needs no memory. An image is text: "symbol parameters static", and the
-// bytes of each parameter where they are not 8; or a real cubin, which says the same in its own way.
-// With $FAKE_CUDA_WORDS a launch's parameters are all written down. A kernel that the library $FAKE_CUDA_HOST has is
-// called: memory is the host's. Its clock runs while kernels do: best of all with 256 threads and 8 programs.
+// Lines go to the file that $FAKE_CUDA_LOG names; without one it is silent, and a launch needs no
+// memory. An image is text: "symbol parameters static", and the bytes of each parameter where they
+// are not 8; or a real cubin, which says the same in its own way. With $FAKE_CUDA_WORDS a launch's
+// parameters are all written down. A kernel that the library $FAKE_CUDA_HOST has is called: memory
+// is the host's. Its clock runs while kernels do: best of all with 256 threads and 8 programs.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -31,8 +32,9 @@ thread_local void* current = nullptr;
 size_t n_allocated = 0;
 std::atomic<int> now_us = 0;
 
-// A cubin's records of parameters are 04 17 0c 00, 4 bytes, u16 ordinal, u16 offset, u32 with the bytes
-// of the parameter from bit 18 on. How long the file is follows from where its table of sections ends.
+// A cubin's records of parameters are 04 17 0c 00, 4 bytes, u16 ordinal, u16 offset, u32 with the
+// bytes of the parameter from bit 18 on. How long the file is follows from where its table of
+// sections ends.
 void read_cubin(const char* data, Image& image) {
   uint64_t sections;
   uint16_t size, n;
@@ -60,7 +62,8 @@ void note(const char* format, Args... args) {
 // void kernel(const uint32_t grid[3], void** parameters)
 using HostKernel = void (*)(const uint32_t*, void**);
 HostKernel host_kernel(const std::string& symbol) {
-  static void* library = std::getenv("FAKE_CUDA_HOST") ? dlopen(std::getenv("FAKE_CUDA_HOST"), RTLD_NOW) : nullptr;
+  static void* library =
+      std::getenv("FAKE_CUDA_HOST") ? dlopen(std::getenv("FAKE_CUDA_HOST"), RTLD_NOW) : nullptr;
   return library ? reinterpret_cast<HostKernel>(dlsym(library, symbol.c_str())) : nullptr;
 }
 
@@ -93,7 +96,10 @@ int cuCtxSetCurrent(void* context) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   static const char* capability = std::getenv("FAKE_CUDA_CAPABILITY");
-  *value = attribute == 75 ? (capability ? std::atoi(capability) : 9) : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
+  *value = attribute == 75                  ? (capability ? std::atoi(capability) : 9)
+           : attribute == 76                ? 0
+           : attribute == 97 && device == 3 ? 232448
+                                            : -1;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -138,18 +144,20 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
   *size = of(function).nbytes[index];
   return 0;
 }
-int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
+int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters,
+                     void** extra) {
   if (of(function).context != current) return 400;
   if (c->block_x > 1024) return 701;
   if (const HostKernel kernel = host_kernel(of(function).symbol)) kernel(&c->grid_x, parameters);
-  now_us += 1 + std::abs(static_cast<int>(c->block_x) - 256) + 10 * std::abs(static_cast<int>(c->grid_x) - 8);
+  now_us += 1 + std::abs(static_cast<int>(c->block_x) - 256) +
+            10 * std::abs(static_cast<int>(c->grid_x) - 8);
   if (!std::getenv("FAKE_CUDA_LOG")) return 0;
   char text[256];
   std::snprintf(text, sizeof text,
                 "launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",
-                of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
-                c->block_z, c->shared, reinterpret_cast<size_t>(c->stream), extra != nullptr,
-                static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
+                of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x,
+                c->block_y, c->block_z, c->shared, reinterpret_cast<size_t>(c->stream),
+                extra != nullptr, static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
   std::ostringstream line;  // written at once: threads launch together
   line << text;
   for (uint32_t k = 0; k < c->n_attributes; ++k) {
@@ -165,15 +173,16 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
 }
 // A map's first word is its number.
-int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* base, const uint64_t* shape,
-                           const uint64_t* strides, const uint32_t* block, const uint32_t* steps, int interleave,
-                           int swizzle, int promotion, int fill) {
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* base,
+                           const uint64_t* shape, const uint64_t* strides, const uint32_t* block,
+                           const uint32_t* steps, int interleave, int swizzle, int promotion,
+                           int fill) {
   static uint64_t n = 0;
   if (reinterpret_cast<uintptr_t>(map) % 64 != 0) return 1;
   std::fill(map, map + 16, ++n);
   std::ostringstream line;
-  line << "map " << n << " type " << type << " base " << base << " swizzle " << swizzle << " fill " << fill << ' '
-       << interleave << promotion;
+  line << "map " << n << " type " << type << " base " << base << " swizzle " << swizzle << " fill "
+       << fill << ' ' << interleave << promotion;
   for (uint32_t k = 0; k < rank; ++k)
     line << " (" << shape[k] << ' ' << strides[k] << ' ' << block[k] << ' ' << steps[k] << ')';
   note("%s\n", line.str().c_str());
@@ -184,8 +193,8 @@ int cuStreamIsCapturing(void* stream, int* status) {
   *status = reinterpret_cast<size_t>(stream) == 17;
   return 0;
 }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, const void*** nodes,
-                              size_t* n) {
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph,
+                              const void*** nodes, size_t* n) {
   static const void* node[1] = {stream};
   *status = 1;
   *id = 1;
@@ -197,9 +206,10 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
 int cuStreamGetCaptureInfo_v3() { return 801; }
 int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* dependencies, size_t n,
                             const plait::cuda::NodeParams* p) {
-  note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n", reinterpret_cast<size_t>(graph), n,
-       n ? reinterpret_cast<size_t>(dependencies[0]) : 0, of(p->function).symbol.c_str(), p->grid_x, p->grid_y,
-       p->grid_z, p->block_x, static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n",
+       reinterpret_cast<size_t>(graph), n, n ? reinterpret_cast<size_t>(dependencies[0]) : 0,
+       of(p->function).symbol.c_str(), p->grid_x, p->grid_y, p->grid_z, p->block_x,
+       static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
   *node = reinterpret_cast<void*>(77);
   return 0;
 }
@@ -208,18 +218,22 @@ int cuGraphKernelNodeSetAttribute(void* node, int id, const uint32_t* value) {
   return 0;
 }
 int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda::NodeParams* p) {
-  note("node %zu of %zu: %s grid %u %u %u block %u %u %u shared %u extra %d kernel %d context %d first %lld\n",
-       reinterpret_cast<size_t>(node), reinterpret_cast<size_t>(graph), of(p->function).symbol.c_str(),
-       p->grid_x, p->grid_y, p->grid_z, p->block_x, p->block_y, p->block_z, p->shared, p->extra != nullptr,
-       p->kernel != nullptr, p->context != nullptr,
-       static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  note(
+      "node %zu of %zu: %s grid %u %u %u block %u %u %u shared %u extra %d kernel %d context %d "
+      "first %lld\n",
+      reinterpret_cast<size_t>(node), reinterpret_cast<size_t>(graph),
+      of(p->function).symbol.c_str(), p->grid_x, p->grid_y, p->grid_z, p->block_x, p->block_y,
+      p->block_z, p->shared, p->extra != nullptr, p->kernel != nullptr, p->context != nullptr,
+      static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
   return 0;
 }
 int cuGraphMemcpyNodeGetParams(void*, plait::cuda::CopyParams* p) {
   *p = {};
   return 0;
 }
-int cuGraphExecMemcpyNodeSetParams(void*, void*, const plait::cuda::CopyParams*, void*) { return 0; }
+int cuGraphExecMemcpyNodeSetParams(void*, void*, const plait::cuda::CopyParams*, void*) {
+  return 0;
+}
 int cuGraphLaunch(void* graph, void* stream) {
   note("graph %zu on %zu\n", reinterpret_cast<size_t>(graph), reinterpret_cast<size_t>(stream));
   return 0;

@@ -3,8 +3,8 @@
 // Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
 // recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
 // operators for CUDA tensors. An image is text: "symbol parameters static".
-// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others are
-// handed to the function that fake_on_launch names.
+// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others
+// are handed to the function that fake_on_launch names.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -55,7 +55,8 @@ int streams[10];
 int stream = 0, event_of = 0;  // the current one, and whose work an event stands for
 std::string waits;
 int number_of(const void* s) { return static_cast<int>(static_cast<const int*>(s) - streams); }
-using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z, const uint64_t* words);
+using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z,
+                          const uint64_t* words);
 OnLaunch on_launch = nullptr;
 
 void run(const Node& n) {
@@ -80,8 +81,8 @@ Words words_of(const Image& image, void** parameters) {
   return words;
 }
 
-// Memory of a pool serves the same pool again, cut to size and joined when it is freed; of ordinary memory nothing that
-// was freed keeps its values.
+// Memory of a pool serves the same pool again, cut to size and joined when it is freed; of ordinary
+// memory nothing that was freed keeps its values.
 struct Block {
   int64_t pool, segment;
   size_t nbytes;
@@ -91,7 +92,8 @@ std::map<char*, Block> unused;
 int64_t segments = 0;
 void give_back(Block b) {
   auto next = unused.lower_bound(b.data);
-  if (next != unused.end() && next->second.segment == b.segment && next->first == b.data + b.nbytes) {
+  if (next != unused.end() && next->second.segment == b.segment &&
+      next->first == b.data + b.nbytes) {
     b.nbytes += next->second.nbytes;
     next = unused.erase(next);
   }
@@ -165,11 +167,12 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
                          std::optional<c10::ScalarType> type, std::optional<c10::Layout>,
                          std::optional<c10::Device>, std::optional<bool>) {
-  return at::Tensor(at::detail::empty_strided_generic(
-      sizes, strides, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), type.value_or(c10::kFloat)));
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, &allocator,
+                                                      c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                      type.value_or(c10::kFloat)));
 }
 at::Tensor& neg_out(const at::Tensor& x, at::Tensor& y) {
-  const auto *from = static_cast<const float*>(x.unsafeGetTensorImpl()->data());
+  const auto* from = static_cast<const float*>(x.unsafeGetTensorImpl()->data());
   auto* to = static_cast<float*>(y.unsafeGetTensorImpl()->mutable_data());
   int64_t last = 0;  // of both: gaps between elements are turned, too
   for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
@@ -254,7 +257,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 int cuModuleLoadData(void** module, const void* image) {
   char symbol[64];
   size_t parameters = 0;
-  if (std::sscanf(static_cast<const char*>(image), "%63s %zu", symbol, &parameters) != 2) return 200;
+  if (std::sscanf(static_cast<const char*>(image), "%63s %zu", symbol, &parameters) != 2)
+    return 200;
   *module = new Image{symbol, parameters};
   return 0;
 }
@@ -268,7 +272,8 @@ int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void**) {
   const auto& image = *static_cast<Image*>(function);
   if (image.symbol != "k" && image.symbol != "both") {
-    on_launch(image.symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, words_of(image, parameters).data());
+    on_launch(image.symbol.c_str(), c->grid_x, c->grid_y, c->grid_z,
+              words_of(image, parameters).data());
     return 0;
   }
   Node n;

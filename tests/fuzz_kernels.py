@@ -1,9 +1,10 @@
 """Random kernels against the slow reference.
 
-`python -m tests.fuzz_kernels SEED [ISA]` prints and runs the kernel of one seed, and if it is wrong prints a program
-that runs it again; `python -m tests.fuzz_kernels --many FIRST COUNT` looks for failures. Every value knows whether the
-reference must be met bit by bit (only correctly rounded operations below it) or up to rounding; operations with jumps
-(comparisons, rounding, positions) are only applied to the former.
+`python -m tests.fuzz_kernels SEED [ISA]` prints and runs the kernel of one seed, and if it is wrong
+prints a program that runs it again; `python -m tests.fuzz_kernels --many FIRST COUNT` looks for
+failures. Every value knows whether the reference must be met bit by bit (only correctly rounded
+operations below it) or up to rounding; operations with jumps (comparisons, rounding, positions) are
+only applied to the former.
 """
 
 from __future__ import annotations
@@ -28,8 +29,38 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 from tests.kernel_tools import Loaded, run_kernel
 
 EXTENTS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 100, 129]
-STORED = ["f32", "f32", "f32", "f64", "f16", "bf16", "i64", "i32", "i16", "i8", "u8", "b1", "u16", "u32", "u64"]
-SMOOTH = ["exp", "tanh", "sin", "cos", "erf", "expm1", "atan", "asinh", "log1p", "erfc", "sinh", "cosh", "exp2"]
+STORED = [
+    "f32",
+    "f32",
+    "f32",
+    "f64",
+    "f16",
+    "bf16",
+    "i64",
+    "i32",
+    "i16",
+    "i8",
+    "u8",
+    "b1",
+    "u16",
+    "u32",
+    "u64",
+]
+SMOOTH = [
+    "exp",
+    "tanh",
+    "sin",
+    "cos",
+    "erf",
+    "expm1",
+    "atan",
+    "asinh",
+    "log1p",
+    "erfc",
+    "sinh",
+    "cosh",
+    "exp2",
+]
 EXACT = [
     "add",
     "sub",
@@ -109,7 +140,9 @@ class Maker:
         self.vars = loop_vars("i", tuple(sizes[:n_vars]))
         self.rvars = loop_vars("r", tuple(sizes[n_vars:]))
         self.sizes = dict(zip((*self.vars, *self.rvars), sizes, strict=True))
-        pool = [self.load(full=bool(self.rvars) and r.random() < 0.8) for _ in range(r.randint(1, 3))]
+        pool = [
+            self.load(full=bool(self.rvars) and r.random() < 0.8) for _ in range(r.randint(1, 3))
+        ]
         stmts: list[Stmt] = []
         sequential = False
         for k in range(r.choice([0, 1, 1, 2]) if self.rvars else 0):
@@ -125,9 +158,18 @@ class Maker:
                 self.store(k, r.choice(pool[-4:]), stmts)
         names = [symbol(s, 0, 1 << 40) for s in self.dynamic]
         outs = tuple(s.buf for s in stmts if isinstance(s, Store))
-        return Kernel("fuzz", self.vars, self.rvars, tuple(stmts), tuple(self.buffers), outs, tuple(names), sequential)
+        return Kernel(
+            "fuzz",
+            self.vars,
+            self.rvars,
+            tuple(stmts),
+            tuple(self.buffers),
+            outs,
+            tuple(names),
+            sequential,
+        )
 
-    # ------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
     def number(self, e: Size) -> int:
         return e if isinstance(e, int) else self.numbers[e]
 
@@ -145,7 +187,8 @@ class Maker:
         return x.astype(interp.memory_type(d))
 
     def buffer(self, d: DType, shape: list[Size], fill: bool) -> Buffer:
-        """A buffer with strides in a random order of dimensions, sometimes padded or broadcast (inputs only)."""
+        """A buffer with strides in a random order of dimensions, sometimes padded or broadcast
+        (inputs only)."""
         r = self.r
         strides: list[Size] = [0] * len(shape)
         order = list(range(len(shape)))
@@ -161,7 +204,9 @@ class Maker:
                 step = step * 2 + 3
         b = Buffer(f"{'in' if fill else 'out'}{len(self.buffers)}", d, tuple(shape), tuple(strides))
         self.buffers.append(b)
-        last = sum((self.number(n) - 1) * self.value(s) for n, s in zip(b.shape, b.strides, strict=True))
+        last = sum(
+            (self.number(n) - 1) * self.value(s) for n, s in zip(b.shape, b.strides, strict=True)
+        )
         n = max(1, last + 1)
         self.arrays[b.name] = self.memory(d, n) if fill else np.zeros(n, interp.memory_type(d))
         return b
@@ -169,7 +214,7 @@ class Maker:
     def value(self, e: Size) -> int:
         return int(interp.Space((), self.dynamic, {}, {}).integer(e, ()))
 
-    # ------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
     def load(self, full: bool) -> Value:
         r = self.r
         d = DTYPES[r.choice(STORED)]
@@ -207,22 +252,26 @@ class Maker:
         return self.computable(Value(self.ops.load(b.name, tuple(index), d), True, full))
 
     def part(self, axes: list[Expr], read: Callable[[Node], Node]) -> Value:
-        """What `read` gives at the first points along one of the axes, where its argument holds, and 1 at the
-        others."""
+        """What `read` gives at the first points along one of the axes, where its argument holds,
+        and 1 at the others."""
         a = self.r.choice(axes)
-        mask = self.ops.op("lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64))
+        mask = self.ops.op(
+            "lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64)
+        )
         found = self.ops.kept(self.ops.masked(mask, lambda: read(mask), 1))
         return self.computable(Value(found, True, any(b in self.rvars for b in axes)))
 
     def indirect(self, d: DType, index: list[Size], shape: list[Size], axes: list[Expr]) -> Value:
-        """A gather through an index buffer, or from one place of it under a check; now and then an index is out of
-        range."""
+        """A gather through an index buffer, or from one place of it under a check; now and then an
+        index is out of range."""
         n = self.r.choice([1, 5, 40])
         self.numbers[n] = n
         where = self.buffer(i64, shape, True)
         bad = self.r.random() < 0.1
         old = self.arrays[where.name]
-        self.arrays[where.name] = self.np.integers(-n, n + (1 if bad else 0), old.size).astype(np.int64)
+        self.arrays[where.name] = self.np.integers(-n, n + (1 if bad else 0), old.size).astype(
+            np.int64
+        )
         table = self.buffer(d, [n], True)
 
         at = self.ops.load(where.name, tuple(index), i64)
@@ -264,7 +313,9 @@ class Maker:
             x = a.node
             if x.dtype.is_float and to.kind in "iu":
                 x = self.ops.op(
-                    "min", self.ops.op("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)), const(50.0, x.dtype)
+                    "min",
+                    self.ops.op("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)),
+                    const(50.0, x.dtype),
                 )
                 x = self.ops.op("where", self.ops.op("isnan", x), const(1.0, x.dtype), x)
             return self.computable(Value(cast(x, to), a.exact, a.full))
@@ -275,11 +326,17 @@ class Maker:
         both, full = a.exact and b.exact, a.full or b.full
         if d == b1:
             return Value(
-                self.ops.op(r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node), both, full
+                self.ops.op(
+                    r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node
+                ),
+                both,
+                full,
             )
         if both and how < 0.55:
             c = self.ops.op(r.choice(["lt", "le", "eq", "ne", "gt", "ge"]), a.node, b.node)
-            return Value(c if r.random() < 0.3 else self.ops.op("where", c, a.node, b.node), True, full)
+            return Value(
+                c if r.random() < 0.3 else self.ops.op("where", c, a.node, b.node), True, full
+            )
         if d.is_float:
             op = r.choice(EXACT if both else ["add", "sub", "mul", "neg", "abs", "min", "max"])
         else:
@@ -289,7 +346,11 @@ class Maker:
             return Value(self.ops.op(op, x), a.exact, a.full)
         if op == "where":
             return (
-                Value(self.ops.op("where", self.ops.op("gt", a.node, const(0, d)), a.node, b.node), both, full)
+                Value(
+                    self.ops.op("where", self.ops.op("gt", a.node, const(0, d)), a.node, b.node),
+                    both,
+                    full,
+                )
                 if both
                 else a
             )
@@ -299,11 +360,15 @@ class Maker:
         """Another value of a's dtype."""
         same = [v for v in pool if v.node.dtype == a.node.dtype]
         if self.r.random() < 0.3:
-            c = self.r.choice([0, 1, 2, 3, -1, 0.5]) if a.node.dtype.is_float else self.r.choice([0, 1, 2, 3, 7])
+            c = (
+                self.r.choice([0, 1, 2, 3, -1, 0.5])
+                if a.node.dtype.is_float
+                else self.r.choice([0, 1, 2, 3, 7])
+            )
             return Value(const(c, a.node.dtype), True, False)
         return self.r.choice(same)
 
-    # --------------------------------------------------------------------------------------- statements
+    # ----------------------------------------------------------------------------------- statements
     def reduction(self, name: str, pool: list[Value], stmts: list[Stmt]) -> None:
         r = self.r
         v = r.choice(pool[-3:])
@@ -312,9 +377,14 @@ class Maker:
         if d == b1:
             kind = r.choice(["any", "all"])
         elif d.is_float:
-            kind = r.choice(["sum", "max", "min", "welford"] + (["argmax", "argmin"] if v.exact and not empty else []))
+            kind = r.choice(
+                ["sum", "max", "min", "welford"]
+                + (["argmax", "argmin"] if v.exact and not empty else [])
+            )
         else:
-            kind = r.choice(["sum", "prod", "max", "min", "xor"] + ([] if empty else ["argmax", "argmin"]))
+            kind = r.choice(
+                ["sum", "prod", "max", "min", "xor"] + ([] if empty else ["argmax", "argmin"])
+            )
         stmts.append(Reduce(name, kind, v.node))
         out = i64 if kind.startswith("arg") else d
         suffixes = [".mean", ".m2", ".count"] if kind == "welford" else [""]
@@ -328,7 +398,9 @@ class Maker:
             return
         kind = self.r.choice(["sum", "max", "min"])
         stmts.append(Reduce("run", kind, v.node, running=True))
-        pool.append(Value(node("acc", (), "run", v.node.dtype), v.exact and not v.node.dtype.is_float, True))
+        pool.append(
+            Value(node("acc", (), "run", v.node.dtype), v.exact and not v.node.dtype.is_float, True)
+        )
 
     def store(self, k: int, v: Value, stmts: list[Stmt]) -> None:
         full = v.full or (bool(self.rvars) and self.r.random() < 0.3)
@@ -350,7 +422,9 @@ class Maker:
         n = 6
         self.numbers[n] = n
         where = self.buffer(i64, [self.sizes[a] for a in self.vars], True)
-        self.arrays[where.name] = self.np.integers(0, n, self.arrays[where.name].size).astype(np.int64)
+        self.arrays[where.name] = self.np.integers(0, n, self.arrays[where.name].size).astype(
+            np.int64
+        )
         b = self.buffer(v.node.dtype, [n], False)
         self.exact_of[b.name] = v.exact
         at = symbol("$0", extent=n)
@@ -391,7 +465,9 @@ def compare(kernel: Kernel, maker: Maker, loaded: Loaded, threads: int) -> str:
             if not same(mine[name], want[name]):
                 return f"{name}: {mine[name]} is not {want[name]}"
         elif not close(mine[name], want[name]):
-            return f"{name} differs by {worst(mine[name], want[name])}: {mine[name]} and {want[name]}"
+            return (
+                f"{name} differs by {worst(mine[name], want[name])}: {mine[name]} and {want[name]}"
+            )
     del truth
     return ""
 
@@ -400,7 +476,9 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal bits, but any NaN equals any NaN and -0 equals 0."""
     if a.dtype == np.uint16 or a.dtype.kind != "f":
         nan = (a & 0x7FFF) > 0x7F80 if a.dtype == np.uint16 else np.zeros(a.shape, bool)
-        return bool(((a == b) | (nan & ((b & 0x7FFF) > 0x7F80) if a.dtype == np.uint16 else (a == b))).all())
+        return bool(
+            ((a == b) | (nan & ((b & 0x7FFF) > 0x7F80) if a.dtype == np.uint16 else (a == b))).all()
+        )
     return bool(np.array_equal(a, b, equal_nan=True))
 
 
@@ -413,7 +491,9 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     """Within rounding errors that a long sum and a few ill-conditioned steps may leave."""
     with np.errstate(all="ignore"):
         rough = 2e-3 if a.dtype == np.float32 else 1e-4 if a.dtype == np.float64 else 0.05
-        scale = max(1.0, float(np.nanmax(np.abs(b.astype(np.float64)[np.isfinite(b)]), initial=0.0)))
+        scale = max(
+            1.0, float(np.nanmax(np.abs(b.astype(np.float64)[np.isfinite(b)]), initial=0.0))
+        )
         finite = np.isfinite(a) & np.isfinite(b)
         if not (np.isfinite(a) == np.isfinite(b)).all() and scale < 1e30:
             return False
@@ -433,7 +513,10 @@ def main() -> None:
                     except Exception as error:  # noqa: BLE001  (a crash is a finding too)
                         wrong = f"{type(error).__name__}: {str(error)[:1500]}"
                     if wrong:
-                        print(f"python -m tests.fuzz_kernels {seed} {name}\n  {wrong}"[:1200], flush=True)
+                        print(
+                            f"python -m tests.fuzz_kernels {seed} {name}\n  {wrong}"[:1200],
+                            flush=True,
+                        )
             return
         seed, isa = int(sys.argv[1]), (sys.argv[2:] or ["avx512"])[0]
         wrong = check(seed, ISAS[isa], Path(folder), show=True)

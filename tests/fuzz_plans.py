@@ -1,11 +1,12 @@
 """Runs damaged plans: `python -m tests.fuzz_plans COUNT [--sanitized] [--write]`.
 
-Programs of every instruction, and what the compiler makes of small models, are damaged behind a right checksum
-(`plan_damage.py`), loaded, and called if they load. Their kernels only read the pointers and sizes that they declare.
-A run ends well with a result or one of a few errors; every tensor that comes out of it, or that a Python callable is
-handed, must lie in its storage. Plans run in a process of their own, which names the seed it is at, so that a crash or
-a hang is a finding like others. `--sanitized` runs an executor built with AddressSanitizer and UBSan. What was found
-is kept below build/fuzz, by executor and sources: a run that is cut short goes on where it stopped.
+Programs of every instruction, and what the compiler makes of small models, are damaged behind a
+right checksum (`plan_damage.py`), loaded, and called if they load. Their kernels only read the
+pointers and sizes that they declare. A run ends well with a result or one of a few errors; every
+tensor that comes out of it, or that a Python callable is handed, must lie in its storage. Plans run
+in a process of their own, which names the seed it is at, so that a crash or a hang is a finding
+like others. `--sanitized` runs an executor built with AddressSanitizer and UBSan. What was found is
+kept below build/fuzz, by executor and sources: a run that is cut short goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -47,9 +48,17 @@ HEADING = "## Damaged plans"
 HANG_S = 120
 ROOM = 512 << 20  # bytes of address space that plans may ask for
 REFUSED = (PlanError, LoadError)
-FAILED = (RuntimeError, TypeError, ValueError, IndexError, MemoryError, NotImplementedError, AttributeError)
-"""What a call may raise: what the executor and torch's operators do. AttributeError: a dtype or a layout
-that torch has not."""
+FAILED = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    MemoryError,
+    NotImplementedError,
+    AttributeError,
+)
+"""What a call may raise: what the executor and torch's operators do. AttributeError: a dtype or a
+layout that torch has not."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,13 @@ class Base:
 def base(p: WrapperProgram, args: Sequence[Any], constants: tuple[torch.Tensor, ...] = ()) -> Base:
     """The program as what is damaged."""
     plan = encode(p)
-    kernels = tuple((i.name, i.n_args, i.n_sizes) for i in p.body if isinstance(i, ins.DefineKernel))
+    kernels = tuple(
+        (i.name, i.n_args, i.n_sizes) for i in p.body if isinstance(i, ins.DefineKernel)
+    )
     return Base(plan, plan_damage.read(plan), tuple(args), constants, p.n_callables, kernels)
 
 
-# ---------------------------------------------------------------------------------------------- programs
+# ----------------------------------------------------------------------------------------- programs
 def _everything() -> Base:
     """Constants and symbols, an arena, views and reuse, operators, Python, a kernel with sizes."""
     s0, n = symbol("s0"), symbol("n")
@@ -90,7 +101,9 @@ def _everything() -> Base:
         ins.Place("p", "m", 64, f32, (4, 4), (4, 1)),
         ins.Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),
         ins.Fill("q", Literal("bool", "True")),
-        ins.CallExtern("aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False),
+        ins.CallExtern(
+            "aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False
+        ),
         ins.View("v", "p", f32, (2, 4), (4, 1), 8),
         alloc("o", s0, 4),
         launch("k_inc", "x", "o", n=4 * s0),
@@ -119,7 +132,8 @@ def _everything() -> Base:
 
 
 def _views() -> Base:
-    """Views of inputs, results, allocations and constants, at constant and varying places, seen and returned."""
+    """Views of inputs, results, allocations and constants, at constant and varying places, seen and
+    returned."""
     k, s0 = symbol("k"), symbol("s0")
     p = program(
         (tensor("x", s0, 8), tensor("w", 64, dtype=i64), ins.SymbolInput("k")),
@@ -142,9 +156,16 @@ def _views() -> Base:
         ins.View("rv", "r", f32, (8,), (1,), 8),
         ins.Constant("c", 1),
         ins.View("cv", "c", f32, (3,), (2,), 1),
-        ins.CallPython(0, "look", (Ref("row"), Ref("rv"), Ref("cv"), Ref("tail")), (), ("given", "count")),
+        ins.CallPython(
+            0, "look", (Ref("row"), Ref("rv"), Ref("cv"), Ref("tail")), (), ("given", "count")
+        ),
         ins.AssertScalar(compare("lt", k, symbol("s0")), "k"),
-        ins.Return((*map(Ref, ("row", "first", "part", "whole", "low", "inner", "rv", "given")), symbol("count"))),
+        ins.Return(
+            (
+                *map(Ref, ("row", "first", "part", "whole", "low", "inner", "rv", "given")),
+                symbol("count"),
+            )
+        ),
         n_constants=2,
         n_callables=1,
     )
@@ -161,21 +182,43 @@ def _products() -> Base:
         ins.Arena("a", m * 5 * 4 + 1024),
         ins.Place("p", "a", 1024, f32, (m, 5), (5, 1)),
         extern("aten::mm", Ref("x"), Ref("w"), outs=("xw",)),
-        ins.CallExtern("aten::mm.out", (Ref("x"), Ref("w")), (("out", Ref("p")),), (), ("p",), may_keep=False),
-        ins.CallExtern("aten::addmm", (Ref("b"), Ref("x"), Ref("w")), (("alpha", Literal("float", "0x1p+1")),), ("z",)),
+        ins.CallExtern(
+            "aten::mm.out", (Ref("x"), Ref("w")), (("out", Ref("p")),), (), ("p",), may_keep=False
+        ),
+        ins.CallExtern(
+            "aten::addmm",
+            (Ref("b"), Ref("x"), Ref("w")),
+            (("alpha", Literal("float", "0x1p+1")),),
+            ("z",),
+        ),
         alloc("o", m, 5),
         ins.CallExtern(
-            "aten::addmm.out", (Ref("b"), Ref("x"), Ref("w")), (("out", Ref("o")),), (), ("o",), may_keep=False
+            "aten::addmm.out",
+            (Ref("b"), Ref("x"), Ref("w")),
+            (("out", Ref("o")),),
+            (),
+            ("o",),
+            may_keep=False,
         ),
         ins.View("wt", "w", f32, (5, 6), (1, 5), 0),
         ins.CallExtern("aten::mm", (Ref("p"), Ref("wt")), (), ("back",), may_keep=False),
         alloc("e", 3, 4, 4, dtype=f64),
-        ins.CallExtern("aten::bmm.out", (Ref("d"), Ref("d")), (("out", Ref("e")),), (), ("e",), may_keep=False),
+        ins.CallExtern(
+            "aten::bmm.out", (Ref("d"), Ref("d")), (("out", Ref("e")),), (), ("e",), may_keep=False
+        ),
         extern("aten::baddbmm", Ref("e"), Ref("d"), Ref("d"), outs=("f",)),
         extern("aten::linear", Ref("x"), Ref("wt"), Ref("b"), outs=("l",)),
         ret("xw", "z", "o", "back", "e", "f", "l"),
     )
-    return base(p, (torch.randn(7, 6), torch.randn(6, 5), torch.randn(5), torch.randn(3, 4, 4, dtype=torch.float64)))
+    return base(
+        p,
+        (
+            torch.randn(7, 6),
+            torch.randn(6, 5),
+            torch.randn(5),
+            torch.randn(3, 4, 4, dtype=torch.float64),
+        ),
+    )
 
 
 def _operators() -> Base:
@@ -185,7 +228,9 @@ def _operators() -> Base:
         (tensor("x", 6, n), tensor("i", 4, dtype=i64), ins.OpaqueInput("g"), ins.SymbolInput("k")),
         ins.Symbol("n", ins.SizeOf("x", "size", 1)),
         ins.Partition(False, "nothing to record"),
-        extern("aten::index.Tensor", Ref("x"), ListOf((Ref("i"), Literal("none"))), outs=("picked",)),
+        extern(
+            "aten::index.Tensor", Ref("x"), ListOf((Ref("i"), Literal("none"))), outs=("picked",)
+        ),
         extern("aten::split.Tensor", Ref("x"), 2, 0, outs=("p0", "p1", "p2")),
         extern("aten::cat", ListOf((Ref("p0"), Ref("p2"))), 1, outs=("joined",)),
         extern("aten::permute", Ref("x"), ListOf((1, 0)), outs=("turned",)),
@@ -213,23 +258,41 @@ def _operators() -> Base:
         ins.CallExtern("aten::add_.Tensor", (Ref("sized"), 1), (), (None,)),
         extern("aten::embedding", Ref("x"), Ref("i"), outs=("e",)),
         extern("aten::_local_scalar_dense", Ref("total"), outs=("item",)),
-        ins.CallPython(0, "two", (Ref("joined"), Literal("dtype", "f32"), Ref("g")), (), ("y0", None)),
+        ins.CallPython(
+            0, "two", (Ref("joined"), Literal("dtype", "f32"), Ref("g")), (), ("y0", None)
+        ),
         ins.CallPython(1, "none", (Ref("sized"), ListOf((ListOf((n, 2)),))), (("axis", 1),), ()),
         ins.Return(
-            (Ref("picked"), Ref("p1"), Ref("strided"), Ref("wide"), Ref("full"), Ref("c"), Ref("sized"), Ref("e"),
-             ValueOf("flag"), symbol("item") + symbol("t") + symbol("k"), Literal("bool", "True"), Ref("y0"), Ref("g"))
+            (
+                Ref("picked"),
+                Ref("p1"),
+                Ref("strided"),
+                Ref("wide"),
+                Ref("full"),
+                Ref("c"),
+                Ref("sized"),
+                Ref("e"),
+                ValueOf("flag"),
+                symbol("item") + symbol("t") + symbol("k"),
+                Literal("bool", "True"),
+                Ref("y0"),
+                Ref("g"),
+            )
         ),
         n_callables=2,
-    )  # fmt: skip
+    )
     return base(p, (torch.randn(6, 5), torch.tensor([0, 3, 5, 1]), None, 9))
 
 
 def _compiled() -> Iterator[Base]:
-    """What the compiler makes of small models: inference and training, with fixed and with dynamic sizes."""
+    """What the compiler makes of small models: inference and training, with fixed and with dynamic
+    sizes."""
     from plait.wrapper.program import CompileRecord, observers
 
     made: list[CompileRecord] = []
-    mlp = torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.GELU(), torch.nn.LayerNorm(40), torch.nn.Dropout(0.1))
+    mlp = torch.nn.Sequential(
+        torch.nn.Linear(48, 40), torch.nn.GELU(), torch.nn.LayerNorm(40), torch.nn.Dropout(0.1)
+    )
     conv = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2)
     )
@@ -237,7 +300,9 @@ def _compiled() -> Iterator[Base]:
     table = torch.nn.Embedding(20, 8)
     token = observers.set((made.append,))
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # ATen's attention divides by sizes and heads of 0
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # ATen's attention divides by sizes and heads of 0
     try:
         for module, x, dynamic in (
             (mlp, torch.randn(24, 48), True),
@@ -252,7 +317,9 @@ def _compiled() -> Iterator[Base]:
                 with torch.no_grad():
                     torch.compile(module.eval(), backend="plait")(x)
         with torch.no_grad():
-            torch.compile(lambda i: table(i).cumsum(0).sort().values, backend="plait")(torch.ones(4, 3).long())
+            torch.compile(lambda i: table(i).cumsum(0).sort().values, backend="plait")(
+                torch.ones(4, 3).long()
+            )
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         observers.reset(token)
@@ -271,9 +338,14 @@ def _arguments(p: WrapperProgram) -> list[Any]:
     for i in p.inputs:
         match i:
             case ins.TensorInput():
-                dtype = getattr(torch, {"f32": "float32", "i64": "int64", "b1": "bool", "u8": "uint8"}[i.dtype.name])
+                dtype = getattr(
+                    torch,
+                    {"f32": "float32", "i64": "int64", "b1": "bool", "u8": "uint8"}[i.dtype.name],
+                )
                 x = torch.rand(tuple(map(at, i.shape))).to(dtype)
-                out.append(torch.empty_strided(x.shape, tuple(map(at, i.strides)), dtype=dtype).copy_(x))
+                out.append(
+                    torch.empty_strided(x.shape, tuple(map(at, i.strides)), dtype=dtype).copy_(x)
+                )
             case ins.SymbolInput():
                 out.append(24)
             case ins.OpaqueInput():
@@ -297,7 +369,9 @@ class Corpus:
 def corpus(folder: Path) -> Corpus:
     """All programs; the library goes into the folder."""
     found = [_everything(), _views(), _products(), _operators(), *_compiled()]
-    missing = {*plan_damage.INSTRUCTIONS, *plan_damage.TABLES} - {w.part for b in found for w in b.layout.meaning}
+    missing = {*plan_damage.INSTRUCTIONS, *plan_damage.TABLES} - {
+        w.part for b in found for w in b.layout.meaning
+    }
     assert not missing, f"no program has {missing}"
     made = Corpus(found, _null_library(sorted({k for b in found for k in b.kernels}), folder))
     for b in found:
@@ -307,19 +381,26 @@ def corpus(folder: Path) -> Corpus:
 
 def _null_library(kernels: Sequence[tuple[str, int, int]], folder: Path) -> str:
     """Kernels that read the pointers and sizes that they declare, and nothing else."""
-    body = "uint64_t a = 0; for (int k = 0; k < {}; ++k) a += (uint64_t)b[k]; for (int k = 0; k < {}; ++k) a += s[k];"
+    body = (
+        "uint64_t a = 0; for (int k = 0; k < {}; ++k) a += (uint64_t)b[k]; for (int k = 0; k < "
+        "{}; ++k) a += s[k];"
+    )
     lines = ["#include <stdint.h>", "volatile uint64_t seen;"]
     for name, n_args, n_sizes in kernels:
         lines.append(f'extern "C" const int32_t {name}_takes[2] = {{{n_args}, {n_sizes}}};')
-        lines.append(f'extern "C" int64_t {name}(int64_t, int64_t, void* const* b, const int64_t* s) {{')
+        lines.append(
+            f'extern "C" int64_t {name}(int64_t, int64_t, void* const* b, const int64_t* s) {{'
+        )
         lines.append(f"{body.format(n_args, n_sizes)} seen = a; return 0; }}")
     source, target = folder / "null.cpp", folder / "null.so"
     source.write_text("\n".join(lines))
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", str(target), str(source)], check=True, timeout=60)
+    subprocess.run(
+        ["g++", "-O1", "-shared", "-fPIC", "-o", str(target), str(source)], check=True, timeout=60
+    )
     return str(target)
 
 
-# ---------------------------------------------------------------------------------------------- running
+# ------------------------------------------------------------------------------------------ running
 class Escaped(AssertionError):
     """A tensor reaches beyond its storage."""
 
@@ -371,7 +452,8 @@ def run_one(b: Base, seed: int, library: str) -> tuple[list[str], str]:
 
 @dataclass
 class Tally:
-    """seed: the next one. counts: by part of the plan and outcome. findings: by seed, what happened."""
+    """seed: the next one. counts: by part of the plan and outcome. findings: by seed, what
+    happened."""
 
     seed: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -380,7 +462,11 @@ class Tally:
     def read(self, path: Path) -> None:
         if path.exists():
             data = json.loads(path.read_text())
-            self.seed, self.counts, self.findings = data["seed"], Counter(data["counts"]), data["findings"]
+            self.seed, self.counts, self.findings = (
+                data["seed"],
+                Counter(data["counts"]),
+                data["findings"],
+            )
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,7 +477,9 @@ class Tally:
 
 def work(made: Corpus, first: int, last: int, say: Callable[[str], object]) -> None:
     """Runs the seeds [first, last); says "at SEED" before each and what became of it after."""
-    if "LD_PRELOAD" not in os.environ:  # the sanitizer reserves address space, and has a limit of its own
+    if (
+        "LD_PRELOAD" not in os.environ
+    ):  # the sanitizer reserves address space, and has a limit of its own
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
     for seed in range(first, last):
@@ -404,7 +492,9 @@ def work(made: Corpus, first: int, last: int, say: Callable[[str], object]) -> N
             say(f"ok {outcome} {','.join(sorted(set(parts)))}")
 
 
-def fuzz(count: int, sanitized: bool, state: Path | None = None, limit_s: float = float("inf")) -> Tally:
+def fuzz(
+    count: int, sanitized: bool, state: Path | None = None, limit_s: float = float("inf")
+) -> Tally:
     """Runs seeds up to count, going on from what `state` keeps, until limit_s have passed."""
     tally = Tally()
     if state is not None:
@@ -420,7 +510,9 @@ def fuzz(count: int, sanitized: bool, state: Path | None = None, limit_s: float 
     return tally
 
 
-def _follow(tally: Tally, programs: Path, count: int, sanitized: bool, state: Path | None, end: float) -> None:
+def _follow(
+    tally: Tally, programs: Path, count: int, sanitized: bool, state: Path | None, end: float
+) -> None:
     """One process, to the end of the seeds or of itself."""
     command = [
         sys.executable,
@@ -434,7 +526,12 @@ def _follow(tally: Tally, programs: Path, count: int, sanitized: bool, state: Pa
     ]
     with tempfile.TemporaryFile("w+") as errors:
         worker = subprocess.Popen(
-            command, cwd=ROOT, env=environment(sanitized), stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=ROOT,
+            env=environment(sanitized),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         assert worker.stdout is not None
         alive = [time.monotonic()]
@@ -485,7 +582,11 @@ def _note(tally: Tally, seed: int | None, kind: str, rest: str) -> None:
 
 def _told(words: str) -> str:
     """The lines of a sanitizer's or Python's report that say what happened."""
-    lines = [line for line in words.splitlines() if "ERROR" in line or "runtime error" in line or "Error" in line]
+    lines = [
+        line
+        for line in words.splitlines()
+        if "ERROR" in line or "runtime error" in line or "Error" in line
+    ]
     return " | ".join(lines or words.splitlines()[-3:])[:500]
 
 
@@ -499,7 +600,7 @@ def kept_at(sanitized: bool) -> Path:
     return ROOT / "build" / "fuzz" / f"plans-{name}-{digest.hexdigest()[:16]}.json"
 
 
-# ---------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------- report
 def section(tally: Tally, sanitized: bool) -> str:
     """The section of the report."""
     under = "AddressSanitizer and UBSan" if sanitized else "no sanitizer"
@@ -507,16 +608,22 @@ def section(tally: Tally, sanitized: bool) -> str:
     lines = [
         HEADING,
         "",
-        f"`python -m tests.fuzz_plans {tally.seed}{' --sanitized' if sanitized else ''} --write`, seeds 0 to "
-        f"{tally.seed - 1}, under {under}: {len(tally.findings)} crashes, hangs or tensors beyond their storage.",
-        f"{c['refused']} plans were refused when they were loaded, {c['failed']} raised an error when they were",
+        f"`python -m tests.fuzz_plans {tally.seed}{' --sanitized' if sanitized else ''} --write`, "
+        f"seeds 0 to {tally.seed - 1}, under {under}: {len(tally.findings)} crashes, hangs or "
+        "tensors beyond their storage.",
+        f"{c['refused']} plans were refused when they were loaded, {c['failed']} raised an error "
+        "when they were",
         f"called, {c['ran']} ran (each twice from arguments and once boxed).",
         "",
         "| damaged part of the plan | refused | failed | ran |",
         "|---|---|---|---|",
     ]
     for part in (*plan_damage.TABLES, *plan_damage.INSTRUCTIONS, "body", "bytes"):
-        lines.append(f"| {part} | " + " | ".join(str(c[f"{part} {o}"]) for o in ("refused", "failed", "ran")) + " |")
+        lines.append(
+            f"| {part} | "
+            + " | ".join(str(c[f"{part} {o}"]) for o in ("refused", "failed", "ran"))
+            + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

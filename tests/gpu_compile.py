@@ -1,4 +1,5 @@
-"""Compiles random kernels to cubins, with no GPU: `python -m tests.gpu_compile CAPABILITY FIRST COUNT`."""
+"""Compiles random kernels to cubins, with no GPU: `python -m tests.gpu_compile CAPABILITY FIRST
+COUNT`."""
 
 from __future__ import annotations
 

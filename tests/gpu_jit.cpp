@@ -1,5 +1,5 @@
-// tests/gpu_jit.cpp: a shared library that launches the kernels of test_gpu_jit.py on its tensors. What
-// goes wrong is returned as text.
+// tests/gpu_jit.cpp: a shared library that launches the kernels of test_gpu_jit.py on its tensors.
+// What goes wrong is returned as text.
 #include <filesystem>
 
 #include <plait/triton.h>
@@ -34,9 +34,11 @@ void setup(const char* python_, const char* file_) {
   set_tuning(&tuning);
 }
 
-const char* add(const float* x, const float* y, float* out, int64_t n, Stream stream, int block, bool pdl, int ctas) {
+const char* add(const float* x, const float* y, float* out, int64_t n, Stream stream, int block,
+                bool pdl, int ctas) {
   return told([&] {
-    get("add")[{(n + block - 1) / block, stream, {.num_ctas = static_cast<int16_t>(ctas), .pdl = pdl}}](
+    get("add")[{
+        (n + block - 1) / block, stream, {.num_ctas = static_cast<int16_t>(ctas), .pdl = pdl}}](
         x, y, out, n, plait::constexpr_value(block));
   });
 }
@@ -51,8 +53,9 @@ const char* add_bound(const float* x, float* y, float* out, int n, Stream stream
 
 const char* kinds(double* out) {
   return told([&] {
-    get("kinds")[{1}](out, int8_t{-3}, uint64_t{1} << 63, 0.1, 0.1f, 0.1, 0.1, 0.1, true, 7, nullptr,
-                      std::tuple{1, std::tuple{2.5, int64_t{1} << 40}}, DType::bf16, "mode", 0.25);
+    get("kinds")[{1}](out, int8_t{-3}, uint64_t{1} << 63, 0.1, 0.1f, 0.1, 0.1, 0.1, true, 7,
+                      nullptr, std::tuple{1, std::tuple{2.5, int64_t{1} << 40}}, DType::bf16,
+                      "mode", 0.25);
   });
 }
 
@@ -64,7 +67,9 @@ const char* described(const float* x, float* out, Stream stream) {
 const char* doubled(void* x, void* out, int64_t m, int64_t n, int64_t width, int64_t kind) {
   return told([&] {
     const DType dtype = kind == 1 ? DType::i32 : kind == 2 ? DType::fp16 : DType::fp32;
-    const auto of = [&](void* p) { return TensorDescriptor{p, dtype, {m, n}, {width, 1}, {16, 32}}; };
+    const auto of = [&](void* p) {
+      return TensorDescriptor{p, dtype, {m, n}, {width, 1}, {16, 32}};
+    };
     get("doubled")[{(m + 15) / 16, (n + 31) / 32}](of(x), of(out), 16);
   });
 }
@@ -92,7 +97,8 @@ const char* nodes(const float* x, const float* y, float* out, float* other, int6
     CUgraphNode_st* node = bound.add_to(graph);
     driver.check(instantiate(&exec, graph, 0), "cuGraphInstantiate");
     const auto run = [&] {
-      driver.check(driver.launch_graph(reinterpret_cast<plait::cuda::GraphExec>(exec), nullptr), "cuGraphLaunch");
+      driver.check(driver.launch_graph(reinterpret_cast<plait::cuda::GraphExec>(exec), nullptr),
+                   "cuGraphLaunch");
       driver.check(driver.synchronize(), "cuCtxSynchronize");
     };
     run();

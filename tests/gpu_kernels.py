@@ -1,7 +1,9 @@
-"""Random kernels of the Triton target against the slow reference: `python -m tests.gpu_kernels FIRST COUNT`.
+"""Random kernels of the Triton target against the slow reference: `python -m tests.gpu_kernels
+FIRST COUNT`.
 
-A log_softmax of rows too long for a block comes first. They run on a GPU, built and launched as those of a program are;
-with TRITON_INTERPRET=1 in Triton's interpreter instead. Prints the seeds that differ and exits with 1 if there is one.
+A log_softmax of rows too long for a block comes first. They run on a GPU, built and launched as
+those of a program are; with TRITON_INTERPRET=1 in Triton's interpreter instead. Prints the seeds
+that differ and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -38,23 +40,32 @@ class OnDevice:
         self.pack = str(target.build(self.source, cfg).path)
 
     def __call__(
-        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
+        self,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        sizes: dict[str, int] | None = None,
+        threads: int = 1,
     ) -> int:
         host = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]
         args = [t.to(DEVICE) for t in host]
         values = [(sizes or {})[str(s)] for s in kernel.sizes]
         grid = evaluate(self.source.grids[kernel.name], sizes or {})
-        run = GpuKernel(self.pack, self.source.entry_points[kernel.name], DEVICE)  # loaded until it has run
+        run = GpuKernel(
+            self.pack, self.source.entry_points[kernel.name], DEVICE
+        )  # loaded until it has run
         run(args, values, grid)
         for mine, theirs in zip(host, args, strict=True):
             mine.copy_(theirs)
         return 0
 
 
-def wrong(seeds: Iterable[int], runner: Callable[[list[Kernel]], Callable[..., int]], device: bool) -> list[str]:
+def wrong(
+    seeds: Iterable[int], runner: Callable[[list[Kernel]], Callable[..., int]], device: bool
+) -> list[str]:
     """What is wrong with the kernels of some seeds.
 
-    device: a failed check ends the process's use of the device, so kernels in which one fails are left out."""
+    device: a failed check ends the process's use of the device, so kernels in which one fails are
+    left out."""
     makers = {f"fuzz_{seed}": Maker(seed) for seed in seeds}
     kernels: list[Kernel] = []
     for name, maker in makers.items():
@@ -74,11 +85,14 @@ def wrong(seeds: Iterable[int], runner: Callable[[list[Kernel]], Callable[..., i
 
 
 def _moved(kernel: Kernel) -> Kernel:
-    return dataclasses.replace(kernel, args=tuple(dataclasses.replace(b, device=DEVICE) for b in kernel.args))
+    return dataclasses.replace(
+        kernel, args=tuple(dataclasses.replace(b, device=DEVICE) for b in kernel.args)
+    )
 
 
 def _collides(kernel: Kernel) -> bool:
-    """Whether several points store to one element, where the last one wins: any of them may, on a GPU."""
+    """Whether several points store to one element, where the last one wins: any of them may, on a
+    GPU."""
     return any(isinstance(s, Store) and s.index_args and s.mode == "store" for s in kernel.stmts)
 
 
@@ -92,16 +106,23 @@ def _refused(kernel: Kernel) -> bool:
 
 def _fails(kernel: Kernel, maker: Maker) -> bool:
     with np.errstate(all="ignore"):
-        return bool(run_kernel(kernel, {k: a.copy() for k, a in maker.arrays.items()}, maker.dynamic))
+        return bool(
+            run_kernel(kernel, {k: a.copy() for k, a in maker.arrays.items()}, maker.dynamic)
+        )
 
 
 def long_rows(runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
-    """log_softmax of rows that are read block by block, one of them nearly all -inf; what is wrong, or ""."""
+    """log_softmax of rows that are read block by block, one of them nearly all -inf; what is wrong,
+    or ""."""
     (i,), (r,) = loop_vars("i", (3,)), loop_vars("r", (20001,))
     x = node("load", (), Load("x", (i, r)), f32)
     off = node("sub", (x, node("acc", (), "peak", f32)))
     value = node("sub", (off, node("log", (node("acc", (), "sum", f32),))))
-    stmts = (Reduce("peak", "max", x), Reduce("sum", "sum", node("exp", (off,))), Store("out", (i, r), value, True))
+    stmts = (
+        Reduce("peak", "max", x),
+        Reduce("sum", "sum", node("exp", (off,))),
+        Store("out", (i, r), value, True),
+    )
     args = (strided("x", f32, (3, 20001)), strided("out", f32, (3, 20001)))
     kernel = Kernel("long_rows", (i,), (r,), stmts, args, ("out",), ())
     data = np.random.default_rng(0).standard_normal(60003).astype(np.float32) * 5

@@ -1,4 +1,5 @@
-"""A program of every kind of kernel for a GPU, small: what a sanitizer looks at (`python -m tests.gpu_programs`)."""
+"""A program of every kind of kernel for a GPU, small: what a sanitizer looks at (`python -m
+tests.gpu_programs`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def _norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    return x.index_add(0, i, x[i]).scatter_reduce(0, i[:, None].expand(-1, x.shape[1]), x[i], "amax")
+    return x.index_add(0, i, x[i]).scatter_reduce(
+        0, i[:, None].expand(-1, x.shape[1]), x[i], "amax"
+    )
 
 
 # name -> function, shapes of its float inputs, whether an index into the first input's rows follows

@@ -1,7 +1,8 @@
 """Reductions of rows and columns, short and too long for a block, against the slow reference.
 
-`python -m tests.gpu_rows` runs them on a GPU, built and launched as those of a program are; with TRITON_INTERPRET=1
-they run in Triton's interpreter instead. Prints what differs and exits with 1 if anything does.
+`python -m tests.gpu_rows` runs them on a GPU, built and launched as those of a program are; with
+TRITON_INTERPRET=1 they run in Triton's interpreter instead. Prints what differs and exits with 1 if
+anything does.
 """
 
 from __future__ import annotations
@@ -66,12 +67,15 @@ def exp_sum(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
 
 
 def choice(x: Node, d: DType, at: int = 5) -> tuple[tuple[Stmt, ...], Node]:
-    """(2 at one place, else 0) less exp(x) times the sum of that: the gradient of a cross-entropy."""
+    """(2 at one place, else 0) less exp(x) times the sum of that: the gradient of a
+    cross-entropy."""
     load = next(n for n in walk((x,)) if n.op == "load")
     assert isinstance(load.attr, Load)
     here = node("eq", (node("index", (), load.attr.index[1], i64), const(at, i64)))
     one = node("where", (here, const(2.0, d), const(0.0, d)))
-    return (Reduce("s", "sum", one),), node("sub", (one, node("mul", (node("exp", (x,)), _acc("s", d)))))
+    return (Reduce("s", "sum", one),), node(
+        "sub", (one, node("mul", (node("exp", (x,)), _acc("s", d))))
+    )
 
 
 def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
@@ -81,14 +85,18 @@ def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
 
 
 def near(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
-    """What shows in 16 bits only: (1 + erf x) tanh x / (1 + exp -x) + exp(-x^2) / (x^2 + 2), rounded on the way, and
-    less a sum."""
+    """What shows in 16 bits only: (1 + erf x) tanh x / (1 + exp -x) + exp(-x^2) / (x^2 + 2),
+    rounded on the way, and less a sum."""
     square = node("mul", (x, x))
     one = node("mul", (node("add", (node("erf", (x,)), const(1.0, d))), node("tanh", (x,))))
     one = node("truediv", (one, node("add", (const(1.0, d), node("exp", (node("neg", (x,)),))))))
-    two = node("truediv", (node("exp", (node("neg", (square,)),)), node("add", (square, const(2.0, d)))))
+    two = node(
+        "truediv", (node("exp", (node("neg", (square,)),)), node("add", (square, const(2.0, d))))
+    )
     value = node("add", (cast(cast(one, bf16), d), two))
-    return (Reduce("s", "sum", two),), node("sub", (value, node("mul", (_acc("s", d), const(1e-6, d)))))
+    return (Reduce("s", "sum", two),), node(
+        "sub", (value, node("mul", (_acc("s", d), const(1e-6, d))))
+    )
 
 
 CASES = {
@@ -115,21 +123,39 @@ def kernel_of(name: str, length: int, pitch: int = 0) -> Kernel:
     x = cast(node("load", (), Load("x", (i, r)), kept), d)
     stmts, value = make(x, d)
     args = tuple(Buffer(n, kept, (ROWS, length), (pitch or length, 1)) for n in ("x", "out"))
-    return Kernel(name, (i,), (r,), (*stmts, Store("out", (i, r), cast(value, kept), True)), args, ("out",), ())
+    return Kernel(
+        name,
+        (i,),
+        (r,),
+        (*stmts, Store("out", (i, r), cast(value, kept), True)),
+        args,
+        ("out",),
+        (),
+    )
 
 
-def columns(length: int, width: int, kept: DType, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+def columns(
+    length: int, width: int, kept: DType, runner: Callable[[list[Kernel]], Callable[..., int]]
+) -> str:
     """Sums of columns, by chunks of rows, of x and of x less a mean a row; what is wrong, or ""."""
     (c, i), (r,) = loop_vars("i", (ROWS, width)), loop_vars("r", (length,))
     x = cast(node("load", (), Load("x", (c, r, i)), kept), f32)
     off = node("sub", (x, node("load", (), Load("mean", (c, r)), f32)))
     stmts: list[Stmt] = [Reduce("s", "sum", x), Reduce("q", "sum", node("mul", (off, off)))]
     stmts += [Store(out, (c, i), _acc(out, f32), False) for out in ("s", "q")]
-    shapes = {"x": (ROWS, length, width), "mean": (ROWS, length), "s": (ROWS, width), "q": (ROWS, width)}
+    shapes = {
+        "x": (ROWS, length, width),
+        "mean": (ROWS, length),
+        "s": (ROWS, width),
+        "q": (ROWS, width),
+    }
     args = tuple(strided(n, kept if n == "x" else f32, shape) for n, shape in shapes.items())
     kernel = Kernel("columns", (c, i), (r,), tuple(stmts), args, ("s", "q"), ())
     random = np.random.default_rng(1)
-    data = {n: random.standard_normal(int(np.prod(shape))).astype(np.float32) for n, shape in shapes.items()}
+    data = {
+        n: random.standard_normal(int(np.prod(shape))).astype(np.float32)
+        for n, shape in shapes.items()
+    }
     if kept == bf16:
         data["x"] = (data["x"].view(np.uint32) >> 16).astype(np.uint16)
     mine, want = ({n: a.copy() for n, a in data.items()} for _ in range(2))
@@ -146,22 +172,39 @@ def walked(
     runner: Callable[[list[Kernel]], Callable[..., int]],
     **sizes: int,
 ) -> str:
-    """Sums of columns by PARTS programs that walk rows, each beside the row's own: what is wrong, or ""."""
+    """Sums of columns by PARTS programs that walk rows, each beside the row's own: what is wrong,
+    or ""."""
     (i, c), (r,) = loop_vars("i", rows), loop_vars("r", (length,))
     x = cast(node("load", (), Load("x", (i, c, r)), kept), f32)
     y = node("mul", (x, node("load", (), Load("weight", (r,)), f32)))
-    off = node("sub", (y, node("mul", (_acc("s", f32), node("load", (), Load("scale", (c,)), f32)))))
+    off = node(
+        "sub", (y, node("mul", (_acc("s", f32), node("load", (), Load("scale", (c,)), f32))))
+    )
     stmts: list[Stmt] = [Reduce("s", "sum", y), Reduce("q", "sum", node("mul", (off, x)))]
     stmts += [Store("out", (i, c, r), cast(node("mul", (off, _acc("q", f32))), kept), True)]
-    stmts += [Store("q", (i, c), _acc("q", f32), False), Store("a", (part_of(PARTS), r), off, True, "sum")]
+    stmts += [
+        Store("q", (i, c), _acc("q", f32), False),
+        Store("a", (part_of(PARTS), r), off, True, "sum"),
+    ]
     stmts += [Store("b", (part_of(PARTS), r), x, True, "sum")]
     whole, sums = (*rows, length), (PARTS, length)
-    shapes = {"x": whole, "weight": (length,), "scale": rows[1:], "out": whole, "q": rows, "a": sums, "b": sums}
+    shapes = {
+        "x": whole,
+        "weight": (length,),
+        "scale": rows[1:],
+        "out": whole,
+        "q": rows,
+        "a": sums,
+        "b": sums,
+    }
     args = tuple(strided(n, kept if shape == whole else f32, shape) for n, shape in shapes.items())
     symbols = tuple(n for n in rows if isinstance(n, Expr))
     kernel = Kernel("walked", (i, c), (r,), tuple(stmts), args, ("out", "q", "a", "b"), symbols)
     random = np.random.default_rng(3)
-    data = {n: random.standard_normal(evaluate(numel(shape), sizes)).astype(np.float32) for n, shape in shapes.items()}
+    data = {
+        n: random.standard_normal(evaluate(numel(shape), sizes)).astype(np.float32)
+        for n, shape in shapes.items()
+    }
     data["scale"] /= length
     if kept == bf16:
         data |= {n: (data[n].view(np.uint32) >> 16).astype(np.uint16) for n in ("x", "out")}
@@ -169,11 +212,17 @@ def walked(
     runner([kernel])(kernel, mine, sizes)
     run_kernel(kernel, want, sizes)
     rtol = 1e-2 if kept == bf16 else 1e-4
-    wrong = [n for n in ("out", "q", "a", "b") if not np.allclose(_wide(mine[n]), _wide(want[n]), rtol, 1e-2)]
+    wrong = [
+        n
+        for n in ("out", "q", "a", "b")
+        if not np.allclose(_wide(mine[n]), _wide(want[n]), rtol, 1e-2)
+    ]
     return f"{wrong} of {rows} rows of {length} {kept} walked" if wrong else ""
 
 
-def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]], pitch: int = 0) -> str:
+def check(
+    name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]], pitch: int = 0
+) -> str:
     """What is wrong with one case, or ""."""
     kernel, pitch = kernel_of(name, length, pitch), pitch or length
     kept = CASES[name][1]
@@ -205,15 +254,22 @@ def extremes(name: str, length: int, runner: Callable[[list[Kernel]], Callable[.
     with np.errstate(all="ignore"):
         runner([kernel])(kernel, mine)
         run_kernel(kernel, want)
-    # A row without a spread is divided by the rounding of its mean, which may be as large as what is left of it.
+    # A row without a spread is divided by the rounding of its mean, which may be as large as what
+    # is left of it.
     atol = 1.01 if name == "layer_norm" else 1e-6
     same = np.allclose(mine["out"], want["out"], rtol=1e-4, atol=atol, equal_nan=True)
     got = mine["out"].reshape(ROWS, length)[:, 0]
-    return "" if same else f"{name} of {length}: {got} of extreme rows is not {want['out'].reshape(ROWS, length)[:, 0]}"
+    return (
+        ""
+        if same
+        else f"{name} of {length}: {got} of extreme rows is not "
+        f"{want['out'].reshape(ROWS, length)[:, 0]}"
+    )
 
 
 def shares(length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
-    """A softmax that is kept in 16 bits and used, another quotient by its sum beside it; what is wrong, or ""."""
+    """A softmax that is kept in 16 bits and used, another quotient by its sum beside it; what is
+    wrong, or ""."""
     (i,), (r,) = loop_vars("i", (ROWS,)), loop_vars("r", (length,))
     x = cast(node("load", (), Load("x", (i, r)), bf16), f32)
     stmts, share = softmax(x, f32)
@@ -247,20 +303,30 @@ def main() -> None:
                 return Runner(kernels, Path(folder))
 
         jobs: list[Callable[[], str]] = [
-            partial(check, name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)
+            partial(check, name, length, runner)
+            for name in CASES
+            for length in (700, 40000, 65536 + 1)
         ]
         jobs += [partial(check, name, 40003, runner, 40008) for name in CASES]
         jobs += [partial(shares, n, runner) for n in (700, 40000)]
         jobs += [
-            partial(extremes, name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)
+            partial(extremes, name, n, runner)
+            for name in ("layer_norm", "softmax", "exp_sum")
+            for n in (700, 40000)
         ]
         for d in (f32, bf16):  # in equal parts and unequal ones
-            jobs += [partial(walked, n, (k, 3), d, runner) for n, k in ((70, 20), (300, 7), (2048, 4), (2048, 5))]
             jobs += [
-                partial(walked, n, (symbol("s", lo=1), 3), d, runner, s=s) for n, s in ((300, 9), (2048, 5), (70, 1))
+                partial(walked, n, (k, 3), d, runner)
+                for n, k in ((70, 20), (300, 7), (2048, 4), (2048, 5))
+            ]
+            jobs += [
+                partial(walked, n, (symbol("s", lo=1), 3), d, runner, s=s)
+                for n, s in ((300, 9), (2048, 5), (70, 1))
             ]
         jobs += [
-            partial(columns, *shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))
+            partial(columns, *shape, d, runner)
+            for d in (f32, bf16)
+            for shape in ((70, 64), (300, 100), (2000, 192))
         ]
         found = [job() for job in jobs[:: int((sys.argv[1:] or "1")[0])]]
     wrong = [text for text in found if text]

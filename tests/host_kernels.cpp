@@ -1,5 +1,5 @@
-// tests/host_kernels.cpp: what the kernels of examples/triton_launch compute, for a driver whose GPU is the host
-// (fake_cuda.cpp).
+// tests/host_kernels.cpp: what the kernels of examples/triton_launch compute, for a driver whose
+// GPU is the host (fake_cuda.cpp).
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,12 +1,14 @@
-"""A pytest plugin that runs a suite as on a GPU, without one: `TRITON_INTERPRET=1 pytest -p tests.interpreted ...`.
+"""A pytest plugin that runs a suite as on a GPU, without one: `TRITON_INTERPRET=1 pytest -p
+tests.interpreted ...`.
 
-Every graph is compiled as if its tensors were on a GPU (the fake tensors that describe it say so while it is compiled);
-its kernels then run in Triton's interpreter on the tensors that the test made, on the CPU, and extern calls are those
-of the CPU. Programs run as the Python target writes them. What only a device can show (alignment, races, the launcher,
-CUDA's own operators) it does not show. Needs Triton on the path; slow: a program of a kernel takes about a millisecond.
+Every graph is compiled as if its tensors were on a GPU (the fake tensors that describe it say so
+while it is compiled); its kernels then run in Triton's interpreter on the tensors that the test
+made, on the CPU, and extern calls are those of the CPU. Programs run as the Python target writes
+them. What only a device can show (alignment, races, the launcher, CUDA's own operators) it does not
+show. Needs Triton on the path; slow: a program of a kernel takes about a millisecond.
 
-Without TRITON_INTERPRET, kernels are compiled to cubins for the GPU that PLAIT_GPU_ARCH names, and the graphs run as
-PyTorch captured them.
+Without TRITON_INTERPRET, kernels are compiled to cubins for the GPU that PLAIT_GPU_ARCH names, and
+the graphs run as PyTorch captured them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class Interpreted:
         self.name, self.function = name, _packs[pack][name]
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        grid: int = 1,
+        writes: Sequence[int] = (),
     ) -> None:
         """Runs all programs, one after the other."""
         from plait.runtime.generated import without_lazy_bits
@@ -49,7 +55,8 @@ class Interpreted:
 
         if grid > MOST_PROGRAMS:
             pytest.skip(f"{grid} programs of a kernel take too long here")
-        # A load that no point uses may be without a mask; the compiler drops it, the interpreter would read address 0.
+        # A load that no point uses may be without a mask; the compiler drops it, the interpreter
+        # would read address 0.
         used = [without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
         try:
             failed = launch(self.function, used, sizes, grid)
@@ -65,12 +72,19 @@ class Interpreted:
 @contextmanager
 def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
     """The graph says that its tensors are on a GPU, and afterwards what it said before."""
-    fakes = {id(x): x for n in graph.graph.nodes for x in tree_leaves(n.meta.get("val")) if isinstance(x, FakeTensor)}
+    fakes = {
+        id(x): x
+        for n in graph.graph.nodes
+        for x in tree_leaves(n.meta.get("val"))
+        if isinstance(x, FakeTensor)
+    }
     moved = [x for x in fakes.values() if x.fake_device == CPU]
 
     def move(old: torch.device, new: torch.device) -> None:
         for n in graph.graph.nodes:
-            n.args, n.kwargs = tree_map_only(torch.device, lambda d: new if d == old else d, (n.args, n.kwargs))
+            n.args, n.kwargs = tree_map_only(
+                torch.device, lambda d: new if d == old else d, (n.args, n.kwargs)
+            )
         for x in moved:
             x.fake_device = new
 
@@ -120,7 +134,9 @@ def _interpret(pipeline: Any) -> None:
             pack = f"pack {len(_packs)}"
             folder = Path(_folder.name) / str(len(_packs))
             folder.mkdir()
-            _packs[pack] = {unit.name: interpreted(unit.name, unit.text, folder) for unit in source.units}
+            _packs[pack] = {
+                unit.name: interpreted(unit.name, unit.text, folder) for unit in source.units
+            }
             built[kind] = Built(pack, False)
         return built
 
@@ -181,4 +197,7 @@ def _only_build(pipeline: Any) -> None:
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return Program(lambda *args: boxed(list(args)), boxed, made.record)
 
-    pipeline.compile_graph, pipeline.WRAPPERS = compile_for_gpu, {"python": lambda *args: _NotLoaded()}
+    pipeline.compile_graph, pipeline.WRAPPERS = (
+        compile_for_gpu,
+        {"python": lambda *args: _NotLoaded()},
+    )

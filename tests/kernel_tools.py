@@ -1,4 +1,5 @@
-"""Loads kernel libraries without the executor: compile, dlopen, fill the maths table, call with numpy arrays."""
+"""Loads kernel libraries without the executor: compile, dlopen, fill the maths table, call with
+numpy arrays."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, Reduce, part_of, walkers
 
 TORCH = {
-    "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
-    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
-    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+    "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32,
+    "u64": torch.uint64, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
+    "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32,
+    "f64": torch.float64,
 }  # fmt: skip
 
 
@@ -46,7 +48,9 @@ def math_table() -> ctypes.Array:
 class Loaded:
     """A compiled library of kernels."""
 
-    def __init__(self, kernels: Sequence[Kernel], isa: Isa, folder: Path, opt_level: int = 2) -> None:
+    def __init__(
+        self, kernels: Sequence[Kernel], isa: Isa, folder: Path, opt_level: int = 2
+    ) -> None:
         found = find_toolchain(Config())
         self.source = emit_library(kernels, isa)
         path = folder / f"k{abs(hash(self.source.text))}-{isa.name}.so"
@@ -55,19 +59,31 @@ class Loaded:
         self.lib.plait_init(math_table())
 
     def __call__(
-        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
+        self,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        sizes: dict[str, int] | None = None,
+        threads: int = 1,
     ) -> int:
-        """Runs a kernel on arrays (by buffer name, memory as their buffer says) and returns its code."""
+        """Runs a kernel on arrays (by buffer name, memory as their buffer says) and returns its
+        code."""
         codes = [self.part(kernel, arrays, t, threads, sizes) for t in range(threads)]
         return next((c for c in codes if c), 0)
 
     def part(
-        self, kernel: Kernel, arrays: dict[str, np.ndarray], tid: int, threads: int, sizes: dict[str, int] | None = None
+        self,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        tid: int,
+        threads: int,
+        sizes: dict[str, int] | None = None,
     ) -> int:
         """Runs the share of one thread."""
         fn = getattr(self.lib, self.source.entry_points[kernel.name])
         fn.restype = ctypes.c_int64
-        bufs = (ctypes.c_void_p * max(1, len(kernel.args)))(*(arrays[b.name].ctypes.data for b in kernel.args))
+        bufs = (ctypes.c_void_p * max(1, len(kernel.args)))(
+            *(arrays[b.name].ctypes.data for b in kernel.args)
+        )
         values = [(sizes or {})[str(s)] for s in kernel.sizes]
         syms = (ctypes.c_int64 * max(1, len(values)))(*values)
         return int(fn(ctypes.c_int64(tid), ctypes.c_int64(threads), bufs, syms))
@@ -80,10 +96,13 @@ def usable_isas() -> list[Isa]:
 
 
 def run_kernel(
-    kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, wide: bool = False
+    kernel: Kernel,
+    arrays: dict[str, np.ndarray],
+    sizes: dict[str, int] | None = None,
+    wide: bool = False,
 ) -> int:
-    """The slow reference: runs a kernel on flat arrays (as `Loaded` does), written only after everything was read.
-    Returns 1 where a run-time check failed, else 0."""
+    """The slow reference: runs a kernel on flat arrays (as `Loaded` does), written only after
+    everything was read. Returns 1 where a run-time check failed, else 0."""
     strides = {b.name: b.strides for b in kernel.args}
     dtypes = {b.name: b.dtype for b in kernel.args}
     space = interp.kernel_space(kernel.vars, kernel.rvars, sizes or {}, arrays, strides, wide)
@@ -110,7 +129,8 @@ def run_kernel(
 
 
 def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
-    """An index with the part that a point belongs to as the remainder of its position, as Triton kernels deal."""
+    """An index with the part that a point belongs to as the remainder of its position, as Triton
+    kernels deal."""
     n = walkers(kernel.stmts)
     if n is None:
         return index
@@ -120,8 +140,11 @@ def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
     return tuple(substitute(e, {part_of(n).symbol: mod(position, n)}) for e in index)  # type: ignore[dict-item]
 
 
-def strided(name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None) -> Buffer:
-    """A dense buffer. order: dimensions from outermost to innermost in memory (row-major by default)."""
+def strided(
+    name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None
+) -> Buffer:
+    """A dense buffer. order: dimensions from outermost to innermost in memory (row-major by
+    default)."""
     strides: list[Size] = [0] * len(shape)
     step: Size = 1
     for k in reversed(list(order) if order is not None else range(len(shape))):

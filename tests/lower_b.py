@@ -33,7 +33,9 @@ class Evaluation(Evaluate):
     def _extern(self, op: Extern) -> None:
         if op.callable_index >= 0:
             flat = self.lowered.callables[op.callable_index](*map(self._operand, op.args))
-            self.bufs.update({out: r for out, r in zip(op.outs, flat, strict=True) if out is not None})
+            self.bufs.update(
+                {out: r for out, r in zip(op.outs, flat, strict=True) if out is not None}
+            )
         else:
             super()._extern(op)
         self._symbols()
@@ -48,7 +50,9 @@ class Evaluation(Evaluate):
             ), op.op
 
 
-def lowered(fn: Callable[..., Any], args: Sequence[Any], dynamic: bool = False, decompose: bool = True) -> Lowered:
+def lowered(
+    fn: Callable[..., Any], args: Sequence[Any], dynamic: bool = False, decompose: bool = True
+) -> Lowered:
     """fn's graph on args, lowered."""
     table = DECOMPOSITIONS if decompose else {}
     mode = "symbolic" if dynamic else "fake"

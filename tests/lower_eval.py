@@ -1,6 +1,8 @@
-"""Runs a LoopProgram with torch tensors, every point of a loop at once: what the tests of lowering trust.
+"""Runs a LoopProgram with torch tensors, every point of a loop at once: what the tests of lowering
+trust.
 
-It knows nothing of schedules, kernels or memory plans: each op of the program runs by itself on freshly made buffers.
+It knows nothing of schedules, kernels or memory plans: each op of the program runs by itself on
+freshly made buffers.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from plait.lower.graph import Lowered
 T = torch.Tensor
 ERRORS = {"IndexError": IndexError, "RuntimeError": RuntimeError}
 _SIMPLE: dict[str, Callable[..., T]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor, "not": torch.bitwise_not, "neg": torch.neg, "abs": torch.abs, "truediv": torch.div,
-    "fmod": torch.fmod, "pymod": torch.remainder, "min": torch.minimum, "max": torch.maximum, "fmin": torch.fmin,
-    "fmax": torch.fmax, "max_first": lambda a, b: torch.where((b > a) | (b != b), b, a),
-    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
-    "where": torch.where, "sign": torch.sign, "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "and": torch.bitwise_and,
+    "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not, "neg": torch.neg,
+    "abs": torch.abs, "truediv": torch.div, "fmod": torch.fmod, "pymod": torch.remainder,
+    "min": torch.minimum, "max": torch.maximum, "fmin": torch.fmin, "fmax": torch.fmax,
+    "max_first": lambda a, b: torch.where((b > a) | (b != b), b, a), "eq": torch.eq, "ne": torch.ne,
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "where": torch.where,
+    "sign": torch.sign, "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
     "fma": lambda a, b, c: torch.addcmul(c, a, b),
 }  # fmt: skip
 
@@ -79,7 +82,8 @@ def _atom(a: sz.Atom, env: Mapping[str, T]) -> T:
     x, y = _size(a.a, env), _size(a.b, env)
     fn: dict[str, Callable[[T, T], T]] = {
         "div": lambda p, q: torch.div(p, q, rounding_mode="floor"), "mod": torch.remainder,
-        "min": torch.minimum, "max": torch.maximum, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le,
+        "min": torch.minimum, "max": torch.maximum, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt,
+        "le": torch.le,
     }  # fmt: skip
     return fn[a.kind](x, y).long()
 
@@ -105,7 +109,10 @@ class Evaluate:
             self._symbols()
             getattr(self, "_" + type(op).__name__.lower())(op)
         self._symbols()
-        return [self.bufs[o.buf].item() if isinstance(o, Number) else self._operand(o) for o in self.program.outputs]
+        return [
+            self.bufs[o.buf].item() if isinstance(o, Number) else self._operand(o)
+            for o in self.program.outputs
+        ]
 
     def _symbols(self) -> None:
         for name, source in self.program.symbols.items():
@@ -114,7 +121,9 @@ class Evaluate:
             if isinstance(source, tuple):
                 if source[0] in self.bufs:
                     t = self.bufs[source[0]]
-                    self.env[name] = torch.tensor(t.shape[source[2]] if source[1] == "size" else t.stride(source[2]))
+                    self.env[name] = torch.tensor(
+                        t.shape[source[2]] if source[1] == "size" else t.stride(source[2])
+                    )
             elif all(a.name in self.env for a in sz.free_symbols(source)):
                 self.env[name] = _size(source, self.env)
 
@@ -165,7 +174,9 @@ class Evaluate:
                 bad = bad & args[1]
             if bool(bad.any()):
                 raise ERRORS[n.attr.check.error](n.attr.check.message)
-            return torch.where((args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0])
+            return torch.where(
+                (args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0]
+            )
         if n.op == "nonzero":
             bad = (args[0] == 0) & args[1] if len(args) > 1 else args[0] == 0
             if bool(bad.any()):
@@ -277,7 +288,9 @@ class Evaluate:
         start = base.storage_offset() * base.element_size() // b.dtype.nbytes if op.relative else 0
         whole = torch.empty(0, dtype=TO_TORCH[b.dtype])
         shape, strides = [self.num(s) for s in b.shape], [self.num(s) for s in b.strides]
-        self.bufs[op.out] = whole.set_(base.untyped_storage(), start + self.num(op.offset), shape, strides)
+        self.bufs[op.out] = whole.set_(
+            base.untyped_storage(), start + self.num(op.offset), shape, strides
+        )
 
     def _item(self, op: Item) -> None:
         self.env[op.name] = torch.tensor(int(self.bufs[op.buf].item()))
@@ -326,7 +339,11 @@ def _reduced(kind: str, x: T) -> tuple[T, ...]:
     n = x.shape[-1]
     if kind == "welford":
         mean = x.mean(-1) if n else torch.zeros(x.shape[:-1], dtype=x.dtype)
-        return (mean, ((x - mean.unsqueeze(-1)) ** 2).sum(-1), torch.full(x.shape[:-1], float(n), dtype=x.dtype))
+        return (
+            mean,
+            ((x - mean.unsqueeze(-1)) ** 2).sum(-1),
+            torch.full(x.shape[:-1], float(n), dtype=x.dtype),
+        )
     if kind == "xor":
         return (functools.reduce(torch.bitwise_xor, x.unbind(-1)),)
     if kind in ("max", "min") and n == 0:

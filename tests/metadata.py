@@ -1,5 +1,5 @@
-"""What there is to say of results besides their numbers, in a form that can be compared: layout, memory that they
-share, what autograd knows, what happened to the inputs."""
+"""What there is to say of results besides their numbers, in a form that can be compared: layout,
+memory that they share, what autograd knows, what happened to the inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def facts(results: Any, inputs: Sequence[Any], autograd: bool = True) -> list[Any]:
-    """One entry for every leaf of the results. autograd: what gradients and views are known of counts too."""
+    """One entry for every leaf of the results. autograd: what gradients and views are known of
+    counts too."""
     owners: dict[int, str] = {}
     given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
     for k, x in enumerate(given):
@@ -22,8 +23,12 @@ def facts(results: Any, inputs: Sequence[Any], autograd: bool = True) -> list[An
         if not isinstance(r, Tensor) or r.layout != torch.strided:
             out.append(type(r).__name__)
             continue
-        owner = owners.setdefault(_storage(r), f"result {k}") if r.untyped_storage().nbytes() else ""
-        strides = [s for n, s in zip(r.shape, r.stride(), strict=True) if n > 1] if r.numel() else []
+        owner = (
+            owners.setdefault(_storage(r), f"result {k}") if r.untyped_storage().nbytes() else ""
+        )
+        strides = (
+            [s for n, s in zip(r.shape, r.stride(), strict=True) if n > 1] if r.numel() else []
+        )
         fact: dict[str, Any] = {
             "dtype": r.dtype,
             "sizes": tuple(r.shape),

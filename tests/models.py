@@ -1,4 +1,5 @@
-"""Models of the test suite, small and with random weights: transformers' by their configs, a ResNet and a U-Net."""
+"""Models of the test suite, small and with random weights: transformers' by their configs, a ResNet
+and a U-Net."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(c_out)
         self.down: nn.Module = nn.Identity()
         if stride != 1 or c_in != c_out:
-            self.down = nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
+            self.down = nn.Sequential(
+                nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -26,11 +29,16 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A ResNet of basic blocks; widths=(64, 128, 256, 512), blocks=2 each is ResNet-18."""
 
-    def __init__(self, widths: tuple[int, ...] = (16, 32), blocks: int = 1, classes: int = 10) -> None:
+    def __init__(
+        self, widths: tuple[int, ...] = (16, 32), blocks: int = 1, classes: int = 10
+    ) -> None:
         super().__init__()
         c = widths[0]
         self.stem = nn.Sequential(
-            nn.Conv2d(3, c, 7, 2, 3, bias=False), nn.BatchNorm2d(c), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, c, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(c),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
         )
         layers: list[nn.Module] = []
         for k, width in enumerate(widths):
@@ -84,7 +92,9 @@ class Logits(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    cfg = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=211, n_positions=64, use_cache=False)
+    cfg = GPT2Config(
+        n_layer=2, n_head=4, n_embd=64, vocab_size=211, n_positions=64, use_cache=False
+    )
     return Logits(GPT2LMHeadModel(cfg))
 
 
@@ -92,8 +102,8 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
     cfg = BertConfig(
-        num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128, vocab_size=211,
-        max_position_embeddings=64,
+        num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128,
+        vocab_size=211, max_position_embeddings=64,
     )  # fmt: skip
     return Logits(BertModel(cfg))
 
@@ -102,8 +112,8 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     cfg = LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=128,
-        vocab_size=211, max_position_embeddings=64, use_cache=False,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+        intermediate_size=128, vocab_size=211, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     return Logits(LlamaForCausalLM(cfg))
 
@@ -112,7 +122,12 @@ def vit() -> nn.Module:
     from transformers import ViTConfig, ViTModel
 
     cfg = ViTConfig(
-        num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128, image_size=32, patch_size=8
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_size=64,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
     )
     return Logits(ViTModel(cfg))
 

@@ -1,5 +1,6 @@
-// tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
-// found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
+// tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever
+// libcuda is found. Prints what it asks of the provider and what goes wrong; the driver writes down
+// the rest.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,8 +51,8 @@ class Fake : public Provider {
     const std::scoped_lock lock(mutex_);
     ++n_compiled[r.function + r.specialization];
     if (!quiet_)
-      std::printf("%s %s [%s] sm_%d\n", r.function.c_str(), r.specialization.c_str(), r.options.c_str(),
-                  r.capability);
+      std::printf("%s %s [%s] sm_%d\n", r.function.c_str(), r.specialization.c_str(),
+                  r.options.c_str(), r.capability);
     Binary made = facts;
     if (const size_t at = r.options.find("num_warps="); at != std::string::npos)
       made.num_warps = static_cast<uint32_t>(std::atoi(&r.options[at + 10]));
@@ -65,7 +66,8 @@ class Fake : public Provider {
   std::string evaluate(const Question& q) override {
     const std::scoped_lock lock(mutex_);
     ++n_asked[q.function + q.kind];
-    if (!quiet_) std::printf("asked %s %s %s\n", q.function.c_str(), q.kind.c_str(), q.arguments.c_str());
+    if (!quiet_)
+      std::printf("asked %s %s %s\n", q.function.c_str(), q.kind.c_str(), q.arguments.c_str());
     return answer ? answer(q) : Provider::evaluate(q);
   }
 
@@ -78,8 +80,8 @@ class Fake : public Provider {
  private:
   std::string sizes(const std::string& text) const {
     static const std::map<std::string, int> of = {
-        {"u1", 1}, {"i8", 1}, {"u8", 1}, {"i16", 2}, {"u16", 2}, {"fp16", 2}, {"bf16", 2}, {"i32", 4},
-        {"u32", 4}, {"fp32", 4}, {"i64", 8}, {"u64", 8}, {"fp64", 8}};
+        {"u1", 1},  {"i8", 1},  {"u8", 1},   {"i16", 2}, {"u16", 2}, {"fp16", 2}, {"bf16", 2},
+        {"i32", 4}, {"u32", 4}, {"fp32", 4}, {"i64", 8}, {"u64", 8}, {"fp64", 8}};
     std::string list, item;
     int n = 0, depth = 0;  // depth: in a constant's parentheses
     for (const char c : text + ",") {
@@ -119,13 +121,20 @@ void expect_error(F f) {
 
 Stream stream(size_t n) { return reinterpret_cast<Stream>(n); }
 template <class T>
-T* at(size_t n) { return reinterpret_cast<T*>(n); }
+T* at(size_t n) {
+  return reinterpret_cast<T*>(n);
+}
 
 struct DLTensor {
   void* data;
-  struct { int device_type, id; } device;
+  struct {
+    int device_type, id;
+  } device;
   int ndim;
-  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
   int64_t *shape, *strides;
   uint64_t byte_offset;
 };
@@ -171,7 +180,8 @@ void kinds() {
   one[{1}](constexpr_<7>);
   one[{1}](constexpr_value(std::string("a b")));
   // Words by name; the values of one key may change.
-  for (int k = 2; k < 4; ++k) four[{1}](k, arg<"d"> = 1.5f * k, arg<"b"> = at<bool>(16 * k), arg<"c"> = 5 * k);
+  for (int k = 2; k < 4; ++k)
+    four[{1}](k, arg<"d"> = 1.5f * k, arg<"b"> = at<bool>(16 * k), arg<"c"> = 5 * k);
   // What a parameter is annotated as.
   const Kernel typed = get("typed");
   typed[{1}](1.0, 1.0f, 0.1, -5, nullptr);
@@ -184,7 +194,8 @@ void kinds() {
   const Kernel constants = get("constants");
   for (const char* s : {"ieee", "tf32", "ieee"})
     constants[{1}](2.5, s, DType::fp16, std::tuple{1, nullptr, "x"}, 0.5f);
-  constants[{1}](2.5, std::string_view("tf32"), DType::i8, std::tuple{1, nullptr, std::string("x")}, 1.5f, 32);
+  constants[{1}](2.5, std::string_view("tf32"), DType::i8, std::tuple{1, nullptr, std::string("x")},
+                 1.5f, 32);
 
   expect_error([&] { get("nowhere")[{1}](1); });
   expect_error([&] { one[{1}](); });
@@ -209,16 +220,25 @@ void kinds() {
 }
 
 void launches() {
-  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
-      {"k", "num_ctas=1;num_stages=3;num_warps=4\nx|||"}, {"big", "\nx|||"}, {"scratch", "\nx|||"},
-      {"late", "\nx|||"}, {"wrong", "\nx|||"}});
+  const auto fake = std::make_shared<Fake>(
+      std::map<std::string, std::string>{{"k", "num_ctas=1;num_stages=3;num_warps=4\nx|||"},
+                                         {"big", "\nx|||"},
+                                         {"scratch", "\nx|||"},
+                                         {"late", "\nx|||"},
+                                         {"wrong", "\nx|||"}});
   const Kernel k = from_pack(fake, "k");
-  k[{0}](16);      // nothing is launched, nothing compiled
+  k[{0}](16);  // nothing is launched, nothing compiled
   k[{3, -1}](16);
   k[{7, 5, 3}](16);
   const auto* others = option_set({{"maxnreg_b", 3}, {"enable_fp_fusion", false}, {"a", "b c"}});
-  k[{{7, 5}, stream(9), {.num_warps = 8, .num_stages = 2, .maxnreg = 64, .cooperative = true, .pdl = true,
-                         .others = others}}](16);
+  k[{{7, 5},
+     stream(9),
+     {.num_warps = 8,
+      .num_stages = 2,
+      .maxnreg = 64,
+      .cooperative = true,
+      .pdl = true,
+      .others = others}}](16);
   k[{2, stream(9), {.num_warps = 4, .num_ctas = 1}}](16);  // as it would be without
   k[{2, stream(9), {.num_warps = 8}}](16);
   const auto* twice = option_set({{"num_warps", 4}});
@@ -248,27 +268,29 @@ void launches() {
   const Bound with_scratch = scratch.bind({3, 2}, 16);
   with_scratch(stream(6));
   static const Scratch own{[](void*, size_t nbytes, size_t alignment, Stream s) {
-                             std::printf("allocate %zu by %zu on %zu\n", nbytes, alignment, size_t(s));
+                             std::printf("allocate %zu by %zu on %zu\n", nbytes, alignment,
+                                         size_t(s));
                              return reinterpret_cast<void*>(0x800);
                            },
                            [](void*, void* memory, Stream) { std::printf("free %p\n", memory); }};
   set_scratch(&own);
   scratch[{1, stream(7)}](16);
-  static const Scratch empty{[](void*, size_t, size_t, Stream) { return static_cast<void*>(nullptr); }, nullptr};
+  static const Scratch empty{
+      [](void*, size_t, size_t, Stream) { return static_cast<void*>(nullptr); }, nullptr};
   set_scratch(&empty);
   expect_error([&] { scratch[{1}](16); });
   set_scratch(nullptr);
   fake->facts = {};
 
   static int n = 0;
-  static const Hooks hooks{[](void* user, const Launched& l) {
-                             ++*static_cast<int*>(user);
-                             std::printf("enter %s %s %s warps %u grid %d on %zu\n", std::string(l.kernel).c_str(),
-                                         std::string(l.symbol).c_str(), std::string(l.specialization).c_str(),
-                                         l.num_warps, int(l.grid.x), size_t(l.stream));
-                           },
-                           [](void* user, const Launched&) { std::printf("exit %d\n", *static_cast<int*>(user)); },
-                           &n};
+  static const Hooks hooks{
+      [](void* user, const Launched& l) {
+        ++*static_cast<int*>(user);
+        std::printf("enter %s %s %s warps %u grid %d on %zu\n", std::string(l.kernel).c_str(),
+                    std::string(l.symbol).c_str(), std::string(l.specialization).c_str(),
+                    l.num_warps, int(l.grid.x), size_t(l.stream));
+      },
+      [](void* user, const Launched&) { std::printf("exit %d\n", *static_cast<int*>(user)); }, &n};
   set_hooks(&hooks);
   k[{3, stream(9)}](16);
   bound(stream(8));
@@ -286,12 +308,16 @@ void launches() {
 
 // Arguments of bound launches that change, nodes of graphs, kernels that are prepared.
 void bound() {
-  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
-      {"k", "num_warps=4\nx|||\nt|||\nn|||\nh|fp16||\nB||c|"}, {"scratch", "\nx|||"}, {"big", "\nx|||"},
-      {"p", "\nx|||\ny|||\nn|||\nm||s|\nB||c|"}, {"h", "\nn|||\nB||c|\n@heuristics|B"}});
+  const auto fake = std::make_shared<Fake>(
+      std::map<std::string, std::string>{{"k", "num_warps=4\nx|||\nt|||\nn|||\nh|fp16||\nB||c|"},
+                                         {"scratch", "\nx|||"},
+                                         {"big", "\nx|||"},
+                                         {"p", "\nx|||\ny|||\nn|||\nm||s|\nB||c|"},
+                                         {"h", "\nn|||\nB||c|\n@heuristics|B"}});
   const Kernel k = from_pack(fake, "k");
-  auto b = k.bind({[](const Meta& m) { return m["n"] - m["B"]; }}, at<float>(16), std::tuple{5, at<float>(32)},
-                  arg<"n"> = 7, arg<"B"> = constexpr_value(2), arg<"h"> = 0.5);
+  auto b = k.bind({[](const Meta& m) { return m["n"] - m["B"]; }}, at<float>(16),
+                  std::tuple{5, at<float>(32)}, arg<"n"> = 7, arg<"B"> = constexpr_value(2),
+                  arg<"h"> = 0.5);
   b(stream(1));
   b.set<0>(at<const float>(64));
   b.set<4>(3.0);  // the fifth that was given, whose words are converted
@@ -331,14 +357,18 @@ void bound() {
   const Stats first = stats();
   const Kernel p = from_pack(fake, "p");
   using plait::vary;
-  std::printf("%zu kernels\n", p.prepare({1}, vary(at<float>(16)), at<float>(16), vary(100), vary(100), 64));
+  std::printf("%zu kernels\n",
+              p.prepare({1}, vary(at<float>(16)), at<float>(16), vary(100), vary(100), 64));
   p[{1}](at<float>(4), at<float>(16), 1, 1, 64);
   p[{1}](at<float>(4), at<float>(16), 2, 16, 64);
   p[{1, stream(17)}](at<float>(4), at<float>(16), 3, 16, 64);  // is being captured
   const Stats last = stats();
-  std::printf("%zu hits %zu misses %zu compiled %zu loaded: %s\n", last.hits - first.hits, last.misses - first.misses,
-              last.compiled - first.compiled, last.loaded - first.loaded, last.last_miss.c_str());
-  expect_error([&] { p.prepare({1}, std::tuple{vary(1), vary(1), vary(1), vary(1), vary(1), vary(1)}, 1, 1, 1, 1); });
+  std::printf("%zu hits %zu misses %zu compiled %zu loaded: %s\n", last.hits - first.hits,
+              last.misses - first.misses, last.compiled - first.compiled,
+              last.loaded - first.loaded, last.last_miss.c_str());
+  expect_error([&] {
+    p.prepare({1}, std::tuple{vary(1), vary(1), vary(1), vary(1), vary(1), vary(1)}, 1, 1, 1, 1);
+  });
   fake->answer = [](const Question&) { return "n\nB=5"; };
   const Kernel h = from_pack(fake, "h");
   h[{1}](5);
@@ -348,24 +378,33 @@ void bound() {
 // @triton.autotune and @triton.heuristics: who is asked what, what is timed, what is part of a key.
 void decorated() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
-      {"tuned", "num_ctas=1;num_stages=3;num_warps=4\nx|*fp32||\nn|||\nm|||\nB||c|\n#source\n@autotune|n|||\n"
-                "+B=64;num_warps=4\n+B=16;num_warps=8\n+B=32;num_warps=8;maxnreg=64\n+B=8;num_warps=3\n"
-                "+B=128;num_warps=64"},
-      {"heuristic", "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@heuristics|B,num_warps\n@heuristics|E"},
-      {"both", "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@autotune|n,gone|x||p\n+B=1\n+B=2\n@heuristics|E"},
-      {"outer", "num_warps=4\nx|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|E||x|\n+B=1;num_warps=2\n+B=2;num_warps=8"},
+      {"tuned",
+       "num_ctas=1;num_stages=3;num_warps=4\nx|*fp32||\nn|||\nm|||\nB||c|\n#source\n@autotune|n|||"
+       "\n"
+       "+B=64;num_warps=4\n+B=16;num_warps=8\n+B=32;num_warps=8;maxnreg=64\n+B=8;num_warps=3\n"
+       "+B=128;num_warps=64"},
+      {"heuristic",
+       "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@heuristics|B,num_warps\n@heuristics|E"},
+      {"both",
+       "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@autotune|n,gone|x||p\n+B=1\n+B=2\n@heuristics|E"},
+      {"outer",
+       "num_warps=4\nx|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|E||x|\n+B=1;num_warps=2\n+B=2;"
+       "num_warps=8"},
       {"single", "num_warps=4\nx|||\nB||c|\n@autotune|x|||p\n+B=7;num_warps=2"},
-      {"packed", "num_warps=4\nn|||\nB||c|\n@autotune|n|||\n+B=7\n+B=8\n"
-                 ">tuned0 n=5;@types=();@gpu='Fake%20GPU' -> B=8"},
+      {"packed",
+       "num_warps=4\nn|||\nB||c|\n@autotune|n|||\n+B=7\n+B=8\n"
+       ">tuned0 n=5;@types=();@gpu='Fake%20GPU' -> B=8"},
   });
   const auto get = [&](const char* name) { return from_pack(fake, name); };
   const auto grid = [](int n) { return [n](const Meta& meta) { return cdiv(n, meta["B"]); }; };
   const Kernel tuned = get("tuned");
-  expect_error([&] { tuned[{grid(128), stream(17)}](at<float>(16), 128, 5); });  // is being captured
+  // Is being captured.
+  expect_error([&] { tuned[{grid(128), stream(17)}](at<float>(16), 128, 5); });
   tuned[{grid(128), stream(5)}](at<float>(16), 128, 5);
   tuned[{grid(128), stream(17)}](at<float>(16), 128, 5);
   tuned[{grid(128), stream(5)}](at<float>(16), 128, 6);
-  tuned[{grid(128), stream(5)}](at<double>(16), 128, 6);  // Triton's key has the dtype, annotated or not
+  // Triton's key has the dtype, annotated or not.
+  tuned[{grid(128), stream(5)}](at<double>(16), 128, 6);
   tuned[{grid(256), stream(5)}](at<float>(16), 256, 5);
   tuned[{grid(0), stream(5)}](at<float>(16), 128, 5);  // empty for whatever is chosen
   const Bound bound = tuned.bind({grid(256)}, at<float>(16), 256, 5);
@@ -377,19 +416,23 @@ void decorated() {
 
   fake->answer = [](const Question& q) {
     const bool is_big = q.arguments.find("n=1;") == std::string::npos;
-    if (q.function == "heuristic" && q.kind == "heuristics0") return is_big ? "n\nB=8;num_warps=8" : "n,x\nB=1;num_warps=1";
+    if (q.function == "heuristic" && q.kind == "heuristics0")
+      return is_big ? "n\nB=8;num_warps=8" : "n,x\nB=1;num_warps=1";
     if (q.function == "heuristic") return "B,none\nE=True";
     if (q.kind == "pruned0") return "n,@types,@gpu\nB=2;num_warps=1|B=4;num_warps=8";
-    if (q.function == "both") return q.arguments.find("B=2") == std::string::npos ? "B\nE=0.5" : "B,x\nE=None";
+    if (q.function == "both")
+      return q.arguments.find("B=2") == std::string::npos ? "B\nE=0.5" : "B,x\nE=None";
     return "x\nE=(1,fp16)";
   };
   const Kernel heuristic = get("heuristic");
-  for (const int n : {16, 32, 16, 1, 1}) heuristic[{[](const Meta& m) { return m["B"] + m["E"] + m["n"]; }}](at<float>(16), n);
+  for (const int n : {16, 32, 16, 1, 1})
+    heuristic[{[](const Meta& m) { return m["B"] + m["E"] + m["n"]; }}](at<float>(16), n);
   heuristic[{1}](at<double>(16), 1);
   heuristic[{1}](at<int>(16), 16);
   heuristic[{1}](arg<"n"> = 16, arg<"x"> = std::pair{nullptr, at<float>(48)});
   const Kernel both = get("both");
-  expect_error([&] { both[{grid(8)}](at<float>(16), 3); });  // it is to be reset, its length unknown
+  // It is to be reset, its length unknown.
+  expect_error([&] { both[{grid(8)}](at<float>(16), 3); });
   both[{grid(8)}](Pointer{at<float>(16), DType::fp32, 40}, 3);
   both[{grid(8)}](at<float>(16), 3);
   set_scratch(&heap);
@@ -418,7 +461,8 @@ void decorated() {
   for (const std::string& s : list) std::printf("%s\n", s.c_str());
 }
 
-// Two contexts, as two GPUs have: one compilation, a handle each. Stale ones are refused by the driver.
+// Two contexts, as two GPUs have: one compilation, a handle each. Stale ones are refused by the
+// driver.
 void contexts() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{{"k", "\nx|||"}});
   const auto& driver = plait::cuda::Driver::machine();
@@ -450,7 +494,9 @@ void contexts() {
   in_thread([&] { bound.set<0>(80); });
   in_thread([&] { bound(nullptr); });
   in_thread([&] { bound.add_to(graph); });
-  in_thread([&] { bound.update(reinterpret_cast<CUgraphExec_st*>(11), reinterpret_cast<CUgraphNode_st*>(77)); });
+  in_thread([&] {
+    bound.update(reinterpret_cast<CUgraphExec_st*>(11), reinterpret_cast<CUgraphNode_st*>(77));
+  });
   enter(3);
   expect_error([&] { bound(nullptr); });
   expect_error([&] { bound.set<0>(96); });
@@ -464,7 +510,9 @@ void threads() {
   std::map<std::string, std::string> signatures;
   for (const char* name : {"a", "b", "c"}) signatures[name] = "\nx|||\nn|||\nB||c|";
   for (const char* name : {"d", "e"})
-    signatures[name] = "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n#s\n@autotune|n|||\n+B=1\n+B=2;num_warps=8\n@heuristics|E";
+    signatures[name] =
+        "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n#s\n@autotune|n|||\n+B=1\n+B=2;num_warps=8\n@"
+        "heuristics|E";
   const auto fake = std::make_shared<Fake>(signatures, true);
   fake->answer = [](const Question& q) {
     return q.arguments.find("n=1") == std::string::npos ? "n\nE=1" : "n,B\nE=2";
@@ -480,7 +528,8 @@ void threads() {
         }
       for (int k = 0; k < 60; ++k)
         for (const char* name : {"d", "e"})
-          from_pack(fake, name)[{[](const Meta& m) { return m["B"]; }, stream(6)}](at<float>(16), (k + t) % 7);
+          from_pack(fake, name)[{[](const Meta& m) { return m["B"]; }, stream(6)}](at<float>(16),
+                                                                                   (k + t) % 7);
     });
   for (std::thread& t : all) t.join();
   for (const auto& [key, n] : fake->n_compiled)
@@ -489,20 +538,25 @@ void threads() {
   std::printf("%zu kernels, %zu keys tuned\n", fake->n_compiled.size(), stats().tuned);
 }
 
-// What is known is launched without memory of the heap: one key after another, keys that take turns, bound.
+// What is known is launched without memory of the heap: one key after another, keys that take
+// turns, bound.
 void hits() {
   const auto fake = std::make_shared<Fake>(
-      std::map<std::string, std::string>{{"a", "\nx|||\nn|||\ns||c|"}, {"b", "\nx|||\nh|fp16||\ns||c|"},
-                                         {"c", "\nn|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|n|||\n+B=1\n+B=2"}},
+      std::map<std::string, std::string>{
+          {"a", "\nx|||\nn|||\ns||c|"},
+          {"b", "\nx|||\nh|fp16||\ns||c|"},
+          {"c", "\nn|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|n|||\n+B=1\n+B=2"}},
       true);
   const Kernel a = from_pack(fake, "a"), b = from_pack(fake, "b"), c = from_pack(fake, "c");
   fake->answer = [](const Question&) { return "n\nE=3"; };
-  const Bound bound = a.bind({1}, at<float>(16), 3, "text of some length, which no small string holds");
+  const Bound bound =
+      a.bind({1}, at<float>(16), 3, "text of some length, which no small string holds");
   for (int round = 0; round < 2; ++round) {
     const size_t before = n_allocations;
     for (int k = 0; k < 40; ++k) {
       for (const Kernel& kernel : {a, b})
-        kernel[{1, stream(5), {.num_warps = 8}}](at<float>(16), k % 4, "text of some length, which no small string holds");
+        kernel[{1, stream(5), {.num_warps = 8}}](
+            at<float>(16), k % 4, "text of some length, which no small string holds");
       a[{1}](at<float>(4), std::tuple{k, nullptr, 1.5}, plait::constexpr_value(k % 5));
       bound(stream(5));
       c[{[](const Meta& m) { return m["B"] + m["E"]; }, stream(5)}](k % 7);
@@ -518,7 +572,8 @@ void real(char** argv) {
   add[{2}](at<float>(16), at<float>(32), at<float>(48), 100, constexpr_<1024>);
   add[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 1);
   const Kernel all = jit(argv[1], "all_kinds", python);
-  all[{2}](at<int8_t>(16), std::tuple{2.0, 5, nullptr}, true, DType::fp16, "ieee", std::tuple{1, 2}, 0.5, 3.25);
+  all[{2}](at<int8_t>(16), std::tuple{2.0, 5, nullptr}, true, DType::fp16, "ieee", std::tuple{1, 2},
+           0.5, 3.25);
   jit(argv[1], "applies", python)[{1}](at<float>(16), Callee{"twice"});
   std::FILE* list = std::fopen((std::string(argv[2]) + ".list").c_str(), "w");
   for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
@@ -527,7 +582,10 @@ void real(char** argv) {
   expect_error([&] { jit(argv[1], "nothing", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "not_jit", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "wrong", python)[{1}](at<float>(16)); });
-  expect_error([&] { add[{{1}, nullptr, {.others = option_set({{"colour", 3}})}}](at<float>(16), nullptr, nullptr, 1); });
+  expect_error([&] {
+    add[{{1}, nullptr, {.others = option_set({{"colour", 3}})}}](at<float>(16), nullptr, nullptr,
+                                                                 1);
+  });
   expect_error([&] { jit("/nowhere.py", "add_kernel", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "add_kernel", worker("/nowhere/python"))[{1}](1); });
   expect_error([&] { jit(argv[1], "add_kernel", worker("/bin/false"))[{1}](1); });
@@ -553,7 +611,8 @@ void descriptors(char** argv) {
   int64_t shape[] = {100, 64}, strides[] = {80, 1};
   const DLTensor tensor{at<void>(4096), {2, 0}, 2, {2, 16, 1}, shape, strides, 16};
   const auto x = descriptor(tensor, {16, 32});
-  const TensorDescriptor out{at<void>(8192), DType::fp16, {7, 3, 128}, {512, 128, 1}, {1, 1, 64}, Padding::nan};
+  const TensorDescriptor out{at<void>(8192), DType::fp16, {7, 3, 128},
+                             {512, 128, 1},  {1, 1, 64},  Padding::nan};
   copy[{1, stream(5)}](x, out, at<int64_t>(64));
   const Bound bound = copy.bind({2}, x, out, at<int64_t>(64));
   bound(stream(6));
@@ -574,19 +633,23 @@ void descriptors(char** argv) {
   with([](auto& d) { d.block_shape.at[1] = 1 << 20; });
   with([](auto& d) { d.shape.rank = 1; });
   with([](auto& d) { d.shape = d.strides = d.block_shape = {1, 1, 1, 1, 1, 1}; });
-  with([](auto& d) { d.dtype = DType::i16; d.padding = Padding::nan; });
+  with([](auto& d) {
+    d.dtype = DType::i16;
+    d.padding = Padding::nan;
+  });
   expect_error([&] { copy[{1}](std::tuple{x}, out, at<int64_t>(64)); });
   expect_error([&] { copy[{1}](plait::constexpr_value(x), out, at<int64_t>(64)); });
 }
 
-// Kernels from the Python of this process, which is argv[0]'s library; by a thread that has its lock and by
-// threads that want it. Then from a process, two at once: each waits for the other.
+// Kernels from the Python of this process, which is argv[0]'s library; by a thread that has its
+// lock and by threads that want it. Then from a process, two at once: each waits for the other.
 void python(char** argv) {
   expect_error([&] { jit(argv[1], "add_kernel", embedded())[{1}](1); });
   void* library = dlopen(argv[0], RTLD_NOW | RTLD_GLOBAL);
   reinterpret_cast<void (*)(int)>(dlsym(library, "Py_InitializeEx"))(0);
   const auto add = [&](int n) {
-    jit(argv[1], "add_kernel", embedded())[{2, stream(5)}](at<float>(16), at<float>(32), at<float>(48), n);
+    jit(argv[1], "add_kernel", embedded())[{2, stream(5)}](at<float>(16), at<float>(32),
+                                                           at<float>(48), n);
   };
   std::vector<std::thread> all;
   for (int t = 0; t < 4; ++t) all.emplace_back(add, t % 2 + 1);
@@ -600,17 +663,19 @@ void python(char** argv) {
 
   all.clear();
   for (const char* name : {"meets_a", "meets_b"})
-    all.emplace_back([&, name] { jit(argv[1], name, worker(argv[2]))[{1, stream(6)}](at<int>(16)); });
+    all.emplace_back(
+        [&, name] { jit(argv[1], name, worker(argv[2]))[{1, stream(6)}](at<int>(16)); });
   for (std::thread& t : all) t.join();
 }
 
-// What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a line a call.
+// What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a
+// line a call.
 void chosen(char** argv) {
   static std::string last;
   static const Hooks hooks{[](void*, const Launched& l) {
-                             last = std::string(l.kernel) + " " + std::string(l.specialization) + " " +
-                                    std::to_string(l.grid.x) + " " + std::to_string(l.num_warps);
-                           }};
+    last = std::string(l.kernel) + " " + std::string(l.specialization) + " " +
+           std::to_string(l.grid.x) + " " + std::to_string(l.num_warps);
+  }};
   set_hooks(&hooks);
   set_scratch(&heap);
   alignas(16) static float x[64], out[64];
@@ -641,11 +706,13 @@ void chosen(char** argv) {
   expect_error([&] { bound.set<0>(cleared); });
   expect_error([&] { bound.add_to(nullptr); });
   expect_error([&] { jit(argv[1], "all_refused", worker(argv[0]))[{1}](x + 0, 5); });
-  jit(argv[1], "blocks", worker(argv[0]))[{1}](TensorDescriptor{x, DType::fp32, {8, 8}, {8, 1}, {1, 1}}, 5);
+  jit(argv[1], "blocks", worker(argv[0]))[{1}](
+      TensorDescriptor{x, DType::fp32, {8, 8}, {8, 1}, {1, 1}}, 5);
   std::printf("%s\n", last.c_str());
 }
 
-// Packs that are damaged at random are refused, or launch what is still whole: argv is a pack and a file to write.
+// Packs that are damaged at random are refused, or launch what is still whole: argv is a pack and a
+// file to write.
 void damaged(char** argv) {
   std::ifstream file(argv[0], std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(file), {}};
@@ -655,7 +722,8 @@ void damaged(char** argv) {
     std::string data = whole;
     for (size_t n = 1 + random() % 3; n > 0 && !data.empty(); --n) {
       const size_t at = random() % data.size();
-      const uint64_t words[] = {0, 1, ~uint64_t{0}, uint64_t{1} << 63, uint64_t{1} << 32, random() % 64, random()};
+      const uint64_t words[] = {
+          0, 1, ~uint64_t{0}, uint64_t{1} << 63, uint64_t{1} << 32, random() % 64, random()};
       if (random() % 8 == 0)
         data.resize(at);
       else if (random() % 2 == 0)
@@ -673,7 +741,8 @@ void damaged(char** argv) {
     };
     launch("plain", [](Kernel kernel) { kernel[{2}](at<float>(16), 100); });
     launch("tuned", [](Kernel kernel) {
-      kernel[{[](const Meta& m) { return m["BLOCK"]; }}](Pointer{at<float>(16), DType::fp32, 64}, 100);
+      kernel[{[](const Meta& m) { return m["BLOCK"]; }}](Pointer{at<float>(16), DType::fp32, 64},
+                                                         100);
     });
     const TensorDescriptor d{at<void>(64), DType::fp32, {8, 8}, {8, 1}, {8, 8}};
     launch("described", [&](Kernel kernel) { kernel[{1}](d, d); });

@@ -1,5 +1,5 @@
-// tests/native_parts.cpp: every element of a product gets all of its sum, from the right rows and columns, however
-// it is cut. No memory is touched: addresses tell.
+// tests/native_parts.cpp: every element of a product gets all of its sum, from the right rows and
+// columns, however it is cut. No memory is touched: addresses tell.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -11,11 +11,11 @@ using namespace plait::blaslt;
 namespace {
 int failed = 0;
 
-#define CHECK(x)                                           \
-  do {                                                     \
-    if (!(x)) {                                            \
+#define CHECK(x)                                                              \
+  do {                                                                        \
+    if (!(x)) {                                                               \
       if (++failed < 20) std::printf("line %d: %s is false\n", __LINE__, #x); \
-    }                                                      \
+    }                                                                         \
   } while (0)
 
 constexpr int64_t kWidth = 2;
@@ -56,8 +56,12 @@ size_t check(const Part& whole) {
   for (const Part& part : parts) {
     std::vector<bool> written(sums.size());  // by this part: its batches run at once
     for (int64_t number = 0; number < part.batch; ++number) {
-      const Part p{of_batch(part.a, number), of_batch(part.b, number), of_batch(part.out, number),
-                   part.addend, 1, part.adds};
+      const Part p{of_batch(part.a, number),
+                   of_batch(part.b, number),
+                   of_batch(part.out, number),
+                   part.addend,
+                   1,
+                   part.adds};
       const int64_t rows = p.out.rows, cols = p.out.cols, inner = p.a.cols;
       CHECK(rows > 0 && cols > 0 && inner > 0);
       CHECK(p.a.rows == rows && p.b.cols == cols && p.b.rows == inner);
@@ -111,8 +115,10 @@ int main() {
     const bool a_rows = head || draw(0, 1), b_rows = !head && draw(0, 1);
     const int64_t a_step = round_up(a_rows ? k : m), b_step = round_up(b_rows ? cols : k);
     const uintptr_t start = kOut + static_cast<uintptr_t>(dense ? 2 * draw(0, 8) : 0);
-    Part whole{stored(m, k, a_rows, a_step, kA), stored(k, cols, b_rows, b_step, kB),
-               stored(m, cols, true, dense ? cols : round_up(cols), start), {}};
+    Part whole{stored(m, k, a_rows, a_step, kA),
+               stored(k, cols, b_rows, b_step, kB),
+               stored(m, cols, true, dense ? cols : round_up(cols), start),
+               {}};
     if (!draw(0, 3)) whole.addend = Matrix{address(kAddend), m, cols, 0, 1, 0};
     ++cut_in[check(whole)];
   }
@@ -120,11 +126,18 @@ int main() {
   const Matrix x = stored(2048, 768, true, 768, kA), w = stored(768, 50257, false, 768, kB);
   CHECK(check({x, w, stored(2048, 50257, true, 50264, kOut), {}}) == 2);
   CHECK(check({x, w, stored(2048, 50257, true, 50257, kOut), {}}) == 2);
-  CHECK(check({stored(2047, 768, true, 768, kA), w, stored(2047, 50257, true, 50257, kOut), {}}) == 3);
+  CHECK(check({stored(2047, 768, true, 768, kA), w, stored(2047, 50257, true, 50257, kOut), {}}) ==
+        3);
   // Nothing is gained: all aligned, small, unaligned factors, float32.
-  CHECK(check({x, stored(768, 50264, false, 768, kB), stored(2048, 50264, true, 50264, kOut), {}}) == 0);
-  CHECK(check({stored(8, 64, true, 64, kA), stored(64, 33, false, 64, kB), stored(8, 33, true, 33, kOut), {}}) == 0);
-  CHECK(check({stored(2048, 768, true, 769, kA), w, stored(2048, 50257, true, 50264, kOut), {}}) == 0);
+  CHECK(
+      check({x, stored(768, 50264, false, 768, kB), stored(2048, 50264, true, 50264, kOut), {}}) ==
+      0);
+  CHECK(check({stored(8, 64, true, 64, kA),
+               stored(64, 33, false, 64, kB),
+               stored(8, 33, true, 33, kOut),
+               {}}) == 0);
+  CHECK(check({stored(2048, 768, true, 769, kA), w, stored(2048, 50257, true, 50264, kOut), {}}) ==
+        0);
   CHECK(parts(Type::f32, {x, w, stored(2048, 50257, true, 50264, kOut), {}}).empty());
   for (size_t n : {0, 2, 3, 4}) CHECK(cut_in[n] > 5);
   for (int n : cut_in) std::printf("%d ", n);

@@ -41,8 +41,9 @@ bool read(const std::vector<char>& plan) {
 
 std::vector<char> damaged(std::vector<char> plan, std::mt19937_64& random) {
   const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
-  const int64_t odd[] = {-1, INT64_MIN, INT64_MAX, int64_t{1} << 31, (int64_t{1} << 31) - 1, 0, 1,
-                         2, 7, 12, 64, 100, int64_t{1} << 40};
+  const int64_t odd[] = {
+      -1, INT64_MIN, INT64_MAX, int64_t{1} << 31, (int64_t{1} << 31) - 1, 0, 1, 2, 7,
+      12, 64,        100,       int64_t{1} << 40};
   const size_t words = (plan.size() - kHeader) / 8;
   for (size_t n = 1 + (below(3) == 0) * below(5); n > 0; --n) {
     char* at = plan.data() + kHeader + 8 * below(words);

@@ -1,4 +1,5 @@
-"""Hand-written programs for the native executor: kernels of a few lines of C++, lists of instructions."""
+"""Hand-written programs for the native executor: kernels of a few lines of C++, lists of
+instructions."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from plait.wrapper.instructions import (
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, Writer
 
-# Every kernel follows the ABI of docs/native-interface.md; shares are contiguous ranges of elements.
+# Every kernel follows the ABI of docs/native-interface.md; shares are contiguous ranges of
+# elements.
 SOURCE = r"""
 #include <stdint.h>
 #include <time.h>
@@ -40,15 +42,40 @@ SOURCE = r"""
 static const float* in(void* const* b, int k) { return (const float*)b[k]; }
 static float* out(void* const* b, int k) { return (float*)b[k]; }
 
-KERNEL k_add ARGS { SHARE(s[0]) for (int64_t i = lo; i < hi; ++i) out(b, 2)[i] = in(b, 0)[i] + in(b, 1)[i]; return 0; }
-KERNEL k_inc ARGS { SHARE(s[0]) for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[i] + 1; return 0; }
-KERNEL k_twice ARGS { SHARE(s[0]) for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[i] * 2; return 0; }
+KERNEL k_add ARGS {
+  SHARE(s[0])
+  for (int64_t i = lo; i < hi; ++i) out(b, 2)[i] = in(b, 0)[i] + in(b, 1)[i];
+  return 0;
+}
+KERNEL k_inc ARGS {
+  SHARE(s[0])
+  for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[i] + 1;
+  return 0;
+}
+KERNEL k_twice ARGS {
+  SHARE(s[0])
+  for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[i] * 2;
+  return 0;
+}
 // Reads what other threads wrote in the task before: wrong without the barrier.
-KERNEL k_reverse ARGS { SHARE(s[0]) for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[s[0] - 1 - i]; return 0; }
-KERNEL k_sum ARGS { float a = 0; for (int64_t i = 0; i < s[0]; ++i) a += in(b, 0)[i]; *out(b, 1) = a; return 0; }
+KERNEL k_reverse ARGS {
+  SHARE(s[0])
+  for (int64_t i = lo; i < hi; ++i) out(b, 1)[i] = in(b, 0)[s[0] - 1 - i];
+  return 0;
+}
+KERNEL k_sum ARGS {
+  float a = 0;
+  for (int64_t i = 0; i < s[0]; ++i) a += in(b, 0)[i];
+  *out(b, 1) = a;
+  return 0;
+}
 KERNEL k_fails ARGS { SHARE(s[0]) return lo <= 3 && 3 < hi ? 7 : 0; }
 KERNEL k_threads ARGS { if (tid == 0) *out(b, 0) = (float)n_threads; return 0; }
-KERNEL k_sleep ARGS { struct timespec t = {0, (long)s[0]}; if (tid == 0) nanosleep(&t, 0); return 0; }
+KERNEL k_sleep ARGS {
+  struct timespec t = {0, (long)s[0]};
+  if (tid == 0) nanosleep(&t, 0);
+  return 0;
+}
 static void* const* table;
 extern "C" void plait_init(void* const* t) { table = t; }
 KERNEL k_has_math ARGS { *out(b, 0) = table && table[0] ? 1.0f : 0.0f; return 0; }
@@ -64,7 +91,9 @@ N_ARGS = {
     "k_sleep": (0, 1),
     "k_has_math": (1, 0),
 }
-SOURCE += "".join(f'extern "C" const int32_t {name}_takes[2] = {{{a}, {s}}};\n' for name, (a, s) in N_ARGS.items())
+SOURCE += "".join(
+    f'extern "C" const int32_t {name}_takes[2] = {{{a}, {s}}};\n' for name, (a, s) in N_ARGS.items()
+)
 
 
 @functools.cache
@@ -94,13 +123,17 @@ def contiguous(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     return tuple(strides)
 
 
-def launch(kernel: str, *args: str, n: Size | None = None, work_ns: Size = 100, barrier: bool = True) -> Launch:
+def launch(
+    kernel: str, *args: str, n: Size | None = None, work_ns: Size = 100, barrier: bool = True
+) -> Launch:
     """A launch whose last argument is its only output."""
     sizes = () if n is None else (n,)
     return Launch(kernel, args, sizes, args[-1:], work_ns, True, barrier)
 
 
-def program(inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_callables: int = 0) -> WrapperProgram:
+def program(
+    inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_callables: int = 0
+) -> WrapperProgram:
     """The program with the kernels that it launches declared."""
     used = dict.fromkeys(i.kernel for i in body if isinstance(i, Launch))
     checks = {"k_fails": (OUT_OF_RANGE,) * 7}
@@ -108,7 +141,9 @@ def program(inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_cal
     return WrapperProgram("test", inputs, (*kernels, *body), n_constants, n_callables)
 
 
-def build(p: WrapperProgram, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()) -> Program:
+def build(
+    p: WrapperProgram, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
+) -> Program:
     """Encodes and loads."""
     return load(encode(p), {"cpu": library()}, constants, callables)
 

@@ -1,4 +1,5 @@
-"""Compiling for one target only, and what a compiled function gave: results, arguments after the call, gradients."""
+"""Compiling for one target only, and what a compiled function gave: results, arguments after the
+call, gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from plait.wrapper.program import CompileRecord, observers
 
 @contextmanager
 def only(target: str) -> Iterator[list[CompileRecord]]:
-    """Every graph is compiled to this target and runs as it: the executor is not there for the Python targets, and has
-    no step of a plan to run for C++, whose functions are its own. Gives the record of each graph."""
+    """Every graph is compiled to this target and runs as it: the executor is not there for the
+    Python targets, and has no step of a plan to run for C++, whose functions are its own. Gives the
+    record of each graph."""
     from plait.wrapper import cpp
 
     def unavailable(*args: object) -> None:
@@ -53,9 +55,11 @@ def outcome(
     training: bool,
     module: torch.nn.Module | None = None,
 ) -> list[Any]:
-    """All that a caller sees of fn, compiled for a target and called once with the arguments that each of calls makes.
+    """All that a caller sees of fn, compiled for a target and called once with the arguments that
+    each of calls makes.
 
-    training: the sum of all float results is differentiated. module: whose gradients and buffers are seen too."""
+    training: the sum of all float results is differentiated. module: whose gradients and buffers
+    are seen too."""
     torch.manual_seed(0)
     seen: list[Any] = []
     with only(target):
@@ -68,7 +72,11 @@ def outcome(
                     x.requires_grad_(x.is_floating_point())
             with torch.set_grad_enabled(training):
                 out = run(*args)
-            sums = [x.square().mean() for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+            sums = [
+                x.square().mean()
+                for x in tree_leaves(out)
+                if isinstance(x, Tensor) and x.requires_grad
+            ]
             if training and sums:
                 torch.stack(sums).sum().backward()
             seen += [*tree_leaves(out), *leaves, *(x.grad for x in leaves)]
@@ -86,7 +94,9 @@ def same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
             assert a == b, k
             continue
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()), k
-        assert torch.equal(_bits(a), _bits(b)), f"value {k}: {(a != b).sum()} of {a.numel()} elements differ"
+        assert torch.equal(_bits(a), _bits(b)), (
+            f"value {k}: {(a != b).sum()} of {a.numel()} elements differ"
+        )
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""plait's operators as C++ launches them on the GPU that fake_gpu.cpp plays: run by tests/test_ops_interpreted.py.
+"""plait's operators as C++ launches them on the GPU that fake_gpu.cpp plays: run by
+tests/test_ops_interpreted.py.
 
-The Python that "compiles" describes functions as they are and makes stubs; what a stub was specialized to lies in a
-file. A launch calls back into this process, which runs the function in Triton's interpreter on the launch's pointers.
+The Python that "compiles" describes functions as they are and makes stubs; what a stub was
+specialized to lies in a file. A launch calls back into this process, which runs the function in
+Triton's interpreter on the launch's pointers.
 """
 
 from __future__ import annotations
@@ -58,8 +60,15 @@ kernels.compile_kernel = compile_kernel
 kernels.main()'
 """
 
-TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "u1": torch.bool,
-         "u8": torch.uint8, **{f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)}}  # fmt: skip
+TYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "u1": torch.bool,
+    "u8": torch.uint8,
+    **{f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)},
+}
 
 
 @cache
@@ -72,12 +81,16 @@ def launched(symbol: str) -> tuple[Any, list[Item]]:
     """The function, and what it was specialized to."""
     name, _, specialization = (FOLDER / symbol).read_text().partition(" ")
     function = getattr(module(), name)
-    return function.fn if hasattr(function, "configs") else function, read_specialization(specialization)
+    return function.fn if hasattr(function, "configs") else function, read_specialization(
+        specialization
+    )
 
 
 def memory_at(address: int, dtype: str) -> Tensor:
     """What lies behind the first element is the interpreter's to find."""
-    memory = (ctypes.c_byte * 16).from_address(address) if address else ctypes.create_string_buffer(16)
+    memory = (
+        (ctypes.c_byte * 16).from_address(address) if address else ctypes.create_string_buffer(16)
+    )
     return torch.frombuffer(memory, dtype=TYPES[dtype], count=1)
 
 
@@ -96,7 +109,9 @@ def value_of(item: Item, words: Any) -> Any:
         block = [int(n) for n in found[2].split(",")]
         shape, strides = ([next(words) for _ in block] for _ in range(2))
         padding = "nan" if next(words) & 1 else "zero"
-        assert [next(words) & 0xFFFFFFFF for _ in block] + [next(words) for _ in block] == shape + strides
+        assert [next(words) & 0xFFFFFFFF for _ in block] + [
+            next(words) for _ in block
+        ] == shape + strides
         return TensorDescriptor(memory_at(word, found[1]), shape, strides, block, padding)
     raw = struct.pack("<Q", word)
     if item.type == "fp64":  # annotated: a tensor, which a float is not to the interpreter
@@ -109,7 +124,12 @@ FAILED: list[Exception] = []
 
 
 @ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64)
+    None,
+    ctypes.c_char_p,
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.POINTER(ctypes.c_uint64),
 )
 def on_launch(symbol: bytes, x: int, y: int, z: int, words: Any) -> None:
     try:
@@ -130,14 +150,17 @@ ops.use_tiles("first")
 
 
 def on_gpu(t: Any) -> Any:
-    """A tensor of the GPU with the same values and strides, and if it wants one, with a gradient."""
+    """A tensor of the GPU with the same values and strides, and if it wants one, with a
+    gradient."""
     if not isinstance(t, Tensor):
         return t
     made: Tensor = torch.ops.fake_gpu.gpu(t.detach())
     return made.requires_grad_(t.requires_grad)
 
 
-def gradients(outs: list[Tensor], wanted: list[Tensor], weights: list[Tensor]) -> list[Tensor | None]:
+def gradients(
+    outs: list[Tensor], wanted: list[Tensor], weights: list[Tensor]
+) -> list[Tensor | None]:
     """What torch.autograd.grad gives, whose engine refuses a GPU that torch was not built for."""
     order: list[Any] = []
 
@@ -161,10 +184,14 @@ def gradients(outs: list[Tensor], wanted: list[Tensor], weights: list[Tensor]) -
         grads = [coming.get((node, k)) for k in range(len(node._input_metadata))]
         with torch.no_grad():
             made = node(*grads)
-        for g, (after, k) in zip(made if isinstance(made, tuple) else (made,), node.next_functions, strict=True):
+        for g, (after, k) in zip(
+            made if isinstance(made, tuple) else (made,), node.next_functions, strict=True
+        ):
             if after is not None and g is not None:
                 if not hasattr(after, "variable"):
-                    g = g.sum_to_size(after._input_metadata[k].shape).to(after._input_metadata[k].dtype)
+                    g = g.sum_to_size(after._input_metadata[k].shape).to(
+                        after._input_metadata[k].dtype
+                    )
                 coming[after, k] = coming[after, k] + g if (after, k) in coming else g
     return [found.get(id(x)) for x in wanted]
 

@@ -1,8 +1,8 @@
-"""Drives PyTorch's own op samples through plait: several samples of an op as one function, so that they share a
-compile.
+"""Drives PyTorch's own op samples through plait: several samples of an op as one function, so that
+they share a compile.
 
-The rule for a mismatch is distance from float64: plait is wrong only where it is further from the float64 result than
-eager is, beyond tolerance.
+The rule for a mismatch is distance from float64: plait is wrong only where it is further from the
+float64 result than eager is, beyond tolerance.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from plait.config import Config
 from plait.graph.captured import Captured, GraphKind
 from plait.graph.partition import partition
 
-# Results that are random or uninitialised: tests/test_capture_random.py checks the former by their statistics.
+# Results that are random or uninitialised: tests/test_capture_random.py checks the former by their
+# statistics.
 RANDOM = frozenset(
-    """bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric log_normal multinomial
-    new_empty new_empty_strided normal nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d
-    nn.functional.dropout3d nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward nn.functional.rrelu pca_lowrank
-    rand_like randint randint_like randn randn_like
-    svd_lowrank uniform""".split()
-)  # fmt: skip
-# Samples that AOTAutograd itself cannot trace without Dynamo around it (values of tensors, sparse layouts, jiterator).
+    """bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric
+    log_normal multinomial new_empty new_empty_strided normal nn.functional.alpha_dropout
+    nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
+    nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward
+    nn.functional.rrelu pca_lowrank rand_like randint randint_like randn randn_like svd_lowrank
+    uniform""".split()
+)
+# Samples that AOTAutograd itself cannot trace without Dynamo around it (values of tensors, sparse
+# layouts, jiterator).
 UNTRACEABLE = frozenset(
     """allclose argwhere combinations corrcoef cov equal item jiterator_2inputs_2outputs
-    jiterator_4inputs_with_extra_args
-    jiterator_binary jiterator_binary_return_by_ref jiterator_unary linalg.lstsq masked_select nonzero nonzero_static
-    resize_ resize_as_ sparse.mm sparse.sampled_addmm tensor_split unique unique_consecutive nn.functional.ctc_loss
+    jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
+    jiterator_unary linalg.lstsq masked_select nonzero nonzero_static resize_ resize_as_ sparse.mm
+    sparse.sampled_addmm tensor_split unique unique_consecutive nn.functional.ctc_loss
     nn.functional.gaussian_nll_loss to_sparse nn.functional.scaled_dot_product_attention""".split()
-)  # fmt: skip
+)
 
 # Ops that refuse tensors whose last stride is not 1.
 DENSE = frozenset(("view_as_complex",))
@@ -63,7 +66,9 @@ class Case:
     @staticmethod
     def of(op: Any, sample: Any) -> Case:
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        return Case(op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)])
+        return Case(
+            op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        )
 
     def inputs(self) -> list[torch.Tensor]:
         return [self.leaves[k] for k in self.tensors]
@@ -74,12 +79,21 @@ class Case:
         for k, t in zip(self.tensors, tensors, strict=True):
             leaves[k] = t
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return [x for x in pytree.tree_leaves(self.call(first, *args, **kwargs)) if isinstance(x, torch.Tensor)]
+        return [
+            x
+            for x in pytree.tree_leaves(self.call(first, *args, **kwargs))
+            if isinstance(x, torch.Tensor)
+        ]
 
     def reference(self) -> list[torch.Tensor] | None:
         """The results in float64, None where the op has none."""
         try:
-            return self.run([t.detach().double() if t.is_floating_point() else t.detach() for t in self.inputs()])
+            return self.run(
+                [
+                    t.detach().double() if t.is_floating_point() else t.detach()
+                    for t in self.inputs()
+                ]
+            )
         except (RuntimeError, TypeError, NotImplementedError):
             return None
 
@@ -105,8 +119,8 @@ def pick(
     strided: Container[int] = (),
     device: str = "cpu",
 ) -> list[Case]:
-    """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are made not
-    contiguous, where the op takes such tensors."""
+    """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are
+    made not contiguous, where the op takes such tensors."""
     strided = () if op.name in DENSE else strided
     samples = list(op.sample_inputs(device, dtype, requires_grad=requires_grad))
     count = min(count, len(samples))
@@ -115,13 +129,18 @@ def pick(
 
 
 def traceable(case: Case) -> bool:
-    """Whether AOTAutograd can trace a case and its gradient by itself: no control flow on the values of tensors."""
+    """Whether AOTAutograd can trace a case and its gradient by itself: no control flow on the
+    values of tensors."""
     mode = FakeTensorMode()
     inputs = [mode.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in case.inputs()]
     with mode:
         try:
             _gradients(case.run(inputs), inputs)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ):
             return False
         except AssertionError as error:  # a tensor made inside the op
             return "Please convert all Tensors" not in str(error)
@@ -143,7 +162,8 @@ def check_through_dynamo(case: Case) -> Outcome:
 def compiled(
     fn: Callable[..., Any], outcome: Outcome, dynamic: bool = False, cfg: Config | None = None
 ) -> Callable[..., Any]:
-    """fn through AOTAutograd and plait, without Dynamo (which would cost more than all the rest)."""
+    """fn through AOTAutograd and plait, without Dynamo (which would cost more than all the
+    rest)."""
     config = cfg or Config.from_env()
 
     def compiler(kind: GraphKind) -> Callable[..., Any]:
@@ -179,14 +199,19 @@ def wrong(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor | None)
     try:
         torch.testing.assert_close(got, want, equal_nan=True)
     except AssertionError as error:
-        if reference is not None and reference.shape == want.shape and _no_further(got, want, reference):
+        if (
+            reference is not None
+            and reference.shape == want.shape
+            and _no_further(got, want, reference)
+        ):
             return ""
         return " ".join(str(error).split())
     return ""
 
 
 def _no_further(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether got is at most twice as far from float64 as eager everywhere, beyond the usual tolerance."""
+    """Whether got is at most twice as far from float64 as eager everywhere, beyond the usual
+    tolerance."""
     if not (got.is_floating_point() and reference.is_floating_point()):
         return False
     ref = reference.double()
@@ -199,7 +224,9 @@ def _no_further(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) 
     return bool(((got.double() - ref)[same].abs() <= allowed).all())
 
 
-def check_forward(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
+def check_forward(
+    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
+) -> Outcome:
     """Runs all cases as one compiled function without gradients and compares."""
     outcome = Outcome()
     tensors = [t.detach() for c in cases for t in c.inputs()]
@@ -237,7 +264,9 @@ def _compare(cases: Sequence[Case], wants: Any, gots: Any, outcome: Outcome, wha
                 outcome.failures.append(f"sample {k} {what} {m}: {text}")
 
 
-def check_gradient(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
+def check_gradient(
+    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
+) -> Outcome:
     """As check_forward, with the gradients of a weighted sum of the results."""
     outcome = Outcome()
     tensors = [t for c in cases for t in c.inputs()]
@@ -270,13 +299,18 @@ def _wrong_gradient(got: torch.Tensor, want: torch.Tensor, cases: Sequence[Case]
     return wrong(got, want, reference)
 
 
-def _gradients(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _gradients(
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     differentiable = [o for o in outs if o.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     if not differentiable or not leaves:
         return [None] * len(inputs)
-    weights = [  # that every dtype holds exactly: the reference must be the gradient of the same sum
-        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.bfloat16)[: o.numel()].reshape(o.shape).to(o)
+    # That every dtype holds exactly: the reference must be the gradient of the same sum.
+    weights = [
+        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.bfloat16)[: o.numel()]
+        .reshape(o.shape)
+        .to(o)
         for o in differentiable
     ]
     found = iter(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))

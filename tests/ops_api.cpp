@@ -1,5 +1,5 @@
-// tests/ops_api.cpp: the operators from C++, on the device that the first argument names. The second is the folder of
-// libtorch's CUDA half, or nothing.
+// tests/ops_api.cpp: the operators from C++, on the device that the first argument names. The
+// second is the folder of libtorch's CUDA half, or nothing.
 #include <ATen/ops/add.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -42,10 +42,12 @@ void refused(F f) {
 int main(int n, char** given) {
   namespace ops = plait::ops;
   if (n > 3) ops::use_python(given[3]);
-  if (n > 2 && given[2][0] && !dlopen((std::string(given[2]) + "/libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL))
+  if (n > 2 && given[2][0] &&
+      !dlopen((std::string(given[2]) + "/libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL))
     std::printf("%s\n", dlerror());
   const auto options = at::TensorOptions().device(at::Device(given[1]));
-  const at::Tensor x = at::randn({4, 6, 32}, options), y = at::randn({4, 6, 32}, options), w = at::randn({32}, options);
+  const at::Tensor x = at::randn({4, 6, 32}, options), y = at::randn({4, 6, 32}, options),
+                   w = at::randn({32}, options);
   close("add", ops::add(x, w, 2), at::add(x, w, 2));
   close("rms_norm", ops::rms_norm(x, {32}, w, 1e-5), at::rms_norm(x, {32}, w, 1e-5));
   const auto [norm, sum] = ops::add_rms_norm(x, y, {32}, w, 1e-5);
@@ -53,9 +55,14 @@ int main(int n, char** given) {
   close("add_rms_norm's sum", sum, x + y);
   close("softmax", ops::softmax(x, 1), at::softmax(x, 1));
   const at::Tensor angle = at::randn({8, 4}, options), z = x.view({4, 6, 4, 8});
-  close("rotary", ops::rotary(ops::rotary(z, angle.cos(), angle.sin(), {}, 2), angle.cos(), angle.sin(), {}, 2, false, true), z);
-  const at::Tensor target = at::randint(32, {24}, options.dtype(at::kLong)), rows = x.view({24, 32});
-  close("cross_entropy", ops::cross_entropy(rows, target, w.abs()), at::cross_entropy_loss(rows, target, w.abs()));
+  close("rotary",
+        ops::rotary(ops::rotary(z, angle.cos(), angle.sin(), {}, 2), angle.cos(), angle.sin(), {},
+                    2, false, true),
+        z);
+  const at::Tensor target = at::randint(32, {24}, options.dtype(at::kLong)),
+                   rows = x.view({24, 32});
+  close("cross_entropy", ops::cross_entropy(rows, target, w.abs()),
+        at::cross_entropy_loss(rows, target, w.abs()));
   close("matmul", ops::matmul(x, y.transpose(1, 2)), at::matmul(x, y.transpose(1, 2)));
 
   at::Tensor leaf = rows.detach().clone().requires_grad_();

@@ -38,16 +38,16 @@ TORCH_LIBRARY(plait_cpp, library) {
   library.impl("twice", c10::DispatchKey::CPU, TORCH_FN(twice));
 }
 
-// f(x, n, {"a": [y, 2.5]}, flag=None, how="up", dtype=float64, zero=-0.0): a loop of n rounds, an operator of
-// this program.
+// f(x, n, {"a": [y, 2.5]}, flag=None, how="up", dtype=float64, zero=-0.0): a loop of n rounds, an
+// operator of this program.
 void mixed(const std::string& path) {
   using plait::InputError, plait::Package;
   using Kind = Package::Input::Kind;
   const Package p = Package::load(path);
   std::vector<std::string> names;
   for (const Package::Input& input : p.inputs()) names.push_back(input.name);
-  REQUIRE(names == (std::vector<std::string>{"x", "n", "more['a'][0]", "more['a'][1]", "flag", "how",
-                                             "dtype", "zero"}));
+  REQUIRE(names == (std::vector<std::string>{"x", "n", "more['a'][0]", "more['a'][1]", "flag",
+                                             "how", "dtype", "zero"}));
   REQUIRE(p.inputs()[1].kind == Kind::integer && p.inputs()[1].sizes[0].lowest == 2);
   REQUIRE(p.inputs()[2].kind == Kind::tensor && p.inputs()[2].dtype == at::kFloat);
   REQUIRE(p.inputs()[3].kind == Kind::constant && std::get<double>(p.inputs()[3].value) == 2.5);
@@ -65,11 +65,13 @@ void mixed(const std::string& path) {
     changed[k] = value;
     return [&p, changed] { p.run_values(changed); };
   };
-  refuses<InputError>(with(3, 2.25), "input 'more['a'][1]': the program was compiled for 2.5, got 2.25");
+  refuses<InputError>(with(3, 2.25),
+                      "input 'more['a'][1]': the program was compiled for 2.5, got 2.25");
   refuses<InputError>(with(3, 2), "compiled for 2.5, got 2");
   refuses<InputError>(with(7, 0.0), "input 'zero': the program was compiled for -0.0, got 0");
   refuses<InputError>(with(4, false), "input 'flag': the program was compiled for None, got False");
-  refuses<InputError>(with(5, "down"), "input 'how': the program was compiled for 'up', got 'down'");
+  refuses<InputError>(with(5, "down"),
+                      "input 'how': the program was compiled for 'up', got 'down'");
   refuses<InputError>(with(5, x), "compiled for 'up', got a Tensor");
   refuses<InputError>(with(6, "torch.float32"), "compiled for torch.float64, got 'torch.float32'");
   refuses<InputError>(with(1, 1), "input 'n': expected at least 2");

@@ -1,6 +1,8 @@
-"""Programs that test_package.py puts into packages, and the process without the compiler that runs them.
+"""Programs that test_package.py puts into packages, and the process without the compiler that runs
+them.
 
-`python tests/package_programs.py FOLDER` loads every package there and compares what it gives with what eager gave.
+`python tests/package_programs.py FOLDER` loads every package there and compares what it gives with
+what eager gave.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Tied(nn.Module):
 class Nested(nn.Module):
     """Arguments and results that are no plain tensors."""
 
-    def forward(self, x: dict[str, Tensor], n: int, *, more: list[Any], flag: bool = True) -> dict[str, Any]:
+    def forward(
+        self, x: dict[str, Tensor], n: int, *, more: list[Any], flag: bool = True
+    ) -> dict[str, Any]:
         y = x["a"] * n + more[0] if flag else x["a"]
         return {"sum": y, "both": (y.sum(), more[1]), "none": None, "three": n, "size": y.shape[0]}
 
@@ -53,7 +57,9 @@ def block() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False))
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)
+    )
     module.append(nn.BatchNorm2d(4))
     for norm in (module[1], module[4]):
         nn.init.uniform_(norm.running_mean)
@@ -73,21 +79,42 @@ class Program:
 
 X = torch.linspace(-1, 1, 6 * 16).view(6, 16)
 PROGRAMS: dict[str, Program] = {
-    "mlp": Program(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), lambda n: ((X[:n],), {})),
+    "mlp": Program(
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)),
+        lambda n: ((X[:n],), {}),
+    ),
     "product alone": Program(lambda: nn.Linear(16, 4), lambda n: ((X[:n],), {})),
     "transformer": Program(block, lambda n: ((X[:n].view(n, 1, 16) * torch.ones(3, 1),), {})),
     "convolutions": Program(convolutions, lambda n: ((torch.ones(n, 3, 8, 8).cumsum(-1),), {})),
     "batch norm": Program(lambda: nn.BatchNorm1d(16), lambda n: ((X[:n],), {}), training=True),
     "state": Program(Counted, lambda n: ((X[:n],), {})),
     "tied": Program(Tied, lambda n: ((X[:n, :6].contiguous(),), {})),
-    "nested": Program(Nested, lambda n: (({"a": X[:n]}, 3), {"more": [X[:n] + 1, 2.5], "flag": True})),
+    "nested": Program(
+        Nested, lambda n: (({"a": X[:n]}, 3), {"more": [X[:n] + 1, 2.5], "flag": True})
+    ),
 }
 
 
 def modules_of_the_compiler() -> list[str]:
     """What is loaded of plait that a package does not need."""
-    rooms = ("compile", "capture", "graph", "ir", "lower", "schedule", "kernel", "wrapper", "tools", "compat", "config")
-    return [m for m in sys.modules if m.split(".")[:1] == ["plait"] and m.split(".")[1:2] and m.split(".")[1] in rooms]
+    rooms = (
+        "compile",
+        "capture",
+        "graph",
+        "ir",
+        "lower",
+        "schedule",
+        "kernel",
+        "wrapper",
+        "tools",
+        "compat",
+        "config",
+    )
+    return [
+        m
+        for m in sys.modules
+        if m.split(".")[:1] == ["plait"] and m.split(".")[1:2] and m.split(".")[1] in rooms
+    ]
 
 
 def main(folder: Path) -> None:

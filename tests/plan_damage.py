@@ -1,8 +1,9 @@
-"""Damage to plan bytes that knows their structure: what every word means, and which words belong together.
+"""Damage to plan bytes that knows their structure: what every word means, and which words belong
+together.
 
-Comes from `wrapper/native.py`, whose layout native/core/plan.cpp documents; goes to `fuzz_plans.py`, which loads and
-runs what comes out. A damaged plan has a right checksum: nothing but the reader, the verifier and the loader stand
-before it.
+Comes from `wrapper/native.py`, whose layout native/core/plan.cpp documents; goes to
+`fuzz_plans.py`, which loads and runs what comes out. A damaged plan has a right checksum: nothing
+but the reader, the verifier and the loader stand before it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,31 @@ from dataclasses import dataclass, field
 
 HEADER = 24
 INSTRUCTIONS = (
-    "Symbol", "AssertScalar", "AssertSizeStride", "AssertAlignment", "CheckFinite", "Arena", "Place", "Alloc", "Reuse",
-    "Free", "View", "Constant", "Launch", "CallExtern", "CallPython", "Copy", "BumpVersion", "Fill", "Partition",
-    "Return",
+    "Symbol", "AssertScalar", "AssertSizeStride", "AssertAlignment", "CheckFinite", "Arena",
+    "Place", "Alloc", "Reuse", "Free", "View", "Constant", "Launch", "CallExtern", "CallPython",
+    "Copy", "BumpVersion", "Fill", "Partition", "Return",
 )  # fmt: skip
 """By opcode."""
 TABLES = ("strings", "program", "expressions", "symbols", "slots", "inputs", "kernels")
-EDGES = (0, 1, -1, 2, 3, 7, 17, 63, 64, 65, 100, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 62, -(2**63), 2**63 - 1)
+EDGES = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    17,
+    63,
+    64,
+    65,
+    100,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 40,
+    1 << 62,
+    -(2**63),
+    2**63 - 1,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,8 @@ class Word:
 
 @dataclass(frozen=True)
 class List:
-    """The word with a list's count, the words [first, last) of each item, and the words that count these in turn."""
+    """The word with a list's count, the words [first, last) of each item, and the words that count
+    these in turn."""
 
     count: int
     items: list[tuple[int, int]]
@@ -260,7 +280,8 @@ def damage(plan: bytes, layout: Layout, rng: random.Random) -> tuple[bytes, list
 
 
 def _rare(layout: Layout, rng: random.Random) -> Word:
-    """A word of a table or kind of instruction that is chosen first, so that small ones get their share."""
+    """A word of a table or kind of instruction that is chosen first, so that small ones get their
+    share."""
     part = rng.choice(sorted({w.part for w in layout.meaning if w.part not in ("strings", "body")}))
     return rng.choice([w for w in layout.meaning if w.part == part])
 
@@ -271,16 +292,31 @@ def _other(word: Word, layout: Layout, value: int, rng: random.Random) -> int:
     way = rng.random()
     if word.means in ("number", "total", "dimension"):
         near = (value + 1, value - 1, value * 2, value // 2, value + 4, value - 4, -value)
-        choice = rng.choice(near) if way < 0.5 else rng.choice(EDGES) if way < 0.8 else rng.choice(alike)
+        choice = (
+            rng.choice(near) if way < 0.5 else rng.choice(EDGES) if way < 0.8 else rng.choice(alike)
+        )
     elif word.means in ("kind", "flag", "operand", "operator", "dtype", "opcode"):
-        choice = rng.randrange(20) if way < 0.5 else value + rng.choice((-1, 1)) if way < 0.8 else rng.choice(alike)
+        choice = (
+            rng.randrange(20)
+            if way < 0.5
+            else value + rng.choice((-1, 1))
+            if way < 0.8
+            else rng.choice(alike)
+        )
     else:
-        choice = rng.choice(alike) if way < 0.6 else value + rng.choice((-1, 1)) if way < 0.85 else rng.choice(EDGES)
+        choice = (
+            rng.choice(alike)
+            if way < 0.6
+            else value + rng.choice((-1, 1))
+            if way < 0.85
+            else rng.choice(EDGES)
+        )
     return max(-(2**63), min(2**63 - 1, choice))
 
 
 def _restructure(layout: Layout, words: list[int], rng: random.Random) -> tuple[list[int], str]:
-    """An item of a list is dropped, doubled, swapped with its neighbour or put in the place of another."""
+    """An item of a list is dropped, doubled, swapped with its neighbour or put in the place of
+    another."""
     lists = [entry for entry in layout.lists if entry.items and entry.part != "strings"]
     parts = sorted({entry.part for entry in lists})
     part = rng.choice(parts)

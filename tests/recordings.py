@@ -1,4 +1,5 @@
-"""Recording and replaying programs on the GPU that tests/fake_gpu.cpp plays: run by tests/test_recordings.py."""
+"""Recording and replaying programs on the GPU that tests/fake_gpu.cpp plays: run by
+tests/test_recordings.py."""
 
 from __future__ import annotations
 
@@ -85,13 +86,24 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
     facts = {"num_warps": 4, "num_ctas": 1, "shared": 0, "cooperative": False, "pdl": False}
     path = tmp_path / "kernels"
     path.write_bytes(
-        pack({
-            name: Cubin(f"{name} {n} 0".encode(), name, global_scratch=(0, 1), profile_scratch=(0, 1), **facts)
-            for name, n in (("k", 5), ("both", 6))
-        })
-    )  # fmt: skip
+        pack(
+            {
+                name: Cubin(
+                    f"{name} {n} 0".encode(),
+                    name,
+                    global_scratch=(0, 1),
+                    profile_scratch=(0, 1),
+                    **facts,
+                )
+                for name, n in (("k", 5), ("both", 6))
+            }
+        )
+    )
     yield lambda body, n_results=None, nbytes=None, head=HEAD, spent=(), callables=(): load(
-        encode(partition(read(head + body), [], n_results, nbytes, spent)), {"cuda": str(path)}, (), callables
+        encode(partition(read(head + body), [], n_results, nbytes, spent)),
+        {"cuda": str(path)},
+        (),
+        callables,
     )
     gpu.fake_limit(ctypes.c_int64(1 << 40))
     gpu.fake_forget_shared()
@@ -167,7 +179,8 @@ def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
 
 def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
     program = make(
-        CHAIN + "e = alloc(f32[s0] @ (1,), device='cuda:0')\nlaunch('both', (b, d, e), (s0,), (e,), 1)\nreturn (e,)\n"
+        CHAIN + "e = alloc(f32[s0] @ (1,), device='cuda:0')\n"
+        "launch('both', (b, d, e), (s0,), (e,), 1)\nreturn (e,)\n"
     )
     held = []
     for k in range(5):
@@ -179,7 +192,9 @@ def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
 
 
 def test_large_results_of_the_last_operators_are_no_memory_of_a_recording(make: Make) -> None:
-    program = make(CHAIN + "v = view(d, f32[3] @ (1,), 2)\nreturn (b, v)\n", None, {"d": COPIED_NBYTES})
+    program = make(
+        CHAIN + "v = view(d, f32[3] @ (1,), 2)\nreturn (b, v)\n", None, {"d": COPIED_NBYTES}
+    )
     held = []
     for k in range(6):
         x = ramp(N, k)
@@ -193,7 +208,10 @@ def test_large_results_of_the_last_operators_are_no_memory_of_a_recording(make: 
 
 
 def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) -> None:
-    body = CHAIN + "v = view(b, f32[3] @ (1,), 2)\nw, = call('aten::alias')(d)\nreturn (v, b, w, d, c)\n"
+    body = (
+        CHAIN
+        + "v = view(b, f32[3] @ (1,), 2)\nw, = call('aten::alias')(d)\nreturn (v, b, w, d, c)\n"
+    )
     program = make(body, 4)
     held = []
     for k in range(6):
@@ -204,7 +222,11 @@ def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) ->
         del c  # while it is held, its recording waits
     for x, (v, b, w, d) in held:
         want_b, want_d = chain(x)
-        assert torch.equal(there(b), want_b) and torch.equal(there(w), want_d) and torch.equal(there(d), want_d)
+        assert (
+            torch.equal(there(b), want_b)
+            and torch.equal(there(w), want_d)
+            and torch.equal(there(d), want_d)
+        )
         assert torch.equal(there(v), want_b[2:5]) and v.data_ptr() == b.data_ptr() + 8
         assert w.data_ptr() == d.data_ptr()
     assert stats(program)["results_copied"] == 2
@@ -220,7 +242,8 @@ def test_a_recording_serves_all_sizes_that_it_does_not_read(make: Make) -> None:
 
 
 def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
-    """a is made by a part that is not recorded; the recorded one meets its size only in its shape."""
+    """a is made by a part that is not recorded; the recorded one meets its size only in its
+    shape."""
     program = make(
         "a = alloc(f32[s1] @ (1,), device='cuda:0')\nlaunch('k', (y, a), (s1,), (a,), 1)\n"
         "s2 = read(x, 'offset', 0)\n"
@@ -234,7 +257,8 @@ def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
 
 @pytest.mark.parametrize("offset", ["1", "s1"])
 def test_a_view_from_an_earlier_part_is_of_the_copy_that_is_read(make: Make, offset: str) -> None:
-    """An operator's input moves and is copied from then on; it is seen through a view that another part made."""
+    """An operator's input moves and is copied from then on; it is seen through a view that another
+    part made."""
     body = f"""\
 v = view(x, f32[3] @ (1,), {offset})
 a, = call('aten::neg')(v)
@@ -252,14 +276,20 @@ return (b, c, e, v)
         held.append((k, x, program(N, 1, x, x)))
     for k, x, (b, c, e, v) in held:
         want = ramp(3, 10 * k + 1)
-        assert all(torch.equal(there(a), w) for a, w in ((b, want), (c, -want), (e, 0 * want), (v, want)))
+        assert all(
+            torch.equal(there(a), w) for a, w in ((b, want), (c, -want), (e, 0 * want), (v, want))
+        )
         assert v.data_ptr() == x.data_ptr() + 4
     assert stats(program)["copied"] == 6 and stats(program)["replayed"] == 6
 
 
 def test_what_is_seen_from_the_start_of_its_storage_is_not_copied(make: Make) -> None:
     program, held = (
-        make("v = view(x, f32[3] @ (1,), 2, relative=False)\n" + CHAIN.replace("(x, a)", "(v, a)") + "return (d,)\n"),
+        make(
+            "v = view(x, f32[3] @ (1,), 2, relative=False)\n"
+            + CHAIN.replace("(x, a)", "(v, a)")
+            + "return (d,)\n"
+        ),
         [],
     )
     for k in range(6):
@@ -281,7 +311,11 @@ q = place(arena, 512, f32[s0] @ (1,))
 launch('k', (p, q), (s0,), (q,), 1)
 d, = call('aten::neg', may_keep=False)(q)
 """
-    programs = [make(CHAIN + "return (d, b)\n", 1), make(CHAIN + "return (d, c)\n", 1), make(arena + "return (d,)\n")]
+    programs = [
+        make(CHAIN + "return (d, b)\n", 1),
+        make(CHAIN + "return (d, c)\n", 1),
+        make(arena + "return (d,)\n"),
+    ]
     rng, held = random.Random(0), []
     for k in range(120):
         at, n = rng.randrange(3), rng.choice([N, N // 2])
@@ -296,7 +330,9 @@ d, = call('aten::neg', may_keep=False)(q)
 
 
 def test_what_is_saved_in_the_memory_of_another_result_is_kept(make: Make) -> None:
-    saves = make(CHAIN + "w, = call('aten::alias')(b)\nv = view(w, f32[3] @ (1,), 2)\nreturn (d, v)\n", 1)
+    saves = make(
+        CHAIN + "w, = call('aten::alias')(b)\nv = view(w, f32[3] @ (1,), 2)\nreturn (d, v)\n", 1
+    )
     other = make(CHAIN + "return (d,)\n")
     for k in range(4):
         x = ramp(N, k)
@@ -309,7 +345,9 @@ def test_what_is_saved_in_the_memory_of_another_result_is_kept(make: Make) -> No
 
 
 # A forward pass that saves b, c and v, a view of d, and its backward pass.
-SAVES = CHAIN + "v = view(d, f32[s0] @ (1,), 0)\ne, = call('aten::neg')(d)\nreturn (e, b, c, v, s0)\n"
+SAVES = (
+    CHAIN + "v = view(d, f32[s0] @ (1,), 0)\ne, = call('aten::neg')(d)\nreturn (e, b, c, v, s0)\n"
+)
 SPENDS_HEAD = """\
 program('q')
 s0 = symbol()
@@ -347,8 +385,8 @@ class Passes:
         self.forward = make(SAVES, 1)
         self.backward = backward or [make(SPENDS, None, None, SPENDS_HEAD) for _ in range(2)]
         self.call = _native.Training(
-            self.forward, None, self.backward.__getitem__, None, [True], 3, 1, ["contiguous_format"], [(2, [0])],
-            False, [], [], False,
+            self.forward, None, self.backward.__getitem__, None, [True], 3, 1,
+            ["contiguous_format"], [(2, [0])], False, [], [], False,
         )  # fmt: skip
 
     def __call__(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -370,9 +408,16 @@ def test_dead_saved_tensors_are_memory_of_the_backward_pass(make: Make) -> None:
     passes = Passes(make)
     for k in range(6):
         passes.back(passes(LARGE, k), 2 * k)
-    assert nbytes() == (0, 4 * LARGE)  # of the backward pass. What p and w need, a and e did; v, c and b lie elsewhere
+    assert nbytes() == (
+        0,
+        4 * LARGE,
+    )  # of the backward pass. What p and w need, a and e did; v, c and b lie elsewhere
     for program in (passes.forward, passes.backward[True]):
-        assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4 and not stats(program)["refused"]
+        assert (
+            stats(program)["recorded"] == 1
+            and stats(program)["replayed"] == 4
+            and not stats(program)["refused"]
+        )
     twice = passes(LARGE, 1)
     for k in range(3):
         passes.back(twice, k, retain=True)
@@ -390,7 +435,8 @@ def test_a_recording_goes_with_the_memory_that_it_was_lent(make: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_passes_in_any_order(make: Make, seed: int) -> None:
-    """Several forward passes at once, whose backward passes come in any order, some of them twice."""
+    """Several forward passes at once, whose backward passes come in any order, some of them
+    twice."""
     rng = random.Random(seed)
     passes, other = Passes(make), make(CHAIN + "return (d, c)\n", 1)
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -411,7 +457,9 @@ def test_passes_in_any_order(make: Make, seed: int) -> None:
 def test_a_recording_waits_for_calls_that_ran_beside_others(make: Make) -> None:
     """Such a call may still read on its stream what a recording keeps, and is about to write."""
     x, calls = here(ramp(N)), [lambda: None]
-    outer = make(CHAIN + "call_python(0, 'f')()\nreturn (d,)\n", callables=[lambda: calls[-1]()], head=CALLS)
+    outer = make(
+        CHAIN + "call_python(0, 'f')()\nreturn (d,)\n", callables=[lambda: calls[-1]()], head=CALLS
+    )
     inner = make(CHAIN + "return (d, c)\n", 1)
 
     def on_stream(program: Any, number: int) -> bytes:
@@ -425,18 +473,30 @@ def test_a_recording_waits_for_calls_that_ran_beside_others(make: Make) -> None:
     calls.append(lambda: on_stream(inner, 3))
     assert on_stream(outer, 1) == b"" and stats(inner)["bypassed"] == 1
     calls.pop()
-    assert on_stream(inner, 1) == b"13 " and on_stream(inner, 1) == b"" and on_stream(inner, 3) == b"31 "
+    assert (
+        on_stream(inner, 1) == b"13 "
+        and on_stream(inner, 1) == b""
+        and on_stream(inner, 3) == b"31 "
+    )
 
 
-def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_that_do_not_fit_give_way_to_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = make(CHAIN + "return (d, c)\n", 1), make(CHAIN + "return (b, c)\n", 1)
     x = ramp(N)
-    monkeypatch.setattr(Capture, "limit", 8 * 4 * N)  # 6 N floats for what all share, and what one keeps
+    monkeypatch.setattr(
+        Capture, "limit", 8 * 4 * N
+    )  # 6 N floats for what all share, and what one keeps
     for _ in range(3):
         for n in (N, 2 * N):
             assert torch.equal(there(first(n, n, here(ramp(n)), here(x))[0]), chain(ramp(n))[1])
         assert torch.equal(there(second(N, N, here(x), here(x))[0]), chain(x)[0])
-    assert stats(first)["recorded"] == 4 and stats(first)["replayed"] == 0 and stats(first)["refused"] == {}
+    assert (
+        stats(first)["recorded"] == 4
+        and stats(first)["replayed"] == 0
+        and stats(first)["refused"] == {}
+    )
     assert stats(second)["recorded"] == 2
 
 
@@ -445,7 +505,11 @@ def test_a_recording_larger_than_all_may_be_is_refused(
 ) -> None:
     program = make(CHAIN + "return (b, d)\n")
     monkeypatch.setattr(Capture, "limit", 4 * N)
-    refuses(program, "it would hold 0 MiB, all recordings 0 MiB, and those of a device may hold 0 MiB", caplog)
+    refuses(
+        program,
+        "it would hold 0 MiB, all recordings 0 MiB, and those of a device may hold 0 MiB",
+        caplog,
+    )
 
 
 def refuses(program: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -464,7 +528,9 @@ def refuses(program: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     assert explain(torch.neg, x, quiet=True).given_up == (f"p, part 1: {why}",)
 
 
-def test_running_out_of_memory_while_recording(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_running_out_of_memory_while_recording(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     gpu.fake_limit(ctypes.c_int64(4 * N))
     refuses(make(CHAIN + "return (b, d)\n"), "CUDA out of memory", caplog)
 
@@ -475,7 +541,11 @@ def test_too_many_sizes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     for n in (*range(2, 22), 2, 2):
         x = ramp(n)
         assert torch.equal(there(program(n, n, here(x), here(x))[1]), chain(x)[1])
-    assert stats(program)["refused"] == {"1": "it was met with more than 16 sizes"} == {"1": module.refusals["p"][1]}
+    assert (
+        stats(program)["refused"]
+        == {"1": "it was met with more than 16 sizes"}
+        == {"1": module.refusals["p"][1]}
+    )
     assert len(caplog.records) == 1 and stats(program)["replayed"] == 1
 
 
@@ -509,7 +579,8 @@ def test_a_recording_that_cannot_be_changed_is_given_up(make: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(make: Make, seed: int) -> None:
-    """Operators, kernels, parts, views and names of one memory in any order; some results saved, some held."""
+    """Operators, kernels, parts, views and names of one memory in any order; some results saved,
+    some held."""
     rng = random.Random(seed)
     names, lines, code = ["x"], [], []
     for k in range(rng.randint(3, 12)):
@@ -523,10 +594,16 @@ def test_random_programs(make: Make, seed: int) -> None:
                 lines.append(f"{made} = view({a}, f32[s0] @ (1,), 0)")
                 code.append(f"{made} = {a}")
             case "k":
-                lines += [f"{made} = alloc({SHAPE})", f"launch('k', ({a}, {made}), (s0,), ({made},), 1)"]
+                lines += [
+                    f"{made} = alloc({SHAPE})",
+                    f"launch('k', ({a}, {made}), (s0,), ({made},), 1)",
+                ]
                 code.append(f"{made} = 2 * {a} + 1")
             case "both":
-                lines += [f"{made} = alloc({SHAPE})", f"launch('both', ({a}, {b}, {made}), (s0,), ({made},), 1)"]
+                lines += [
+                    f"{made} = alloc({SHAPE})",
+                    f"launch('both', ({a}, {b}, {made}), (s0,), ({made},), 1)",
+                ]
                 code.append(f"{made} = {a} + {b}")
             case "neg":
                 lines.append(f"{made}, = call('aten::neg')({a})")
@@ -557,5 +634,7 @@ def test_random_programs(make: Make, seed: int) -> None:
             exec("\n".join(code), known)
             for name, result in results:
                 assert torch.equal(there(result), known[name]), (name, lines)
-    refused = program.stats().get("graphs", {"refused": {}})["refused"]  # parts may all be too small
+    refused = program.stats().get("graphs", {"refused": {}})[
+        "refused"
+    ]  # parts may all be too small
     assert set(refused.values()) <= {"the results of 4 recordings are in use at once"}

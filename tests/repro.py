@@ -1,7 +1,9 @@
-"""Repros of the fuzzers: complete programs as text, to paste into a file in the source tree and run.
+"""Repros of the fuzzers: complete programs as text, to paste into a file in the source tree and
+run.
 
-A fuzzer that finds something prints `kernel_repro(...)` or `program_repro(...)`; what is printed calls `rerun_kernel`
-or `rerun_program` on the text of the kernel or program itself: it does not depend on how the fuzzer makes them.
+A fuzzer that finds something prints `kernel_repro(...)` or `program_repro(...)`; what is printed
+calls `rerun_kernel` or `rerun_program` on the text of the kernel or program itself: it does not
+depend on how the fuzzer makes them.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def unpack(dtype: str, text: str) -> np.ndarray:
 
 
 def _array(x: np.ndarray) -> str:
-    """An array as an expression: its values where they are few and have an exact text, else packed."""
+    """An array as an expression: its values where they are few and have an exact text, else
+    packed."""
     if x.size <= 16 and x.dtype.kind in "iub":
         return f"np.array({x.tolist()}, {str(x.dtype)!r})"
     return f"unpack({str(x.dtype)!r}, {pack(x)!r})"
@@ -105,12 +108,15 @@ def rerun_kernel(
 
 
 def program_repro(
-    program: LoopProgram, sizes: Mapping[str, int], seed: int, split: Mapping[str, int] | None = None
+    program: LoopProgram,
+    sizes: Mapping[str, int],
+    seed: int,
+    split: Mapping[str, int] | None = None,
 ) -> str:
     """A program that schedules a loop program and compares the plan with the unfused program.
 
-    sizes: values of the size symbols; seed: of the inputs; split: what was changed in the row of CPUs of
-    schedule/device.py."""
+    sizes: values of the size symbols; seed: of the inputs; split: what was changed in the row of
+    CPUs of schedule/device.py."""
     return f"""\
 # Save as repro.py in the root of the source tree, then: python repro.py
 from tests.repro import rerun_program
@@ -124,8 +130,8 @@ rerun_program(
 
 
 def rerun_program(text: str, sizes: dict[str, int], seed: int, split: dict[str, int]) -> None:
-    """Runs what `program_repro` wrote. Raises AssertionError where the plan is wrong, InternalError where it is
-    illegal."""
+    """Runs what `program_repro` wrote. Raises AssertionError where the plan is wrong, InternalError
+    where it is illegal."""
     program = read_program(text)
     verify(program, "repro")
     with patch.dict(KINDS, cpu=replace(KINDS["cpu"], **split)):  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The executor built with AddressSanitizer and UBSan, beside the plain one.
 
-`python -m tests.sanitized MODULE ARGUMENTS` runs a module with it, in the environment that `environment(True)` gives.
+`python -m tests.sanitized MODULE ARGUMENTS` runs a module with it, in the environment that
+`environment(True)` gives.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "sanitized"
-FLAGS = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr,pointer-overflow -fno-sanitize-recover=undefined"
+FLAGS = (
+    "-O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr,pointer-overflow "
+    "-fno-sanitize-recover=undefined"
+)
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=256:quarantine_size_mb=32",
+    "ASAN_OPTIONS": (
+        "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=256:quarantine_size_mb=32"
+    ),
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
@@ -25,10 +31,24 @@ def build() -> Path:
     """The module; only what has changed is compiled (all of it takes some minutes)."""
     path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if not (FOLDER / "build.ninja").exists():
-        configure = ["cmake", "-S", str(ROOT), "-B", str(FOLDER), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Sanitized"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_FLAGS_SANITIZED={FLAGS}"]
+        configure = [
+            "cmake",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(FOLDER),
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=Sanitized",
+        ]
+        configure += [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_CXX_FLAGS_SANITIZED={FLAGS}",
+        ]
         subprocess.run(configure, check=True, env=path, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(FOLDER), "--target", "_native", "-j", "2"], check=True, env=path)
+    subprocess.run(
+        ["cmake", "--build", str(FOLDER), "--target", "_native", "-j", "2"], check=True, env=path
+    )
     return next((FOLDER / "native").glob("_native.*.so"))
 
 
@@ -41,7 +61,9 @@ def environment(sanitized: bool) -> dict[str, str]:
 
 
 def _library(name: str) -> str:
-    done = subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 

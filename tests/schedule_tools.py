@@ -1,8 +1,8 @@
-"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently of any kernel
-target.
+"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently
+of any kernel target.
 
-Values are whole arrays: a loop variable is an array along its own axis, so that every node is evaluated at all points
-at once.
+Values are whole arrays: a loop variable is an array along its own axis, so that every node is
+evaluated at all points at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NUMPY = {
 }
 
 FNS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "neg": np.negative, "abs": np.abs,
-    "exp": np.exp, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "reciprocal": lambda a: 1 / a,
-    "max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "where": np.where, "log": np.log,
-    "and": np.logical_and, "or": np.logical_or,
-    "not": np.logical_not, "isnan": np.isnan, "floordiv": np.floor_divide,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "neg": np.negative,
+    "abs": np.abs, "exp": np.exp, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "tanh": np.tanh, "reciprocal": lambda a: 1 / a, "max": np.maximum, "min": np.minimum,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "where": np.where, "log": np.log, "and": np.logical_and,
+    "or": np.logical_or, "not": np.logical_not, "isnan": np.isnan, "floordiv": np.floor_divide,
 }  # fmt: skip
 
 Arrays = dict[str, np.ndarray]
@@ -55,11 +55,17 @@ class Builder:
         self.donated: list[str] = []
 
     def buffer(
-        self, shape: Sequence[Size], dtype: DType = f32, strides: Sequence[Size] | None = None, fixed: bool = False
+        self,
+        shape: Sequence[Size],
+        dtype: DType = f32,
+        strides: Sequence[Size] | None = None,
+        fixed: bool = False,
     ) -> str:
         name = f"buf{len(self.buffers)}"
         shape = tuple(shape)
-        self.buffers[name] = L.Buffer(name, dtype, shape, tuple(strides or contiguous_strides(shape)), fixed=fixed)
+        self.buffers[name] = L.Buffer(
+            name, dtype, shape, tuple(strides or contiguous_strides(shape)), fixed=fixed
+        )
         return name
 
     def input(self, *shape: Size, dtype: DType = f32, strides: Sequence[Size] | None = None) -> str:
@@ -86,12 +92,18 @@ class Builder:
         vars_ = L.loop_vars("i", tuple(shape))
         body = fn(Record(self), *vars_)
         out = out or self.buffer(shape, body.dtype)
-        self.ops.append(L.Pointwise(out, vars_, body, index(*vars_) if index else None, origin=("aten.pw.default",)))
+        self.ops.append(
+            L.Pointwise(
+                out, vars_, body, index(*vars_) if index else None, origin=("aten.pw.default",)
+            )
+        )
         return out
 
     def map(self, op: str, *xs: str) -> str:
         """An elementwise op on buffers of one shape."""
-        return self.pointwise(self.buffers[xs[0]].shape, lambda o, *i: o.op(op, *(o.load(x, *i) for x in xs)))
+        return self.pointwise(
+            self.buffers[xs[0]].shape, lambda o, *i: o.op(op, *(o.load(x, *i) for x in xs))
+        )
 
     def reduce(
         self,
@@ -101,19 +113,24 @@ class Builder:
         fn: Callable[..., L.Node],
         outs: Sequence[bool] = (True,),
     ) -> str:
-        """fn(ops, *vars, *rvars). The name of the only or of the first wanted result; see results for all."""
+        """fn(ops, *vars, *rvars). The name of the only or of the first wanted result; see results
+        for all."""
         vars_, rvars = L.loop_vars("i", tuple(shape)), L.loop_vars("r", tuple(rshape))
         body = fn(Record(self), *vars_, *rvars)
         dtype = i64 if kind.startswith("arg") else body.dtype
         names = tuple(self.buffer(shape, dtype) if w else None for w in outs)
-        self.ops.append(L.Reduction(names, vars_, rvars, kind, body, origin=(f"aten.{kind}.default",)))
+        self.ops.append(
+            L.Reduction(names, vars_, rvars, kind, body, origin=(f"aten.{kind}.default",))
+        )
         return next(n for n in names if n)
 
     def results(self) -> tuple[str | None, ...]:
         """All results of the last op."""
         return self.ops[-1].outs  # type: ignore[union-attr]
 
-    def extern(self, shape: Sequence[Size], *args: str, op: str = "test::opaque", **options: object) -> str:
+    def extern(
+        self, shape: Sequence[Size], *args: str, op: str = "test::opaque", **options: object
+    ) -> str:
         out = self.buffer(shape, fixed=True)
         self.ops.append(L.Extern((out,), op, tuple(self.whole(a) for a in args), **options))  # type: ignore[arg-type]
         return out
@@ -156,7 +173,7 @@ class Record(Recorder):
         return self.const(value, f32)
 
 
-# ------------------------------------------------------------------------------------------ evaluation
+# --------------------------------------------------------------------------------------- evaluation
 def values(e: Size, env: Mapping[str, object]) -> np.ndarray:
     """sizes.evaluate for arrays."""
     if isinstance(e, int):
@@ -169,7 +186,9 @@ def values(e: Size, env: Mapping[str, object]) -> np.ndarray:
     for mono, c in e.terms:
         term = np.asarray(c)
         for a in mono:
-            term = term * (env[a.name] if a.kind == "sym" else fns[a.kind](values(a.a, env), values(a.b, env)))
+            term = term * (
+                env[a.name] if a.kind == "sym" else fns[a.kind](values(a.a, env), values(a.b, env))
+            )
         out = out + term
     return out
 
@@ -195,7 +214,9 @@ class Space:
         env = {**self.env, **{f"${k}": a for k, a in enumerate(args)}}
         return [values(e, env) for e in index]
 
-    def _node(self, arrays: Arrays, accs: Mapping[str, np.ndarray], n: L.Node, args: list[np.ndarray]) -> np.ndarray:
+    def _node(
+        self, arrays: Arrays, accs: Mapping[str, np.ndarray], n: L.Node, args: list[np.ndarray]
+    ) -> np.ndarray:
         dtype = NUMPY[n.dtype.name]
         if n.op == "const":
             return np.asarray(n.attr, dtype)
@@ -216,7 +237,9 @@ class Space:
         at = self.index(load.index, args)
         if not load.masked:
             for e, n in zip(at, x.shape, strict=True):
-                assert e.size == 0 or (e.min() >= 0 and e.max() < n), f"{load}: out of bounds of {x.shape}"
+                assert e.size == 0 or (e.min() >= 0 and e.max() < n), (
+                    f"{load}: out of bounds of {x.shape}"
+                )
             return x[tuple(np.broadcast_arrays(*at))] if at else x
         mask = args[-1]
         if x.size == 0:
@@ -238,8 +261,8 @@ def combine(kind: str, x: np.ndarray, n_outer: int) -> tuple[np.ndarray, ...]:
         mean = flat.mean(axis)
         return mean, ((flat - mean[..., None]) ** 2).sum(axis), count
     fns = {
-        "sum": np.add.reduce, "prod": np.multiply.reduce, "max": np.maximum.reduce, "min": np.minimum.reduce,
-        "any": np.logical_or.reduce, "all": np.logical_and.reduce,
+        "sum": np.add.reduce, "prod": np.multiply.reduce, "max": np.maximum.reduce,
+        "min": np.minimum.reduce, "any": np.logical_or.reduce, "all": np.logical_and.reduce,
     }  # fmt: skip
     if kind in fns:
         return (fns[kind](flat, axis=axis).astype(x.dtype),)
@@ -255,7 +278,11 @@ def store(
     mode: str,
     mask: np.ndarray | None,
 ) -> None:
-    at = np.broadcast_arrays(*(np.broadcast_to(e, space.shape) for e in space.index(index, args))) if index else []
+    at = (
+        np.broadcast_arrays(*(np.broadcast_to(e, space.shape) for e in space.index(index, args)))
+        if index
+        else []
+    )
     value = np.broadcast_to(value, space.shape)
     keep = np.ones(space.shape, bool) if mask is None else np.broadcast_to(mask, space.shape)
     where = tuple(e[keep] for e in at)
@@ -304,7 +331,15 @@ def run_kernel(k: Kernel, arrays: Arrays, syms: Mapping[str, int]) -> None:
             assert not free & inner, f"outer statement with inner variables: {s}"
         args = [space.nodes(mine, seen, a) for a in s.index_args]
         mask = None if s.mask is None else space.nodes(mine, seen, s.mask)
-        store(space, mine[s.buf], dealt(k, s.index), args, space.nodes(mine, seen, s.value), s.mode, mask)
+        store(
+            space,
+            mine[s.buf],
+            dealt(k, s.index),
+            args,
+            space.nodes(mine, seen, s.value),
+            s.mode,
+            mask,
+        )
 
 
 def _free(e: Size) -> frozenset:
@@ -313,7 +348,9 @@ def _free(e: Size) -> frozenset:
     return free_symbols(e)
 
 
-def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: Mapping[str, int]) -> None:
+def run_loop(
+    op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: Mapping[str, int]
+) -> None:
     """One loop of an unfused program."""
     if isinstance(op, L.Reduction):
         space = Space(op.vars + op.rvars, syms)
@@ -329,8 +366,12 @@ def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: 
         if op.outs[0] is not None:
             arrays[op.outs[0]][...] = running
         if len(op.outs) == 2 and op.outs[1] is not None:
-            at = np.arange(value.shape[op.axis]).reshape([-1 if k == op.axis else 1 for k in range(value.ndim)])
-            arrays[op.outs[1]][...] = np.maximum.accumulate(np.where(value == running, at, -1), axis=op.axis)
+            at = np.arange(value.shape[op.axis]).reshape(
+                [-1 if k == op.axis else 1 for k in range(value.ndim)]
+            )
+            arrays[op.outs[1]][...] = np.maximum.accumulate(
+                np.where(value == running, at, -1), axis=op.axis
+            )
     else:
         space = Space(op.vars, syms)
         index_args = getattr(op, "index_args", ())
@@ -341,12 +382,16 @@ def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: 
             arrays[op.out][...] = arrays[op.base]
         mode = op.mode if isinstance(op, L.Scatter) else "store"
         index = op.vars if op.index is None else op.index
-        store(space, arrays[op.out], index, args, space.nodes(arrays, {}, op.body), mode, mask_value)
+        store(
+            space, arrays[op.out], index, args, space.nodes(arrays, {}, op.body), mode, mask_value
+        )
 
 
-def run_other(step: object, arrays: Arrays, syms: dict[str, int], seen: Mapping[str, L.Buffer]) -> None:
-    """Steps that are no loops. An unknown extern gives something that depends on all of its operands and their
-    order."""
+def run_other(
+    step: object, arrays: Arrays, syms: dict[str, int], seen: Mapping[str, L.Buffer]
+) -> None:
+    """Steps that are no loops. An unknown extern gives something that depends on all of its
+    operands and their order."""
     if isinstance(step, L.Extern):
         total = np.float32(len(step.op))
         for k, a in enumerate(step.args):
@@ -391,7 +436,9 @@ def random_inputs(program: L.LoopProgram, syms: Mapping[str, int], seed: int = 0
     return out
 
 
-def run_program(program: L.LoopProgram, inputs: Arrays, syms: Mapping[str, int] | None = None) -> Arrays:
+def run_program(
+    program: L.LoopProgram, inputs: Arrays, syms: Mapping[str, int] | None = None
+) -> Arrays:
     """Buffers after running the ops one after the other, unfused."""
     known = dict(syms or {})
     arrays = {n: x.copy() for n, x in inputs.items()}
@@ -446,13 +493,19 @@ class Memory:
         if old is not None:
             base = self.arrays[old]
             like = self.plan.buffers[old]
-            assert np.dtype(NUMPY[like.dtype.name]).itemsize == np.dtype(NUMPY[b.dtype.name]).itemsize
+            assert (
+                np.dtype(NUMPY[like.dtype.name]).itemsize == np.dtype(NUMPY[b.dtype.name]).itemsize
+            )
             shape, strides = (
                 [evaluate(s, self.syms) for s in b.shape],
                 [evaluate(s, self.syms) * base.itemsize for s in b.strides],
             )
-            assert base.size == np.prod(shape, dtype=int), f"{name} takes over {old} of another size"
-            self.arrays[name] = np.lib.stride_tricks.as_strided(base.view(NUMPY[b.dtype.name]), shape, strides)
+            assert base.size == np.prod(shape, dtype=int), (
+                f"{name} takes over {old} of another size"
+            )
+            self.arrays[name] = np.lib.stride_tricks.as_strided(
+                base.view(NUMPY[b.dtype.name]), shape, strides
+            )
         elif name in memory.offsets:
             if self.arena is None:
                 self.arena = np.zeros(evaluate(memory.arena_nbytes, self.syms), np.uint8)
@@ -462,7 +515,8 @@ class Memory:
 
 
 def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) -> Arrays:
-    """Buffers after running the plan. What was freed is gone, and memory that the plan shares is shared."""
+    """Buffers after running the plan. What was freed is gone, and memory that the plan shares is
+    shared."""
     known = dict(syms or {})
     memory = Memory(plan, inputs, known)
     arrays = memory.arrays
@@ -472,7 +526,9 @@ def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) 
                 memory.make(name)
         if isinstance(step, Kernel):
             run_kernel(step, arrays, known)
-        elif not (isinstance(step, L.Mutate) and plan.memory.in_place.get(step.source) == step.target):
+        elif not (
+            isinstance(step, L.Mutate) and plan.memory.in_place.get(step.source) == step.target
+        ):
             run_other(step, arrays, known, plan.buffers)
         for name in dying:
             del arrays[name]
@@ -480,17 +536,29 @@ def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) 
 
 
 def check(
-    plan: Plan, program: L.LoopProgram, syms: Mapping[str, int] | None = None, seed: int = 0, note: str = ""
+    plan: Plan,
+    program: L.LoopProgram,
+    syms: Mapping[str, int] | None = None,
+    seed: int = 0,
+    note: str = "",
 ) -> None:
     """The plan is legal and computes what the program says: outputs and mutated inputs agree."""
     verify_plan(plan)
     inputs = random_inputs(program, syms or {}, seed)
     want, got = run_program(program, inputs, syms), run_plan(plan, inputs, syms)
-    pairs = zip(program.outputs, plan.program.outputs, strict=True)  # a result may have got its base's name
-    names = [(a.buf, b.buf) for a, b in pairs if isinstance(a, L.TensorArg) and isinstance(b, L.TensorArg)]
+    pairs = zip(
+        program.outputs, plan.program.outputs, strict=True
+    )  # a result may have got its base's name
+    names = [
+        (a.buf, b.buf)
+        for a, b in pairs
+        if isinstance(a, L.TensorArg) and isinstance(b, L.TensorArg)
+    ]
     names += [(n, n) for n in program.inputs if isinstance(n, str) and n not in program.donated]
     for name, now in names:
-        np.testing.assert_allclose(got[now], want[name], rtol=2e-4, atol=2e-5, err_msg=f"{name} {note}")
+        np.testing.assert_allclose(
+            got[now], want[name], rtol=2e-4, atol=2e-5, err_msg=f"{name} {note}"
+        )
 
 
 def launches(plan: Plan) -> list[Kernel]:

@@ -1,4 +1,5 @@
-"""A plugin: each failure is printed when it happens, not only at the end (`-p tests.shown_at_once`)."""
+"""A plugin: each failure is printed when it happens, not only at the end (`-p
+tests.shown_at_once`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every way to store, as kernels with what must come out: mode x what moves with the lane x region x dtype.
+"""Every way to store, as kernels with what must come out: mode x what moves with the lane x region
+x dtype.
 
 `TRITON_INTERPRET=1 python -m tests.store_cells` runs those that Triton has in its interpreter.
 """
@@ -25,7 +26,10 @@ from plait.schedule.plan import Kernel, Reduce, Store
 from tests.kernel_tools import run_kernel, strided
 
 MOVES = ("neither", "value", "index", "both")
-PLACES = ("row", "anywhere")  # where an index that moves goes: along memory, or where other data say
+PLACES = (
+    "row",
+    "anywhere",
+)  # where an index that moves goes: along memory, or where other data say
 MASKS = ("none", "same", "moves")
 LENGTHS = (0, 1, 15, 16, 33)
 DTYPE_NAMES = ("f32", "f64", "bf16", "f16", "i64", "i32", "u8", "i8", "b1")
@@ -54,7 +58,8 @@ def mprotect(address: int, nbytes: int) -> int:
 def store_kernel(
     name: str, d: DType, mode: str, moves: str, place: str, mask: str, n: int, dynamic: bool = False
 ) -> Kernel:
-    """out[i, at] (mode)= x for 2 x n points (i, j); at and x of the row i, or also of j where they move."""
+    """out[i, at] (mode)= x for 2 x n points (i, j); at and x of the row i, or also of j where they
+    move."""
     i, j = loop_vars("i", (2, symbol("s", 0, 1 << 20) if dynamic else n))
     ops = Recorder()
     value = ops.load("x", (i, j if moves in ("value", "both") else 0), d)

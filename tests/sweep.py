@@ -1,11 +1,11 @@
-"""Everything at once: all op samples in all dtypes, forward and gradient, all error inputs, samples made
-not to fit, and all models of the zoo.
+"""Everything at once: all op samples in all dtypes, forward and gradient, all error inputs, samples
+made not to fit, and all models of the zoo.
 
-It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped, `--shard 1/2` takes
-every second case (shards may share a state file), and `--tables` writes what is known as committed tables. A case that
-passed by the table of a run before, on another machine, is not run again: for a sweep from the start, remove
-benchmarks/results/sweep.md. Each case runs in a worker process under a time limit: a crash or a hang is a finding
-like any other.
+It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped,
+`--shard 1/2` takes every second case (shards may share a state file), and `--tables` writes what is
+known as committed tables. A case that passed by the table of a run before, on another machine, is
+not run again: for a sweep from the start, remove benchmarks/results/sweep.md. Each case runs in a
+worker process under a time limit: a crash or a hang is a finding like any other.
 """
 
 from __future__ import annotations
@@ -39,23 +39,31 @@ _TEXT = 300  # characters of a failure that are kept
 State = dict[str, dict[str, Any]]
 
 
-# ------------------------------------------------------------------------------------------------ the cases
+# ---------------------------------------------------------------------------------------- the cases
 def all_cases(groups: Iterable[str]) -> Iterator[str]:
     """Names of all cases of the groups: group/op/dtype, errors/op, zoo/kind/model."""
     for group in groups:
         if group == "zoo":
             yield from _zoo_cases()
         elif group == "errors":
-            yield from (f"errors/{tools.name_of(op)}" for op in op_db if op.error_inputs_func is not None)
+            yield from (
+                f"errors/{tools.name_of(op)}" for op in op_db if op.error_inputs_func is not None
+            )
         elif group == "unfit":
             asked = ((op, d) for op in op_db if is_asked(op) for d in DTYPES)
             yield from (f"unfit/{tools.name_of(op)}/{d}" for op, d in asked if _takes(op, d))
         else:
-            yield from (f"{group}/{tools.name_of(op)}/{d}" for op in op_db for d in _dtypes(op, group))
+            yield from (
+                f"{group}/{tools.name_of(op)}/{d}" for op in op_db for d in _dtypes(op, group)
+            )
 
 
 def _dtypes(op: Any, group: str) -> list[str]:
-    if op.name in tools.RANDOM or op.name.startswith("jiterator") or tools.name_of(op) == "as_strided.partial_views":
+    if (
+        op.name in tools.RANDOM
+        or op.name.startswith("jiterator")
+        or tools.name_of(op) == "as_strided.partial_views"
+    ):
         return []
     behind = _behind_dynamo(op)
     if group == "gradient":
@@ -87,9 +95,10 @@ def _zoo_cases() -> Iterator[str]:
             yield f"zoo/training/{name}"
 
 
-# ------------------------------------------------------------------------------------------------ one case
+# ----------------------------------------------------------------------------------------- one case
 def run_case(name: str) -> dict[str, Any]:
-    """What one case came to: samples, fallbacks (ATen calls for want of a rule) and failures, or error inputs."""
+    """What one case came to: samples, fallbacks (ATen calls for want of a rule) and failures, or
+    error inputs."""
     group, *rest = name.split("/")
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -110,7 +119,11 @@ def _zoo(kind: str, name: str) -> dict[str, Any]:
     from tests import test_zoo
     from tests.zoo import HF, OWN, TORCHVISION
 
-    runs = {"inference": test_zoo.runs_well, "batches": test_zoo.takes_any_batch, "training": test_zoo.trains_well}
+    runs = {
+        "inference": test_zoo.runs_well,
+        "batches": test_zoo.takes_any_batch,
+        "training": test_zoo.trains_well,
+    }
     failure = _failure(lambda: runs[kind]({**HF, **OWN, **TORCHVISION}[name]))
     return {"samples": 1, "fallbacks": [], "failures": [failure] if failure else []}
 
@@ -138,8 +151,16 @@ def _samples(group: str, op: Any, dtype: torch.dtype) -> dict[str, Any]:
         batch = cases[k : k + each]
         if not _failure(lambda batch=batch: check(batch)):
             continue
-        failures += [f"sample {k + j}: {e}" for j, c in enumerate(batch) if (e := _failure(lambda c=c: check([c])))]
-    return {"samples": len(cases), "fallbacks": sorted(fallbacks), "failures": [f[:_TEXT] for f in failures]}
+        failures += [
+            f"sample {k + j}: {e}"
+            for j, c in enumerate(batch)
+            if (e := _failure(lambda c=c: check([c])))
+        ]
+    return {
+        "samples": len(cases),
+        "fallbacks": sorted(fallbacks),
+        "failures": [f[:_TEXT] for f in failures],
+    }
 
 
 def _failure(run: Callable[[], object]) -> str:
@@ -151,7 +172,7 @@ def _failure(run: Callable[[], object]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ workers
+# ------------------------------------------------------------------------------------------ workers
 class Worker:
     """A process that runs one case after another."""
 
@@ -163,7 +184,8 @@ class Worker:
         )  # fmt: skip
 
     def run(self, name: str, limit: float) -> dict[str, Any]:
-        """The result of a case; a failure of its own where the process died or took longer than limit seconds."""
+        """The result of a case; a failure of its own where the process died or took longer than
+        limit seconds."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.ran += 1
         with contextlib.suppress(BrokenPipeError):
@@ -176,7 +198,11 @@ class Worker:
             return found
         hung = self.process.poll() is None and not self._ends()
         self.stop()
-        what = f"took more than {limit:.0f} s" if hung else f"the process ended with {self.process.returncode}"
+        what = (
+            f"took more than {limit:.0f} s"
+            if hung
+            else f"the process ended with {self.process.returncode}"
+        )
         return {"samples": 0, "fallbacks": [], "failures": [what]}
 
     def _ends(self) -> bool:
@@ -198,7 +224,8 @@ class Worker:
 
 
 def serve() -> None:
-    """A worker's loop: names of cases come in, a line of JSON goes out for each. Nothing else may reach the output."""
+    """A worker's loop: names of cases come in, a line of JSON goes out for each. Nothing else may
+    reach the output."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
@@ -232,20 +259,21 @@ def sweep(names: Sequence[str], state: Path, limit: float) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Case -> its result: those of the committed table, then of the state file, whose last line of a case counts."""
+    """Case -> its result: those of the committed table, then of the state file, whose last line of
+    a case counts."""
     done = read_table(TABLE.read_text()) if TABLE.exists() else {}
     lines = path.read_text().splitlines() if path.exists() else []
     return done | {row.pop("case"): row for row in map(json.loads, lines)}
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------- tables
 TABLE = RESULTS / "sweep.md"
 _CELL = re.compile(r"(\S+) (\d+)(e?)")
 
 
 def sweep_table(state: State) -> str:
-    """By group, op and dtype (of the zoo: what was done, with which model): how many samples passed, with `e` where
-    ATen was called for want of a rule. `read_table` reads it back."""
+    """By group, op and dtype (of the zoo: what was done, with which model): how many samples
+    passed, with `e` where ATen was called for want of a rule. `read_table` reads it back."""
     groups = [group for group in GROUPS if group not in _REFUSALS]
     cells: dict[str, dict[str, list[str]]] = {group: {} for group in groups}
     totals = {group: [0, 0, 0, 0] for group in groups}
@@ -262,16 +290,25 @@ def sweep_table(state: State) -> str:
             cells[group].setdefault(op, []).append(f"{dtype} {row['samples']}{'e' * extern}")
     lines = [
         "# Whole sweeps", "",
-        f"`make sweep`, then `make sweep ARGS=--tables`; torch {torch.__version__}. It takes hours, so it was done in",
+        f"`make sweep`, then `make sweep ARGS=--tables`; torch {torch.__version__}. It takes "
+        "hours, so it was done in",
         "parts: a sweep leaves out what stands here.", "",
-        "| group | cases | of | samples | with a fallback to ATen | failed |", "|---|---|---|---|---|---|",
+        "| group | cases | of | samples | with a fallback to ATen | failed |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for group, (cases, *rest) in totals.items():
-        lines.append(f"| {group} | {' | '.join(map(str, (cases, len(list(all_cases([group]))), *rest)))} |")
+        lines.append(
+            f"| {group} | {' | '.join(map(str, (cases, len(list(all_cases([group]))), *rest)))} |"
+        )
     lines += ["", "## Failures", "", *(failures or ["None."]), ""]
     lines += ["Below: samples that passed; `e`: ATen is called for something for want of a rule."]
     for group, by_op in cells.items():
-        lines += ["", f"## {group}", "", *(f"- {op}: {', '.join(found)}" for op, found in by_op.items())]
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            *(f"- {op}: {', '.join(found)}" for op, found in by_op.items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -285,7 +322,11 @@ def read_table(text: str) -> State:
         elif line.startswith("- ") and group in GROUPS:
             op, _, cells = line.removeprefix("- ").partition(": ")
             for dtype, samples, extern in _CELL.findall(cells):
-                row = {"samples": int(samples), "fallbacks": [extern] if extern else [], "failures": []}
+                row = {
+                    "samples": int(samples),
+                    "fallbacks": [extern] if extern else [],
+                    "failures": [],
+                }
                 state[f"{group}/{op}/{dtype}"] = row
     return state
 
@@ -297,18 +338,24 @@ def write_tables(state: State) -> None:
     asked = {n.partition("/")[2]: row for n, row in state.items() if n.startswith("unfit/")}
     unfit = {name: row.get("unfit") or lost(row["failures"][0]) for name, row in asked.items()}
     if unfit:
-        (RESULTS / "unfit-inputs.md").write_text(unfit_table(unfit, len(list(all_cases(["unfit"])))))
+        (RESULTS / "unfit-inputs.md").write_text(
+            unfit_table(unfit, len(list(all_cases(["unfit"]))))
+        )
     if any(not name.startswith(_REFUSALS) for name in state):
         TABLE.write_text(sweep_table(state))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("groups", nargs="*", default=GROUPS, help=f"of {', '.join(GROUPS)}; all if none is named")
+    parser.add_argument(
+        "groups", nargs="*", default=GROUPS, help=f"of {', '.join(GROUPS)}; all if none is named"
+    )
     parser.add_argument("--state", type=Path, default=Path("build/sweep.jsonl"))
     parser.add_argument("--shard", default="1/1")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds a case may take")
-    parser.add_argument("--tables", action="store_true", help="write the tables of what the state file has")
+    parser.add_argument(
+        "--tables", action="store_true", help="write the tables of what the state file has"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:

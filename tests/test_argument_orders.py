@@ -1,4 +1,5 @@
-"""Arguments in containers: dicts whose keys come in another order than in the example, keyword arguments."""
+"""Arguments in containers: dicts whose keys come in another order than in the example, keyword
+arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def nested(x: dict[str, Any], *, scale: int) -> dict[str, Tensor]:
 
 
 def moved(d: dict[str, Any]) -> Tensor:
-    batch = {key: value.to("cpu") if isinstance(value, Tensor) else value for key, value in d.items()}
+    batch = {
+        key: value.to("cpu") if isinstance(value, Tensor) else value for key, value in d.items()
+    }
     return batch["a"] * batch["k"] - batch["b"][batch["a"] > 0].sum()
 
 
@@ -61,9 +64,17 @@ ANY_ORDER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
     "defaultdict": (difference, (defaultdict(list, a=A, b=B),), (defaultdict(list, b=C, a=A),)),
     "dict for an OrderedDict": (difference, (OrderedDict(a=A, b=B),), ({"b": C, "a": A},)),
     "OrderedDict for a dict": (difference, ({"a": A, "b": B},), (OrderedDict(b=C, a=A),)),
-    "list of dicts": (lambda x: x[0]["a"] - x[1]["b"], ([{"a": A, "b": B}] * 2,), ([{"b": C, "a": A}] * 2,)),
+    "list of dicts": (
+        lambda x: x[0]["a"] - x[1]["b"],
+        ([{"a": A, "b": B}] * 2,),
+        ([{"b": C, "a": A}] * 2,),
+    ),
     "numbers and texts": (lambda d: d[1] * 2 - d["a"], ({1: A, "a": B},), ({"a": A, 1: C},)),
-    "three keys, a constant and a mask": (moved, ({"a": A, "b": B, "k": 2},), ({"k": 2, "a": A, "b": C},)),
+    "three keys, a constant and a mask": (
+        moved,
+        ({"a": A, "b": B, "k": 2},),
+        ({"k": 2, "a": A, "b": C},),
+    ),
     "named tuple": (lambda p: p.a * 2 - p.b, (Pair(A, B),), (Pair(B, C),)),
     "dataclass": (lambda p: p.a * 2 - p.b, (Parts(A, B),), (Parts(B, C),)),
 }

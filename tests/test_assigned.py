@@ -1,4 +1,5 @@
-"""Modules whose forward assigns tensors: plait.compile writes buffers, and says what it cannot assign."""
+"""Modules whose forward assigns tensors: plait.compile writes buffers, and says what it cannot
+assign."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ ROW = torch.arange(4.0)
 
 
 class Assigns(nn.Module):
-    def __init__(self, fn: Callable[..., Any], attributes: dict[str, Any], **buffers: Tensor | None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], attributes: dict[str, Any], **buffers: Tensor | None
+    ) -> None:
         super().__init__()
         self.fn = fn
         for name, x in buffers.items():
@@ -83,7 +86,9 @@ def by_data(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [counted, returned, swapped, written_again, of_a_parameter])
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_assigned_is_written(fn: Callable[..., Any], packed: bool, tmp_path: Path) -> None:
-    ours, eager = (Assigns(fn, {"w": nn.Parameter(ROW.clone())}, a=ROW, b=ROW * 2) for _ in range(2))
+    ours, eager = (
+        Assigns(fn, {"w": nn.Parameter(ROW.clone())}, a=ROW, b=ROW * 2) for _ in range(2)
+    )
     with torch.no_grad():
         if packed:
             plait.package(ours, tmp_path / "p.plait", (ROW,))
@@ -216,20 +221,32 @@ def new_layer(m: Any, x: Tensor) -> Any:
 
 
 def attributes() -> dict[str, Any]:
-    return {"a": None, "n": 0, "first": True, "d": {}, "l": [], "o": SimpleNamespace(a=torch.zeros(4))}
+    return {
+        "a": None,
+        "n": 0,
+        "first": True,
+        "d": {},
+        "l": [],
+        "o": SimpleNamespace(a=torch.zeros(4)),
+    }
 
 
 REMEMBERS = [
-    made_from_the_first, summed, summed_in_place, drawn_once, made_once, in_a_pair, in_a_dict, in_a_list, in_an_object,
-    counts, tells_the_first, turns, never_settles, in_a_global, new_buffer, new_layer,
+    made_from_the_first, summed, summed_in_place, drawn_once, made_once, in_a_pair, in_a_dict,
+    in_a_list, in_an_object, counts, tells_the_first, turns, never_settles, in_a_global, new_buffer,
+    new_layer,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", REMEMBERS)
 @pytest.mark.parametrize("shapes", [None, ({0: Dim.DYNAMIC},)], ids=["fixed", "dynamic"])
-def test_calls_that_ask_for_what_others_kept_are_refused(fn: Callable[..., Any], shapes: Any) -> None:
+def test_calls_that_ask_for_what_others_kept_are_refused(
+    fn: Callable[..., Any], shapes: Any
+) -> None:
     module = Assigns(fn, attributes())
-    with pytest.raises(Unsupported, match=r"asks for what the one before it left|no buffer with a value"):
+    with pytest.raises(
+        Unsupported, match=r"asks for what the one before it left|no buffer with a value"
+    ):
         plait.compile(module, (ROW,), shapes)
     assert not TABLE and not hasattr(module, "made") and not module._buffers
     assert {name: getattr(module, name) for name in ("a", "n", "first", "d", "l")} == {
@@ -265,7 +282,9 @@ def test_what_nobody_asks_for_is_not_kept() -> None:
     module = Assigns(keeps, attributes() | {"layer": nn.Identity()})
     module.layer.register_forward_hook(lambda *_: seen.update(x=_[2]))
     module.l.append(ROW)
-    with pytest.warns(UserWarning, match="a call of Assigns assigns .*'n'.*, one of the program does not"):
+    with pytest.warns(
+        UserWarning, match="a call of Assigns assigns .*'n'.*, one of the program does not"
+    ):
         call = plait.compile(module, (ROW,))
     for k in range(3):
         assert torch.equal(call(ROW + k), ROW + k + 1)
@@ -306,7 +325,9 @@ def test_results_in_a_buffer_that_is_assigned_lie_as_in_eager(road: str, tmp_pat
 def test_what_is_put_into_arguments_is_warned_of() -> None:
     """Results are eager's; the dicts and lists of the caller stay."""
 
-    def fn(x: Tensor, batch: dict[str, Tensor], rest: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def fn(
+        x: Tensor, batch: dict[str, Tensor], rest: list[Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         batch["sum"] = x + batch.pop("a")
         return batch, rest.pop() * 2
 
@@ -315,5 +336,9 @@ def test_what_is_put_into_arguments_is_warned_of() -> None:
         call = plait.compile(fn, (ROW, {"a": ROW}, [ROW, ROW]))
     batch, rest = {"a": ROW + 1}, [ROW, ROW + 2]
     out, last = call(ROW, batch, rest)
-    assert list(out) == ["sum"] and torch.equal(out["sum"], ROW * 2 + 1) and torch.equal(last, (ROW + 2) * 2)
+    assert (
+        list(out) == ["sum"]
+        and torch.equal(out["sum"], ROW * 2 + 1)
+        and torch.equal(last, (ROW + 2) * 2)
+    )
     assert list(batch) == ["a"] and len(rest) == 2

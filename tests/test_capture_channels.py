@@ -1,4 +1,5 @@
-"""Channels-last convolutions, on graphs of the CPU: values, layouts of results, and whole models through the pass."""
+"""Channels-last convolutions, on graphs of the CPU: values, layouts of results, and whole models
+through the pass."""
 
 from __future__ import annotations
 
@@ -84,7 +85,11 @@ def test_a_chain_is_turned_once_and_back_once() -> None:
 def test_views_that_the_layout_lacks_get_eagers() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = F.conv2d(x, w)
-        return y.flatten(1) @ torch.ones(32 * 49, 3), y.flatten(2).transpose(1, 2), y.as_strided((4, 3), (2, 5))
+        return (
+            y.flatten(1) @ torch.ones(32 * 49, 3),
+            y.flatten(2).transpose(1, 2),
+            y.as_strided((4, 3), (2, 5)),
+        )
 
     assert turned(fn, X, W)[1] == 2
 
@@ -115,13 +120,17 @@ def test_others_stay(fn: Callable[..., Any]) -> None:
 
 def test_channels_last_models_need_no_copy() -> None:
     last = torch.channels_last
-    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X.to(memory_format=last), W.to(memory_format=last))
+    gm, n = turned(
+        lambda x, w: (F.conv2d(x, w).relu(),), X.to(memory_format=last), W.to(memory_format=last)
+    )
     assert n == 0 and not any(c.target is aten.clone.default for c in gm.graph.nodes)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_images_of_few_channels_are_turned_for_what_is_made_of_them(channels: int) -> None:
-    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X[:, :channels].contiguous(), W[:, :channels])
+    gm, n = turned(
+        lambda x, w: (F.conv2d(x, w).relu(),), X[:, :channels].contiguous(), W[:, :channels]
+    )
     (convolution,) = convolutions(gm)
     assert n == 2 and is_last(convolution) and is_last(convolution.next)
 
@@ -130,7 +139,9 @@ def test_filters_that_are_points_need_no_copy() -> None:
     assert turned(lambda x, w: (F.conv2d(x, w[:, :, :1, :1].contiguous()),), X, W)[1] == 1
 
 
-WITH_CONVOLUTIONS = [n for n in MODELS if any(isinstance(m, nn.Conv2d) for m in build(n)[0].modules())]
+WITH_CONVOLUTIONS = [
+    n for n in MODELS if any(isinstance(m, nn.Conv2d) for m in build(n)[0].modules())
+]
 
 
 @pytest.mark.parametrize("name", WITH_CONVOLUTIONS)

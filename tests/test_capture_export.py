@@ -1,4 +1,5 @@
-"""`plait.compile`: programs against eager, what it checks and how it says so, state, dynamic sizes, signatures."""
+"""`plait.compile`: programs against eager, what it checks and how it says so, state, dynamic sizes,
+signatures."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def test_keywords() -> None:
     torch.testing.assert_close(run(y=Y, x=X), X - Y)
 
 
-# ------------------------------------------------------------------------------------------------ state
+# -------------------------------------------------------------------------------------------- state
 def test_modules_and_changes_of_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     run = agrees(model, (X,))
@@ -209,7 +210,7 @@ def test_transformer() -> None:
     agrees(model, (torch.randn(2, 5, 32),))
 
 
-# ------------------------------------------------------------------------------------------------ dynamic sizes
+# ------------------------------------------------------------------------------------ dynamic sizes
 def test_dynamic_batch() -> None:
     batch = Dim("batch", min=2, max=64)
     run = agrees(
@@ -225,7 +226,9 @@ def test_dynamic_batch() -> None:
 
 def test_one_dim_in_two_inputs_must_agree() -> None:
     n = Dim("n")
-    run = agrees(lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}})
+    run = agrees(
+        lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}}
+    )
     with pytest.raises(InputError, match="'y'"):
         run(X, Y[:2])
 
@@ -246,9 +249,18 @@ def test_derived_dimension_without_its_root() -> None:
         return x.view(-1, 2, 3).sum(1)
 
     half = Dim("half", min=3, max=8)
-    run = agrees(pairs, *((torch.randn(2 * n, 3),) for n in (4, 3, 8)), dynamic_shapes=({0: 2 * half},))
-    for n, condition in ((9, "(x.shape[0] % 2) == 0"), (4, "x.shape[0] >= 6"), (18, "x.shape[0] <= 16")):
-        with pytest.raises(InputError, match=re.escape(f"break a condition of the program, {condition}: x ({n}, 3)")):
+    run = agrees(
+        pairs, *((torch.randn(2 * n, 3),) for n in (4, 3, 8)), dynamic_shapes=({0: 2 * half},)
+    )
+    for n, condition in (
+        (9, "(x.shape[0] % 2) == 0"),
+        (4, "x.shape[0] >= 6"),
+        (18, "x.shape[0] <= 16"),
+    ):
+        with pytest.raises(
+            InputError,
+            match=re.escape(f"break a condition of the program, {condition}: x ({n}, 3)"),
+        ):
             run(torch.randn(n, 3))
 
 
@@ -259,7 +271,10 @@ def test_derived_dimensions_of_one_root_that_is_no_size() -> None:
     h = Dim("h")
     run = agrees(
         fn,
-        *((torch.randn(2 * n), {"y": torch.randn(3 * n), "z": torch.randn(2 * n + 1)}) for n in (4, 7)),
+        *(
+            (torch.randn(2 * n), {"y": torch.randn(3 * n), "z": torch.randn(2 * n + 1)})
+            for n in (4, 7)
+        ),
         dynamic_shapes={"x": {0: 2 * h}, "d": {"y": (3 * h,), "z": {0: 2 * h + 1}}},
     )
     with pytest.raises(InputError, match=re.escape("(d['y'].shape[0] // 3) == (x.shape[0] // 2)")):
@@ -270,7 +285,9 @@ def test_automatic_dimension_with_a_condition() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.view(-1, 3, 2) + 1 if x.shape[0] % 3 == 0 else x
 
-    run = agrees(fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}})
+    run = agrees(
+        fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}}
+    )
     with pytest.raises(InputError, match="sizes break a condition of the program"):
         run(torch.randn(7, 4))
 
@@ -307,10 +324,28 @@ M = torch.arange(48.0).view(6, 8)
         (lambda x: max(x.shape[0], 1) == 3, M, M[:1], M[:0], "x.shape[0] >= 1"),
         (lambda x: x.stride(1) == 1, M[:, :6:2], M[:2, :8:3], M[:2, :3], "x.stride(1) != 1"),
         (lambda x: x.stride(0) == 8, M[:, 2:5], M[:2, 3:6], M[:, :3].clone(), "x.stride(0) == 8"),
-        (lambda x: x.is_contiguous(), M[:, :6:2], M[:2, :3], M[:1, :3], "not (x.stride(1) == 1 and ("),
-        (lambda x: x.t().is_contiguous(), M[:, :4].t(), M[:, :5].t(), M.t(), "x.stride(1) != x.shape[0]"),
+        (
+            lambda x: x.is_contiguous(),
+            M[:, :6:2],
+            M[:2, :3],
+            M[:1, :3],
+            "not (x.stride(1) == 1 and (",
+        ),
+        (
+            lambda x: x.t().is_contiguous(),
+            M[:, :4].t(),
+            M[:, :5].t(),
+            M.t(),
+            "x.stride(1) != x.shape[0]",
+        ),
         (lambda x: x.storage_offset() == 0, M[:4], M[:3], M[1:], "x.storage_offset() == 0"),
-        (lambda x: x[1:].storage_offset() == 16, M[1:4], M[1:5], M, "(8 + x.storage_offset()) == 16"),
+        (
+            lambda x: x[1:].storage_offset() == 16,
+            M[1:4],
+            M[1:5],
+            M,
+            "(8 + x.storage_offset()) == 16",
+        ),
     ],
 )
 def test_what_a_program_asks_of_sizes_and_strides_holds_at_calls(
@@ -350,14 +385,23 @@ def changed(x: Tensor, y: Tensor) -> Tensor:
         (lambda x: (lambda y: changed(y, y.t().contiguous()) + y)(x * 2), M, M[:2], M[:1]),
         (lambda x: (lambda y: changed(y.t().reshape(-1), y))(x * 2), M, M[:2], M[:1]),
         (lambda x: x.reshape(-1), M[:, :4], M[:2, :5], M.view(8, 6)),
-        (lambda x: changed(x, x[:, :, None].reshape(-1, 2)) * 2, M[:, :4], M[:2, :4], M.view(12, 4)),
+        (
+            lambda x: changed(x, x[:, :, None].reshape(-1, 2)) * 2,
+            M[:, :4],
+            M[:2, :4],
+            M.view(12, 4),
+        ),
         (lambda x: x.t().reshape(-1) + x.t().contiguous().view(-1), M, M[:1], None),
         (lambda x: changed((x * 2).t().reshape(-1), (x * 3).t().reshape(-1)), M, M[:1], None),
     ],
 )
 @pytest.mark.parametrize("exported", [False, True])
 def test_views_where_the_example_has_copies_are_seen(
-    fn: Callable[[Tensor], Any], example: Tensor, fits: Tensor, breaks: Tensor | None, exported: bool
+    fn: Callable[[Tensor], Any],
+    example: Tensor,
+    fits: Tensor,
+    breaks: Tensor | None,
+    exported: bool,
 ) -> None:
     """Where it can be told which one it is, a call has the same as the example, or is refused."""
     shapes = ({0: Dim.AUTO, 1: Dim.AUTO},)
@@ -366,7 +410,9 @@ def test_views_where_the_example_has_copies_are_seen(
     else:
         run = plait.compile(fn, (example,), shapes)
     for given in (example, fits):
-        ours, eagers = (torch.empty_strided(given.shape, given.stride()).copy_(given) for _ in range(2))
+        ours, eagers = (
+            torch.empty_strided(given.shape, given.stride()).copy_(given) for _ in range(2)
+        )
         torch.testing.assert_close(run(ours), fn(eagers), rtol=0, atol=0)
         assert torch.equal(ours, eagers)
     if breaks is not None:
@@ -431,7 +477,12 @@ def test_threads_that_trace_leave_torch_as_it_was() -> None:
         a.result()
         left.set()
         b.result()
-    assert (torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq) == before
+    assert (
+        torch.compiler.is_compiling(),
+        torch.SymBool.__bool__,
+        SymNode.bool_,
+        SymNode.eq,
+    ) == before
 
 
 def doubled_and_turned(x: Tensor) -> Any:
@@ -454,7 +505,9 @@ def changed_through_views(x: Tensor) -> Any:
     return x.chunk(2, 1), x.view(torch.int32), x.expand(2, *x.shape)
 
 
-@pytest.mark.parametrize("fn", [doubled_and_turned, doubled_in_another_shape, changed_in_part, changed_through_views])
+@pytest.mark.parametrize(
+    "fn", [doubled_and_turned, doubled_in_another_shape, changed_in_part, changed_through_views]
+)
 @pytest.mark.parametrize(
     "given",
     [
@@ -467,7 +520,9 @@ def changed_through_views(x: Tensor) -> Any:
     ids=["gaps", "transposed", "a part", "from a row on", "copied"],
 )
 @pytest.mark.parametrize("shapes", [None, ({0: Dim.DYNAMIC},)], ids=["fixed", "dynamic"])
-def test_results_in_inputs_that_are_written(fn: Any, given: Callable[[Tensor], Tensor], shapes: Any) -> None:
+def test_results_in_inputs_that_are_written(
+    fn: Any, given: Callable[[Tensor], Tensor], shapes: Any
+) -> None:
     """They lie where eager's do, however their input lies."""
     x, y, z = (given(torch.arange(240.0).view(10, 24)) for _ in range(3))
     call = plait.compile(fn, (x,), shapes)
@@ -478,7 +533,9 @@ def test_results_in_inputs_that_are_written(fn: Any, given: Callable[[Tensor], T
     assert places[0] == places[1]
 
 
-@pytest.mark.parametrize("value, other", [(-0.0, 0.0), (0.0, -0.0), (complex(1, -0.0), 1 + 0j), (math.nan, 1.0)])
+@pytest.mark.parametrize(
+    "value, other", [(-0.0, 0.0), (0.0, -0.0), (complex(1, -0.0), 1 + 0j), (math.nan, 1.0)]
+)
 def test_numbers_among_arguments_are_the_same_numbers(value: Any, other: Any) -> None:
     run = agrees(lambda x, v: x * v, (X, value))
     with pytest.raises(InputError, match="the program was compiled for"):
@@ -582,7 +639,7 @@ def test_results_are_the_same_objects_as_in_eager(name: str, wrapper: str) -> No
     assert [given[i] is given[j] for i, j in pairs] == [wanted[i] is wanted[j] for i, j in pairs]
 
 
-# ------------------------------------------------------------------------------------------------ wrong promises
+# ----------------------------------------------------------------------------------- wrong promises
 @torch.library.custom_op("plait_export::turned", mutates_args=())
 def turned(x: Tensor) -> Tensor:
     return (x + 1).t().contiguous().t()
@@ -642,7 +699,9 @@ def test_custom_ops_whose_sizes_depend_on_data() -> None:
     def fn(x: Tensor) -> Tensor:
         return positives(x, 0) * 2
 
-    agrees(fn, (X,), (-X.flip(0),), (X.abs() + 1,), (-X.abs() - 1,), (X.abs() - X[:, :1].abs().mean(),))
+    agrees(
+        fn, (X,), (-X.flip(0),), (X.abs() + 1,), (-X.abs() - 1,), (X.abs() - X[:, :1].abs().mean(),)
+    )
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])
@@ -655,12 +714,15 @@ def test_parameters_must_keep_their_layout(data: Tensor, wrapper: str) -> None:
     module.weight.data = torch.ones(3, 6)
     torch.testing.assert_close(run(X), module(X).detach())
     module.weight.data = data
-    now = rf"buffer 'weight': its data is now float\d\d on cpu with sizes \[{str(list(data.shape))[1:-1]}\]"
+    now = (
+        r"buffer 'weight': its data is now float\d\d on cpu with sizes "
+        rf"\[{str(list(data.shape))[1:-1]}\]"
+    )
     with pytest.raises(InputError, match=now):
         run(X)
 
 
-# ------------------------------------------------------------------------------------------------ bad calls
+# ---------------------------------------------------------------------------------------- bad calls
 @pytest.mark.parametrize("wrapper", ["native", "python"])
 @pytest.mark.parametrize(
     ("args", "message"),
@@ -673,7 +735,10 @@ def test_parameters_must_keep_their_layout(data: Tensor, wrapper: str) -> None:
         ((X,), "input 'y' is missing"),
         ((X, Y, X), "expected 2 inputs, got 3"),
         ((X, Y.to("meta")), "input 'y': expected a plain tensor on device cpu, got one on meta"),
-        ((X, Y.to_sparse()), r"input 'y': expected a plain tensor, got one of layout torch\.sparse_coo"),
+        (
+            (X, Y.to_sparse()),
+            r"input 'y': expected a plain tensor, got one of layout torch\.sparse_coo",
+        ),
         ((X, TwoTensor(Y, Y)), "input 'y': expected a plain tensor, got one of class TwoTensor"),
     ],
 )
@@ -720,7 +785,9 @@ def test_wrong_uses_of_compile() -> None:
         plait.compile(3, (X,))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="example_inputs must be a tuple"):
         plait.compile(nn.ReLU(), 3)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="example_inputs do not fit Linear: too many positional arguments"):
+    with pytest.raises(
+        UserError, match="example_inputs do not fit Linear: too many positional arguments"
+    ):
         plait.compile(nn.Linear(6, 3), (X, X))
     with pytest.raises(UserError, match="unknown option 'fast'"):
         plait.compile(nn.Linear(6, 3), (X,), options={"fast": True})
@@ -728,7 +795,9 @@ def test_wrong_uses_of_compile() -> None:
         plait.compile(nn.Linear, (6, 3))
     with pytest.raises(UserError, match=r"plait\.compile of what plait\.compile returned"):
         plait.compile(plait.compile(nn.Linear(6, 3), (X,)), (X,))
-    with pytest.raises(UserError, match=r"argument 'd' is an object of class Opaque(.|\n)*register_dataclass"):
+    with pytest.raises(
+        UserError, match=r"argument 'd' is an object of class Opaque(.|\n)*register_dataclass"
+    ):
         plait.compile(lambda x, d: x, (X, Opaque(X)))
 
 
@@ -738,21 +807,26 @@ class Opaque:
 
 
 def test_results_that_may_hold_tensors_are_refused() -> None:
-    with pytest.raises(Unsupported, match=r"a result of .*, an object of class Opaque \(at \['a'\]\[1\]\)"):
+    with pytest.raises(
+        Unsupported, match=r"a result of .*, an object of class Opaque \(at \['a'\]\[1\]\)"
+    ):
         plait.compile(lambda x: {"a": (x, Opaque(x + 1))}, (X,))
 
 
 def test_changes_of_captured_tensors_are_refused() -> None:
     kept = X.clone()
     for fn in (lambda x: kept.add_(x), lambda x: (kept.add_(1), x + 1)[1]):
-        with pytest.raises(Unsupported, match="changes a tensor which is neither argument nor parameter nor buffer"):
+        with pytest.raises(
+            Unsupported, match="changes a tensor which is neither argument nor parameter nor buffer"
+        ):
             plait.compile(fn, (Y,))
 
 
 def test_compiled_things_inside_are_refused() -> None:
     inner, outer = plait.compile(nn.Linear(6, 3), (X,)), nn.Linear(6, 3)
     with pytest.raises(
-        Unsupported, match=rf"calls what plait.compile returned\n  at {__file__}:\d+\n  try: .*__wrapped"
+        Unsupported,
+        match=rf"calls what plait.compile returned\n  at {__file__}:\d+\n  try: .*__wrapped",
     ):
         plait.compile(lambda x: inner(x) + 1, (X,))
     outer.forward = inner  # type: ignore[method-assign]
@@ -780,7 +854,9 @@ def test_what_is_returned_tells_what_it_is() -> None:
         assert run.__wrapped__ is model and run.record.target == wrapper
         assert "training or evaluation mode, autocast" in run.__doc__
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"what plait\.compile returns cannot be copied or pickled"):
+            with pytest.raises(
+                TypeError, match=r"what plait\.compile returns cannot be copied or pickled"
+            ):
                 copied(run)
     nested: Any = plait.compile(lambda x: {"y": x + 1}, (X,))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
@@ -806,7 +882,11 @@ def test_autocast_is_that_of_the_compilation(wrapper: str, kernels: bool) -> Non
     plain = compiled()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cast, want = compiled(), model(X)
-        assert torch.equal(cast(X), want) and torch.equal(plain(X), plain(X.clone())) and plain(X).dtype == X.dtype
+        assert (
+            torch.equal(cast(X), want)
+            and torch.equal(plain(X), plain(X.clone()))
+            and plain(X).dtype == X.dtype
+        )
         inside = plain(X)
     assert torch.equal(plain(X), inside) and cast(X).dtype == torch.bfloat16
 
@@ -814,7 +894,9 @@ def test_autocast_is_that_of_the_compilation(wrapper: str, kernels: bool) -> Non
 def test_what_cannot_be_traced() -> None:
     with pytest.raises(Unsupported, match=r"plait\.compile cannot trace"):
         plait.compile(lambda x: x if x.sum() > 0 else -x, (X,))
-    with pytest.raises(Unsupported, match=r"argument 'x': .* this is one of layout torch\.sparse_coo"):
+    with pytest.raises(
+        Unsupported, match=r"argument 'x': .* this is one of layout torch\.sparse_coo"
+    ):
         plait.compile(lambda x: x * 2, (X.to_sparse(),))
 
 
@@ -855,11 +937,17 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
     assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]
 
 
-@pytest.mark.parametrize("layer", [torch.nn.MaxPool2d(2), torch.nn.Conv2d(3, 4, 3, stride=2, padding=1)])
-def test_sizes_of_an_exported_program_that_some_of_a_range_do_not_fit(layer: torch.nn.Module) -> None:
+@pytest.mark.parametrize(
+    "layer", [torch.nn.MaxPool2d(2), torch.nn.Conv2d(3, 4, 3, stride=2, padding=1)]
+)
+def test_sizes_of_an_exported_program_that_some_of_a_range_do_not_fit(
+    layer: torch.nn.Module,
+) -> None:
     """Dim.AUTO leaves it to guards which do."""
     auto = torch.export.Dim.AUTO
-    program = torch.export.export(layer, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: auto, 2: auto, 3: auto},))
+    program = torch.export.export(
+        layer, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: auto, 2: auto, 3: auto},)
+    )
     call = plait.compile(program)
     x = torch.randn(3, 3, 12, 10)
     torch.testing.assert_close(call(x), layer(x))

@@ -1,4 +1,5 @@
-"""The FX passes on small hand-written graphs: what goes, what must stay, and that a second run changes nothing."""
+"""The FX passes on small hand-written graphs: what goes, what must stay, and that a second run
+changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def same_results(gm: GraphModule, before: GraphModule, *args: Tensor) -> None:
         torch.testing.assert_close(a, b)
 
 
-# ------------------------------------------------------------------------------------------------ merging
+# ------------------------------------------------------------------------------------------ merging
 def test_equal_nodes_are_merged() -> None:
     gm = graph(lambda x: (aten.exp(x) + aten.exp(x)) * 2, X)
     assert merge_common(gm) == 1
@@ -110,7 +111,7 @@ def test_copy_into_input_stays() -> None:
     assert ops(gm) == before
 
 
-# ------------------------------------------------------------------------------------------------ dead code
+# ---------------------------------------------------------------------------------------- dead code
 def test_dead_code_goes_with_its_arguments() -> None:
     def fn(x: Tensor) -> Tensor:
         aten.sum(aten.exp(x))
@@ -133,7 +134,7 @@ def test_asserts_stay() -> None:
     assert "_assert_async.msg" in ops(gm)
 
 
-# ------------------------------------------------------------------------------------------------ no-ops
+# ------------------------------------------------------------------------------------------- no-ops
 @pytest.mark.parametrize(
     "fn",
     [
@@ -165,7 +166,9 @@ def test_noop_goes(fn: Callable[[Tensor], Tensor]) -> None:
         lambda x: aten.clone(aten.exp(x)[1]),
         lambda x: (y := aten.exp(x), aten.view(y, [4, 6])),
         lambda x: aten.view(x, [4, 6]),
-        lambda x: aten.clone(aten.permute(aten.exp(x), [1, 0]), memory_format=torch.contiguous_format),
+        lambda x: aten.clone(
+            aten.permute(aten.exp(x), [1, 0]), memory_format=torch.contiguous_format
+        ),
         lambda x: aten._to_copy(aten.exp(x), dtype=torch.float64),
         lambda x: (y := aten.exp(x), aten.clone(y), aten.clone(y)),
     ],
@@ -183,7 +186,9 @@ def test_what_the_caller_can_tell_apart_stays(fn: Callable[[Tensor], Any]) -> No
         return [where.index(w) for w in where]
 
     assert owners(got) == owners(want)
-    assert [v.untyped_storage().nbytes() for v in got] == [v.untyped_storage().nbytes() for v in want]
+    assert [v.untyped_storage().nbytes() for v in got] == [
+        v.untyped_storage().nbytes() for v in want
+    ]
 
 
 def test_of_three_copies_two_remain_apart() -> None:
@@ -194,7 +199,7 @@ def test_of_three_copies_two_remain_apart() -> None:
     assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
 
 
-# ------------------------------------------------------------------------------------------------ constants
+# ---------------------------------------------------------------------------------------- constants
 def with_constant(body: Callable[[Tensor, Tensor], Any], constant: Tensor) -> GraphModule:
     gm = graph(body, X, constant)
     hole = [n for n in gm.graph.nodes if n.op == "placeholder"][1]
@@ -209,7 +214,9 @@ def with_constant(body: Callable[[Tensor, Tensor], Any], constant: Tensor) -> Gr
 
 
 def test_constants_are_folded() -> None:
-    gm = with_constant(lambda x, c: aten.add(x, aten.exp(aten.mul(aten.lift_fresh_copy(c), 2))), torch.arange(6.0))
+    gm = with_constant(
+        lambda x, c: aten.add(x, aten.exp(aten.mul(aten.lift_fresh_copy(c), 2))), torch.arange(6.0)
+    )
     before = copy.deepcopy(gm)
     assert fold_constants(gm) == 3
     drop_dead(gm)
@@ -219,7 +226,9 @@ def test_constants_are_folded() -> None:
 
 
 def test_folded_views_keep_their_strides() -> None:
-    gm = with_constant(lambda x, c: aten.add(x, aten.permute(c, [1, 0])), torch.arange(24.0).view(6, 4))
+    gm = with_constant(
+        lambda x, c: aten.add(x, aten.permute(c, [1, 0])), torch.arange(24.0).view(6, 4)
+    )
     before = copy.deepcopy(gm)
     assert fold_constants(gm) == 1
     folded = next(n for n in gm.graph.nodes if n.op == "get_attr" and "folded" in n.target)
@@ -228,7 +237,9 @@ def test_folded_views_keep_their_strides() -> None:
 
 
 def test_views_that_overlap_are_not_folded() -> None:
-    gm = with_constant(lambda x, c: (x, aten.neg(aten.as_strided(c, [3, 4], [1, 1]))), torch.arange(6.0))
+    gm = with_constant(
+        lambda x, c: (x, aten.neg(aten.as_strided(c, [3, 4], [1, 1]))), torch.arange(6.0)
+    )
     before = copy.deepcopy(gm)
     assert fold_constants(gm) == 0
     same_results(gm, before, X)
@@ -240,7 +251,9 @@ def test_a_constant_result_is_new_memory_every_time() -> None:
 
 
 def test_large_results_are_not_folded() -> None:
-    gm = with_constant(lambda x, c: aten.add(x, aten.expand(c, [100, 100, 1, 1]).sum([0, 1])), torch.ones(1, 1))
+    gm = with_constant(
+        lambda x, c: aten.add(x, aten.expand(c, [100, 100, 1, 1]).sum([0, 1])), torch.ones(1, 1)
+    )
     assert fold_constants(gm) == 0
 
 
@@ -249,7 +262,7 @@ def test_random_is_not_folded() -> None:
     assert fold_constants(gm) == 0
 
 
-# ------------------------------------------------------------------------------------------------ all of them
+# -------------------------------------------------------------------------------------- all of them
 def test_clean_graph_is_idempotent_and_keeps_results() -> None:
     def fn(x: Tensor) -> Any:
         y = aten.clone(aten.view(x, [4, 6]))

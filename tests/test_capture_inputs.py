@@ -1,5 +1,6 @@
-"""What a call does to its inputs and what it returns of them, where that is not plain: lazily negated and conjugated
-tensors, memory that two inputs share, changes that autograd does not see, views."""
+"""What a call does to its inputs and what it returns of them, where that is not plain: lazily
+negated and conjugated tensors, memory that two inputs share, changes that autograd does not see,
+views."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def compiled(fn: Callable[..., Any], *args: Tensor, road: str, target: str) -> C
     return torch.compile(fn, backend="plait", options=options)
 
 
-# ---------------------------------------------------------------------------------------------- lazy bits
+# ---------------------------------------------------------------------------------------- lazy bits
 def change(x: Tensor, y: Tensor) -> Tensor:
     x.mul_(3).add_(y)
     return x + y
@@ -101,7 +102,9 @@ def scale_and_train(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", list(LAZY))
 @pytest.mark.parametrize("fn", [scale, scale_and_return, scale_rows, scale_and_train])
-def test_a_change_reaches_a_lazy_input_once(fn: Callable[..., Any], name: str, target: str, road: str) -> None:
+def test_a_change_reaches_a_lazy_input_once(
+    fn: Callable[..., Any], name: str, target: str, road: str
+) -> None:
     seen: list[Any] = []
     for plait_runs in (False, True):
         torch.manual_seed(1)
@@ -126,7 +129,13 @@ def views(x: Tensor) -> tuple[Tensor, ...]:
 def facts(results: tuple[Tensor, ...], x: Tensor) -> list[Any]:
     start = x.untyped_storage().data_ptr()
     return [
-        (r.stride(), r.storage_offset(), r.is_conj(), r.is_neg(), r.untyped_storage().data_ptr() == start)
+        (
+            r.stride(),
+            r.storage_offset(),
+            r.is_conj(),
+            r.is_neg(),
+            r.untyped_storage().data_ptr() == start,
+        )
         for r in results
     ]
 
@@ -140,7 +149,9 @@ def test_views_of_a_lazy_input_lie_in_it(name: str, target: str, road: str) -> N
     for plait_runs in (False, True):
         torch.manual_seed(1)
         x = LAZY[name]()
-        results = (compiled(views, LAZY[name](), road=road, target=target) if plait_runs else views)(x)
+        results = (
+            compiled(views, LAZY[name](), road=road, target=target) if plait_runs else views
+        )(x)
         told = facts(results, x)
         version = x._version
         results[1].mul_(2)
@@ -151,7 +162,7 @@ def test_views_of_a_lazy_input_lie_in_it(name: str, target: str, road: str) -> N
     assert told_of_plait == told
 
 
-# ---------------------------------------------------------------------------------------------- shared memory
+# ------------------------------------------------------------------------------------ shared memory
 def first_changes(x: Tensor, y: Tensor) -> Tensor:
     x.add_(1)
     return x * y
@@ -163,7 +174,9 @@ def test_inputs_that_share_memory_with_a_changed_one(target: str) -> None:
     x = torch.zeros(16)
     for a, b in ((x[:8], x[:8]), (x[:8], x[4:12]), (x[3:11], x[:8])):
         before = x.clone()
-        with pytest.raises(InputError, match="'x' and 'y' share memory and 'x' is changed in place"):
+        with pytest.raises(
+            InputError, match="'x' and 'y' share memory and 'x' is changed in place"
+        ):
             fn(a, b)
         torch.testing.assert_close(x, before)
     torch.testing.assert_close(fn(x[:8], x[8:]), torch.zeros(8))
@@ -203,7 +216,7 @@ def test_a_parameter_that_is_given_as_a_changed_input() -> None:
         fn(lin.weight.detach())
 
 
-# ---------------------------------------------------------------------------------------------- views
+# -------------------------------------------------------------------------------------------- views
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x.t(),
     "slice": lambda x: x[1:],
@@ -216,11 +229,16 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", list(VIEWS))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_plait_compile_returns_views_of_inputs(name: str, dynamic: bool, target: str, mode: Callable[[], Any]) -> None:
+def test_plait_compile_returns_views_of_inputs(
+    name: str, dynamic: bool, target: str, mode: Callable[[], Any]
+) -> None:
     fn = VIEWS[name]
     shapes = {"x": {0: torch.export.Dim("n", min=3)}} if dynamic else None
     run = plait.compile(
-        fn, (torch.zeros(4, 6),), dynamic_shapes=(shapes["x"],) if shapes else None, options={"wrapper": target}
+        fn,
+        (torch.zeros(4, 6),),
+        dynamic_shapes=(shapes["x"],) if shapes else None,
+        options={"wrapper": target},
     )
     big = torch.arange(60.0)
     for x in (big[12:36].view(4, 6), *((torch.randn(7, 6),) if dynamic else ())):

@@ -1,4 +1,5 @@
-"""What a loss saves for its gradient: rows of what goes in and two numbers each, not its log_softmax."""
+"""What a loss saves for its gradient: rows of what goes in and two numbers each, not its
+log_softmax."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_log_softmax_is_made_again(dtype: torch.dtype, dim: int, programs: list[
 
 def test_what_the_caller_gets_is_saved(programs: list[Program]) -> None:
     x = torch.randn(M, N).requires_grad_()
-    compiled: Callable[[Tensor], Tensor] = torch.compile(lambda x: F.log_softmax(x * 2, -1), backend="plait")
+    compiled: Callable[[Tensor], Tensor] = torch.compile(
+        lambda x: F.log_softmax(x * 2, -1), backend="plait"
+    )
     out = compiled(x)
     torch.testing.assert_close(out, F.log_softmax(x * 2, -1))
     out[:, 3].sum().backward()

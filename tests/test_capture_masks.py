@@ -16,7 +16,8 @@ from plait.graph.cse import merge_common
 
 
 def graph_of(fn: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
-    """The graph that plait compiles; its results, and what it leaves in its arguments, are eager's."""
+    """The graph that plait compiles; its results, and what it leaves in its arguments, are
+    eager's."""
     made: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
@@ -60,7 +61,9 @@ def test_a_mask_that_masks_nothing_goes() -> None:
     "make",
     [
         lambda q: torch.arange(16)[None].expand(16, 16).ge(3),  # masks something
-        lambda q: torch.ones(16, 16).masked_fill_(torch.eye(16).bool(), 0).bool(),  # changed in place
+        lambda q: (
+            torch.ones(16, 16).masked_fill_(torch.eye(16).bool(), 0).bool()
+        ),  # changed in place
         lambda q: _one_row_off(torch.zeros(16, 16)),  # changed through a view
         lambda q: (q.sum() > -1e9).expand(16, 16),  # depends on an input
         lambda q: torch.rand(16, 16) >= 0,  # need not be the same at the next call
@@ -77,7 +80,9 @@ def test_other_masks_stay(make: Callable[[Tensor], Tensor]) -> None:
 def test_a_broadcast_mask_is_made_dense_for_every_reader() -> None:
     def fn(q: Tensor, rows: Tensor) -> Tensor:
         mask = rows[:, None].expand(16, 16)
-        return F.scaled_dot_product_attention(q, q, q, mask) + F.scaled_dot_product_attention(q, q + 1, q, mask)
+        return F.scaled_dot_product_attention(q, q, q, mask) + F.scaled_dot_product_attention(
+            q, q + 1, q, mask
+        )
 
     first, second = masks(graph_of(fn, Q, torch.randn(16)))
     assert first is not second and first.target == second.target == "contiguous"
@@ -85,7 +90,9 @@ def test_a_broadcast_mask_is_made_dense_for_every_reader() -> None:
 
     def made(gm: fx.GraphModule, _: Any) -> Any:
         merge_common(gm)
-        counts.append(len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)))
+        counts.append(
+            len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
+        )
         return gm.forward
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
@@ -109,7 +116,10 @@ def test_heads_and_batches_that_share_a_mask_go_on_sharing_it() -> None:
 def test_repeated_elements_of_a_mask_have_gradients_of_their_own(shape: tuple[int, int]) -> None:
     mask = torch.randn(shape).expand(16, 16)
     found = []
-    for run in (F.scaled_dot_product_attention, torch.compile(F.scaled_dot_product_attention, backend="plait")):
+    for run in (
+        F.scaled_dot_product_attention,
+        torch.compile(F.scaled_dot_product_attention, backend="plait"),
+    ):
         leaf = mask.detach().requires_grad_()
         run(Q, Q, Q, leaf).square().sum().backward()
         found.append(leaf.grad)
@@ -200,7 +210,10 @@ def test_devices_in_any_form() -> None:
         return gm.forward
 
     def fn(q: Tensor) -> Tensor:
-        mask = torch.ones(16, 16, dtype=torch.bool, device=q.device) | torch.zeros(16, 16).to(q.device).bool()
+        mask = (
+            torch.ones(16, 16, dtype=torch.bool, device=q.device)
+            | torch.zeros(16, 16).to(q.device).bool()
+        )
         by_name = torch.ones(16, 16).to("meta").bool() & torch.ones(16, 16, device="meta").bool()
         a = F.scaled_dot_product_attention(q, q, q, mask)
         return F.scaled_dot_product_attention(a, q, q, by_name)
@@ -211,7 +224,9 @@ def test_devices_in_any_form() -> None:
 
 def test_a_mask_cut_from_something_huge_is_not_computed() -> None:
     def fn(q: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, q, q, torch.ones(1 << 13, 1 << 12, dtype=torch.bool)[:16, :16])
+        return F.scaled_dot_product_attention(
+            q, q, q, torch.ones(1 << 13, 1 << 12, dtype=torch.bool)[:16, :16]
+        )
 
     assert None not in masks(graph_of(fn, Q))
 

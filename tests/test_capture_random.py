@@ -1,4 +1,5 @@
-"""Random numbers: the bits of Philox, distributions, seeds, and equal values in forward, backward and recomputation."""
+"""Random numbers: the bits of Philox, distributions, seeds, and equal values in forward, backward
+and recomputation."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def reference_words(key: tuple[int, int], counter: tuple[int, int, int, int]) ->
 def test_known_answers_of_philox() -> None:
     """The test vectors published with the algorithm (Random123)."""
     assert reference_words((0, 0), (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert reference_words((M32, M32), (M32, M32, M32, M32)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert reference_words((M32, M32), (M32, M32, M32, M32)) == (
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 0x123456789ABCDEF, -1])
@@ -62,7 +68,8 @@ def test_randint_covers_its_range() -> None:
 
 
 def ks(sample: Tensor, cdf: Callable[[Tensor], Tensor]) -> float:
-    """Kolmogorov-Smirnov distance times the square root of the number of samples; above 2.2 has a chance of 1e-4."""
+    """Kolmogorov-Smirnov distance times the square root of the number of samples; above 2.2 has a
+    chance of 1e-4."""
     x = sample.double().flatten().sort().values
     n = x.numel()
     steps = torch.arange(n + 1, dtype=torch.float64) / n
@@ -75,19 +82,43 @@ CONTINUOUS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "rand_like": (lambda x: torch.rand_like(x), lambda x: x.clamp(0, 1)),
     "randn": (lambda x: torch.randn(100, 200), torch.special.ndtr),
     "randn_like": (lambda x: torch.randn_like(x), torch.special.ndtr),
-    "uniform_": (lambda x: torch.empty_like(x).uniform_(-2, 5), lambda x: ((x + 2) / 7).clamp(0, 1)),
-    "normal_": (lambda x: torch.empty_like(x).normal_(1, 3), lambda x: torch.special.ndtr((x - 1) / 3)),
-    "normal": (lambda x: torch.normal(x * 0 + 1, x * 0 + 3), lambda x: torch.special.ndtr((x - 1) / 3)),
-    "normal float mean": (lambda x: torch.normal(1.0, x * 0 + 3), lambda x: torch.special.ndtr((x - 1) / 3)),
-    "normal float std": (lambda x: torch.normal(x * 0 + 1, 3.0), lambda x: torch.special.ndtr((x - 1) / 3)),
-    "normal of size": (lambda x: torch.normal(1.0, 3.0, (100, 200)), lambda x: torch.special.ndtr((x - 1) / 3)),
-    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), lambda x: 1 - torch.exp(-2 * x)),
+    "uniform_": (
+        lambda x: torch.empty_like(x).uniform_(-2, 5),
+        lambda x: ((x + 2) / 7).clamp(0, 1),
+    ),
+    "normal_": (
+        lambda x: torch.empty_like(x).normal_(1, 3),
+        lambda x: torch.special.ndtr((x - 1) / 3),
+    ),
+    "normal": (
+        lambda x: torch.normal(x * 0 + 1, x * 0 + 3),
+        lambda x: torch.special.ndtr((x - 1) / 3),
+    ),
+    "normal float mean": (
+        lambda x: torch.normal(1.0, x * 0 + 3),
+        lambda x: torch.special.ndtr((x - 1) / 3),
+    ),
+    "normal float std": (
+        lambda x: torch.normal(x * 0 + 1, 3.0),
+        lambda x: torch.special.ndtr((x - 1) / 3),
+    ),
+    "normal of size": (
+        lambda x: torch.normal(1.0, 3.0, (100, 200)),
+        lambda x: torch.special.ndtr((x - 1) / 3),
+    ),
+    "exponential_": (
+        lambda x: torch.empty_like(x).exponential_(2.0),
+        lambda x: 1 - torch.exp(-2 * x),
+    ),
     "log_normal_": (
         lambda x: torch.empty_like(x).log_normal_(0.5, 2.0),
         lambda x: torch.special.ndtr((x.log() - 0.5) / 2),
     ),
-    "cauchy_": (lambda x: torch.empty_like(x).cauchy_(1.0, 2.0), lambda x: 0.5 + torch.atan((x - 1) / 2) / math.pi),
-}  # fmt: skip
+    "cauchy_": (
+        lambda x: torch.empty_like(x).cauchy_(1.0, 2.0),
+        lambda x: 0.5 + torch.atan((x - 1) / 2) / math.pi,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
@@ -106,12 +137,15 @@ DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], dict[float, float]]] = {
     "bernoulli p": (lambda x: torch.bernoulli(x, 0.3), {0: 0.7, 1: 0.3}),
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), {0: 0.7, 1: 0.3}),
     "bernoulli_ tensor": (lambda x: torch.empty_like(x).bernoulli_(x * 0.3), {0: 0.7, 1: 0.3}),
-    "geometric_": (lambda x: torch.empty_like(x).geometric_(0.4), {k: 0.4 * 0.6 ** (k - 1) for k in (1, 2, 3, 4)}),
+    "geometric_": (
+        lambda x: torch.empty_like(x).geometric_(0.4),
+        {k: 0.4 * 0.6 ** (k - 1) for k in (1, 2, 3, 4)},
+    ),
     "dropout": (lambda x: F.dropout(x, 0.25), {0: 0.25, 1 / 0.75: 0.75}),
     "nothing dropped": (lambda x: F.dropout(x, 0.0), {1: 1.0}),
     "all dropped": (lambda x: F.dropout(x, 1.0), {0: 1.0}),
     "not training": (lambda x: F.dropout(x, 0.5, training=False), {1: 1.0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DISCRETE)
@@ -125,7 +159,9 @@ def test_frequencies(name: str) -> None:
         assert abs(found - p) <= 4 * math.sqrt(p * (1 - p) / sample.numel()), (value, found, p)
 
 
-@pytest.mark.parametrize("fn", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: torch.randint_like(x, 1000)])
+@pytest.mark.parametrize(
+    "fn", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: torch.randint_like(x, 1000)]
+)
 def test_seed_is_respected_and_advances(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(64)
     run = compiled(fn)
@@ -161,7 +197,9 @@ def test_dropout_mask_is_the_same_in_backward(dynamic: bool) -> None:
 
 def test_one_compile_serves_many_sizes() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("plait")
-    fn = torch.compile(lambda x: F.dropout(x, 0.5) + torch.rand_like(x), backend=counter, dynamic=True)
+    fn = torch.compile(
+        lambda x: F.dropout(x, 0.5) + torch.rand_like(x), backend=counter, dynamic=True
+    )
     for n in (3, 5, 8):
         assert fn(torch.ones(n, 4)).shape == (n, 4)
     assert counter.frame_count == 1
@@ -178,9 +216,12 @@ def test_checkpointing_recomputes_the_same_numbers(reentrant: bool) -> None:
     x = torch.linspace(0.1, 1.0, 3000, requires_grad=True)
     y = compiled(fn)(x)
     y.sum().backward()
-    # With k = mask * scale * uniform: y = exp(k sin x) - 1, so y' = (y + 1) k cos x, and k comes back from y.
+    # With k = mask * scale * uniform: y = exp(k sin x) - 1, so y' = (y + 1) k cos x, and k comes
+    # back from y.
     k = (y.detach() + 1).log() / x.detach().sin()
-    torch.testing.assert_close(x.grad, (y.detach() + 1) * k * x.detach().cos(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad, (y.detach() + 1) * k * x.detach().cos(), rtol=1e-4, atol=1e-5
+    )
     assert 0.4 < y.ne(0).float().mean().item() < 0.6
 
 
@@ -193,7 +234,9 @@ def test_explicit_generators_are_left_to_torch() -> None:
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("fn", [lambda x: torch.randperm(50), lambda x: torch.multinomial(x, 5), torch.poisson])
+@pytest.mark.parametrize(
+    "fn", [lambda x: torch.randperm(50), lambda x: torch.multinomial(x, 5), torch.poisson]
+)
 def test_operators_without_a_rule_use_torch_s_generator(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(50)
     run = compiled(fn)
@@ -221,10 +264,14 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_parameters(name: str) -> None:
-    """What a distribution cannot have fails as in eager: as an input of the graph and as a constant of it."""
+    """What a distribution cannot have fails as in eager: as an input of the graph and as a constant
+    of it."""
     for value in (-0.25, math.nan):
         x = torch.tensor([0.5, value, 0.5])
-        for run in (WRONG[name], lambda _, value=value: WRONG[name](torch.tensor([0.5, value, 0.5]))):
+        for run in (
+            WRONG[name],
+            lambda _, value=value: WRONG[name](torch.tensor([0.5, value, 0.5])),
+        ):
             for fn in (run, torch.compile(run, backend="plait")):
                 with pytest.raises(RuntimeError):
                     fn(x)
@@ -235,14 +282,20 @@ def test_parameters_at_the_ends(kernels: bool) -> None:
     p = torch.tensor([0.0, 1.0, 1.0, 0.0])
 
     def f(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.bernoulli(p), torch.normal(p, torch.zeros(4)), torch.normal(0.0, p), torch.bernoulli(p[:0])
+        return (
+            torch.bernoulli(p),
+            torch.normal(p, torch.zeros(4)),
+            torch.normal(0.0, p),
+            torch.bernoulli(p[:0]),
+        )
 
     drawn = torch.compile(f, backend="plait", options={"kernels": kernels})(p)
     assert torch.equal(drawn[0], p) and torch.equal(drawn[1], p) and drawn[2][0] == 0 == drawn[2][3]
 
 
 def test_the_numbers_of_eager() -> None:
-    """With eager_random, operators draw what they draw without a compiler, in inference and training."""
+    """With eager_random, operators draw what they draw without a compiler, in inference and
+    training."""
 
     def fn(x: Tensor) -> Tensor:
         return F.dropout(x * 2, 0.5) + torch.rand_like(x) + torch.randn(x.shape)
@@ -266,6 +319,8 @@ def test_the_numbers_of_eager() -> None:
 def test_an_operator_whose_name_is_a_word_of_python(wrapper: str, own: bool) -> None:
     """`aten.random.from`, which no Python can spell."""
     run = plait.compile(
-        lambda x: x.random_(3, 5) * 1, (torch.ones(64),), options={"wrapper": wrapper, "eager_random": own}
+        lambda x: x.random_(3, 5) * 1,
+        (torch.ones(64),),
+        options={"wrapper": wrapper, "eager_random": own},
     )
     assert set(run(torch.ones(64)).tolist()) == {3.0, 4.0}

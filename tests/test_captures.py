@@ -1,4 +1,5 @@
-"""How recordings use the pools of torch's allocator, on one that only counts who holds a pool, as torch's does."""
+"""How recordings use the pools of torch's allocator, on one that only counts who holds a pool, as
+torch's does."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Id = tuple[int, int]
 
 
 class Allocator:
-    """holders: of each pool, none once it is given back. active: pools that are allocated from, the first one first."""
+    """holders: of each pool, none once it is given back. active: pools that are allocated from, the
+    first one first."""
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
@@ -74,10 +76,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Graph.allocator = Allocator()
     generator = SimpleNamespace(graphsafe_set_state=lambda state: None, clone_state=lambda: None)
     cuda: dict[str, Any] = {
-        "graph_pool_handle": lambda: (0, next(made.ids)), "CUDAGraph": Graph, "current_stream": lambda device: None,
-        "memory_reserved": lambda device: 0, "memory_allocated": lambda device: 0, "set_stream": lambda stream: None,
-        "memory_snapshot": lambda pool: [{"total_size": pool[1]}] * 2, "default_generators": [generator],
-        "get_allocator_backend": lambda: made.backend,
+        "graph_pool_handle": lambda: (0, next(made.ids)), "CUDAGraph": Graph,
+        "current_stream": lambda device: None, "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0, "set_stream": lambda stream: None,
+        "memory_snapshot": lambda pool: [{"total_size": pool[1]}] * 2,
+        "default_generators": [generator], "get_allocator_backend": lambda: made.backend,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=1000),
     }  # fmt: skip
     for name, value in cuda.items():
@@ -137,7 +140,10 @@ def test_a_recording_that_fails_holds_no_pool(allocator: Allocator, where: str) 
     allocator.fails = set()
     gc.collect()
     assert not allocator.active and gc.isenabled()
-    assert {pool: n for pool, n in allocator.holders.items() if n} == {other._shared.id: 2, other._kept.id: 1}
+    assert {pool: n for pool, n in allocator.holders.items() if n} == {
+        other._shared.id: 2,
+        other._kept.id: 1,
+    }
     graphs.Capture(0).end()
 
 

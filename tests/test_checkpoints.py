@@ -1,4 +1,5 @@
-"""Checkpointed regions with random numbers: the backward pass computes from those of the forward pass."""
+"""Checkpointed regions with random numbers: the backward pass computes from those of the forward
+pass."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 ones = partial(torch.ones, 8)
 
@@ -30,10 +35,14 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("eager_random", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_are_those_of_the_forward_pass(name: str, reentrant: bool, eager_random: bool) -> None:
+def test_random_numbers_are_those_of_the_forward_pass(
+    name: str, reentrant: bool, eager_random: bool
+) -> None:
     options = {"strict": True, "eager_random": eager_random}
     run = torch.compile(
-        lambda x: checkpoint(RANDOM[name], x, use_reentrant=reentrant), backend="plait", options=options
+        lambda x: checkpoint(RANDOM[name], x, use_reentrant=reentrant),
+        backend="plait",
+        options=options,
     )
     x = torch.zeros(8, requires_grad=True)
     y = run(x)
@@ -46,7 +55,11 @@ def _noisy(x: Tensor) -> Tensor:
 
 
 def _saves_sines(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.sin.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if op == torch.ops.aten.sin.default
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 _SELECTIVE = partial(create_selective_checkpoint_contexts, _saves_sines)
@@ -54,10 +67,14 @@ REGIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: checkpoint(_noisy, x, use_reentrant=False),
     "reentrant": lambda x: checkpoint(_noisy, x, use_reentrant=True),
     "nested": lambda x: checkpoint(
-        lambda x: checkpoint(_noisy, x, use_reentrant=False) * torch.dropout(x, 0.5, True), x, use_reentrant=False
+        lambda x: checkpoint(_noisy, x, use_reentrant=False) * torch.dropout(x, 0.5, True),
+        x,
+        use_reentrant=False,
     ),
     "selective": lambda x: checkpoint(_noisy, x, use_reentrant=False, context_fn=_SELECTIVE),
-    "state is not kept": lambda x: checkpoint(torch.sin, x, use_reentrant=False, preserve_rng_state=False),
+    "state is not kept": lambda x: checkpoint(
+        torch.sin, x, use_reentrant=False, preserve_rng_state=False
+    ),
 }
 
 
@@ -81,5 +98,7 @@ def test_graphs_that_eager_runs(name: str) -> None:
 def test_tangents_of_a_region() -> None:
     run = torch.compile(REGIONS["plain"], backend="plait", options={"strict": False})
     with forward_ad.dual_level():
-        y, tangent = forward_ad.unpack_dual(run(forward_ad.make_dual(torch.ones(200), torch.ones(200))))
+        y, tangent = forward_ad.unpack_dual(
+            run(forward_ad.make_dual(torch.ones(200), torch.ones(200)))
+        )
     assert torch.equal(y == 1, tangent == 0) and 0 < int((y == 1).sum()) < 200

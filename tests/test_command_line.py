@@ -14,8 +14,12 @@ from plait.runtime.cubin import Cubin, pack, unpack
 
 ROOT = Path(__file__).parent.parent
 KERNELS = {
-    "add|*fp32:D,i32,=64|num_warps=8|90": Cubin(b"image", "add_kernel", 8, 2, 3, (4, 5), (6, 7), True, False),
-    "plait_add_7f3a": Cubin(b"", "plait_add_7f3a", 4, 1, 0, (0, 1), (0, 1), False, True, "descriptors"),
+    "add|*fp32:D,i32,=64|num_warps=8|90": Cubin(
+        b"image", "add_kernel", 8, 2, 3, (4, 5), (6, 7), True, False
+    ),
+    "plait_add_7f3a": Cubin(
+        b"", "plait_add_7f3a", 4, 1, 0, (0, 1), (0, 1), False, True, "descriptors"
+    ),
 }
 
 
@@ -50,13 +54,19 @@ def test_a_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.plait"
     batch = torch.export.Dim("batch", max=64)
     model = torch.nn.Linear(4, 8).eval()
-    plait.package(model, path, (torch.randn(3, 4),), dynamic_shapes=({0: batch},), machines=["portable"])
+    plait.package(
+        model, path, (torch.randn(3, 4),), dynamic_shapes=({0: batch},), machines=["portable"]
+    )
     text = said(capsys, "info", path)
-    assert f"plait {plait.__version__}" in text and "gives:\n  result\nmachines:\n  portable " in text
+    assert (
+        f"plait {plait.__version__}" in text and "gives:\n  result\nmachines:\n  portable " in text
+    )
     (symbol,) = [line.split()[0] for line in text.partition("sizes:\n")[2].splitlines()[:1]]
     assert f"takes:\n  input f32 ({symbol}, 4) on cpu\nsizes:\n  {symbol} 0 to 64\n" in text
     assert text.endswith("weights: 2 tensors (--weights lists them)\n")
-    assert said(capsys, "info", "--weights", path).endswith("weights:\n  weight f32 (8, 4)\n  bias f32 (8)\n")
+    assert said(capsys, "info", "--weights", path).endswith(
+        "weights:\n  weight f32 (8, 4)\n  bias f32 (8)\n"
+    )
 
     bytes_ = bytearray(path.read_bytes())
     bytes_[bytes_.index(model.weight.detach().numpy().tobytes())] ^= 1

@@ -1,4 +1,5 @@
-"""Compilers that hang, are killed, write junk or cannot be read: a limit, one more try, a fallback."""
+"""Compilers that hang, are killed, write junk or cannot be read: a limit, one more try, a
+fallback."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SOURCE = 'extern "C" long answer() { return 42; }'
 
 
 def compiler(folder: Path, does: str) -> str:
-    """A compiler that does something else for all but the probe. $out: what it is to write. $n: of this run."""
+    """A compiler that does something else for all but the probe. $out: what it is to write. $n: of
+    this run."""
     path = folder / "cxx"
     real = find_toolchain(Config()).compiler
     path.write_text(f"""#!/bin/bash
@@ -46,7 +48,9 @@ real() {{ exec {real} "$@"; }}
 
 
 def config(folder: Path, does: str, **changes: object) -> Config:
-    made = dataclasses.replace(Config(), cache_dir=str(folder / "cache"), cpp_compiler=compiler(folder, does))
+    made = dataclasses.replace(
+        Config(), cache_dir=str(folder / "cache"), cpp_compiler=compiler(folder, does)
+    )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -87,7 +91,8 @@ def test_a_second_try_may_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"]
+    "how",
+    ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"],
 )
 def test_one_killed_once_is_run_again(tmp_path: Path, how: str) -> None:
     assert build(config(tmp_path, f'if [ $n = 0 ]; then {how}; fi; real "$@"')) == 42
@@ -117,7 +122,9 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
     assert not runs(int((tmp_path / "child").read_text()))
 
 
-def test_one_that_always_hangs_counts_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_always_hangs_counts_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "c++"
     path.write_text('#!/bin/sh\ncase "$*" in *--version*) echo slow 1.0;; *) sleep 600;; esac\n')
     path.chmod(0o755)
@@ -129,7 +136,9 @@ def test_one_that_always_hangs_counts_as_missing(tmp_path: Path, monkeypatch: py
     assert find_toolchain(cfg).compiler != str(path)
 
 
-def test_one_that_does_not_tell_its_version_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_tell_its_version_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "c++"
     path.write_text("#!/bin/sh\nsleep 600\n")
     path.chmod(0o755)
@@ -140,11 +149,14 @@ def test_one_that_does_not_tell_its_version_is_passed_over(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("wrapper", ["native", "cpp"])
-@pytest.mark.parametrize("does", [JUNK["empty"], "kill -9 $$", "sleep 600"], ids=["junk", "killed", "hangs"])
+@pytest.mark.parametrize(
+    "does", [JUNK["empty"], "kill -9 $$", "sleep 600"], ids=["junk", "killed", "hangs"]
+)
 def test_a_program_falls_back_with_one_warning(tmp_path: Path, does: str, wrapper: str) -> None:
     cfg = config(tmp_path, does)
     options = {
-        "cpp_compiler": cfg.cpp_compiler, "cache_dir": cfg.cache_dir, "compiler_seconds": 1, "wrapper": wrapper,
+        "cpp_compiler": cfg.cpp_compiler, "cache_dir": cfg.cache_dir, "compiler_seconds": 1,
+        "wrapper": wrapper,
     }  # fmt: skip
     x = torch.randn(16)
     with warnings.catch_warnings(record=True) as caught:
@@ -191,7 +203,9 @@ def test_an_interrupted_run_ends_the_child(tmp_path: Path) -> None:
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,5 @@
-"""Flags: defaults, environment, options, modes, keys; and the runner of the pipeline that reads them."""
+"""Flags: defaults, environment, options, modes, keys; and the runner of the pipeline that reads
+them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,21 @@ FLAGS = dataclasses.fields(Config)
 
 
 def test_environment_overrides_defaults() -> None:
-    env = {"PLAIT_DEBUG": "3", "PLAIT_FUSION": "0", "PLAIT_OPT_LEVEL": "1", "PLAIT_ISA": "avx2", "PLAIT_CXX": "clang++"}
+    env = {
+        "PLAIT_DEBUG": "3",
+        "PLAIT_FUSION": "0",
+        "PLAIT_OPT_LEVEL": "1",
+        "PLAIT_ISA": "avx2",
+        "PLAIT_CXX": "clang++",
+    }
     cfg = Config.from_env(env)
-    assert (cfg.debug, cfg.fusion, cfg.opt_level, cfg.isa, cfg.cpp_compiler) == (3, False, 1, "avx2", "clang++")
+    assert (cfg.debug, cfg.fusion, cfg.opt_level, cfg.isa, cfg.cpp_compiler) == (
+        3,
+        False,
+        1,
+        "avx2",
+        "clang++",
+    )
     assert Config.from_env({}) == Config()
 
 
@@ -42,7 +55,10 @@ def test_bad_environment(name: str, text: str, message: str) -> None:
 
 
 def test_an_empty_environment_variable_counts_as_unset() -> None:
-    assert Config.from_env({f.metadata["env"] or f"PLAIT_{f.name.upper()}": "" for f in FLAGS}) == Config()
+    assert (
+        Config.from_env({f.metadata["env"] or f"PLAIT_{f.name.upper()}": "" for f in FLAGS})
+        == Config()
+    )
 
 
 def test_an_unknown_environment_name_is_one_warning_that_lists_the_known_ones() -> None:
@@ -79,7 +95,12 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 def test_lists() -> None:
-    assert list_modes() == ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    assert list_modes() == [
+        "default",
+        "reduce-overhead",
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+    ]
     assert list(list_options()) == [f.name for f in dataclasses.fields(Config)]
     assert plait.list_options() == list_options()
 
@@ -162,7 +183,9 @@ def test_torch_logs_switch_plait_on() -> None:
         "PassLog(Config(), 'g').note(3, 'a reason')\n"
     )
     env = {**os.environ, "TORCH_LOGS": "+plait", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "a reason" in done.stderr
 
@@ -174,7 +197,9 @@ def test_importing_plait_loads_neither_torch_nor_the_compiler() -> None:
         "print([m for m in sys.modules if m == 'torch' or m.startswith('plait.')])\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    ).stdout
     assert out.strip() == "['plait.errors', 'plait.config']"
 
 

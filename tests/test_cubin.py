@@ -1,6 +1,7 @@
 """The pool that compiles Triton kernels, with Triton in a folder of its own and no GPU.
 
-The tests run in a process that has Triton on its path (see test_triton_kernels.py): `python -m tests.test_cubin NAME`.
+The tests run in a process that has Triton on its path (see test_triton_kernels.py): `python -m
+tests.test_cubin NAME`.
 """
 
 from __future__ import annotations
@@ -75,15 +76,31 @@ def alignment_is_used(folder: Path) -> None:
 
 def subnormal_numbers_are_kept(folder: Path) -> None:
     """By the functions of Triton's library: `floor(-1e-45)` is -1, not 0."""
-    plain = ("tl.floor(v)", "tl.ceil(v)", "libdevice.log1p(v)", "libdevice.atan2(v, v)", "libdevice.rsqrt(v)")
-    own = {"libdevice.fmod(v, 3.0)": {"rcp.approx.ftz.f32"}, "libdevice.exp(v)": {"ex2.approx.ftz.f32"}}  # scaled
+    plain = (
+        "tl.floor(v)",
+        "tl.ceil(v)",
+        "libdevice.log1p(v)",
+        "libdevice.atan2(v, v)",
+        "libdevice.rsqrt(v)",
+    )
+    own = {
+        "libdevice.fmod(v, 3.0)": {"rcp.approx.ftz.f32"},
+        "libdevice.exp(v)": {"ex2.approx.ftz.f32"},
+    }  # scaled
     library = "from triton.language.extra.cuda import libdevice\n\n\n@triton.jit"
-    text = TEXT.replace("@triton.jit", library).replace("tl.store(", "v = tl.load(p0 + x)\n    tl.store(")
-    jobs = [replace(JOB, text=text.replace("tl.load(p0 + x, x < n) * 2", call), ptx=True) for call in (*plain, *own)]
+    text = TEXT.replace("@triton.jit", library).replace(
+        "tl.store(", "v = tl.load(p0 + x)\n    tl.store("
+    )
+    jobs = [
+        replace(JOB, text=text.replace("tl.load(p0 + x, x < n) * 2", call), ptx=True)
+        for call in (*plain, *own)
+    ]
     pool = CubinPool(2)
     made = pool.compile(jobs, Config(cache_dir=str(folder)))
     for call, kernel in zip((*plain, *own), made, strict=True):
-        found = set(re.findall(r"[a-z0-9.]+\.ftz\.[a-z0-9.]+", kernel.image.decode(errors="ignore")))
+        found = set(
+            re.findall(r"[a-z0-9.]+\.ftz\.[a-z0-9.]+", kernel.image.decode(errors="ignore"))
+        )
         assert found <= own.get(call, set()), (call, found)
     pool.stop()
 
@@ -120,13 +137,17 @@ def killed_server_is_replaced(folder: Path) -> None:
 
 
 def deadly_job_is_tried_twice(folder: Path) -> None:
-    """A source that ends whoever reads it is an error; what ended a worker once only is compiled by the next."""
+    """A source that ends whoever reads it is an error; what ended a worker once only is compiled by
+    the next."""
     pool = CubinPool(1)
     cfg = Config(cache_dir=str(folder))
     with pytest.raises(ToolchainError, match="died twice"):
         pool.compile([replace(JOB, text="import os\nos._exit(1)\n")], cfg)
     mark = folder / "mark"
-    once = f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\nif not mark.exists(): mark.touch(), os._exit(1)\n"
+    once = (
+        f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\nif not mark.exists(): "
+        "mark.touch(), os._exit(1)\n"
+    )
     (made,) = pool.compile([replace(JOB, text=once + TEXT)], cfg)
     assert mark.exists() and made.symbol == "double"
     pool.stop()
@@ -156,7 +177,8 @@ def stopped_pool_starts_again(folder: Path) -> None:
 
 
 def no_orphans(folder: Path) -> None:
-    """A process that is killed leaves no process and no file behind, even while a forked child holds its sockets."""
+    """A process that is killed leaves no process and no file behind, even while a forked child
+    holds its sockets."""
     code = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
@@ -169,7 +191,9 @@ def no_orphans(folder: Path) -> None:
         "print(pool()._server.process.pid, child, *pool()._server.folders, flush=True)\n"
         "time.sleep(30)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     line = parent.stdout.readline().split()
     server, child, scratch = int(line[0]), int(line[1]), line[2:]
@@ -228,7 +252,8 @@ def no_process_can_be_started(folder: Path) -> None:
 
 
 def what_a_thread_meets_is_raised(folder: Path) -> None:
-    """A full disk, or a warning that is an error: whoever waits is told, and what comes later is compiled."""
+    """A full disk, or a warning that is an error: whoever waits is told, and what comes later is
+    compiled."""
     (folder / "file").touch()
     warnings.simplefilter("error")
     pool = CubinPool(1)
@@ -255,9 +280,16 @@ def variables_of_the_compiler_count(folder: Path) -> None:
             return pool.compile([job], cfg)[0]
 
     plain = made()
-    changed = [made(TRITON_DEFAULT_FP_FUSION="0"), made(DISABLE_LLVM_OPT="1"), made(DISABLE_PTXAS_OPT="1")]
+    changed = [
+        made(TRITON_DEFAULT_FP_FUSION="0"),
+        made(DISABLE_LLVM_OPT="1"),
+        made(DISABLE_PTXAS_OPT="1"),
+    ]
     assert len({c.image for c in (plain, *changed)}) == 4
-    assert made() == made(TRITON_CACHE_DIR="/x") == plain and len(list(folder.glob("cubins/*/*.cubin"))) == 4
+    assert (
+        made() == made(TRITON_CACHE_DIR="/x") == plain
+        and len(list(folder.glob("cubins/*/*.cubin"))) == 4
+    )
     with pytest.raises(ToolchainError, match="Unknown option"):
         made(PTXAS_OPTIONS="--nothing-like-it")
     with patch.dict(os.environ, TRITON_PTXAS_PATH=str(folder / "ptxas")):
@@ -322,14 +354,18 @@ def a_full_folder_is_passed_over(folder: Path) -> None:
     full, other = folder / "full", folder / "other"
     full.mkdir(), other.mkdir()
     usage = {full: 0, other: triton_worker.ROOM}
-    with patch.object(shutil, "disk_usage", side_effect=lambda f: shutil._ntuple_diskusage(0, 0, usage[f])):
+    with patch.object(
+        shutil, "disk_usage", side_effect=lambda f: shutil._ntuple_diskusage(0, 0, usage[f])
+    ):
         assert triton_worker.roomy([full, other]) == triton_worker.roomy([other, full]) == other
         usage[other] = 0
         assert triton_worker.roomy([full, other]) == other
     head, image = triton_worker.answer(json.loads(JOB.frame()), [folder / "nothing"])
     assert "FileNotFoundError" in head["error"] and image == b""
     head, image = triton_worker.answer(json.loads(JOB.frame()), [full])
-    assert image[:4] == b"\x7fELF" and head["facts"]["symbol"] == "double" and not list(full.iterdir())
+    assert (
+        image[:4] == b"\x7fELF" and head["facts"]["symbol"] == "double" and not list(full.iterdir())
+    )
 
 
 def job_that_hangs_is_ended(folder: Path) -> None:
@@ -378,12 +414,12 @@ def _runs(pid: int) -> bool:
 CASES = {
     f.__name__: f
     for f in (
-        second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used, refused_source,
-        killed_worker_is_replaced, killed_server_is_replaced, deadly_job_is_tried_twice, stop_ends_a_job,
-        subnormal_numbers_are_kept,
-        stopped_pool_starts_again, no_orphans, forked_child_compiles,
-        starts_early_beside_a_gpu, no_process_can_be_started, what_a_thread_meets_is_raised,
-        variables_of_the_compiler_count, idle_processes_end, ranks_share_processors, the_end_does_not_wait,
+        second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used,
+        refused_source, killed_worker_is_replaced, killed_server_is_replaced,
+        deadly_job_is_tried_twice, stop_ends_a_job, subnormal_numbers_are_kept,
+        stopped_pool_starts_again, no_orphans, forked_child_compiles, starts_early_beside_a_gpu,
+        no_process_can_be_started, what_a_thread_meets_is_raised, variables_of_the_compiler_count,
+        idle_processes_end, ranks_share_processors, the_end_does_not_wait,
         a_full_folder_is_passed_over, job_that_hangs_is_ended,
     )
 }  # fmt: skip

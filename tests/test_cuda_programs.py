@@ -1,4 +1,5 @@
-"""Programs for a GPU, compiled on a machine without one: graphs of fake CUDA tensors, up to the bytes of the plan."""
+"""Programs for a GPU, compiled on a machine without one: graphs of fake CUDA tensors, up to the
+bytes of the plan."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ aten = torch.ops.aten
 pipeline = importlib.import_module("plait.compile")
 TRITON = Path(sys.prefix) / "triton"
 needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the message is another one with CUDA"
+)
 
 
 class _NotLoaded:
@@ -100,7 +103,9 @@ def test_everything_is_on_the_device(compile_only: None) -> None:
     assert all(isinstance(i.grid, int) and i.grid > 0 for i in of(p, Launch))
     assert read(text(p)) == p and encode(p) == encode(read(text(p)))
     assert "rt.GpuKernel(libraries['cuda']" in make_python(p, {"cuda": "x.cubins"})
-    assert made.kernel_source.count("@triton.jit\ndef plait_") == len({i.kernel for i in of(p, Launch)})
+    assert made.kernel_source.count("@triton.jit\ndef plait_") == len(
+        {i.kernel for i in of(p, Launch)}
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (3, 0), (2, 3)])
@@ -109,7 +114,12 @@ def test_copies_at_the_end_are_on_the_device(shape: tuple[int, ...], compile_onl
     mode, (x,) = fakes(shape)
     with mode:
         y = torch.empty(4)
-    made = record(lambda x, y: (x.clone(), x.t().clone(), x.expand(2, *x.shape).clone(), y + 1), x, y, mode=mode)
+    made = record(
+        lambda x, y: (x.clone(), x.t().clone(), x.expand(2, *x.shape).clone(), y + 1),
+        x,
+        y,
+        mode=mode,
+    )
     assert [i.device for i in of(made.wrapper, Alloc)].count("cpu") == 1
 
 
@@ -134,7 +144,11 @@ WIDENED = r"(?:abs|neg)\.s16\s+(%rs\d+),[^;]*;.*cvt\.s64\.s16\s+%rd\d+, \1;"
 @pytest.mark.parametrize(
     ("fn", "dtypes", "wrong"),
     [
-        (lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[1].to(torch.int16), ("*fp32", "*i16"), r"add\.s16x2"),
+        (
+            lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[1].to(torch.int16),
+            ("*fp32", "*i16"),
+            r"add\.s16x2",
+        ),
         (lambda x: (-x).sum(-1), ("*i16", "*i64"), WIDENED),
         (lambda x: (0 - x).sum(-1), ("*i16", "*i64"), WIDENED),
         (lambda x: (x * -1).sum(-1), ("*i16", "*i64"), WIDENED),
@@ -147,14 +161,24 @@ def test_16_bits_are_half_of_32(
     opaque: bool, fn: Callable[[torch.Tensor], torch.Tensor], dtypes: tuple[str, ...], wrong: str,
     compile_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """What ptxas gets wrong in 16 bits is not in the code where the compiler may not see that they would do."""
+    """What ptxas gets wrong in 16 bits is not in the code where the compiler may not see that they
+    would do."""
     if not opaque:
-        monkeypatch.setitem(_FUNCTIONS, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n")
+        monkeypatch.setitem(
+            _FUNCTIONS, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n"
+        )
     mode, (x,) = fakes((1, 2, 64, 8), dtype=torch.int16 if dtypes[0] == "*i16" else torch.float32)
     made = record(fn, x, mode=mode)
     (launch,) = of(made.wrapper, Launch)
     (tmp_path / "kernel.py").write_text(made.kernel_source)
-    command = [sys.executable, "-c", PTX, str(tmp_path / "kernel.py"), launch.kernel, json.dumps(dtypes)]
+    command = [
+        sys.executable,
+        "-c",
+        PTX,
+        str(tmp_path / "kernel.py"),
+        launch.kernel,
+        json.dumps(dtypes),
+    ]
     env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -198,8 +222,8 @@ def test_a_number_on_the_host_is_copied_once(compile_only: None) -> None:
 
 
 def test_quotients_by_a_number_are_products_with_its_reciprocal(compile_only: None) -> None:
-    """As eager's kernels on a GPU have it: 34 / 9 is 3.7777780. A tensor there divides. The reciprocal of a Python
-    number is rounded once, but for floors and the like."""
+    """As eager's kernels on a GPU have it: 34 / 9 is 3.7777780. A tensor there divides. The
+    reciprocal of a Python number is rounded once, but for floors and the like."""
     mode, (x, y, one) = fakes((8,), (8,), ())
     with mode:
         s = torch.empty(())
@@ -217,7 +241,11 @@ def test_quotients_by_a_number_are_products_with_its_reciprocal(compile_only: No
             made = record(_with(fn, b), *given, mode=mode)
             divisions = made.kernel_source.count("tl.div_rn(")
             if not isinstance(b, torch.Tensor) and name not in ("floor", "trunc"):
-                assert divisions == 0 and repr(1.0 / b) in made.kernel_source, (name, b, made.kernel_source)
+                assert divisions == 0 and repr(1.0 / b) in made.kernel_source, (
+                    name,
+                    b,
+                    made.kernel_source,
+                )
                 continue
             assert bool(re.search(one_over, made.kernel_source)) is by_number, (name, b)
             assert divisions == (1 if by_number else n), (name, b, made.kernel_source)
@@ -284,9 +312,14 @@ def test_what_collides_without_an_atomic_is_a_call(compile_only: None) -> None:
     with mode:
         at = torch.empty(4, dtype=torch.int64, device="cuda")
         source = torch.empty(4, dtype=torch.int8, device="cuda")
-    scatter = record(lambda x, i, s: x.to(torch.int8).scatter_reduce(0, i, s, "prod"), x, at, source, mode=mode)
+    scatter = record(
+        lambda x, i, s: x.to(torch.int8).scatter_reduce(0, i, s, "prod"), x, at, source, mode=mode
+    )
     assert any("on a GPU" in why for why in scatter.fallback_reasons.values())
-    assert record(lambda x, i: x.index_add(0, i, x.narrow(0, 0, 4)), x, at, mode=mode).fallback_reasons == {}
+    assert (
+        record(lambda x, i: x.index_add(0, i, x.narrow(0, 0, 4)), x, at, mode=mode).fallback_reasons
+        == {}
+    )
 
 
 def test_views_with_an_offset_are_unaligned(compile_only: None) -> None:
@@ -317,7 +350,13 @@ def test_the_file_of_cubins_is_checked(compile_only: None, tmp_path: Path) -> No
     cubin = Cubin(b"image", "symbol", 4, 1, 0, (0, 1), (0, 1), False, False)
     data = pack({"a": cubin, "b": cubin})
     path = tmp_path / "k.cubins"
-    for bad in (b"", data[:7], data[:-1], b"X" + data[1:], data[:16] + struct.pack("<q", 3) + data[24:]):
+    for bad in (
+        b"",
+        data[:7],
+        data[:-1],
+        b"X" + data[1:],
+        data[:16] + struct.pack("<q", 3) + data[24:],
+    ):
         path.write_bytes(bad)
         with pytest.raises(LoadError, match=r"kernel file|k\.cubins"):
             load(plan, {"cuda": str(path)})
@@ -334,7 +373,11 @@ def _half(*shapes: tuple[int, ...]) -> tuple[FakeTensorMode, list[torch.Tensor]]
 
 def _strides(p: WrapperProgram, width: int) -> set[tuple[Any, ...]]:
     """Of row-major matrices of rows of this length."""
-    made = [i for i in p.body if isinstance(i, (Alloc, Place, View)) and len(i.shape) == 2 and i.shape[-1] == width]
+    made = [
+        i
+        for i in p.body
+        if isinstance(i, (Alloc, Place, View)) and len(i.shape) == 2 and i.shape[-1] == width
+    ]
     return {i.strides for i in made if i.strides[-1] == 1}
 
 
@@ -354,7 +397,9 @@ def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
         assert len(of(p, CallExtern)) == calls
 
 
-def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(compile_only: None) -> None:
+def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(
+    compile_only: None,
+) -> None:
     def head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (x @ w.t()).view(8, 64, 50257)
 
@@ -421,7 +466,11 @@ def test_a_reduction_of_nothing_reads_nothing(compile_only: None) -> None:
 def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> None:
     """Where these were used, torch refuses to answer for the older ones."""
     mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
-    (image, filters), cuda, cudnn = fakes((2, 8, 16, 16), (8, 8, 3, 3))[1], torch.backends.cuda, torch.backends.cudnn
+    (image, filters), cuda, cudnn = (
+        fakes((2, 8, 16, 16), (8, 8, 3, 3))[1],
+        torch.backends.cuda,
+        torch.backends.cudnn,
+    )
     before = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
     try:
         for precision, bias_op in (("tf32", "aten::addmm.out"), ("ieee", "aten::mm.out")):
@@ -435,7 +484,8 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
 
 
 def test_products_of_what_is_moved_need_no_copy(compile_only: None) -> None:
-    """Where both products of a linear layer's gradient read it, its kernel writes it once, as they want it."""
+    """Where both products of a linear layer's gradient read it, its kernel writes it once, as they
+    want it."""
     mode, (x, w, g) = fakes((8, 200, 256), (256, 128), (1600, 128))
 
     def fn(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
@@ -445,14 +495,22 @@ def test_products_of_what_is_moved_need_no_copy(compile_only: None) -> None:
     made = record(fn, x, w, g, mode=mode)
     large = [b for k in _kernels(made) for b in k.args if b.name in k.outs and b.shape == x.shape]
     assert [b.strides for b in large] == [(256, 8 * 256, 1)]
-    assert sum(numel(b.shape) for k in _kernels(made) for b in k.args if b.name in k.outs) < 1.1 * x.numel()
+    assert (
+        sum(numel(b.shape) for k in _kernels(made) for b in k.args if b.name in k.outs)
+        < 1.1 * x.numel()
+    )
 
 
 def test_the_gradients_of_a_norm_read_the_rows_once(compile_only: None) -> None:
-    """Sums of rows and of columns and what is made of them are one kernel; a short one adds up the programs' sums."""
-    mode, (dy, x, w, mean, rstd) = fakes((4, 1024, 768), (4, 1024, 768), (768,), (4, 1024, 1), (4, 1024, 1))
+    """Sums of rows and of columns and what is made of them are one kernel; a short one adds up the
+    programs' sums."""
+    mode, (dy, x, w, mean, rstd) = fakes(
+        (4, 1024, 768), (4, 1024, 768), (768,), (4, 1024, 1), (4, 1024, 1)
+    )
 
-    def fn(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Any:
+    def fn(
+        dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    ) -> Any:
         return aten.native_layer_norm_backward(dy, x, (768,), mean, rstd, w, w, [True, True, True])
 
     made = record(fn, dy, x, w, mean, rstd, mode=mode)
@@ -467,7 +525,9 @@ def test_a_row_s_program_looks_up_what_its_loss_needs(compile_only: None) -> Non
         y = y.long()
     made = record(lambda x, y: torch.nn.functional.cross_entropy(x, y), x, y, mode=mode)
     rows, last = _kernels(made)
-    assert len(rows.outs) == 1 and rows.grid == 1048 and all(numel(b.shape) <= 1048 for b in last.args)
+    assert (
+        len(rows.outs) == 1 and rows.grid == 1048 and all(numel(b.shape) <= 1048 for b in last.args)
+    )
 
 
 def _kernels(made: CompileRecord) -> list[Kernel]:
@@ -475,7 +535,8 @@ def _kernels(made: CompileRecord) -> list[Kernel]:
 
 
 def test_log_softmax_is_made_again_from_its_input() -> None:
-    """What is saved for the backward pass of a cross-entropy is the logits and two numbers a row."""
+    """What is saved for the backward pass of a cross-entropy is the logits and two numbers a
+    row."""
     logits, target = torch.randn(64, 300, dtype=torch.bfloat16), torch.randint(300, (64,))
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:

@@ -1,4 +1,5 @@
-"""Modules of the debug folder that call Python: control flow with its subgraphs, operators of the user's script."""
+"""Modules of the debug folder that call Python: control flow with its subgraphs, operators of the
+user's script."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def loop(x: Tensor) -> Any:
     def body(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return i + 1, y * 1.5
 
-    return torch.while_loop(lambda i, y: (i < 3) & (y.sum() < float("inf")), body, (torch.tensor(0), x))
+    return torch.while_loop(
+        lambda i, y: (i < 3) & (y.sum() < float("inf")), body, (torch.tensor(0), x)
+    )
 
 
 def scanned(x: Tensor) -> Any:
@@ -79,8 +82,14 @@ def run_again(file: Path, *inputs: Tensor) -> tuple[Any, ...]:
 
 def in_a_process(file: Path, **env: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(plait.__file__).parent.parent)
-    env = {"PYTHONPATH": os.pathsep.join([root, *env.values()]), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env)
+    env = {
+        "PYTHONPATH": os.pathsep.join([root, *env.values()]),
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env
+    )
 
 
 @pytest.mark.parametrize("fn", [loop, scanned], ids=lambda f: f.__name__)
@@ -116,7 +125,9 @@ def test_operators_of_the_script_are_named(tmp_path: Path) -> None:
 
     def fn(x: Tensor) -> Tensor:
         doubled = torch.ops.plaitscript.twice(x) + 1
-        return torch.cond(x.sum() > 0, lambda y: torch.ops.plaitscript.twice(y), lambda y: y - 1, (doubled,))
+        return torch.cond(
+            x.sum() > 0, lambda y: torch.ops.plaitscript.twice(y), lambda y: y - 1, (doubled,)
+        )
 
     file = module_of(fn, tmp_path / "debug", X)
     torch.testing.assert_close(run_again(file, X)[0], fn(X))
@@ -124,8 +135,13 @@ def test_operators_of_the_script_are_named(tmp_path: Path) -> None:
     assert "users_operators.py" in file.read_text().split("import torch")[0]
     run = in_a_process(file)
     assert run.returncode == 1
-    assert "there is no operator plaitscript::twice: import the module, or load the library" in run.stderr
-    file.write_text(file.read_text().replace("import torch\n", "import torch\nimport users_operators\n", 1))
+    assert (
+        "there is no operator plaitscript::twice: import the module, or load the library"
+        in run.stderr
+    )
+    file.write_text(
+        file.read_text().replace("import torch\n", "import torch\nimport users_operators\n", 1)
+    )
     run = in_a_process(file, folder=str(tmp_path))
     assert run.returncode == 0, run.stderr
 

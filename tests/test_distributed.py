@@ -1,4 +1,5 @@
-"""Data parallel training, distributed tensors and tensor parallel training against eager, in one process and in two."""
+"""Data parallel training, distributed tensors and tensor parallel training against eager, in one
+process and in two."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
-    """It runs each of its graphs with fake tensors once, if it knows that AOTAutograd was called."""
+    """It runs each of its graphs with fake tensors once, if it knows that AOTAutograd was
+    called."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4))
+        return nn.Sequential(
+            nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4)
+        )
 
     graphs: list[int] = []
 
@@ -31,7 +35,9 @@ def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
         graphs.append(len(inputs))
         return plait_backend(gm, inputs)
 
-    split = DDPOptimizer(bucket_bytes_cap=8_000, backend_compile_fn=compiler, first_bucket_cap=3_000)
+    split = DDPOptimizer(
+        bucket_bytes_cap=8_000, backend_compile_fn=compiler, first_bucket_cap=3_000
+    )
     eager, model = build(), build()
     fn = torch.compile(model, backend=split.compile_fn)
     for _ in range(2):
@@ -50,7 +56,14 @@ def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
 def test_as_eager(processes: int, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed_programs", str(k), str(processes), str(tmp_path / "meet")],
+            [
+                sys.executable,
+                "-m",
+                "tests.distributed_programs",
+                str(k),
+                str(processes),
+                str(tmp_path / "meet"),
+            ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -64,4 +77,6 @@ def test_as_eager(processes: int, tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks) and all(t.endswith("passed\n") for t in told), "\n".join(told)
+    assert all(rank.returncode == 0 for rank in ranks) and all(
+        t.endswith("passed\n") for t in told
+    ), "\n".join(told)

@@ -1,4 +1,5 @@
-"""README and docs say what is so: their Python runs, and the commands, files, names, variables they mention exist."""
+"""README and docs say what is so: their Python runs, and the commands, files, names, variables they
+mention exist."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from plait.lower.graph import load_rules
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WORDS = [(page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())]
+WORDS = [
+    (page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())
+]
 
 
 def blocks(name: str, language: str = "python") -> list[str]:
@@ -28,7 +31,9 @@ def blocks(name: str, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def test_the_readme_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.LayerNorm(16))
@@ -89,7 +94,9 @@ def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) ->
     torch._dynamo.reset()
     watching, block = blocks("docs/debug.md")
     exec(compile(watching, "docs/debug.md", "exec"), {})
-    assert re.search(r"^gelu +\(3, 8\) mean .* plait_.*aten.gelu", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^gelu +\(3, 8\) mean .* plait_.*aten.gelu", capsys.readouterr().out, re.MULTILINE
+    )
     loops = read_program(block).ops
     assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
 
@@ -97,7 +104,9 @@ def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    mentioned = set(re.findall(r"\bmake ([a-z][a-z-]*)(?=[`\s]*(?:$|#|`|\n))", page.read_text(), re.MULTILINE))
+    mentioned = set(
+        re.findall(r"\bmake ([a-z][a-z-]*)(?=[`\s]*(?:$|#|`|\n))", page.read_text(), re.MULTILINE)
+    )
     assert mentioned <= targets
     if page.name == "README.md":
         assert {"demo", "test", "lint", "bench"} <= mentioned
@@ -107,7 +116,10 @@ def test_environment_variables_exist() -> None:
     files = [ROOT / "CMakeLists.txt", *(ROOT / "plait" / "lib" / "cmake" / "plait").glob("*.cmake")]
     cmake = "".join(file.read_text() for file in files)
     native = "".join(file.read_text() for file in (ROOT / "native").rglob("*.cpp"))
-    known = {row.env for row in plait.config._rows()} | {"PLAIT_", *re.findall(r"PLAIT_[A-Z_]+", cmake)}
+    known = {row.env for row in plait.config._rows()} | {
+        "PLAIT_",
+        *re.findall(r"PLAIT_[A-Z_]+", cmake),
+    }
     known |= {*re.findall(r'getenv\("(PLAIT_[A-Z_]+)"\)', native)}
     mentioned = {v for page in PAGES for v in re.findall(r"\bPLAIT_[A-Z_]*", page.read_text())}
     assert mentioned <= known and {"PLAIT_DEBUG", "PLAIT_CACHE_DIR", "PLAIT_CXX"} <= mentioned

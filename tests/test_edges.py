@@ -1,4 +1,5 @@
-"""Functions at their edges, forward and gradient, in sizes that fill vectors and sizes that leave a tail.
+"""Functions at their edges, forward and gradient, in sizes that fill vectors and sizes that leave a
+tail.
 
 Every element meets every special value. Where eager's vectors and what is left over beside them
 differ, either is right.
@@ -20,16 +21,41 @@ from tests import extremes
 slow = pytest.mark.slow
 INF, NAN = math.inf, math.nan
 Fn = Callable[..., Tensor]
-VALUES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 3.0, -3.0, 6.0, 20.0, -20.0, 0.25, 1e-3, INF, -INF, NAN)
+VALUES = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    -0.5,
+    2.0,
+    3.0,
+    -3.0,
+    6.0,
+    20.0,
+    -20.0,
+    0.25,
+    1e-3,
+    INF,
+    -INF,
+    NAN,
+)
 
 ONE: Mapping[str, Fn] = {
-    **{name: getattr(F, name) for name in (
-        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu "
-        "silu softplus softshrink softsign tanhshrink"
-    ).split()},
-    **{name: getattr(torch, name) for name in (
-        "abs sgn sign sqrt rsqrt log log1p reciprocal acos acosh asin atanh sigmoid exp square logit sinc angle"
-    ).split()},
+    **{
+        name: getattr(F, name)
+        for name in (
+            "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish "
+            "relu relu6 selu silu softplus softshrink softsign tanhshrink"
+        ).split()
+    },
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "abs sgn sign sqrt rsqrt log log1p reciprocal acos acosh asin atanh sigmoid exp square "
+            "logit sinc angle"
+        ).split()
+    },
     "threshold": lambda x: F.threshold(x, 0.5, 2.0),
     "hardshrink of 0": lambda x: F.hardshrink(x, 0.0),
     "softshrink of 0": lambda x: F.softshrink(x, 0.0),
@@ -47,11 +73,15 @@ ONE: Mapping[str, Fn] = {
     "smooth_l1": lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"),
     "huber": lambda x: F.huber_loss(x, torch.zeros_like(x), reduction="none"),
     "l1": lambda x: F.l1_loss(x, torch.zeros_like(x), reduction="none"),
-    "bce": lambda x: F.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3), reduction="none"),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(
+        x, torch.full_like(x, 0.3), reduction="none"
+    ),
     "kl_div": lambda x: F.kl_div(torch.ones_like(x), x, reduction="none"),
     "hinge": lambda x: F.hinge_embedding_loss(x, -torch.ones_like(x), reduction="none"),
-    "margin_ranking": lambda x: F.margin_ranking_loss(x, x * 0, torch.ones_like(x), reduction="none"),
-}  # fmt: skip
+    "margin_ranking": lambda x: F.margin_ranking_loss(
+        x, x * 0, torch.ones_like(x), reduction="none"
+    ),
+}
 TWO: Mapping[str, Fn] = {
     **{name: getattr(torch, name) for name in (
         "atan2 hypot maximum minimum fmax fmin copysign logaddexp pow xlogy div fmod remainder"
@@ -78,10 +108,15 @@ def eager(fn: Fn, given: Sequence[Tensor], dy: Tensor | None = None) -> list[Ten
     if not y.requires_grad:
         return [y]
     found = torch.autograd.grad(y, given, weights(y) if dy is None else dy, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True))]
+    return [
+        y.detach(),
+        *(torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)),
+    ]
 
 
-def compiled(fns: Mapping[str, Fn], n_given: int) -> Callable[[Sequence[Tensor]], list[list[Tensor]]]:
+def compiled(
+    fns: Mapping[str, Fn], n_given: int
+) -> Callable[[Sequence[Tensor]], list[list[Tensor]]]:
     """One program of functions, each of operands of its own."""
     torch._dynamo.reset()
 
@@ -94,7 +129,9 @@ def compiled(fns: Mapping[str, Fn], n_given: int) -> Callable[[Sequence[Tensor]]
         xs = [x.clone().requires_grad_() for _ in fns for x in given]
         ys = program(*xs)
         found = torch.autograd.grad(ys, xs, [weights(y) for y in ys], allow_unused=True)
-        gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+        gradients = [
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)
+        ]
         return [[y.detach(), *gradients[k * n_given :][:n_given]] for k, y in enumerate(ys)]
 
     return run
@@ -113,10 +150,16 @@ def right(fn: Fn, given: Sequence[Tensor], got: list[Tensor], of_elements: bool)
                 alone = [x.flatten()[k].repeat(n) for n in (1, 64) for x in given]
                 each = (alone[: len(given)], alone[len(given) :])
                 dy = weights(b).flatten()[k]
-                if any(extremes.near(a.flatten()[k], eager(fn, x, dy.repeat(len(x[0])))[what][0]) for x in each):
+                if any(
+                    extremes.near(a.flatten()[k], eager(fn, x, dy.repeat(len(x[0])))[what][0])
+                    for x in each
+                ):
                     continue
             place = [x.flatten()[k].item() for x in given] if of_elements else k
-            wrong.append(f"{'gradient' if what else 'result'} at {place}: {a.flatten()[k]}, not {b.flatten()[k]}")
+            wrong.append(
+                f"{'gradient' if what else 'result'} at {place}: {a.flatten()[k]}, not "
+                f"{b.flatten()[k]}"
+            )
     return wrong
 
 
@@ -129,7 +172,8 @@ def check(fns: Mapping[str, Fn], inputs: Sequence[Sequence[Tensor]], of_elements
 
 
 DTYPES = [
-    pytest.param(d, marks=() if d == torch.float32 else slow) for d in (torch.float32, torch.float64, torch.bfloat16)
+    pytest.param(d, marks=() if d == torch.float32 else slow)
+    for d in (torch.float32, torch.float64, torch.bfloat16)
 ]
 SIZES = [pytest.param(n, marks=() if n in (1, 33) else slow) for n in (1, 7, 16, 33)]
 
@@ -144,7 +188,11 @@ def test_one_operand(n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)
 def test_two_operands(n: int, dtype: torch.dtype) -> None:
-    x = torch.tensor((0.0, -0.0, 1.0, -1.0, 0.5, 3.0, INF, -INF, NAN), dtype=torch.float64).to(dtype)
+    x = torch.tensor((0.0, -0.0, 1.0, -1.0, 0.5, 3.0, INF, -INF, NAN), dtype=torch.float64).to(
+        dtype
+    )
     a, b = (t.flatten() for t in torch.meshgrid(x, x, indexing="ij"))
     step = max(1, min(n, 5))
-    check(TWO, [(a.roll(k)[:n].clone(), b.roll(k)[:n].clone()) for k in range(0, len(a), step)], True)
+    check(
+        TWO, [(a.roll(k)[:n].clone(), b.roll(k)[:n].clone()) for k in range(0, len(a), step)], True
+    )

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import plait
-from plait.errors import InputError, InternalError, PlaitError, ToolchainError, Unsupported, UserError
+from plait.errors import (
+    InputError,
+    InternalError,
+    PlaitError,
+    ToolchainError,
+    Unsupported,
+    UserError,
+)
 
 
 def test_text_says_what_where_and_what_to_try() -> None:
@@ -31,7 +38,9 @@ def test_three_kinds() -> None:
 
 def test_unknown_option_through_torch_compile() -> None:
     fn = torch.compile(lambda x: x + 1, backend="plait", options={"fusoin": True})
-    with pytest.raises(UserError, match=r"(?s)unknown option 'fusoin' for backend 'plait'.*fusion") as info:
+    with pytest.raises(
+        UserError, match=r"(?s)unknown option 'fusoin' for backend 'plait'.*fusion"
+    ) as info:
         fn(torch.ones(2))
     assert isinstance(info.value, plait.UserError)
     assert info.value.what == "unknown option 'fusoin' for backend 'plait'"
@@ -43,7 +52,10 @@ def test_errors_through_torch_keep_class_and_fields() -> None:
     for error in (InputError("a", where="b:1", hint="c"), ToolchainError("a"), InternalError("a")):
         passed = through_dynamo(error)
         assert isinstance(passed, type(error)) and str(passed) == str(error)
-        assert f"{type(passed).__module__}.{type(passed).__qualname__}" == f"plait.errors.{type(error).__name__}"
+        assert (
+            f"{type(passed).__module__}.{type(passed).__qualname__}"
+            == f"plait.errors.{type(error).__name__}"
+        )
         assert (passed.what, passed.where, passed.hint) == (error.what, error.where, error.hint)
         assert type(through_dynamo(error)) is type(passed)
 
@@ -68,7 +80,9 @@ def test_wrong_kinds_of_options_and_modes() -> None:
 
 def test_unknown_mode_through_torch_compile() -> None:
     fn = torch.compile(lambda x: x + 1, backend="plait", mode="fastest")
-    with pytest.raises(UserError, match=r"(?s)unknown mode 'fastest'.*default, reduce-overhead, max-autotune"):
+    with pytest.raises(
+        UserError, match=r"(?s)unknown mode 'fastest'.*default, reduce-overhead, max-autotune"
+    ):
         fn(torch.ones(2))
 
 

@@ -69,8 +69,9 @@ def test_the_report_counts_kernels_calls_and_fallbacks(capsys: pytest.CaptureFix
     assert "test_explain.py:" in report.details  # source lines
     head, *lines = report.text.splitlines()
     assert head == (
-        f"1 graph: {report.graphs[0].aten_ops} ATen ops -> 2 kernels, 3 calls of PyTorch's own operators, "
-        f"{sum(report.fallbacks.values())} of them for want of a rule; 0 pairs not fused"
+        f"1 graph: {report.graphs[0].aten_ops} ATen ops -> 2 kernels, 3 calls of PyTorch's own "
+        f"operators, {sum(report.fallbacks.values())} of them for want of a rule; 0 pairs not "
+        "fused"
     )
     assert "  1 x aten::addmm" in lines
     assert "  1 x plaittest::halved: no lowering rule" in lines
@@ -182,18 +183,24 @@ def test_arguments_are_given_as_in_a_call() -> None:
     x = inputs()
     assert plait.explain(scaled, x, 3.0, x, quiet=True).kernels == 1
     assert plait.explain(functools.partial(scaled, mode=x), x, by=3.0, quiet=True).kernels == 1
-    with pytest.raises(plait.UserError, match=r"plait\.explain needs a function or module, got int"):
+    with pytest.raises(
+        plait.UserError, match=r"plait\.explain needs a function or module, got int"
+    ):
         plait.explain(3, x)  # type: ignore[arg-type]
 
 
-def test_what_plait_compile_returned_is_shown_and_not_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_plait_compile_returned_is_shown_and_not_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     calls: list[None] = []
     for result in (lambda y: y, lambda y: {"y": y}):
         compiled = plait.compile(lambda x: (calls.append(None), result(x.sin() + 1))[1], inputs())  # noqa: B023
         before = len(calls)
         report = plait.explain(compiled, inputs())
         assert report.graphs == (compiled.record,) and report.kernels >= 1
-        assert capsys.readouterr().out.startswith("compiled by plait.compile before, not run again\n1 graph: ")
+        assert capsys.readouterr().out.startswith(
+            "compiled by plait.compile before, not run again\n1 graph: "
+        )
         assert len(calls) == before
 
 
@@ -214,7 +221,9 @@ def test_equal_kernels_and_reasons_are_counted_together() -> None:
     with torch.no_grad():
         report = plait.explain(layers, inputs(), torch.randn(96, 96), quiet=True)
     assert report.kernels == 6
-    assert re.search(r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text)
+    assert re.search(
+        r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text
+    )
     assert len(report.text.splitlines()) < 15
 
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -257,13 +266,18 @@ def test_what_was_not_fused_is_equal_in_two_runs() -> None:
     assert lines() == lines()
 
 
-# ---------------------------------------------------------------------------------------------- the debug folder
-FILES = ("0_captured.py 0_given.json 1_graph.py 2_loops.txt 3_plan.txt 4_kernels.cpp 5_wrapper.txt 6_module.py").split()
+# --------------------------------------------------------------------------------- the debug folder
+FILES = (
+    "0_captured.py 0_given.json 1_graph.py 2_loops.txt 3_plan.txt 4_kernels.cpp 5_wrapper.txt "
+    "6_module.py"
+).split()
 
 
 def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:
     table = torch.randn(5, 96)
-    report = plait.explain(lambda x: (x + table[3]).relu(), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True)
+    report = plait.explain(
+        lambda x: (x + table[3]).relu(), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True
+    )
     (folder,) = tmp_path.iterdir()
     assert folder.name == report.graphs[0].name
     assert sorted(p.name for p in folder.iterdir() if p.suffix != ".pt") == FILES
@@ -277,7 +291,8 @@ def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:
 def run_module(file: Path, *args: str) -> str:
     """What a stranger sees who runs a debug folder's module from another place."""
     run = subprocess.run(
-        [sys.executable, str(file), *args], capture_output=True, text=True, timeout=120, cwd=file.parent,
+        [sys.executable, str(file), *args], capture_output=True, text=True, timeout=120,
+        cwd=file.parent,
         env={
             "PYTHONPATH": str(Path(plait.__file__).parent.parent),
             "PATH": "/usr/bin:/bin",
@@ -291,7 +306,10 @@ def run_module(file: Path, *args: str) -> str:
 def test_the_module_of_the_debug_folder_runs_by_itself(tmp_path: Path) -> None:
     weight = torch.randn(96, 32)
     report = plait.explain(
-        lambda x: (x @ weight).relu().sum(0), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True
+        lambda x: (x @ weight).relu().sum(0),
+        inputs(),
+        options={"debug_dir": str(tmp_path)},
+        quiet=True,
     )
     printed = run_module(tmp_path / report.graphs[0].name / "6_module.py")
     assert f"{report.graphs[0].name}: float32[32]" in printed
@@ -331,8 +349,14 @@ def test_the_debug_folders_of_a_training_step_and_of_dynamic_shapes(tmp_path: Pa
         assert f"{graph.name}: best " in printed and "all " in printed and "GB/s" in printed
 
 
-# ---------------------------------------------------------------------------------------------- the ladder
-LADDER = {1: "lower ", 2: "kernel plait_", 3: "not fused: ", 4: 'extern "C"', 5: "wrapper after place frees"}
+# --------------------------------------------------------------------------------------- the ladder
+LADDER = {
+    1: "lower ",
+    2: "kernel plait_",
+    3: "not fused: ",
+    4: 'extern "C"',
+    5: "wrapper after place frees",
+}
 
 
 @pytest.mark.parametrize("level", range(6))
@@ -352,7 +376,9 @@ def test_the_ladder(
 TIME = re.compile(r"(plait_\w+) +([\d.]+) us +([\d.]+) [KM]iB +[\d.]+ GB/s +([\d.]+) us")
 
 
-def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(capfd: pytest.CaptureFixture[str]) -> None:
+def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     net = nn.Sequential(nn.BatchNorm1d(40), nn.Dropout(0.5), nn.GELU())
     states = {k: v.clone() for k, v in net.state_dict().items()}
     x = torch.randn(300, 40, requires_grad=True)
@@ -378,7 +404,9 @@ def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(capfd
         assert torch.equal(a, b)
 
 
-def test_level_2_times_a_program_whose_inputs_share_memory(capfd: pytest.CaptureFixture[str]) -> None:
+def test_level_2_times_a_program_whose_inputs_share_memory(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     base = torch.arange(60.0)
     given = base[:50].view(5, 10), base[10:20].expand(5, 10)
 

@@ -1,4 +1,5 @@
-"""Elementwise functions, forward and gradient, at the ends of every dtype: zeros, infinities, NaN, subnormals."""
+"""Elementwise functions, forward and gradient, at the ends of every dtype: zeros, infinities, NaN,
+subnormals."""
 
 from __future__ import annotations
 
@@ -81,10 +82,22 @@ def test_two_arguments(dtype: torch.dtype) -> None:
     check(dict(TWO), (a, b))
 
 
-QUICK = ("hardtanh", "relu6", "hardshrink", "softshrink", "hardswish", "hardsigmoid", "elu", "threshold", "clamp")
+QUICK = (
+    "hardtanh",
+    "relu6",
+    "hardshrink",
+    "softshrink",
+    "hardswish",
+    "hardsigmoid",
+    "elu",
+    "threshold",
+    "clamp",
+)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=() if d == torch.float32 else slow) for d in FLOATS])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=() if d == torch.float32 else slow) for d in FLOATS]
+)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in ONE])
 def test_gradients(name: str, dtype: torch.dtype) -> None:
     args = (extremes.special(dtype).repeat_interleave(16),)
@@ -100,16 +113,21 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
     truth = extremes.gradients(fn, (args[0].double(),))[0] if dtype != torch.float64 else None
     if name in SHORT and dtype == torch.float64:
         at = args[0] == (1 if name == "digamma" else 0)
-        torch.testing.assert_close(got[at], torch.full_like(got[at], SHORT[name]), rtol=1e-15, atol=0)
+        torch.testing.assert_close(
+            got[at], torch.full_like(got[at], SHORT[name]), rtol=1e-15, atol=0
+        )
         torch.testing.assert_close(got, want, rtol=1e-7, atol=0, equal_nan=True)
         return
     ok = extremes.right(got, want, truth)
     if name in CANCELS:
         ok |= (got - want).abs() <= torch.finfo(dtype).eps
     bad = (~ok).nonzero().flatten().tolist()
-    # Eager's vectors and what is left over may differ: hardshrink at NaN, which torch takes apart before any table.
+    # Eager's vectors and what is left over may differ: hardshrink at NaN, which torch takes apart
+    # before any table.
     alone = {k: extremes.gradients(fn, (args[0][k : k + 1],))[0] for k in bad}
-    bad = [k for k, one in alone.items() if one is None or not extremes.near(got[k : k + 1], one).all()]
+    bad = [
+        k for k, one in alone.items() if one is None or not extremes.near(got[k : k + 1], one).all()
+    ]
     assert not bad, [(args[0][k].item(), got[k].item(), want[k].item()) for k in bad]
 
 
@@ -147,10 +165,34 @@ def test_numbers_at_the_ends(name: str, value: int) -> None:
     x = extremes.special(getattr(torch, name)).repeat(3)
 
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        found = [x % value, x // value, torch.fmod(x, value), torch.div(x, value, rounding_mode="trunc")]
-        found += [x + value, x - value, value - x, x * value, x & value, x | value, x ^ value, x == value]
-        found += [x < value, x >= value, x.clamp(min=value), x.clamp(max=value), x.clamp(value, value)]
-        found += [torch.full_like(x, value), torch.where(x > 1, x, value), x.masked_fill(x > 1, value)]
+        found = [
+            x % value,
+            x // value,
+            torch.fmod(x, value),
+            torch.div(x, value, rounding_mode="trunc"),
+        ]
+        found += [
+            x + value,
+            x - value,
+            value - x,
+            x * value,
+            x & value,
+            x | value,
+            x ^ value,
+            x == value,
+        ]
+        found += [
+            x < value,
+            x >= value,
+            x.clamp(min=value),
+            x.clamp(max=value),
+            x.clamp(value, value),
+        ]
+        found += [
+            torch.full_like(x, value),
+            torch.where(x > 1, x, value),
+            x.masked_fill(x > 1, value),
+        ]
         return [*found, F.pad(x, (1, 1), value=value), x.maximum(torch.full_like(x, value))]
 
     torch.testing.assert_close(torch.compile(fn, backend="plait")(x), fn(x), rtol=0, atol=0)
@@ -164,7 +206,13 @@ def test_the_least_number_divided_by_minus_one(dtype: torch.dtype) -> None:
         x, by = torch.full((n,), low, dtype=dtype), torch.full((n,), -1, dtype=dtype)
 
         def fn(x: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
-            return [x // by, torch.div(x, by, rounding_mode="trunc"), x % by, torch.fmod(x, by), x % -1]
+            return [
+                x // by,
+                torch.div(x, by, rounding_mode="trunc"),
+                x % by,
+                torch.fmod(x, by),
+                x % -1,
+            ]
 
         found = torch.compile(fn, backend="plait")(x, by)
         for k, t in enumerate(found):
@@ -175,7 +223,10 @@ def test_literals_have_their_type() -> None:
     """C++ negates a number that it read without its sign, in a wider type."""
     for d in DTYPES.values():
         if d.kind == "i":
-            assert str(2 ** (8 * d.nbytes - 1)) not in literal(-(2 ** (8 * d.nbytes - 1)), d) or d.nbytes < 4
+            assert (
+                str(2 ** (8 * d.nbytes - 1)) not in literal(-(2 ** (8 * d.nbytes - 1)), d)
+                or d.nbytes < 4
+            )
 
 
 DIVISIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -246,22 +297,61 @@ def test_powers_of_the_ends(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_powers_of_two_that_overflow_beside_products_that_do_not(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.9, -1.1e-5, 0.0, -0.0, float("inf"), float("nan"), 3e4, 1e-7], dtype=dtype)[:, None]
-    exponents = torch.tensor([-3000, -1100, -1074, -277, -150, -149, -1, 0, 3, 127, 128, 200, 277, 1023, 1100, 3000])
+    x = torch.tensor([0.9, -1.1e-5, 0.0, -0.0, float("inf"), float("nan"), 3e4, 1e-7], dtype=dtype)[
+        :, None
+    ]
+    exponents = torch.tensor(
+        [-3000, -1100, -1074, -277, -150, -149, -1, 0, 3, 127, 128, 200, 277, 1023, 1100, 3000]
+    )
     x, exponents = (t.contiguous() for t in torch.broadcast_tensors(x, exponents))
     run = torch.compile(torch.ldexp, backend="plait")
-    torch.testing.assert_close(run(x, exponents), torch.ldexp(x, exponents), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        run(x, exponents), torch.ldexp(x, exponents), rtol=0, atol=0, equal_nan=True
+    )
 
 
-TO_INTEGERS = [-3e38, -1e10, -40000.0, -300.0, -2.5, -0.5, -0.0, 0.5, 1.7, 255.0, 256.0, 40000.0, 70000.0]
-TO_INTEGERS += [2.0**31, 3e9, 2.0**32, 5e9, 2.0**62, 2.0**63, 1.8e19, 2.0**64, 1e25, -(2.0**31), -9.3e18]
+TO_INTEGERS = [
+    -3e38,
+    -1e10,
+    -40000.0,
+    -300.0,
+    -2.5,
+    -0.5,
+    -0.0,
+    0.5,
+    1.7,
+    255.0,
+    256.0,
+    40000.0,
+    70000.0,
+]
+TO_INTEGERS += [
+    2.0**31,
+    3e9,
+    2.0**32,
+    5e9,
+    2.0**62,
+    2.0**63,
+    1.8e19,
+    2.0**64,
+    1e25,
+    -(2.0**31),
+    -9.3e18,
+]
 TO_INTEGERS += [math.inf, -math.inf, math.nan]
 
 
 @pytest.mark.parametrize(
-    "isa", ["avx512", pytest.param("avx2", marks=pytest.mark.slow), pytest.param("portable", marks=pytest.mark.slow)]
+    "isa",
+    [
+        "avx512",
+        pytest.param("avx2", marks=pytest.mark.slow),
+        pytest.param("portable", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
 @pytest.mark.parametrize("src", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_casts_to_integers_wrap_at_every_size(src: torch.dtype, name: str, isa: str) -> None:
     """One number is cast by scalar code, many by vectors. Eager's two ways differ in places."""
@@ -272,5 +362,7 @@ def test_casts_to_integers_wrap_at_every_size(src: torch.dtype, name: str, isa: 
     many = x.repeat_interleave(16)
     assert run(many)[::16].tolist() == alone
     want = [x[k : k + 1].to(dtype).item() for k in range(len(x))]
-    for value, have, a, b in zip(x.tolist(), alone, want, many.to(dtype)[::16].tolist(), strict=True):
+    for value, have, a, b in zip(
+        x.tolist(), alone, want, many.to(dtype)[::16].tolist(), strict=True
+    ):
         assert a != b or have == a, value

@@ -1,6 +1,6 @@
-"""Numbers that only a run tells (sizes of `nonzero`, values of `item`), called with others than were traced: what eager
-gives, or a clear error where tracing equated them with something else, on every road and target. Never memory of
-others."""
+"""Numbers that only a run tells (sizes of `nonzero`, values of `item`), called with others than
+were traced: what eager gives, or a clear error where tracing equated them with something else, on
+every road and target. Never memory of others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from plait.wrapper.targets import TARGETS
 Call = tuple[Any, ...]
 Case = tuple[Callable[..., Tensor], list[Call]]
 
-X, Y, M = torch.tensor([1.0, 2, -2, 3]), torch.tensor([3.0, 4, 5]), torch.tensor([True, False, True, False])
-ONE, NONE, ALL = torch.tensor([False, True, False, False]), torch.zeros(4, dtype=torch.bool), torch.ones(4).bool()
+X, Y, M = (
+    torch.tensor([1.0, 2, -2, 3]),
+    torch.tensor([3.0, 4, 5]),
+    torch.tensor([True, False, True, False]),
+)
+ONE, NONE, ALL = (
+    torch.tensor([False, True, False, False]),
+    torch.zeros(4, dtype=torch.bool),
+    torch.ones(4).bool(),
+)
 MASKS = (M, ONE, NONE, ALL)
 SQUARE, W = torch.arange(16.0).reshape(4, 4).sin(), torch.arange(12.0).reshape(4, 3).cos()
 INDICES = [torch.tensor(i) for i in (2, -1, 0, -4, 3, 4, 7, -5, -9)]
@@ -91,12 +99,21 @@ EXACT: dict[str, Case] = {
     "check of a size": (four, [(torch.ones(4),), (torch.zeros(4),), (X - 1,)]),
     "check of a range": (two_or_three, [(X - 1,), (torch.zeros(4),), (torch.ones(4),), (X * M,)]),
     "check of a multiple": (even, [(X,), (X * M,), (X * ONE,), (X * 0,)]),
-    "check of a value": (asserted_value, [(X, torch.tensor(3)), (X, torch.tensor(2)), (X, torch.tensor(4))]),
+    "check of a value": (
+        asserted_value,
+        [(X, torch.tensor(3)), (X, torch.tensor(2)), (X, torch.tensor(4))],
+    ),
     "masked": (lambda x, m: torch.masked_select(x, m) * 2, [(X, m) for m in MASKS]),
-    "only the number of them": (lambda x: torch.zeros(x.nonzero().size(0)) + 1, [(X,), (X * M,), (X * 0,)]),
+    "only the number of them": (
+        lambda x: torch.zeros(x.nonzero().size(0)) + 1,
+        [(X,), (X * M,), (X * 0,)],
+    ),
     "product": (lambda x, m, w: x[m] @ w, [(SQUARE, m, W) for m in MASKS]),
     "view": (lambda x, m: x[m].view(2) + 1, [(X, m) for m in MASKS]),
-    "concatenated and viewed": (lambda x, m: torch.cat([x[m], x[~m]]).view(2, 2) * 2, [(X, m) for m in MASKS]),
+    "concatenated and viewed": (
+        lambda x, m: torch.cat([x[m], x[~m]]).view(2, 2) * 2,
+        [(X, m) for m in MASKS],
+    ),
     "two of them": (
         lambda x, m, n: torch.cat([x[m], x[n]]).view(2, 2),
         [(X, M, ~M), (X, M, M), (X, ALL, M), (X, NONE, ONE)],
@@ -107,18 +124,33 @@ EXACT: dict[str, Case] = {
     ),
     "first": (lambda x: x.nonzero()[0] * 2, [(X,), (X * ONE,), (X * 0,)]),
     "index": (lambda x, i: x[i.item()] * 2, [(SQUARE, i) for i in INDICES]),
-    "index of a computed number": (lambda x, i: x[(i + 0).item()] * 2, [(SQUARE, i) for i in INDICES]),
+    "index of a computed number": (
+        lambda x, i: x[(i + 0).item()] * 2,
+        [(SQUARE, i) for i in INDICES],
+    ),
     "select": (lambda x, i: x.select(1, i.item()) * 2, [(SQUARE, i) for i in INDICES]),
     "write": (write, [(SQUARE, i) for i in INDICES]),
     "write to a column": (written_column, [(SQUARE, i) for i in INDICES]),
     "write to an argument": (written_argument, [(SQUARE, i) for i in INDICES]),
-    "places of a tensor": (lambda x, i: x[None, i, 1:] * x[i : i + 1, 1:], [(SQUARE, i) for i in INDICES]),
+    "places of a tensor": (
+        lambda x, i: x[None, i, 1:] * x[i : i + 1, 1:],
+        [(SQUARE, i) for i in INDICES],
+    ),
     "written and cut": (written_and_cut, [(SQUARE, i) for i in INDICES]),
     "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
-    "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
-    "the lesser of two": (lambda x, i: x[max(0, i.item() - 1) : min(i.item(), 5)] * 2, [(X, i) for i in INDICES]),
+    "a column of a value, seen": (
+        lambda x, i: (x * 2).narrow(1, i.item(), 1),
+        [(SQUARE, i) for i in INDICES],
+    ),
+    "the lesser of two": (
+        lambda x, i: x[max(0, i.item() - 1) : min(i.item(), 5)] * 2,
+        [(X, i) for i in INDICES],
+    ),
     "a row of a value's bits, seen": (bits_of_a_row, [(SQUARE, i) for i in INDICES]),
-    "packed sequences": (lambda x, n: packed(x, n, True)[0] * 2, [(SQUARE, torch.tensor(n)) for n in LENGTHS]),
+    "packed sequences": (
+        lambda x, n: packed(x, n, True)[0] * 2,
+        [(SQUARE, torch.tensor(n)) for n in LENGTHS],
+    ),
     "steps of packed sequences": (
         lambda x, n: packed(x, n, False)[1] + 1,
         [(SQUARE, torch.tensor(n)) for n in LENGTHS],
@@ -135,7 +167,10 @@ BROADCAST: dict[str, Case] = {
         lambda x, r, y: torch.repeat_interleave(x, r) + y,
         [(Y, torch.tensor(r), Y) for r in ([1, 2, 0], [1, 1, 0], [1, 2, 3], [0, 1, 0], [0, 0, 0])],
     ),
-    "slice": (lambda x, i, y: x[: i.item()] * y, [(X, torch.tensor(i), Y) for i in (3, 2, 7, -1, 1, 0)]),
+    "slice": (
+        lambda x, i, y: x[: i.item()] * y,
+        [(X, torch.tensor(i), Y) for i in (3, 2, 7, -1, 1, 0)],
+    ),
 }
 CASES = {**EXACT, **BROADCAST}
 ON_ALL_TARGETS = (
@@ -166,7 +201,9 @@ def agrees(compiled: Callable[..., Tensor], name: str) -> None:
         try:
             got = compiled(*given)
         except RuntimeError as error:
-            assert name in BROADCAST and re.search(r"made by .*aten|found \d+ where \d+ was traced", str(error))
+            assert name in BROADCAST and re.search(
+                r"made by .*aten|found \d+ where \d+ was traced", str(error)
+            )
             continue
         assert got.shape == want.shape and torch.equal(got, want), (name, args, got, want)
 
@@ -187,15 +224,21 @@ def test_all_targets(name: str, target: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_functions(name: str) -> None:
     fn, _ = CASES[name]
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         torch._dynamo.reset()
         agrees(torch.compile(fn, backend="plait", fullgraph=True), name)
 
 
-@pytest.mark.parametrize("name", ["index by a mask", "check of a size", "product", "concatenated and viewed"])
+@pytest.mark.parametrize(
+    "name", ["index by a mask", "check of a size", "product", "concatenated and viewed"]
+)
 def test_all_sizes_dynamic(name: str) -> None:
     fn, _ = CASES[name]
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         torch._dynamo.reset()
         agrees(torch.compile(fn, backend="plait", fullgraph=True, dynamic=True), name)
 
@@ -221,30 +264,41 @@ def test_the_error_says_what_was_found_and_where(target: str) -> None:
     here = Path(__file__).name
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch._dynamo.reset()
-        run = torch.compile(lambda x, y: x[x > 0] * y, backend="plait", fullgraph=True, options={"wrapper": target})
+        run = torch.compile(
+            lambda x, y: x[x > 0] * y, backend="plait", fullgraph=True, options={"wrapper": target}
+        )
         run(X, Y)
         where = rf"made by .*{here}:\d+ aten.index.Tensor.*sizes \[1\].*expected \[3\]"
         with pytest.raises(RuntimeError, match=where):
             run(-X, Y)
-        bounded = torch.compile(two_or_three, backend="plait", fullgraph=True, options={"wrapper": target})
+        bounded = torch.compile(
+            two_or_three, backend="plait", fullgraph=True, options={"wrapper": target}
+        )
         bounded(X - 1)
         with pytest.raises(
-            RuntimeError, match=rf"found 4 where at most 3 was traced: size 0 of {here}:\d+ aten.nonzero"
+            RuntimeError,
+            match=rf"found 4 where at most 3 was traced: size 0 of {here}:\d+ aten.nonzero",
         ):
             bounded(torch.ones(4))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_index_out_of_range_is_an_index_error(target: str) -> None:
-    run = plait.compile(lambda x, i: x.select(1, i.item()) + 1, (SQUARE, INDICES[0]), options={"wrapper": target})
+    run = plait.compile(
+        lambda x, i: x.select(1, i.item()) + 1, (SQUARE, INDICES[0]), options={"wrapper": target}
+    )
     for i in (4, -5):
-        with pytest.raises(IndexError, match=rf"index {i} is out of bounds for dimension 1 with size 4"):
+        with pytest.raises(
+            IndexError, match=rf"index {i} is out of bounds for dimension 1 with size 4"
+        ):
             run(SQUARE, torch.tensor(i))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_element_of_what_is_empty_is_an_index_error(target: str) -> None:
-    run = plait.compile(lambda x: torch.masked_select(x, x > 0).select(0, 0), (X,), options={"wrapper": target})
+    run = plait.compile(
+        lambda x: torch.masked_select(x, x > 0).select(0, 0), (X,), options={"wrapper": target}
+    )
     assert torch.equal(run(X), X[X > 0][0])
     with pytest.raises(IndexError, match="index 0 is out of bounds for dimension 0 with size 0"):
         run(-X.abs())
@@ -263,7 +317,9 @@ def test_a_found_size_of_1_is_not_squeezed_as_another(dims: tuple[Any, ...], tar
         x = (torch.arange(3) < n).float()
         assert torch.equal(run(x), fn(x))
     if dims != (0,):
-        with pytest.raises(RuntimeError, match=r"is 1, which breaks the condition Ne\(u\d+, 1\) that was traced"):
+        with pytest.raises(
+            RuntimeError, match=r"is 1, which breaks the condition Ne\(u\d+, 1\) that was traced"
+        ):
             run(torch.tensor([0.0, 1.0, 0.0]))
 
 
@@ -311,7 +367,8 @@ def test_branches_with_such_sizes() -> None:
                 assert compiled(x, torch.tensor(p)) == fn(x, torch.tensor(p))
 
 
-# With a size of 5 where they are compiled, which varies. What tracing takes for granted of sizes of 2 and more.
+# With a size of 5 where they are compiled, which varies. What tracing takes for granted of sizes of
+# 2 and more.
 VARYING: dict[str, Callable[[Tensor], Any]] = {
     "head": lambda x: x[:2] + 1,
     "head, seen": lambda x: x[:2],
@@ -339,7 +396,9 @@ def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
     """Eager's result, or an error that says which size."""
     fn, shapes = VARYING[name], ({0: torch.export.Dim.AUTO},)
     if packaged:
-        plait.package(Of(fn), tmp_path / "p.plait", (torch.ones(5),), dynamic_shapes={"args": shapes})
+        plait.package(
+            Of(fn), tmp_path / "p.plait", (torch.ones(5),), dynamic_shapes={"args": shapes}
+        )
         compiled: Callable[..., Any] = plait.load(tmp_path / "p.plait")
     else:
         compiled = plait.compile(fn, (torch.ones(5),), shapes)
@@ -348,7 +407,11 @@ def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
         try:
             got = compiled(x)
         except InputError as error:
-            assert n < LEAST.get(name, 3) and name not in EVERY_SIZE and "expected size at least" in str(error)
+            assert (
+                n < LEAST.get(name, 3)
+                and name not in EVERY_SIZE
+                and "expected size at least" in str(error)
+            )
             continue
         except IndexError:
             with pytest.raises(IndexError):
@@ -359,7 +422,9 @@ def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", (5, 1, 0))
 @pytest.mark.parametrize("packaged", (False, True), ids=("compile", "package"))
-def test_sizes_that_are_let_in_are_the_range_of_the_symbol(packaged: bool, n: int, tmp_path: Path) -> None:
+def test_sizes_that_are_let_in_are_the_range_of_the_symbol(
+    packaged: bool, n: int, tmp_path: Path
+) -> None:
     """A loop that may be empty reads nothing: an empty tensor may have no memory at all."""
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -402,7 +467,8 @@ def test_functions_of_found_sizes_are_checked_before_they_are_used() -> None:
 
 
 def test_a_found_size_of_memory_that_is_written_over() -> None:
-    """It is read once the operator has made the memory, not once another loop has written into it."""
+    """It is read once the operator has made the memory, not once another loop has written into
+    it."""
 
     def f(x: Tensor, a: Tensor, y: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         x.masked_fill_(x > 0, 1)
@@ -411,7 +477,13 @@ def test_a_found_size_of_memory_that_is_written_over() -> None:
         own.index_put_((i,), v, accumulate=True)
         return sums, own
 
-    args = torch.arange(40), torch.ones(1), torch.ones(64, 2), torch.zeros(1, dtype=torch.int64), torch.tensor(2.0)
+    args = (
+        torch.arange(40),
+        torch.ones(1),
+        torch.ones(64, 2),
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor(2.0),
+    )
     run = plait.compile(f, args)
     torch.testing.assert_close(run(*args), f(*args))
 
@@ -423,14 +495,17 @@ def test_empty_products_of_bools() -> None:
 
 @pytest.mark.parametrize("target", [*TARGETS, "package"])
 def test_strides_that_vary_are_checked(target: str, tmp_path: Path) -> None:
-    """Nobody guards them without Dynamo: they are another size's multiple only where they were in the example."""
+    """Nobody guards them without Dynamo: they are another size's multiple only where they were in
+    the example."""
     auto = torch.export.Dim.AUTO
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.sum(), y * 2
 
     def given(m: int, step: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(2, m)[1:], torch.arange(17.0 * width).view(17, width)[:, : m * step : step]
+        return torch.randn(2, m)[1:], torch.arange(17.0 * width).view(17, width)[
+            :, : m * step : step
+        ]
 
     shapes = ({0: auto, 1: auto}, {0: auto, 1: auto})
     if target == "package":
@@ -457,7 +532,9 @@ def test_strides_that_are_equal_in_the_example_only(target: str) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x + 1, y * 2, z.sum()
 
-    run = plait.compile(fn, given(4, 2, 2), ({0: auto}, {0: auto}, {0: auto}), options={"wrapper": target})
+    run = plait.compile(
+        fn, given(4, 2, 2), ({0: auto}, {0: auto}, {0: auto}), options={"wrapper": target}
+    )
     for case in ((4, 2, 2), (3, 2, 3), (5, 3, 2), (4, 1, 5)):
         args = given(*case)
         torch.testing.assert_close(run(*args), fn(*args))
@@ -472,7 +549,9 @@ def test_a_bool_that_is_found_in_training(target: str) -> None:
         return torch.where(x > 0, x * x, is_positive).sum() * is_positive + x.sin().sum()
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run = torch.compile(fn, backend="plait", fullgraph=True, options={"wrapper": target, "strict": True})
+        run = torch.compile(
+            fn, backend="plait", fullgraph=True, options={"wrapper": target, "strict": True}
+        )
         for sign in (1, -1, 1):
             grads = []
             for f in (fn, run):

@@ -62,5 +62,7 @@ def test_eight_threads_compile_first(imported: str, rounds: int, tmp_path: Path)
     """They look the back end up, load it and compile at once, and share a cache that is empty."""
     code = textwrap.dedent(ROUNDS).format(imported=imported, rounds=rounds)
     env = {**os.environ, "PLAIT_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]

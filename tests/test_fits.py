@@ -54,20 +54,24 @@ REFUSED: dict[str, Program] = {
     "slice_scatter": (lambda x, y: x.slice_scatter(y, -7), (ones(3, 3), ones(3, 3))),
     "diagonal_scatter": (lambda x, y: x.diagonal_scatter(y), (ones(3), ones(3))),
     "index_reduce": (
-        lambda x, i, y: x.index_reduce(-7, i, y, "amax"), (ones(3, 3), zeros(3), ones(3, 3)),
+        lambda x, i, y: x.index_reduce(-7, i, y, "amax"),
+        (ones(3, 3), zeros(3), ones(3, 3)),
     ),
     # sizes
     "one index of nothing": (torch.take_along_dim, (ones(0, 5), zeros(2, 2))),
     "two indices of one": (lambda x, i: x.index_select(0, i), (ones(), zeros(2))),
     "no index of one": (lambda x, i: x.index_select(0, i), (ones(), zeros(0))),
     "index_reduce of one": (
-        lambda x, i, y: x.index_reduce(0, i, y, "amax"), (ones(), zeros(2), ones()),
+        lambda x, i, y: x.index_reduce(0, i, y, "amax"),
+        (ones(), zeros(2), ones()),
     ),
     "index_reduce by one": (
-        lambda x, i, y: x.index_reduce(0, i, y, "mean"), (ones(1), zeros(1), ones()),
+        lambda x, i, y: x.index_reduce(0, i, y, "mean"),
+        (ones(1), zeros(1), ones()),
     ),
     "index_add of other rows": (
-        lambda x, i, y: x.index_add(-1, i, y), (ones(0, 5), zeros(5), ones(5, 5)),
+        lambda x, i, y: x.index_add(-1, i, y),
+        (ones(0, 5), zeros(5), ones(5, 5)),
     ),
     "index_add to nothing": (lambda x, i, y: x.index_add(0, i, y), (ones(0), zeros(1), ones(1))),
     "indices that do not fit": (
@@ -75,9 +79,7 @@ REFUSED: dict[str, Program] = {
         (ones(5, 5), ones(4, 3) > 0, zeros(4, 1), zeros(0, 3), ones(4, 3)),
     ),
     "binary_cross_entropy": (F.binary_cross_entropy, (ones(2, 2), ones(2, 2), ones(1, 2, 2))),
-    "with logits": (
-        F.binary_cross_entropy_with_logits, (ones(1, 2), ones(1, 2), ones(2, 2)),
-    ),
+    "with logits": (F.binary_cross_entropy_with_logits, (ones(1, 2), ones(1, 2), ones(2, 2))),
     "with positive weight": (
         lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w),
         (ones(1, 2), ones(1, 2), ones(2, 2)),
@@ -88,22 +90,30 @@ REFUSED: dict[str, Program] = {
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 3), (ones(0, 1, 7, 6),)),
     "nearest, no pixel": (lambda x: F.interpolate(x, size=0), (ones(2, 3, 4),)),
     "bilinear, no pixel": (
-        lambda x: F.interpolate(x, size=0, mode="bilinear"), (ones(2, 3, 4, 4),),
+        lambda x: F.interpolate(x, size=0, mode="bilinear"),
+        (ones(2, 3, 4, 4),),
     ),
     "bicubic of no pixel": (
-        lambda x: F.interpolate(x, size=3, mode="bicubic"), (ones(2, 3, 0, 4),),
+        lambda x: F.interpolate(x, size=3, mode="bicubic"),
+        (ones(2, 3, 0, 4),),
     ),
     "unfold": (lambda x: F.unfold(x, 2, 1, -1), (ones(1, 2, 5, 5),)),
     "group_norm": (
-        lambda x, w: torch.native_group_norm(x, w, None, 0, 2, 1, 1, 1e-5), (ones(0, 2), ones(1)),
+        lambda x, w: torch.native_group_norm(x, w, None, 0, 2, 1, 1, 1e-5),
+        (ones(0, 2), ones(1)),
     ),
     "batch norm of nothing": (
-        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5), (ones(0, 3, 4),),
+        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
+        (ones(0, 3, 4),),
     ),
     "addmv": (lambda x, a, b: torch.addmv(x, a, b, beta=0), (zeros(3), zeros(4, 5), zeros(5))),
-    "no repeats": (lambda x, n: x.repeat_interleave(n, output_size=0), (ones(3), torch.tensor([1, 2, 0]))),
+    "no repeats": (
+        lambda x, n: x.repeat_interleave(n, output_size=0),
+        (ones(3), torch.tensor([1, 2, 0])),
+    ),
     "_softmax_backward_data": (
-        lambda g, y: aten._softmax_backward_data(g, y, 0, torch.float32), (ones(1, 4), ones(5, 4)),
+        lambda g, y: aten._softmax_backward_data(g, y, 0, torch.float32),
+        (ones(1, 4), ones(5, 4)),
     ),
     # numbers
     "smooth_l1_loss": (lambda x, y: F.smooth_l1_loss(x, y, beta=-1.0), (ones(3), ones(3))),
@@ -113,24 +123,28 @@ REFUSED: dict[str, Program] = {
     "less a condition of sizes": (lambda x: x - (x.shape[0] > 1), (ones(3),)),
     "less a bool of a tensor": (lambda x, y: x - y.item(), (ones(3), ones() > 0)),
     "half a bool": (lambda x: torch.add(x, x, alpha=0.5), (ones(3) > 0,)),
-    "baddbmm": (
-        lambda x, y: torch.baddbmm(x, y, y, alpha=1j), (ones(1, 2, 2), ones(1, 2, 2)),
-    ),
+    "baddbmm": (lambda x, y: torch.baddbmm(x, y, y, alpha=1j), (ones(1, 2, 2), ones(1, 2, 2))),
     "a bool times numbers": (lambda x, y: torch.sub(x, y, alpha=True), (zeros(3), zeros(3))),
     # strides
     "isin of few, transposed": (lambda x, y: torch.isin(x, y.t()), (zeros(8), zeros(3, 4))),
-    "isin of few with gaps": (lambda x, y: torch.isin(x, y[:, :2], invert=True), (zeros(9), zeros(2, 5))),
+    "isin of few with gaps": (
+        lambda x, y: torch.isin(x, y[:, :2], invert=True),
+        (zeros(9), zeros(2, 5)),
+    ),
     "isin of a number": (lambda y: torch.isin(3, y.t()), (zeros(3, 3),)),
     "group norm of rows apart": (
-        lambda x: torch.native_group_norm(x.mT, None, None, 2, 4, 3, 2, 1e-5)[0], (ones(2, 3, 4),),
+        lambda x: torch.native_group_norm(x.mT, None, None, 2, 4, 3, 2, 1e-5)[0],
+        (ones(2, 3, 4),),
     ),
     # dtypes
     "nearest of integers": (lambda x: F.interpolate(x, size=3), (zeros(2, 3, 4),)),
     "bilinear of integers": (
-        lambda x: F.interpolate(x, size=3, mode="bilinear"), (zeros(2, 3, 4, 4),),
+        lambda x: F.interpolate(x, size=3, mode="bilinear"),
+        (zeros(2, 3, 4, 4),),
     ),
     "trilinear of bools": (
-        lambda x: F.interpolate(x, size=3, mode="trilinear"), (ones(2, 3, 4, 4, 4) > 0,),
+        lambda x: F.interpolate(x, size=3, mode="trilinear"),
+        (ones(2, 3, 4, 4, 4) > 0,),
     ),
     "hardshrink": (F.hardshrink, (zeros(3),)),
     "multi_margin_loss": (F.multi_margin_loss, (zeros(4, 5), zeros(4))),
@@ -140,7 +154,7 @@ REFUSED: dict[str, Program] = {
     "reflection of bools": (lambda x: F.pad(x, (1,) * 4, "reflect"), (ones(1, 1, 5, 5) > 0,)),
     "cumsum in bools": (lambda x: x.cumsum(0, dtype=torch.bool), (ones(3) > 0,)),
     "bitwise_not": (torch.bitwise_not, (ones(3),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -156,16 +170,21 @@ def test_what_does_not_fit_is_refused_as_eager_refuses_it(name: str) -> None:
 RESULTS: dict[str, Program] = {
     "isin of more, transposed": (lambda x, y: torch.isin(x, y.t()), (zeros(8), zeros(7, 2))),
     "isin of gaps that are copied": (lambda x, y: torch.isin(x, y[:, :2]), (ones(9), zeros(2, 5))),
-    "isin of one row, transposed": (lambda x, y: torch.isin(x.t(), y.t()), (zeros(8, 2), zeros(1, 9))),
+    "isin of one row, transposed": (
+        lambda x, y: torch.isin(x.t(), y.t()),
+        (zeros(8, 2), zeros(1, 9)),
+    ),
     "addr": (torch.addr, (ones(dtype=DOUBLE), torch.randn(3), torch.randn(4))),
     "addr of a row": (torch.addr, (torch.randn(4), torch.randn(3), torch.randn(4))),
     "huber_loss": (F.huber_loss, (torch.randn(9).half(), torch.randn(9))),
     "soft_margin_loss": (F.soft_margin_loss, (torch.randn(9).half(), torch.randn(9))),
     "binary_cross_entropy": (
-        F.binary_cross_entropy, (torch.rand(9), torch.rand(9), torch.rand(9, dtype=DOUBLE)),
+        F.binary_cross_entropy,
+        (torch.rand(9), torch.rand(9), torch.rand(9, dtype=DOUBLE)),
     ),
     "native_dropout_backward": (
-        lambda g, m: aten.native_dropout_backward(g, m, 2.0), (torch.randn(9), ones(9, dtype=DOUBLE)),
+        lambda g, m: aten.native_dropout_backward(g, m, 2.0),
+        (torch.randn(9), ones(9, dtype=DOUBLE)),
     ),
     "native_layer_norm": (
         lambda x, w: torch.native_layer_norm(x, [5], w, None, 1e-5),
@@ -188,20 +207,30 @@ RESULTS: dict[str, Program] = {
         (torch.randn(3, 4).half(), torch.rand(4)),
     ),
     "pixel_unshuffle of nothing": (lambda x: F.pixel_unshuffle(x, 3), (ones(0, 1, 6, 6),)),
-    "batch_norm of nothing": (lambda x: F.batch_norm(x, None, None, training=True), (ones(0, 3, 4),)),
-    "no repeats of anything": (lambda x, n: x.repeat_interleave(n, output_size=0), (ones(3), zeros(3))),
+    "batch_norm of nothing": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        (ones(0, 3, 4),),
+    ),
+    "no repeats of anything": (
+        lambda x, n: x.repeat_interleave(n, output_size=0),
+        (ones(3), zeros(3)),
+    ),
     "index_select of one": (lambda x, i: x.index_select(0, i), (ones(), zeros(1))),
     "index_add of nothing": (
-        lambda x, i, y: x.index_add(0, i, y), (ones(4, 0), zeros(1), ones(1, 0)),
+        lambda x, i, y: x.index_add(0, i, y),
+        (ones(4, 0), zeros(1), ones(1, 0)),
     ),
-    "a weight that fits": (F.binary_cross_entropy, (torch.rand(3, 4), torch.rand(3, 4), torch.rand(4))),
+    "a weight that fits": (
+        F.binary_cross_entropy,
+        (torch.rand(3, 4), torch.rand(3, 4), torch.rand(4)),
+    ),
     "a bool times bools": (lambda x: torch.add(x, x, alpha=True), (ones(3) > 0,)),
     "nan_to_num": (
         lambda x: torch.nan_to_num(x.conj(), 2.0, neginf=-1.0),
         (torch.complex(ones(3) * float("nan"), torch.tensor([0.5, float("inf"), -float("inf")])),),
     ),
     "bytes": (lambda x: F.interpolate(x, size=5), (torch.arange(12).reshape(1, 1, 3, 4).byte(),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -213,12 +242,14 @@ def test_dtypes_and_sizes_of_results_are_eagers(name: str) -> None:
 
 
 _NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": torch.add, "sub": operator.sub, "rsub": torch.rsub, "mul": operator.mul, "div": operator.truediv,
-    "floor_divide": operator.floordiv, "remainder": operator.mod, "pow": operator.pow, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor, "left": torch.bitwise_left_shift, "right": torch.bitwise_right_shift,
-    "eq": operator.eq, "lt": operator.lt, "clamp": torch.clamp, "clamp_max": torch.clamp_max, "xlogy": torch.xlogy,
+    "add": torch.add, "sub": operator.sub, "rsub": torch.rsub, "mul": operator.mul,
+    "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
+    "pow": operator.pow, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "left": torch.bitwise_left_shift, "right": torch.bitwise_right_shift, "eq": operator.eq,
+    "lt": operator.lt, "clamp": torch.clamp, "clamp_max": torch.clamp_max, "xlogy": torch.xlogy,
     "xlog1py": torch.special.xlog1py, "lerp": lambda x, y: torch.lerp(x, x + x, y),
-    "addcdiv": lambda x, y: torch.addcdiv(x, x, x, value=y), "where": lambda x, y: torch.where(x == 1, y, x),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, x, value=y), "where": lambda x,
+    y: torch.where(x == 1, y, x),
 }  # fmt: skip
 
 
@@ -262,7 +293,7 @@ def test_norms_of_half_with_single_weights_train(norm: str, dtype: torch.dtype) 
     torch.testing.assert_close(grads[1], grads[0], atol=3e-2, rtol=3e-2)
 
 
-# ------------------------------------------------------------------------------------------- sizes found in a run
+# ----------------------------------------------------------------------------- sizes found in a run
 def _found(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, i[i >= 0])
 
@@ -286,11 +317,17 @@ def test_a_size_that_fits_no_more_is_refused() -> None:
         compiled(ones(4), ones(6, 4))
 
 
-# ------------------------------------------------------------------------------------------- the sweep
+# ---------------------------------------------------------------------------------------- the sweep
 def test_changes_of_a_sample() -> None:
     leaves = [ones(2, 3), 3, 0.5, True, "mean", zeros(2)]
     found = [what for what, _ in changed(Case(lambda x: x, leaves, None, [0, 5]))]  # type: ignore[arg-type]
-    assert {"leaf 0 narrow 0", "leaf 0 empty 1", "leaf 1 3 -> -7", "leaf 2 0.5 -> nan", "leaf 5 + 9"} <= set(found)
+    assert {
+        "leaf 0 narrow 0",
+        "leaf 0 empty 1",
+        "leaf 1 3 -> -7",
+        "leaf 2 0.5 -> nan",
+        "leaf 5 + 9",
+    } <= set(found)
     assert not [w for w in found if w.startswith(("leaf 3", "leaf 4"))]
 
 
@@ -301,7 +338,13 @@ def test_no_changed_sample_goes_otherwise(name: str) -> None:
 
 
 def test_the_table_counts_crashes() -> None:
-    text = unfit_table({"a/bool": lost("the process ended with -11"), "b/bool": {"asked": 3, "rows": []}}, 7)
-    assert "| 3 | 0 | 0 | 1 |" in text and "the process ended with -11" in text and "| b/bool | 3 | 0 | 0 | 0 |" in text
+    text = unfit_table(
+        {"a/bool": lost("the process ended with -11"), "b/bool": {"asked": 3, "rows": []}}, 7
+    )
+    assert (
+        "| 3 | 0 | 0 | 1 |" in text
+        and "the process ended with -11" in text
+        and "| b/bool | 3 | 0 | 0 | 0 |" in text
+    )
     assert "of 2 ops and dtypes out of 7" in text
     assert "unfit/cummax/float32" in set(all_cases(["unfit"]))

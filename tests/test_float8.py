@@ -1,4 +1,5 @@
-"""Casts from and to floats of 8 bits: bit for bit as eager's, in loops of ours, in every target and in packages."""
+"""Casts from and to floats of 8 bits: bit for bit as eager's, in loops of ours, in every target and
+in packages."""
 
 from __future__ import annotations
 
@@ -24,14 +25,25 @@ def codes(kind: torch.dtype) -> torch.Tensor:
 
 
 def numbers(kind: torch.dtype) -> torch.Tensor:
-    """In float32: all values of a format, what lies between two of them and next to that, what is too large or too
-    small, and random bits."""
+    """In float32: all values of a format, what lies between two of them and next to that, what is
+    too large or too small, and random bits."""
     values = codes(kind).float()
     values = values[values.isfinite()].sort().values
     middles = (values[1:] + values[:-1]) / 2
-    near = torch.cat([values, middles, values * 0.499, values.abs().max() * torch.tensor([1.01, 1.04, 1.07, 1.2, 2.0])])
-    ends = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38, -3e38])
-    around = torch.cat([near, near.nextafter(torch.tensor(9e9)), near.nextafter(torch.tensor(-9e9)), -near, ends])
+    near = torch.cat(
+        [
+            values,
+            middles,
+            values * 0.499,
+            values.abs().max() * torch.tensor([1.01, 1.04, 1.07, 1.2, 2.0]),
+        ]
+    )
+    ends = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38, -3e38]
+    )
+    around = torch.cat(
+        [near, near.nextafter(torch.tensor(9e9)), near.nextafter(torch.tensor(-9e9)), -near, ends]
+    )
     chance = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
     return torch.cat([around, chance.int().view(torch.float32)])
 
@@ -73,7 +85,8 @@ def test_numbers_are_rounded_as_eager_rounds_them(kind: torch.dtype, wide: torch
 
 @formats
 def test_casts_are_loops_that_fuse(kind: torch.dtype) -> None:
-    """There and back is one kernel and no call of ATen; the codes that leave are those that eager gives."""
+    """There and back is one kernel and no call of ATen; the codes that leave are those that eager
+    gives."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = (x * 2).to(kind)
@@ -93,7 +106,15 @@ def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     q = x.to(torch.float8_e4m3fn)
     part = q[1:, ::2].t().contiguous()
     both = torch.cat([q, q.flip(0)])
-    return q, part, both, part.float() * 2, q.to(torch.float8_e5m2), q.view(torch.uint8) + 1, q.expand(2, 4, 8).float()
+    return (
+        q,
+        part,
+        both,
+        part.float() * 2,
+        q.to(torch.float8_e5m2),
+        q.view(torch.uint8) + 1,
+        q.expand(2, 4, 8).float(),
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,5 +1,5 @@
-"""Forward-mode differentiation over what was compiled, and the transforms of torch.func: eager's tangents, or an error
-where there is no eager to turn to."""
+"""Forward-mode differentiation over what was compiled, and the transforms of torch.func: eager's
+tangents, or an error where there is no eager to turn to."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def test_transforms_over_what_was_compiled(warm: bool) -> None:
     for transform in (torch.func.grad, torch.func.jacfwd, torch.func.hessian):
         got, want = transform(lambda x: call(x).sum())(X), transform(lambda x: fn(x).sum())(X)
         torch.testing.assert_close(got, want)
-    nested = [torch.func.jvp(lambda x, f=f: torch.func.jvp(f, (x,), (T,))[1], (X,), (T,)) for f in (call, fn)]
+    nested = [
+        torch.func.jvp(lambda x, f=f: torch.func.jvp(f, (x,), (T,))[1], (X,), (T,))
+        for f in (call, fn)
+    ]
     torch.testing.assert_close(*nested)
 
 
@@ -158,7 +161,9 @@ def test_transforms_inside_are_compiled() -> None:
     def inside(x: Tensor, t: Tensor) -> Any:
         return torch.func.jvp(fn, (x,), (t,))
 
-    torch.testing.assert_close(torch.compile(inside, backend="plait", fullgraph=True)(X, T), inside(X, T))
+    torch.testing.assert_close(
+        torch.compile(inside, backend="plait", fullgraph=True)(X, T), inside(X, T)
+    )
 
 
 def test_transforms_of_transforms_inside_are_compiled() -> None:
@@ -182,21 +187,27 @@ def test_explain_shows_the_step() -> None:
     with fw.dual_level():
         report = plait.explain(fn, fw.make_dual(X, T))
     steps = [s for s in report.ladder if s.rung == "eager"]
-    assert [s.reason for s in steps] == ["an argument carries a tangent of forward-mode differentiation"]
+    assert [s.reason for s in steps] == [
+        "an argument carries a tangent of forward-mode differentiation"
+    ]
 
 
 def test_strict_raises() -> None:
     call = torch.compile(fn, backend="plait", options={"strict": True})
     torch.testing.assert_close(call(X), fn(X))
-    with pytest.raises(Unsupported, match=r"tangent of forward-mode(.|\n)*jvp inside the compiled function"):
+    with pytest.raises(
+        Unsupported, match=r"tangent of forward-mode(.|\n)*jvp inside the compiled function"
+    ):
         tangents(call)
 
 
-# ---------------------------------------------------------------------------------------------- plait.compile
+# ------------------------------------------------------------------------------------ plait.compile
 @pytest.mark.parametrize("wrapper", ["native", "python"])
 def test_without_dynamo_a_tangent_is_an_error(wrapper: str) -> None:
     call = plait.compile(fn, (X,), options={"wrapper": wrapper})
-    with pytest.raises(InputError, match="input 'x' carries a tangent of forward-mode differentiation"):
+    with pytest.raises(
+        InputError, match="input 'x' carries a tangent of forward-mode differentiation"
+    ):
         tangents(call)
     with fw.dual_level():
         torch.testing.assert_close(call(X), fn(X))
@@ -227,7 +238,9 @@ def test_without_dynamo_transforms_are_an_error(transform: str, wrapper: str) ->
         "jvp": lambda: torch.func.jvp(call, (X,), (T,)),
         "functionalize": lambda: torch.func.functionalize(call)(X),
     }
-    with pytest.raises(InputError, match=r"input 'x'.*(transform of torch\.func|carries a tangent)"):
+    with pytest.raises(
+        InputError, match=r"input 'x'.*(transform of torch\.func|carries a tangent)"
+    ):
         runs[transform]()
     torch.testing.assert_close(call(X), fn(X))
 

@@ -1,4 +1,5 @@
-"""What programs may do at their borders, each case against eager: no gradients, gradients, and dynamic sizes."""
+"""What programs may do at their borders, each case against eager: no gradients, gradients, and
+dynamic sizes."""
 
 from __future__ import annotations
 
@@ -117,13 +118,19 @@ BOTH: dict[str, tuple[Callable[..., Any], Make]] = {
     "norm": (lambda x: F.layer_norm(x, (6,)), x46),
     "reduction": (lambda x: (x.sum(), x.mean(0), x.amax(1, keepdim=True)), x46),
     "nested result": (lambda x, y: {"a": [x + y, (x * y,)], "b": Pair(x.sin(), y.cos())}, two),
-    "nested argument": (lambda d: d["a"] * d["b"][0] + d["b"][1], lambda: ({"a": rand(3, 2), "b": [rand(3, 2), 2.0]},)),
+    "nested argument": (
+        lambda d: d["a"] * d["b"][0] + d["b"][1],
+        lambda: ({"a": rand(3, 2), "b": [rand(3, 2), 2.0]},),
+    ),
     "None among results": (lambda x: (x + 1, None, x * 2), x46),
     "constant results": (lambda x: (x + 1, 3, "text", True), x46),
     "argument None": (lambda x, m: x * 2 if m is None else x * m, lambda: (rand(4), None)),
     "int argument": (scalar_branch, lambda: (rand(4, 6), 3)),
     "float argument": (lambda x, k: x * k, lambda: (rand(4, 6), 2.5)),
-    "bool and str arguments": (lambda x, f, s: x + len(s) if f else x, lambda: (rand(4), True, "abc")),
+    "bool and str arguments": (
+        lambda x, f, s: x + len(s) if f else x,
+        lambda: (rand(4), True, "abc"),
+    ),
     "size among results": (lambda x: (x.shape[0], x.sum(0)), x46),
     "one input twice": (lambda x, y: x * y, same_twice),
     "views of one input": (lambda x, v: x.sum() + v.sum(), aliased_pair),
@@ -131,7 +138,10 @@ BOTH: dict[str, tuple[Callable[..., Any], Make]] = {
     "sliced input": (lambda x: x.exp() + 1, lambda: (rand(8, 6)[::2, 1:4],)),
     "expanded input": (lambda x: x * 3, lambda: (rand(4, 1).expand(4, 6),)),
     "offset input": (lambda x: x.cos(), lambda: (rand(50)[7:31].view(4, 6),)),
-    "channels last": (lambda x: F.relu(x) + 1, lambda: (rand(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
+    "channels last": (
+        lambda x: F.relu(x) + 1,
+        lambda: (rand(2, 3, 4, 5).to(memory_format=torch.channels_last),),
+    ),
     "zero elements": (lambda x: (x + 1, x.sum(), x.sum(1)), lambda: (rand(0, 6),)),
     "zero dimensions": (lambda x: x.exp() * 2, lambda: (torch.tensor(0.5),)),
     "float64": (lambda x: F.softmax(x, -1), lambda: (rand(4, 6, dtype=torch.float64),)),
@@ -155,7 +165,7 @@ BOTH: dict[str, tuple[Callable[..., Any], Make]] = {
     "index": (lambda x, i: x[i], lambda: (rand(5, 3), torch.tensor([4, 0, 0]))),
     "complex inside": (lambda x: torch.fft.rfft(x).abs(), x46),
     "as_strided": (lambda x: x.as_strided((3, 3), (6, 2), 1) * 2, x46),
-}  # fmt: skip
+}
 
 # Mutation of arguments: leaves that require gradients may not be mutated in eager either.
 NO_GRAD: dict[str, tuple[Callable[..., Any], Make]] = {
@@ -172,14 +182,23 @@ NO_GRAD: dict[str, tuple[Callable[..., Any], Make]] = {
     "input returned": (lambda x: x, x46),
     "input and result": (lambda x: (x, x + 1), x46),
     "complex argument": (lambda z: (z * 2, z.abs()), lambda: (torch.complex(rand(4), rand(4)),)),
-    "conjugated view": (lambda z: z.conj().t() * 2, lambda: (torch.complex(rand(4, 6), rand(4, 6)),)),
-    "conjugated argument": (lambda z: z.view(-1) * 2, lambda: (torch.complex(rand(4), rand(4)).conj(),)),
-    "negated argument": (lambda x: x.sin() + 1, lambda: (torch.complex(rand(4), rand(4)).conj().imag,)),
+    "conjugated view": (
+        lambda z: z.conj().t() * 2,
+        lambda: (torch.complex(rand(4, 6), rand(4, 6)),),
+    ),
+    "conjugated argument": (
+        lambda z: z.view(-1) * 2,
+        lambda: (torch.complex(rand(4), rand(4)).conj(),),
+    ),
+    "negated argument": (
+        lambda x: x.sin() + 1,
+        lambda: (torch.complex(rand(4), rand(4)).conj().imag,),
+    ),
     "bool to the power of a bool": (lambda x: (x**True, x**False, x**2), lambda: (rand(4) > 0.5,)),
     "one_hot, which asserts": (lambda i: F.one_hot(i, 3) + 1, lambda: (torch.tensor([0, 2]),)),
     "complex result": (lambda x: torch.complex(x, x), lambda: (rand(4),)),
     "transposed input mutated": (add_in_place, lambda: (rand(6, 4).t(),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*BOTH, *NO_GRAD])
@@ -230,7 +249,8 @@ def test_no_grad_result_requires_no_grad() -> None:
 
 @pytest.mark.filterwarnings("error:Dynamo")
 def test_a_backward_pass_inside_the_function() -> None:
-    """Dynamo breaks the graph at autograd.grad and must not trace the compiler that the backward pass runs."""
+    """Dynamo breaks the graph at autograd.grad and must not trace the compiler that the backward
+    pass runs."""
     net = torch.nn.Linear(1, 3)
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
@@ -360,7 +380,9 @@ class Held(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Held:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype
+        )
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner

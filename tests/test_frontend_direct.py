@@ -1,5 +1,5 @@
-"""Which graphs Dynamo may call as they are or behind a native epilogue, that every other one gets AOTAutograd's
-runtime wrapper, and that the epilogue does what eager does."""
+"""Which graphs Dynamo may call as they are or behind a native epilogue, that every other one gets
+AOTAutograd's runtime wrapper, and that the epilogue does what eager does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ ROADS = {
 }
 
 
-def road(fn: Callable[..., Any], args: Sequence[Any], grad: bool = False, **kwargs: Any) -> list[str]:
+def road(
+    fn: Callable[..., Any], args: Sequence[Any], grad: bool = False, **kwargs: Any
+) -> list[str]:
     """How every graph that fn(*args) compiles is called: a value of ROADS."""
     roads: list[str] = []
 
@@ -103,8 +105,10 @@ def test_wrapped(fn: Callable[..., Any], make: Callable[[], Sequence[Any]]) -> N
     assert road(fn, make()) == ["wrapped"]
 
 
-# ---------------------------------------------------------------------------------------------- epilogue
-@pytest.mark.parametrize("fn", [lambda x: x.view(torch.int32), mutate_and_view], ids=["other elements", "changed"])
+# ----------------------------------------------------------------------------------------- epilogue
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.view(torch.int32), mutate_and_view], ids=["other elements", "changed"]
+)
 def test_views_of_changed_memory_and_of_other_elements(fn: Callable[..., Any]) -> None:
     assert road(fn, (torch.randn(4, 6),)) == ["epilogue"]
 
@@ -219,9 +223,14 @@ def test_marks_spare_the_next_graph_a_compilation() -> None:
     assert graphs == 2
 
 
-# ---------------------------------------------------------------------------------------------- the rest
+# ----------------------------------------------------------------------------------------- the rest
 @pytest.mark.parametrize(
-    "fn", [lambda x: (y := x + 1, y.t()), lambda x: ((y := x.sin())[0], y[1]), lambda x: (y := x.exp().view(-1), y[:3])]
+    "fn",
+    [
+        lambda x: (y := x + 1, y.t()),
+        lambda x: ((y := x.sin())[0], y[1]),
+        lambda x: (y := x.exp().view(-1), y[:3]),
+    ],
 )
 def test_views_of_an_intermediate_are_direct_and_share_memory(fn: Callable[..., Any]) -> None:
     """Without gradients AOTAutograd leaves such views to the graph."""
@@ -244,8 +253,11 @@ def library() -> Iterator[torch.library.Library]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library, strict: bool) -> None:
-    """It returns its input, which its schema does not say: torch warns, once, or raises where it is told to."""
+def test_custom_op_is_checked_at_its_first_call(
+    library: torch.library.Library, strict: bool
+) -> None:
+    """It returns its input, which its schema does not say: torch warns, once, or raises where it is
+    told to."""
     library.define("same(Tensor x) -> Tensor")
     library.impl("same", lambda x: x, "CompositeExplicitAutograd")
     torch.library.register_fake("plait_test::same", torch.empty_like, lib=library)
@@ -272,7 +284,9 @@ def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library, 
     assert type(made[0].call) is _native.Direct
 
 
-def test_custom_op_whose_first_call_fails_is_checked_at_the_next(library: torch.library.Library) -> None:
+def test_custom_op_whose_first_call_fails_is_checked_at_the_next(
+    library: torch.library.Library,
+) -> None:
     calls: list[int] = []
 
     def twice(x: Tensor) -> Tensor:

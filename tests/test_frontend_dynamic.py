@@ -1,6 +1,8 @@
-"""Dynamic sizes: one compile for many sizes, symbolic strides, sizes that are expressions, symbols in any order.
+"""Dynamic sizes: one compile for many sizes, symbolic strides, sizes that are expressions, symbols
+in any order.
 
-Sizes of a first call differ wherever they are not meant to be equal: torch gives equal ones one symbol.
+Sizes of a first call differ wherever they are not meant to be equal: torch gives equal ones one
+symbol.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def counted(fn: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], 
 
 
 def serves(
-    fn: Callable[..., Any], calls: Sequence[Callable[[], Sequence[Any]]], grad: bool = False, compiles: int = 1
+    fn: Callable[..., Any],
+    calls: Sequence[Callable[[], Sequence[Any]]],
+    grad: bool = False,
+    compiles: int = 1,
 ) -> None:
     """One dynamic compile agrees with eager on every call."""
     run, counter = counted(fn, dynamic=True)
@@ -60,12 +65,28 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[[], Sequence[Any]]]]] =
             for n, t in ((4, 48), (33, 5), (3, 64), (11, 17))
         ],
     ),
-    "batch": (lambda x, w: F.gelu(x @ w).softmax(-1), [lambda n=n: (rand(n, 6), rand(6, 5)) for n in (2, 3, 7, 33)]),
-    "both sizes": (lambda x: F.layer_norm(x, x.shape[1:]), [lambda n=n: (rand(n, n + 3),) for n in (2, 5, 17)]),
-    "reduction": (lambda x: (x.sum(0), x.mean(1), x.amax()), [lambda n=n: (rand(n, 2 * n + 1),) for n in (2, 4, 40)]),
-    "broadcast": (lambda x, y: x[:, None] * y[None, :], [lambda n=n: (rand(n), rand(n + 1)) for n in (2, 5, 9)]),
+    "batch": (
+        lambda x, w: F.gelu(x @ w).softmax(-1),
+        [lambda n=n: (rand(n, 6), rand(6, 5)) for n in (2, 3, 7, 33)],
+    ),
+    "both sizes": (
+        lambda x: F.layer_norm(x, x.shape[1:]),
+        [lambda n=n: (rand(n, n + 3),) for n in (2, 5, 17)],
+    ),
+    "reduction": (
+        lambda x: (x.sum(0), x.mean(1), x.amax()),
+        [lambda n=n: (rand(n, 2 * n + 1),) for n in (2, 4, 40)],
+    ),
+    "broadcast": (
+        lambda x, y: x[:, None] * y[None, :],
+        [lambda n=n: (rand(n), rand(n + 1)) for n in (2, 5, 9)],
+    ),
     "broadcast by a size found to be 1": (
-        lambda x, y: (x[:, ::2][:, ::2] * y, x[:, ::4].sum(0) + y, x[:, ::4].expand(2, y.shape[0]).exp()),
+        lambda x, y: (
+            x[:, ::2][:, ::2] * y,
+            x[:, ::4].sum(0) + y,
+            x[:, ::4].expand(2, y.shape[0]).exp(),
+        ),
         [lambda n=n: (rand(2, n), rand(n)) for n in (3, 4)],
     ),
     "broadcast by a quotient found to be 1": (
@@ -80,13 +101,34 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[[], Sequence[Any]]]]] =
         lambda x: torch.cat([x, x[1:]]).cumsum(0) * x.shape[0],
         [lambda n=n: (rand(n, 3),) for n in (4, 5, 8)],
     ),
-    "flattened": (lambda x: x.flatten(1).softmax(1), [lambda n=n: (rand(2, n, n + 1),) for n in (4, 3, 6)]),
-    "split in halves": (lambda x: x.view(-1, 2, x.shape[1]).sum(1), [lambda n=n: (rand(2 * n, 3),) for n in (2, 3, 8)]),
-    "transposed": (lambda x: (x.t() + 1).contiguous() * 2, [lambda n=n: (rand(n, n + 2),) for n in (2, 3, 30)]),
-    "symbolic strides": (lambda x: x.exp() + 1, [lambda n=n: (rand(n, n + 4)[:, 1:-1],) for n in (3, 5, 11)]),
-    "transposed input": (lambda x: x.exp().sum(0), [lambda n=n: (rand(n, n + 2).t(),) for n in (3, 5, 40)]),
-    "size as a number": (lambda x: x * x.shape[0] + x.shape[1], [lambda n=n: (rand(n, n + 1),) for n in (2, 5)]),
-    "arange": (lambda x: x + torch.arange(x.shape[0]), [lambda n=n: (rand(n),) for n in (3, 4, 100)]),
+    "flattened": (
+        lambda x: x.flatten(1).softmax(1),
+        [lambda n=n: (rand(2, n, n + 1),) for n in (4, 3, 6)],
+    ),
+    "split in halves": (
+        lambda x: x.view(-1, 2, x.shape[1]).sum(1),
+        [lambda n=n: (rand(2 * n, 3),) for n in (2, 3, 8)],
+    ),
+    "transposed": (
+        lambda x: (x.t() + 1).contiguous() * 2,
+        [lambda n=n: (rand(n, n + 2),) for n in (2, 3, 30)],
+    ),
+    "symbolic strides": (
+        lambda x: x.exp() + 1,
+        [lambda n=n: (rand(n, n + 4)[:, 1:-1],) for n in (3, 5, 11)],
+    ),
+    "transposed input": (
+        lambda x: x.exp().sum(0),
+        [lambda n=n: (rand(n, n + 2).t(),) for n in (3, 5, 40)],
+    ),
+    "size as a number": (
+        lambda x: x * x.shape[0] + x.shape[1],
+        [lambda n=n: (rand(n, n + 1),) for n in (2, 5)],
+    ),
+    "arange": (
+        lambda x: x + torch.arange(x.shape[0]),
+        [lambda n=n: (rand(n),) for n in (3, 4, 100)],
+    ),
     "padded": (lambda x: F.pad(x, (1, 2)) * 2, [lambda n=n: (rand(3, n),) for n in (5, 4, 19)]),
     "embedding": (
         lambda i, w: F.embedding(i, w).sum(1),
@@ -100,7 +142,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[[], Sequence[Any]]]]] =
         lambda a, b: b.sum(0) + a.sum(1)[: b.shape[1]],
         [lambda n=n: (rand(n + 3, 2), rand(5 + n, n + 1)) for n in (2, 3, 8)],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,11 +218,15 @@ def test_sizes_across_a_graph_break() -> None:
 
 
 def test_data_dependent_sizes() -> None:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         run = torch.compile(lambda x: x.nonzero() * 2 + 1, backend="plait", fullgraph=True)
         for x in (torch.tensor([1, 0, 3]), torch.tensor([0, 0, 5, 6])):
             assert torch.equal(run(x), x.nonzero() * 2 + 1)
-        twice = torch.compile(lambda x: torch.stack([x[x > 0], -x[x > 0]]), backend="plait", fullgraph=True)
+        twice = torch.compile(
+            lambda x: torch.stack([x[x > 0], -x[x > 0]]), backend="plait", fullgraph=True
+        )
         for x in (rand(5, 4) - 0.5, torch.tensor([[0.0, 1.0]]), -rand(3, 3)):
             assert torch.equal(twice(x), torch.stack([x[x > 0], -x[x > 0]]))
         run = torch.compile(lambda i: torch.ones(i.item(), 3) * 2, backend="plait", fullgraph=True)

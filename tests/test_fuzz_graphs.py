@@ -1,4 +1,5 @@
-"""Random whole graphs against eager, on the roads and devices of this machine; tests/fuzz tells how they are made.
+"""Random whole graphs against eager, on the roads and devices of this machine; tests/fuzz tells how
+they are made.
 
 A failure prints a program to paste and run; `python -m tests.fuzz --seed N` shrinks one.
 """
@@ -30,7 +31,9 @@ def programs(seed: int) -> Program:
         grad = "backward" if p.road.grad else ""
         road = Road(dynamic=p.road.dynamic, grad=grad, wrapper=os.environ["PLAIT_WRAPPER"])
         calls = [replace(c, sizes={k: min(n, 4) for k, n in c.sizes.items()}) for c in p.calls[:2]]
-        p = replace(p, road=road, calls=tuple(calls))  # small: a program of an interpreted kernel takes a millisecond
+        p = replace(
+            p, road=road, calls=tuple(calls)
+        )  # small: a program of an interpreted kernel takes a millisecond
     return p
 
 

@@ -1,4 +1,5 @@
-"""The parts of the graph fuzzer: what it draws, what it takes for a fault, crashes, states, shrinking and repros."""
+"""The parts of the graph fuzzer: what it draws, what it takes for a fault, crashes, states,
+shrinking and repros."""
 
 from __future__ import annotations
 
@@ -38,15 +39,27 @@ def test_every_class_is_drawn() -> None:
         "dtype views", "in place", "aliases", "products", "layers", "refused", "promotion", "sums",
         "complex", "integers", "extremes", "means", "moves",
     )  # fmt: skip
-    layouts = ("expanded", "overlapping", "windows", "one", "stepped", "shifted", "transposed", "alias")
+    layouts = (
+        "expanded",
+        "overlapping",
+        "windows",
+        "one",
+        "stepped",
+        "shifted",
+        "transposed",
+        "alias",
+    )
     others = (
-        "empty", "sizes change", "sizes change to or from 0 or 1", "positions change", "data change",
-        "threads", "grad: backward", "grad: forward", "parameters replaced", "values: special",
-        "wrapper: fx", "wrapper: cpp", "road: package, static sizes", "road: direct, dynamic sizes",
-        "isa: portable",
+        "empty", "sizes change", "sizes change to or from 0 or 1", "positions change",
+        "data change", "threads", "grad: backward", "grad: forward", "parameters replaced",
+        "values: special", "wrapper: fx", "wrapper: cpp", "road: package, static sizes",
+        "road: direct, dynamic sizes", "isa: portable",
     )  # fmt: skip
     want = {f"op: {x}" for x in ops} | {f"layout: {x}" for x in layouts} | set(others)
-    want |= {f"dtype: {x}" for x in ("float64", "float16", "bfloat16", "int8", "uint8", "bool", "complex64")}
+    want |= {
+        f"dtype: {x}"
+        for x in ("float64", "float16", "bfloat16", "int8", "uint8", "bool", "complex64")
+    }
     assert not want - drawn
 
 
@@ -114,28 +127,40 @@ class Failing:
 
 
 def test_failures_are_shrunk() -> None:
-    a, b = Operand("a1", "float64", ("n", "3"), "expanded", "special"), Operand("a2", shape=("n",), layout="stepped")
+    a, b = (
+        Operand("a1", "float64", ("n", "3"), "expanded", "special"),
+        Operand("a2", shape=("n",), layout="stepped"),
+    )
     lines = (
-        Line("t1", "a2 * 2", "test"), Line("t2", "a1.sum(0)", "test"), Line("t3", "t1.sum() + t2", "test"),
-        Line("", "a2.add_(1)", "test"), Line("t4", "t3.exp()", "test", False),
+        Line("t1", "a2 * 2", "test"), Line("t2", "a1.sum(0)", "test"),
+        Line("t3", "t1.sum() + t2", "test"), Line("", "a2.add_(1)", "test"),
+        Line("t4", "t3.exp()", "test", False),
     )  # fmt: skip
     calls = tuple(Call(k, {"n": 5 + k}, {}) for k in range(3))
-    p = Program(0, (a, b), lines, ("t1", "t4"), calls, Road(wrapper="fx", isa="avx2", grad="backward"))
+    p = Program(
+        0, (a, b), lines, ("t1", "t4"), calls, Road(wrapper="fx", isa="avx2", grad="backward")
+    )
     worker: Any = Failing()
     small = shrink(p, {"kind": "fault", "what": "wrong: made up"}, worker)
     assert [line.text for line in small.lines] == ["a1.sum(0)"]
-    assert [(o.name, o.dtype, o.layout, o.values) for o in small.operands] == [("a1", "float32", "expanded", "whole")]
+    assert [(o.name, o.dtype, o.layout, o.values) for o in small.operands] == [
+        ("a1", "float32", "expanded", "whole")
+    ]
     assert len(small.calls) == 1 and small.road == Road()
 
 
-def test_a_failure_prints_a_program_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_prints_a_program_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = Operand("a1", shape=("n", "4"), layout="transposed")
     text = made("torch.softmax(a1, 0)", a, road=Road(dynamic=None), exact=False).repro()
     file = tmp_path / "repro.py"
     file.write_text(text)
     root = Path(__file__).parent.parent
     env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "PLAIT_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env
+    )
     assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr
 
     labels = iter(range(100))

@@ -1,4 +1,5 @@
-"""Programs on a GPU against eager, through torch.compile: collected where torch has a CUDA device."""
+"""Programs on a GPU against eager, through torch.compile: collected where torch has a CUDA
+device."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def r(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def extremes() -> Tensor:
     """Every pair of infinities, NaN, zeros, and numbers at the ends of the range."""
-    x = torch.tensor([0.0, -0.0, 1.5, -2.5, 3e38, -3e38, 1e-30, torch.inf, -torch.inf, torch.nan], device=CUDA)
+    x = torch.tensor(
+        [0.0, -0.0, 1.5, -2.5, 3e38, -3e38, 1e-30, torch.inf, -torch.inf, torch.nan], device=CUDA
+    )
     return x.expand(10, 10)
 
 
@@ -71,7 +74,9 @@ def test_views_of_an_input_at_an_odd_address(road: str, wrapper: str) -> None:
     """Kernels read a copy that is aligned; views of the input lie in the input itself."""
     w, x = r(3), r(16 * 33 + 1)[1:].view(16, 33)
     w.requires_grad_(road.startswith("training")), x.requires_grad_("too" in road)
-    options: dict[str, Any] = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    options: dict[str, Any] = (
+        {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    )
     if road == "export":
         compiled = plait.compile(parts, (w, r(16, 33)), options=options)
     else:
@@ -80,7 +85,10 @@ def test_views_of_an_input_at_an_odd_address(road: str, wrapper: str) -> None:
         for got, want in zip(compiled(w, x), parts(w, x), strict=True):
             torch.testing.assert_close(got, want)
             assert (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset())
-            of_x = [t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in (got, want)]
+            of_x = [
+                t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+                for t in (got, want)
+            ]
             assert of_x[0] == of_x[1]
 
 
@@ -107,7 +115,10 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("name", ODD)
 def test_inputs_and_constants_at_an_odd_address(name: str, road: str, wrapper: str) -> None:
     """Their copies have their strides."""
-    x, options = ODD[name](), {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    x, options = (
+        ODD[name](),
+        {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper},
+    )
     module = Beside(ODD[name]())
     if road == "export":
         compiled = plait.compile(module, (x,), options=options)
@@ -122,7 +133,9 @@ def test_inputs_and_constants_at_an_odd_address(name: str, road: str, wrapper: s
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "by graphs"])
 @pytest.mark.parametrize("name", ["rows with gaps", "columns with gaps"])
 def test_writes_to_an_input_at_an_odd_address(name: str, wrapper: str) -> None:
-    options: dict[str, Any] = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    options: dict[str, Any] = (
+        {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    )
     compiled = torch.compile(lambda x: x.mul_(2).sum(), backend="plait", options=options)
     for _ in range(4):
         x = ODD[name]()
@@ -138,9 +151,15 @@ def test_views_from_the_start_of_the_memory_of_an_input_at_an_odd_address(wrappe
     """They see what lies before the input, of which a copy is not made."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
-        return x * 2, torch.as_strided(x, (2,), (1,), 1), torch.as_strided(x, (3,), (2,), 0) + x[0, 0]
+        return (
+            x * 2,
+            torch.as_strided(x, (2,), (1,), 1),
+            torch.as_strided(x, (3,), (2,), 0) + x[0, 0],
+        )
 
-    options: dict[str, Any] = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    options: dict[str, Any] = (
+        {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    )
     compiled = torch.compile(fn, backend="plait", options=options)
     for _ in range(3):
         x = torch.arange(40.0, device=CUDA)[5:30].view(5, 5)
@@ -153,7 +172,9 @@ def test_views_from_the_start_of_the_memory_of_an_input_at_an_odd_address(wrappe
 @pytest.mark.parametrize("wrapper", ["native", "python", "fx"])
 @pytest.mark.parametrize("kernel", [(2, 2, 0), (3, 1, 1), (3, 2, 1)])
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32, torch.float64])
-def test_gradients_of_windows_with_several_maxima(dtype: torch.dtype, kernel: tuple[int, ...], wrapper: str) -> None:
+def test_gradients_of_windows_with_several_maxima(
+    dtype: torch.dtype, kernel: tuple[int, ...], wrapper: str
+) -> None:
     """The first of them gets the gradient."""
     x = torch.randint(-3, 4, (1, 2, 64, 8), device=CUDA).to(dtype)
     compiled = torch.compile(F.max_pool2d, backend="plait", options={"wrapper": wrapper})
@@ -182,10 +203,14 @@ def test_numbers_of_sizes_come_back_from_a_graph() -> None:
         n = y.shape[0]
         return y * int(n > 3), y * float(n * 0.5)
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         for wrapper in ("native", "python", "cpp", "fx"):
             torch._dynamo.reset()
-            compiled = torch.compile(fn, backend="plait", dynamic=True, options={"wrapper": wrapper})
+            compiled = torch.compile(
+                fn, backend="plait", dynamic=True, options={"wrapper": wrapper}
+            )
             for k in (2, 5, 3):
                 x = torch.arange(40, device=CUDA).remainder(k).float()
                 for got, want in zip(compiled(x), fn(x), strict=True):
@@ -199,7 +224,11 @@ CASES: dict[str, tuple[Any, Any]] = {
     "long rows": (lambda x: F.log_softmax(x, -1), lambda: (r(5, 50257),)),
     "norm": (lambda x, w, b: F.layer_norm(x, (256,), w, b), lambda: (r(64, 256), r(256), r(256))),
     "sums of rows and columns": (
-        lambda dy, y: (d := y * (dy - (dy * y).sum(-1, keepdim=True)), d.sum((0, 1)), dy.sum((0, 1))),
+        lambda dy, y: (
+            d := y * (dy - (dy * y).sum(-1, keepdim=True)),
+            d.sum((0, 1)),
+            dy.sum((0, 1)),
+        ),
         lambda: (r(6, 512, 771), F.softmax(r(6, 512, 771), -1)),
     ),
     "sum of all": (lambda x: (x.sum(), x.amax(), x.argmax()), lambda: (r(1000, 3001),)),
@@ -208,15 +237,29 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda x, y: (x @ y).relu().sum(-1),
         lambda: (r(64, 64, dtype=torch.bfloat16), r(64, 64, dtype=torch.bfloat16)),
     ),
-    "index": (lambda x, i: (x[i], x.index_add(0, i, x[i])), lambda: (r(40, 8), torch.arange(0, 40, 3, device=CUDA))),
-    "embedding": (lambda x, i: F.embedding(i, x), lambda: (r(40, 8), torch.arange(0, 40, 3, device=CUDA))),
+    "index": (
+        lambda x, i: (x[i], x.index_add(0, i, x[i])),
+        lambda: (r(40, 8), torch.arange(0, 40, 3, device=CUDA)),
+    ),
+    "embedding": (
+        lambda x, i: F.embedding(i, x),
+        lambda: (r(40, 8), torch.arange(0, 40, 3, device=CUDA)),
+    ),
     "cumsum": (lambda x: x.cumsum(1), lambda: (r(7, 300),)),
     "sort": (lambda x: x.sort(-1).values + 1, lambda: (r(7, 300),)),
     "int64": (lambda x: (x * 3 // 2, x % 5), lambda: (torch.arange(-50, 50, device=CUDA),)),
     "empty": (lambda x: (x + 1, x.sum(0)), lambda: (r(0, 5),)),
     "small numbers": (
-        lambda x, y: (F.cosine_similarity(x, y, 0), (x * y).clamp_min(1e-8), (y + 1e-30).abs() + 1e-9, F.normalize(y)),
-        lambda: (r(8, 4, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16, device=CUDA)),
+        lambda x, y: (
+            F.cosine_similarity(x, y, 0),
+            (x * y).clamp_min(1e-8),
+            (y + 1e-30).abs() + 1e-9,
+            F.normalize(y),
+        ),
+        lambda: (
+            r(8, 4, dtype=torch.bfloat16),
+            torch.zeros(8, 4, dtype=torch.bfloat16, device=CUDA),
+        ),
     ),
     "a number on the host": (lambda x, s: x * s + s, lambda: (r(8), torch.tensor(3.0))),
     "both devices": (lambda x, y: (x + 1, y * 2, x.cpu() + y), lambda: (r(8), torch.randn(8))),
@@ -228,37 +271,78 @@ CASES: dict[str, tuple[Any, Any]] = {
     "a number from the device": (lambda x: x * x[0, 0].item(), lambda: (r(8, 6),)),
     "data-dependent size": (lambda x: x[x > 0].exp(), lambda: (r(8, 6),)),
     "indices on the host": (lambda x, i: x[i] + 1, lambda: (r(40, 8), torch.arange(0, 40, 3))),
-    "nothing at all": (lambda x, y: (x @ y, x.sum(), x.amax(0), torch.cat([x, x])), lambda: (r(5, 0), r(0, 3))),
-    "a misaligned matrix": (lambda x, y: F.softmax(x, -1) @ y, lambda: (r(33 * 65 + 1)[1:].view(33, 65), r(65, 8))),
+    "nothing at all": (
+        lambda x, y: (x @ y, x.sum(), x.amax(0), torch.cat([x, x])),
+        lambda: (r(5, 0), r(0, 3)),
+    ),
+    "a misaligned matrix": (
+        lambda x, y: F.softmax(x, -1) @ y,
+        lambda: (r(33 * 65 + 1)[1:].view(33, 65), r(65, 8)),
+    ),
     "a misaligned half": (
-        lambda x: (x * 2, x.amax(-1)), lambda: (r(33 * 65 + 1, dtype=torch.half)[1:].view(33, 65),),
+        lambda x: (x * 2, x.amax(-1)),
+        lambda: (r(33 * 65 + 1, dtype=torch.half)[1:].view(33, 65),),
     ),
     "extremes": (
         lambda x: (
-            x.amax(1), x.amin(1), x.argmax(1), x.sum(1), x.cummax(1), x.sort(dim=1, stable=True),
+            x.amax(1),
+            x.amin(1),
+            x.argmax(1),
+            x.sum(1),
+            x.cummax(1),
+            x.sort(dim=1, stable=True),
             F.softmax(x, 1),
         ),
         lambda: (extremes(),),
     ),
     "extremes, pointwise": (
         lambda x, y: (
-            torch.maximum(x, y), torch.fmin(x, y), torch.minimum(x.clamp(-1, 2), y), x.sign(), x.relu(), x.floor(),
-            x.round(), x % y,
-            torch.pow(x, y), torch.atan2(x, y), torch.logaddexp(x, y), x.exp(), x.log(), F.gelu(x), x == y, x < y,
-            torch.isnan(x) | torch.isinf(y), x.sqrt(), x.tanh(), F.softplus(x), x.nan_to_num(),
+            torch.maximum(x, y),
+            torch.fmin(x, y),
+            torch.minimum(x.clamp(-1, 2), y),
+            x.sign(),
+            x.relu(),
+            x.floor(),
+            x.round(),
+            x % y,
+            torch.pow(x, y),
+            torch.atan2(x, y),
+            torch.logaddexp(x, y),
+            x.exp(),
+            x.log(),
+            F.gelu(x),
+            x == y,
+            x < y,
+            torch.isnan(x) | torch.isinf(y),
+            x.sqrt(),
+            x.tanh(),
+            F.softplus(x),
+            x.nan_to_num(),
         ),
         lambda: (extremes(), extremes().t()),
     ),
     "extreme integers": (
         lambda x: (
-            x + 1, x * x, -x, x.abs(), x // 7, x % -7, x >> 3, x << 2, ~x, x.to(torch.int8), x.float(), x.amax(),
+            x + 1,
+            x * x,
+            -x,
+            x.abs(),
+            x // 7,
+            x % -7,
+            x >> 3,
+            x << 2,
+            ~x,
+            x.to(torch.int8),
+            x.float(),
+            x.amax(),
         ),
         lambda: (torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1, 2**32, -(2**31)], device=CUDA),),
     ),
     "channels last": (
-        lambda x: (x * 2).contiguous(memory_format=torch.channels_last), lambda: (r(2, 8, 16, 16),),
+        lambda x: (x * 2).contiguous(memory_format=torch.channels_last),
+        lambda: (r(2, 8, 16, 16),),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -275,12 +359,17 @@ def test_case(name: str) -> None:
 
 
 def test_gradients_of_a_norm() -> None:
-    """In half precision, where a sum in another order rounds another way: no further from float64 than eager's."""
+    """In half precision, where a sum in another order rounds another way: no further from float64
+    than eager's."""
 
     def fn(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> Any:
-        return torch.ops.aten.native_layer_norm_backward(dy, x, (768,), mean, rstd, w, w, [True] * 3)
+        return torch.ops.aten.native_layer_norm_backward(
+            dy, x, (768,), mean, rstd, w, w, [True] * 3
+        )
 
-    dy, x, w = (r(*shape, dtype=torch.bfloat16) for shape in ((2, 2048, 768), (2, 2048, 768), (768,)))
+    dy, x, w = (
+        r(*shape, dtype=torch.bfloat16) for shape in ((2, 2048, 768), (2, 2048, 768), (768,))
+    )
     args = dy, x, x.float().mean(-1, True), torch.rsqrt(x.float().var(-1, keepdim=True)), w
     results = torch.compile(fn, backend="plait")(*args), fn(*args), fn(*(a.double() for a in args))
     for got, want, exact in zip(*results, strict=True):
@@ -288,7 +377,9 @@ def test_gradients_of_a_norm() -> None:
 
 
 def test_one_compile_for_many_sizes() -> None:
-    compiled = torch.compile(lambda x, w: F.softmax(x @ w, -1).sum(0), backend="plait", dynamic=True)
+    compiled = torch.compile(
+        lambda x, w: F.softmax(x @ w, -1).sum(0), backend="plait", dynamic=True
+    )
     w = r(64, 48)
     for n in (5, 17, 64, 1000, 0):
         x = r(n, 64)
@@ -304,7 +395,9 @@ def test_dropout() -> None:
     assert x.grad is not None and torch.equal(x.grad, y.detach())
     assert abs(float((y == 0).double().mean()) - 0.25) < 0.002
     torch.manual_seed(3)
-    assert torch.equal(compiled(x.detach()), y.detach()) and not torch.equal(compiled(x.detach()), y.detach())
+    assert torch.equal(compiled(x.detach()), y.detach()) and not torch.equal(
+        compiled(x.detach()), y.detach()
+    )
 
 
 def test_exported() -> None:

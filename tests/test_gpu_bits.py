@@ -1,5 +1,5 @@
-"""Bits that only a device shows, against eager: subnormal numbers, quotients by numbers, zeros of both
-signs, and what eager refuses there."""
+"""Bits that only a device shows, against eager: subnormal numbers, quotients by numbers, zeros of
+both signs, and what eager refuses there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ VALUES = (*TINY, 0.0, -0.0, 0.5, -0.5, 3.0, -7.0, 34.0, 3e30, -3e38, math.inf, -
 
 def compiled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     torch._dynamo.reset()
-    return torch.compile(lambda *xs: fn(*xs), backend="plait", fullgraph=True, options={"strict": True})
+    return torch.compile(
+        lambda *xs: fn(*xs), backend="plait", fullgraph=True, options={"strict": True}
+    )
 
 
 def same(fn: Callable[..., Tensor], *given: Tensor) -> None:
@@ -41,7 +43,9 @@ def test_subnormal_numbers_are_no_zeros(fn: Callable[[Tensor], Tensor]) -> None:
     same(fn, numbers())
 
 
-@pytest.mark.parametrize("fn", [torch.remainder, torch.fmod, torch.floor_divide], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fn", [torch.remainder, torch.fmod, torch.floor_divide], ids=lambda f: f.__name__
+)
 def test_subnormal_numbers_of_two_operands_are_no_zeros(fn: Callable[..., Tensor]) -> None:
     small = numbers()[: len(TINY) + 2]  # and zeros: of far larger numbers remainders are no one's
     same(fn, small[:, None], numbers()[None, :])
@@ -82,7 +86,9 @@ QUOTIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("name", QUOTIENTS)
 def test_quotients_by_numbers(name: str, dtype: torch.dtype) -> None:
     same(QUOTIENTS[name], numbers(dtype))
@@ -113,7 +119,9 @@ def test_quotients_of_integers_by_numbers() -> None:
 
 @pytest.mark.parametrize("fn", [torch.cummin, torch.cummax], ids=lambda f: f.__name__)
 def test_running_extremes_of_both_zeros(fn: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    rows = torch.tensor([*itertools.product([0.0, -0.0, 1.0, -1.0, math.nan], repeat=4)], device="cuda")
+    rows = torch.tensor(
+        [*itertools.product([0.0, -0.0, 1.0, -1.0, math.nan], repeat=4)], device="cuda"
+    )
     same(lambda x: fn(x, 1)[0], rows)
     long = torch.zeros(3, 30_000, device="cuda")
     long[0, ::2] = -0.0
@@ -150,9 +158,13 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_integers_are_refused_as_eager_refuses_them(name: str, dtype: torch.dtype) -> None:
+def test_products_of_integers_are_refused_as_eager_refuses_them(
+    name: str, dtype: torch.dtype
+) -> None:
     fn, shapes = PRODUCTS[name]
     given = [torch.ones(s, dtype=dtype, device="cuda") for s in shapes]
     try:
@@ -173,7 +185,9 @@ WRAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda x: torch.where(x < 0, -x, x),
     "sum of two": lambda x: x + x.flip(0),
     "product": lambda x: x * x.flip(0),
-    "quotient": lambda x: torch.div(x, torch.where(x == 0, 1, -1).to(x.dtype), rounding_mode="floor"),
+    "quotient": lambda x: torch.div(
+        x, torch.where(x == 0, 1, -1).to(x.dtype), rounding_mode="floor"
+    ),
     "shift": lambda x: x << 3,
 }
 
@@ -182,16 +196,29 @@ WRAPS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", WRAPS)
 def test_integers_wrap_around_before_they_are_widened(name: str, dtype: torch.dtype) -> None:
     fn, limits = WRAPS[name], torch.iinfo(dtype)
-    table = torch.tensor((limits.min, limits.max, limits.min + 1, 0, 1, 2, 3, limits.max // 2), device="cuda")
+    table = torch.tensor(
+        (limits.min, limits.max, limits.min + 1, 0, 1, 2, 3, limits.max // 2), device="cuda"
+    )
     x = table.to(dtype).repeat(3, 5)
-    for widened in (Tensor.long, lambda y: y.sum(-1), Tensor.double, lambda y: y.to(torch.int32) // 2):
+    for widened in (
+        Tensor.long,
+        lambda y: y.sum(-1),
+        Tensor.double,
+        lambda y: y.to(torch.int32) // 2,
+    ):
         got, want = compiled(lambda x, widened=widened: widened(fn(x)))(x), widened(fn(x))
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pool", [lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: F.adaptive_max_pool2d(x, (3, 5))])
-def test_of_zeros_the_first_is_the_greatest(pool: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize(
+    "pool", [lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: F.adaptive_max_pool2d(x, (3, 5))]
+)
+def test_of_zeros_the_first_is_the_greatest(
+    pool: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
     gen = torch.Generator("cuda").manual_seed(0)
     table = torch.tensor((0.0, -0.0, -1.0), device="cuda").to(dtype)
     same(pool, table[torch.randint(3, (2, 3, 9, 11), generator=gen, device="cuda")])
@@ -199,7 +226,8 @@ def test_of_zeros_the_first_is_the_greatest(pool: Callable[[Tensor], Tensor], dt
 
 @pytest.mark.parametrize("base", [2, 2.0, 3, 0.5, 10])
 def test_powers_of_numbers(base: float) -> None:
-    """In float32, eager's power is that of a newer CUDA library than Triton's: both are near float64's."""
+    """In float32, eager's power is that of a newer CUDA library than Triton's: both are near
+    float64's."""
     x = torch.arange(-40, 41, device="cuda") / 4
     same(lambda x: base**x, x.double())
     truth = base ** x.double()

@@ -1,5 +1,5 @@
-"""Products of matrices on a GPU by cuBLASLt's plans against eager, with float64 as the judge: collected where torch
-has a CUDA device."""
+"""Products of matrices on a GPU by cuBLASLt's plans against eager, with float64 as the judge:
+collected where torch has a CUDA device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from torch import Tensor
 from plait.ir.dtypes import DType, bf16, f16, f32
 from plait.ir.sizes import Size, symbol
 from plait.runtime.load import Program
-from plait.wrapper.instructions import Alloc, CallExtern, Instr, Literal, Ref, SizeOf, Symbol, TensorInput, View
+from plait.wrapper.instructions import (
+    Alloc,
+    CallExtern,
+    Instr,
+    Literal,
+    Ref,
+    SizeOf,
+    Symbol,
+    TensorInput,
+    View,
+)
 from tests.native_tools import build, contiguous, extern, program, ret
 
 CUDA = "cuda:0"
@@ -45,7 +55,12 @@ def made(name: str, dtype: DType, *shape: Size) -> Alloc:
 def into(op: str, *args: str, **numbers: float) -> CallExtern:
     kwargs = tuple((k, Literal("float", float(v).hex())) for k, v in numbers.items())
     return CallExtern(
-        f"aten::{op}.out", tuple(map(Ref, args)), (*kwargs, ("out", Ref("o"))), (), ("o",), may_keep=False
+        f"aten::{op}.out",
+        tuple(map(Ref, args)),
+        (*kwargs, ("out", Ref("o"))),
+        (),
+        ("o",),
+        may_keep=False,
     )
 
 
@@ -59,10 +74,17 @@ def product(op: str, *tensors: Tensor, **numbers: float) -> Program:
 
 
 def by_plan(run: Program, *args: Tensor) -> bool:
-    """Whether the product passes by the dispatcher, which would record the shapes of its operands."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+    """Whether the product passes by the dispatcher, which would record the shapes of its
+    operands."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as seen:
         run(*args)
-    (call,) = [e for e in seen.events() if e.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")]
+    (call,) = [
+        e
+        for e in seen.events()
+        if e.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+    ]
     return not call.input_shapes
 
 
@@ -72,7 +94,9 @@ def close(got: Tensor, eager: Tensor, exact: Tensor, tolerance: float = 0) -> No
     scale = float(exact.abs().max()) if exact.numel() else 0.0
     allowed = (tolerance or TOLERANCE[eager.dtype]) * scale
     error, eagers = ((t.double() - exact).abs().max() if t.numel() else 0 for t in (got, eager))
-    assert error <= eagers + allowed, f"{float(error)} from float64, eager {float(eagers)}, allowed {allowed}"
+    assert error <= eagers + allowed, (
+        f"{float(error)} from float64, eager {float(eagers)}, allowed {allowed}"
+    )
 
 
 def agrees(op: str, *tensors: Tensor, planned: bool | None = True, **numbers: float) -> None:
@@ -113,7 +137,9 @@ def test_layouts(a_how: str, b_how: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (1, 300, 1), (300, 1, 2), (2, 1, 300), (128, 768, 2304), (17, 4096, 9)])
+@pytest.mark.parametrize(
+    "m, k, n", [(1, 1, 1), (1, 300, 1), (300, 1, 2), (2, 1, 300), (128, 768, 2304), (17, 4096, 9)]
+)
 def test_sizes(m: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, b = r(m, k, dtype=dtype), r(k, n, dtype=dtype)
     agrees("mm", a, b)
@@ -121,7 +147,9 @@ def test_sizes(m: int, k: int, n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m, k, n", [(8, 768, 50257), (333, 768, 50257), (2048, 768, 20001), (1500, 512, 10003)])
+@pytest.mark.parametrize(
+    "m, k, n", [(8, 768, 50257), (333, 768, 50257), (2048, 768, 20001), (1500, 512, 10003)]
+)
 def test_odd_rows_are_computed_in_parts(m: int, k: int, n: int, dtype: torch.dtype) -> None:
     """An output head and its gradients, with rows that start anywhere and with aligned ones."""
     x, w, g = r(m, k, dtype=dtype), r(n, k, dtype=dtype), r(m, n + 8 - n % 8, dtype=dtype)[:, :n]
@@ -173,7 +201,8 @@ def test_empty() -> None:
 def test_results_of_their_own() -> None:
     a, b, c = r(24, 40), r(40, 56), r(56)
     cases: list[tuple[str, tuple[Tensor, ...]]] = [
-        ("mm", (a, b)), ("addmm", (c, a, b)), ("bmm", (a[None], b[None])), ("baddbmm", (c, a[None], b[None])),
+        ("mm", (a, b)), ("addmm", (c, a, b)), ("bmm", (a[None], b[None])),
+        ("baddbmm", (c, a[None], b[None])),
     ]  # fmt: skip
     for op, tensors in cases:
         names = ["c", "a", "b"][-len(tensors) :]
@@ -192,7 +221,13 @@ def test_views_that_start_anywhere() -> None:
     for offset in range(9):
         x, b = r(40 * 40, dtype=torch.float16), r(32, 24, dtype=torch.float16)
         view = View("v", "a", f16, (32, 32), (40, 1), offset)
-        p = program((given("a", x), given("b", b)), view, made("o", f16, 32, 24), into("mm", "v", "b"), ret("o"))
+        p = program(
+            (given("a", x), given("b", b)),
+            view,
+            made("o", f16, 32, 24),
+            into("mm", "v", "b"),
+            ret("o"),
+        )
         a = x.as_strided((32, 32), (40, 1), offset)
         run = build(p)
         close(run(x, b)[0], a @ b, a.double() @ b.double())
@@ -253,10 +288,14 @@ def test_ever_new_sizes() -> None:
     w, c = r(48, 40), r(40)
     body: tuple[Instr, ...] = (Symbol("s0", SizeOf("a", "size", 0)), made("o", f32, s0, 40))
     x = TensorInput("a", f32, (s0, 48), (48, 1), CUDA)
-    run = build(program((x, given("b", w), given("c", c)), *body, into("addmm", "c", "a", "b"), ret("o")))
+    run = build(
+        program((x, given("b", w), given("c", c)), *body, into("addmm", "c", "a", "b"), ret("o"))
+    )
     for n in (*range(1, 90), 1, 0, 1000):
         a = r(n, 48)
-        close(run(a, w, c)[0], torch.addmm(c, a, w), torch.addmm(c.double(), a.double(), w.double()))
+        close(
+            run(a, w, c)[0], torch.addmm(c, a, w), torch.addmm(c.double(), a.double(), w.double())
+        )
 
 
 def split(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

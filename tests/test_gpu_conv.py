@@ -1,4 +1,5 @@
-"""Convolutions on a GPU against eager, with float64 as the judge: collected where torch has a CUDA device."""
+"""Convolutions on a GPU against eager, with float64 as the judge: collected where torch has a CUDA
+device."""
 
 from __future__ import annotations
 
@@ -12,10 +13,18 @@ from torch import Tensor
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "plain": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (2, 8, 16, 16), (12, 8, 3, 3)),
     "relu": (lambda x, w, b: F.relu(F.conv2d(x, w, b, stride=2)), (2, 8, 17, 17), (12, 8, 3, 3)),
-    "two": (lambda x, w, b: F.conv2d(F.conv2d(x, w, b, padding=1), w, b), (2, 8, 16, 16), (8, 8, 3, 3)),
+    "two": (
+        lambda x, w, b: F.conv2d(F.conv2d(x, w, b, padding=1), w, b),
+        (2, 8, 16, 16),
+        (8, 8, 3, 3),
+    ),
     "groups": (lambda x, w, b: F.conv2d(x, w, b, groups=4), (2, 8, 16, 16), (12, 2, 3, 3)),
     "depthwise": (lambda x, w, b: F.conv2d(x, w, b, groups=8), (2, 8, 16, 16), (8, 1, 3, 3)),
-    "transposed": (lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (2, 8, 9, 9), (8, 12, 3, 3)),
+    "transposed": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2),
+        (2, 8, 9, 9),
+        (8, 12, 3, 3),
+    ),
     "1d": (lambda x, w, b: F.conv1d(x, w, b, dilation=2), (2, 8, 40), (12, 8, 3)),
     "3d": (lambda x, w, b: F.conv3d(x, w, b), (2, 4, 8, 8, 8), (12, 4, 3, 3, 3)),
 }
@@ -33,7 +42,9 @@ def test_bias(name: str, last: bool, dtype: torch.dtype) -> None:
     args.append(torch.randn(n_out, device="cuda", dtype=dtype))
     results = []
     for f in (fn, torch.compile(fn, backend="plait")):
-        leaves = [a.detach().clone(memory_format=torch.preserve_format).requires_grad_() for a in args]
+        leaves = [
+            a.detach().clone(memory_format=torch.preserve_format).requires_grad_() for a in args
+        ]
         out = f(*leaves)
         out.backward(torch.ones_like(out))
         results.append([out.detach(), *(a.grad for a in leaves)])

@@ -1,5 +1,5 @@
-"""The programs of examples/triton_launch on a GPU: their kernels from a pack and compiled when launched. Collected
-where torch has a CUDA device."""
+"""The programs of examples/triton_launch on a GPU: their kernels from a pack and compiled when
+launched. Collected where torch has a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("cmake", "--build", folder)
     major, minor = torch.cuda.get_device_capability()
     wanted = ("--signatures", f"@{EXAMPLES / 'signatures.txt'}", "--arch", str(10 * major + minor))
-    run(*plait, "pack", EXAMPLES / "kernels.py", "-o", folder / "kernels.pack", *wanted, PYTHONPATH=PYTHONPATH)
+    run(
+        *plait,
+        "pack",
+        EXAMPLES / "kernels.py",
+        "-o",
+        folder / "kernels.pack",
+        *wanted,
+        PYTHONPATH=PYTHONPATH,
+    )
     return folder
 
 
-@pytest.mark.parametrize("program, kernels", [("launch_cpp", ("add", "softmax")), ("launch_c", ("add",))])
+@pytest.mark.parametrize(
+    "program, kernels", [("launch_cpp", ("add", "softmax")), ("launch_c", ("add",))]
+)
 def test_programs(built: Path, program: str, kernels: tuple[str, ...]) -> None:
     check(run(built / program, built / "kernels.pack"), *kernels)
-    check(run(built / program, EXAMPLES / "kernels.py", sys.executable, PYTHONPATH=PYTHONPATH), *kernels)
+    check(
+        run(built / program, EXAMPLES / "kernels.py", sys.executable, PYTHONPATH=PYTHONPATH),
+        *kernels,
+    )

@@ -1,5 +1,5 @@
-"""The fuzzers of the CPU suite on a GPU: random kernels against the slow reference, random whole graphs against
-eager."""
+"""The fuzzers of the CPU suite on a GPU: random kernels against the slow reference, random whole
+graphs against eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""FX graphs on a GPU against eager: Triton's own launcher runs the kernels. Collected where torch has a CUDA device."""
+"""FX graphs on a GPU against eager: Triton's own launcher runs the kernels. Collected where torch
+has a CUDA device."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def test_inference(name: str, programs: list[Program]) -> None:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_steps(name: str, programs: list[Program]) -> None:
     model, exact, x = build(name)
-    trains_as_eager(name, model.to(CUDA), exact.to(CUDA), x.to(CUDA), mode="reduce-overhead", steps=4)
+    trains_as_eager(
+        name, model.to(CUDA), exact.to(CUDA), x.to(CUDA), mode="reduce-overhead", steps=4
+    )
     for p in programs:
         assert not stats(p)["refused"] and stats(p)["replayed"] >= 1, record_of(p).name
 
@@ -87,7 +89,8 @@ def test_a_moving_input_of_an_operator_is_copied(programs: list[Program]) -> Non
 
 
 def test_inputs_may_lose_their_alignment(programs: list[Program]) -> None:
-    """Kernels take addresses that are multiples of 16: another one is copied, and the copy's is patched."""
+    """Kernels take addresses that are multiples of 16: another one is copied, and the copy's is
+    patched."""
     compiled = graphs(lambda x: F.softmax(x * 2, -1).cumsum(0))
     memory = r(64 * 128 + 8)
     for at in (0, 4, 0, 1, 3, 2, 8, 1):
@@ -118,7 +121,9 @@ def test_results_of_operators_are_the_callers_own(programs: list[Program]) -> No
     assert stats(programs[0])["recorded"] == 1 and stats(programs[0])["replayed"] == 4
 
 
-def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(programs: list[Program]) -> None:
+def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(
+    programs: list[Program],
+) -> None:
     n, side = 12, 2896  # 32 MiB each
     w = [r(side, side) for _ in range(n)]
 
@@ -147,7 +152,9 @@ def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(programs: l
     assert reserved() - before < n * 32 / 2
 
 
-def test_large_results_of_the_last_operators_are_made_beside_a_recording(programs: list[Program]) -> None:
+def test_large_results_of_the_last_operators_are_made_beside_a_recording(
+    programs: list[Program],
+) -> None:
     w, v = r(512, 512) / 22, r(512, 16384) / 22
     compiled = graphs(lambda x: F.gelu(F.gelu(x @ w) @ w) @ v)
     held = []
@@ -159,7 +166,9 @@ def test_large_results_of_the_last_operators_are_made_beside_a_recording(program
     assert stats(programs[0])["results_copied"] == 0 and stats(programs[0])["replayed"] >= 3
 
 
-def test_running_out_of_memory_while_recording(programs: list[Program], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_while_recording(
+    programs: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plait.runtime.graphs, "SPARE_NBYTES", 1 << 60)
     x, w = r(8, 64, 128, 128), r(64, 64, 3, 3) / 24
     compiled = graphs(lambda x: F.conv2d(F.conv2d(x, w, padding=1).relu(), w, padding=1))
@@ -169,7 +178,9 @@ def test_running_out_of_memory_while_recording(programs: list[Program], monkeypa
         want = F.conv2d(F.conv2d(x, w, padding=1).relu(), w, padding=1)
         compiled(x)
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+        torch.cuda.set_per_process_memory_fraction(
+            (torch.cuda.memory_reserved() + (8 << 20)) / total
+        )
         got = None
         try:
             for _ in range(3):
@@ -218,7 +229,10 @@ def test_results_survive_other_programs_and_other_sizes() -> None:
 def test_recordings_share_memory_that_lives_no_longer_than_a_run() -> None:
     side = 4096  # 64 MiB
     w, x = r(side, side) / 64, r(side, side)
-    fns = [lambda x, f=f: (f(x @ w) @ w).sum(-1) for f in (torch.relu, torch.tanh, torch.sin, torch.cos)]
+    fns = [
+        lambda x, f=f: (f(x @ w) @ w).sum(-1)
+        for f in (torch.relu, torch.tanh, torch.sin, torch.cos)
+    ]
 
     def reserved() -> int:
         gc.collect()
@@ -234,7 +248,9 @@ def test_recordings_share_memory_that_lives_no_longer_than_a_run() -> None:
 
 
 def test_what_is_saved_survives_other_recordings(programs: list[Program]) -> None:
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(
+        CUDA
+    )
     w = r(64, 256)
     compiled, other = graphs(model), graphs(lambda x: F.gelu(x @ w) @ w.t() + 1)
     for _ in range(6):
@@ -250,13 +266,17 @@ def test_what_is_saved_survives_other_recordings(programs: list[Program]) -> Non
 
 
 def test_two_forward_passes_before_their_backward_passes(programs: list[Program]) -> None:
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(
+        CUDA
+    )
     compiled = graphs(model)
     for _ in range(6):
         a, b = r(32, 64), r(32, 64)
         total = compiled(a).square().mean() + compiled(b).tanh().mean()
         got = torch.autograd.grad(total, list(model.parameters()))
-        want = torch.autograd.grad(model(a).square().mean() + model(b).tanh().mean(), list(model.parameters()))
+        want = torch.autograd.grad(
+            model(a).square().mean() + model(b).tanh().mean(), list(model.parameters())
+        )
         for g, e in zip(got, want, strict=True):
             torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
     assert not any(stats(p)["refused"] for p in programs)
@@ -334,7 +354,9 @@ def test_random_operators_of_torch_draw_anew(programs: list[Program]) -> None:
     def fn(p: Tensor) -> Tensor:
         return torch.bernoulli(p).cumsum(0) * 2
 
-    compiled = torch.compile(fn, backend="plait", options={"cuda_graphs": True, "eager_random": True})
+    compiled = torch.compile(
+        fn, backend="plait", options={"cuda_graphs": True, "eager_random": True}
+    )
     p = torch.rand(512, 64, device=CUDA)
     torch.manual_seed(3)
     outs = [compiled(p) for _ in range(6)]
@@ -345,7 +367,9 @@ def test_random_operators_of_torch_draw_anew(programs: list[Program]) -> None:
     assert not stats(programs[0])["refused"] and stats(programs[0])["replayed"] == 4
 
 
-def test_attention_with_dropout_draws_anew_and_says_why_it_is_not_recorded(programs: list[Program]) -> None:
+def test_attention_with_dropout_draws_anew_and_says_why_it_is_not_recorded(
+    programs: list[Program],
+) -> None:
     def attention(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5) * 2
 
@@ -394,13 +418,18 @@ def test_sizes_that_depend_on_data(programs: list[Program]) -> None:
 
 
 def test_two_programs_share_the_memory() -> None:
-    first, second = graphs(lambda x: (x @ x).relu().cumsum(0)), graphs(lambda x: (x @ x).tanh().cumsum(1))
+    first, second = (
+        graphs(lambda x: (x @ x).relu().cumsum(0)),
+        graphs(lambda x: (x @ x).tanh().cumsum(1)),
+    )
     for _ in range(6):
         x = r(128, 128)
         a = first(x)
         b = second(a / 100)
         torch.testing.assert_close(a, (x @ x).relu().cumsum(0), rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(b, ((a / 100) @ (a / 100)).tanh().cumsum(1), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            b, ((a / 100) @ (a / 100)).tanh().cumsum(1), rtol=1e-4, atol=1e-3
+        )
 
 
 def test_streams_and_threads() -> None:
@@ -410,7 +439,9 @@ def test_streams_and_threads() -> None:
         for _ in range(3):
             compiled(r(256, 256))
     right: list[bool] = []
-    given = [[r(256, 256) for _ in range(20)] for _ in range(4)]  # nobody draws while one thread records
+    given = [
+        [r(256, 256) for _ in range(20)] for _ in range(4)
+    ]  # nobody draws while one thread records
     torch.cuda.synchronize()
 
     def work(k: int) -> None:
@@ -483,11 +514,14 @@ import plait
 torch.manual_seed(0)
 config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 model = GPT2LMHeadModel(config).to("cuda", torch.bfloat16)
-step = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend="plait", mode=sys.argv[1])
+step = torch.compile(
+    lambda ids: model(input_ids=ids, labels=ids).loss, backend="plait", mode=sys.argv[1]
+)
 ids = torch.randint(50257, (4, 512), device="cuda")
 losses = []
 for k in range(6):
-    if k == 5:  # all is recorded; what calls before that left in the allocator's cache does not count
+    if k == 5:
+        # All is recorded; what calls before that left in the allocator's cache does not count.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model.zero_grad()
@@ -529,7 +563,9 @@ def test_gradients_accumulate(programs: list[Program]) -> None:
         compiled(x).square().sum().backward()
         grads: Callable[..., Any] = torch.autograd.grad
         for (n, _), g in zip(
-            model.named_parameters(), grads(model(x).square().sum(), list(model.parameters())), strict=True
+            model.named_parameters(),
+            grads(model(x).square().sum(), list(model.parameters())),
+            strict=True,
         ):
             total[n] += g
         for n, p in model.named_parameters():
@@ -542,7 +578,9 @@ def test_gradients_accumulate(programs: list[Program]) -> None:
 def test_a_recording_that_fails_leaves_no_trace(programs: list[Program]) -> None:
     import plait.wrapper.partition as module
 
-    compiled = graphs(lambda x: (F.dropout((x * 2).cumsum(0).cpu() + 1, 0.0), F.softmax(x, -1).cumsum(0)))
+    compiled = graphs(
+        lambda x: (F.dropout((x * 2).cumsum(0).cpu() + 1, 0.0), F.softmax(x, -1).cumsum(0))
+    )
     for _ in range(4):
         x = r(8, 8)
         with pytest.MonkeyPatch.context() as patch:  # as if nothing waited for the device
@@ -551,7 +589,9 @@ def test_a_recording_that_fails_leaves_no_trace(programs: list[Program]) -> None
         torch.testing.assert_close(got[0], (x * 2).cumsum(0).cpu() + 1)
         torch.testing.assert_close(got[1], F.softmax(x, -1).cumsum(0))
     assert stats(programs[0])["refused"]
-    assert not torch.equal(torch.rand(8, device=CUDA), torch.rand(8, device=CUDA))  # the generator works
+    assert not torch.equal(
+        torch.rand(8, device=CUDA), torch.rand(8, device=CUDA)
+    )  # the generator works
     other = graphs(lambda x: F.softmax(x, -1).cumsum(0) @ x)
     for _ in range(4):
         torch.testing.assert_close(other(x), F.softmax(x, -1).cumsum(0) @ x)

@@ -1,4 +1,5 @@
-"""The table of test_indices_of_nothing.py on a GPU, where eager looks at sizes alone when nothing is read."""
+"""The table of test_indices_of_nothing.py on a GPU, where eager looks at sizes alone when nothing
+is read."""
 
 from __future__ import annotations
 
@@ -9,14 +10,25 @@ import pytest
 import torch
 
 import plait
-from tests.test_indices_of_nothing import INDICES, OF_ROWS, OPS, WIDE, at_once, compare, dimensions, given, shapes
+from tests.test_indices_of_nothing import (
+    INDICES,
+    OF_ROWS,
+    OPS,
+    WIDE,
+    at_once,
+    compare,
+    dimensions,
+    given,
+    shapes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 TABLE = OPS | OF_ROWS | WIDE
 
 
 def harmless(name: str, d: int, rank: int) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Sizes and indices with which eager does not lose the device: none is outside where it looks at them."""
+    """Sizes and indices with which eager does not lose the device: none is outside where it looks
+    at them."""
     for shape, index in itertools.product(shapes(rank), INDICES.values()):
         nothing = 0 in shape[:d] + shape[d + 1 :] and not name.startswith("index_put")
         if nothing or not index or (shape[d] and max(map(abs, index)) == 0):
@@ -32,7 +44,12 @@ def test_sizes_that_become_0(name: str) -> None:
             sizes = tuple(dict.fromkeys(range(t.dim()), torch.export.Dim.AUTO) for t in example)
             run = plait.compile(fn, example, sizes)
             for shape, index in harmless(name, d, rank):
-                compare(fn, run, given(name, shape, d, index, "cuda"), f"{shape}, dimension {d}, {index}")
+                compare(
+                    fn,
+                    run,
+                    given(name, shape, d, index, "cuda"),
+                    f"{shape}, dimension {d}, {index}",
+                )
 
 
 @pytest.mark.parametrize("name", TABLE)

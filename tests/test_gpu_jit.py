@@ -1,5 +1,5 @@
-"""Triton kernels launched from C++ on a GPU (native/jit): their numbers for every kind of argument, clusters, scratch
-memory, streams and graphs. Collected where torch has a CUDA device."""
+"""Triton kernels launched from C++ on a GPU (native/jit): their numbers for every kind of argument,
+clusters, scratch memory, streams and graphs. Collected where torch has a CUDA device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def add(x, y, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def kinds(
-    out, a, b, c, d, e: tl.float64, h: tl.float16, g: "bf16", flag, n: tl.int64, missing, t, kind: tl.constexpr,
-    mode: tl.constexpr, f: tl.constexpr, last=0.5,
+    out, a, b, c, d, e: tl.float64, h: tl.float16, g: "bf16", flag, n: tl.int64, missing, t,
+    kind: tl.constexpr, mode: tl.constexpr, f: tl.constexpr, last=0.5,
 ):
-    tl.static_assert(missing is None and kind == tl.bfloat16 and mode == "mode" and b.dtype == tl.uint64)
+    tl.static_assert(
+        missing is None and kind == tl.bfloat16 and mode == "mode" and b.dtype == tl.uint64
+    )
     tl.store(out, a)
     tl.store(out + 1, (b // 16).to(tl.float64))
     tl.store(out + 2, c)
@@ -49,7 +51,9 @@ def kinds(
 @triton.jit
 def described(x, out, n: tl.constexpr):
     p = tl.program_id(0)
-    block = tl.make_tensor_descriptor(x, shape=[n, n], strides=[n, 1], block_shape=[16, n]).load([16 * p, 0])
+    block = tl.make_tensor_descriptor(
+        x, shape=[n, n], strides=[n, 1], block_shape=[16, n]
+    ).load([16 * p, 0])
     i, j = 16 * p + tl.arange(0, 16), tl.arange(0, n)
     tl.store(out + i[:, None] * n + j[None, :], 2 * block)
 
@@ -61,8 +65,10 @@ def doubled(x, out, BLOCK: tl.constexpr):
     out.store([i, j], x.load([i, j]) * 2)
 
 
-@triton.autotune([triton.Config({"BLOCK": b}, num_warps=w) for b in (64, 1024) for w in (1, 8)], key=["n"],
-                 reset_to_zero=["count"], restore_value=["x"])
+@triton.autotune(
+    [triton.Config({"BLOCK": b}, num_warps=w) for b in (64, 1024) for w in (1, 8)],
+    key=["n"], reset_to_zero=["count"], restore_value=["x"],
+)
 @triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
 @triton.jit
 def tuned(x, count, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
@@ -76,7 +82,15 @@ def tuned(x, count, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("jit")
-    build("-shared", "-fPIC", "-o", folder / "library.so", ROOT / "tests" / "gpu_jit.cpp", *SOURCES, "-ldl")
+    build(
+        "-shared",
+        "-fPIC",
+        "-o",
+        folder / "library.so",
+        ROOT / "tests" / "gpu_jit.cpp",
+        *SOURCES,
+        "-ldl",
+    )
     (folder / "kernels.py").write_text(KERNELS)
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), before)) if before else str(ROOT)
@@ -102,7 +116,11 @@ def call(fn: Any, *args: torch.Tensor | torch.cuda.Stream | int | bool) -> None:
 
 
 def three(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.randn(n, device="cuda"), torch.randn(n, device="cuda"), torch.zeros(n, device="cuda")
+    return (
+        torch.randn(n, device="cuda"),
+        torch.randn(n, device="cuda"),
+        torch.zeros(n, device="cuda"),
+    )
 
 
 @pytest.mark.parametrize("n", [1, 16, 1000, 1 << 20])
@@ -126,8 +144,23 @@ def test_kinds_of_arguments(library: Any) -> None:
     out = torch.zeros(12, dtype=torch.float64, device="cuda")
     call(library.kinds, out)
     tenth = torch.tensor(0.1, dtype=torch.float64)
-    cut = (tenth.float().view(torch.int32) & -65536).view(torch.float32)  # as Triton's launcher makes a bf16
-    want = [-3, 2.0**59, tenth.float(), tenth.float(), 0.1, tenth.half(), cut, 7, 3.5, 2.0**40, 0.25, 0.5]
+    cut = (tenth.float().view(torch.int32) & -65536).view(
+        torch.float32
+    )  # as Triton's launcher makes a bf16
+    want = [
+        -3,
+        2.0**59,
+        tenth.float(),
+        tenth.float(),
+        0.1,
+        tenth.half(),
+        cut,
+        7,
+        3.5,
+        2.0**40,
+        0.25,
+        0.5,
+    ]
     assert out.tolist() == [float(w) for w in want]
 
 
@@ -148,8 +181,18 @@ def test_tensor_descriptors(library: Any, dtype: torch.dtype) -> None:
     """Rows of a wider tensor, and blocks that reach beyond the ends."""
     wide = torch.arange(100 * 80, device="cuda").view(100, 80).remainder(1000).to(dtype)
     out = torch.full((100, 80), 7, dtype=dtype, device="cuda")
-    call(library.doubled, wide, out, 100, 72, 80, {torch.int32: 1, torch.float16: 2, torch.float32: 3}[dtype])
-    assert torch.equal(out[:, :72], 2 * wide[:, :72]) and torch.equal(out[:, 72:], torch.full_like(out[:, 72:], 7))
+    call(
+        library.doubled,
+        wide,
+        out,
+        100,
+        72,
+        80,
+        {torch.int32: 1, torch.float16: 2, torch.float32: 3}[dtype],
+    )
+    assert torch.equal(out[:, :72], 2 * wide[:, :72]) and torch.equal(
+        out[:, 72:], torch.full_like(out[:, 72:], 7)
+    )
 
 
 @pytest.mark.parametrize("n", [1000, 4096])

@@ -1,5 +1,5 @@
-"""plait's operators on a GPU, from Python and from C++, against float64; what needs 64-bit indices; graphs, packs,
-autocast and programs. Collected where torch has a CUDA device."""
+"""plait's operators on a GPU, from Python and from C++, against float64; what needs 64-bit indices;
+graphs, packs, autocast and programs. Collected where torch has a CUDA device."""
 
 from __future__ import annotations
 
@@ -59,12 +59,14 @@ def test_graphs_and_streams() -> None:
         out = step()
     x.normal_()
     graph.replay()
-    torch.testing.assert_close(out, torch.softmax(F.rms_norm(x + r, (128,), w) @ (x + r).t(), -1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        out, torch.softmax(F.rms_norm(x + r, (128,), w) @ (x + r).t(), -1), atol=1e-4, rtol=1e-4
+    )
 
 
 THIN = [
-    (1, 4096, 1024), (1, 1000, 333), (4096, 1, 4096), (7, 250, 5000), (16, 1024, 4096), (33, 2048, 1032),
-    (40, 24, 9001), (1024, 5, 2048), (64, 1024, 4096), (128, 130, 20000),
+    (1, 4096, 1024), (1, 1000, 333), (4096, 1, 4096), (7, 250, 5000), (16, 1024, 4096),
+    (33, 2048, 1032), (40, 24, 9001), (1024, 5, 2048), (64, 1024, 4096), (128, 130, 20000),
 ]  # fmt: skip
 """m, n, k: vectors, and products whose programs share sums, of regular sizes and others."""
 
@@ -75,7 +77,9 @@ THIN = [
 def test_thin_products(sizes: tuple[int, int, int], dtype: torch.dtype, turned: bool) -> None:
     """The same bits each time, on streams side by side and in a graph too."""
     m, n, k = sizes
-    a, b = (torch.randn(*s, device="cuda", dtype=dtype) for s in ((m, k), (n, k) if turned else (k, n)))
+    a, b = (
+        torch.randn(*s, device="cuda", dtype=dtype) for s in ((m, k), (n, k) if turned else (k, n))
+    )
     b = b.t() if turned else b
     first = ops.matmul(a, b)
     precise = a.double() @ b.double()
@@ -153,7 +157,9 @@ def test_errors() -> None:
     assert ops.cross_entropy(x, torch.tensor([0, 4, 1, 2], device="cuda")).isnan()  # no such class
 
 
-@pytest.mark.skipif(torch.cuda.get_device_properties(0).total_memory < 60 << 30, reason="not enough memory")
+@pytest.mark.skipif(
+    torch.cuda.get_device_properties(0).total_memory < 60 << 30, reason="not enough memory"
+)
 def test_more_than_32_bits() -> None:
     n = (1 << 31) + 16
     x = torch.ones(n, dtype=torch.int8, device="cuda")

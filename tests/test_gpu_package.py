@@ -1,4 +1,5 @@
-"""Packages with control flow on a GPU: written, loaded and run there, without Python between branches and loops."""
+"""Packages with control flow on a GPU: written, loaded and run there, without Python between
+branches and loops."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def test_control_flow(name: str, tmp_path: Path) -> None:
         exported = export(module, (x,), dynamic_shapes={"x": {0: N}}, strict=name == "nested")
         plait.package(exported, tmp_path / "q.plait")
     static, dynamic = plait.load(tmp_path / "p.plait"), plait.load(tmp_path / "q.plait")
-    for loaded, given in ((static, (x, x.abs(), -x.abs())), (dynamic, (x, -torch.rand(8, 4, device=CUDA)))):
+    for loaded, given in (
+        (static, (x, x.abs(), -x.abs())),
+        (dynamic, (x, -torch.rand(8, 4, device=CUDA))),
+    ):
         for a in given:
             results = []
             for call in (module, loaded):

@@ -1,4 +1,5 @@
-"""What happens around a program on a GPU: streams, threads, no memory left, huge tensors, a second GPU, data races."""
+"""What happens around a program on a GPU: streams, threads, no memory left, huge tensors, a second
+GPU, data races."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ ROOT = Path(__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 SLEEP = 20_000_000  # clock cycles, about 10 ms
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, there is one")
-sanitizer = pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
+sanitizer = pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH"
+)
 
 
 def several_kernels(x: Tensor, w: Tensor) -> Tensor:
-    """Intermediates that live in the arena, a product between the kernels, and an output of its own."""
+    """Intermediates that live in the arena, a product between the kernels, and an output of its
+    own."""
     y = F.softmax(x, -1) @ w
     return F.layer_norm(y, (y.shape[-1],)) @ w.t()
 
@@ -40,7 +44,7 @@ def checked(got: Tensor, fn: Callable[..., Tensor], *args: Tensor) -> None:
     close(got, fn(*args), fn(*(a.double() for a in args)), "result")
 
 
-# ------------------------------------------------------------------------------------------------ streams
+# ------------------------------------------------------------------------------------------ streams
 def test_another_stream() -> None:
     def fn(x: Tensor) -> Tensor:
         return (x * 2).sum(-1)
@@ -60,7 +64,8 @@ def test_another_stream() -> None:
 
 
 def test_two_streams_at_once() -> None:
-    """A call on one stream starts while the kernels of a call on another one wait: intermediates stay apart."""
+    """A call on one stream starts while the kernels of a call on another one wait: intermediates
+    stay apart."""
     compiled = torch.compile(several_kernels, backend="plait")
     w = torch.randn(256, 256, device=CUDA)
     xs = [torch.randn(512, 256, device=CUDA) * (k + 1) for k in range(4)]
@@ -101,7 +106,10 @@ def test_an_output_recorded_on_another_stream() -> None:
 def test_backward_on_a_side_stream() -> None:
     compiled = torch.compile(several_kernels, backend="plait")
     w = torch.randn(256, 256, device=CUDA)
-    x, twin = (torch.randn(512, 256, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)) for _ in "ab")
+    x, twin = (
+        torch.randn(512, 256, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
+        for _ in "ab"
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -115,7 +123,7 @@ def test_backward_on_a_side_stream() -> None:
     close(x.grad, twin.grad, truth.grad, "gradient")
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------ threads
 def test_threads_on_their_own_streams() -> None:
     model = gpt2().eval().to(CUDA)
     compiled = torch.compile(model, backend="plait")
@@ -125,7 +133,13 @@ def test_threads_on_their_own_streams() -> None:
         want = [model(x) for x in inputs]
     torch.cuda.synchronize()
     call_at_once(
-        compiled, inputs, want, times=50, rtol=1e-3, atol=1e-4, around=lambda: torch.cuda.stream(torch.cuda.Stream())
+        compiled,
+        inputs,
+        want,
+        times=50,
+        rtol=1e-3,
+        atol=1e-4,
+        around=lambda: torch.cuda.stream(torch.cuda.Stream()),
     )
 
 
@@ -140,14 +154,16 @@ def test_a_thread_that_never_met_cuda() -> None:
     torch.testing.assert_close(got[0], x.exp() + 1)
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------- memory
 @contextmanager
 def at_most(nbytes: int) -> Iterator[None]:
     """This process may take no more of the device's memory than it holds now."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + nbytes) / total, CUDA)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(CUDA) + nbytes) / total, CUDA
+    )
     try:
         yield
     finally:
@@ -169,7 +185,11 @@ def test_out_of_memory(wrapper: str) -> None:
     checked(compiled(small), fn, small)
     torch.cuda.synchronize()
     gc.collect()  # what earlier tests left in cycles must not be freed in the middle of this one
-    for n in (26000, 14000, 18000):  # the first, the second, ... of three matrices of n*n floats does not fit into 2 GB
+    for n in (
+        26000,
+        14000,
+        18000,
+    ):  # the first, the second, ... of three matrices of n*n floats does not fit into 2 GB
         before = torch.cuda.memory_allocated()
         with at_most(2 << 30):
             big = torch.randn(n, device=CUDA)
@@ -217,17 +237,23 @@ def test_calls_keep_nothing() -> None:
     assert len(set(seen[1:])) == 1, seen
 
 
-# ------------------------------------------------------------------------------------------------ beyond 32 bits
+# ----------------------------------------------------------------------------------- beyond 32 bits
 def test_segments_that_grow() -> None:
-    """Programs and recordings where the allocator's segments are expandable, which is so for all of a process."""
+    """Programs and recordings where the allocator's segments are expandable, which is so for all of
+    a process."""
     names = (
-        "test_moving_inputs_are_patched", "test_results_stay_valid", "test_one_recording_for_each_size",
-        "test_what_is_saved_survives_other_recordings",
+        "test_moving_inputs_are_patched", "test_results_stay_valid",
+        "test_one_recording_for_each_size", "test_what_is_saved_survives_other_recordings",
     )  # fmt: skip
     tests = [f"tests/test_gpu_graphs.py::{name}" for name in names]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "pytest", "-q", *tests],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0 and f"{len(names)} passed" in done.stdout, done.stdout + done.stderr
 
@@ -262,10 +288,11 @@ def test_a_huge_matrix_with_dynamic_sizes() -> None:
         assert got[0].stride() == want[0].stride()
 
 
-# ------------------------------------------------------------------------------------------------ two GPUs
+# ----------------------------------------------------------------------------------------- two GPUs
 @two_gpus
 def test_a_program_on_the_second_gpu() -> None:
-    """While the first is current; equal kernels on both share what was built but not what was loaded."""
+    """While the first is current; equal kernels on both share what was built but not what was
+    loaded."""
     compiled = torch.compile(several_kernels, backend="plait")
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         w, x = torch.randn(256, 256, device=device), torch.randn(512, 256, device=device)
@@ -301,16 +328,30 @@ def test_a_program_over_two_gpus() -> None:
             torch.testing.assert_close(got, want)
 
 
-# ------------------------------------------------------------------------------------------------ races
+# -------------------------------------------------------------------------------------------- races
 @sanitizer
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str, tmp_path: Path) -> None:
-    """A sample of kernels, each tensor in an allocation of its own. What they need is built first, without the tool."""
+    """A sample of kernels, each tensor in an allocation of its own. What they need is built first,
+    without the tool."""
     env = {**os.environ, "PLAIT_CACHE_DIR": str(tmp_path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     program = [sys.executable, "-m", "tests.gpu_programs"]
-    checker = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
-    checker += ["--report-api-errors", "no"]  # asking for a parameter too many is how the launcher counts them
+    checker = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--target-processes",
+        "application-only",
+        "--error-exitcode",
+        "9",
+    ]
+    checker += [
+        "--report-api-errors",
+        "no",
+    ]  # asking for a parameter too many is how the launcher counts them
     for command in (program, [*checker, *program]):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[:8000]
         assert "programs run" in done.stdout

@@ -1,4 +1,5 @@
-"""Streams that the user chose, on a GPU: work runs where it was put, in the order that was asked for."""
+"""Streams that the user chose, on a GPU: work runs where it was put, in the order that was asked
+for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from tests.test_gpu import CUDA
 WRAPPERS = pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 CALLERS, SIDE, EVENT = range(3)
 SLEEP = 50_000_000  # cycles
-HERE, OTHER = torch.cuda.current_stream(), torch.cuda.Stream()  # for good: torch knows them by weak references
+HERE, OTHER = (
+    torch.cuda.current_stream(),
+    torch.cuda.Stream(),
+)  # for good: torch knows them by weak references
 RECORDED = torch.cuda.Event()
 streams = torch.ops.streams
 
@@ -43,7 +47,9 @@ def test_work_runs_on_its_stream(wrapper: str, monkeypatch: pytest.MonkeyPatch) 
     for node in graph.graph.nodes:
         if node.name in ("mul", "sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}
-    run = compile_graph(Captured(graph, "late", "inference"), Config.from_env().with_options({"wrapper": wrapper}))
+    run = compile_graph(
+        Captured(graph, "late", "inference"), Config.from_env().with_options({"wrapper": wrapper})
+    )
     here, side, event = HERE, OTHER, RECORDED
     event.record(side)
     y = torch.randn(64, 64, device=CUDA)
@@ -56,12 +62,18 @@ def test_work_runs_on_its_stream(wrapper: str, monkeypatch: pytest.MonkeyPatch) 
             x.fill_(float(value))
         (got,) = run.call(x, y)
         assert torch.cuda.current_stream() == here
-        want = (torch.full_like(x, float(value)) * 2).sin() @ torch.full_like(x, float(value)) + y.cos() + 1
+        want = (
+            (torch.full_like(x, float(value)) * 2).sin() @ torch.full_like(x, float(value))
+            + y.cos()
+            + 1
+        )
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "fx"])
-def test_the_callers_stream_comes_back_after_an_error(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_stream_comes_back_after_an_error(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compat, "CALLERS_STREAM", CALLERS)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +86,9 @@ def test_the_callers_stream_comes_back_after_an_error(wrapper: str, monkeypatch:
     for node in graph.graph.nodes:
         if node.name in ("sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}
-    run = compile_graph(Captured(graph, "wrong", "inference"), Config.from_env().with_options({"wrapper": wrapper}))
+    run = compile_graph(
+        Captured(graph, "wrong", "inference"), Config.from_env().with_options({"wrapper": wrapper})
+    )
     graph_bytecode_inputs.store_user_object_weakrefs(HERE, OTHER)
     with pytest.raises(AssertionError, match="not registered"):
         run.call(torch.randn(8, 8, device=CUDA))
@@ -91,7 +105,9 @@ def _prefetch(x: torch.Tensor, y: torch.Tensor, side: torch.cuda.Stream) -> torc
     return z + w
 
 
-def _events(x: torch.Tensor, y: torch.Tensor, side: torch.cuda.Stream, event: torch.cuda.Event) -> torch.Tensor:
+def _events(
+    x: torch.Tensor, y: torch.Tensor, side: torch.cuda.Stream, event: torch.cuda.Event
+) -> torch.Tensor:
     with torch.cuda.stream(side):
         z = (x @ x).sin()
         event.record(side)

@@ -1,4 +1,5 @@
-"""Tuning on a GPU: results, what other processes find, and that nothing of the user's is touched."""
+"""Tuning on a GPU: results, what other processes find, and that nothing of the user's is
+touched."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def some(x: torch.Tensor, at: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tens
 
 
 def inputs(n: int) -> tuple[torch.Tensor, ...]:
-    return torch.randn(n, 500, device="cuda"), torch.randint(0, n, (n,), device="cuda"), torch.randn(500, device="cuda")
+    return (
+        torch.randn(n, 500, device="cuda"),
+        torch.randint(0, n, (n,), device="cuda"),
+        torch.randn(500, device="cuda"),
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -63,6 +68,9 @@ def test_processes_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Two that start at once: one measures, both run the same."""
     monkeypatch.setenv("PLAIT_CACHE_DIR", str(tmp_path))
     root = Path(__file__).parent.parent
-    both = [subprocess.Popen([sys.executable, "-c", CODE], cwd=root, stdout=subprocess.PIPE) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", CODE], cwd=root, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
     first, second = (p.communicate(timeout=120)[0] for p in both)
     assert first and first == second and not any(p.returncode for p in both)

@@ -1,4 +1,5 @@
-"""Triton kernels of the user on a GPU: called, autotuned, as operators, in place, in training, under every target."""
+"""Triton kernels of the user on a GPU: called, autotuned, as operators, in place, in training,
+under every target."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_beside_cuda_graphs(name: str) -> None:
     compiled = torch.compile(fn, backend="plait", options={"cuda_graphs": True, "strict": True})
     for _ in range(4):
         given = [torch.randn(70, device="cuda", requires_grad=name in TRAINED) for _ in range(2)]
-        mine, theirs = ([t.detach().clone().requires_grad_(t.requires_grad) for t in given] for _ in range(2))
+        mine, theirs = (
+            [t.detach().clone().requires_grad_(t.requires_grad) for t in given] for _ in range(2)
+        )
         got, want = compiled(*mine), plain(*theirs)
         torch.testing.assert_close(got, want)
         if name in TRAINED:

@@ -1,5 +1,5 @@
-"""Compiling takes time in proportion to the graph: for a graph of twice the size, every function of the compiler runs
-about twice as many lines, whatever the graph is."""
+"""Compiling takes time in proportion to the graph: for a graph of twice the size, every function of
+the compiler runs about twice as many lines, whatever the graph is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Graph:
 
 def many_results(n: int) -> fx.GraphModule:
     g = Graph()
-    return g.returning(*[g(aten.add.Tensor, g(aten.mul.Tensor, x, 2), 1) for x in g.inputs(n, 4096)])
+    return g.returning(
+        *[g(aten.add.Tensor, g(aten.mul.Tensor, x, 2), 1) for x in g.inputs(n, 4096)]
+    )
 
 
 def optimizer_step(n: int) -> fx.GraphModule:
@@ -111,12 +113,15 @@ def compiled(graph: fx.GraphModule) -> None:
 
 
 def lines_run(graph: fx.GraphModule) -> Counter[str]:
-    """How many lines of each function of plait run while a graph is compiled: of a loop, once a turn."""
+    """How many lines of each function of plait run while a graph is compiled: of a loop, once a
+    turn."""
     counts: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
-            counts[f"{frame.f_code.co_filename.rpartition('/plait/')[2]}: {frame.f_code.co_qualname}"] += 1
+            counts[
+                f"{frame.f_code.co_filename.rpartition('/plait/')[2]}: {frame.f_code.co_qualname}"
+            ] += 1
         return trace if event != "call" or "/plait/" in frame.f_code.co_filename else None
 
     before = sys.gettrace()

@@ -1,7 +1,8 @@
-"""Which Python numbers, and tensors that hold one, eager's kernels round to half types before they compute.
+"""Which Python numbers, and tensors that hold one, eager's kernels round to half types before they
+compute.
 
-Rounded, 1e-30 is 0, so that fmod is NaN; 0.1 equals a half tensor's 0.1; 65520 is infinite. Not rounded, a product with
-1e-30 of an infinity is infinite.
+Rounded, 1e-30 is 0, so that fmod is NaN; 0.1 equals a half tensor's 0.1; 65520 is infinite. Not
+rounded, a product with 1e-30 of an infinity is infinite.
 """
 
 from __future__ import annotations
@@ -65,7 +66,24 @@ OF_TENSORS: dict[str, Fn] = {
 
 
 def awkward(dtype: torch.dtype) -> Tensor:
-    ends = [0.0, -0.0, 1.0, 0.1, 1 / 3, 2048, 2049, 2050, 1e4, 6e4, math.inf, -math.inf, math.nan, 1e-7, 7, -7]
+    ends = [
+        0.0,
+        -0.0,
+        1.0,
+        0.1,
+        1 / 3,
+        2048,
+        2049,
+        2050,
+        1e4,
+        6e4,
+        math.inf,
+        -math.inf,
+        math.nan,
+        1e-7,
+        7,
+        -7,
+    ]
     spread = torch.randn(184, generator=torch.Generator().manual_seed(0)) * 3
     return torch.cat([torch.tensor(ends), spread]).to(dtype)
 
@@ -110,13 +128,27 @@ def test_tensors_that_hold_a_number(dtype: torch.dtype, of: torch.dtype) -> None
 
 VARYING = {
     name: (ROUNDED | KEPT)[name]
-    for name in ("add", "sub", "rsub", "eq", "ne", "lt", "le", "gt", "ge", "mul", "div", "div of a number")
+    for name in (
+        "add",
+        "sub",
+        "rsub",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "mul",
+        "div",
+        "div of a number",
+    )
 }  # Dynamo compiles the others anew for each number
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_that_vary(dtype: torch.dtype, programs: list[Program]) -> None:
-    """Numbers of the call, compiled once for all. Dynamo takes -0.0 for the 0.0 that it compiled for."""
+    """Numbers of the call, compiled once for all. Dynamo takes -0.0 for the 0.0 that it compiled
+    for."""
     x = awkward(dtype)
 
     def program(x: Tensor, s: float) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""Operators that index, on tensors and with indices of no elements: what eager refuses is refused, what it runs runs.
+"""Operators that index, on tensors and with indices of no elements: what eager refuses is refused,
+what it runs runs.
 
-Eager looks at an index at times where nothing is read or written, and at times it does not. The table is of
-operators; the targets are all shapes with and without a size of 0, the indices are inside and outside of them.
+Eager looks at an index at times where nothing is read or written, and at times it does not. The
+table is of operators; the targets are all shapes with and without a size of 0, the indices are
+inside and outside of them.
 """
 
 from __future__ import annotations
@@ -72,8 +74,12 @@ WIDE: dict[str, Op] = {  # with an index in the shape of the values
     "scatter, multiplied": lambda x, i, v, d: x.scatter(d, i, 2.0, reduce="multiply"),
 }
 for how, own in itertools.product(("prod", "mean", "amax"), (True, False)):
-    OPS[f"index_reduce {how} {own}"] = lambda x, i, v, d, h=how, o=own: x.index_reduce(d, i, v, h, include_self=o)
-    WIDE[f"scatter_reduce {how} {own}"] = lambda x, i, v, d, h=how, o=own: x.scatter_reduce(d, i, v, h, include_self=o)
+    OPS[f"index_reduce {how} {own}"] = lambda x, i, v, d, h=how, o=own: x.index_reduce(
+        d, i, v, h, include_self=o
+    )
+    WIDE[f"scatter_reduce {how} {own}"] = lambda x, i, v, d, h=how, o=own: x.scatter_reduce(
+        d, i, v, h, include_self=o
+    )
 TABLE = OPS | OF_ROWS | OF_ALL | WIDE
 
 
@@ -83,7 +89,9 @@ def dimensions(name: str, rank: int) -> list[int]:
     return [0] if name in OF_ALL else list(range(rank))
 
 
-def given(name: str, shape: tuple[int, ...], d: int, index: list[int], device: str = "cpu") -> Tensors:
+def given(
+    name: str, shape: tuple[int, ...], d: int, index: list[int], device: str = "cpu"
+) -> Tensors:
     """The operands: x, an index, values."""
     x = torch.arange(float(torch.Size(shape).numel()), device=device).reshape(shape) + 1
     i = torch.tensor(index, dtype=torch.int64, device=device)
@@ -106,7 +114,9 @@ def outcome(fn: Callable[..., Any], *args: Any) -> tuple[type, str, Any]:
 
 def assert_alike(want: tuple[type, str, Any], got: tuple[type, str, Any], where: str) -> None:
     assert (want[0] is object) == (got[0] is object), f"{where}: eager {want}, plait {got}"
-    assert issubclass(got[0], want[0]) or "setStorage" in want[1], f"{where}: eager {want}, plait {got}"
+    assert issubclass(got[0], want[0]) or "setStorage" in want[1], (
+        f"{where}: eager {want}, plait {got}"
+    )
     torch.testing.assert_close(got[2], want[2], msg=lambda m: f"{where}: {m}")
 
 
@@ -157,13 +167,25 @@ def gradients(fn: Op, args: Tensors) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients(name: str) -> None:
     fn = lambda x, i, v: TABLE[name](x, i, v, 0)
-    for shape, index in (((0, 0), "none"), ((0, 0), "inside"), ((0, 4), "inside"), ((3, 0), "inside")):
+    for shape, index in (
+        ((0, 0), "none"),
+        ((0, 0), "inside"),
+        ((0, 4), "inside"),
+        ((3, 0), "inside"),
+    ):
         args = given(name, shape, 0, INDICES[index])
         want, got = (outcome(gradients, f, args) for f in (fn, compiled(fn)))
         assert_alike(want, got, f"{shape}, {index}")
 
 
-PROGRAMS = ("index", "index_select", "embedding", "index_put, added", "index_add", "index_reduce amax True")
+PROGRAMS = (
+    "index",
+    "index_select",
+    "embedding",
+    "index_put, added",
+    "index_add",
+    "index_reduce amax True",
+)
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp", "fx", "package"])

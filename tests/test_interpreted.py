@@ -1,4 +1,5 @@
-"""Tests of the CPU suite as on a GPU, without one: see tests/interpreted.py. A sample here, the suite under `slow`.
+"""Tests of the CPU suite as on a GPU, without one: see tests/interpreted.py. A sample here, the
+suite under `slow`.
 
 Kernels run in Triton's interpreter, or are compiled to cubins and do not run.
 """
@@ -25,10 +26,21 @@ needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside 
 
 
 def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: str) -> None:
-    """These tests pass in a process with the plugin, and so many of them were there. more: its environment."""
+    """These tests pass in a process with the plugin, and so many of them were there. more: its
+    environment."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PLAIT_"))}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.interpreted", "-q", "-o", f"cache_dir={folder}", *args],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.interpreted",
+            "-q",
+            "-o",
+            f"cache_dir={folder}",
+            *args,
+        ],
         cwd=ROOT,
         env={**env, "PYTHONPATH": str(TRITON), **more},
         capture_output=True,
@@ -42,14 +54,30 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
 
 @needs_triton
 @pytest.mark.parametrize(
-    "suite", ["graphs", *(pytest.param(s, marks=pytest.mark.slow) for s in ("operators", "float8", "models", "pools"))]
+    "suite",
+    [
+        "graphs",
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in ("operators", "float8", "models", "pools")
+        ),
+    ],
 )
 def test_sample(suite: str, tmp_path: Path) -> None:
     forward = "softmax or scatter_add or cumsum or digamma or sigmoid or silu"
     some_ops = f"test_forward and ({forward}) or test_dynamic and pool"
     samples = {
-        "graphs": ([f"tests/test_fuzz_graphs.py::test_random_graphs[{k}]" for k in (1, 2, 4, 5, 6, 7, 8, 9)], 8),
-        "float8": (["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"], 8),
+        "graphs": (
+            [
+                f"tests/test_fuzz_graphs.py::test_random_graphs[{k}]"
+                for k in (1, 2, 4, 5, 6, 7, 8, 9)
+            ],
+            8,
+        ),
+        "float8": (
+            ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],
+            8,
+        ),
         "models": (["tests/test_models.py", "-k", "step and bert or inference and resnet"], 2),
         "operators": (["tests/test_opinfo.py", *ALL[:2], "-k", f"({some_ops}) and not _all"], 18),
         "pools": (["tests/test_pool_training.py", "-k", "first_layers"], 2),
@@ -74,8 +102,8 @@ def test_programs_of_the_fuzzer_run_as_on_a_gpu(tmp_path: Path) -> None:
     try:
         for text in SCALARS.values():
             p = Program(
-                0, (Operand("a0", "float32", ("n",)),), (Line("t1", text, "sizes"),), ("t1",), calls,
-                Road(dynamic=True, wrapper="python"),
+                0, (Operand("a0", "float32", ("n",)),), (Line("t1", text, "sizes"),), ("t1",),
+                calls, Road(dynamic=True, wrapper="python"),
             )  # fmt: skip
             found = worker.ask({"program": p.dumps()})
             assert (found["kind"], found["graphs"]) == ("ok", 1), (text, found)
@@ -92,7 +120,9 @@ def test_programs_for_the_interpreter_are_those_of_a_gpu() -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["test_fuzz_graphs", "test_models", "test_opinfo", "test_optimizers"])
+@pytest.mark.parametrize(
+    "file", ["test_fuzz_graphs", "test_models", "test_opinfo", "test_optimizers"]
+)
 def test_suite(file: str, tmp_path: Path) -> None:
     marked = [] if file == "test_opinfo" else ALL  # its slow samples would take hours
     passes([f"tests/{file}.py", *marked], 18, tmp_path, timeout=3000, TRITON_INTERPRET="1")
@@ -101,7 +131,12 @@ def test_suite(file: str, tmp_path: Path) -> None:
 def builds(args: list[str], at_least: int, n_cubins: int, capability: str, folder: Path) -> None:
     """As `passes`, with the kernels compiled to at least so many cubins."""
     passes(
-        args, at_least, folder / "pytest", timeout=3000, PLAIT_GPU_ARCH=f"sm_{capability}", PLAIT_CACHE_DIR=str(folder)
+        args,
+        at_least,
+        folder / "pytest",
+        timeout=3000,
+        PLAIT_GPU_ARCH=f"sm_{capability}",
+        PLAIT_CACHE_DIR=str(folder),
     )
     assert len(list(folder.glob("cubins/*/*.cubin"))) >= n_cubins
 
@@ -122,5 +157,6 @@ def test_casts_of_float8_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_everything_builds(capability: str, tmp_path: Path) -> None:
     suites = [f"tests/test_{s}.py" for s in ("models", "fuzz_graphs", "optimizers")]
-    # What PyTorch captures of Muon is 3e-4 from eager where PyTorch itself runs it (backend "aot_eager").
+    # What PyTorch captures of Muon is 3e-4 from eager where PyTorch itself runs it (backend
+    # "aot_eager").
     builds([*suites, *ALL[:-1], f"{NAMED} and not Muon"], 150, 300, capability, tmp_path)

@@ -1,4 +1,5 @@
-"""What may end or disturb a compile: Ctrl-C, no memory, a fork, the end of the interpreter; and many of them."""
+"""What may end or disturb a compile: Ctrl-C, no memory, a fork, the end of the interpreter; and
+many of them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ INTERRUPTED = """
     from pathlib import Path
     import torch, plait
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born with it ignored
+    # A shell's background jobs are born with it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(sys.argv[1])
     f = lambda x: (x * 2).sin() + 1
     x = torch.randn(100)
@@ -53,7 +55,12 @@ INTERRUPTED = """
 
 
 def run_text(code: str, folder: Path, **env: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PLAIT_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT), **env}
+    environ = {
+        **os.environ,
+        "PLAIT_CACHE_DIR": str(folder / "cache"),
+        "PYTHONPATH": str(ROOT),
+        **env,
+    }
     command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
@@ -75,7 +82,9 @@ def runs(pid: int) -> bool:
 
 def slow_compiler(folder: Path) -> str:
     path = folder / "cxx"
-    path.write_text(SLOW_COMPILER.format(real=find_toolchain(plait.Config()).compiler, folder=folder))
+    path.write_text(
+        SLOW_COMPILER.format(real=find_toolchain(plait.Config()).compiler, folder=folder)
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -91,8 +100,11 @@ def wait_for(path: Path, child: subprocess.Popen[str]) -> str:
 @pytest.mark.stress
 @pytest.mark.parametrize("wrapper", ["native", "cpp"])
 def test_ctrl_c_in_the_middle_of_a_compile(wrapper: str, tmp_path: Path) -> None:
-    """The compiler ends with all that it started, nothing half is left, and the next compile works."""
-    child = run_text(INTERRUPTED.format(wrapper=wrapper), tmp_path, PLAIT_CXX=slow_compiler(tmp_path))
+    """The compiler ends with all that it started, nothing half is left, and the next compile
+    works."""
+    child = run_text(
+        INTERRUPTED.format(wrapper=wrapper), tmp_path, PLAIT_CXX=slow_compiler(tmp_path)
+    )
     pids = [int(pid) for pid in wait_for(tmp_path / "started", child).split()]
     child.send_signal(signal.SIGINT)
     output, errors = child.communicate(timeout=120)
@@ -134,7 +146,9 @@ def test_the_interpreter_ends_with_live_programs(wrapper: str, tmp_path: Path) -
     code = """
         import torch, plait
         x = torch.randn(100, requires_grad=True)
-        f = torch.compile(lambda x: (x * 2).sin(), backend="plait", options={{"wrapper": {wrapper!r}}})
+        f = torch.compile(
+            lambda x: (x * 2).sin(), backend="plait", options={{"wrapper": {wrapper!r}}}
+        )
         f(x).sum().backward()
         g = plait.compile(lambda x: x.cos(), (torch.randn(9),))
         print("end", flush=True)
@@ -167,8 +181,8 @@ def test_a_forked_child_runs_and_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [
-    "plait.runtime.store._write", "plait.runtime.cache.in_scratch", "plait.compile._emit", "plait.compile._wrap",
-    "plait.runtime.process._Children.start", "plait.runtime.load.Program",
+    "plait.runtime.store._write", "plait.runtime.cache.in_scratch", "plait.compile._emit",
+    "plait.compile._wrap", "plait.runtime.process._Children.start", "plait.runtime.load.Program",
 ])  # fmt: skip
 def test_no_memory_in_the_middle_of_a_compile(step: str, tmp_path: Path) -> None:
     """A clean error or a fallback with the right answer; the next compile works."""
@@ -183,7 +197,9 @@ def test_no_memory_in_the_middle_of_a_compile(step: str, tmp_path: Path) -> None
             module, _, inner = module.rpartition(".")
             owner = getattr(importlib.import_module(module), inner)
         x, f = torch.randn(100), lambda x: (x * 2).sin() + 1
-        with unittest.mock.patch.object(owner, name, side_effect=MemoryError("none left")) as called:
+        with unittest.mock.patch.object(
+            owner, name, side_effect=MemoryError("none left")
+        ) as called:
             try:
                 torch.testing.assert_close(torch.compile(f, backend="plait")(x), f(x))
             except Exception as error:
@@ -200,13 +216,16 @@ def test_no_memory_in_the_middle_of_a_compile(step: str, tmp_path: Path) -> None
 def facts() -> tuple[int, int]:
     """Open files, and maps of kernel libraries."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(list(Path("/proc/self/fd").iterdir())), sum("/kernels/" in line or "plait_" in line for line in maps)
+    return len(list(Path("/proc/self/fd").iterdir())), sum(
+        "/kernels/" in line or "plait_" in line for line in maps
+    )
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("rounds", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_programs_that_are_dropped_leave_nothing(rounds: int, tmp_path: Path) -> None:
-    """Programs are freed, their libraries closed, open files and maps of libraries as many as before."""
+    """Programs are freed, their libraries closed, open files and maps of libraries as many as
+    before."""
     x = torch.randn(64)
     options = {"cache_dir": str(tmp_path)}
     freed = []

@@ -1,5 +1,6 @@
-"""Loops, kernels and plans as text: hand-written expectations on small programs, and what is printed reads back: over
-the fuzzers' programs, over models (inference, forward, backward, dynamic shapes), and bad text is named by its line.
+"""Loops, kernels and plans as text: hand-written expectations on small programs, and what is
+printed reads back: over the fuzzers' programs, over models (inference, forward, backward, dynamic
+shapes), and bad text is named by its line.
 """
 
 from __future__ import annotations
@@ -121,14 +122,26 @@ def test_other_ops() -> None:
     scan = Scan(("v", None), I, 1, "max", load)
     symbol = sz.symbol("$0", extent=s0)
     scatter = Scatter(
-        "y", "x", I, (symbol, I[1]), (ops.load("rows", (I[0],), i64),), load, "add", mask=ops.const(True, b1)
+        "y",
+        "x",
+        I,
+        (symbol, I[1]),
+        (ops.load("rows", (I[0],), i64),),
+        load,
+        "add",
+        mask=ops.const(True, b1),
     )
-    call = Extern(("o",), "aten::f", (TensorArg("x", (8,), (1,), s0, i64), 3), (("flag", Scalar("bool", "True")),))
+    call = Extern(
+        ("o",),
+        "aten::f",
+        (TensorArg("x", (8,), (1,), s0, i64), 3),
+        (("flag", Scalar("bool", "True")),),
+    )
     checked = ops.checked(ops.load("rows", (I[0],), i64), 8, check=Check("IndexError", "it's out"))
     half = Pointwise("w", I, ops.op("and", ops.load("b", (checked, I[1]), b1), ops.const(1, b1)))
     ops_ = (
-        scan, scatter, call, Alias("a", "x", 4), Alias("b", "x", s0, relative=False), Item("u0", "k"),
-        exp_of_row((I[0], I[1] + 8)), half,
+        scan, scatter, call, Alias("a", "x", 4), Alias("b", "x", s0, relative=False),
+        Item("u0", "k"), exp_of_row((I[0], I[1] + 8)), half,
     )  # fmt: skip
     scope = Scope(frozenset({"i0", "i1"}))
     lines = [line for op in ops_ for line in op_lines(op, scope)]
@@ -172,15 +185,20 @@ def test_a_plan() -> None:
     value = ops.load("x", (I[0], R[0]), f32)
     m = node("acc", (), "m", f32)
     kernel = Kernel(
-        "plait_softmax", I[:1], R, (Reduce("m", "max", value), Store("y", (I[0], R[0]), ops.op("sub", value, m), True)),
-        (X, Y), ("y",), (s0,), work_ns=s0 * 4, origin=("model.py:3 aten.softmax",),
-        hints=(24,),
+        "plait_softmax", I[:1], R,
+        (Reduce("m", "max", value), Store("y", (I[0], R[0]), ops.op("sub", value, m), True)),
+        (X, Y), ("y",), (s0,), work_ns=s0 * 4, origin=("model.py:3 aten.softmax",), hints=(24,),
     )  # fmt: skip
     call = Extern(("z",), "aten::mm", (), fallback=False)
     program = LoopProgram((), {}, (), (), (), {})
     refusal = Refusal("y", "z", Reason("one is a call"))
     plan = Plan(
-        program, (kernel, call), (("x",), ()), {"x": X, "y": Y}, MemoryPlan(64, {"y": 0}, {"w": "y"}), (refusal,)
+        program,
+        (kernel, call),
+        (("x",), ()),
+        {"x": X, "y": Y},
+        MemoryPlan(64, {"y": 0}, {"w": "y"}),
+        (refusal,),
     )
     assert plan_text(plan) == (
         """\
@@ -210,16 +228,25 @@ refused('y', 'z', 'one is a call')
     )
     assert read_plan(plan_text(plan), program) == plan
     assert read_kernel(kernel_text(kernel)) == kernel
-    assert step_summary(kernel) == "kernel plait_softmax: x -> y; s0 over 8 points, about 96 ns on one core"
+    assert (
+        step_summary(kernel)
+        == "kernel plait_softmax: x -> y; s0 over 8 points, about 96 ns on one core"
+    )
     assert step_summary(call) == "extern aten::mm: by choice"
 
 
-# ---------------------------------------------------------------------------------------------- reading back
+# ------------------------------------------------------------------------------------- reading back
 def test_constants_keep_type_and_bits() -> None:
     values = [
-        *(const(v, d) for v in (0.0, -0.0, 0.1, 1e300, float("inf"), float("-inf")) for d in (f16, f32, f64)),
-        *(const(v, d) for v in (0, -1, 2**62) for d in (i8, i64)), const(True, b1), const(float("nan"), f64),
-    ]  # fmt: skip
+        *(
+            const(v, d)
+            for v in (0.0, -0.0, 0.1, 1e300, float("inf"), float("-inf"))
+            for d in (f16, f32, f64)
+        ),
+        *(const(v, d) for v in (0, -1, 2**62) for d in (i8, i64)),
+        const(True, b1),
+        const(float("nan"), f64),
+    ]
     for value in values:
         program = LoopProgram((), {}, (), (Pointwise("x", (), value),), (), {})
         (loop,) = read_program(program_text(program)).ops
@@ -230,13 +257,17 @@ def test_names_that_are_no_variables() -> None:
     names = ["a.b", "class", "ref", "_", "t0", "i0", "s0", "with 'quotes'"]
     buffers = {n: Buffer(n, f32, (s0, 4), (4, 1), device="cuda:1") for n in names}
     ops = Recorder()
-    loops = tuple(Pointwise(n, loop_vars("i", (s0, 4)), ops.load(n, loop_vars("i", (s0, 4)), f32), None) for n in names)
+    loops = tuple(
+        Pointwise(n, loop_vars("i", (s0, 4)), ops.load(n, loop_vars("i", (s0, 4)), f32), None)
+        for n in names
+    )
     parts = tuple(Pointwise(n, (), ops.const(1, f32), (0, s0 - 1), ("a, 'b'", "c")) for n in names)
     outs = tuple(TensorArg(n, (), (), 0) for n in names)
     program = LoopProgram((*names, None), buffers, (), (*loops, *parts), outs, {}, (*names,))
     assert read_program(program_text(program)) == program
     kernel = Kernel(
-        "k", (), (), (Store("a.b", (0, 0), ops.const(1, f32), False),), (*buffers.values(),), ("a.b",), ()
+        "k", (), (), (Store("a.b", (0, 0), ops.const(1, f32), False),), (*buffers.values(),),
+        ("a.b",), ()
     )  # fmt: skip
     assert read_kernel(kernel_text(kernel)) == kernel
 
@@ -277,7 +308,9 @@ def reads_back(p: object) -> None:
         assert read_plan(plan_text(p), p.program) == p
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS]
+)
 def test_models_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, data = MODELS[name]
     torch._dynamo.reset()
@@ -305,7 +338,7 @@ def test_dynamic_shapes_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
         reads_back(p)
 
 
-# ---------------------------------------------------------------------------------------------- bad text
+# ----------------------------------------------------------------------------------------- bad text
 GOOD = """\
 s0 = symbol(lo=2)
 

@@ -1,4 +1,5 @@
-"""The verifier of loop programs: a legal program passes; each broken rule is named together with the pass."""
+"""The verifier of loop programs: a legal program passes; each broken rule is named together with
+the pass."""
 
 from __future__ import annotations
 
@@ -100,19 +101,40 @@ BROKEN: dict[str, tuple[Callable[[LoopProgram], LoopProgram], str]] = {
     "wrong name": (_buffer("y", name="q"), "under the name y"),
     "rank of strides": (_buffer("y", strides=(1,)), "under the name y"),
     "rank of a load": (_op(0, body=_load("x", I[0])), "1 indices"),
-    "dtype of a load": (_op(0, body=node("load", (), Load("at", (I[0],)), f32)), "a load of f32 from"),
+    "dtype of a load": (
+        _op(0, body=node("load", (), Load("at", (I[0],)), f32)),
+        "a load of f32 from",
+    ),
     "dtype of the body": (_op(0, body=const(1, i64)), "the body gives i64"),
     "extents": (_op(0, vars=loop_vars("i", (N, 5))), "range over"),
     "same variable twice": (_op(0, vars=(I[0], I[0])), "not distinct"),
-    "foreign variable": (_op(0, body=_load("x", J[0], 0)), "neither a loop variable nor a size symbol"),
+    "foreign variable": (
+        _op(0, body=_load("x", J[0], 0)),
+        "neither a loop variable nor a size symbol",
+    ),
     "half arithmetic": (_op(0, body=node("cast", (HALF,), None, f32)), "add on bf16"),
-    "node dtype": (_op(0, body=node("add", (_load("x", *I), _load("x", *I)), None, b1)), "the op table says f32"),
-    "arity": (_op(0, body=node("neg", (_load("x", *I), _load("x", *I)), None, f32)), "neg with 2 arguments"),
+    "node dtype": (
+        _op(0, body=node("add", (_load("x", *I), _load("x", *I)), None, b1)),
+        "the op table says f32",
+    ),
+    "arity": (
+        _op(0, body=node("neg", (_load("x", *I), _load("x", *I)), None, f32)),
+        "neg with 2 arguments",
+    ),
     "unknown op": (_op(0, body=node("dance", (), None, f32)), "no op dance"),
     "kind of dtype": (_op(0, body=node("not", (_load("x", *I),), None, f32)), "not on f32"),
-    "bitcast": (_op(0, body=node("bitcast", (const(1, i64),), None, f32)), "a bitcast of i64 to f32"),
-    "mask": (_op(0, body=node("load", (const(1, i64),), Load("x", I, True), f32)), "without a mask"),
-    "arguments": (_op(0, body=node("load", (const(1, i64),), Load("x", I), f32)), "with 1 arguments"),
+    "bitcast": (
+        _op(0, body=node("bitcast", (const(1, i64),), None, f32)),
+        "a bitcast of i64 to f32",
+    ),
+    "mask": (
+        _op(0, body=node("load", (const(1, i64),), Load("x", I, True), f32)),
+        "without a mask",
+    ),
+    "arguments": (
+        _op(0, body=node("load", (const(1, i64),), Load("x", I), f32)),
+        "with 1 arguments",
+    ),
     "reduction kind": (_op(1, kind="median"), "no reduction median"),
     "reduction results": (_op(1, outs=("z", None)), "2 results of sum"),
     "any over floats": (_op(1, kind="any"), "any over f32"),
@@ -123,13 +145,22 @@ BROKEN: dict[str, tuple[Callable[[LoopProgram], LoopProgram], str]] = {
     "item": (_add(Item("u0", "at")), "u0 is no symbol"),
     "assert": (_add(Assert(sz.symbol("u1"), "")), "the symbol u1"),
     "mutate": (_add(Mutate("y", "w")), "cannot take the value"),
-    "operand": (_add(Extern((None,), "aten::sin", (TensorArg("q", (), (), 0),))), "q is read before"),
-    "operand strides": (_add(Extern((None,), "aten::sin", (TensorArg("x", (N,), (), 0),))), "operand"),
-    "extern symbol": (_add(Extern((None,), "aten::numel", (), symbols=((0, "u0"),))), "u0 is no symbol"),
+    "operand": (
+        _add(Extern((None,), "aten::sin", (TensorArg("q", (), (), 0),))),
+        "q is read before",
+    ),
+    "operand strides": (
+        _add(Extern((None,), "aten::sin", (TensorArg("x", (N,), (), 0),))),
+        "operand",
+    ),
+    "extern symbol": (
+        _add(Extern((None,), "aten::numel", (), symbols=((0, "u0"),))),
+        "u0 is no symbol",
+    ),
     "int input": (lambda p: replace(p, inputs=(*p.inputs, ("sym", "s9"))), "s9 is no symbol"),
     "output": (lambda p: replace(p, outputs=(TensorArg("q", (), (), 0),)), "q is read before"),
     "donated": (lambda p: replace(p, donated=("y",)), "donated"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

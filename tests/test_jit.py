@@ -1,5 +1,5 @@
-"""Triton kernels from C++ (native/jit): specialization against Triton's own, launches against a driver that writes down
-what it is told, threads, packs and the process that compiles.
+"""Triton kernels from C++ (native/jit): specialization against Triton's own, launches against a
+driver that writes down what it is told, threads, packs and the process that compiles.
 
 What needs Triton runs in a process that has it on its path: `python -m tests.test_jit NAME FOLDER`.
 """
@@ -44,8 +44,8 @@ ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
 JIT, CORE = ROOT / "native" / "jit", ROOT / "native" / "core"
 FLAGS = [
-    "g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-pthread",
-    "-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include"),
+    "g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
+    "-pthread", "-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include"),
 ]  # fmt: skip
 SOURCES = [*sorted(JIT.glob("*.cpp")), CORE / "cuda.cpp", CORE / "cubins.cpp"]
 
@@ -54,8 +54,16 @@ LIBRARY = ROOT / "plait" / "lib" / "libplait_core.so"
 SCALARS = ("fp16", "bf16", "fp32", "fp64")
 INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64")
 TORCH = {"float*": "float32", "int64*": "int64", "bool*": "bool", "bf16*": "bfloat16"}
-DLPACK = {(2, 16): "float16", (2, 64): "float64", (0, 8): "int8", (1, 32): "uint32", (12, 8): "float8_e5m2",
-          (10, 8): "float8_e4m3fn", (4, 16): "bfloat16", (6, 8): "bool"}  # fmt: skip
+DLPACK = {
+    (2, 16): "float16",
+    (2, 64): "float64",
+    (0, 8): "int8",
+    (1, 32): "uint32",
+    (12, 8): "float8_e5m2",
+    (10, 8): "float8_e4m3fn",
+    (4, 16): "bfloat16",
+    (6, 8): "bool",
+}
 DTYPES = (*("u1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"), *SCALARS)
 
 
@@ -75,7 +83,23 @@ class Memory:
 
 def some_int(rng: random.Random, bits: int, signed: bool) -> int:
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-    edges = [0, 1, 1, 16, 32, -16, 2, low, high, high - 15, 1 << 31, (1 << 31) - 1, -(1 << 31), -(1 << 31) - 1, 1 << 63]
+    edges = [
+        0,
+        1,
+        1,
+        16,
+        32,
+        -16,
+        2,
+        low,
+        high,
+        high - 15,
+        1 << 31,
+        (1 << 31) - 1,
+        -(1 << 31),
+        -(1 << 31) - 1,
+        1 << 63,
+    ]
     near = rng.choice([*edges, rng.randint(low, high), 16 * rng.randint(low // 16, high // 16)])
     return min(max(near, low), high)
 
@@ -84,7 +108,9 @@ def some_address(rng: random.Random) -> int:
     return rng.choice([0, 16, 4096, 8, 4, 1 << 40, (1 << 40) + 8, 2 * rng.randint(0, 1 << 40)])
 
 
-def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, Callable[[random.Random], Any]]:
+def argument(
+    rng: random.Random, annotation: str, depth: int = 0
+) -> tuple[str, Callable[[random.Random], Any]]:
     """What C++ is told of one argument's type, and a maker of (C++'s text, Python's object)."""
     import torch
     import triton.language as tl
@@ -140,8 +166,16 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
 
         k, rank = r.randrange(len(DTYPES)), r.randrange(1, 6)
         block = [2 ** r.randrange(5) for _ in range(rank)]
-        names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "u1": "bool"}
-        dtype = getattr(torch, names.get(DTYPES[k]) or f"{'u' if DTYPES[k][0] == 'u' else ''}int{DTYPES[k][1:]}")
+        names = {
+            "fp16": "float16",
+            "bf16": "bfloat16",
+            "fp32": "float32",
+            "fp64": "float64",
+            "u1": "bool",
+        }
+        dtype = getattr(
+            torch, names.get(DTYPES[k]) or f"{'u' if DTYPES[k][0] == 'u' else ''}int{DTYPES[k][1:]}"
+        )
         value = TensorDescriptor(Memory(dtype, 4096), [64] * rank, [64] * (rank - 1) + [1], block)
         return f"desc {k + 1} {'x'.join(map(str, block))}", value
 
@@ -168,7 +202,9 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
     if annotation == "constexpr":
         kinds = [*integers, *reals, boolean, maybe, text, dtype, none, function]
         if depth < 2:
-            kinds.append(nest([argument(rng, annotation, depth + 1)[1] for _ in range(rng.randrange(3))]))
+            kinds.append(
+                nest([argument(rng, annotation, depth + 1)[1] for _ in range(rng.randrange(3))])
+            )
     elif annotation.lstrip("*k") in SCALARS and annotation[0] != "*":
         kinds = [*reals, *integers]
     elif annotation == "u1":
@@ -215,7 +251,13 @@ def specializes_as_triton(folder: Path) -> None:
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
     rng = random.Random(5)
     annotations = ["constexpr", "*fp32", "*ki8", "u1", *SCALARS, *INTEGERS]
-    written = {"constexpr": "tl.constexpr", "u1": "'bool'", "fp32": "tl.float32", "i64": "tl.int64", "i32": "int"}
+    written = {
+        "constexpr": "tl.constexpr",
+        "u1": "'bool'",
+        "fp32": "tl.float32",
+        "i64": "tl.int64",
+        "i32": "int",
+    }
     defaults = {
         "constexpr": ["1024", "'a b'", "None", "(1, 2.5)", "tl.float32"],
         "": ["1", "16", "2.5", "None", "(1, 3)"],
@@ -264,7 +306,9 @@ def specializes_as_triton(folder: Path) -> None:
                     args.append(value)
                 else:
                     first, *more = words.split(" ", 1)
-                    said.append(f"const p{i}= {' '.join(more)}" if first == "const" else f"p{i}= {words}")
+                    said.append(
+                        f"const p{i}= {' '.join(more)}" if first == "const" else f"p{i}= {words}"
+                    )
                     keywords[f"p{i}"] = value
             bound, specialization, _ = binder(*args, **keywords)
             want = ",".join(
@@ -294,7 +338,10 @@ def add_kernel(x, y, out, n, BLOCK: tl.constexpr = 1024):
 
 
 @triton.jit
-def all_kinds(p, t, flag, kind: tl.constexpr, mode: tl.constexpr, pair: tl.constexpr, e: tl.float64, h: tl.float16):
+def all_kinds(
+    p, t, flag, kind: tl.constexpr, mode: tl.constexpr, pair: tl.constexpr, e: tl.float64,
+    h: tl.float16,
+):
     tl.static_assert(kind == tl.float16 and mode == "ieee" and pair[1] == 2 and t[2] is None)
     if flag:
         tl.store(p, (t[0] + t[1] + e).to(tl.int8))
@@ -327,7 +374,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def configs(*warps):
-    return [triton.Config({"BLOCK": b}, num_warps=w, num_stages=2) for b in (16, 256) for w in warps]
+    return [
+        triton.Config({"BLOCK": b}, num_warps=w, num_stages=2) for b in (16, 256) for w in warps
+    ]
 
 
 @triton.autotune(configs(2, 8), key=["n"])
@@ -338,7 +387,11 @@ def tuned(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + i, tl.load(x + i) if EVEN else tl.load(x + i, i < n), i < n)
 
 
-@triton.heuristics({"EVEN": lambda args: args["n"] > 100 and args["n"] % 16 == 0 and args["out"].dtype.itemsize == 4})
+@triton.heuristics({
+    "EVEN": lambda args: args["n"] > 100
+    and args["n"] % 16 == 0
+    and args["out"].dtype.itemsize == 4
+})
 @triton.autotune(configs(4), key=["EVEN"])
 @triton.jit
 def outer(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
@@ -346,7 +399,10 @@ def outer(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
-@triton.heuristics({"num_warps": lambda args: max(1, min(8, args["BLOCK"] // 32)), "MODE": lambda args: "a b"})
+@triton.heuristics({
+    "num_warps": lambda args: max(1, min(8, args["BLOCK"] // 32)),
+    "MODE": lambda args: "a b",
+})
 @triton.jit
 def warps(x, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr, other=2.5):
     tl.store(out + tl.arange(0, BLOCK), tl.load(x) + other)
@@ -386,7 +442,10 @@ def hooked(x, n):
     pass
 
 
-@triton.autotune([triton.Config({"BLOCK": b}, pre_hook=lambda named: named["x"].zero_()) for b in (8, 16)], key=["n"])
+@triton.autotune(
+    [triton.Config({"BLOCK": b}, pre_hook=lambda named: named["x"].zero_()) for b in (8, 16)],
+    key=["n"],
+)
 @triton.jit
 def clears(x, n, BLOCK: tl.constexpr):
     tl.atomic_add(x, BLOCK)
@@ -459,7 +518,8 @@ error: kernel one: argument 0 (x) is missing [one] 0
 error: kernel one: it takes 1 arguments [one] -1
 error: kernel one: there is no parameter y [one] -1
 error: kernel one: two values for argument 0 (x) [one] 0
-error: kernel one: argument 0 (x): a string, dtype or function is passed only to a tl.constexpr parameter [one] 0
+error: kernel one: argument 0 (x): a string, dtype or function is passed only to a tl.constexpr \
+parameter [one] 0
 error: kernel typed: argument 0 (h): a pointer for a parameter annotated fp16 [typed] 0
 typed fp16,bf16,fp64,i8:D,*fp32 [] sm_90
 error: kernel typed: argument 3 (i): a value that is annotated i8 does not fit [typed] 3
@@ -476,18 +536,18 @@ error: kernel constants: argument 2 (d): Triton has no such dtype [constants] 2
 constants fp32,=None,=fp16,=2,=0.5,=64 [] sm_90
 """
 WORDS = {
-    "one": "10, 8, 20, 42, 42, fffffffd, ffff, , , 10000000000, 8000000000000000, b2d05e00, 3f800000, 40000000, 1, , "
-    "5, , 10 40000000 7 0, , , , 0",
+    "one": "10, 8, 20, 42, 42, fffffffd, ffff, , , 10000000000, 8000000000000000, b2d05e00, "
+    "3f800000, 40000000, 1, , 5, , 10 40000000 7 0, , , , 0",
     "four": "2 20 a 40400000, 3 30 f 40900000",
-    "typed": "3c00 3f80 3fb999999999999a fb 0, 7bff 4040 401c000000000000 1 30, 1 c000 3ff0000000000000 1 34, "
-    "3c00 3a83 0 10 40",
+    "typed": "3c00 3f80 3fb999999999999a fb 0, 7bff 4040 401c000000000000 1 30, "
+    "1 c000 3ff0000000000000 1 34, 3c00 3a83 0 10 40",
     "defaults": "2 10 3fe0000000000000 3 40200000, 2 3fe0000000000000 3 40200000",
     "constants": "40200000, 40200000, 40200000, 40200000, 40200000",
 }
 SAID = """\
 k i32:D [] sm_90
-k i32:D [a='b%20c';enable_fp_fusion=False;launch_cooperative_grid=True;launch_pdl=True;maxnreg=64;maxnreg_b=3;\
-num_stages=2;num_warps=8] sm_90
+k i32:D [a='b%20c';enable_fp_fusion=False;launch_cooperative_grid=True;launch_pdl=True;maxnreg=64;\
+maxnreg_b=3;num_stages=2;num_warps=8] sm_90
 k i32:D [num_warps=8] sm_90
 error: kernel k: two values for option num_warps [k] -1
 error: kernel k: k: a grid of 2147483648 programs is more than the device takes
@@ -534,8 +594,8 @@ k *i32,(i32,*fp32:D),i32:D,fp16,=4 [] sm_90
 error: kernel k: a launch with an empty grid is no node of a graph [k] -1
 big i32:D [] sm_90
 scratch i32:D [] sm_90
-error: kernel scratch: a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own: capture its \
-launch [scratch] -1
+error: kernel scratch: a kernel with scratch memory, or a pre_hook that zeroes, \
+is no node of its own: capture its launch [scratch] -1
 p *fp32,*fp32:D,i32,i32,=64 [] sm_90
 p *fp32:D,*fp32:D,i32,i32,=64 [] sm_90
 p *fp32,*fp32:D,i32:D,i32,=64 [] sm_90
@@ -543,7 +603,8 @@ p *fp32:D,*fp32:D,i32:D,i32,=64 [] sm_90
 p *fp32,*fp32:D,=1,i32,=64 [] sm_90
 p *fp32:D,*fp32:D,=1,i32,=64 [] sm_90
 6 kernels
-13 hits 8 misses 6 compiled 6 loaded: p *fp32,*fp32:D,i32,i32,=64, before it *fp32,*fp32:D,=1,i32,=64
+13 hits 8 misses 6 compiled 6 loaded: p *fp32,*fp32:D,i32,i32,=64, \
+before it *fp32,*fp32:D,=1,i32,=64
 error: kernel p: they would be 729 kernels, 256 at most are prepared [p] -1
 asked h heuristics0 n=5;*;@types=()
 h i32,=5 [] sm_90
@@ -595,26 +656,26 @@ heuristic (=None,*fp32:D),i32:D,=8,=True [num_warps=8] sm_90
 asked both pruned0 x=*fp32;n=3;*;@types=(fp32);@gpu='Fake%20GPU'
 asked both heuristics1 x=*fp32;n=3;*;B=2;num_warps=1;@types=(fp32);@gpu='Fake%20GPU'
 asked both heuristics1 x=*fp32;n=3;*;B=4;num_warps=8;@types=(fp32);@gpu='Fake%20GPU'
-error: kernel both: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or p\
-lait::triton::Pointer{data, dtype, nbytes} [both] -1
+error: kernel both: @triton.autotune resets or restores x, whose length is not known: \
+pass a dense tensor or plait::triton::Pointer{data, dtype, nbytes} [both] -1
 both *fp32:D,i32,=2,=None [num_warps=1] sm_90
 both *fp32:D,i32,=4,=0.5 [num_warps=8] sm_90
 asked outer heuristics0 x=*fp32;*;@types=(fp32)
-error: kernel outer: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or \
-plait::triton::Pointer{data, dtype, nbytes} [outer] -1
+error: kernel outer: @triton.autotune resets or restores x, whose length is not known: \
+pass a dense tensor or plait::triton::Pointer{data, dtype, nbytes} [outer] -1
 outer *fp32:D,=1,=(1,fp16) [num_warps=2] sm_90
 outer *fp32:D,=2,=(1,fp16) [num_warps=8] sm_90
 single *fp32:D,=7 [num_warps=2] sm_90
-error: kernel tuned: no configuration is known for this key: a pack's table may have 'tuned @tuned0 n=65;@type\
-s=(fp32);@gpu='Fake%20GPU' -> B=64;num_warps=4'
+error: kernel tuned: no configuration is known for this key: \
+a pack's table may have 'tuned @tuned0 n=65;@types=(fp32);@gpu='Fake%20GPU' -> B=64;num_warps=4'
   key: n=65;@types=(fp32);@gpu='Fake%20GPU' [tuned] -1
 packed i32,=8 [] sm_90
-error: kernel packed: no configuration is known for this key: a pack's table may have 'packed @tuned0 n=6;@typ\
-es=();@gpu='Fake%20GPU' -> B=7'
+error: kernel packed: no configuration is known for this key: \
+a pack's table may have 'packed @tuned0 n=6;@types=();@gpu='Fake%20GPU' -> B=7'
   key: n=6;@types=();@gpu='Fake%20GPU' [packed] -1
 asked heuristic heuristics0 x=*fp32;n=17;*;@types=(fp32)
-error: kernel heuristic: a decorator's Python function must be asked and there is no Python: pack it with 'heu\
-ristic @heuristics0 x=*fp32;n=17;*;@types=(fp32)' [heuristic] -1
+error: kernel heuristic: a decorator's Python function must be asked and there is no Python: \
+pack it with 'heuristic @heuristics0 x=*fp32;n=17;*;@types=(fp32)' [heuristic] -1
 both @heuristics1 B=4 -> E=0.5
 both @heuristics1 B=2;x=*fp32 -> E=None
 both @pruned0 n=3;@types=(fp32);@gpu='Fake%20GPU' -> B=2;num_warps=1|B=4;num_warps=8
@@ -661,12 +722,12 @@ launch big grid 48 1 1 block 384 1 1 shared 100000 stream 0 extra 0 first 16 \
 attribute 6 1 0 0 attribute 2 1 0 0 attribute 4 16 1 1 attribute 5 1 0 0 10 0 0
 allocate 1200 on 6
 allocate 120 on 6
-launch scratch grid 6 2 1 block 128 1 1 shared 0 stream 6 extra 0 first 16 attribute 4 2 1 1 attribute 5 1 0 0 \
-10 1000 2000
+launch scratch grid 6 2 1 block 128 1 1 shared 0 stream 6 extra 0 first 16 attribute 4 2 1 1 \
+attribute 5 1 0 0 10 1000 2000
 free 2000 on 6
 free 1000 on 6
-launch scratch grid 2 1 1 block 128 1 1 shared 0 stream 7 extra 0 first 16 attribute 4 2 1 1 attribute 5 1 0 0 \
-10 800 800
+launch scratch grid 2 1 1 block 128 1 1 shared 0 stream 7 extra 0 first 16 attribute 4 2 1 1 \
+attribute 5 1 0 0 10 800 800
 launch k grid 3 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 8 extra 0 first 32 20 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 8 extra 0 first 32 20 0 0
@@ -691,20 +752,33 @@ def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
     """What the program says, and what the driver was told. A data race is an error."""
     log = folder / f"log-{args[0]}"
     log.unlink(missing_ok=True)
-    env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_WORDS": "1"}
+    env = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_CUDA_LOG": str(log),
+        "FAKE_CUDA_WORDS": "1",
+    }
     env["PLAIT_CACHE_DIR"] = str(folder / "cache")
-    done = subprocess.run([folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0 and "ThreadSanitizer" not in done.stderr, done.stdout + done.stderr
     return done.stdout, log.read_text(errors="replace").splitlines()
 
 
-def test_files_of_kernels_replace_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_kernels_replace_no_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     path, modules = list(sys.path), dict(sys.modules)
     (tmp_path / "beside.py").write_text("x = 1\n")
     (tmp_path / "random.py").write_text("from beside import x\n")
     module = _module_of(tmp_path / "random.py")
-    assert module.x == 1 and sys.modules["random"] is random and _module_of(tmp_path / "random.py") is module
+    assert (
+        module.x == 1
+        and sys.modules["random"] is random
+        and _module_of(tmp_path / "random.py") is module
+    )
     assert sys.path == [*path, str(tmp_path)]
     package = tmp_path / "of_kernels"
     package.mkdir()
@@ -727,7 +801,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the program and its driver."""
     folder = tmp_path_factory.mktemp("jit")
     build("-shared", "-fPIC", "-o", folder / "libcuda.so.1", ROOT / "tests" / "fake_cuda.cpp")
-    build("-O0", "-fsanitize=thread", "-o", folder / "jit", ROOT / "tests" / "native_jit.cpp", *SOURCES)
+    build(
+        "-O0",
+        "-fsanitize=thread",
+        "-o",
+        folder / "jit",
+        ROOT / "tests" / "native_jit.cpp",
+        *SOURCES,
+    )
     return folder
 
 
@@ -746,7 +827,9 @@ def test_kinds_of_arguments(program: Path) -> None:
     assert said == ASKED
     for kernel, words in WORDS.items():
         launched = [line.split() for line in done if line.startswith(f"launch {kernel} ")]
-        got = [" ".join(line[line.index("first") + 2 : -2]) for line in launched]  # the last two are scratch memory
+        got = [
+            " ".join(line[line.index("first") + 2 : -2]) for line in launched
+        ]  # the last two are scratch memory
         assert got == words.split(", "), kernel
 
 
@@ -772,34 +855,46 @@ def test_each_context_has_its_handle(program: Path) -> None:
 
 def test_a_hit_allocates_nothing(program: Path) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(program)}
-    done = subprocess.run([program / "jit", "hits"], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [program / "jit", "hits"], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
     cold, warm, _ = done.stdout.split(" allocations\n")
     assert int(cold) > 0 == int(warm)
 
 
 def test_threads_compile_once(program: Path) -> None:
     said, done = run(program, "threads")
-    assert said == "dheuristics1 was asked 8 times\neheuristics1 was asked 8 times\n63 kernels, 14 keys tuned\n"
-    assert sum(line.startswith("launch") and " stream 5 " in line for line in done) == 8 * 60 * 3 * 2
+    assert said == (
+        "dheuristics1 was asked 8 times\neheuristics1 was asked 8 times\n"
+        "63 kernels, 14 keys tuned\n"
+    )
+    assert (
+        sum(line.startswith("launch") and " stream 5 " in line for line in done) == 8 * 60 * 3 * 2
+    )
     assert sum(line.startswith("launch") and " stream 6 " in line for line in done) > 8 * 60 * 2
 
 
 def packs(folder: Path) -> None:
-    """Kernels of a file from a process that compiles, and from a pack: real cubins, whose parameters the driver
-    checks."""
+    """Kernels of a file from a process that compiles, and from a pack: real cubins, whose
+    parameters the driver checks."""
     import plait.tools.pack
 
     (folder / "kernels.py").write_text(KERNELS)
     pointers = "*fp32:D,*fp32:D,*fp32:D"
     plait.tools.pack.main([
         str(folder / "kernels.py"), "-o", str(folder / "kernels.pack"), "--signatures",
-        f"add_kernel {pointers}, i32, =1024 num_warps=4", f"add_kernel {pointers},i32:D,=512 num_warps = 8",
+        f"add_kernel {pointers}, i32, =1024 num_warps=4",
+        f"add_kernel {pointers},i32:D,=512 num_warps = 8",
     ])  # fmt: skip
     assert "triton" not in sys.modules
-    (python := folder / "a-python").write_text(f'#!/bin/sh\necho >> {folder}/started\nexec {sys.executable} "$@"\n')
+    (python := folder / "a-python").write_text(
+        f'#!/bin/sh\necho >> {folder}/started\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     said, done = run(folder, "real", python, folder / "kernels.py", folder / "kernels.pack")
-    assert (folder / "started").read_text() == "\n\n"  # the program's, and that of the one that it forked
+    assert (
+        folder / "started"
+    ).read_text() == "\n\n"  # the program's, and that of the one that it forked
     launched = [line.split() for line in done if line.startswith("launch")]
     blocks = [(line[1], line[7], line[line.index("first") + 2 :]) for line in launched]
     three = ["10", "20", "30"]
@@ -817,7 +912,8 @@ def packs(folder: Path) -> None:
     starts = [
         "kernel applies: KeyError: 'thrice'",
         f"kernel nothing: AttributeError: {folder / 'kernels.py'} has no nothing",
-        f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit function: it is a function",
+        f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit "
+        "function: it is a function",
         "kernel wrong: triton.compiler.errors.CompilationError: ",
         "kernel add_kernel: ValueError: Triton has no option colour",
         "kernel add_kernel: FileNotFoundError: there is no Python file /nowhere.py",
@@ -830,11 +926,18 @@ def packs(folder: Path) -> None:
     ]
     for error, start in zip(errors, starts, strict=True):
         assert error.startswith(start), error
-    assert "no_such_function" in errors[3] and "specialization: *fp32:D" in errors[3] and "Traceback" in errors[3]
+    assert (
+        "no_such_function" in errors[3]
+        and "specialization: *fp32:D" in errors[3]
+        and "Traceback" in errors[3]
+    )
 
     # Errors of packing say what was packed, and then what Python said.
     for signature, start in (
-        ("add_kernel *fp32, =64 num_warps=2", "add_kernel *fp32,=64 num_warps=2 (sm_90): ValueError: add_kernel has 5"),
+        (
+            "add_kernel *fp32, =64 num_warps=2",
+            "add_kernel *fp32,=64 num_warps=2 (sm_90): ValueError: add_kernel has 5",
+        ),
         ("nothing i32", f"nothing: AttributeError: {folder / 'kernels.py'} has no nothing\n"),
     ):
         with pytest.raises(UserError) as error:
@@ -846,7 +949,8 @@ def packs(folder: Path) -> None:
     listed = folder / "kernels.pack.list"
     assert listed.read_text().splitlines() == [
         f"add_kernel {pointers},=1,=1024 num_warps=8", f"add_kernel {pointers},i32,=1024",
-        "all_kinds *i8:D,(fp32,i32,=None),u1,=fp16,='ieee',=(1,2),fp64,fp16", "applies *fp32:D,=@twice",
+        "all_kinds *i8:D,(fp32,i32,=None),u1,=fp16,='ieee',=(1,2),fp64,fp16",
+        "applies *fp32:D,=@twice",
     ]  # fmt: skip
     output = str(folder / "all.pack")
     plait.tools.pack.main([str(folder / "kernels.py"), "-o", output, "--signatures", f"@{listed}"])
@@ -870,7 +974,9 @@ def of_python(folder: Path) -> list[str]:
     def cost(call: Callable[[], None], quantiles: object) -> list[float]:
         call()
         meta = ran.pop()
-        return [1 + abs(32 * meta["num_warps"] - 256) + 10 * abs(-(-meta["n"] // meta["BLOCK"]) - 8)] * 3
+        return [
+            1 + abs(32 * meta["num_warps"] - 256) + 10 * abs(-(-meta["n"] // meta["BLOCK"]) - 8)
+        ] * 3
 
     chosen = []
     for name in ("tuned", "outer", "warps", "pruned", "modelled", "kept"):
@@ -880,9 +986,14 @@ def of_python(folder: Path) -> list[str]:
                 layer.do_bench = cost
             layer = layer.fn
         names = layer.arg_names
-        layer.run = lambda *args, names=names, **keywords: ran.append(dict(zip(names, args, strict=False), **keywords))
+        layer.run = lambda *args, names=names, **keywords: ran.append(
+            dict(zip(names, args, strict=False), **keywords)
+        )
         for n in (1, 128, 1000, 2048, 128, 1):
-            x, out = torch.zeros(64), torch.zeros(64, dtype=torch.float16 if n == 128 else torch.float32)
+            x, out = (
+                torch.zeros(64),
+                torch.zeros(64, dtype=torch.float16 if n == 128 else torch.float32),
+            )
             fn[(1,)](x, out, n) if n == 128 else fn[(1,)](x, n=n, out=out)
             meta = ran.pop()
             grid = -(-n // meta["BLOCK"])
@@ -893,7 +1004,8 @@ def of_python(folder: Path) -> list[str]:
 
 
 def decorators(folder: Path) -> None:
-    """Decorators of a file as Triton's Python has them: found by a process, on disk and in a pack."""
+    """Decorators of a file as Triton's Python has them: found by a process, on disk and in a
+    pack."""
     import plait.tools.pack
 
     file = folder / "decorated.py"
@@ -904,7 +1016,11 @@ def decorators(folder: Path) -> None:
         lines = []
         for line in said.split("\nerror: ")[0].splitlines():
             name, specialization, *more = line.split()
-            constants = [item.value for item in read_specialization(specialization) if item.type == "constexpr"]
+            constants = [
+                item.value
+                for item in read_specialization(specialization)
+                if item.type == "constexpr"
+            ]
             keep = constants[1:] if "=1," in specialization else constants  # n, where it is 1
             lines.append(" ".join([name, *map(str, keep), *more]))
         return lines
@@ -914,13 +1030,18 @@ def decorators(folder: Path) -> None:
     del os.environ["PLAIT_TRITON_RECORD"]
     assert got(said) == want
     starts = [
-        "kernel hooked: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its fill_",
-        "kernel hooked_when_timed: its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot",
-        "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its shape",
+        "kernel hooked: AttributeError: C++ tells a decorator's function the dtype of a tensor, "
+        "not its fill_",
+        "kernel hooked_when_timed: its @triton.autotune has a pre_hook or post_hook, Python "
+        "functions that C++ cannot",
+        "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a "
+        "tensor, not its shape",
         "no error",
-        "kernel clears: a pre_hook zeroes x, whose length is not known: pass a dense tensor or plait::triton::Pointer",
+        "kernel clears: a pre_hook zeroes x, whose length is not known: pass a dense tensor or "
+        "plait::triton::Pointer",
         "kernel clears: a tensor that a pre_hook zeroes cannot be set: bind again",
-        "kernel clears: a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own",
+        "kernel clears: a kernel with scratch memory, or a pre_hook that zeroes, is no node of "
+        "its own",
         "kernel all_refused: triton.compiler.errors.CompileTimeAssertionFailure: ",
     ]
     errors = re.split(r"(?:^|\n)(?:error: )?(?=kernel \w+: |no error)", said)[1:]
@@ -931,7 +1052,10 @@ def decorators(folder: Path) -> None:
     again, done = run(folder, "chosen", sys.executable, file, "-")
     assert got(again) == want
     assert sum(line.startswith("launch") for line in done) == len(want) + 4 < n_timed
-    assert [line for line in done if line.startswith("fill 0 256 ")] == ["fill 0 256 on 5", "fill 0 256 on 6"]
+    assert [line for line in done if line.startswith("fill 0 256 ")] == [
+        "fill 0 256 on 5",
+        "fill 0 256 on 6",
+    ]
 
     listed = Path(f"{file}.list").read_text().splitlines()
     assert set(listed) < set(record.read_text().splitlines())
@@ -952,10 +1076,12 @@ def decorators(folder: Path) -> None:
     table = folder / "table"
     table.write_text("\n".join(lines))
     kernels = [x for x in lines if " @" not in x]
-    plait.tools.pack.main([str(file), "-o", output, "--tune-table", str(table), "--signatures", *kernels])
+    plait.tools.pack.main(
+        [str(file), "-o", output, "--tune-table", str(table), "--signatures", *kernels]
+    )
     missing = subprocess.run(
-        [folder / "jit", "chosen", "/bin/false", "/nowhere", output], capture_output=True, text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, timeout=60,
+        [folder / "jit", "chosen", "/bin/false", "/nowhere", output], capture_output=True,
+        text=True, env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, timeout=60,
     )  # fmt: skip
     question = re.search(r"pack it with '(tuned @heuristics1 .*)'", missing.stderr)
     assert question is not None, missing.stderr
@@ -993,7 +1119,8 @@ def meets_b(x):
 
 
 def python(folder: Path) -> None:
-    """The Python of a program's own process compiles, whoever holds its lock; and processes compile at once."""
+    """The Python of a program's own process compiles, whoever holds its lock; and processes compile
+    at once."""
     (folder / "python").mkdir()
     (file := folder / "python" / "kernels.py").write_text(KERNELS + MEETING)
     library = Path(sysconfig.get_config_var("LIBDIR")) / sysconfig.get_config_var("INSTSONAME")
@@ -1026,12 +1153,19 @@ extern "C" bool add(const char* file, long n) try {
 
 
 def loaded(folder: Path) -> None:
-    """A library that a Python program loads; some of its threads keep Python's lock when they call it."""
+    """A library that a Python program loads; some of its threads keep Python's lock when they call
+    it."""
     (file := folder / "kernels.py").write_text(KERNELS)
     (folder / "loaded.cpp").write_text(LOADED)
     (folder / "libcuda.so.1").symlink_to(Path(sys.argv[3]))
     build(
-        "-shared", "-fPIC", "-o", folder / "loaded.so", folder / "loaded.cpp", LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"
+        "-shared",
+        "-fPIC",
+        "-o",
+        folder / "loaded.so",
+        folder / "loaded.cpp",
+        LIBRARY,
+        f"-Wl,-rpath,{LIBRARY.parent}",
     )
     keeping, giving = (kind(str(folder / "loaded.so")).add for kind in (ctypes.PyDLL, ctypes.CDLL))
     done: list[bool] = []
@@ -1040,7 +1174,9 @@ def loaded(folder: Path) -> None:
         add.restype = ctypes.c_bool
         done.extend(add(str(file).encode(), n) for n in (1, 2, 16))
 
-    threads = [threading.Thread(target=calls, args=(add,)) for add in (keeping, giving, keeping, giving)]
+    threads = [
+        threading.Thread(target=calls, args=(add,)) for add in (keeping, giving, keeping, giving)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -1049,7 +1185,9 @@ def loaded(folder: Path) -> None:
 
 
 @needs_triton
-@pytest.mark.skipif(not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="Python has no shared library")
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="Python has no shared library"
+)
 def test_python_in_the_process(program: Path) -> None:
     in_triton("python", program)
 
@@ -1073,7 +1211,10 @@ def copy(x, out, shapes):
 DESCRIPTOR_ERRORS = (
     ["0 (x), a tensor descriptor: its base is not a multiple of 16"]
     + ["0 (x), a tensor descriptor: its strides are not multiples of 16 bytes"]
-    + ["0 (x), a tensor descriptor: its last stride is not 1", "0 (x), a tensor descriptor: its shape is not positive"]
+    + [
+        "0 (x), a tensor descriptor: its last stride is not 1",
+        "0 (x), a tensor descriptor: its shape is not positive",
+    ]
     + ["0 (x): a descriptor's shape, strides and block shape have the same 1 to 5 dimensions"] * 4
     + ["0 (x), a tensor descriptor: only floating-point elements can be padded with nan"]
     + ["0 (x): a tensor descriptor in a tuple", "0 (x): a tensor descriptor cannot be a constant"]
@@ -1081,7 +1222,8 @@ DESCRIPTOR_ERRORS = (
 
 
 def descriptors(folder: Path) -> None:
-    """Tensor descriptors as Triton's launcher hands them to a kernel: maps, or fields on older GPUs."""
+    """Tensor descriptors as Triton's launcher hands them to a kernel: maps, or fields on older
+    GPUs."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -1092,7 +1234,9 @@ def descriptors(folder: Path) -> None:
     (folder / "described.py").write_text(DESCRIBED)
     fn = load_module("described", DESCRIBED, folder).copy
     x = TensorDescriptor(Memory(torch.float16, 4112), [100, 64], [80, 1], [16, 32])
-    out = TensorDescriptor(Memory(torch.float16, 8192), [7, 3, 128], [512, 128, 1], [1, 1, 64], "nan")
+    out = TensorDescriptor(
+        Memory(torch.float16, 8192), [7, 3, 128], [512, 128, 1], [1, 1, 64], "nan"
+    )
     flat = TensorDescriptor(Memory(torch.float8_e5m2, 16), [1000], [1], [256])
 
     class Utils:
@@ -1101,7 +1245,15 @@ def descriptors(folder: Path) -> None:
         maps: list[str]
 
         def fill_tma_descriptor(
-            self, base: int, swizzle: int, size: int, kind: int, block: Any, shape: Any, strides: Any, nan: int
+            self,
+            base: int,
+            swizzle: int,
+            size: int,
+            kind: int,
+            block: Any,
+            shape: Any,
+            strides: Any,
+            nan: int,
         ) -> str:
             steps = [size * s for s in reversed(strides[:-1])]
             last = shape[0] * (steps[-1] if steps else size)
@@ -1119,11 +1271,17 @@ def descriptors(folder: Path) -> None:
         Utils.maps, want = [], []
 
         def launch(a: Any, b: Any, major: int = major, want: list[str] = want) -> None:
-            signature = {n: f"tensordesc<{t}>" for n, t in zip(("x", "out"), types[id(a)], strict=True)}
-            source = ASTSource(fn, {**signature, "shapes": "*i64"}, {}, {(2,): [["tt.divisibility", 16]]})
+            signature = {
+                n: f"tensordesc<{t}>" for n, t in zip(("x", "out"), types[id(a)], strict=True)
+            }
+            source = ASTSource(
+                fn, {**signature, "shapes": "*i64"}, {}, {(2,): [["tt.divisibility", 16]]}
+            )
             made = triton.compile(source, GPUTarget("cuda", 10 * major, 32), {"num_warps": 4})
             metas = made.metadata.tensordesc_meta or [None, None]
-            words = [w for d, m in zip((a, b), metas, strict=True) for w in make_tensordesc_arg(d, m)]
+            words = [
+                w for d, m in zip((a, b), metas, strict=True) for w in make_tensordesc_arg(d, m)
+            ]
             hexed = [w if isinstance(w, str) else f"{getattr(w, 'address', w):x}" for w in words]
             want.append(" ".join([*hexed, "40"]))
 
@@ -1138,7 +1296,8 @@ def descriptors(folder: Path) -> None:
         good = [m for m in maps if m in Utils.maps]
         assert good[: len(Utils.maps)] == Utils.maps and (major == 9) == bool(good)
         assert (
-            re.findall(r"error: kernel copy: argument (.*?)(?:, a block's.*| \[copy] 0)?\n", said) == DESCRIPTOR_ERRORS
+            re.findall(r"error: kernel copy: argument (.*?)(?:, a block's.*| \[copy] 0)?\n", said)
+            == DESCRIPTOR_ERRORS
         ), said
 
 
@@ -1179,15 +1338,25 @@ def test_damaged_packs_under_a_sanitizer(tmp_path: Path) -> None:
         "described|tensordesc<fp32[8,8]>,tensordesc<fp32[8,8]>|": "12 0 128 4 4 8 8 128 4 4 8 8",
     }  # fmt: skip
     texts = {
-        "plain": "num_warps=4\nx|||\nn|||", "described": "num_warps=4\nx|||\ny|||",
-        "tuned": "num_warps=4\nx|||\nn|||\nBLOCK||c|\n#s\n@autotune|n|x||\n+BLOCK=64\n+BLOCK=8;num_warps=8\n"
-                 ">tuned0 n=7;@types=(fp32);@gpu='Fake%20GPU' -> BLOCK=64",
-    }  # fmt: skip
+        "plain": "num_warps=4\nx|||\nn|||",
+        "described": "num_warps=4\nx|||\ny|||",
+        "tuned": "num_warps=4\nx|||\nn|||\nBLOCK||c|\n#s\n@autotune|n|x||\n"
+        "+BLOCK=64\n+BLOCK=8;num_warps=8\n"
+        ">tuned0 n=7;@types=(fp32);@gpu='Fake%20GPU' -> BLOCK=64",
+    }
     kernels = {}
     for key, sizes in images.items():
         name = key.partition("|")[0]
         cubin = Cubin(
-            f"{name} {sizes}".encode(), name, 8 if key.endswith("=8") else 4, 1, 0, (0, 1), (0, 1), False, False
+            f"{name} {sizes}".encode(),
+            name,
+            8 if key.endswith("=8") else 4,
+            1,
+            0,
+            (0, 1),
+            (0, 1),
+            False,
+            False,
         )
         kernels[f"{key}|90"] = dataclasses.replace(
             cubin, descriptors="0,4,7,0,8x8;0,4,7,0,8x8" if "desc" in key else ""
@@ -1198,7 +1367,16 @@ def test_damaged_packs_under_a_sanitizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "signature", ["add i33", "add i32,", "add (i32", "add =x", "add i32:16", "add *fp32:D i32", "add i32 warps=(1"]
+    "signature",
+    [
+        "add i33",
+        "add i32,",
+        "add (i32",
+        "add =x",
+        "add i32:16",
+        "add *fp32:D i32",
+        "add i32 warps=(1",
+    ],
 )
 def test_unreadable_signatures(signature: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
@@ -1209,15 +1387,17 @@ def test_torch_adapter(tmp_path: Path) -> None:
     source = tmp_path / "adapter.cpp"
     source.write_text(
         "#include <plait/triton_torch.h>\n"
-        "void f(plait::triton::Kernel k, const at::Tensor& t, c10::Half* h, const std::optional<at::Tensor>& o) {\n"
-        "  k[{1}](t, h, o, t.scalar_type());\n}\n"
+        "void f(plait::triton::Kernel k, const at::Tensor& t, c10::Half* h, const "
+        "std::optional<at::Tensor>& o) {\n  k[{1}](t, h, o, t.scalar_type());\n}\n"
     )
     folders = include_paths()
     build("-fsyntax-only", *(x for f in folders for x in ("-isystem", f)), source)
 
 
 def test_the_page_compiles(tmp_path: Path) -> None:
-    blocks = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL
+    )
     source = tmp_path / "page.cpp"
     source.write_text("".join(blocks))
     build("-fsyntax-only", "-Werror", source)
@@ -1236,17 +1416,24 @@ def test_the_library(tmp_path: Path) -> None:
         '  } catch (const plait::triton::Error& e) {\n    std::printf("%s", e.what());\n  }\n}\n'
     )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    options = [f"-DCMAKE_PREFIX_PATH={ROOT / 'plait' / 'lib' / 'cmake'}", "-DCMAKE_BUILD_TYPE=Debug"]
+    options = [
+        f"-DCMAKE_PREFIX_PATH={ROOT / 'plait' / 'lib' / 'cmake'}",
+        "-DCMAKE_BUILD_TYPE=Debug",
+    ]
     for command in (
         ["-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *options],
         ["--build", tmp_path / "build"],
     ):
-        subprocess.run(["cmake", *command], env={**os.environ, "PATH": path}, check=True, timeout=120)
+        subprocess.run(
+            ["cmake", *command], env={**os.environ, "PATH": path}, check=True, timeout=120
+        )
     done = subprocess.run([tmp_path / "build" / "user"], capture_output=True, text=True, check=True)
     assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
-CASES = {f.__name__: f for f in (specializes_as_triton, packs, decorators, descriptors, python, loaded)}
+CASES = {
+    f.__name__: f for f in (specializes_as_triton, packs, decorators, descriptors, python, loaded)
+}
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](Path(sys.argv[2]))

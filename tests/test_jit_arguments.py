@@ -1,5 +1,5 @@
-"""What C++ may pass to a Triton kernel, by the header alone: arrays are pointers, and what cannot be passed is one
-error of the compiler."""
+"""What C++ may pass to a Triton kernel, by the header alone: arrays are pointers, and what cannot
+be passed is one error of the compiler."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ void compiles(Kernel kernel, Stream stream) {
 #endif
 int main() {
   return same(floats, floats + 0) && same(table, &table[0][0]) && !same(floats, floats + 1) &&
-         detail::nbytes_of(floats) == sizeof floats && detail::nbytes_of(table) == sizeof table ? 0 : 1;
+         detail::nbytes_of(floats) == sizeof floats && detail::nbytes_of(table) == sizeof table
+             ? 0 : 1;
 }
 """
 
 CALL = """
 #include <plait/triton.h>
 struct Odd { int x; };
-void call(plait::triton::Kernel kernel, plait::triton::Stream stream, Odd odd, std::pair<int, Odd> pair, void* p) {
+void call(plait::triton::Kernel kernel, plait::triton::Stream stream, Odd odd,
+          std::pair<int, Odd> pair, void* p) {
   kernel[{1, stream}](ARGUMENTS);
 }
 """
 NO_TRAITS = "plait::triton cannot pass this type to a kernel: specialize Traits for it"
-NO_DTYPE = "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype}"
+NO_DTYPE = (
+    "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype}"
+)
 
 
 def compiled(source: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +71,12 @@ def test_an_array_is_a_pointer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [("odd, 4096", NO_TRAITS), ("pair", NO_TRAITS), ('plait::arg<"x"> = odd', NO_TRAITS), ("p, 4096", NO_DTYPE)],
+    [
+        ("odd, 4096", NO_TRAITS),
+        ("pair", NO_TRAITS),
+        ('plait::arg<"x"> = odd', NO_TRAITS),
+        ("p, 4096", NO_DTYPE),
+    ],
 )
 def test_what_cannot_be_passed_is_one_error(arguments: str, text: str, tmp_path: Path) -> None:
     run = compiled(CALL.replace("ARGUMENTS", arguments), tmp_path, "-fsyntax-only")

@@ -1,7 +1,9 @@
-"""Loads along the vector axis that are no plain rows: backwards, with steps, cut off, wrapped around, by index.
+"""Loads along the vector axis that are no plain rows: backwards, with steps, cut off, wrapped
+around, by index.
 
-Every kernel runs on every instruction set, on lengths around whole vectors, against the slow reference; buffers end
-where their last element ends, so that reading past it can be seen in a page of its own.
+Every kernel runs on every instruction set, on lengths around whole vectors, against the slow
+reference; buffers end where their last element ends, so that reading past it can be seen in a page
+of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LENGTHS = (1, 15, 16, 33, 64)
 NARROW = ("f32", "bf16", "i64", "u8", "b1")
 
 
-def copy_kernel(name: str, d: DType, rows: int, n: int, n_in: int, index: Callable[[Expr], Size]) -> Kernel:
+def copy_kernel(
+    name: str, d: DType, rows: int, n: int, n_in: int, index: Callable[[Expr], Size]
+) -> Kernel:
     """out[i, j] = x[i, index(j)]."""
     i, j = loop_vars("i", (rows, n))
     value = Recorder().load("x", (i, index(j)), d)
@@ -46,7 +50,9 @@ def values_of(d: DType, n: int) -> np.ndarray:
     return rng.integers(0, 100, n).astype({"i64": np.int64, "u8": np.uint8}[d.name])
 
 
-def check_copies(kernels: list[tuple[Kernel, np.ndarray, np.ndarray]], isa: Isa, folder: Path) -> None:
+def check_copies(
+    kernels: list[tuple[Kernel, np.ndarray, np.ndarray]], isa: Isa, folder: Path
+) -> None:
     """kernels: each with its input and what must come out."""
     loaded = Loaded([k for k, _, _ in kernels], isa, folder)
     for kernel, x, wanted in kernels:
@@ -78,7 +84,9 @@ def test_positions_that_wrap_around(isa: Isa, name: str, tmp_path: Path) -> None
         roll = copy_kernel(f"roll{n}", d, 2, n, n, lambda j, n=n: mod(j + n // 2, n))
         kernels.append((roll, x, np.roll(x.reshape(2, n), -(n // 2), 1)))
         columns = np.arange(n) // 17 + np.arange(n) % 17
-        both = copy_kernel(f"both{n}", d, 2, n, int(columns.max()) + 1, lambda j: floordiv(j, 17) + mod(j, 17))
+        both = copy_kernel(
+            f"both{n}", d, 2, n, int(columns.max()) + 1, lambda j: floordiv(j, 17) + mod(j, 17)
+        )
         x = values_of(d, 2 * (int(columns.max()) + 1))
         kernels.append((both, x, x.reshape(2, -1)[:, columns]))
     check_copies(kernels, isa, tmp_path)
@@ -121,15 +129,22 @@ def test_masks_of_positions(isa: Isa, op: str, tmp_path: Path) -> None:
 
 
 def test_masks_of_short_rows_are_constants() -> None:
-    """A padded row of a few vectors is one unit of work, its loop unrolled; a long one is shared by threads."""
+    """A padded row of a few vectors is one unit of work, its loop unrolled; a long one is shared by
+    threads."""
 
     def text(n: int) -> str:
         i, j = loop_vars("i", (100, n + 2))
         ops = Recorder()
-        inside = ops.op("and", ops.op("ge", ops.index(j), ops.index(1)), ops.op("le", ops.index(j), ops.index(n)))
+        inside = ops.op(
+            "and",
+            ops.op("ge", ops.index(j), ops.index(1)),
+            ops.op("le", ops.index(j), ops.index(n)),
+        )
         value = ops.masked(inside, lambda: ops.load("x", (i, j - 1), f32), 0)
         buffers = (strided("x", f32, (100, n)), strided("out", f32, (100, n + 2)))
-        kernel = Kernel("pad", (i, j), (), (Store("out", (i, j), value, True),), buffers, ("out",), ())
+        kernel = Kernel(
+            "pad", (i, j), (), (Store("out", (i, j), value, True),), buffers, ("out",), ()
+        )
         return emit_library([kernel], ISAS["avx512"]).text
 
     short, long = text(56), text(300)
@@ -158,8 +173,8 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(n)
     return {
         "far": rng.integers(0, size, n), "same": np.full(n, size - 1), "order": row % size,
-        "slow": np.minimum(row // 2, size - 1), "back": size - 1 - row % size, "ends": (row % 2) * (size - 1),
-        "near": (row + rng.integers(0, 3, n)) % size,
+        "slow": np.minimum(row // 2, size - 1), "back": size - 1 - row % size,
+        "ends": (row % 2) * (size - 1), "near": (row + rng.integers(0, 3, n)) % size,
     }  # fmt: skip
 
 
@@ -174,7 +189,11 @@ def test_indices_that_memory_holds_are_not_spilled() -> None:
 @pytest.mark.parametrize("wrap", [False, True])
 def test_indices(isa: Isa, wrap: bool, tmp_path: Path) -> None:
     size = 41
-    kernels = {(d, n): take_kernel(DTYPES[d], n, size, wrap) for d in ("f32", "bf16", "i64") for n in LENGTHS}
+    kernels = {
+        (d, n): take_kernel(DTYPES[d], n, size, wrap)
+        for d in ("f32", "bf16", "i64")
+        for n in LENGTHS
+    }
     loaded = Loaded(list(kernels.values()), isa, tmp_path)
     for (d, n), kernel in kernels.items():
         x = values_of(DTYPES[d], 2 * size)
@@ -195,19 +214,27 @@ def test_indices(isa: Isa, wrap: bool, tmp_path: Path) -> None:
 @all_isas
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("bad", [41, -42, 1 << 31, (1 << 32) + 1, -(1 << 32), 1 << 62, -(1 << 62)])
-def test_indices_that_32_bits_would_misread_are_reported(isa: Isa, wrap: bool, bad: int, tmp_path: Path) -> None:
+def test_indices_that_32_bits_would_misread_are_reported(
+    isa: Isa, wrap: bool, bad: int, tmp_path: Path
+) -> None:
     kernel = take_kernel(f32, 33, 41, wrap)
     loaded = Loaded([kernel], isa, tmp_path)
     for at in (0, 20, 32):
         where = np.zeros((2, 33), np.int64)
         where[1, at] = bad
-        arrays = {"where": where, "x": at_page_end(values_of(f32, 82)), "out": np.zeros(66, np.float32)}
+        arrays = {
+            "where": where,
+            "x": at_page_end(values_of(f32, 82)),
+            "out": np.zeros(66, np.float32),
+        }
         assert loaded(kernel, arrays) == 1
 
 
 @all_isas
 @pytest.mark.parametrize("n", [3, 33])
-def test_an_index_into_an_empty_table_is_reported_and_reads_nothing(isa: Isa, n: int, tmp_path: Path) -> None:
+def test_an_index_into_an_empty_table_is_reported_and_reads_nothing(
+    isa: Isa, n: int, tmp_path: Path
+) -> None:
     kernel = take_kernel(f32, n, 0, True)
     arrays = {
         "where": np.zeros((2, n), np.int64),

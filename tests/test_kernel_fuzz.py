@@ -1,5 +1,5 @@
-"""Random kernels of a fixed list of seeds, on every instruction set. See tests/fuzz_kernels.py for how to look
-for more."""
+"""Random kernels of a fixed list of seeds, on every instruction set. See tests/fuzz_kernels.py for
+how to look for more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.kernel_tools import Loaded, usable_isas
 @pytest.mark.parametrize("first", [1000, 2000])
 def test_random_kernels(isa: Isa, first: int, tmp_path: Path) -> None:
     makers = {seed: Maker(seed) for seed in range(first, first + 40)}
-    kernels = {seed: dataclasses.replace(m.kernel(), name=f"fuzz_{seed}") for seed, m in makers.items()}
+    kernels = {
+        seed: dataclasses.replace(m.kernel(), name=f"fuzz_{seed}") for seed, m in makers.items()
+    }
     loaded = Loaded(list(kernels.values()), isa, tmp_path, opt_level=1)
     wrong = []
     for seed, maker in makers.items():

@@ -25,14 +25,21 @@ def acc(name: str) -> Node:
 
 
 def softmax(
-    rows: Size, columns: Size, names: tuple[str, str, str] = ("softmax", "x", "y"), sizes: tuple = ()
+    rows: Size,
+    columns: Size,
+    names: tuple[str, str, str] = ("softmax", "x", "y"),
+    sizes: tuple = (),
 ) -> Kernel:
     ops = Recorder()
     kernel, x, y = names
     (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (columns,))
     value = ops.load(x, (i, r), f32)
     e = ops.op("exp", ops.op("sub", value, acc("m")))
-    stmts = (Reduce("m", "max", value), Reduce("s", "sum", e), Store(y, (i, r), ops.op("truediv", e, acc("s")), True))
+    stmts = (
+        Reduce("m", "max", value),
+        Reduce("s", "sum", e),
+        Store(y, (i, r), ops.op("truediv", e, acc("s")), True),
+    )
     buffers = (strided(x, f32, (rows, columns)), strided(y, f32, (rows, columns)))
     return Kernel(kernel, (i,), (r,), stmts, buffers, (y,), sizes)
 
@@ -57,14 +64,21 @@ def reduce_kernel(kind: str, shape: tuple[int, int], axis: int, suffix: str = ""
     return Kernel(f"{kind}{axis}", (i,), (r,), stmts, buffers, ("out",), ())
 
 
-# --------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 def test_equal_input_gives_equal_text() -> None:
-    texts = {emit_library([softmax(7, 130), reduce_kernel("sum", (9, 8), 0)], ISAS["avx512"]).text for _ in range(3)}
+    texts = {
+        emit_library([softmax(7, 130), reduce_kernel("sum", (9, 8), 0)], ISAS["avx512"]).text
+        for _ in range(3)
+    }
     assert len(texts) == 1
 
 
 def test_kernels_that_differ_in_names_only_share_a_symbol() -> None:
-    kernels = [softmax(7, 130), softmax(7, 130, ("other", "p", "q")), softmax(7, 131, ("third", "x", "y"))]
+    kernels = [
+        softmax(7, 130),
+        softmax(7, 130, ("other", "p", "q")),
+        softmax(7, 131, ("third", "x", "y")),
+    ]
     source = emit_library(kernels, ISAS["avx512"])
     assert source.entry_points == {"softmax": "softmax", "other": "softmax", "third": "third"}
     assert source.text.count('extern "C" i64') == 2
@@ -81,7 +95,7 @@ def test_nothing_is_included() -> None:
         assert "#include" not in emit_library([softmax(7, 130)], isa).text
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------- memory
 @all_isas
 @pytest.mark.parametrize("columns", [1, 16, 133])
 def test_softmax_in_place(isa: Isa, columns: int, tmp_path: Path) -> None:
@@ -101,7 +115,9 @@ def test_nothing_is_written_past_the_end(isa: Isa, tmp_path: Path) -> None:
         x = np.random.default_rng(1).normal(size=(3, columns)).astype(np.float32)
         Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y})
         assert (y[3 * columns :] == 7).all()
-        np.testing.assert_allclose(y[: 3 * columns].reshape(3, columns), truth_softmax(x), rtol=2e-6, atol=1e-9)
+        np.testing.assert_allclose(
+            y[: 3 * columns].reshape(3, columns), truth_softmax(x), rtol=2e-6, atol=1e-9
+        )
 
 
 @all_isas
@@ -125,7 +141,9 @@ def test_threads_share_every_point_once(isa: Isa, threads: int, tmp_path: Path) 
     (i, j) = loop_vars("i", (7, 37))
     one = node("const", (), 1.0, f32)
     buffer = Buffer("out", f32, (7, 37), (41, 1))  # padded rows: the axes cannot be merged
-    kernel = Kernel("count", (i, j), (), (Store("out", (i, j), one, True, "add"),), (buffer,), ("out",), ())
+    kernel = Kernel(
+        "count", (i, j), (), (Store("out", (i, j), one, True, "add"),), (buffer,), ("out",), ()
+    )
     out = np.zeros((7, 41), np.float32)
     Loaded([kernel], isa, tmp_path)(kernel, {"out": out}, threads=threads)
     assert (out[:, :37] == 1).all()
@@ -135,8 +153,11 @@ def test_threads_share_every_point_once(isa: Isa, threads: int, tmp_path: Path) 
 @all_isas
 @pytest.mark.parametrize("threads", [1, 2, 5, 64])
 @pytest.mark.parametrize("along", [0, 1])
-def test_threads_share_scatters_where_points_stay_apart(isa: Isa, along: int, threads: int, tmp_path: Path) -> None:
-    """Rows into which elements go anywhere, or columns of rows that go anywhere: no sum depends on the threads."""
+def test_threads_share_scatters_where_points_stay_apart(
+    isa: Isa, along: int, threads: int, tmp_path: Path
+) -> None:
+    """Rows into which elements go anywhere, or columns of rows that go anywhere: no sum depends on
+    the threads."""
     shape, rng = (9, 37), np.random.default_rng(along)
     i, j = loop_vars("i", shape)
     ops = Recorder()
@@ -146,7 +167,11 @@ def test_threads_share_scatters_where_points_stay_apart(isa: Isa, along: int, th
     out_shape = (9, 5) if along else (5, 37)
     store = Store("out", index, ops.load("x", (i, j), f32), True, "add", args)
     where_shape = shape if along else shape[:1]
-    buffers = (strided("where", i64, where_shape), strided("x", f32, shape), strided("out", f32, out_shape))
+    buffers = (
+        strided("where", i64, where_shape),
+        strided("x", f32, shape),
+        strided("out", f32, out_shape),
+    )
     kernel = Kernel("scatter", (i, j), (), (store,), buffers, ("out",), (), True)
     assert kernel.apart == ((i,) if along else (j,))
     places, x = rng.integers(0, 5, where_shape), rng.standard_normal(shape).astype(np.float32)
@@ -174,7 +199,8 @@ def test_atomic_updates_from_real_threads(isa: Isa, tmp_path: Path) -> None:
     where = np.random.default_rng(0).integers(0, 3, n)
     out = np.zeros(3, np.float32)
     workers = [
-        threading.Thread(target=loaded.part, args=(kernel, {"where": where, "out": out}, t, 4)) for t in range(4)
+        threading.Thread(target=loaded.part, args=(kernel, {"where": where, "out": out}, t, 4))
+        for t in range(4)
     ]
     for w in workers:
         w.start()
@@ -183,8 +209,11 @@ def test_atomic_updates_from_real_threads(isa: Isa, tmp_path: Path) -> None:
     np.testing.assert_array_equal(out, np.bincount(where, minlength=3))
 
 
-def transpose_and_add(rows: Size, columns: Size, values: dict[str, int], isa: Isa, folder: Path) -> None:
-    """x.T + y in a kernel of these sizes, x of shape (rows, columns); values: of the symbols in them."""
+def transpose_and_add(
+    rows: Size, columns: Size, values: dict[str, int], isa: Isa, folder: Path
+) -> None:
+    """x.T + y in a kernel of these sizes, x of shape (rows, columns); values: of the symbols in
+    them."""
     ops = Recorder()
     (i, j) = loop_vars("i", (columns, rows))
     value = ops.op("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
@@ -218,11 +247,12 @@ def test_transpose_of_sizes_that_are_computed(isa: Isa, n: int, tmp_path: Path) 
     transpose_and_add(rows, rows * rows, {"s0": n}, isa, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- reductions
+# --------------------------------------------------------------------------------------- reductions
 @all_isas
 @pytest.mark.parametrize("axis", [0, 1])
 def test_long_sums_are_as_accurate_as_pairwise_ones(isa: Isa, axis: int, tmp_path: Path) -> None:
-    """Against numpy's pairwise sum on the same float32 data: the error may be a few times larger, not length times."""
+    """Against numpy's pairwise sum on the same float32 data: the error may be a few times larger,
+    not length times."""
     shape = (300000, 3) if axis == 0 else (3, 300000)
     x = (np.random.default_rng(0).normal(size=shape) + 3).astype(np.float32)
     kernel = reduce_kernel("sum", shape, axis)
@@ -249,7 +279,9 @@ def test_variance_far_from_zero(isa: Isa, axis: int, tmp_path: Path) -> None:
 @all_isas
 @pytest.mark.parametrize("kind", ["argmax", "argmin"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_positions_take_the_first_and_nan_wins(isa: Isa, kind: str, axis: int, tmp_path: Path) -> None:
+def test_positions_take_the_first_and_nan_wins(
+    isa: Isa, kind: str, axis: int, tmp_path: Path
+) -> None:
     x = np.random.default_rng(0).integers(0, 4, (70, 70)).astype(np.float32)  # many ties
     x[3, 40], x[3, 50], x[20, 5], x[44, 5] = (np.nan,) * 4
     x[6, :] = x[:, 6] = np.inf if kind == "argmin" else -np.inf
@@ -288,7 +320,10 @@ def test_dynamic_rows_longer_and_shorter_than_the_buffer(isa: Isa, n: int, tmp_p
 def test_scans(isa: Isa, kind: str, n: int, tmp_path: Path) -> None:
     ops = Recorder()
     (i,), (r,) = loop_vars("i", (9,)), loop_vars("r", (n,))
-    stmts = (Reduce("run", kind, ops.load("x", (i, r), f32), running=True), Store("y", (i, r), acc("run"), True))
+    stmts = (
+        Reduce("run", kind, ops.load("x", (i, r), f32), running=True),
+        Store("y", (i, r), acc("run"), True),
+    )
     buffers = (strided("x", f32, (9, n)), strided("y", f32, (9, n)))
     kernel = Kernel("scan", (i,), (r,), stmts, buffers, ("y",), ())
     x = np.random.default_rng(0).uniform(0.8, 1.2, (9, n)).astype(np.float32)
@@ -298,14 +333,20 @@ def test_scans(isa: Isa, kind: str, n: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(y.reshape(-1), want, rtol=3e-7)
 
 
-# -------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 @all_isas
 @pytest.mark.parametrize("at", [0, 17, 36])
-def test_an_index_out_of_range_is_reported_and_touches_nothing(isa: Isa, at: int, tmp_path: Path) -> None:
+def test_an_index_out_of_range_is_reported_and_touches_nothing(
+    isa: Isa, at: int, tmp_path: Path
+) -> None:
     ops = Recorder()
     (i,) = loop_vars("i", (37,))
     k = ops.checked(ops.load("where", (i,), i64), 5)
-    buffers = (strided("where", i64, (37,)), strided("table", f32, (5,)), strided("out", f32, (37,)))
+    buffers = (
+        strided("where", i64, (37,)),
+        strided("table", f32, (5,)),
+        strided("out", f32, (37,)),
+    )
     store = Store("out", (i,), ops.load("table", (k,), f32), True)
     kernel = Kernel("take", (i,), (), (store,), buffers, ("out",), ())
     loaded = Loaded([kernel], isa, tmp_path)
@@ -338,6 +379,8 @@ def test_a_masked_index_may_be_anything(isa: Isa, tmp_path: Path) -> None:
     on = rng.integers(0, 2, 37).astype(bool)
     where = np.where(on, rng.integers(0, 5, 37), 1 << 60)
     table, out = np.arange(5, dtype=np.float32), np.zeros(37, np.float32)
-    code = Loaded([kernel], isa, tmp_path)(kernel, {"mask": on, "where": where, "table": table, "out": out})
+    code = Loaded([kernel], isa, tmp_path)(
+        kernel, {"mask": on, "where": where, "table": table, "out": out}
+    )
     assert code == 0
     np.testing.assert_array_equal(out, np.where(on, table[np.where(on, where, 0)], -1))

@@ -1,5 +1,5 @@
-"""Every row of the op table as compiled C++, against the reference meaning: special values, every dtype, every
-instruction set."""
+"""Every row of the op table as compiled C++, against the reference meaning: special values, every
+dtype, every instruction set."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
 
 INEXACT = {
-    "exp": 1, "exp2": 1, "expm1": 1, "log": 1, "log2": 1, "log10": 1, "log1p": 1, "sin": 1, "cos": 1, "tan": 1,
-    "asin": 1, "acos": 1,
-    "atan": 1, "sinh": 1, "cosh": 1, "tanh": 1, "asinh": 1, "acosh": 1, "atanh": 1, "erf": 1, "erfc": 1.5,
+    "exp": 1, "exp2": 1, "expm1": 1, "log": 1, "log2": 1, "log10": 1, "log1p": 1, "sin": 1,
+    "cos": 1, "tan": 1, "asin": 1, "acos": 1, "atan": 1, "sinh": 1, "cosh": 1, "tanh": 1,
+    "asinh": 1, "acosh": 1, "atanh": 1, "erf": 1, "erfc": 1.5,
     "lgamma": 1, "pow": 1, "atan2": 1, "hypot": 1, "rsqrt": 1.5,
 }  # fmt: skip
 N = 83  # not a multiple of any vector length
@@ -42,7 +42,11 @@ def test_the_reference_covers_every_op() -> None:
 
 def dtypes_of(op: str) -> list[DType]:
     kinds = OPS[op].on
-    names = [d for d in DTYPES.values() if d in LOOP_DTYPES and d.kind in kinds and d.name not in ("f16", "bf16")]
+    names = [
+        d
+        for d in DTYPES.values()
+        if d in LOOP_DTYPES and d.kind in kinds and d.name not in ("f16", "bf16")
+    ]
     return [i64] if op == "philox" else names
 
 
@@ -51,15 +55,48 @@ def specials(d: DType) -> list[float]:
         return [0, 1]
     if d.is_int:
         low, high = interp._least(d), interp._greatest(d)
-        return [0, 1, 2, 3, 7, low, high, low + 1, high - 1, *([-1, -2, -7] if d.kind == "i" else [])]
-    return [0.0, -0.0, 1, -1, 0.5, -0.5, 1.5, 2.5, -2.5, 3, 1e-3, 88, -88, 1e5, -1e5, np.inf, -np.inf, np.nan]
+        return [
+            0,
+            1,
+            2,
+            3,
+            7,
+            low,
+            high,
+            low + 1,
+            high - 1,
+            *([-1, -2, -7] if d.kind == "i" else []),
+        ]
+    return [
+        0.0,
+        -0.0,
+        1,
+        -1,
+        0.5,
+        -0.5,
+        1.5,
+        2.5,
+        -2.5,
+        3,
+        1e-3,
+        88,
+        -88,
+        1e5,
+        -1e5,
+        np.inf,
+        -np.inf,
+        np.nan,
+    ]
 
 
 def inputs(op: str, d: DType) -> list[np.ndarray]:
     """Arguments of the op: special values against each other, then random ones."""
     arity, rng = OPS[op].arity, np.random.default_rng(7)
     pool = np.array(specials(d), interp.numpy_type(d))
-    if d.is_float and op not in ("fmod", "pymod"):  # SLEEF's fmod, which eager calls too, fails on subnormal divisors
+    if d.is_float and op not in (
+        "fmod",
+        "pymod",
+    ):  # SLEEF's fmod, which eager calls too, fails on subnormal divisors
         pool = np.append(pool, pool.dtype.type(1e-40 if d == f32 else 1e-310))
     rows = [
         np.array(x, dtype=pool.dtype)
@@ -71,7 +108,9 @@ def inputs(op: str, d: DType) -> list[np.ndarray]:
             more = rng.integers(0, 2, n).astype(bool)
         elif d.is_int:
             more = (
-                rng.integers(0, 1 << 62, n).astype(pool.dtype) if k == 0 else rng.integers(0, 40, n).astype(pool.dtype)
+                rng.integers(0, 1 << 62, n).astype(pool.dtype)
+                if k == 0
+                else rng.integers(0, 40, n).astype(pool.dtype)
             )
         else:
             more = (rng.uniform(-4, 4, n) * 10.0 ** rng.integers(-3, 2, n)).astype(pool.dtype)
@@ -87,8 +126,12 @@ def op_kernel(op: str, d: DType, n: int) -> Kernel:
     kinds = [b1 if op == "where" and k == 0 else d for k in range(OPS[op].arity)]
     args = [ops.load(f"a{k}", (i,), t) for k, t in enumerate(kinds)]
     x = ops.op(op, *args)
-    buffers = [strided(f"a{k}", t, (n,)) for k, t in enumerate(kinds)] + [strided("out", x.dtype, (n,))]
-    return Kernel(f"{op}_{d.name}", (i,), (), (Store("out", (i,), x, True),), tuple(buffers), ("out",), ())
+    buffers = [strided(f"a{k}", t, (n,)) for k, t in enumerate(kinds)] + [
+        strided("out", x.dtype, (n,))
+    ]
+    return Kernel(
+        f"{op}_{d.name}", (i,), (), (Store("out", (i,), x, True),), tuple(buffers), ("out",), ()
+    )
 
 
 def reference(op: str, rows: list[np.ndarray], wide: bool) -> np.ndarray:
@@ -103,16 +146,24 @@ def check_exact(got: np.ndarray, want: np.ndarray, rows: list[np.ndarray]) -> No
 
 
 def check_ulps(op: str, got: np.ndarray, rows: list[np.ndarray], extra: float) -> None:
-    """Within the error class of the op: got may be off the double result by INEXACT[op] ulp (and a little)."""
+    """Within the error class of the op: got may be off the double result by INEXACT[op] ulp (and a
+    little)."""
     truth = reference(op, rows, wide=True)
     with np.errstate(all="ignore"):
         narrow = truth.astype(got.dtype)
         ulp = np.spacing(np.abs(narrow)).astype(np.float64)
         off = np.abs(got.astype(np.float64) - truth) / ulp
     # SLEEF's lgamma is 1 ulp of max(|result|, 1) near its zeros, as eager's is.
-    allowed = extra + INEXACT[op] + (0.1 if got.dtype == np.float32 else 2.5) + (2e8 if op == "lgamma" else 0)
+    allowed = (
+        extra
+        + INEXACT[op]
+        + (0.1 if got.dtype == np.float32 else 2.5)
+        + (2e8 if op == "lgamma" else 0)
+    )
     special = ~np.isfinite(narrow)
-    wrong = np.where(special, ~((got == narrow) | (np.isnan(got) & np.isnan(narrow))), off > allowed)
+    wrong = np.where(
+        special, ~((got == narrow) | (np.isnan(got) & np.isnan(narrow))), off > allowed
+    )
     if op == "pow":
         wrong &= np.isfinite(rows[0]) & np.isfinite(rows[1])
     assert not wrong.any(), [r[wrong][:4] for r in rows] + [got[wrong][:4], truth[wrong][:4]]
@@ -135,9 +186,13 @@ def test_ops(isa: Isa, group: int, tmp_path: Path) -> None:
         assert loaded(kernel, arrays) == 0
         try:
             if op in INEXACT:
-                check_ulps(op, arrays["out"], rows[op, d], 0.0 if isa.sleef else 1.0)  # libm is a little worse
+                check_ulps(
+                    op, arrays["out"], rows[op, d], 0.0 if isa.sleef else 1.0
+                )  # libm is a little worse
             elif op == "fma" and d.name == "f64":
-                np.testing.assert_allclose(arrays["out"], reference(op, rows[op, d], False), rtol=1e-12)
+                np.testing.assert_allclose(
+                    arrays["out"], reference(op, rows[op, d], False), rtol=1e-12
+                )
             else:
                 check_exact(arrays["out"], reference(op, rows[op, d], False), rows[op, d])
         except AssertionError as error:
@@ -148,26 +203,36 @@ def test_ops(isa: Isa, group: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", usable_isas(), ids=lambda i: i.name)
 @pytest.mark.parametrize("op", ["floordiv", "mod"])
 def test_division_near_multiples(isa: Isa, op: str, tmp_path: Path) -> None:
-    """Quotients of 64-bit integers of every size, next to whole numbers, where f64 would round up to them."""
+    """Quotients of 64-bit integers of every size, next to whole numbers, where f64 would round up
+    to them."""
     kernel, rng = op_kernel(op, i64, 4096), np.random.default_rng(0)
     loaded = Loaded([kernel], isa, tmp_path)
     for bits in (3, 20, 31, 50, 51, 52, 53, 62):
-        b = rng.integers(1, 1 << rng.integers(1, bits, 4096), dtype=np.int64) * rng.choice([-1, 1], 4096)
-        a = rng.integers(-(1 << bits), 1 << bits, 4096, dtype=np.int64) // b * b + rng.integers(-1, 2, 4096)
+        b = rng.integers(1, 1 << rng.integers(1, bits, 4096), dtype=np.int64) * rng.choice(
+            [-1, 1], 4096
+        )
+        a = rng.integers(-(1 << bits), 1 << bits, 4096, dtype=np.int64) // b * b + rng.integers(
+            -1, 2, 4096
+        )
         out = np.zeros_like(a)
         assert loaded(kernel, {"a0": a, "a1": b, "out": out}) == 0
         np.testing.assert_array_equal(out, a // b if op == "floordiv" else a % b, err_msg=str(bits))
 
 
 def test_division_of_vectors_is_not_lane_by_lane() -> None:
-    assert "cvt_i64_f64(a) / cvt_i64_f64(b)" in emit_library([op_kernel("mod", i64, 64)], ISAS["avx512"]).text
+    assert (
+        "cvt_i64_f64(a) / cvt_i64_f64(b)"
+        in emit_library([op_kernel("mod", i64, 64)], ISAS["avx512"]).text
+    )
 
 
 def cast_values(src: DType, dst: DType) -> np.ndarray:
     """Elements of src that have a defined value in dst."""
     pool = np.array([x for x in specials(src) if not (src.is_float and abs(x) > 200)], np.float64)
     if src.is_float:
-        pool = np.concatenate([pool, np.array([65504, 65520, 1e-7, 6e-8, 3e-5, 0.1, 1 / 3, 2049, 4097])])
+        pool = np.concatenate(
+            [pool, np.array([65504, 65520, 1e-7, 6e-8, 3e-5, 0.1, 1 / 3, 2049, 4097])]
+        )
         if dst.is_float or dst == b1:
             pool = np.concatenate([pool, [np.nan, np.inf, -np.inf, 1e30]])
         else:
@@ -185,7 +250,11 @@ def test_casts(isa: Isa, tmp_path: Path) -> None:
     for src, dst in itertools.product(kinds, kinds):
         x = cast(Recorder().load("a", (i,), src), dst)
         buffers = (strided("a", src, (N,)), strided("out", dst, (N,)))
-        kernels.append(Kernel(f"{src}_to_{dst}", (i,), (), (Store("out", (i,), x, True),), buffers, ("out",), ()))
+        kernels.append(
+            Kernel(
+                f"{src}_to_{dst}", (i,), (), (Store("out", (i,), x, True),), buffers, ("out",), ()
+            )
+        )
         values.append(cast_values(src, dst))
     loaded = Loaded(kernels, isa, tmp_path, opt_level=1)
     for kernel, x in zip(kernels, values, strict=True):
@@ -195,7 +264,9 @@ def test_casts(isa: Isa, tmp_path: Path) -> None:
         run_kernel(kernel, want)
         d = kernel.args[1].dtype
         got_values, want_values = interp.from_memory(out, d), interp.from_memory(want["out"], d)
-        equal = (got_values == want_values) | ((got_values != got_values) & (want_values != want_values))
+        equal = (got_values == want_values) | (
+            (got_values != got_values) & (want_values != want_values)
+        )
         assert equal.all(), (
             kernel.name,
             interp.from_memory(x, kernel.args[0].dtype)[~equal],
@@ -224,7 +295,12 @@ def test_bitcasts_and_half_arithmetic(isa: Isa, tmp_path: Path) -> None:
         ("u8", "i8"),
     ]
     kernels = [
-        one(f"{s}_as_{d}", ops.bitcast(ops.load("a", (i,), DTYPES[s]), DTYPES[d]), DTYPES[s], DTYPES[d])
+        one(
+            f"{s}_as_{d}",
+            ops.bitcast(ops.load("a", (i,), DTYPES[s]), DTYPES[d]),
+            DTYPES[s],
+            DTYPES[d],
+        )
         for s, d in pairs
     ]
     for name in ("bf16", "f16"):
@@ -232,7 +308,14 @@ def test_bitcasts_and_half_arithmetic(isa: Isa, tmp_path: Path) -> None:
         x = ops.load("a", (i,), d)
         kernels.append(one(f"add_{name}", node("add", (x, const(1.5, d))), d, d))
         kernels.append(one(f"gt_{name}", node("gt", (x, const(0.1, d))), d, b1))
-        kernels.append(one(f"where_{name}", node("where", (node("gt", (x, const(0.1, d))), x, const(-1.0, d))), d, d))
+        kernels.append(
+            one(
+                f"where_{name}",
+                node("where", (node("gt", (x, const(0.1, d))), x, const(-1.0, d))),
+                d,
+                d,
+            )
+        )
     loaded = Loaded(kernels, isa, tmp_path, opt_level=1)
     for kernel in kernels:
         src, dst = kernel.args[0].dtype, kernel.args[1].dtype
@@ -251,14 +334,18 @@ def test_philox_is_the_documented_one() -> None:
     index = torch.arange(50, dtype=torch.int64) + (1 << 33)
     words = philox_words(torch.tensor(0x1234567812345678), index, 5)
     for k in range(4):
-        got = interp.EVALUATE["philox"](np.int64(0x1234567812345678), index.numpy(), np.int64(5 << 2 | k))
+        got = interp.EVALUATE["philox"](
+            np.int64(0x1234567812345678), index.numpy(), np.int64(5 << 2 | k)
+        )
         np.testing.assert_array_equal(got, words[k].numpy())
 
 
 def test_a_buffer_is_not_needed_for_constants(tmp_path: Path) -> None:
     (i,) = loop_vars("i", (5,))
     out = Buffer("out", f32, (5,), (1,))
-    kernel = Kernel("fill", (i,), (), (Store("out", (i,), const(2.5, f32), True),), (out,), ("out",), ())
+    kernel = Kernel(
+        "fill", (i,), (), (Store("out", (i,), const(2.5, f32), True),), (out,), ("out",), ()
+    )
     for isa in usable_isas():
         array = np.zeros(5, np.float32)
         Loaded([kernel], isa, tmp_path)(kernel, {"out": array})

@@ -1,5 +1,6 @@
-"""The ladder: what becomes of programs that plait cannot compile, that nothing changes in what they compute, and that
-each step is told; `strict` raises instead. Errors of the user, and of the program itself, stay what they are."""
+"""The ladder: what becomes of programs that plait cannot compile, that nothing changes in what they
+compute, and that each step is told; `strict` raises instead. Errors of the user, and of the program
+itself, stay what they are."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def fail(*args: object, **kwargs: object) -> Any:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """failing("forward", ...): graphs of these kinds are damaged by a clean-up pass, which then fails."""
+    """failing("forward", ...): graphs of these kinds are damaged by a clean-up pass, which then
+    fails."""
 
     def make(*kinds: str) -> None:
         clean = pipeline.clean_graph
@@ -74,7 +76,9 @@ def states(net: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in net.state_dict().items()}
 
 
-def trained(fn: Callable[..., torch.Tensor], net: nn.Module, before: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def trained(
+    fn: Callable[..., torch.Tensor], net: nn.Module, before: Any, x: torch.Tensor
+) -> list[torch.Tensor]:
     net.load_state_dict(before)
     x = x.detach().clone().requires_grad_()
     torch.manual_seed(3)
@@ -91,8 +95,17 @@ def explained(fn: Callable[..., Any], *args: Any, **options: Any) -> Report:
     return plait.explain(fn, *args, options=options, quiet=True)
 
 
-# ---------------------------------------------------------------------------------------------- eager
-STAGES = ("clean_graph", "lower_graph", "schedule", "_emit", "_build", "build", "run_passes", "observe")
+# -------------------------------------------------------------------------------------------- eager
+STAGES = (
+    "clean_graph",
+    "lower_graph",
+    "schedule",
+    "_emit",
+    "_build",
+    "build",
+    "run_passes",
+    "observe",
+)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -102,27 +115,40 @@ def test_a_stage_that_fails_leaves_the_graph_to_eager(
 ) -> None:
     monkeypatch.setattr(pipeline, stage, fail)
     net, x = Net(), torch.randn(6, 12)
-    before, fn = states(net), torch.compile(Net.forward, backend="plait", options={"wrapper": wrapper})
-    with pytest.warns(UserWarning, match=r"eager runs a graph: bug in plait: .*a mistake of ours.*PLAIT_DEBUG_DIR"):
+    before, fn = (
+        states(net),
+        torch.compile(Net.forward, backend="plait", options={"wrapper": wrapper}),
+    )
+    with pytest.warns(
+        UserWarning, match=r"eager runs a graph: bug in plait: .*a mistake of ours.*PLAIT_DEBUG_DIR"
+    ):
         got = trained(lambda x: fn(net, x), net, before, x)
     torch.testing.assert_close(got, trained(net, net, before, x), rtol=0, atol=0)
     with torch.no_grad():
-        assert torch.equal(torch.compile(torch.sin, backend="plait", options={"wrapper": wrapper})(x), x.sin())
+        assert torch.equal(
+            torch.compile(torch.sin, backend="plait", options={"wrapper": wrapper})(x), x.sin()
+        )
 
 
 LOADS = ("native", "python", "cpp", "fx")
 
 
 @pytest.mark.parametrize("wrapper", LOADS)
-def test_a_target_that_fails_leaves_the_graph_to_eager(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_fails_leaves_the_graph_to_eager(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(pipeline.WRAPPERS, wrapper, fail)
     fn = torch.compile(lambda x: x.sin() * 2, backend="plait", options={"wrapper": wrapper})
     with pytest.warns(UserWarning, match="eager runs a graph"):
         assert torch.equal(fn(torch.ones(3)), torch.ones(3).sin() * 2)
 
 
-@pytest.mark.parametrize("name", ["simplify_masks", "partition", "compat.aot_compile", "DirectGraph", "TrainingGraph"])
-def test_what_fails_around_the_pipeline_leaves_the_graph_to_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["simplify_masks", "partition", "compat.aot_compile", "DirectGraph", "TrainingGraph"]
+)
+def test_what_fails_around_the_pipeline_leaves_the_graph_to_eager(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, _, attribute = name.rpartition(".")
     holder = getattr(backend, owner) if owner else backend
     if attribute.endswith("Graph"):
@@ -143,19 +169,24 @@ def test_what_fails_around_the_pipeline_leaves_the_graph_to_eager(name: str, mon
 def test_training_whose_graphs_are_left_to_eager(
     kinds: tuple[str, ...], wrapper: str, dynamic: bool, failing: Callable[..., None]
 ) -> None:
-    """Without dynamic sizes the backward graph is compiled at the first backward pass, else with the forward graph."""
+    """Without dynamic sizes the backward graph is compiled at the first backward pass, else with
+    the forward graph."""
     model = nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4))
     scaled = lambda x: model(x) * x.shape[0]
     before = states(model)
     failing(*kinds)
-    fn = torch.compile(scaled, backend="plait", dynamic=dynamic or None, options={"wrapper": wrapper})
+    fn = torch.compile(
+        scaled, backend="plait", dynamic=dynamic or None, options={"wrapper": wrapper}
+    )
     for n in (6, 6, 9):
         x = torch.randn(n, 12)
         want = trained(scaled, model, before, x)
         torch.testing.assert_close(trained(fn, model, before, x), want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_backward_graph_by_eager_runs_again_and_under_autocast(failing: Callable[..., None]) -> None:
+def test_a_backward_graph_by_eager_runs_again_and_under_autocast(
+    failing: Callable[..., None],
+) -> None:
     failing("backward")
     w = torch.randn(8, 8, requires_grad=True)
     other = w.detach().clone().requires_grad_()
@@ -176,12 +207,18 @@ def test_a_backward_graph_by_eager_runs_again_and_under_autocast(failing: Callab
 def test_a_backward_graph_by_eager_is_told(failing: Callable[..., None]) -> None:
     failing("backward")
     report = explained(lambda x: x.sin() * 2, torch.randn(5, requires_grad=True))
-    assert [(g.kind, g.target) for g in report.graphs] == [("forward", "native"), ("backward", "eager")]
+    assert [(g.kind, g.target) for g in report.graphs] == [
+        ("forward", "native"),
+        ("backward", "eager"),
+    ]
     (step,) = report.ladder
     assert step.rung == "eager" and "KeyError: 'a mistake of ours'" in step.reason
     name = report.graphs[1].name
     assert f"\n{name}: {report.graphs[1].aten_ops} operators, run by eager\n" in report.text
-    assert f"\ngraphs that eager runs:\n  {name}: the graph: bug in plait: compiling it failed" in report.text
+    assert (
+        f"\ngraphs that eager runs:\n  {name}: the graph: bug in plait: compiling it failed"
+        in report.text
+    )
     assert f"\n  eager: {step.line}" in report.details
 
 
@@ -192,7 +229,9 @@ def changed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_mutation_aliases_and_random_numbers_by_eager(wrapper: str, failing: Callable[..., None]) -> None:
+def test_mutation_aliases_and_random_numbers_by_eager(
+    wrapper: str, failing: Callable[..., None]
+) -> None:
     failing("inference")
     fn = torch.compile(changed, backend="plait", options={"wrapper": wrapper})
     for _ in range(2):
@@ -226,7 +265,9 @@ def test_autocast_by_eager(failing: Callable[..., None]) -> None:
 def test_gradients_of_gradients_by_eager(failing: Callable[..., None]) -> None:
     failing("forward")
     x = torch.randn(5, requires_grad=True)
-    (g,) = torch.autograd.grad(torch.compile(lambda x: x.sin().sum(), backend="plait")(x), x, create_graph=True)
+    (g,) = torch.autograd.grad(
+        torch.compile(lambda x: x.sin().sum(), backend="plait")(x), x, create_graph=True
+    )
     (gg,) = torch.autograd.grad(g.sum(), x)
     torch.testing.assert_close(gg, -x.sin())
 
@@ -268,23 +309,29 @@ def test_an_exception_in_a_backward_graph_by_eager_is_its_own(failing: Callable[
             return refuses(g)
 
     failing("backward")
-    y = torch.compile(lambda x: Passes.apply(x) + 1, backend="plait")(torch.randn(3, requires_grad=True))
+    y = torch.compile(lambda x: Passes.apply(x) + 1, backend="plait")(
+        torch.randn(3, requires_grad=True)
+    )
     with pytest.raises(ArithmeticError, match=r"^not today$"):
         y.sum().backward()
 
 
-# ---------------------------------------------------------------------------------------------- strict
+# ------------------------------------------------------------------------------------------- strict
 def test_strict_raises(failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     failing("inference", "backward")
     with pytest.raises(InternalError, match="a mistake of ours"):
         torch.compile(torch.sin, backend="plait", options={"strict": True})(torch.ones(2))
-    y = torch.compile(torch.sin, backend="plait", options={"strict": True})(torch.ones(2, requires_grad=True))
+    y = torch.compile(torch.sin, backend="plait", options={"strict": True})(
+        torch.ones(2, requires_grad=True)
+    )
     with pytest.raises(InternalError, match="a mistake of ours"):
         y.sum().backward()
     monkeypatch.setenv("PLAIT_STRICT", "1")
     with pytest.raises(InternalError, match="a mistake of ours"):
         torch.compile(torch.cos, backend="plait")(torch.ones(2))
-    assert torch.compile(torch.cos, backend="plait", options={"strict": False})(torch.zeros(2)).tolist() == [1, 1]
+    assert torch.compile(torch.cos, backend="plait", options={"strict": False})(
+        torch.zeros(2)
+    ).tolist() == [1, 1]
 
 
 def test_there_is_no_eager_without_dynamo(failing: Callable[..., None], tmp_path: Any) -> None:
@@ -303,17 +350,21 @@ def test_mistakes_of_the_caller_are_raised() -> None:
 def test_the_message_names_the_debug_folder(failing: Callable[..., None], tmp_path: Any) -> None:
     failing("inference")
     with pytest.warns(UserWarning, match=rf"report it with the folder {tmp_path}/inference_\d+"):
-        torch.compile(torch.sin, backend="plait", options={"debug_dir": str(tmp_path)})(torch.ones(2))
+        torch.compile(torch.sin, backend="plait", options={"debug_dir": str(tmp_path)})(
+            torch.ones(2)
+        )
 
 
-def test_equal_steps_are_warned_of_once(failing: Callable[..., None], recwarn: pytest.WarningsRecorder) -> None:
+def test_equal_steps_are_warned_of_once(
+    failing: Callable[..., None], recwarn: pytest.WarningsRecorder
+) -> None:
     failing("inference")
     for fn in (torch.sin, torch.cos):
         torch.compile(fn, backend="plait")(torch.ones(2))
     assert sum("eager runs a graph" in str(w.message) for w in recwarn) == 1
 
 
-# ---------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 @pytest.fixture
 def no_division(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are n // k have no expression."""
@@ -338,7 +389,9 @@ def counted(made: list[int]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("training", [False, True])
-def test_a_size_without_expression_is_guarded(wrapper: str, training: bool, no_division: None) -> None:
+def test_a_size_without_expression_is_guarded(
+    wrapper: str, training: bool, no_division: None
+) -> None:
     made: list[int] = []
     fn = torch.compile(halves, backend=counted(made), dynamic=True, options={"wrapper": wrapper})
     for n, compiled in ((6, 1), (8, 2), (6, 2), (10, 3), (8, 3)):
@@ -352,7 +405,9 @@ def test_a_size_without_expression_is_guarded(wrapper: str, training: bool, no_d
         assert len(made) == compiled, n
 
 
-def test_a_size_without_expression_in_the_backward_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_without_expression_in_the_backward_graph_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The graph is compiled early, since it saves a size."""
     made: list[int] = []
     compile_graph = program.compile_graph
@@ -377,7 +432,9 @@ def test_a_size_without_expression_in_the_backward_graph_alone(monkeypatch: pyte
     assert refused == {1, 2}
 
 
-def test_a_size_that_must_vary_or_is_known_too_late_leaves_the_graph_to_eager(no_division: None) -> None:
+def test_a_size_that_must_vary_or_is_known_too_late_leaves_the_graph_to_eager(
+    no_division: None,
+) -> None:
     x = torch.randn(6)
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.warns(UserWarning, match=r"eager runs a graph: .*a size that is"):
@@ -418,7 +475,9 @@ def test_specialised_sizes_are_told(no_division: None, recwarn: pytest.WarningsR
     torch._dynamo.maybe_mark_dynamic(x, 0)
     report = explained(halves, x)
     (step,) = report.ladder
-    assert step.rung == "specialise" and step.what.endswith(" = 6") and "test_ladder.py:" in step.where
+    assert (
+        step.rung == "specialise" and step.what.endswith(" = 6") and "test_ladder.py:" in step.where
+    )
     assert f"  {report.graphs[0].name}: {step.line}\n" in report.text
     assert f"  specialise: {step.line}" in report.details
     recwarn.clear()
@@ -431,26 +490,34 @@ def test_specialised_sizes_are_told(no_division: None, recwarn: pytest.WarningsR
 
 def test_strict_and_plait_compile_refuse_a_size(no_division: None) -> None:
     with pytest.raises(Unsupported, match=r"a size that is"):
-        torch.compile(halves, backend="plait", dynamic=True, options={"strict": True})(torch.randn(6))
+        torch.compile(halves, backend="plait", dynamic=True, options={"strict": True})(
+            torch.randn(6)
+        )
     with pytest.raises(Unsupported, match=r"a size that is"):
         plait.compile(halves, (torch.randn(6),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
 
 
-# ---------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------- operators
 def branch(x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x * 2,)) + 1
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_an_unknown_higher_order_operator_runs_as_python(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_higher_order_operator_runs_as_python(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(RULES, torch.ops.higher_order.cond)
     for x in (torch.ones(3), -torch.ones(3)):
         got = torch.compile(branch, backend="plait", options={"wrapper": wrapper})(x)
         torch.testing.assert_close(got, branch(x))
     with torch.no_grad():
-        torch.testing.assert_close(plait.compile(branch, (torch.ones(3),))(-torch.ones(3)), branch(-torch.ones(3)))
+        torch.testing.assert_close(
+            plait.compile(branch, (torch.ones(3),))(-torch.ones(3)), branch(-torch.ones(3))
+        )
     with pytest.raises(Unsupported, match="no lowering for cond"):
-        torch.compile(branch, backend="plait", options={"wrapper": wrapper, "strict": True})(torch.ones(3))
+        torch.compile(branch, backend="plait", options={"wrapper": wrapper, "strict": True})(
+            torch.ones(3)
+        )
 
 
 def test_operators_that_run_as_python_are_told() -> None:
@@ -464,11 +531,13 @@ def test_operators_that_run_as_python_are_told() -> None:
 def test_a_call_of_aten_is_told_and_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     report = explained(lambda x: x.sinh(), torch.ones(3, dtype=torch.complex64))
     (step,) = report.ladder
-    assert (step.rung, step.what) == ("aten", "aten::sinh") and step.where.startswith("test_ladder.py:")
+    assert (step.rung, step.what) == ("aten", "aten::sinh") and step.where.startswith(
+        "test_ladder.py:"
+    )
     assert not [w for w in recwarn if str(w.message).startswith("plait")]
 
 
-# ---------------------------------------------------------------------------------------------- Dynamo
+# ------------------------------------------------------------------------------------------- Dynamo
 def test_what_dynamo_leaves_to_eager_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def often(x: torch.Tensor) -> torch.Tensor:
         return x.sin()
@@ -480,10 +549,14 @@ def test_what_dynamo_leaves_to_eager_is_told(caplog: pytest.LogCaptureFixture) -
             fn(torch.ones(n))
     (found,) = [line for line in dynamo.left_to_eager if "often" in line]
     assert "test_ladder.py" in found and "torch._dynamo.config.recompile_limit" in found
-    assert any("Dynamo leaves to eager" in r.getMessage() and "often" in r.getMessage() for r in caplog.records)
+    assert any(
+        "Dynamo leaves to eager" in r.getMessage() and "often" in r.getMessage()
+        for r in caplog.records
+    )
     report = explained(lambda x: x + 1, torch.ones(2))
-    assert found in report.left_to_eager and f"functions that Dynamo leaves to eager from now on:\n  {found}" in (
-        report.text
+    assert (
+        found in report.left_to_eager
+        and f"functions that Dynamo leaves to eager from now on:\n  {found}" in (report.text)
     )
 
 

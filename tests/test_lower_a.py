@@ -1,4 +1,5 @@
-"""Lowering by itself: what programs it makes, checked by the verifier and run by tests/lower_eval.py against eager."""
+"""Lowering by itself: what programs it makes, checked by the verifier and run by
+tests/lower_eval.py against eager."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from tests.lower_eval import Evaluate
 Fn = Callable[..., Any]
 
 
-def lowered(fn: Fn, *inputs: Any, dynamic: bool = False, cfg: Config | None = None) -> tuple[Lowered, list[Any]]:
+def lowered(
+    fn: Fn, *inputs: Any, dynamic: bool = False, cfg: Config | None = None
+) -> tuple[Lowered, list[Any]]:
     """The program of fn, verified, and what it gives on the inputs."""
     found: list[Lowered] = []
 
@@ -128,7 +131,9 @@ def test_views_of_intermediates_are_rewritten_indices(name: str, dynamic: bool) 
 
     low = check(through, X, dynamic=dynamic)
     made = [op for op in low.program.ops if isinstance(op, Pointwise)]
-    assert len(made) == 1 + len(low.program.outputs), "one loop a multiplication and addition, none a view"
+    assert len(made) == 1 + len(low.program.outputs), (
+        "one loop a multiplication and addition, none a view"
+    )
 
 
 def test_index_of_a_reshaped_transpose_is_affine() -> None:
@@ -139,30 +144,39 @@ def test_index_of_a_reshaped_transpose_is_affine() -> None:
         return (y * 2).transpose(1, 2).reshape(2, 5, 12) - 1
 
     low = check(heads, torch.randn(2, 5, 12))
-    text = " ".join(str(n.attr) for op in low.program.ops if isinstance(op, Pointwise) for n in walk((op.body,)))
+    text = " ".join(
+        str(n.attr) for op in low.program.ops if isinstance(op, Pointwise) for n in walk((op.body,))
+    )
     assert "//" in text and "%" in text, "a reshape to heads splits one dimension"
     last = low.program.ops[-1]
     assert isinstance(last, Pointwise)
 
 
 POINTWISE: dict[str, Fn] = {
-    "arithmetic": lambda x, v: (x + v, x - 2 * v, x * v, x / (v.abs() + 1), torch.add(x, v, alpha=3)),
+    "arithmetic": lambda x,
+    v: (x + v, x - 2 * v, x * v, x / (v.abs() + 1), torch.add(x, v, alpha=3)),
     "division": lambda x, v: (
-        torch.div(x, 0.3, rounding_mode="floor"), torch.div(x, v, rounding_mode="trunc"), x % 0.7, torch.fmod(x, 0.7),
+        torch.div(x, 0.3, rounding_mode="floor"), torch.div(x, v, rounding_mode="trunc"), x % 0.7,
+        torch.fmod(x, 0.7),
     ),
-    "powers": lambda x, v: (x**2, x**3, x.abs() ** 0.5, 2.0**x, x**-1, x.abs() ** v, x**0, x.abs() ** -0.5),
-    "clamps": lambda x, v: (x.clamp(-1, 1), x.clamp(min=v), x.clamp(max=0.5), F.relu(x), F.hardtanh(x)),
-    "comparison": lambda x, v: (x > v, x == v, x <= 0, torch.isnan(x), torch.isinf(x), torch.signbit(x)),
+    "powers": lambda x,
+    v: (x**2, x**3, x.abs() ** 0.5, 2.0**x, x**-1, x.abs() ** v, x**0, x.abs() ** -0.5),
+    "clamps": lambda x,
+    v: (x.clamp(-1, 1), x.clamp(min=v), x.clamp(max=0.5), F.relu(x), F.hardtanh(x)),
+    "comparison": lambda x,
+    v: (x > v, x == v, x <= 0, torch.isnan(x), torch.isinf(x), torch.signbit(x)),
     "selection": lambda x, v: (torch.where(x > 0, x, v), torch.maximum(x, v), torch.fmin(x, v)),
     "activations": lambda x, v: (
-        F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), torch.sigmoid(x), F.elu(x), F.leaky_relu(x, 0.1),
-        F.mish(x), F.softplus(x), F.hardswish(x), F.celu(x),
+        F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), torch.sigmoid(x), F.elu(x),
+        F.leaky_relu(x, 0.1), F.mish(x), F.softplus(x), F.hardswish(x), F.celu(x),
         F.selu(x), F.hardsigmoid(x), F.logsigmoid(x), F.relu6(x),
     ),
-    "rounding": lambda x, v: (x.floor(), x.ceil(), x.trunc(), x.round(), torch.round(x, decimals=1), x.frac()),
+    "rounding": lambda x,
+    v: (x.floor(), x.ceil(), x.trunc(), x.round(), torch.round(x, decimals=1), x.frac()),
     "composite": lambda x, v: (
-        torch.lerp(x, v, 0.3), torch.addcmul(x, x, v), torch.addcdiv(x, v, x.abs() + 1), torch.nan_to_num(x),
-        torch.copysign(x, v), torch.hypot(x, v), torch.atan2(x, v), torch.xlogy(x, v.abs()), torch.logaddexp(x, v),
+        torch.lerp(x, v, 0.3), torch.addcmul(x, x, v), torch.addcdiv(x, v, x.abs() + 1),
+        torch.nan_to_num(x), torch.copysign(x, v), torch.hypot(x, v), torch.atan2(x, v),
+        torch.xlogy(x, v.abs()), torch.logaddexp(x, v),
     ),
 }  # fmt: skip
 
@@ -178,8 +192,8 @@ def test_integers_and_bools() -> None:
     b = torch.randint(1, 7, (8,))
     check(
         lambda a, b: (
-            a // b, a % b, torch.fmod(a, b), a / b, a & b, a | b, a ^ b, ~a, a << 2, a >> b, a**3, a.abs(), -a,
-            a.sign(), torch.sqrt(b), a > 2.5, (a > 0) + (b > 3),
+            a // b, a % b, torch.fmod(a, b), a / b, a & b, a | b, a ^ b, ~a, a << 2, a >> b, a**3,
+            a.abs(), -a, a.sign(), torch.sqrt(b), a > 2.5, (a > 0) + (b > 3),
             (a > 0) * (b > 3), torch.logical_xor(a, b), a.to(torch.int8),
         ),
         a, b,
@@ -187,19 +201,32 @@ def test_integers_and_bools() -> None:
 
 
 REDUCTIONS: dict[str, Fn] = {
-    "sums": lambda x: (x.sum(), x.sum(1), x.sum((0, 2), keepdim=True), x.mean(-1), x.sum(0, dtype=torch.float64)),
+    "sums": lambda x: (
+        x.sum(),
+        x.sum(1),
+        x.sum((0, 2), keepdim=True),
+        x.mean(-1),
+        x.sum(0, dtype=torch.float64),
+    ),
     "products": lambda x: (x.prod(), x.prod(1), x.prod(2, keepdim=True)),
     "extrema": lambda x: (x.amax(1), x.amin((0, 1)), x.max(), *x.max(1), *x.min(2, keepdim=True)),
     "positions": lambda x: (x.argmax(), x.argmin(1), x.argmax(2, keepdim=True)),
     "tests": lambda x: ((x > 0).any(), (x > 0).all(1), (x > 0).any(0, keepdim=True)),
-    "moments": lambda x: (x.var(), x.std(1), *torch.var_mean(x, (1, 2), correction=0), x.var(0, keepdim=True)),
+    "moments": lambda x: (
+        x.var(),
+        x.std(1),
+        *torch.var_mean(x, (1, 2), correction=0),
+        x.var(0, keepdim=True),
+    ),
     "norms": lambda x: (
-        x.norm(), torch.linalg.vector_norm(x, 1, 1), torch.linalg.vector_norm(x, 3),
+        x.norm(),
+        torch.linalg.vector_norm(x, 1, 1),
+        torch.linalg.vector_norm(x, 3),
         torch.linalg.vector_norm(x, float("inf"), 0),
         torch.linalg.vector_norm(x, 0),
     ),
     "soft": lambda x: (x.logsumexp(1), F.softmax(x, 1), F.log_softmax(x, -1), F.softmin(x, 0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -212,8 +239,8 @@ def test_reductions_of_integers_and_bools() -> None:
     a = torch.randint(-4, 5, (3, 7))
     check(
         lambda a: (
-            a.sum(), a.prod(1), (a > 0).sum(), a.to(torch.int8).sum(0), a.amax(1), *a.max(0), a.any(1), a.argmin(0),
-            (a > 0).amax(0), a.to(torch.uint8).any(),
+            a.sum(), a.prod(1), (a > 0).sum(), a.to(torch.int8).sum(0), a.amax(1), *a.max(0),
+            a.any(1), a.argmin(0), (a > 0).amax(0), a.to(torch.uint8).any(),
         ),
         a,
     )  # fmt: skip
@@ -221,7 +248,16 @@ def test_reductions_of_integers_and_bools() -> None:
 
 def test_reductions_of_nothing_and_of_scalars() -> None:
     check(
-        lambda e: (e.sum(), e.sum(1), e.prod(0), e.mean(0), e.any(), e.all(), *torch.var_mean(e), e.sum(0)),
+        lambda e: (
+            e.sum(),
+            e.sum(1),
+            e.prod(0),
+            e.mean(0),
+            e.any(),
+            e.all(),
+            *torch.var_mean(e),
+            e.sum(0),
+        ),
         torch.randn(0, 3),
     )
     check(
@@ -239,7 +275,9 @@ NORMS: dict[str, Fn] = {
     "group": lambda x: F.group_norm(x, 3, torch.arange(6.0), torch.ones(6)),
     "instance": lambda x: F.instance_norm(x),
     "rms": lambda x: F.rms_norm(x, (4,), torch.ones(4) * 3),
-    "batch": lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), torch.arange(6.0), torch.ones(6)),
+    "batch": lambda x: F.batch_norm(
+        x, torch.zeros(6), torch.ones(6), torch.arange(6.0), torch.ones(6)
+    ),
     "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
@@ -259,7 +297,12 @@ def test_vector_norms_of_one_element_are_its_size(p: float, dtype: torch.dtype) 
     def norms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         vector = torch.linalg.vector_norm
         one = x[0, 1]
-        return vector(x, p, 0), vector(x.t(), p, 1, keepdim=True), vector(one, p), vector(x[:, None], p, (0, 1))
+        return (
+            vector(x, p, 0),
+            vector(x.t(), p, 1, keepdim=True),
+            vector(one, p),
+            vector(x[:, None], p, (0, 1)),
+        )
 
     check(norms, x)
 
@@ -327,7 +370,10 @@ def test_half_types_are_rounded_after_every_op() -> None:
     x = X.to(torch.bfloat16)
     low = check(lambda x: torch.exp(x * 3) + 1, x)
     assert all(
-        n.dtype.name == "f32" for op in low.program.ops for n in walk((op.body,)) if n.op in ("mul", "exp", "add")
+        n.dtype.name == "f32"
+        for op in low.program.ops
+        for n in walk((op.body,))
+        if n.op in ("mul", "exp", "add")
     )  # type: ignore[union-attr]
     assert [op.body.op for op in low.program.ops] == ["cast"] * 3  # type: ignore[union-attr]
 
@@ -336,7 +382,7 @@ def test_every_dtype_has_a_way_back() -> None:
     assert len(set(FROM_TORCH.values())) == len(FROM_TORCH)
 
 
-# ---------------------------------------------------------------------------------------- inputs and outputs
+# ------------------------------------------------------------------------------- inputs and outputs
 def test_outputs_share_memory_only_where_eager_does() -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x * 2
@@ -350,7 +396,16 @@ def test_outputs_share_memory_only_where_eager_does() -> None:
 
 def test_outputs_have_eagers_strides() -> None:
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    check(lambda x: (x + 1, (x * 2).contiguous(), x.permute(0, 2, 3, 1) * 3, (x + 2).sum(1), x.flatten(1) * 2), x)
+    check(
+        lambda x: (
+            x + 1,
+            (x * 2).contiguous(),
+            x.permute(0, 2, 3, 1) * 3,
+            (x + 2).sum(1),
+            x.flatten(1) * 2,
+        ),
+        x,
+    )
 
 
 def test_as_strided_reaches_beyond_a_view() -> None:
@@ -491,19 +546,23 @@ def test_sizes_keep_their_ranges_and_meaning() -> None:
     size = to_size(n)
     assert sz.bounds(size)[0] >= 0 and to_size(n) is size
     for sym, python in (
-        (n * m, 63), (n // 2, 3), (n % 4, 3), (2 * n - 1, 13), (torch.sym_max(n, m), 9), (torch.sym_min(n, m), 7),
-        (n == m, 0),
-        (n <= m, 1), (torch.sym_ite(n > m, n, m), 9), (torch.sym_not(n == 3), 1), (-n // 4, -2), (n**2, 49),
+        (n * m, 63), (n // 2, 3), (n % 4, 3), (2 * n - 1, 13), (torch.sym_max(n, m), 9),
+        (torch.sym_min(n, m), 7), (n == m, 0), (n <= m, 1), (torch.sym_ite(n > m, n, m), 9),
+        (torch.sym_not(n == 3), 1), (-n // 4, -2), (n**2, 49),
         (torch.sym_int(n * 1.7), 11), (torch.sym_int(n / 2), 3),
     ):  # fmt: skip
-        names = {a.name: v for a, v in zip((to_size(n).symbol, to_size(m).symbol), (7, 9), strict=True)}  # type: ignore[union-attr]
+        names = {
+            a.name: v for a, v in zip((to_size(n).symbol, to_size(m).symbol), (7, 9), strict=True)
+        }  # type: ignore[union-attr]
         assert sz.evaluate(to_size(sym), names) == python, sym
     with pytest.raises(Unsupported):
         to_size(n**-2)
 
 
 def test_floats_of_sizes_are_f64_nodes() -> None:
-    low = check(lambda x: (x / x.shape[1] ** 0.5, x * (1 / x.shape[0]), x + x.shape[0]), X, dynamic=True)
+    low = check(
+        lambda x: (x / x.shape[1] ** 0.5, x * (1 / x.shape[0]), x + x.shape[0]), X, dynamic=True
+    )
     assert any(n.op == "index" for op in low.program.ops for n in walk((op.body,)))  # type: ignore[union-attr]
     from plait.ir.record import Recorder
 
@@ -521,7 +580,9 @@ def test_floats_of_sizes_are_f64_nodes() -> None:
         lambda x, k: x[x > 0] + 1,
         lambda x, k: x * (k.sum() * 0.5).item(),
         lambda x, k: (
-            x.repeat_interleave(k.view(1), 0, output_size=None)[:1] if False else x.masked_select(x > 0.1) * k.item()
+            x.repeat_interleave(k.view(1), 0, output_size=None)[:1]
+            if False
+            else x.masked_select(x > 0.1) * k.item()
         ),
     ],
 )
@@ -583,7 +644,7 @@ def test_run_time_assertions() -> None:
         run(X, torch.tensor(1))
 
 
-# ---------------------------------------------------------------------------------------- falling back
+# ------------------------------------------------------------------------------------- falling back
 def test_a_failing_rule_falls_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(ctx: core.Lowering, x: View) -> View:
         ctx.copy(x)
@@ -604,7 +665,9 @@ def test_a_rule_with_a_wrong_result_falls_back(monkeypatch: pytest.MonkeyPatch, 
         if wrong == "shape":
             return ctx.copy(x.remap((3, 16), lambda v: (0, 0)))
         return (
-            ctx.pointwise(x.shape, FROM_TORCH[torch.int64], lambda ops, i: ops.index(i[0])) if wrong == "dtype" else 3
+            ctx.pointwise(x.shape, FROM_TORCH[torch.int64], lambda ops, i: ops.index(i[0]))
+            if wrong == "dtype"
+            else 3
         )
 
     monkeypatch.setitem(core.RULES, torch.ops.aten.sin.default, rule)
@@ -627,13 +690,20 @@ def test_origins_name_the_users_line() -> None:
             return g.forward
 
         return compat.aot_compile(
-            gm, inputs, forward=compiler, backward=compiler, inference=compiler, partition=lambda *a: a
+            gm,
+            inputs,
+            forward=compiler,
+            backward=compiler,
+            inference=compiler,
+            partition=lambda *a: a,
         )
 
     with torch.no_grad():
         torch.compile(lambda x: x.exp() + 1, backend=backend)(X)
     origins = [op.origin[0] for op in found[0].program.ops if isinstance(op, Pointwise)]
-    assert all(o.startswith("test_lower_a.py:") for o in origins) and origins[0].endswith("aten.exp.default")
+    assert all(o.startswith("test_lower_a.py:") for o in origins) and origins[0].endswith(
+        "aten.exp.default"
+    )
 
 
 def test_equal_graphs_give_equal_programs() -> None:

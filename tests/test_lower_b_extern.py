@@ -1,4 +1,5 @@
-"""Extern calls: what an operator may do to memory, operands, results, higher-order operators, the committed list."""
+"""Extern calls: what an operator may do to memory, operands, results, higher-order operators, the
+committed list."""
 
 from __future__ import annotations
 
@@ -30,16 +31,29 @@ r = torch.randn
 # ------------------------------------------------------------------------------------------- facts
 def test_facts_of_operators() -> None:
     mm = op_facts(aten.mm.default)
-    assert (mm.out_op, mm.out_names, mm.may_keep, mm.effectful) == ("aten::mm.out", ("out",), False, False)
+    assert (mm.out_op, mm.out_names, mm.may_keep, mm.effectful) == (
+        "aten::mm.out",
+        ("out",),
+        False,
+        False,
+    )
     assert op_facts(aten.sort.default).out_names == ("values", "indices")
-    assert op_facts(aten.convolution.default).out_op == ""  # a generated out= computes elsewhere and copies
+    assert (
+        op_facts(aten.convolution.default).out_op == ""
+    )  # a generated out= computes elsewhere and copies
     assert op_facts(aten.nonzero.default).out_op == ""  # its size is unknown
     assert op_facts(aten.bernoulli.p).effectful
     assert op_facts(aten._assert_async.msg).effectful
     assert op_facts(aten.view.default).aliases == ("self",)
-    assert op_facts(aten._unsafe_view.default).aliases == () and op_facts(aten._unsafe_view.default).may_keep
+    assert (
+        op_facts(aten._unsafe_view.default).aliases == ()
+        and op_facts(aten._unsafe_view.default).may_keep
+    )
     assert op_facts(aten.add_.Tensor).mutates == ("self",)
-    assert op_name(aten.mm.default) == "aten::mm" and op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
+    assert (
+        op_name(aten.mm.default) == "aten::mm"
+        and op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
+    )
 
 
 def _externs(low: Lowered) -> list[Extern]:
@@ -48,23 +62,35 @@ def _externs(low: Lowered) -> list[Extern]:
 
 def test_operands_leave_out_defaults() -> None:
     (sort,) = _externs(lowered(lambda x: torch.sort(x, 0)[1], (r(4, 5),)))
-    assert sort.args[1:] == (0,) and sort.kwargs == () and sort.outs[0] is None and sort.out_op == ""
+    assert (
+        sort.args[1:] == (0,) and sort.kwargs == () and sort.outs[0] is None and sort.out_op == ""
+    )
     (stable,) = _externs(lowered(lambda x: torch.sort(x, stable=True, descending=True), (r(4, 5),)))
-    assert dict(stable.kwargs) == {"stable": Scalar("bool", "True"), "descending": Scalar("bool", "True")}
+    assert dict(stable.kwargs) == {
+        "stable": Scalar("bool", "True"),
+        "descending": Scalar("bool", "True"),
+    }
     (conv,) = _externs(lowered(lambda x, w: torch.conv2d(x, w), (r(1, 2, 5, 5), r(3, 2, 3, 3))))
-    assert conv.args[2] == Scalar("none") and conv.args[3] == ListArg((1, 1)) and conv.flops == 2 * 27 * 2 * 9
+    assert (
+        conv.args[2] == Scalar("none")
+        and conv.args[3] == ListArg((1, 1))
+        and conv.flops == 2 * 27 * 2 * 9
+    )
 
 
 def test_numbers_for_float_arguments_are_floats() -> None:
     (call,) = _externs(lowered(lambda x: torch.ops.aten.special_zeta.other_scalar(x, 2), (r(3),)))
     assert call.args[1] == 2  # a Scalar keeps its kind
     (call,) = _externs(
-        lowered(lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [4, 4], False, 2, 2), (r(1, 1, 2, 2),))
+        lowered(
+            lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [4, 4], False, 2, 2),
+            (r(1, 1, 2, 2),),
+        )
     )
     assert call.args[-2:] == (Scalar("float", (2.0).hex()),) * 2
 
 
-# ------------------------------------------------------------------------------------------- custom operators
+# --------------------------------------------------------------------------------- custom operators
 @torch.library.custom_op("plait_test::add_to", mutates_args=("x",))
 def add_to(x: torch.Tensor, y: torch.Tensor) -> None:
     x.add_(y)
@@ -230,7 +256,9 @@ def test_operators_get_the_copy_that_a_program_made(op) -> None:
         return op(x.contiguous(), *([2] if op is torch.kthvalue else []), dim=0)[0]
 
     x = torch.tensor([4.0]).expand(33)
-    assert torch.equal(torch.compile(fn, backend="plait", fullgraph=True)(x), torch.full_like(fn(x), 4.0))
+    assert torch.equal(
+        torch.compile(fn, backend="plait", fullgraph=True)(x), torch.full_like(fn(x), 4.0)
+    )
 
 
 def test_what_no_instruction_can_spell_is_called_from_python() -> None:
@@ -240,7 +268,7 @@ def test_what_no_instruction_can_spell_is_called_from_python() -> None:
     assert call.callable_index == 0 and low.fallbacks == {"aten::special_zeta.other_scalar": 1}
 
 
-# ------------------------------------------------------------------------------------------- higher-order operators
+# --------------------------------------------------------------------------- higher-order operators
 def _cond(x):
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,))
 
@@ -251,7 +279,11 @@ def _scan(x):
 
 def _while(x):
     step = torch._higher_order_ops.while_loop
-    return step(lambda i, x: i.sum() < 3, lambda i, x: (i + 1, x * 2), (x.new_zeros(1, dtype=torch.int64), x))
+    return step(
+        lambda i, x: i.sum() < 3,
+        lambda i, x: (i + 1, x * 2),
+        (x.new_zeros(1, dtype=torch.int64), x),
+    )
 
 
 @torch.compiler.nested_compile_region
@@ -276,13 +308,17 @@ def test_subgraphs_run_as_python(name: str, fn, dynamic: bool) -> None:
     assert all(e.callable_index >= 0 for e in _externs(low))
 
 
-# ------------------------------------------------------------------------------------------- the list
+# ----------------------------------------------------------------------------------------- the list
 LIST = Path(plait.lower.__file__).parent / "extern_ops.txt"
-FALLBACKS = 78  # how many lines of `fallback` there may be: lower it when a rule is added, never raise it
+FALLBACKS = (
+    78  # how many lines of `fallback` there may be: lower it when a rule is added, never raise it
+)
 
 
 def _listed(kind: str) -> list[str]:
-    lines = (line.split() for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
+    lines = (
+        line.split() for line in LIST.read_text().splitlines() if line and not line.startswith("#")
+    )
     return [op for k, op in lines if k == kind]
 
 
@@ -314,13 +350,15 @@ def test_results_without_loops_have_gaps_as_eagers(dynamic: bool, wrapper: str) 
     """Complex numbers are copied by calls of ATen, also into memory with gaps."""
     x, y = torch.complex(torch.randn(2, 5, 14), torch.randn(2, 5, 14))[..., ::2]
     shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
-    run = plait.compile(lambda x: x.conj(), (x,), dynamic_shapes=shapes, options={"wrapper": wrapper})
+    run = plait.compile(
+        lambda x: x.conj(), (x,), dynamic_shapes=shapes, options={"wrapper": wrapper}
+    )
     for each in (x, y[:3] if dynamic else y):
         got = run(each)
         assert got.stride() == each.stride() and torch.equal(got, each.conj())
 
 
-# ------------------------------------------------------------------------------- elements that no loop can hold
+# ------------------------------------------------------------------- elements that no loop can hold
 _FOREIGN = {
     "_conj": lambda x: aten._conj(x),
     "_neg_view": lambda x: aten._neg_view(x),
@@ -374,9 +412,13 @@ _FOREIGN = {
 def test_rules_for_any_element_are_all_tried() -> None:
     load_rules()
     calls = (by_library, by_aten, data_dependent)  # of the operator as it stands
-    rules = [op for op in ANY_DTYPE if isinstance(op, torch._ops.OpOverload) and RULES[op] not in calls]
+    rules = [
+        op for op in ANY_DTYPE if isinstance(op, torch._ops.OpOverload) and RULES[op] not in calls
+    ]
     names = {op._schema.name.partition("::")[2] for op in rules}
-    assert names - {"_assert_tensor_metadata", "view_of"} == _FOREIGN.keys()  # tracing takes no call of view_of
+    assert (
+        names - {"_assert_tensor_metadata", "view_of"} == _FOREIGN.keys()
+    )  # tracing takes no call of view_of
 
 
 @pytest.mark.parametrize("name", _FOREIGN)
@@ -384,10 +426,14 @@ def test_rules_for_any_element_make_no_loop_of_complex_numbers(name: str) -> Non
     fn, x = _FOREIGN[name], torch.complex(r(4, 6), r(4, 6))
     for program in (fn, lambda x: pytree.tree_map(lambda y: y + 1, fn(x))):
         got, want = plait.compile(program, (x,))(x), program(x)
-        torch.testing.assert_close(pytree.tree_map(torch.resolve_neg, got), pytree.tree_map(torch.resolve_neg, want))
+        torch.testing.assert_close(
+            pytree.tree_map(torch.resolve_neg, got), pytree.tree_map(torch.resolve_neg, want)
+        )
 
 
-def test_a_rule_that_makes_a_loop_of_complex_numbers_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_makes_a_loop_of_complex_numbers_declines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(RULES, aten._neg_view.default, RULES[aten.neg.default])
     low = lowered(lambda x: aten._neg_view(x), (torch.complex(r(3), r(3)),))
     assert low.reasons == {"aten::_neg_view": "a loop that makes c64 elements"}

@@ -43,7 +43,11 @@ READS = {
     "nonzero": (torch.nonzero, ints(2, 3, 4)),
     "unique": (lambda x: torch.unique(x, return_inverse=True), ints(3, 7)),
     "masked_select": (lambda x, m: torch.masked_select(x, m).sum(), r(4, 5), r(4, 5) > 0),
-    "repeat_interleave": (lambda x, m: torch.repeat_interleave(x, m, 0), r(3, 5), torch.tensor([1, 2, 0])),
+    "repeat_interleave": (
+        lambda x, m: torch.repeat_interleave(x, m, 0),
+        r(3, 5),
+        torch.tensor([1, 2, 0]),
+    ),
 }
 WRITES = {
     "slice_scatter": (lambda x, y: aten.slice_scatter(x, y, 1, 1, 9, 2), r(4, 12), r(4, 4)),
@@ -51,7 +55,11 @@ WRITES = {
     "slice_scatter of all": (lambda x, y: aten.slice_scatter(x, y, 0, 0), r(8, 4), r(8, 4)),
     "select_scatter": (lambda x, y: aten.select_scatter(x, y, 1, -1), r(8, 4), r(8)),
     "diagonal_scatter": (lambda x, y: torch.diagonal_scatter(x, y, 1), r(4, 4), r(3)),
-    "diagonal_scatter below": (lambda x, y: torch.diagonal_scatter(x, y, -2, 2, 0), r(5, 3, 4), r(3, 2)),
+    "diagonal_scatter below": (
+        lambda x, y: torch.diagonal_scatter(x, y, -2, 2, 0),
+        r(5, 3, 4),
+        r(3, 2),
+    ),
     "masked_fill": (lambda x, m: x.masked_fill(m, -1.0), r(4, 5), r(4, 5) > 0),
     "masked_fill by a tensor": (lambda x, m, v: x.masked_fill(m, v), r(4, 5), r(5) > 0, r(())),
     "scatter": (lambda x, i, s: x.scatter(1, i, s), r(4, 5), ints(5, 3, 1), r(4, 5)),
@@ -64,7 +72,12 @@ WRITES = {
         r(4, 5),
     ),
     "scatter_add": (lambda x, i, s: x.scatter_add(1, i, s), r(4, 5), ints(5, 3, 4), r(4, 5)),
-    "scatter_add into a view": (lambda x, i, s: x.t().scatter_add(1, i, s), r(5, 4), ints(5, 3, 4), r(4, 5)),
+    "scatter_add into a view": (
+        lambda x, i, s: x.t().scatter_add(1, i, s),
+        r(5, 4),
+        ints(5, 3, 4),
+        r(4, 5),
+    ),
     "index_put": (lambda x, i, v: x.index_put((i,), v), r(4, 5), torch.tensor([1, -1]), r(2, 5)),
     "index_put adds": (
         lambda x, i, v: x.index_put((i, i), v, accumulate=True),
@@ -72,7 +85,12 @@ WRITES = {
         torch.tensor([1, -1, 1]),
         r(3),
     ),
-    "index_put bool adds": (lambda x, i, v: x.index_put((i,), v, accumulate=True), r(4) > 0, ints(4, 3), r(3) > 0),
+    "index_put bool adds": (
+        lambda x, i, v: x.index_put((i,), v, accumulate=True),
+        r(4) > 0,
+        ints(4, 3),
+        r(3) > 0,
+    ),
     "index_put mask": (lambda x, v: x.index_put((x > 0,), v), r(4, 5), r(())),
     "index_put rows of a mask": (lambda x, m, v: x.index_put((m,), v), r(4, 5), r(4) > 0, r(1, 5)),
     "index_put as many as hit": (
@@ -84,10 +102,19 @@ WRITES = {
     "masked_scatter": (lambda x, m, s: x.masked_scatter(m, s), r(3, 4), r(3, 4) > 0, r(12)),
 }
 ALONG = {
-    "index_add": (lambda x, i, v: x.index_add(0, i, v, alpha=2), r(4, 5), torch.tensor([1, 3, 1]), r(3, 5)),
+    "index_add": (
+        lambda x, i, v: x.index_add(0, i, v, alpha=2),
+        r(4, 5),
+        torch.tensor([1, 3, 1]),
+        r(3, 5),
+    ),
     "index_copy": (lambda x, i, v: x.index_copy(0, i, v), r(4, 5), torch.tensor([1, 3]), r(2, 5)),
     "index_fill": (lambda x, i: x.index_fill(1, i, 3.0), r(4, 5), torch.tensor([1, -1])),
-    "embedding backward": (lambda g, i: aten.embedding_dense_backward(g, i, 7, 2, False), r(3, 4, 5), ints(7, 3, 4)),
+    "embedding backward": (
+        lambda g, i: aten.embedding_dense_backward(g, i, 7, 2, False),
+        r(3, 4, 5),
+        ints(7, 3, 4),
+    ),
 }
 
 
@@ -119,7 +146,12 @@ def test_reductions(reduce: str, include_self: bool) -> None:
     check(scatter, r(4, 5), ints(5, 3, 4), r(4, 5))
     check(scatter, ints(9, 4, 5, low=-9), ints(5, 3, 4), ints(9, 4, 5, low=-9))
     if reduce != "sum":
-        check(lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self), r(4, 5), ints(5, 4), r(4, 4))
+        check(
+            lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self),
+            r(4, 5),
+            ints(5, 4),
+            r(4, 4),
+        )
 
 
 one, two = torch.tensor([0]), torch.ones(1, 3)
@@ -139,13 +171,21 @@ INTO_SHARED = {
 def test_writes_to_a_tensor_whose_elements_share_memory(case: str) -> None:
     fn = INTO_SHARED[case]
     given = torch.arange(5.0)
-    same(lambda a, b: (fn(a), fn(b)), lambda: (given[:3].expand(2, 3), given.as_strided((3, 3), (1, 1))), calls=1)
+    same(
+        lambda a, b: (fn(a), fn(b)),
+        lambda: (given[:3].expand(2, 3), given.as_strided((3, 3), (1, 1))),
+        calls=1,
+    )
 
 
 def test_writes_to_a_view_that_starts_its_memory() -> None:
     def fn(p, q, i):
         front = (p + 1).chunk(2, 1)[0]
-        return front.index_fill(1, i, 9.0) * 2, q[:, :2].index_put((i,), torch.ones(2)), q[:, ::2].index_fill(1, i, 0.0)
+        return (
+            front.index_fill(1, i, 9.0) * 2,
+            q[:, :2].index_put((i,), torch.ones(2)),
+            q[:, ::2].index_fill(1, i, 0.0),
+        )
 
     same(fn, lambda: (torch.arange(12.0).view(3, 4), torch.arange(15.0).view(3, 5), one), calls=1)
 
@@ -153,9 +193,15 @@ def test_writes_to_a_view_that_starts_its_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_means_of_half_types(dtype: torch.dtype) -> None:
     def fn(x, i, s):
-        return x.scatter_reduce(0, i, s, "mean"), x.index_reduce(0, i, s, "mean", include_self=False)
+        return x.scatter_reduce(0, i, s, "mean"), x.index_reduce(
+            0, i, s, "mean", include_self=False
+        )
 
-    same(fn, lambda: (torch.arange(4.0).to(dtype), torch.tensor([0, 1, 0]), torch.ones(3, dtype=dtype)), calls=1)
+    same(
+        fn,
+        lambda: (torch.arange(4.0).to(dtype), torch.tensor([0, 1, 0]), torch.ones(3, dtype=dtype)),
+        calls=1,
+    )
 
 
 COLLIDE = {
@@ -195,7 +241,11 @@ def test_gradients_of_repeated_rows_are_rounded_once(dtype: torch.dtype) -> None
 
 
 def test_scaled_bools_are_added() -> None:
-    given = lambda: (torch.tensor([False, True, False]), torch.tensor([0, 2]), torch.tensor([True, False]))
+    given = lambda: (
+        torch.tensor([False, True, False]),
+        torch.tensor([0, 2]),
+        torch.tensor([True, False]),
+    )
     same(lambda x, i, s: x.index_add(0, i, s, alpha=2), given, calls=1)
 
 
@@ -221,16 +271,23 @@ def test_positions_outside_are_errors(fn, bad: int) -> None:
 @pytest.mark.parametrize("n", [0, 1, 3])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
 def test_results_on_the_way_keep_their_elements(given: tuple[bool, bool], n: int) -> None:
-    """Several writes after one call of an operator: each may take the memory of the one before unless that is a
-    result."""
+    """Several writes after one call of an operator: each may take the memory of the one before
+    unless that is a result."""
 
     def fn(x, i, v, at, more):
         first = x.put(i, v, accumulate=True)
         second = first.index_put((i,), v[:, None], accumulate=True)
         third = second.scatter_add(1, at, more)
-        return [r for r, wanted in zip((first, second), given, strict=True) if wanted] + [third, third.sum()]
+        return [r for r, wanted in zip((first, second), given, strict=True) if wanted] + [
+            third,
+            third.sum(),
+        ]
 
-    x, i, at = torch.arange(12).view(4, 3), torch.tensor([2, 1, 2]), torch.zeros(4, n, dtype=torch.int64)
+    x, i, at = (
+        torch.arange(12).view(4, 3),
+        torch.tensor([2, 1, 2]),
+        torch.zeros(4, n, dtype=torch.int64),
+    )
     args = (x, i, torch.tensor([5, 6, 7]), at, torch.ones_like(at))
     got = torch.compile(fn, backend="plait")(*args)
     assert all(map(torch.equal, got, fn(*args)))
@@ -238,12 +295,22 @@ def test_results_on_the_way_keep_their_elements(given: tuple[bool, bool], n: int
 
 
 PARTS_ADDED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
-    "a part of a larger one": (lambda x, i, v: x[:, :3] + torch.zeros(4, 3).index_add(0, i, v), (4, 6), (3, 3)),
-    "to a part of what is scattered": (
-        lambda x, i, v: x + torch.zeros(4, 6).index_add(0, i, v)[:, :3], (4, 3), (3, 6)
+    "a part of a larger one": (
+        lambda x, i, v: x[:, :3] + torch.zeros(4, 3).index_add(0, i, v),
+        (4, 6),
+        (3, 3),
     ),
-    "rows of a larger one": (lambda x, i, v: x[:4] + torch.zeros(4, 6).index_add(0, i, v), (9, 6), (3, 6)),
-}  # fmt: skip
+    "to a part of what is scattered": (
+        lambda x, i, v: x + torch.zeros(4, 6).index_add(0, i, v)[:, :3],
+        (4, 3),
+        (3, 6),
+    ),
+    "rows of a larger one": (
+        lambda x, i, v: x[:4] + torch.zeros(4, 6).index_add(0, i, v),
+        (9, 6),
+        (3, 6),
+    ),
+}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -30,8 +30,18 @@ PRODUCTS = {
     "bmm": (torch.bmm, r(3, 4, 5), r(3, 5, 6)),
     "large bmm": (lambda x, y: torch.bmm(x, y.transpose(1, 2)), r(3, 64, 50), r(3, 64, 50)),
     "addmm": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=0.5), r(6), r(4, 5), r(5, 6)),
-    "addmm beta 0": (lambda b, x, y: torch.addmm(b, x, y, beta=0), r(6) * float("nan"), r(4, 5), r(5, 6)),
-    "addmm ints": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3), small(6), small(4, 5), small(5, 6)),
+    "addmm beta 0": (
+        lambda b, x, y: torch.addmm(b, x, y, beta=0),
+        r(6) * float("nan"),
+        r(4, 5),
+        r(5, 6),
+    ),
+    "addmm ints": (
+        lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3),
+        small(6),
+        small(4, 5),
+        small(5, 6),
+    ),
     "baddbmm": (lambda b, x, y: torch.baddbmm(b, x, y, alpha=2), r(6), r(3, 4, 5), r(3, 5, 6)),
     "addmv": (lambda b, x, y: torch.addmv(b, x, y, alpha=2, beta=0.5), r(4), r(4, 5), r(5)),
     "mv": (torch.mv, r(4, 5), r(5)),
@@ -63,14 +73,18 @@ PRODUCTS = {
 
 @pytest.mark.parametrize(
     ("case", "decompose"),
-    [(c, d) for c in PRODUCTS for d in (True, False) if d or c not in ("mv", "dot")],  # torch always decomposes these
+    [
+        (c, d) for c in PRODUCTS for d in (True, False) if d or c not in ("mv", "dot")
+    ],  # torch always decomposes these
 )
 def test_products(case: str, decompose: bool) -> None:
     fn, *args = PRODUCTS[case]
     check(fn, *args, decompose=decompose)
 
 
-@pytest.mark.parametrize("beta, alpha, bad", [(0, 0, math.nan), (1, 0.0, math.nan), (2.5, -0.0, math.inf)])
+@pytest.mark.parametrize(
+    "beta, alpha, bad", [(0, 0, math.nan), (1, 0.0, math.nan), (2.5, -0.0, math.inf)]
+)
 @pytest.mark.parametrize("size", [4, 64])
 def test_products_times_zero_are_not_read(size: int, beta: float, alpha: float, bad: float) -> None:
     """As in BLAS. Eager's addr uses none, nor does its baddbmm of small matrices."""
@@ -97,7 +111,9 @@ def test_only_large_products_are_calls() -> None:
         ops = lowered(torch.mm, (r(n, n), r(n, n))).program.ops
         found = [op for op in ops if isinstance(op, Extern)]
         assert len(found) == calls
-        assert all(op.out_op == "aten::mm.out" and not op.fallback and op.flops == 2 * n**3 for op in found)
+        assert all(
+            op.out_op == "aten::mm.out" and not op.fallback and op.flops == 2 * n**3 for op in found
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
@@ -113,15 +129,26 @@ def test_scans(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool])
 def test_running_extremes_of_small_types(dtype: torch.dtype) -> None:
-    same(lambda a: (a.cummax(1), a.cummin(0)), lambda: ((torch.arange(91) * 5 % 7 - 3).view(7, 13).to(dtype),), calls=1)
+    same(
+        lambda a: (a.cummax(1), a.cummin(0)),
+        lambda: ((torch.arange(91) * 5 % 7 - 3).view(7, 13).to(dtype),),
+        calls=1,
+    )
 
 
 @pytest.mark.parametrize("shape", [(400, 2), (37, 21), (3, 400), (64,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_of_equal_running_extremes_the_last_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = torch.tensor([0.0, -0.0, 1.0, -1.0])[torch.randint(4, shape, generator=torch.Generator().manual_seed(0))]
+def test_of_equal_running_extremes_the_last_counts(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0])[
+        torch.randint(4, shape, generator=torch.Generator().manual_seed(0))
+    ]
     for dim in range(len(shape)):
-        same(lambda a, d=dim: [torch.signbit(f(a, d)[0]) for f in (torch.cummin, torch.cummax)], lambda: (x.to(dtype),))
+        same(
+            lambda a, d=dim: [torch.signbit(f(a, d)[0]) for f in (torch.cummin, torch.cummax)],
+            lambda: (x.to(dtype),),
+        )
 
 
 inf, nan = float("inf"), float("nan")
@@ -129,12 +156,21 @@ EXTREME = {
     "asinh": (torch.asinh, torch.tensor([1e30, -2e25, 3.0, inf, -inf, nan, -0.0, 1e13]).repeat(9)),
     "acosh": (torch.acosh, torch.tensor([1e30, 2e25, 3.0, inf, -inf, nan, -1e30, 1e13]).repeat(9)),
     "asinh of f64": (torch.asinh, torch.full((64,), -1e200, dtype=torch.float64)),
-    "floor division": (lambda x: x // 0.3, torch.tensor([3e38, -3e38, inf, 1.0, nan, -0.1]).repeat(9)),
+    "floor division": (
+        lambda x: x // 0.3,
+        torch.tensor([3e38, -3e38, inf, 1.0, nan, -0.1]).repeat(9),
+    ),
     "a NaN's variance": (lambda x: torch.var(x, correction=0), torch.tensor(nan)),
     "variance": (lambda x: x.var(1), torch.full((4, 31), 2e37)),
     "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), torch.full((4, 31), 2e37)),
-    "mean of an infinity": (lambda x: torch.var_mean(x, 1)[1], torch.tensor([[inf, 1.0, 2.0], [3.0, 4.0, 5.0]])),
-    "no elements": (lambda x: ((x + 1)[66:], (x + 1).flip(0).narrow(0, 66, 51)), torch.ones(127, 0)),
+    "mean of an infinity": (
+        lambda x: torch.var_mean(x, 1)[1],
+        torch.tensor([[inf, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+    ),
+    "no elements": (
+        lambda x: ((x + 1)[66:], (x + 1).flip(0).narrow(0, 66, 51)),
+        torch.ones(127, 0),
+    ),
 }
 
 
@@ -150,7 +186,10 @@ def test_gradients_of_smooth_l1_loss(reduction: str, beta: float) -> None:
     def fn(x, y):
         return F.smooth_l1_loss(x, y, reduction=reduction, beta=beta)
 
-    x, y = torch.tensor([inf, nan, 1.0, 0.2, -3.0, 0.0]), torch.tensor([0.0, 0.0, nan, 0.4, 2.0, 0.0])
+    x, y = (
+        torch.tensor([inf, nan, 1.0, 0.2, -3.0, 0.0]),
+        torch.tensor([0.0, 0.0, nan, 0.4, 2.0, 0.0]),
+    )
     same(fn, lambda: (x.clone(), y.clone()), grad=True, calls=1)
     same(fn, lambda: (x[3:].clone(), y[3:].clone()), grad=True, calls=1)
 
@@ -172,19 +211,31 @@ def test_sorting_is_a_call_by_choice(fn) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_random_floats(dtype: torch.dtype) -> None:
     key = torch.tensor(123456789012345)
-    check(lambda s, x: torch.ops.plait.philox_uniform(s, 3, x.shape, dtype), key, r(4, 9), exact=True)
+    check(
+        lambda s, x: torch.ops.plait.philox_uniform(s, 3, x.shape, dtype), key, r(4, 9), exact=True
+    )
     check(lambda s, x: torch.ops.plait.philox_normal(s, 3, x.shape, dtype), key, r(4, 9))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 def test_random_integers(dtype: torch.dtype) -> None:
     key = torch.tensor(-987654321)
-    check(lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype), key, r(4, 9), exact=True)
+    check(
+        lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype),
+        key,
+        r(4, 9),
+        exact=True,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 2])
 def test_weight_norm_backward(dtype: torch.dtype, dim: int) -> None:
-    v, g = r(4, 3, 5, dtype=dtype), r([4, 5][dim // 2], dtype=dtype).reshape((-1, 1, 1) if dim == 0 else (1, 1, -1))
+    v, g = (
+        r(4, 3, 5, dtype=dtype),
+        r([4, 5][dim // 2], dtype=dtype).reshape((-1, 1, 1) if dim == 0 else (1, 1, -1)),
+    )
     w, norms = aten._weight_norm_interface(v, g, dim)
-    check(lambda *a: aten._weight_norm_interface_backward(*a, dim), torch.randn_like(w), v, g, norms)
+    check(
+        lambda *a: aten._weight_norm_interface_backward(*a, dim), torch.randn_like(w), v, g, norms
+    )

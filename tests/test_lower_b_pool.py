@@ -34,7 +34,9 @@ def test_max_pool(window) -> None:
     check(pool, (x * 9).int())
     out, index = pool(x)
     check(
-        lambda g, a, i: aten.max_pool2d_with_indices_backward(g, a, kernel, stride, padding, dilation, ceil, i),
+        lambda g, a, i: aten.max_pool2d_with_indices_backward(
+            g, a, kernel, stride, padding, dilation, ceil, i
+        ),
         r(out.shape),
         x,
         index,

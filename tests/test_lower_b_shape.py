@@ -40,7 +40,10 @@ ONCE = {
     "cat of an old-style empty": (lambda x, y: torch.cat([x, y, x], 0), r(3, 4), torch.zeros(0)),
     "cat of nothing": (lambda x: torch.cat([x, x], 1), r(3, 0)),
     "cat of many": (lambda x: torch.cat([x] * 8, -1).relu(), r(3, 4)),
-    "cat channels_last": (lambda x: torch.cat([x, x], 1) * 2, r(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+    "cat channels_last": (
+        lambda x: torch.cat([x, x], 1) * 2,
+        r(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ),
     "constants": (
         lambda x: (
             torch.full_like(x, 2),
@@ -79,7 +82,10 @@ def test_ends_of_linspace_have_its_dtype(dtype: torch.dtype) -> None:
     start, end = torch.tensor(4.3), torch.tensor(50)
 
     def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.linspace(x, y, 50, dtype=dtype) for x, y in ((a, b), (a, 1.6), (1.6, b), (1.6, 50)))
+        return tuple(
+            torch.linspace(x, y, 50, dtype=dtype)
+            for x, y in ((a, b), (a, 1.6), (1.6, b), (1.6, 50))
+        )
 
     check(fn, start, end, decompose=False, exact=True)
 
@@ -95,7 +101,9 @@ def test_cat_is_one_loop_for_loops_and_pieces_for_the_caller() -> None:
     loops = lowered(lambda a, b: torch.cat([a, b], 1).exp(), (x, y)).program.ops
     assert [op.index for op in loops if isinstance(op, Pointwise)] == [None, None]
     pieces = lowered(lambda a, b: torch.cat([a, b], 1), (x, y)).program.ops
-    assert len(pieces) == 2 and all(isinstance(p, Pointwise) and p.index is not None for p in pieces)
+    assert len(pieces) == 2 and all(
+        isinstance(p, Pointwise) and p.index is not None for p in pieces
+    )
 
 
 def test_results_that_are_alike_are_tensors_of_their_own() -> None:

@@ -1,4 +1,5 @@
-"""Rules that replaced calls of ATen: masked_scatter, distances, fake quantisation, with gradients; scatter chains."""
+"""Rules that replaced calls of ATen: masked_scatter, distances, fake quantisation, with gradients;
+scatter chains."""
 
 from __future__ import annotations
 
@@ -27,9 +28,18 @@ MASKED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (r(3, 5, 7), MASK, r(15, 7)),
     ),
     "rows of a mask": (lambda x, m, s: x.masked_scatter(m[:, None], s), (r(3, 4, 5), MASK, r(40))),
-    "one element, kept": (lambda x, m, s: x.masked_scatter(m, s), (r(1), torch.tensor([False]), r(1))),
-    "one element, replaced": (lambda x, m, s: x.masked_scatter(m, s), (r(1), torch.tensor([True]), r(1))),
-    "from one element": (lambda x, m, s: x.masked_scatter(m, s), (r(4), torch.arange(4) == 2, r(1))),
+    "one element, kept": (
+        lambda x, m, s: x.masked_scatter(m, s),
+        (r(1), torch.tensor([False]), r(1)),
+    ),
+    "one element, replaced": (
+        lambda x, m, s: x.masked_scatter(m, s),
+        (r(1), torch.tensor([True]), r(1)),
+    ),
+    "from one element": (
+        lambda x, m, s: x.masked_scatter(m, s),
+        (r(4), torch.arange(4) == 2, r(1)),
+    ),
     "transposed": (lambda x, m, s: x.masked_scatter(m.t(), s), (r(3, 5).t(), MASK, r(4, 5).t())),
     "half": (lambda x, m, s: x.masked_scatter(m, s), (r(3, 5).half(), MASK, r(20).half())),
 }
@@ -122,7 +132,10 @@ def test_of_a_cache_only_what_changes_is_written() -> None:
 def test_cdist(p: float) -> None:
     same(lambda a, b: torch.cdist(a, b, p), given(r(2, 5, 4), r(2, 6, 4)), grad=True)
     same(lambda a, b: torch.cdist(a, b, p), given(r(5, 4), r(2, 6, 4)), grad=True)
-    assert not any(isinstance(op, Extern) for op in lowered(lambda a: torch.cdist(a, a, p), (r(5, 3),)).program.ops)
+    assert not any(
+        isinstance(op, Extern)
+        for op in lowered(lambda a: torch.cdist(a, a, p), (r(5, 3),)).program.ops
+    )
 
 
 def test_cdist_with_equal_rows() -> None:
@@ -141,7 +154,10 @@ def test_fake_quantize() -> None:
     x = r(7, 9) * 3
     same(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), given(x), grad=True)
     zero = torch.tensor([128], dtype=torch.int32)
-    same(lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s, z, 0, 255), given(x, torch.tensor([0.05]), zero))
+    same(
+        lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s, z, 0, 255),
+        given(x, torch.tensor([0.05]), zero),
+    )
     zeros = torch.arange(9, dtype=torch.int32)
     same(
         lambda x, s, z: torch.fake_quantize_per_channel_affine(x, s, z, 1, -128, 127),

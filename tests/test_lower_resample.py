@@ -28,7 +28,9 @@ RESIZES = [  # size, scale factor, align corners
 
 
 def resized(a: Tensor, mode: str, size, factor, align: bool) -> Tensor:
-    return F.interpolate(a, size, factor, mode, align, recompute_scale_factor=False if factor else None)
+    return F.interpolate(
+        a, size, factor, mode, align, recompute_scale_factor=False if factor else None
+    )
 
 
 @pytest.mark.parametrize("resize", RESIZES)
@@ -47,7 +49,8 @@ def test_planes(mode: str, resize) -> None:
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_bytes_stay_calls(mode: str, align: bool) -> None:
-    """ATen weighs bytes in fixed point and rounds after each dimension: a loop of floats gives others."""
+    """ATen weighs bytes in fixed point and rounds after each dimension: a loop of floats gives
+    others."""
     op = getattr(aten, f"upsample_{mode}2d").default
     with torch.inference_mode():  # else its kernel for Autograd, the decomposition, is traced
         check(lambda a: op(a, [10, 4], align), BYTES, decompose=False, fallback=True, exact=True)
@@ -56,11 +59,19 @@ def test_bytes_stay_calls(mode: str, align: bool) -> None:
 @pytest.mark.parametrize("align", [False, True])
 def test_lines_and_volumes(align: bool) -> None:
     line, volume = r(2, 3, 6), r(1, 2, 3, 4, 5)
-    check(lambda g: aten.upsample_linear1d_backward(g, [11], [2, 3, 6], align), r(2, 3, 11), dynamic=False)
+    check(
+        lambda g: aten.upsample_linear1d_backward(g, [11], [2, 3, 6], align),
+        r(2, 3, 11),
+        dynamic=False,
+    )
     check(lambda a: F.interpolate(a, 12, mode="linear", align_corners=align), line)
     check(lambda a: F.interpolate(a, (6, 3, 10), mode="trilinear", align_corners=align), volume)
     sizes = ([6, 4, 7], [1, 2, 3, 4, 5])
-    check(lambda g: aten.upsample_trilinear3d_backward(g, *sizes, align), r(1, 2, 6, 4, 7), dynamic=False)
+    check(
+        lambda g: aten.upsample_trilinear3d_backward(g, *sizes, align),
+        r(1, 2, 6, 4, 7),
+        dynamic=False,
+    )
 
 
 @pytest.mark.parametrize("pad", [(1, 2, 3, 0), (0, 0, 0, 0), (-1, 2, 1, -2), (9, 9, 9, 9)])
@@ -75,7 +86,13 @@ def test_replicated_borders(pad: tuple[int, ...]) -> None:
 
 def test_wide_borders_stay_calls() -> None:
     grad = r(2, 3, 5, 7 + 60)
-    check(lambda g, a: aten.replication_pad2d_backward(g, a, [30, 30, 0, 0]), grad, x, fallback=True, dynamic=False)
+    check(
+        lambda g, a: aten.replication_pad2d_backward(g, a, [30, 30, 0, 0]),
+        grad,
+        x,
+        fallback=True,
+        dynamic=False,
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

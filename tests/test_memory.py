@@ -1,4 +1,5 @@
-"""Memory of whole calls: the peak against eager's, and nothing left behind by thousands of calls."""
+"""Memory of whole calls: the peak against eager's, and nothing left behind by thousands of
+calls."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
 
 class Pointwise(nn.Module):
-    """A chain of elementwise operations and two row-wise ones, with a weight so that it can be trained."""
+    """A chain of elementwise operations and two row-wise ones, with a weight so that it can be
+    trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,10 @@ class Pointwise(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     **{n: (MODELS[n][0], partial(tokens, 128)) for n in ("gpt2", "bert", "llama")},
     **{n: (MODELS[n][0], partial(images, 128)) for n in ("vit", "resnet", "unet")},
-    "tf6": (lambda: nn.Sequential(*(Block(256) for _ in range(6))), lambda: torch.randn(8, 64, 256)),
+    "tf6": (
+        lambda: nn.Sequential(*(Block(256) for _ in range(6))),
+        lambda: torch.randn(8, 64, 256),
+    ),
     "pw": (Pointwise, lambda: torch.randn(1024, 1024)),
 }
 
@@ -72,9 +77,11 @@ def infer(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
         return f(x)
 
 
-def compare_peaks(make: Callable[[], nn.Module], mode: Callable[..., object], first: Tensor, *others: Tensor) -> str:
-    """Compiles with the first batch and compares the peaks of calls on the others, or on that one, with eager's; gives
-    the numbers in words."""
+def compare_peaks(
+    make: Callable[[], nn.Module], mode: Callable[..., object], first: Tensor, *others: Tensor
+) -> str:
+    """Compiles with the first batch and compares the peaks of calls on the others, or on that one,
+    with eager's; gives the numbers in words."""
     model = make()
     for m in model.modules():
         if isinstance(m, nn.Dropout):
@@ -86,7 +93,10 @@ def compare_peaks(make: Callable[[], nn.Module], mode: Callable[..., object], fi
     for x in others or (first,):
         eager, _ = peak(partial(mode, model, model, x))
         plait, arena = peak(partial(mode, compiled, model, x))
-        lines.append(f"eager {eager / MIB:.2f} MiB, plait {plait / MIB:.2f} MiB, of it arenas {arena / MIB:.2f}")
+        lines.append(
+            f"eager {eager / MIB:.2f} MiB, plait {plait / MIB:.2f} MiB, of it arenas "
+            f"{arena / MIB:.2f}"
+        )
         print(lines[-1])
         assert eager > MIB, "the program is too small to show anything"
         assert plait <= eager * 1.02 + MIB, lines[-1]
@@ -95,7 +105,12 @@ def compare_peaks(make: Callable[[], nn.Module], mode: Callable[..., object], fi
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in MODELS and n not in ("gpt2", "resnet") else []) for n in CASES],
+    [
+        pytest.param(
+            n, marks=pytest.mark.slow if n in MODELS and n not in ("gpt2", "resnet") else []
+        )
+        for n in CASES
+    ],
 )
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
 def test_peak(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
@@ -103,10 +118,15 @@ def test_peak(name: str, mode: Callable[..., object], record_property: Callable[
     record_property("peak", compare_peaks(make, mode, data()))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt2" else SLOW) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "gpt2" else SLOW) for n in MODELS]
+)
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
-def test_peak_at_another_batch(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
-    """A program compiled for any batch, at a larger and a smaller batch than it was compiled with."""
+def test_peak_at_another_batch(
+    name: str, mode: Callable[..., object], record_property: Callable[..., None]
+) -> None:
+    """A program compiled for any batch, at a larger and a smaller batch than it was compiled
+    with."""
     make, data = CASES[name]
     large = data()
     batches = [large[:n].clone() for n in (64, 128, 40)]
@@ -167,7 +187,8 @@ def test_nothing_leaks(mode: Callable[..., object]) -> None:
 
 
 def test_kernels_write_over_the_results_of_calls() -> None:
-    """Between two calls a kernel needs no memory of its own; what is returned is not on a call's memory."""
+    """Between two calls a kernel needs no memory of its own; what is returned is not on a call's
+    memory."""
     b = Builder()
     x = b.input(64, 64)
     first = b.extern((64, 64), x, may_keep=False, fallback=False)
@@ -185,5 +206,7 @@ def test_what_a_backward_pass_keeps_idle_is_small() -> None:
     y = b.extern((512, 1024), b.map("tanh", x), may_keep=False)
     b.output(b.reduce((), (512, 1024), "sum", lambda o, i, j: o.load(y, i, j)))
     program = b.program()
-    nbytes = [schedule(p, Config()).memory.arena_nbytes for p in (program, replace(program, donated=()))]
+    nbytes = [
+        schedule(p, Config()).memory.arena_nbytes for p in (program, replace(program, donated=()))
+    ]
     assert nbytes == [64, 512 * 1024 * 4]  # a scalar's line of cache, or the large one too

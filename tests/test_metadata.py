@@ -1,5 +1,6 @@
-"""Results lie in memory as eager's do: element type, strides, offset, what they share with inputs and with each other,
-what autograd knows of them; on every road, at sizes and positions that vary."""
+"""Results lie in memory as eager's do: element type, strides, offset, what they share with
+inputs and with each other, what autograd knows of them; on every road, at sizes and positions
+that vary."""
 
 from __future__ import annotations
 
@@ -72,14 +73,25 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "chunk of an input": lambda x, k: x[k:].chunk(2, 1),
     "unbind": lambda x, k: (x[:, k:] + 1).unbind(0),
     "copies": lambda x, k: (x[k:].clone(), x[k:].contiguous(), x[k:].t().contiguous()),
-    "copies of another type": lambda x, k: (x[k:].view(torch.int32).clone(), x[k].view(torch.int32).clone()),
-    "a copy, and a view of what was copied": lambda x, k: (lambda y: (y.narrow_copy(1, 0, 6), y[k:]))(x.cumsum(1)),
-    "views of a repeated value": lambda x, k: (lambda y: (y.expand(2, *y.shape), y[k:]))(x.repeat_interleave(2, 1)),
+    "copies of another type": lambda x, k: (
+        x[k:].view(torch.int32).clone(),
+        x[k].view(torch.int32).clone(),
+    ),
+    "a copy, and a view of what was copied": lambda x, k: (
+        lambda y: (y.narrow_copy(1, 0, 6), y[k:])
+    )(x.cumsum(1)),
+    "views of a repeated value": lambda x, k: (lambda y: (y.expand(2, *y.shape), y[k:]))(
+        x.repeat_interleave(2, 1)
+    ),
     "views of a copied input": lambda x, k: (lambda y: (y.t(), y[k:], x[k:]))(x.clone()),
-    "copies of a value": lambda x, k: (lambda y: (y[k:].clone(), y[k].view(torch.int32).clone(), y))(x + 1),
+    "copies of a value": lambda x, k: (
+        lambda y: (y[k:].clone(), y[k].view(torch.int32).clone(), y)
+    )(x + 1),
     "only a copy of a value": lambda x, k: (x.cumsum(0) + 1)[k].clone(),
     "views of a copy of a part": lambda x, k: (lambda y: (y.t(), y[1:], y))((x + 1)[:, 1:].clone()),
-    "views of what was copied on the way": lambda x, k: (lambda y: (y, y[k:], y.view(-1)))((x + 1).clone()),
+    "views of what was copied on the way": lambda x, k: (lambda y: (y, y[k:], y.view(-1)))(
+        (x + 1).clone()
+    ),
     "one row of a value": lambda x, k: torch.logaddexp(x.t().bfloat16(), torch.zeros(()))[k],
     "views of a value of rows": lambda x, k: (lambda y: (y, y.view(2, 2, 3, 1)))(
         torch.tril(x.as_strided((2, 6, 1), (1, 1, 1)).clone())
@@ -90,21 +102,36 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "changed, another type": lambda x, k: (x.add_(1), x[k:].view(torch.int32))[1],
     "changed through a view": in_place_on_a_view,
     "changed between": moved_view,
-    "copied before a change": lambda x, k: then_changed(x, (lambda y: (y[k:], y.t(), y))(x.clone())),
-    "copied as another type, then changed": lambda x, k: then_changed(x, x[k:].view(torch.int16).clone()),
-    "a part copied, then changed": lambda x, k: then_changed(x, x.as_strided((3, 2), (6, 2), 2 * k).clone()),
-    "a part of a copy": lambda x, k: then_changed(x, (lambda y: (y.as_strided((3, 2), (6, 2), 2 * k), y))(x.clone())),
+    "copied before a change": lambda x, k: then_changed(
+        x, (lambda y: (y[k:], y.t(), y))(x.clone())
+    ),
+    "copied as another type, then changed": lambda x, k: then_changed(
+        x, x[k:].view(torch.int16).clone()
+    ),
+    "a part copied, then changed": lambda x, k: then_changed(
+        x, x.as_strided((3, 2), (6, 2), 2 * k).clone()
+    ),
+    "a part of a copy": lambda x, k: then_changed(
+        x, (lambda y: (y.as_strided((3, 2), (6, 2), 2 * k), y))(x.clone())
+    ),
     "detached": lambda x, k: (x[k:].detach(), x.detach()),
-    "real and imaginary": lambda x, k: torch.view_as_real(torch.view_as_complex(x[k:].view(-1, 3, 2)) * 2),
+    "real and imaginary": lambda x, k: torch.view_as_real(
+        torch.view_as_complex(x[k:].view(-1, 3, 2)) * 2
+    ),
 }
 POSITIONS = (3, 1, 2, 0, 2)
 Call = tuple[Callable[[], Tensor], int]
-CALLS: list[Call] = [(floats, k) for k in POSITIONS[:3]] + [(lambda: behind(floats()), k) for k in POSITIONS[3:]]
-# What torch.compile's own tracing (backend="aot_eager") loses: that a view at a varying position was detached.
+CALLS: list[Call] = [(floats, k) for k in POSITIONS[:3]] + [
+    (lambda: behind(floats()), k) for k in POSITIONS[3:]
+]
+# What torch.compile's own tracing (backend="aot_eager") loses: that a view at a varying position
+# was detached.
 TRACING_DIFFERS = {"detached"}
 
 
-def check(name: str, compiled: Callable[..., Any], calls: Sequence[Call], autograd: bool = True) -> None:
+def check(
+    name: str, compiled: Callable[..., Any], calls: Sequence[Call], autograd: bool = True
+) -> None:
     fn = VIEWS[name]
     for make, k in calls:
         x, twin = make(), make()
@@ -123,7 +150,9 @@ slow = pytest.mark.slow  # every target is met every day, on one road
 @pytest.mark.parametrize("wrapper", ["native", "python", pytest.param("cpp", marks=slow), "fx"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_compiled_functions(name: str, wrapper: str) -> None:
-    compiled = torch.compile(VIEWS[name], backend="plait", options={"wrapper": wrapper}, fullgraph=True)
+    compiled = torch.compile(
+        VIEWS[name], backend="plait", options={"wrapper": wrapper}, fullgraph=True
+    )
     check(name, compiled, CALLS, autograd=name not in TRACING_DIFFERS)
 
 
@@ -133,28 +162,42 @@ def test_of_compiled_functions(name: str, wrapper: str) -> None:
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_programs_without_dynamo(name: str, wrapper: str) -> None:
     compiled = plait.compile(VIEWS[name], (floats(), 2), options={"wrapper": wrapper})
-    check(name, compiled, [(floats, 2), (lambda: behind(floats()), 2)], autograd=name not in TRACING_DIFFERS)
+    check(
+        name,
+        compiled,
+        [(floats, 2), (lambda: behind(floats()), 2)],
+        autograd=name not in TRACING_DIFFERS,
+    )
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_packages(name: str, tmp_path: Path) -> None:
     plait.package(VIEWS[name], tmp_path / "a.plait", (floats(), 2), machines=["portable"])
     loaded = plait.load(tmp_path / "a.plait")
-    check(name, loaded, [(floats, 2), (lambda: behind(floats()), 2)], autograd=name not in TRACING_DIFFERS)
+    check(
+        name,
+        loaded,
+        [(floats, 2), (lambda: behind(floats()), 2)],
+        autograd=name not in TRACING_DIFFERS,
+    )
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_training(name: str) -> None:
     """A result beside the views wants a gradient."""
     fn = VIEWS[name]
-    compiled = torch.compile(lambda x, w, k: (fn(x, k), (w * 2).sum()), backend="plait", fullgraph=True)
+    compiled = torch.compile(
+        lambda x, w, k: (fn(x, k), (w * 2).sum()), backend="plait", fullgraph=True
+    )
     for make, k in CALLS:
         x, twin, w = make(), make(), torch.ones(3, requires_grad=True)
         got, loss = compiled(x, w, k)
         want = fn(twin, k)
         for g, e in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
             assert torch.equal(g, e)
-        assert facts(got, [x], name not in TRACING_DIFFERS) == facts(want, [twin], name not in TRACING_DIFFERS)
+        assert facts(got, [x], name not in TRACING_DIFFERS) == facts(
+            want, [twin], name not in TRACING_DIFFERS
+        )
         loss.backward()
         assert w.grad is not None and w.grad.eq(2).all()
 
@@ -173,7 +216,9 @@ def test_operators_do_not_write_what_is_read_as_another_type(of_input: bool, wra
         add_one_(x)
         return bits + 1, bits, x.view(torch.int16) + 1
 
-    compiled = torch.compile(fn, backend="plait", options={"wrapper": wrapper, "strict": True}, fullgraph=True)
+    compiled = torch.compile(
+        fn, backend="plait", options={"wrapper": wrapper, "strict": True}, fullgraph=True
+    )
     for got, want in zip(compiled(floats()), fn(floats()), strict=True):
         assert torch.equal(got, want)
 
@@ -181,7 +226,9 @@ def test_operators_do_not_write_what_is_read_as_another_type(of_input: bool, wra
 FOUND: dict[str, Callable[[Tensor], Any]] = {
     "distinct values": lambda x: (lambda y: (y, y.view(2, -1), y[1:]))(torch.unique(x)),
     "chosen values": lambda x: (lambda y: (y.view(4, -1), y))(torch.masked_select(x, x > 1)),
-    "of two results": lambda x: (lambda y: (y[0], y[1].t(), y[0].view(2, -1)))(torch.unique(x, return_inverse=True)),
+    "of two results": lambda x: (lambda y: (y[0], y[1].t(), y[0].view(2, -1)))(
+        torch.unique(x, return_inverse=True)
+    ),
 }
 """Views of results whose sizes depend on data."""
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -219,8 +266,14 @@ def test_views_of_copies_that_begin_at_a_found_number(name: str, wrapper: str) -
 
 
 PARTS: dict[str, tuple[Callable[[Tensor, int], Any], list[int]]] = {
-    "a float of a size": (lambda x, k: (lambda y: (y, y.tensor_split(2)[1]))(x * x.shape[0] ** -k), [1, 2]),
-    "a size that may be 0": (lambda x, k: (lambda y: (y, y.split(1, 0)[-1]))(x[..., k:].contiguous()), [2, 3, 6]),
+    "a float of a size": (
+        lambda x, k: (lambda y: (y, y.tensor_split(2)[1]))(x * x.shape[0] ** -k),
+        [1, 2],
+    ),
+    "a size that may be 0": (
+        lambda x, k: (lambda y: (y, y.split(1, 0)[-1]))(x[..., k:].contiguous()),
+        [2, 3, 6],
+    ),
     "nothing, behind the end": (lambda x, k: x.gather(0, x[:k].long()).split(5, 1)[-1], [0, 0]),
     "a pad that may be 0": (lambda x, k: F.pad(x.t(), (0, k)), [1, 0, 2, -1, -2]),
     "a pad at both ends": (lambda x, k: F.pad(x.t(), (k, -1, -1, k)), [-1, 0, 1]),
@@ -231,7 +284,9 @@ PARTS: dict[str, tuple[Callable[[Tensor, int], Any], list[int]]] = {
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 @pytest.mark.parametrize("dynamic", [False, True, None])
 @pytest.mark.parametrize("name", PARTS)
-def test_numbers_that_decide_where_results_lie(name: str, dynamic: bool | None, wrapper: str) -> None:
+def test_numbers_that_decide_where_results_lie(
+    name: str, dynamic: bool | None, wrapper: str
+) -> None:
     fn, numbers = PARTS[name]
     compiled = torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
     for k in numbers:
@@ -247,9 +302,18 @@ def with_a_view(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 FACTORS: dict[str, tuple[Callable[[Tensor, int], Any], Sequence[tuple[int, ...]]]] = {
-    "one larger element": (lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()), [(3, 2, 2), (5, 4, 2)]),
-    "larger elements": (lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()), [(3, 2, 8), (5, 4, 6)]),
-    "one, indexed": (lambda x, k: with_a_view(x.view(torch.int64)[torch.eye(2).long()]), [(3, 2, 2), (5, 4, 2)]),
+    "one larger element": (
+        lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()),
+        [(3, 2, 2), (5, 4, 2)],
+    ),
+    "larger elements": (
+        lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()),
+        [(3, 2, 8), (5, 4, 6)],
+    ),
+    "one, indexed": (
+        lambda x, k: with_a_view(x.view(torch.int64)[torch.eye(2).long()]),
+        [(3, 2, 2), (5, 4, 2)],
+    ),
     "half a size": (
         lambda x, k: with_a_view(torch.cat([x[..., : x.shape[2] // 2], x[..., :1]])),
         [(3, 2, 3), (5, 4, 3)],
@@ -263,7 +327,9 @@ FACTORS: dict[str, tuple[Callable[[Tensor, int], Any], Sequence[tuple[int, ...]]
 def test_views_of_values_with_known_factors_in_their_strides(name: str, wrapper: str) -> None:
     fn, shapes = FACTORS[name]
     options, dim = {"wrapper": wrapper}, torch.export.Dim.AUTO
-    direct = plait.compile(fn, (torch.rand(shapes[0]), 1), (dict.fromkeys(range(3), dim), dim), options=options)
+    direct = plait.compile(
+        fn, (torch.rand(shapes[0]), 1), (dict.fromkeys(range(3), dim), dim), options=options
+    )
     for compiled in (direct, torch.compile(fn, backend="plait", dynamic=True, options=options)):
         for shape in shapes:
             x = torch.rand(shape)
@@ -293,17 +359,39 @@ def places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
 
 ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "power of a number": (lambda x: 2**x, (laid((7, 3), (1, 7)),)),
-    "sign of a transposed one": (lambda x, y: torch.copysign(x, y), (laid((7, 3), (3, 1)), laid((7, 3), (1, 7)))),
-    "signs of windows": (lambda x, y: torch.copysign(x, y), (laid((1, 3, 5), (15, 5, 1)), laid((5, 3, 5), (1, 1, 1)))),
-    "signs of one row": (lambda x, y: torch.copysign(x, y), (laid((7, 3), (1, 7)), laid((3,), (1,)))),
+    "sign of a transposed one": (
+        lambda x, y: torch.copysign(x, y),
+        (laid((7, 3), (3, 1)), laid((7, 3), (1, 7))),
+    ),
+    "signs of windows": (
+        lambda x, y: torch.copysign(x, y),
+        (laid((1, 3, 5), (15, 5, 1)), laid((5, 3, 5), (1, 1, 1))),
+    ),
+    "signs of one row": (
+        lambda x, y: torch.copysign(x, y),
+        (laid((7, 3), (1, 7)), laid((3,), (1,))),
+    ),
     "index of windows": (lambda x, i: x[i], (laid((5,), (1,)), places((4, 5), (1, 1)))),
-    "transposed index": (lambda x, i: x[:, i], (laid((6, 5, 7), (1, 6, 30)), places((2, 3), (1, 2)))),
-    "index of three dimensions": (lambda x, i: x[i], (laid((5, 6), (6, 1)), places((2, 3, 4), (3, 1, 6)))),
-    "rows of size 1": (lambda x, i: x[i], (laid((1, 2, 1, 3), (6, 3, 3, 1)), torch.zeros(34).long().view(2, 17).t())),
+    "transposed index": (
+        lambda x, i: x[:, i],
+        (laid((6, 5, 7), (1, 6, 30)), places((2, 3), (1, 2))),
+    ),
+    "index of three dimensions": (
+        lambda x, i: x[i],
+        (laid((5, 6), (6, 1)), places((2, 3, 4), (3, 1, 6))),
+    ),
+    "rows of size 1": (
+        lambda x, i: x[i],
+        (laid((1, 2, 1, 3), (6, 3, 3, 1)), torch.zeros(34).long().view(2, 17).t()),
+    ),
     "columns of size 1": (lambda x, i: x[:, i], (laid((1, 5, 3), (1, 3, 1)), places((4,), (1,)))),
     "spread indices of int32": (
         lambda x, i, j: x[i, j],
-        (laid((3, 1, 2), (2, 2, 1)), torch.zeros(1, 2).int(), torch.zeros(4).int().as_strided((2, 1, 2), (1, 2, 2))),
+        (
+            laid((3, 1, 2), (2, 2, 1)),
+            torch.zeros(1, 2).int(),
+            torch.zeros(4).int().as_strided((2, 1, 2), (1, 2, 2)),
+        ),
     ),
     "signs of rows of size 1": (
         lambda x, y: torch.copysign(x, y),
@@ -343,7 +431,10 @@ ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (laid((1, 2, 3, 3, 3), (54, 1, 18, 6, 2)),),
     ),
     "shuffled channels": (lambda x: F.channel_shuffle(x, 2), (laid((2, 4, 2, 3), (24, 1, 12, 4)),)),
-    "index_fill of what has gaps": (lambda x, i: x.index_fill(0, i, 3), (laid((6, 4), (2, 12)), torch.tensor([1, 2]))),
+    "index_fill of what has gaps": (
+        lambda x, i: x.index_fill(0, i, 3),
+        (laid((6, 4), (2, 12)), torch.tensor([1, 2])),
+    ),
 }
 """Results that PyTorch's own shape functions lay out otherwise than its kernels."""
 
@@ -353,7 +444,11 @@ ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def test_results_lie_in_the_order_of_eagers_kernels(name: str, dynamic: bool) -> None:
     fn, args = ORDERS[name]
     want = fn(*args)
-    shapes = tuple(dict.fromkeys(range(x.ndim), torch.export.Dim.AUTO) for x in args) if dynamic else None
+    shapes = (
+        tuple(dict.fromkeys(range(x.ndim), torch.export.Dim.AUTO) for x in args)
+        if dynamic
+        else None
+    )
     direct = plait.compile(fn, args, shapes)
     for compiled in (torch.compile(fn, backend="plait", dynamic=dynamic), direct):
         got = compiled(*args)
@@ -365,7 +460,9 @@ def strided(shape: Sequence[int], rng: random.Random) -> Tensor:
     """Zeros of a shape, in a random order of dimensions, some with gaps or spread from one row."""
     order = rng.sample(range(len(shape)), len(shape))
     room = [n + rng.choice([0, 0, 0, 1]) for n in shape]
-    x = torch.zeros([room[d] for d in order], dtype=torch.int64).permute([order.index(d) for d in range(len(shape))])
+    x = torch.zeros([room[d] for d in order], dtype=torch.int64).permute(
+        [order.index(d) for d in range(len(shape))]
+    )
     for d, n in enumerate(shape):
         x = x.narrow(d, 0, n)
     if shape and rng.random() < 0.2:
@@ -374,7 +471,8 @@ def strided(shape: Sequence[int], rng: random.Random) -> Tensor:
 
 
 def test_orders_of_indices_of_any_layout() -> None:
-    """What is traced for an index lies as eager's result, dimensions of size 1 and spread ones among its operands."""
+    """What is traced for an index lies as eager's result, dimensions of size 1 and spread ones
+    among its operands."""
     rng, seen = random.Random(0), 0
     for _ in range(600):
         x = strided([rng.choice([1, 1, 2, 3]) for _ in range(rng.randint(1, 4))], rng)
@@ -389,7 +487,11 @@ def test_orders_of_indices_of_any_layout() -> None:
                 mode.from_tensor(x), [None if i is None else mode.from_tensor(i) for i in given]
             )
         seen += fake is not NotImplemented
-        assert fake is NotImplemented or facts([fake], []) == facts([want], []), (x.shape, x.stride(), given)
+        assert fake is NotImplemented or facts([fake], []) == facts([want], []), (
+            x.shape,
+            x.stride(),
+            given,
+        )
     assert seen > 100
 
 
@@ -397,7 +499,10 @@ def test_orders_of_all_operands_of_copysign() -> None:
     strides = [(1, 7), (1, 1), (3, 1), (0, 1), (1, 0), (20, 2)]
     for a, b in itertools.product(strides, strides):
         x, y = laid((7, 3), a), laid((7, 3), b)
-        got, want = torch.compile(torch.copysign, backend="plait", dynamic=False)(x, y), torch.copysign(x, y)
+        got, want = (
+            torch.compile(torch.copysign, backend="plait", dynamic=False)(x, y),
+            torch.copysign(x, y),
+        )
         assert torch.equal(got, want) and got.stride() == want.stride(), (a, b)
         torch._dynamo.reset()
 
@@ -419,7 +524,9 @@ def test_results_in_the_order_of_eagers_kernels_have_gradients(name: str) -> Non
 
 
 CONJUGATED: dict[str, Callable[[Tensor, int], Any]] = {
-    "of inputs": lambda x, k: (lambda z: (z.conj(), z[k:].conj(), z))(torch.view_as_complex(x.view(-1, 3, 2))),
+    "of inputs": lambda x, k: (lambda z: (z.conj(), z[k:].conj(), z))(
+        torch.view_as_complex(x.view(-1, 3, 2))
+    ),
     "negated": lambda x, k: torch.view_as_complex(x[k:].view(-1, 3, 2)).conj().imag,
     "of a value": lambda x, k: (torch.view_as_complex(x[k:].view(-1, 3, 2)) * 2).conj(),
     "inside": lambda x, k: torch.view_as_complex(x[k:].view(-1, 3, 2)).conj().imag + 1,
@@ -434,10 +541,16 @@ def test_lazily_conjugated_results_have_their_values(name: str, wrapper: str) ->
     fn, options = CONJUGATED[name], {"wrapper": wrapper, "strict": False}
     compiled = torch.compile(fn, backend="plait", options=options)
     for k in (3, 1, 2):
-        for g, w in zip(pytree.tree_leaves(compiled(floats(), k)), pytree.tree_leaves(fn(floats(), k)), strict=True):
+        for g, w in zip(
+            pytree.tree_leaves(compiled(floats(), k)),
+            pytree.tree_leaves(fn(floats(), k)),
+            strict=True,
+        ):
             assert torch.equal(g, w)
     made = plait.compile(fn, (floats(), 2), options={"wrapper": wrapper})
-    for g, w in zip(pytree.tree_leaves(made(floats(), 2)), pytree.tree_leaves(fn(floats(), 2)), strict=True):
+    for g, w in zip(
+        pytree.tree_leaves(made(floats(), 2)), pytree.tree_leaves(fn(floats(), 2)), strict=True
+    ):
         assert torch.equal(g, w)
 
 
@@ -445,9 +558,12 @@ def test_lazily_conjugated_results_have_their_values(name: str, wrapper: str) ->
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("beside", [False, True], ids=["a view", "a view and a sum"])
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
-def test_gradients_of_views_of_elements_that_share_memory(wrapper: str, beside: bool, dynamic: bool) -> None:
-    """Each element has a gradient of its own. Made from sizes and strides, the view would spread gradients evenly
-    over what shares a place. Eager runs a graph whose view is at a place that varies."""
+def test_gradients_of_views_of_elements_that_share_memory(
+    wrapper: str, beside: bool, dynamic: bool
+) -> None:
+    """Each element has a gradient of its own. Made from sizes and strides, the view would spread
+    gradients evenly over what shares a place. Eager runs a graph whose view is at a place that
+    varies."""
 
     def fn(x: Tensor, w: Tensor, k: int) -> tuple[Tensor, ...]:
         return (x[k:], x[:, 2], (w * 3).sum()) if beside else (x[k:], x[:, 2])
@@ -457,14 +573,19 @@ def test_gradients_of_views_of_elements_that_share_memory(wrapper: str, beside: 
     for size, k in ((3, 1), (5, 2), (6, 3)):
         grads: list[Tensor] = []
         for run in (fn, compiled):
-            x, w = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_(), torch.ones(2, requires_grad=True)
+            x, w = (
+                torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_(),
+                torch.ones(2, requires_grad=True),
+            )
             grads += torch.autograd.grad([y.sum() for y in run(x, w, k)], [x])
         assert torch.equal(grads[0], grads[1]), (size, k, grads)
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 def test_gradients_of_views_at_one_place_of_varying_sizes(wrapper: str) -> None:
-    compiled = torch.compile(lambda x: x[-1:], backend="plait", dynamic=True, options={"wrapper": wrapper})
+    compiled = torch.compile(
+        lambda x: x[-1:], backend="plait", dynamic=True, options={"wrapper": wrapper}
+    )
     for size in (3, 5):
         x = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_()
         (grad,) = torch.autograd.grad(compiled(x).sum(), [x])
@@ -472,7 +593,8 @@ def test_gradients_of_views_at_one_place_of_varying_sizes(wrapper: str) -> None:
 
 
 def test_a_view_of_an_input_that_begins_anywhere() -> None:
-    """Where a slice begins stands behind where its input does, of which tracing makes a condition."""
+    """Where a slice begins stands behind where its input does, of which tracing makes a
+    condition."""
 
     def fn(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return x[-k:], x[-k:] * 2

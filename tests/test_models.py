@@ -1,4 +1,5 @@
-"""Whole models against eager: inference, a training step, and one compile for several batch sizes."""
+"""Whole models against eager: inference, a training step, and one compile for several batch
+sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ def distance(a: Tensor, truth: Tensor) -> float:
 
 
 def close(got: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:
-    """got is at most twice as far from the float64 truth as eager is, plus a rounding of the largest value."""
-    assert got.shape == eager.shape and got.dtype == eager.dtype and got.stride() == eager.stride(), what
+    """got is at most twice as far from the float64 truth as eager is, plus a rounding of the
+    largest value."""
+    assert (
+        got.shape == eager.shape and got.dtype == eager.dtype and got.stride() == eager.stride()
+    ), what
     got, eager, truth = got.detach(), eager.detach(), truth.detach()
     slack = 1e-6 * float(truth.abs().max()) + 1e-7
     assert distance(got, truth) <= 2 * distance(eager, truth) + slack, (
@@ -70,7 +74,9 @@ def trains_as_eager(
         _step_as_eager(name, model, twin, compiled, exact, x)
 
 
-def _step_as_eager(name: str, model: nn.Module, twin: nn.Module, compiled: Any, exact: nn.Module, x: Tensor) -> None:
+def _step_as_eager(
+    name: str, model: nn.Module, twin: nn.Module, compiled: Any, exact: nn.Module, x: Tensor
+) -> None:
     for m in (model, twin, exact):
         m.zero_grad(set_to_none=True)
     outs = []
@@ -81,7 +87,9 @@ def _step_as_eager(name: str, model: nn.Module, twin: nn.Module, compiled: Any, 
         outs.append((out, m))
     (eager, _), (got, _), (truth, _) = outs
     close(got, eager, truth, name)
-    for (n, p), q, t in zip(model.named_parameters(), twin.parameters(), exact.parameters(), strict=True):
+    for (n, p), q, t in zip(
+        model.named_parameters(), twin.parameters(), exact.parameters(), strict=True
+    ):
         if p.grad is None:
             assert q.grad is None, n
         else:
@@ -96,7 +104,9 @@ def test_training_step(name: str) -> None:
     trains_as_eager(name, *build(name))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS]
+)
 def test_dynamic_batch(name: str) -> None:
     model, exact, _ = build(name)
     model.eval(), exact.eval()

@@ -1,7 +1,7 @@
 """Faults that were mended, put back one at a time: the graph fuzzer finds each of them.
 
-A patch of tests/mutants is applied to a copy of plait. From a seed on, as many programs as its budget
-says are run with the copy; the first that fails has to pass with plait as it is.
+A patch of tests/mutants is applied to a copy of plait. From a seed on, as many programs as its
+budget says are run with the copy; the first that fails has to pass with plait as it is.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ def mutated(name: str, folder: Path) -> Path:
     (folder / "tests").symlink_to(ROOT / "tests")
     patch = ROOT / "tests" / "mutants" / f"{name}.patch"
     done = subprocess.run(
-        ["git", "apply", "--verbose", str(patch)], cwd=folder, capture_output=True, text=True, check=False
+        ["git", "apply", "--verbose", str(patch)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{name} applies no longer; write it anew:\n{done.stderr}"
     for line in patch.read_text().splitlines():
         if line.startswith("+++ b/"):
             file = line.removeprefix("+++ b/")
-            assert (folder / file).read_text() != (ROOT / file).read_text(), f"{name}: {file} is as before"
+            assert (folder / file).read_text() != (ROOT / file).read_text(), (
+                f"{name}: {file} is as before"
+            )
     return folder
 
 
@@ -53,7 +59,9 @@ def test_every_patch_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["near", "whole"])
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["near", "whole"]
+)
 def test_the_fuzzer_finds(name: str, whole: bool, tmp_path: Path) -> None:
     """In as many programs as the budget says, from the first seed on."""
     worker = Worker(root=mutated(name, tmp_path), cache=str(tmp_path / "cache"))

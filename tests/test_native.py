@@ -1,4 +1,5 @@
-"""The native executor on hand-written programs: memory, aliasing, arenas, sizes, mutation, wrong inputs."""
+"""The native executor on hand-written programs: memory, aliasing, arenas, sizes, mutation, wrong
+inputs."""
 
 from __future__ import annotations
 
@@ -86,7 +87,10 @@ def test_boxed_lets_inputs_die_after_their_last_use():
 
 def test_none_and_ints_and_same_tensor_twice():
     s0 = symbol("s0")
-    p = program((SymbolInput("s0"), tensor("x", s0)), Return((Literal("none"), 2 * s0 - 1, Ref("x"), Ref("x"), 7)))
+    p = program(
+        (SymbolInput("s0"), tensor("x", s0)),
+        Return((Literal("none"), 2 * s0 - 1, Ref("x"), Ref("x"), 7)),
+    )
     x = torch.randn(5)
     out = build(p)(5, x)
     assert out[0] is None and out[1] == 9 and out[4] == 7
@@ -116,7 +120,10 @@ def test_outputs_share_storage_where_the_program_says_so():
 
 def test_view_of_an_input():
     p = program(
-        (tensor("x", 2, 4),), View("t", "x", f32, (4, 2), (1, 4), 0), View("r", "t", f32, (4,), (1,), 4), ret("t", "r")
+        (tensor("x", 2, 4),),
+        View("t", "x", f32, (4, 2), (1, 4), 0),
+        View("r", "t", f32, (4,), (1,), 4),
+        ret("t", "r"),
     )
     x = torch.randn(2, 4)
     t, r = build(p)(x)
@@ -159,7 +166,12 @@ def test_reuse_takes_over_memory():
 def test_constants_and_mutation_of_them_is_seen():
     weight = torch.randn(8)
     p = program(
-        (tensor("x", 8),), Constant("w", 0), alloc("o", 8), launch("k_add", "x", "w", "o", n=8), ret("o"), n_constants=1
+        (tensor("x", 8),),
+        Constant("w", 0),
+        alloc("o", 8),
+        launch("k_add", "x", "w", "o", n=8),
+        ret("o"),
+        n_constants=1,
     )
     prog = build(p, constants=[weight])
     x = torch.randn(8)
@@ -214,7 +226,13 @@ def test_arena_is_checked_out_and_returned():
 
 
 def test_arena_goes_back_after_an_error():
-    p = program((tensor("x", 4),), Arena("m", 64), CallPython(0, "boom", (), (), ()), ret("x"), n_callables=1)
+    p = program(
+        (tensor("x", 4),),
+        Arena("m", 64),
+        CallPython(0, "boom", (), (), ()),
+        ret("x"),
+        n_callables=1,
+    )
     prog = build(p, callables=[lambda: 1 / 0])
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -243,13 +261,16 @@ def test_dynamic_arena():
 
 
 def test_extern_into_places_keeps_headers_apart_from_calls():
-    """Cached headers must follow the arena block, which differs when another program holds the first one."""
+    """Cached headers must follow the arena block, which differs when another program holds the
+    first one."""
     n = 16
     p = program(
         (tensor("x", n, n), tensor("y", n, n)),
         Arena("m", 8 * n * n),
         Place("a", "m", 0, f32, (n, n), (n, 1)),
-        CallExtern("aten::mm.out", (Ref("x"), Ref("y")), (("out", Ref("a")),), (), ("a",), may_keep=False),
+        CallExtern(
+            "aten::mm.out", (Ref("x"), Ref("y")), (("out", Ref("a")),), (), ("a",), may_keep=False
+        ),
         Place("b", "m", 4 * n * n, f32, (n, n), (n, 1)),
         CallExtern("aten::sin.out", (Ref("a"),), (("out", Ref("b")),), (), ("b",), may_keep=False),
         CallPython(0, "hook", (), (), ()),
@@ -264,7 +285,9 @@ def test_extern_into_places_keeps_headers_apart_from_calls():
     want = (torch.sin(x @ y) + 1).flatten()
     torch.testing.assert_close(prog(x, y)[0], want)
     inner: list[torch.Tensor] = []
-    hook.append(lambda: inner.append(prog(y, x)[0]))  # the program calls itself: two frames, two blocks
+    hook.append(
+        lambda: inner.append(prog(y, x)[0])
+    )  # the program calls itself: two frames, two blocks
     torch.testing.assert_close(prog(x, y)[0], want)
     torch.testing.assert_close(inner[0], (torch.sin(y @ x) + 1).flatten())
     for _ in range(3):
@@ -312,7 +335,9 @@ def test_symbols_from_tensors():
         Symbol("item", ItemOf("n")),
         Symbol("twice", 2 * symbol("item")),
     ]
-    p = program((tensor("x", 4, 4), tensor("n", dtype=i64)), *body, Return(tuple(symbol(n) for n in names)))
+    p = program(
+        (tensor("x", 4, 4), tensor("n", dtype=i64)), *body, Return(tuple(symbol(n) for n in names))
+    )
     x = torch.randn(100).as_strided((3, 5), (7, 1), 2)
     assert build(p)(x, torch.tensor(21)) == (5, 7, 2, 21, 42)
     q = program((tensor("n", dtype=b1),), Symbol("item", ItemOf("n")), Return((symbol("item"),)))
@@ -350,7 +375,9 @@ def test_asserts():
         )
     )
     assert q(torch.zeros(2, 3)) == ()
-    with pytest.raises(RuntimeError, match=r"'x' has sizes \[3, 2\] and strides \[2, 1\], expected \[2, 3\]"):
+    with pytest.raises(
+        RuntimeError, match=r"'x' has sizes \[3, 2\] and strides \[2, 1\], expected \[2, 3\]"
+    ):
         q(torch.zeros(3, 2))
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
         q(torch.zeros(7)[1:].view(2, 3))
@@ -375,14 +402,20 @@ def test_copy_and_bump():
 
 
 def test_copy_converts_and_broadcasts():
-    p = program((tensor("x", 3, 4), tensor("y", 4, dtype=f64)), Copy("x", "y", bump=False), Return(()))
+    p = program(
+        (tensor("x", 3, 4), tensor("y", 4, dtype=f64)), Copy("x", "y", bump=False), Return(())
+    )
     x, y = torch.zeros(3, 4), torch.randn(4, dtype=torch.float64)
     build(p)(x, y)
     assert torch.equal(x, y.float().expand(3, 4)) and x._version == 0
 
 
 def test_fill():
-    for value, want in ((3, 3.0), (Literal("float", (0.25).hex()), 0.25), (Literal("float", "inf"), math.inf)):
+    for value, want in (
+        (3, 3.0),
+        (Literal("float", (0.25).hex()), 0.25),
+        (Literal("float", "inf"), math.inf),
+    ):
         p = program((), alloc("o", 3), Fill("o", value), Note("model.py:3"), ret("o"))
         assert torch.equal(build(p)()[0], torch.full((3,), want))
 

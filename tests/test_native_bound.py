@@ -28,7 +28,17 @@ from plait.wrapper.instructions import (
     SymbolInput,
     View,
 )
-from tests.native_tools import add_program, alloc, build, extern, launch, library, program, ret, tensor
+from tests.native_tools import (
+    add_program,
+    alloc,
+    build,
+    extern,
+    launch,
+    library,
+    program,
+    ret,
+    tensor,
+)
 
 
 def bound(shape, strides, names=("x",), dtype="f32", weight=None):
@@ -40,7 +50,11 @@ def bound(shape, strides, names=("x",), dtype="f32", weight=None):
         launch("k_add", "x", "w", "o", n=4 * s0),
         ret("o"),
     )
-    second = ("bound", "w", weight) if weight is not None else ("tensor", 1, "f32", shape, strides, "cpu")
+    second = (
+        ("bound", "w", weight)
+        if weight is not None
+        else ("tensor", 1, "f32", shape, strides, "cpu")
+    )
     return Bound(build(p), [("tensor", 0, dtype, shape, strides, "cpu"), second], names, True)
 
 
@@ -56,13 +70,26 @@ def test_bound_checks_its_inputs():
         (
             (x, torch.randn(4, 4)),
             {},
-            r"input 'y': expected size 3 \(s0, as in an earlier input or dimension\) in dimension 0, got 4",
+            r"input 'y': expected size 3 \(s0, as in an earlier input or dimension\) "
+            r"in dimension 0, got 4",
         ),
         ((torch.randn(3, 5), x), {}, "input 'x': expected size 4 in dimension 1, got 5"),
-        ((torch.randn(1, 4), x), {}, r"input 'x': expected size at least 2 \(s0\) in dimension 0, got 1"),
+        (
+            (torch.randn(1, 4), x),
+            {},
+            r"input 'x': expected size at least 2 \(s0\) in dimension 0, got 1",
+        ),
         ((torch.randn(17, 4), x), {}, r"input 'x': expected size at most 16 \(s0\)"),
-        ((torch.randn(4, 3).t(), x), {}, r"input 'x': expected a contiguous tensor, got strides \[1, 3\]"),
-        ((x.to("meta"), x), {}, "input 'x': expected a plain tensor on device cpu, got one on meta"),
+        (
+            (torch.randn(4, 3).t(), x),
+            {},
+            r"input 'x': expected a contiguous tensor, got strides \[1, 3\]",
+        ),
+        (
+            (x.to("meta"), x),
+            {},
+            "input 'x': expected a plain tensor on device cpu, got one on meta",
+        ),
         ((x,), {}, "input 'y' is missing"),
         ((x, x, x), {}, "expected 2 inputs, got 3"),
         ((x,), {"z": x}, "there is no input 'z'"),
@@ -106,7 +133,11 @@ def test_bound_symbols_ints_and_objects():
     f = Bound(build(p), inputs, ["x", "k", "o"], False)
     marker = object()
     assert f(torch.randn(6), 7, marker) == (42, marker, None)
-    for wrong, text in [(7.0, "an int, got float"), (True, "an int, got bool"), (10, r"at most 9 \(k\), got 10")]:
+    for wrong, text in [
+        (7.0, "an int, got float"),
+        (True, "an int, got bool"),
+        (10, r"at most 9 \(k\), got 10"),
+    ]:
         with pytest.raises(InputError, match=f"input 'k': expected {text}"):
             f(torch.randn(6), wrong, marker)
 
@@ -201,7 +232,8 @@ def longest_pause(prog: Program) -> float:
 def test_the_gil_is_released_for_long_work_only():
     long = build(program((), launch("k_sleep", n=500_000_000, work_ns=500_000_000), Return(())))
     assert longest_pause(long) < 0.4
-    # Told to be short, it is believed: the lock stays. The second call would know better, so there is none.
+    # Told to be short, it is believed: the lock stays. The second call would know better, so there
+    # is none.
     short = build(program((), launch("k_sleep", n=500_000_000, work_ns=10), Return(())))
     assert longest_pause(short) > 0.4
 
@@ -286,7 +318,9 @@ def test_programs_in_reference_cycles_are_collected():
 
 
 def test_libraries_outlive_their_loader():
-    prog = build(program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o")))
+    prog = build(
+        program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o"))
+    )
     gc.collect()
     assert library().endswith(".so")
     assert torch.equal(prog(torch.zeros(8))[0], torch.ones(8))

@@ -1,4 +1,5 @@
-"""The native executor: operators of PyTorch and Python callables, their operands, results and errors."""
+"""The native executor: operators of PyTorch and Python callables, their operands, results and
+errors."""
 
 from __future__ import annotations
 
@@ -31,11 +32,41 @@ from tests.native_tools import alloc, build, extern, launch, program, ret, tenso
 def test_extern_arguments_of_every_kind():
     x = torch.randn(2, 6)
     cases = [
-        (extern("aten::sum.dim_IntList", Ref("x"), ListOf((1,)), Literal("bool", "True"), outs=("o",)), x.sum(1, True)),
-        (extern("aten::clamp", Ref("x"), Literal("float", (-0.5).hex()), Literal("none"), outs=("o",)), x.clamp(-0.5)),
+        (
+            extern(
+                "aten::sum.dim_IntList",
+                Ref("x"),
+                ListOf((1,)),
+                Literal("bool", "True"),
+                outs=("o",),
+            ),
+            x.sum(1, True),
+        ),
+        (
+            extern(
+                "aten::clamp",
+                Ref("x"),
+                Literal("float", (-0.5).hex()),
+                Literal("none"),
+                outs=("o",),
+            ),
+            x.clamp(-0.5),
+        ),
         (extern("aten::mul.Tensor", Ref("x"), 3, outs=("o",)), x * 3),
-        (extern("aten::add.Tensor", Ref("x"), Ref("x"), outs=("o",), alpha=Literal("float", "0x1p-1")), x * 1.5),
-        (extern("aten::_to_copy", Ref("x"), outs=("o",), dtype=Literal("dtype", "f64")), x.double()),
+        (
+            extern(
+                "aten::add.Tensor",
+                Ref("x"),
+                Ref("x"),
+                outs=("o",),
+                alpha=Literal("float", "0x1p-1"),
+            ),
+            x * 1.5,
+        ),
+        (
+            extern("aten::_to_copy", Ref("x"), outs=("o",), dtype=Literal("dtype", "f64")),
+            x.double(),
+        ),
         (
             extern(
                 "aten::full",
@@ -48,7 +79,15 @@ def test_extern_arguments_of_every_kind():
             torch.full((2, 3), 2),
         ),
         (extern("aten::cat", ListOf((Ref("x"), Ref("x"))), 1, outs=("o",)), torch.cat([x, x], 1)),
-        (extern("aten::clone", Ref("x"), outs=("o",), memory_format=Literal("memory_format", "contiguous_format")), x),
+        (
+            extern(
+                "aten::clone",
+                Ref("x"),
+                outs=("o",),
+                memory_format=Literal("memory_format", "contiguous_format"),
+            ),
+            x,
+        ),
         (
             extern("aten::gelu", Ref("x"), outs=("o",), approximate=Literal("str", "tanh")),
             torch.nn.functional.gelu(x, approximate="tanh"),
@@ -100,31 +139,57 @@ def test_extern_dynamic_sizes_and_int_result():
 @pytest.mark.parametrize("dtype", [f32, f64])
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 @pytest.mark.parametrize(
-    "m, k, n", [(4, 5, 6), (1, 5, 6), (4, 1, 6), (4, 5, 1), (1, 1, 1), (64, 32, 48), (0, 5, 6), (4, 0, 6)]
+    "m, k, n",
+    [(4, 5, 6), (1, 5, 6), (4, 1, 6), (4, 5, 1), (1, 1, 1), (64, 32, 48), (0, 5, 6), (4, 0, 6)],
 )
 def test_matmul_roads(dtype, transposed, m, k, n):
     def stored(name, rows, cols):
         return (rows, cols), ((1, rows) if name in transposed else (cols, 1))
 
     torch_dtype = torch.float32 if dtype is f32 else torch.float64
-    a = torch.randn(k, m, dtype=torch_dtype).t() if "a" in transposed else torch.randn(m, k, dtype=torch_dtype)
-    b = torch.randn(n, k, dtype=torch_dtype).t() if "b" in transposed else torch.randn(k, n, dtype=torch_dtype)
-    inputs = (TensorInput("a", dtype, *stored("a", m, k)), TensorInput("b", dtype, *stored("b", k, n)))
+    a = (
+        torch.randn(k, m, dtype=torch_dtype).t()
+        if "a" in transposed
+        else torch.randn(m, k, dtype=torch_dtype)
+    )
+    b = (
+        torch.randn(n, k, dtype=torch_dtype).t()
+        if "b" in transposed
+        else torch.randn(k, n, dtype=torch_dtype)
+    )
+    inputs = (
+        TensorInput("a", dtype, *stored("a", m, k)),
+        TensorInput("b", dtype, *stored("b", k, n)),
+    )
     mm = CallExtern("aten::mm.out", (Ref("a"), Ref("b")), (("out", Ref("o")),), (), ("o",))
-    torch.testing.assert_close(build(program(inputs, alloc("o", m, n, dtype=dtype), mm, ret("o")))(a, b)[0], a @ b)
+    torch.testing.assert_close(
+        build(program(inputs, alloc("o", m, n, dtype=dtype), mm, ret("o")))(a, b)[0], a @ b
+    )
     for shape in ((n,), (m, n), (1, n), (m, 1), (1,)):
         bias = torch.randn(*shape, dtype=torch_dtype)
         addmm = CallExtern(
-            "aten::addmm.out", (Ref("c"), Ref("a"), Ref("b")), (("alpha", 2), ("out", Ref("o"))), (), ("o",)
+            "aten::addmm.out",
+            (Ref("c"), Ref("a"), Ref("b")),
+            (("alpha", 2), ("out", Ref("o"))),
+            (),
+            ("o",),
         )
-        p = program((*inputs, tensor("c", *shape, dtype=dtype)), alloc("o", m, n, dtype=dtype), addmm, ret("o"))
+        p = program(
+            (*inputs, tensor("c", *shape, dtype=dtype)),
+            alloc("o", m, n, dtype=dtype),
+            addmm,
+            ret("o"),
+        )
         torch.testing.assert_close(build(p)(a, b, bias)[0], torch.addmm(bias, a, b, alpha=2))
 
 
 def test_matmul_that_makes_its_result():
     s0 = symbol("s0")
     weight, bias = torch.randn(6, 4), torch.randn(6)
-    for op, args in (("aten::mm", (Ref("x"), Ref("t"))), ("aten::addmm", (Ref("b"), Ref("x"), Ref("t")))):
+    for op, args in (
+        ("aten::mm", (Ref("x"), Ref("t"))),
+        ("aten::addmm", (Ref("b"), Ref("x"), Ref("t"))),
+    ):
         p = program(
             (tensor("x", s0, 4),),
             Symbol("s0", SizeOf("x", "size", 0)),
@@ -147,10 +212,14 @@ def test_matmul_that_makes_its_result():
 
 
 def test_views_of_element_types_that_plait_does_not_know():
-    p = program((tensor("x", 8, dtype=opaque),), View("v", "x", opaque, (2, 4), (4, 1), 0), ret("v"))
+    p = program(
+        (tensor("x", 8, dtype=opaque),), View("v", "x", opaque, (2, 4), (4, 1), 0), ret("v")
+    )
     x = torch.randn(8).to(torch.float8_e5m2)
     v = build(p)(x)[0]
-    assert v.dtype == torch.float8_e5m2 and torch.equal(v.view(torch.uint8), x.view(torch.uint8).view(2, 4))
+    assert v.dtype == torch.float8_e5m2 and torch.equal(
+        v.view(torch.uint8), x.view(torch.uint8).view(2, 4)
+    )
 
 
 def test_matmul_of_views_in_an_arena_with_dynamic_rows():
@@ -162,11 +231,20 @@ def test_matmul_of_views_in_an_arena_with_dynamic_rows():
         Place("h", "m", 0, f32, (4 * s0, 4), (4, 1)),
         View("v", "x", f32, (4 * s0, 4), (4, 1), 0),
         View("wt", "w", f32, (4, 4), (1, 4), 0),
-        CallExtern("aten::mm.out", (Ref("v"), Ref("wt")), (("out", Ref("h")),), (), ("h",), may_keep=False),
+        CallExtern(
+            "aten::mm.out", (Ref("v"), Ref("wt")), (("out", Ref("h")),), (), ("h",), may_keep=False
+        ),
         View("h3", "h", f32, (s0, 4, 4), (16, 4, 1), 0),
         View("x3", "x", f32, (s0, 4, 4), (16, 1, 4), 0),
         alloc("o", s0, 4, 4),
-        CallExtern("aten::bmm.out", (Ref("h3"), Ref("x3")), (("out", Ref("o")),), (), ("o",), may_keep=False),
+        CallExtern(
+            "aten::bmm.out",
+            (Ref("h3"), Ref("x3")),
+            (("out", Ref("o")),),
+            (),
+            ("o",),
+            may_keep=False,
+        ),
         ret("o"),
     )
     prog = build(p)
@@ -194,7 +272,11 @@ def test_extern_error_names_the_operator_and_leaves_the_program_usable():
 
 def test_missing_operator_kernel_and_argument():
     with pytest.raises(LoadError, match="no operator aten::nothing_such"):
-        build(program((tensor("x", 4),), extern("aten::nothing_such", Ref("x"), outs=("o",)), ret("o")))
+        build(
+            program(
+                (tensor("x", 4),), extern("aten::nothing_such", Ref("x"), outs=("o",)), ret("o")
+            )
+        )
     with pytest.raises(LoadError, match="aten::mm misses argument 'mat2'"):
         build(program((tensor("x", 4),), extern("aten::mm", Ref("x"), outs=("o",)), ret("o")))
     p = program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o"))
@@ -265,7 +347,9 @@ def test_python_call_sees_the_callers_dispatch_state():
             (y * y).sum().backward()
         return y.grad
 
-    p = program((tensor("x", 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1)
+    p = program(
+        (tensor("x", 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1
+    )
     x = torch.randn(4)
     assert torch.equal(build(p, callables=[hook])(x)[0], 2 * x)
     assert states == [False]
@@ -278,7 +362,12 @@ def test_python_calls_and_custom_operators_run_without_autocast():
         dtypes.append((x @ x).dtype)
         return x
 
-    p = program((tensor("x", 4, 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1)
+    p = program(
+        (tensor("x", 4, 4),),
+        CallPython(0, "hook", (Ref("x"),), (), ("o",)),
+        ret("o"),
+        n_callables=1,
+    )
     prog = build(p, callables=[hook])
     with torch.autocast("cpu", torch.bfloat16):
         prog(torch.randn(4, 4))
@@ -286,7 +375,9 @@ def test_python_calls_and_custom_operators_run_without_autocast():
 
 
 def test_seed_is_drawn_without_python():
-    prog = build(program((), extern("plait::seed", Literal("device", "cpu"), outs=("s",)), ret("s")))
+    prog = build(
+        program((), extern("plait::seed", Literal("device", "cpu"), outs=("s",)), ret("s"))
+    )
     torch.manual_seed(7)
     want = [torch.randint(2**63 - 1, (), dtype=torch.int64) for _ in range(3)]
     torch.manual_seed(7)
@@ -296,6 +387,8 @@ def test_seed_is_drawn_without_python():
 
 
 def test_python_result_of_a_wrong_kind():
-    p = program((tensor("x", 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1)
+    p = program(
+        (tensor("x", 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1
+    )
     with pytest.raises(RuntimeError, match="hook returned a str where a tensor was expected"):
         build(p, callables=[lambda x: "s"])(torch.randn(4))

@@ -1,4 +1,5 @@
-"""The kernel launcher against a driver that writes down what it is told; its structures against NVIDIA's header."""
+"""The kernel launcher against a driver that writes down what it is told; its structures against
+NVIDIA's header."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ HEADER = Path(sys.prefix) / "triton" / "triton" / "backends" / "nvidia" / "inclu
 FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
 
 SAID = """\
-error: no CUDA driver: /nowhere/libcuda.so: cannot open shared object file: No such file or directory
+error: no CUDA driver: /nowhere/libcuda.so: cannot open shared object file: \
+No such file or directory
 error: plain: a grid of 2147483648 programs is more than the device takes
 error: plain: out of luck (719)
 error: all: a grid of 268435456 programs is more than the device takes
@@ -59,14 +61,20 @@ def test_launches(tmp_path: Path) -> None:
     sources = (tests / "native_cuda.cpp", core / "cuda.cpp")
     build("-fsanitize=undefined", "-o", str(program), *map(str, sources))
     done = subprocess.run(
-        [program, driver], env={**os.environ, "FAKE_CUDA_LOG": str(log)}, capture_output=True, text=True, timeout=60
+        [program, driver],
+        env={**os.environ, "FAKE_CUDA_LOG": str(log)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == SAID
     assert log.read_text() == DONE
 
 
-@pytest.mark.skipif(not HEADER.exists(), reason="no Triton beside the environment, which brings cuda.h")
+@pytest.mark.skipif(
+    not HEADER.exists(), reason="no Triton beside the environment, which brings cuda.h"
+)
 def test_structures_are_the_drivers(tmp_path: Path) -> None:
     fields = {
         "gridDimX": "grid_x", "gridDimZ": "grid_z", "blockDimX": "block_x", "blockDimZ": "block_z",
@@ -78,13 +86,22 @@ def test_structures_are_the_drivers(tmp_path: Path) -> None:
         "CLUSTER_SCHEDULING_POLICY_PREFERENCE": "cluster_policy",
         "PROGRAMMATIC_STREAM_SERIALIZATION": "serialization",
     }  # fmt: skip
-    sides = {"XInBytes": "x", "MemoryType": "memory_type", "Device": "device", "Array": "array", "Height": "height"}
+    sides = {
+        "XInBytes": "x",
+        "MemoryType": "memory_type",
+        "Device": "device",
+        "Array": "array",
+        "Height": "height",
+    }
     lines = [
-        f'#include "{HEADER}"', '#include "core/cuda.h"', "#include <cstddef>",
+        f'#include "{HEADER}"',
+        '#include "core/cuda.h"',
+        "#include <cstddef>",
         "using namespace plait::cuda;",
         "static_assert(sizeof(Config) == sizeof(CUlaunchConfig));",
         "static_assert(sizeof(NodeParams) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2));",
-        "static_assert(offsetof(NodeParams, parameters) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kernelParams));",
+        "static_assert(offsetof(NodeParams, parameters) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, "
+        "kernelParams));",
         "static_assert(sizeof(CopyParams) == sizeof(CUDA_MEMCPY3D));",
         "static_assert(offsetof(CopyParams, nbytes) == offsetof(CUDA_MEMCPY3D, WidthInBytes));",
         "static_assert(offsetof(CopyParams, depth) == offsetof(CUDA_MEMCPY3D, Depth));",
@@ -96,11 +113,17 @@ def test_structures_are_the_drivers(tmp_path: Path) -> None:
         ),
         "static_assert(sizeof(Attribute) == sizeof(CUlaunchAttribute));",
         "static_assert(offsetof(Attribute, value) == offsetof(CUlaunchAttribute, value));",
-        *(f"static_assert(offsetof(Config, {b}) == offsetof(CUlaunchConfig, {a}));" for a, b in fields.items()),
-        *(f"static_assert(int(Attribute::{b}) == int(CU_LAUNCH_ATTRIBUTE_{a}));" for a, b in ids.items()),
+        *(
+            f"static_assert(offsetof(Config, {b}) == offsetof(CUlaunchConfig, {a}));"
+            for a, b in fields.items()
+        ),
+        *(
+            f"static_assert(int(Attribute::{b}) == int(CU_LAUNCH_ATTRIBUTE_{a}));"
+            for a, b in ids.items()
+        ),
         "static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == 8);",
         "static_assert(CU_CLUSTER_SCHEDULING_POLICY_SPREAD == 1);",
-    ]  # fmt: skip
+    ]
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(lines) + "\n")
     build("-fsyntax-only", str(source))

@@ -1,7 +1,9 @@
-"""Random programs on the native executor against the same steps on torch tensors that share memory the same way.
+"""Random programs on the native executor against the same steps on torch tensors that share memory
+the same way.
 
-Aims at what load() decides: regions and what is hoisted before them, ends of lives, pointers folded into patches,
-cached headers. Every program runs with constant and with symbolic sizes, with arguments and boxed, several times.
+Aims at what load() decides: regions and what is hoisted before them, ends of lives, pointers folded
+into patches, cached headers. Every program runs with constant and with symbolic sizes, with
+arguments and boxed, several times.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Maker:
             place = Place(name, "arena", 4 * self.unit * slot, f32, (n,), (1,))
             self.add(place, lambda m: m.__setitem__(name, torch.empty(count)))
         else:
-            self.add(Alloc(name, f32, (n,), (1,)), lambda m: m.__setitem__(name, torch.empty(count)))
+            self.add(
+                Alloc(name, f32, (n,), (1,)), lambda m: m.__setitem__(name, torch.empty(count))
+            )
             self.owned.add(name)
         return name
 
@@ -111,7 +115,9 @@ class Maker:
 
     def grow(self) -> None:
         source, name = self.pick(False), self.fresh()
-        call = CallExtern("aten::repeat", (Ref(source), ListOf((BIG,))), (), (name,), may_keep=False)
+        call = CallExtern(
+            "aten::repeat", (Ref(source), ListOf((BIG,))), (), (name,), may_keep=False
+        )
         self.add(call, lambda m: m.__setitem__(name, m[source].repeat(BIG)))
         self.big[name], self.owner[name] = True, name
 

@@ -1,4 +1,5 @@
-"""Packages below plait.package: what is written is what is loaded; damage of every kind gets an error of its own."""
+"""Packages below plait.package: what is written is what is loaded; damage of every kind gets an
+error of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, Control, Routine, Variant, Writer
-from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor, write_package
+from tests.native_tools import (
+    SOURCE,
+    alloc,
+    extern,
+    launch,
+    library,
+    program,
+    ret,
+    tensor,
+    write_package,
+)
 
 ROOT = Path(__file__).parent.parent
 s0 = symbol("s0")
@@ -68,7 +79,11 @@ def test_what_is_written_is_what_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(p.call(x), x + c.weights["w"][:2] + 100)
     assert torch.equal(p.call(x=x), p.call(x))
     assert (p.names, p.outputs, p.python, p.machine) == (("x",), ("sum",), '{"a": 1}', "portable")
-    assert p.versions["torch"] == torch.__version__ and set(p.versions) == {"plait", "torch", "python"}
+    assert p.versions["torch"] == torch.__version__ and set(p.versions) == {
+        "plait",
+        "torch",
+        "python",
+    }
     for args, text in [
         ((torch.randn(4, 4),), r"input 'x': expected size at most 3 \(s0\) in dimension 0, got 4"),
         ((x.double(),), "input 'x': expected dtype float32, got float64"),
@@ -97,14 +112,19 @@ def test_weights_are_private_and_swapped_in_place(tmp_path: Path) -> None:
 
 
 def test_packages_beside_each_other_have_their_own_kernels(tmp_path: Path) -> None:
-    (tmp_path / "k.cpp").write_text(SOURCE.replace("in(b, 0)[i] + in(b, 1)[i]", "in(b, 0)[i] - in(b, 1)[i]"))
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "k.so", tmp_path / "k.cpp"], check=True)
+    (tmp_path / "k.cpp").write_text(
+        SOURCE.replace("in(b, 0)[i] + in(b, 1)[i]", "in(b, 0)[i] - in(b, 1)[i]")
+    )
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-o", tmp_path / "k.so", tmp_path / "k.cpp"], check=True
+    )
     less = replace(contents().variants[0], kernels=(tmp_path / "k.so").read_bytes())
     packages = [load(tmp_path, contents(variants=(v,))) for v in (contents().variants[0], less)]
     w = torch.arange(12.0).view(3, 4)
-    assert [torch.equal(p.call(w), want) for p, want in zip(packages, (2 * w + 100, -100 + 0 * w), strict=True)] == [
-        True
-    ] * 2
+    assert [
+        torch.equal(p.call(w), want)
+        for p, want in zip(packages, (2 * w + 100, -100 + 0 * w), strict=True)
+    ] == [True] * 2
 
 
 def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
@@ -120,7 +140,14 @@ def test_weights_that_went_ahead(tmp_path: Path) -> None:
     c = contents(weights={"w": base[:12].view(3, 4)}, constants=[base[20:32].view(3, 4)])
     write_package(tmp_path / "p", c)
     other = torch.randn(5000)
-    for early in (None, c.weights, {"w": torch.ones(3, 4)}, {"w": base[:32]}, {**c.weights, "v": other}, {"v": other}):
+    for early in (
+        None,
+        c.weights,
+        {"w": torch.ones(3, 4)},
+        {"w": base[:32]},
+        {**c.weights, "v": other},
+        {"v": other},
+    ):
         with Writer(tmp_path / "q", early) as writer:
             writer.finish(c)
         assert (tmp_path / "q").read_bytes() == (tmp_path / "p").read_bytes()
@@ -133,14 +160,25 @@ def test_weights_that_went_ahead(tmp_path: Path) -> None:
 
 def test_weights_that_share_memory_share_it(tmp_path: Path) -> None:
     base = torch.arange(1000.0)
-    weights = {"w": base[500:512].view(3, 4), "v": base[504:514].view(5, 2).t(), "e": torch.empty(0, 3)}
-    weights |= {"half": torch.ones(3, dtype=torch.bfloat16), "z": torch.tensor([1 + 2j]).conj(), "s": torch.tensor(7)}
+    weights = {
+        "w": base[500:512].view(3, 4),
+        "v": base[504:514].view(5, 2).t(),
+        "e": torch.empty(0, 3),
+    }
+    weights |= {
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "z": torch.tensor([1 + 2j]).conj(),
+        "s": torch.tensor(7),
+    }
     p = load(tmp_path, contents(weights=weights))
     for name, want in weights.items():
         got = p.weights[name]
         assert torch.equal(got, want) and got.stride() == want.stride() and got.dtype == want.dtype
     p.weights["w"].zero_()
-    assert torch.equal(p.weights["v"].t().flatten()[:8], torch.zeros(8)) and p.weights["v"][1, 4] == 513
+    assert (
+        torch.equal(p.weights["v"].t().flatten()[:8], torch.zeros(8))
+        and p.weights["v"][1, 4] == 513
+    )
     assert (tmp_path / "p.plait").stat().st_size < 64 << 10
     with pytest.raises(Unsupported, match="'w', a Tensor of layout"):
         write_package(tmp_path / "q", contents(weights={"w": torch.eye(3).to_sparse()}))
@@ -148,7 +186,9 @@ def test_weights_that_share_memory_share_it(tmp_path: Path) -> None:
 
 def test_variants(tmp_path: Path) -> None:
     one = contents().variants[0]
-    c = contents(variants=(replace(one, machine="avx512+sm_90"), replace(one, machine="ptx_80"), one))
+    c = contents(
+        variants=(replace(one, machine="avx512+sm_90"), replace(one, machine="ptx_80"), one)
+    )
     write_package(tmp_path / "p", c)
     assert (tmp_path / "p").read_bytes().count(one.plan) == 1
     assert Package(str(tmp_path / "p")).machine == "portable"
@@ -168,7 +208,9 @@ def test_conditions_on_sizes(tmp_path: Path) -> None:
     even = ("x.shape[0] % 2 == 0", "size 0 0", "const 2", "mod", "const 0", "eq")
     p = load(tmp_path, contents(checks=(even,)))
     assert p.call(torch.zeros(2, 4)).shape == (2, 4)
-    with pytest.raises(InputError, match=r"break a condition of the program, x.shape\[0\] % 2 == 0: x \[3, 4\]"):
+    with pytest.raises(
+        InputError, match=r"break a condition of the program, x.shape\[0\] % 2 == 0: x \[3, 4\]"
+    ):
         p.call(torch.zeros(3, 4))
 
 
@@ -178,7 +220,10 @@ def test_conditions_on_strides(tmp_path: Path) -> None:
         p = load(tmp_path, contents(checks=(("c", fact, f"const {found}", "eq"),)))
         assert p.call(x).shape == x.shape
     checks = (("c", "stride 0 0", "offset 0", "mul", "stride 0 0", "lt"),)
-    text = r"strides break a condition of the program, c: x \[3, 4\], x.stride\(0\) = 4, x.storage_offset\(\) = 2$"
+    text = (
+        r"strides break a condition of the program, c: "
+        r"x \[3, 4\], x.stride\(0\) = 4, x.storage_offset\(\) = 2$"
+    )
     with pytest.raises(InputError, match=text):
         load(tmp_path, contents(checks=checks)).call(x)
 
@@ -200,14 +245,22 @@ def test_conditions_on_what_no_input_has(tmp_path: Path, fact: str, text: str) -
 
 def test_what_is_missing_has_a_name(tmp_path: Path) -> None:
     c = contents()
-    p = program((tensor("w", 3, 4), tensor("x", s0, 4)), extern("nowhere::op", outs=("o",)), ret("o"))
+    p = program(
+        (tensor("w", 3, 4), tensor("x", s0, 4)), extern("nowhere::op", outs=("o",)), ret("o")
+    )
     for changes, text in [
         (
             {"variants": (variant(p),), "constants": ()},
             "no operator nowhere::op: load the library that defines 'nowhere'",
         ),
-        ({"variants": (replace(c.variants[0], plan=b"no plan"),)}, "section 'plan/portable': damaged plan"),
-        ({"variants": (replace(c.variants[0], kernels=b"no library"),)}, "cannot load kernel library"),
+        (
+            {"variants": (replace(c.variants[0], plan=b"no plan"),)},
+            "section 'plan/portable': damaged plan",
+        ),
+        (
+            {"variants": (replace(c.variants[0], kernels=b"no library"),)},
+            "cannot load kernel library",
+        ),
         ({"variants": (replace(c.variants[0], kernels=None),)}, "no kernel library was given"),
         ({"constants": ()}, "the program wants 1 constants and got 0"),
         ({"outputs": ()}, "a single result has one name"),
@@ -234,7 +287,9 @@ def with_version(package: bytes, name: str, version: str) -> bytes:
 def test_another_torch_is_refused(tmp_path: Path) -> None:
     write_package(tmp_path / "p", contents())
     (tmp_path / "q").write_bytes(with_version((tmp_path / "p").read_bytes(), "torch", "1.99."))
-    with pytest.raises(PackageError, match=r"wrong version: it was written with torch 1\.99\..*, this is torch 2"):
+    with pytest.raises(
+        PackageError, match=r"wrong version: it was written with torch 1\.99\..*, this is torch 2"
+    ):
         Package(str(tmp_path / "q"))
 
 
@@ -300,11 +355,14 @@ def test_write(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
-    """Every length and nearly every byte of a package, and twenty thousand manifests, in a program of its own."""
+    """Every length and nearly every byte of a package, and twenty thousand manifests, in a program
+    of its own."""
     control = Control("scan", (0,), ((False, 1), (True, 7)), ((4, 1), None), 1, 1)
     rich = contents(
         inputs=(
-            *contents().inputs, ("symbol", "s0"), ("tensor", 1, "i64", (None, "n"), ("m", 1), "cuda:0"),
+            *contents().inputs,
+            ("symbol", "s0"),
+            ("tensor", 1, "i64", (None, "n"), ("m", 1), "cuda:0"),
             ("tensor", 2, "u8", (), None, "cpu"),
         ),
         names=("x", "y", "z"),
@@ -312,16 +370,28 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
         results=(("program",), ("view", 1, True, None)),
         single=False,
         weights={"w": torch.ones(3, 4), "v": torch.ones(5)},
-        variants=(Variant("portable", b"plan", b"kernels"), Variant("avx2+sm_90", b"plan", None, b"cubins")),
+        variants=(
+            Variant("portable", b"plan", b"kernels"),
+            Variant("avx2+sm_90", b"plan", None, b"cubins"),
+        ),
         checks=(
             ("even", "size 0 0", "const 2", "mod", "const 0", "eq"),
             ("apart", "stride 1 0", "offset 2", "add", "size 1 1", "lt"),
         ),
         folded=("old",),
-        routines=(Routine(b"plan", [torch.ones(3)], ("cpu",), ()), Routine(b"plan", [], (), (control,))),
-        fixed=((0, "n", None), (2, "m", True), (4, "k", 2.5), (5, "h", "up"), (6, "d", torch.float32)),
+        routines=(
+            Routine(b"plan", [torch.ones(3)], ("cpu",), ()),
+            Routine(b"plan", [], (), (control,)),
+        ),
+        fixed=(
+            (0, "n", None),
+            (2, "m", True),
+            (4, "k", 2.5),
+            (5, "h", "up"),
+            (6, "d", torch.float32),
+        ),
         controls=(control, replace(control, kind="cond", routines=(0, 1), strides=())),
-    )  # fmt: skip
+    )
     write_package(tmp_path / "p", rich)
     core, binary = ROOT / "native" / "core", tmp_path / "native_package"
     sources = [
@@ -331,7 +401,9 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     command = ["g++", "-std=c++20", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     folders = ["-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include")]
     subprocess.run([*command, *folders, "-o", str(binary), *map(str, sources)], check=True)
-    done = subprocess.run([binary, "20000", "p"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(
+        [binary, "20000", "p"], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert 100 < int(done.stdout.split()[0]) < 10_000, done.stdout
 
@@ -344,11 +416,15 @@ def test_kernels_load_where_memory_files_are_not_allowed(tmp_path: Path) -> None
 import ctypes, sys, torch
 from plait._native import Package
 class Op(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+    _fields_ = [
+        ("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8),
+        ("k", ctypes.c_uint32)]
 class Program(ctypes.Structure):
     _fields_ = [("n", ctypes.c_uint16), ("ops", ctypes.POINTER(Op))]
 # memory files (system call 319) fail with EPERM
-ops = (Op * 4)(Op(0x20, 0, 0, 0), Op(0x15, 0, 1, 319), Op(0x06, 0, 0, 0x50001), Op(0x06, 0, 0, 0x7FFF0000))
+ops = (Op * 4)(
+    Op(0x20, 0, 0, 0), Op(0x15, 0, 1, 319), Op(0x06, 0, 0, 0x50001), Op(0x06, 0, 0, 0x7FFF0000)
+)
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(Program(4, ops))) == 0

@@ -1,4 +1,5 @@
-"""Plan bytes: damaged ones are refused with a clear error and never crash; equal programs give equal bytes."""
+"""Plan bytes: damaged ones are refused with a clear error and never crash; equal programs give
+equal bytes."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def rich_program():
         Arena("m", 4096),
         Place("p", "m", 64, f32, (4, 4), (4, 1)),
         Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),
-        CallExtern("aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False),
+        CallExtern(
+            "aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False
+        ),
         View("v", "p", f32, (2, 4), (4, 1), 8),
         Alloc("o", f32, (s0, 4), (4, 1)),
         launch("k_inc", "x", "o", n=4 * s0),
@@ -146,7 +149,9 @@ def corruptions(plan: bytes, n: int, seed: int):
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
             at = HEADER + 8 * rng.randrange(n_words + 1)
             old = struct.unpack_from("<q", plan, at)[0]
-            new = rng.choice((rng.choice(interesting), old + rng.choice((-1, 1)), rng.randrange(64)))
+            new = rng.choice(
+                (rng.choice(interesting), old + rng.choice((-1, 1)), rng.randrange(64))
+            )
             struct.pack_into("<q", damaged, at, max(-(2**63), min(2**63 - 1, new)))
         if rng.random() < 0.1:
             damaged = damaged[: HEADER + rng.randrange(len(damaged) - HEADER)]
@@ -169,7 +174,9 @@ def test_damaged_plans_run_without_a_crash():
     tally = fuzz_plans.fuzz(1000, sanitized=False)
     assert tally.findings == {}
     assert tally.seed == 1000 and tally.counts["refused"] > 300 and tally.counts["ran"] > 200
-    untouched = [p for p in plan_damage.INSTRUCTIONS if not any(k.startswith(f"{p} ") for k in tally.counts)]
+    untouched = [
+        p for p in plan_damage.INSTRUCTIONS if not any(k.startswith(f"{p} ") for k in tally.counts)
+    ]
     assert untouched == []
 
 
@@ -182,11 +189,24 @@ def test_a_hundred_thousand_damaged_plans_run_under_a_sanitizer():
 
 @pytest.mark.slow
 def test_damaged_plans_are_read_under_a_sanitizer(tmp_path: Path):
-    """The reader and the verifier as a program of their own, on plans of every instruction and of real graphs."""
+    """The reader and the verifier as a program of their own, on plans of every instruction and of
+    real graphs."""
     core, program = ROOT / "native" / "core", tmp_path / "native_plans"
-    sources = [ROOT / "tests" / "native_plans.cpp", *(core / f"{n}.cpp" for n in ("functions", "plan", "verify"))]
-    command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    subprocess.run([*command, "-I", str(ROOT / "native"), "-o", str(program), *map(str, sources)], check=True)
+    sources = [
+        ROOT / "tests" / "native_plans.cpp",
+        *(core / f"{n}.cpp" for n in ("functions", "plan", "verify")),
+    ]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-g",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover",
+    ]
+    subprocess.run(
+        [*command, "-I", str(ROOT / "native"), "-o", str(program), *map(str, sources)], check=True
+    )
     files = []
     for k, p in enumerate((rich_program(), *real_programs())):
         files.append(tmp_path / f"{k}.plan")
@@ -197,9 +217,12 @@ def test_damaged_plans_are_read_under_a_sanitizer(tmp_path: Path):
 
 
 def real_programs() -> list[WrapperProgram]:
-    """What the compiler makes of a small model: inference, both halves of training, dynamic sizes."""
+    """What the compiler makes of a small model: inference, both halves of training, dynamic
+    sizes."""
     made: list[CompileRecord] = []
-    model = torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.GELU(), torch.nn.LayerNorm(40), torch.nn.Dropout(0.1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(48, 40), torch.nn.GELU(), torch.nn.LayerNorm(40), torch.nn.Dropout(0.1)
+    )
     token = observers.set((made.append,))
     try:
         torch.compile(model, backend="plait", dynamic=True)(torch.randn(24, 48)).sum().backward()
@@ -222,8 +245,16 @@ ARENA = (Arena("m", 64), Place("p", "m", 0, f32, (4,), (1,)))
         ((X,), (Free("x"), Free("x"), Return(())), "'x' is used after it was freed"),
         ((SymbolInput("n"), SymbolInput("n")), (Return(()),), "symbol 'n' is defined twice"),
         ((), (Return((symbol("n"),)),), "before it is defined"),
-        ((X,), (Arena("m", 64), Place("p", "m", 4, f32, (16,), (1,)), Return(())), "'p' reaches beyond its memory"),
-        ((X,), (Arena("m", 64), Place("p", "m", 2, f32, (4,), (1,)), Return(())), "'p' has a wrong offset"),
+        (
+            (X,),
+            (Arena("m", 64), Place("p", "m", 4, f32, (16,), (1,)), Return(())),
+            "'p' reaches beyond its memory",
+        ),
+        (
+            (X,),
+            (Arena("m", 64), Place("p", "m", 2, f32, (4,), (1,)), Return(())),
+            "'p' has a wrong offset",
+        ),
         ((X,), (Arena("m", -1), Return(())), "arena of -1 bytes"),
         (
             (X,),
@@ -235,17 +266,33 @@ ARENA = (Arena("m", 64), Place("p", "m", 0, f32, (4,), (1,)))
             (Alloc("a", f32, (4,), (1,)), Reuse("b", "a", i64, (4,), (1,)), Return(())),
             "'b' reaches beyond its memory",
         ),
-        ((X,), (Reuse("b", "x", f32, (4,), (1,)), Return(())), "'x' was not allocated by this program"),
+        (
+            (X,),
+            (Reuse("b", "x", f32, (4,), (1,)), Return(())),
+            "'x' was not allocated by this program",
+        ),
         ((X,), (Alloc("a", f32, (-4,), (1,)), Return(())), "a size is negative"),
         ((X,), (Alloc("a", f32, (1 << 40, 1 << 40), (1 << 40, 1)), Return(())), "too large"),
         ((X,), (Return((Ref("x"), ListOf(()))),), "a list is returned"),
         ((X,), (Return((ValueOf("x"),)),), "'x' is no float and no bool"),
         ((X,), (*ARENA, Return((Ref("p"),))), "'p' lies in the arena and may be kept"),
-        ((X,), (*ARENA, View("v", "p", f32, (2,), (1,), 0), Return((Ref("v"),))), "'v' lies in the arena"),
-        ((X,), (*ARENA, CallExtern("aten::neg", (Ref("p"),), (), ("y",)), Return(())), "'p' lies in the arena"),
         (
             (X,),
-            (*ARENA, CallExtern("own::op", (ListOf((Ref("p"),)),), (), ("y",), may_keep=False), Return(())),
+            (*ARENA, View("v", "p", f32, (2,), (1,), 0), Return((Ref("v"),))),
+            "'v' lies in the arena",
+        ),
+        (
+            (X,),
+            (*ARENA, CallExtern("aten::neg", (Ref("p"),), (), ("y",)), Return(())),
+            "'p' lies in the arena",
+        ),
+        (
+            (X,),
+            (
+                *ARENA,
+                CallExtern("own::op", (ListOf((Ref("p"),)),), (), ("y",), may_keep=False),
+                Return(()),
+            ),
             "'p' lies in the arena",
         ),
         ((X,), (View("v", "x", f32, (2,), (1,), 1 << 60), Return(())), "'v' has a wrong offset"),
@@ -264,7 +311,12 @@ S0 = symbol("s0")
 @pytest.mark.parametrize(
     "inputs, body, args, text",
     [
-        ((X,), (View("v", "x", f32, (3,), (2,), 0), ret("v")), [4], "'x' is smaller than what is read of it"),
+        (
+            (X,),
+            (View("v", "x", f32, (3,), (2,), 0), ret("v")),
+            [4],
+            "'x' is smaller than what is read of it",
+        ),
         (
             (tensor("x", S0),),
             (Symbol("s0", SizeOf("x", "size", 0)), View("v", "x", f32, (S0,), (1,), 1), ret("v")),
@@ -292,7 +344,11 @@ S0 = symbol("s0")
         ),
         (
             (X,),
-            (CallExtern("aten::neg", (Ref("x"),), (), ("r",)), View("v", "r", f32, (4,), (1,), 2), ret("v")),
+            (
+                CallExtern("aten::neg", (Ref("x"),), (), ("r",)),
+                View("v", "r", f32, (4,), (1,), 2),
+                ret("v"),
+            ),
             [4],
             "'r' is smaller than what is read of it",
         ),
@@ -300,7 +356,9 @@ S0 = symbol("s0")
             (X,),
             (
                 alloc("o", 2),
-                CallExtern("aten::neg.out", (Ref("x"),), (("out", Ref("o")),), (), ("o",), may_keep=False),
+                CallExtern(
+                    "aten::neg.out", (Ref("x"),), (("out", Ref("o")),), (), ("o",), may_keep=False
+                ),
                 ret("o"),
             ),
             [4],
@@ -318,7 +376,10 @@ def test_what_only_a_call_knows_is_checked_at_the_call(
     inputs: tuple[Input, ...], body: tuple[Instr, ...], args: list[int | tuple[int, ...]], text: str
 ):
     prog = load(encode(program(inputs, *body)), {"cpu": library()})
-    given = [a if isinstance(i, SymbolInput) else torch.randn(a) for i, a in zip(inputs, args, strict=True)]
+    given = [
+        a if isinstance(i, SymbolInput) else torch.randn(a)
+        for i, a in zip(inputs, args, strict=True)
+    ]
     with pytest.raises(RuntimeError, match=text):
         prog(*given)
 
@@ -329,7 +390,9 @@ def test_a_kernel_that_takes_something_else_is_refused():
     (kernel,) = (i for i in p.body if isinstance(i, DefineKernel))
     fewer = replace(body[1], args=("o",)) if isinstance(body[1], Launch) else None
     damaged = replace(p, body=(replace(kernel, n_args=1), body[0], fewer, body[2]))
-    with pytest.raises(LoadError, match="'k_inc' takes 2 tensors and 1 sizes, the program declares 1 and 1"):
+    with pytest.raises(
+        LoadError, match="'k_inc' takes 2 tensors and 1 sizes, the program declares 1 and 1"
+    ):
         load(encode(damaged), {"cpu": library()})
 
 

@@ -1,5 +1,5 @@
-"""Training graphs as one native callable: gradients, autograd's promises (hooks, versions, errors, lifetimes), and the
-graphs and states that go through AOTAutograd's autograd function instead."""
+"""Training graphs as one native callable: gradients, autograd's promises (hooks, versions, errors,
+lifetimes), and the graphs and states that go through AOTAutograd's autograd function instead."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check(fn: Callable[..., Any], *inputs: Tensor, native: bool = True, **kwargs
     return compiled
 
 
-# ---------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models_are_native(name: str) -> None:
     make, data = MODELS[name]
@@ -279,13 +279,18 @@ def test_sizes_that_tracing_finds_constant(fn: Callable[..., Any], dynamic: bool
             torch.manual_seed(n)
             x = leaf(n, 5)
             outs = f(x)
-            sum((o * (o.detach() + 1.5)).sum() for o in (outs if isinstance(outs, tuple) else (outs,))).backward()
+            sum(
+                (o * (o.detach() + 1.5)).sum()
+                for o in (outs if isinstance(outs, tuple) else (outs,))
+            ).backward()
             seen.append((outs, x.grad))
         torch.testing.assert_close(seen[1], seen[0])
     assert compiled.native
 
 
-def test_a_native_callable_that_is_refused_is_a_bug_of_plaits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_callable_that_is_refused_is_a_bug_of_plaits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any) -> Any:
         raise _native.LoadError("no such input")
 
@@ -301,7 +306,9 @@ def test_a_native_callable_that_is_refused_is_a_bug_of_plaits(monkeypatch: pytes
         lambda n: (n * 2).sin(),
         lambda n: F.relu(n @ torch.arange(16.0).view(4, 4)),
         lambda n: F.layer_norm(n, (4,)).softmax(1) + n,
-        lambda n: (lambda q: F.scaled_dot_product_attention(q, q, q))(n.unflatten(-1, (2, 2)).transpose(1, 2)),
+        lambda n: (lambda q: F.scaled_dot_product_attention(q, q, q))(
+            n.unflatten(-1, (2, 2)).transpose(1, 2)
+        ),
         lambda n: n.to_padded_tensor(0.0) * n.shape[0],
     ],
 )
@@ -324,7 +331,9 @@ def test_jagged_nested_tensors(fn: Callable[..., Any], grad: bool) -> None:
 def test_a_ragged_size_is_no_number() -> None:
     n = torch.nested.nested_tensor([torch.randn(k, 4) for k in (3, 5)], layout=torch.jagged)
     for fn in (lambda n: (n * 2, n.shape[1]), lambda n: (n * 2, n.shape[1] * 2)):
-        with pytest.raises(Unsupported, match=r"the ragged size .* of a nested tensor, as a number"):
+        with pytest.raises(
+            Unsupported, match=r"the ragged size .* of a nested tensor, as a number"
+        ):
             torch.compile(fn, backend="plait")(n)
 
 
@@ -351,7 +360,7 @@ def test_batch_norm_updates_statistics_and_their_version() -> None:
     torch.testing.assert_close(twin.weight.grad, bn.weight.grad)
 
 
-# ---------------------------------------------------------------------------------------------- autograd's promises
+# ------------------------------------------------------------------------------ autograd's promises
 def saving(x: Tensor) -> Tensor:
     return (x.exp() * x).tanh()
 
@@ -389,7 +398,9 @@ def test_double_backward_is_refused() -> None:
     torch.testing.assert_close(g.detach(), want)
     assert fn.native and g.requires_grad
     for again in (lambda: torch.autograd.grad(g.sum(), x), lambda: g.sum().backward()):
-        with pytest.raises(GradientError, match=r"double backward.*\n  try: torch.func.grad inside") as caught:
+        with pytest.raises(
+            GradientError, match=r"double backward.*\n  try: torch.func.grad inside"
+        ) as caught:
             again()
         assert isinstance(caught.value, RuntimeError)
 
@@ -545,7 +556,9 @@ def test_an_error_of_a_hook_reaches_the_caller() -> None:
         y.sum().backward()
 
 
-def test_an_error_while_backward_is_compiled_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_backward_is_compiled_reaches_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from plait.capture.training import TrainingGraph
 
     def fail(*_: Any) -> Any:
@@ -568,7 +581,7 @@ def test_deterministic_algorithms_asked_for_too_late() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-# ---------------------------------------------------------------------------------------------- lifetimes
+# ---------------------------------------------------------------------------------------- lifetimes
 def test_saved_tensors_die_with_backward_and_with_the_result() -> None:
     alive: list[weakref.ref[Tensor]] = []
 
@@ -605,7 +618,11 @@ def test_a_result_that_is_saved_makes_no_cycle() -> None:
     try:
         y = fn(x)
         node, data = weakref.ref(y), y.untyped_storage()
-        held = torch._C._storage_Use_Count(data._cdata) if hasattr(torch._C, "_storage_Use_Count") else 0
+        held = (
+            torch._C._storage_Use_Count(data._cdata)
+            if hasattr(torch._C, "_storage_Use_Count")
+            else 0
+        )
         del y
         assert node() is None
         if held:
@@ -628,7 +645,7 @@ def test_the_callable_dies_with_the_compiled_function() -> None:
     assert len([o for o in gc.get_objects() if type(o) is _native.Training]) < count
 
 
-# ---------------------------------------------------------------------------------------------- threads
+# ------------------------------------------------------------------------------------------ threads
 def test_two_threads() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     fn = Compiled(model)
@@ -663,7 +680,7 @@ def test_backward_in_another_thread() -> None:
     torch.testing.assert_close(x.grad, want)
 
 
-# ---------------------------------------------------------------------------------------------- the wrapper's graphs
+# ----------------------------------------------------------------------------- the wrapper's graphs
 def mutated(x: Tensor, w: Tensor) -> Tensor:
     x.mul_(2)
     return x * w
@@ -688,11 +705,14 @@ def test_a_mutated_input_is_wrapped() -> None:
 
 
 def test_states_that_the_node_does_not_serve() -> None:
-    """No gradients, a dispatch mode, forward derivatives: the call goes to AOTAutograd's callable, or recompiles."""
+    """No gradients, a dispatch mode, forward derivatives: the call goes to AOTAutograd's callable,
+    or recompiles."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     x = leaf(3)
@@ -736,7 +756,7 @@ def test_custom_op_is_native_after_its_first_call() -> None:
         assert fn(leaf(4)).grad_fn.name() == "PlaitBackward"
 
 
-# ---------------------------------------------------------------------------------------------- the type itself
+# ---------------------------------------------------------------------------------- the type itself
 def test_a_description_that_does_not_fit_is_refused() -> None:
     fn = Compiled(saving)
     fn(leaf(3))
@@ -761,11 +781,17 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
             make(*rest)
 
 
-# ---------------------------------------------------------------------------------------------- compiled autograd
+# -------------------------------------------------------------------------------- compiled autograd
 TRACED: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]]]] = {
     "product": (lambda x, w: (x @ w).relu(), lambda k: [torch.randn(4, 4), leaf(4, 4)]),
-    "one of two results": (lambda x, w: ((x @ w).relu(), x * w), lambda k: [leaf(4, 4), leaf(4, 4)]),
-    "another size": (lambda x, w: (x @ w).relu() * x.shape[0], lambda k: [torch.randn(4 + k, 4), leaf(4, 4)]),
+    "one of two results": (
+        lambda x, w: ((x @ w).relu(), x * w),
+        lambda k: [leaf(4, 4), leaf(4, 4)],
+    ),
+    "another size": (
+        lambda x, w: (x @ w).relu() * x.shape[0],
+        lambda k: [torch.randn(4 + k, 4), leaf(4, 4)],
+    ),
 }
 
 
@@ -782,14 +808,19 @@ def restrided(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("compiler", ["eager", "plait"])
 @pytest.mark.parametrize("name", list(TRACED))
 @pytest.mark.parametrize("hooked", [False, True])
-def test_compiled_autograd_runs_the_backward_program(name: str, compiler: str, around: str, hooked: bool) -> None:
+def test_compiled_autograd_runs_the_backward_program(
+    name: str, compiler: str, around: str, hooked: bool
+) -> None:
     fn, make = TRACED[name]
     compiled = Compiled(fn)
     hooks = torch.autograd.graph.saved_tensors_hooks(restrided, torch.clone)
     for k in range(3):
         inputs = make(k)
         wants = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-        with hooks if hooked else nullcontext(), traced_by(compiler) if around == "both" else nullcontext():
+        with (
+            hooks if hooked else nullcontext(),
+            traced_by(compiler) if around == "both" else nullcontext(),
+        ):
             result = compiled(*inputs)
         with traced_by(compiler):
             (result[0] if isinstance(result, tuple) else result).sin().sum().backward()

@@ -1,7 +1,9 @@
-"""PyTorch's own op samples, forward and gradient: a fixed slice of every op here, everything under the marker `slow`.
+"""PyTorch's own op samples, forward and gradient: a fixed slice of every op here, everything under
+the marker `slow`.
 
-The slice: two float32 samples (one of them not contiguous), one each of bfloat16, int64 and bool, two of gradients, and
-every sixth op with dynamic sizes. What counts as wrong is decided in opinfo_tools.py.
+The slice: two float32 samples (one of them not contiguous), one each of bfloat16, int64 and bool,
+two of gradients, and every sixth op with dynamic sizes. What counts as wrong is decided in
+opinfo_tools.py.
 """
 
 from __future__ import annotations
@@ -37,15 +39,20 @@ _APART = [op for op in op_db if op.name in UNTRACEABLE or op.name.startswith("ma
 ALL = [op for op in op_db if op.name not in RANDOM and op not in _APART and name_of(op) != PARTIAL]
 # Those of jiterator are for CUDA only.
 BEHIND_DYNAMO = [
-    op for op in _APART if torch.float32 in op.supported_dtypes("cpu") and not op.name.startswith("jiterator")
+    op
+    for op in _APART
+    if torch.float32 in op.supported_dtypes("cpu") and not op.name.startswith("jiterator")
 ]
 FLOATS = [op for op in ALL if torch.float32 in op.supported_dtypes("cpu")]
-# The gradient of linalg.eig is defined for some losses only; AOTAutograd cannot trace those of the others.
+# The gradient of linalg.eig is defined for some losses only; AOTAutograd cannot trace those of the
+# others.
 _NO_GRADIENT = ("index_fill", "linalg.eig", "put")
 DIFFERENTIABLE = [
     op
     for op in ALL
-    if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu") and op.name not in _NO_GRADIENT
+    if op.supports_autograd
+    and torch.float32 in op.supported_backward_dtypes("cpu")
+    and op.name not in _NO_GRADIENT
 ]
 DTYPES = (
     torch.float32,
@@ -58,16 +65,26 @@ DTYPES = (
     torch.bool,
 )
 
-LISTED = {line.split()[1] for line in EXTERN_OPS.read_text().splitlines() if line.startswith("fallback")}
+LISTED = {
+    line.split()[1] for line in EXTERN_OPS.read_text().splitlines() if line.startswith("fallback")
+}
 
 ops = pytest.mark.parametrize("op", ALL, ids=name_of)
 
 
 def passes(outcome: Outcome) -> None:
     assert not outcome.failures, "\n".join(outcome.failures[:5])
-    broken = {op: why for op, why in outcome.fallbacks.items() if "rule failed" in why or "the rule gave" in why}
+    broken = {
+        op: why
+        for op, why in outcome.fallbacks.items()
+        if "rule failed" in why or "the rule gave" in why
+    }
     assert not broken, f"rules that fail: {broken}"
-    missing = {op for op, why in outcome.fallbacks.items() if op.startswith("aten::") and why == "no lowering rule"}
+    missing = {
+        op
+        for op, why in outcome.fallbacks.items()
+        if op.startswith("aten::") and why == "no lowering rule"
+    }
     missing -= LISTED
     assert not missing, f"neither a rule nor a line in extern_ops.txt: {missing}"
 
@@ -99,7 +116,8 @@ def test_forward(op: Any) -> None:
 
 # Gradients take longest to compile: `make test` has every third op's.
 SPREAD = [
-    pytest.param(op, marks=[pytest.mark.slow] * bool(k % 3), id=name_of(op)) for k, op in enumerate(DIFFERENTIABLE)
+    pytest.param(op, marks=[pytest.mark.slow] * bool(k % 3), id=name_of(op))
+    for k, op in enumerate(DIFFERENTIABLE)
 ]
 
 
@@ -115,11 +133,16 @@ def test_dynamic(op: Any) -> None:
         passes(check_forward(cases, dynamic=True))
 
 
-# ------------------------------------------------------------------------------------------------ everything
+# --------------------------------------------------------------------------------------- everything
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [pytest.param(op, d, id=f"{name_of(op)}-{d}") for op in ALL for d in DTYPES if d in op.supported_dtypes("cpu")],
+    [
+        pytest.param(op, d, id=f"{name_of(op)}-{d}")
+        for op in ALL
+        for d in DTYPES
+        if d in op.supported_dtypes("cpu")
+    ],
 )
 def test_forward_all(op: Any, dtype: torch.dtype) -> None:
     for strided in ((), range(100)):
@@ -155,6 +178,7 @@ def test_gradient_all(op: Any, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", BEHIND_DYNAMO, ids=name_of)
 def test_behind_dynamo(op: Any) -> None:
-    """Ops whose sizes or control flow depend on values: Dynamo captures or breaks the graph around them."""
+    """Ops whose sizes or control flow depend on values: Dynamo captures or breaks the graph around
+    them."""
     for case in pick(op, torch.float32, 4):
         passes(check_through_dynamo(case))

@@ -1,5 +1,5 @@
-"""plait's operators where there is no GPU: values, gradients of every order, what torch says of a custom operator,
-programs, and C++."""
+"""plait's operators where there is no GPU: values, gradients of every order, what torch says of a
+custom operator, programs, and C++."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "add_rms_norm": (lambda x, y, w: P.add_rms_norm(x, y, [4], w), ((2, 4), (2, 4), (4,))),
     "rotary": (lambda x: P.rotary(x, *TABLES, offset=1), ((2, 3, 2, 5),)),
     "rotary, offsets": (
-        lambda x: P.rotary(x, *TABLES, offsets=torch.tensor([3, 1]), interleaved=True), ((2, 3, 2, 4),)),
+        lambda x: P.rotary(x, *TABLES, offsets=torch.tensor([3, 1]), interleaved=True),
+        ((2, 3, 2, 4),),
+    ),
     "rotary, tables": (P.rotary, ((1, 3, 2, 5), (4, 2), (4, 2))),
     "matmul": (P.matmul, ((2, 1, 2, 3), (2, 3, 2))),
     "linear": (P.matmul, ((2, 2, 3), (3, 2))),
@@ -59,7 +61,7 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "cross_entropy, mean": (lambda x: loss(x, WEIGHT, 1, 0.0), ((4, 5),)),
     "cross_entropy, smoothed": (lambda x: loss(x, WEIGHT, 1, 0.1), ((4, 5),)),
     "cross_entropy, smoothed sum": (lambda x: loss(x, None, 2, 0.1), ((4, 5),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -67,7 +69,9 @@ def test_gradients(name: str) -> None:
     """Of both modes and of the second order."""
     op, shapes = GRADIENTS[name]
     x = [r(*s) for s in shapes]
-    assert gradcheck(op, x, check_forward_ad=True, fast_mode=True) and gradgradcheck(op, x, fast_mode=True)
+    assert gradcheck(op, x, check_forward_ad=True, fast_mode=True) and gradgradcheck(
+        op, x, fast_mode=True
+    )
 
 
 F32 = partial(r, dtype=torch.float32)
@@ -80,21 +84,31 @@ CHECKED: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (P.softmax.default, (HALF(3, 4), -1, torch.float32), {}),
     (P._softmax_backward.default, (F32(3, 4), F32(3, 4), 1, torch.float32), {}),
     (P.rotary.default, (F32(2, 3, 2, 5), *TABLES32), {"offset": 1}),
-    (P.rotary.default, (F32(2, 3, 2, 5).transpose(0, 1), *TABLES32),
-     {"offsets": torch.tensor([1, 2, 0]), "interleaved": True}),
+    (
+        P.rotary.default,
+        (F32(2, 3, 2, 5).transpose(0, 1), *TABLES32),
+        {"offsets": torch.tensor([1, 2, 0]), "interleaved": True},
+    ),
     (P._rms_norm.default, (F32(3, 4), F32(3, 4), F32(4), 1, 1e-5), {}),
     (P._rms_norm.default, (HALF(3, 4), F32(3, 4), F32(4), 1, 1e-5), {}),
     (P._rms_norm.default, (F32(3, 4).t(), None, None, 1, 1e-5), {}),
-    (P._rms_norm_backward.default, (F32(3, 4), F32(3, 4), F32(3, 4), F32(4), torch.rand(3, 1), 1, 1e-5), {}),
+    (
+        P._rms_norm_backward.default,
+        (F32(3, 4), F32(3, 4), F32(3, 4), F32(4), torch.rand(3, 1), 1, 1e-5),
+        {},
+    ),
     (P._cross_entropy.default, (F32(4, 5), TARGET, None, 1, -100, 0.0), {}),
     (P._cross_entropy.default, (HALF(4, 5), TARGET, torch.rand(5), 0, -100, 0.1), {}),
-    (P._cross_entropy_backward.default,
-     (F32(), F32(4, 5), TARGET, torch.rand(5), torch.rand(4), torch.tensor(3.0), 1, -100, 0.1), {}),
+    (
+        P._cross_entropy_backward.default,
+        (F32(), F32(4, 5), TARGET, torch.rand(5), torch.rand(4), torch.tensor(3.0), 1, -100, 0.1),
+        {},
+    ),
     (P._bmm.default, (F32(2, 4, 3).mT, F32(2, 4, 5)), {}),
     (P.matmul.default, (F32(2, 3, 4), F32(4, 5)), {}),
     (P.cross_entropy.default, (F32(4, 5, 2), torch.randint(5, (4, 2))), {}),
     (P.add_rms_norm.default, (F32(3, 4), F32(3, 4), [4], F32(4)), {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("k", range(len(CHECKED)), ids=lambda k: str(CHECKED[k][0]))
@@ -124,7 +138,9 @@ def test_programs(backend: str, dynamic: bool, programs: list[Any]) -> None:
         x, w, target = inputs(n)
         want, got = model(x, w, target), compiled(x, w, target)
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(torch.autograd.grad(got, (x, w)), torch.autograd.grad(want, (x, w)))
+        torch.testing.assert_close(
+            torch.autograd.grad(got, (x, w)), torch.autograd.grad(want, (x, w))
+        )
     assert len(programs) == (2 if backend == "plait" else 0)
 
 
@@ -133,7 +149,9 @@ def test_plait_takes_them_apart() -> None:
     found = plait.explain(model, x, w, target, quiet=True)
     assert "0 calls of PyTorch's own operators" in str(found)
     with torch.no_grad():
-        torch.testing.assert_close(plait.compile(model, (x, w, target))(x, w, target), model(x, w, target))
+        torch.testing.assert_close(
+            plait.compile(model, (x, w, target))(x, w, target), model(x, w, target)
+        )
 
 
 def test_in_bfloat16_autocast() -> None:
@@ -142,10 +160,22 @@ def test_in_bfloat16_autocast() -> None:
 
 
 ERRORS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ops.rms_norm(r(3, 4), [3]), r"last dimensions of input, \[3, 4\], must be normalized_shape, \[3\]"),
-    (lambda: ops.rms_norm(r(3, 4), [4], r(3)), r"weight is of shape \[3\], and normalized_shape \[4\]"),
-    (lambda: ops.add_rms_norm(r(3, 4), r(4), [4]), r"residual is of shape \[4\], and input \[3, 4\]"),
-    (lambda: ops.rms_norm(torch.arange(4), [4]), "input must be of half, bfloat16, float or double, not Long"),
+    (
+        lambda: ops.rms_norm(r(3, 4), [3]),
+        r"last dimensions of input, \[3, 4\], must be normalized_shape, \[3\]",
+    ),
+    (
+        lambda: ops.rms_norm(r(3, 4), [4], r(3)),
+        r"weight is of shape \[3\], and normalized_shape \[4\]",
+    ),
+    (
+        lambda: ops.add_rms_norm(r(3, 4), r(4), [4]),
+        r"residual is of shape \[4\], and input \[3, 4\]",
+    ),
+    (
+        lambda: ops.rms_norm(torch.arange(4), [4]),
+        "input must be of half, bfloat16, float or double, not Long",
+    ),
     (lambda: ops.softmax(torch.arange(4), 0), "self must be of half"),
     (lambda: ops.softmax(r(4), 1), "Dimension out of range"),
     (lambda: ops.matmul(r(3, 4), r(3, 4)), r"shapes \[3, 4\] and \[3, 4\] do not fit: 4 against 3"),
@@ -185,12 +215,33 @@ def test_plait_does_not_load_them() -> None:
 def build_api(folder: Path) -> Path:
     """The C++ program of ops_api.cpp."""
     program = folder / "ops_api"
-    libraries = [f"-L{LIB}", f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{LIB}:{TORCH / 'lib'}", "-lplait_ops", "-ltorch_cpu"]
+    libraries = [
+        f"-L{LIB}",
+        f"-L{TORCH / 'lib'}",
+        f"-Wl,-rpath,{LIB}:{TORCH / 'lib'}",
+        "-lplait_ops",
+        "-ltorch_cpu",
+    ]
     subprocess.run(
-        ["g++", "-std=c++20", "-O0", "-I", str(ROOT / "plait" / "include"), "-isystem", str(TORCH / "include"), "-o",
-         str(program), str(ROOT / "tests" / "ops_api.cpp"), *libraries, "-lplait_core", "-lc10", "-ldl"],
-        check=True, timeout=300,
-    )  # fmt: skip
+        [
+            "g++",
+            "-std=c++20",
+            "-O0",
+            "-I",
+            str(ROOT / "plait" / "include"),
+            "-isystem",
+            str(TORCH / "include"),
+            "-o",
+            str(program),
+            str(ROOT / "tests" / "ops_api.cpp"),
+            *libraries,
+            "-lplait_core",
+            "-lc10",
+            "-ldl",
+        ],
+        check=True,
+        timeout=300,
+    )
     return program
 
 

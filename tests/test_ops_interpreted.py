@@ -1,5 +1,5 @@
-"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched
-on the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
+"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs
+what was launched on the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,21 @@ OPS = ROOT / "plait" / "lib" / "libplait_ops.so"
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_operators(tmp_path: Path, every: int) -> None:
     """Of every so many cases."""
-    includes = [f"-I{p}" for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")]
+    includes = [
+        f"-I{p}"
+        for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")
+    ]
     lib = TORCH / "lib"
-    flags = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-L{lib}", f"-L{tmp_path}", f"-Wl,-rpath,{lib}"]
+    flags = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-L{lib}",
+        f"-L{tmp_path}",
+        f"-Wl,-rpath,{lib}",
+    ]
     driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
     fakes = [str(ROOT / "tests" / name) for name in ("fake_gpu.cpp", "fake_aten.cpp")]
     for path, *args in (
@@ -35,7 +47,13 @@ def test_operators(tmp_path: Path, every: int) -> None:
         subprocess.run(build, check=True, timeout=300)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-x", "tests/operators.py"]
     search = os.pathsep.join((str(ROOT), str(TRITON)))
-    env = {**os.environ, "FAKE_GPU": str(tmp_path), "EVERY": str(every), "TRITON_INTERPRET": "1", "PYTHONPATH": search}
+    env = {
+        **os.environ,
+        "FAKE_GPU": str(tmp_path),
+        "EVERY": str(every),
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": search,
+    }
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -46,7 +64,17 @@ def test_operators(tmp_path: Path, every: int) -> None:
     assert len(launched) == 13
     signatures = [s for all_of in launched.values() for s in (all_of[0], all_of[-1])]
     kernels = ROOT / "plait" / "ops" / "kernels" / "operators.py"
-    command = ["-m", "plait.tools.pack", str(kernels), "-o", str(tmp_path / "pack"), "--signatures", *signatures]
+    command = [
+        "-m",
+        "plait.tools.pack",
+        str(kernels),
+        "-o",
+        str(tmp_path / "pack"),
+        "--signatures",
+        *signatures,
+    ]
     env = {**os.environ, "PYTHONPATH": search, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Compiled steps of every optimizer of torch.optim: parameters and state after several steps are those of eager."""
+"""Compiled steps of every optimizer of torch.optim: parameters and state after several steps are
+those of eager."""
 
 from __future__ import annotations
 
@@ -27,23 +28,36 @@ SPECIAL = [
     ("Adam", {"fused": True}),
     ("AdamW", {"amsgrad": True, "maximize": True}),
     ("AdamW", {"fused": True, "amsgrad": True}),
-    ("Adam", {"betas": (torch.tensor(0.9), torch.tensor(0.999)), "lr": torch.tensor(LR), "foreach": False}),
+    (
+        "Adam",
+        {
+            "betas": (torch.tensor(0.9), torch.tensor(0.999)),
+            "lr": torch.tensor(LR),
+            "foreach": False,
+        },
+    ),
     ("RMSprop", {"centered": True, "momentum": 0.9, "foreach": True}),
     ("RMSprop", {"centered": True, "momentum": 0.9}),
     ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
     ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     ("LBFGS", {"max_iter": 3}),
-]  # fmt: skip
-NAMES = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n not in ("Optimizer", "SparseAdam"))
+]
+NAMES = sorted(
+    n
+    for n, c in vars(torch.optim).items()
+    if isinstance(c, type) and n not in ("Optimizer", "SparseAdam")
+)
 
 
-def steps(name: str, options: dict[str, Any], dtype: torch.dtype, compile_it: bool) -> tuple[Any, ...]:
+def steps(
+    name: str, options: dict[str, Any], dtype: torch.dtype, compile_it: bool
+) -> tuple[Any, ...]:
     """Parameters and state after some steps, or the class of the error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5, bias=name != "Muon"), nn.Tanh(), nn.Linear(5, 4, bias=name != "Muon")).to(
-        dtype
-    )
+    model = nn.Sequential(
+        nn.Linear(6, 5, bias=name != "Muon"), nn.Tanh(), nn.Linear(5, 4, bias=name != "Muon")
+    ).to(dtype)
     optimizer = getattr(torch.optim, name)(model.parameters(), **copy.deepcopy(options))
     x = torch.randn(8, 6).to(dtype)
 
@@ -73,7 +87,9 @@ def agree(name: str, options: dict[str, Any]) -> None:
     for g, w, e in zip(got, want, exact, strict=True):
         assert g.dtype == w.dtype and g.shape == w.shape
         far, allowed = (g - e).abs(), (w - e).abs() + 1e-5 + 1e-5 * e.abs()
-        assert (far <= allowed).all(), f"{name}: {far.max()} from the float64 result, eager {(w - e).abs().max()}"
+        assert (far <= allowed).all(), (
+            f"{name}: {far.max()} from the float64 result, eager {(w - e).abs().max()}"
+        )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -87,7 +103,9 @@ def test_optimizer(name: str, setting: str) -> None:
     agree(name, options)
 
 
-@pytest.mark.parametrize(("name", "options"), SPECIAL, ids=[f"{n} {' '.join(o)}" for n, o in SPECIAL])
+@pytest.mark.parametrize(
+    ("name", "options"), SPECIAL, ids=[f"{n} {' '.join(o)}" for n, o in SPECIAL]
+)
 def test_special_options(name: str, options: dict[str, Any]) -> None:
     agree(name, {"lr": LR, **options})
 
@@ -104,17 +122,22 @@ UPDATES: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32], ids=str
+)
 @pytest.mark.parametrize("name", UPDATES)
 def test_multiply_add(name: str, dtype: torch.dtype, kernels: bool) -> None:
-    """The primitive that Dynamo makes of a scaled update, with a number for a tensor; half types are rounded once."""
+    """The primitive that Dynamo makes of a scaled update, with a number for a tensor; half types
+    are rounded once."""
     whole = dtype == torch.int32
     if whole and name in ("addcmul", "addcdiv", "by a tensor"):
         pytest.skip("eager refuses it")
     torch.manual_seed(0)
     x, y, z = ((torch.randn(1000) * 4 + 20).to(dtype) for _ in range(3))
     want = UPDATES[name](x.clone(), y, z)
-    got = torch.compile(UPDATES[name], backend="plait", options={"kernels": kernels})(x.clone(), y, z)
+    got = torch.compile(UPDATES[name], backend="plait", options={"kernels": kernels})(
+        x.clone(), y, z
+    )
     if name.startswith("addc") and dtype.itemsize == 2:
         assert torch.equal(got, want)
     torch.testing.assert_close(got, want)

@@ -1,4 +1,5 @@
-"""Packages: `plait.package` writes them, `plait.load` runs them in processes that have no compiler."""
+"""Packages: `plait.package` writes them, `plait.load` runs them in processes that have no
+compiler."""
 
 from __future__ import annotations
 
@@ -110,7 +111,10 @@ def test_what_a_package_tells(tmp_path: Path) -> None:
     loaded = packaged(tmp_path / "p.plait", module, X[:4])
     assert loaded.inputs == ("input",) and loaded.outputs == ("result",)
     assert set(loaded.weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert loaded.versions["torch"] == torch.__version__ and loaded.versions["plait"] == plait.__version__
+    assert (
+        loaded.versions["torch"] == torch.__version__
+        and loaded.versions["plait"] == plait.__version__
+    )
     assert loaded.machine in ISAS
     assert repr(loaded) == f"<plait package for {loaded.machine}: input -> result>"
     with pytest.raises(TypeError):
@@ -144,14 +148,18 @@ def test_every_machine_of_a_package_runs(tmp_path: Path) -> None:
     assert best.machine == next(name for name in ISAS if name in ran)
 
 
-def test_kernels_for_machines_are_different_and_plans_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_machines_are_different_and_plans_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), machines=["portable", "avx512"])
     assert [v.machine for v in c.variants] == ["avx512", "portable"]  # the best first
     assert c.variants[0].plan is c.variants[1].plan
     assert c.variants[0].kernels is not None and c.variants[0].kernels != c.variants[1].kernels
     c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), options={"isa": "avx2"})
     assert [v.machine for v in c.variants] == ["avx2"]
-    c = contents(monkeypatch, made("product alone"), "unused", (X[:4],), options={"small_matmul_flops": 0})
+    c = contents(
+        monkeypatch, made("product alone"), "unused", (X[:4],), options={"small_matmul_flops": 0}
+    )
     assert [v.machine for v in c.variants] == ["portable"] and c.variants[0].kernels is None
 
 
@@ -171,10 +179,15 @@ def test_threads_share_a_package(tmp_path: Path) -> None:
     [
         (lambda x: x.sort(), (X,)),
         (lambda x: {"a": [x.max(0), (x.sort(), 2)], "b": torch.linalg.slogdet(x[:6, :6])}, (X,)),
-        (lambda s, m: s.values + s.indices * m["m"].values, (X.sort(), {"m": X.max(1, keepdim=True)})),
+        (
+            lambda s, m: s.values + s.indices * m["m"].values,
+            (X.sort(), {"m": X.max(1, keepdim=True)}),
+        ),
     ],
 )
-def test_named_results_of_torch_go_in_and_out(tmp_path: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_named_results_of_torch_go_in_and_out(
+    tmp_path: Path, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     plait.package(fn, tmp_path / "p.plait", args, machines=["portable"])
     want = fn(*args)
     for program in (plait.compile(fn, args), plait.load(tmp_path / "p.plait")):
@@ -185,7 +198,8 @@ def test_named_results_of_torch_go_in_and_out(tmp_path: Path, fn: Callable[..., 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])
 def test_calls_that_change_state_come_one_after_another(tmp_path: Path, wrapper: str) -> None:
-    """As eager's: none is lost, and each sees the count it made. x is so large that calls give the GIL up."""
+    """As eager's: none is lost, and each sees the count it made. x is so large that calls give the
+    GIL up."""
     module, x = made("state"), torch.ones(64, 4096)
     if wrapper == "native":
         programs = [packaged(tmp_path / "p.plait", module, x), plait.compile(made("state"), (x,))]
@@ -204,7 +218,8 @@ def test_calls_that_change_state_come_one_after_another(tmp_path: Path, wrapper:
 
 
 def damaged_json(text: str) -> Iterator[str]:
-    """The text with each of its values exchanged or left out, one at a time, and cut or changed bytes."""
+    """The text with each of its values exchanged or left out, one at a time, and cut or changed
+    bytes."""
 
     def variants(value: Any) -> Iterator[Any]:
         yield from (x for x in (None, 7, "x", [], {}, [["value"]], True) if x != value)
@@ -232,8 +247,16 @@ def test_damage_to_how_arguments_are_nested_is_an_error_of_plait(tmp_path: Path)
     native = NativePackage(str(path))
     refused = taken = 0
     for text in damaged_json(native.python):
-        given = SimpleNamespace(call=native.call, python=text, names=native.names, outputs=native.outputs,
-                                weights={}, folded=(), machine="", versions={})  # fmt: skip
+        given = SimpleNamespace(
+            call=native.call,
+            python=text,
+            names=native.names,
+            outputs=native.outputs,
+            weights={},
+            folded=(),
+            machine="",
+            versions={},
+        )
         try:
             loaded = Package(given, str(path))  # type: ignore[arg-type]
         except plait.PackageError as error:
@@ -271,7 +294,10 @@ def test_weights_are_exchanged_in_place(tmp_path: Path) -> None:
     weight = torch.zeros(32, 16)
     for wrong, text in [
         ({"nothing": weight}, "there is no weight 'nothing'"),
-        ({"0.weight": weight.t()}, r"weight '0.weight': expected torch.float32 of sizes \(32, 16\), got .*\(16, 32\)"),
+        (
+            {"0.weight": weight.t()},
+            r"weight '0.weight': expected torch.float32 of sizes \(32, 16\), got .*\(16, 32\)",
+        ),
         ({"0.weight": weight.double()}, "got torch.float64"),
         ({"0.weight": 3}, "expected a tensor, got int"),
     ]:
@@ -308,7 +334,12 @@ def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:
             return x.view(2, -1) + y
 
     n = Dim("n", min=2, max=8)
-    plait.package(Halves(), tmp_path / "p.plait", (torch.ones(8), torch.ones(4)), dynamic_shapes=({0: 2 * n}, {0: n}))
+    plait.package(
+        Halves(),
+        tmp_path / "p.plait",
+        (torch.ones(8), torch.ones(4)),
+        dynamic_shapes=({0: 2 * n}, {0: n}),
+    )
     loaded = plait.load(tmp_path / "p.plait")
     assert torch.equal(loaded(torch.ones(6), torch.ones(3)), torch.full((2, 3), 2.0))
     with pytest.raises(InputError, match="sizes break a condition of the program"):
@@ -328,18 +359,41 @@ def where_it_begins(x: Tensor) -> Tensor:
     ("fn", "example", "fits", "breaks", "condition", "found"),
     [
         (Flat(), X[:6, :4], X[:3, :5], X[:3], "x.stride(0) != x.shape[1]", "stride(0) = 16"),
-        (Flat(), X[:, :8:2], X[:3, :10:2], X, "x.stride(0) != (x.shape[1]*x.stride(1))", "stride(1) = 1"),
-        (where_it_begins, X[2:, 2:], X[1:, 3:], X, "(x.storage_offset() % 3) == 1", "storage_offset() = 0"),
+        (
+            Flat(),
+            X[:, :8:2],
+            X[:3, :10:2],
+            X,
+            "x.stride(0) != (x.shape[1]*x.stride(1))",
+            "stride(1) = 1",
+        ),
+        (
+            where_it_begins,
+            X[2:, 2:],
+            X[1:, 3:],
+            X,
+            "(x.storage_offset() % 3) == 1",
+            "storage_offset() = 0",
+        ),
     ],
 )
 def test_conditions_on_strides_are_checked(
-    tmp_path: Path, fn: Any, example: Tensor, fits: Tensor, breaks: Tensor, condition: str, found: str
+    tmp_path: Path,
+    fn: Any,
+    example: Tensor,
+    fits: Tensor,
+    breaks: Tensor,
+    condition: str,
+    found: str,
 ) -> None:
     shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
     plait.package(fn, tmp_path / "p.plait", (example,), shapes, machines="portable")
     for call in (plait.load(tmp_path / "p.plait"), plait.compile(fn, (example,), shapes)):
         assert torch.equal(call(fits), fn(fits))
-        text = f"strides break a condition of the program, .*{re.escape(condition)}.*: x .*, x.{re.escape(found)}$"
+        text = (
+            f"strides break a condition of the program, .*{re.escape(condition)}.*: x .*, "
+            f"x.{re.escape(found)}$"
+        )
         with pytest.raises(InputError, match=text):
             call(breaks)
 
@@ -363,7 +417,9 @@ def test_folding_agrees_and_locks_weights(tmp_path: Path, name: str) -> None:
         assert set(loaded.weights) == set(module.state_dict())
         return
     assert set(loaded.weights) == {"1.num_batches_tracked", "4.num_batches_tracked"}
-    with pytest.raises(UserError, match=r"weight '0.weight' was folded into the program\n.*fold=False"):
+    with pytest.raises(
+        UserError, match=r"weight '0.weight' was folded into the program\n.*fold=False"
+    ):
         loaded.load_weights(module.state_dict())
 
 
@@ -465,7 +521,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("compiler", [plait.compile, lambda fn, args: plait.package(fn, "unused", args)])
+@pytest.mark.parametrize(
+    "compiler", [plait.compile, lambda fn, args: plait.package(fn, "unused", args)]
+)
 def test_what_cannot_be_traced_names_what_was_called(compiler: Callable[..., Any]) -> None:
     who = "plait.compile" if compiler is plait.compile else "plait.package"
     for fn, args in [
@@ -503,7 +561,10 @@ def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
         ({"machines": 3}, "knows no machine 3\n"),
         ({"device": "gpu"}, "there is no device 'gpu'\n.*cuda:1"),
         ({"device": 2.5}, "there is no device 2.5\n.*cuda:1"),
-        ({"device": "xpu"}, "a package for the device xpu: plait has kernels for cpu and cuda only"),
+        (
+            {"device": "xpu"},
+            "a package for the device xpu: plait has kernels for cpu and cuda only",
+        ),
         ({"machines": ["ptx_90"]}, "PTX for 90 runs on no newer GPU\n.*ptx_89"),
     ],
 )
@@ -561,7 +622,10 @@ def test_what_load_does_not_take(path: Any, options: dict[str, Any], text: str) 
 
 
 ABSENT: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "encoder": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), (torch.randn(2, 5, 8),)),
+    "encoder": (
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+        (torch.randn(2, 5, 8),),
+    ),
     "contiguous": (lambda x: x.t().contiguous(memory_format=torch.contiguous_format) + 1, (X[:4],)),
     "nonzero": (lambda x: (x.nonzero(), x.nonzero(as_tuple=True)[0], ~(x > 0)), (X[:4],)),
     "gru": (nn.GRU(8, 4).eval(), (torch.randn(2, 5, 8),)),
@@ -579,7 +643,8 @@ def test_a_package_for_a_device_that_is_not_here(tmp_path: Path, name: str) -> N
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_model_that_asks_the_device_that_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(
-        Unsupported, match=r"for cuda:0 of a model that asks the device(.|\n)*test_package.py(.|\n)*x\.device"
+        Unsupported,
+        match=r"for cuda:0 of a model that asks the device(.|\n)*test_package.py(.|\n)*x\.device",
     ):
         plait.package(lambda x: x.cuda() + 1, tmp_path / "p.plait", (X[:4],), device="cuda")
     assert not list(tmp_path.iterdir())
@@ -589,7 +654,10 @@ def test_a_model_that_asks_the_device_that_is_not_here(tmp_path: Path) -> None:
 def test_a_recurrent_layer_of_varying_length(tmp_path: Path, cell: type[nn.RNNBase]) -> None:
     model, x, t = cell(4, 5).eval(), torch.randn(7, 2, 4), torch.export.Dim("t", max=64)
     text = "it is traced for t = 7 alone, .* nn.GRU(.|\n)*compile once for each"
-    for make in (plait.compile, lambda *args: plait.package(args[0], tmp_path / "p.plait", *args[1:])):
+    for make in (
+        plait.compile,
+        lambda *args: plait.package(args[0], tmp_path / "p.plait", *args[1:]),
+    ):
         with pytest.raises(UserError, match=text):
             make(model, (x,), ({0: t},))
     fixed = plait.compile(model, (x,), ({0: torch.export.Dim.AUTO},))  # as it likes
@@ -600,7 +668,9 @@ def test_a_recurrent_layer_of_varying_length(tmp_path: Path, cell: type[nn.RNNBa
 
 def test_weights_need_values(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="weight 'weight' has no values"):
-        plait.package(nn.Linear(4, 4, device="meta"), tmp_path / "p.plait", (torch.ones(2, 4, device="meta"),))
+        plait.package(
+            nn.Linear(4, 4, device="meta"), tmp_path / "p.plait", (torch.ones(2, 4, device="meta"),)
+        )
 
 
 def test_results_that_are_views_of_inputs_and_weights(tmp_path: Path) -> None:
@@ -636,17 +706,29 @@ class Answer(nn.Module):
     def forward(self, query: Query, more: dict[str, tuple[Tensor, int]]) -> Query:
         y, by = more["y"]
         assert query.how == "fast"
-        return Query(query.x[: query.rows] * query.scale + y * by, query.rows, query.scale, query.how)
+        return Query(
+            query.x[: query.rows] * query.scale + y * by, query.rows, query.scale, query.how
+        )
 
 
 def test_arguments_that_are_no_tensors(tmp_path: Path) -> None:
     """Ints that vary, constants, and classes that torch was told of, for both ways to compile."""
 
-    def call(fn: Callable[..., Any], x: Tensor, rows: Any, scale: Any = 0.5, how: Any = "fast", by: Any = 3) -> Any:
+    def call(
+        fn: Callable[..., Any],
+        x: Tensor,
+        rows: Any,
+        scale: Any = 0.5,
+        how: Any = "fast",
+        by: Any = 3,
+    ) -> Any:
         return fn(Query(x, rows, scale, how), {"y": (X[0], by)})
 
     args = (Query(X, 3, 0.5, "fast"), {"y": (X[0], 3)})
-    shapes = {"query": [{0: Dim("n", min=2, max=20)}, Dim.DYNAMIC, None, None], "more": {"y": (None, None)}}
+    shapes = {
+        "query": [{0: Dim("n", min=2, max=20)}, Dim.DYNAMIC, None, None],
+        "more": {"y": (None, None)},
+    }
     exported = export(Answer(), args, dynamic_shapes=shapes)
     for number, (source, *given) in enumerate([(Answer(), args, shapes), (exported, None, None)]):
         path = tmp_path / f"{number}.plait"
@@ -658,11 +740,23 @@ def test_arguments_that_are_no_tensors(tmp_path: Path) -> None:
                 torch.testing.assert_close(got.x, want.x)
                 assert (got.rows, got.scale, got.how) == (rows, 0.5, "fast")
             for change, text in [
-                ({"rows": 7}, "sizes break a condition of the program, .*query.rows <= query.x.shape"),
+                (
+                    {"rows": 7},
+                    "sizes break a condition of the program, .*query.rows <= query.x.shape",
+                ),
                 ({"rows": -1}, "query.rows"),
-                ({"rows": True}, "query.rows': expected an int, got bool|condition .* query.rows True"),
-                ({"scale": 0.25}, "input 'query.scale': the program was compiled for 0.5, got 0.25"),
-                ({"how": "slow"}, "input 'query.how': the program was compiled for 'fast', got 'slow'"),
+                (
+                    {"rows": True},
+                    "query.rows': expected an int, got bool|condition .* query.rows True",
+                ),
+                (
+                    {"scale": 0.25},
+                    "input 'query.scale': the program was compiled for 0.5, got 0.25",
+                ),
+                (
+                    {"how": "slow"},
+                    "input 'query.how': the program was compiled for 'fast', got 'slow'",
+                ),
                 ({"by": 4}, r"input 'more\['y'\]\[1\]': the program was compiled for 3, got 4"),
             ]:
                 with pytest.raises(InputError, match=text):
@@ -676,7 +770,9 @@ def test_an_int_that_cannot_vary_is_named(tmp_path: Path) -> None:
         return x * (2 if n == 3 else 5)
 
     for compiler in (plait.compile, lambda fn, *args: plait.package(fn, tmp_path / "p", *args)):
-        with pytest.raises(UserError, match="contradicts the program: it needs 3 for an int that may vary"):
+        with pytest.raises(
+            UserError, match="contradicts the program: it needs 3 for an int that may vary"
+        ):
             compiler(fixed, (X, 3), (None, Dim.AUTO))
 
 

@@ -36,12 +36,16 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         offset = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        result: Tensor = torch.cond(x.sum() > 0, lambda x: self.inner(x).sin(), lambda x: x * 2 + offset, (x,))
+        result: Tensor = torch.cond(
+            x.sum() > 0, lambda x: self.inner(x).sin(), lambda x: x * 2 + offset, (x,)
+        )
         return result.exp()
 
 
 def repeat(x: Tensor) -> Any:
-    return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin() * 2), (torch.tensor(0), x))
+    return torch.while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, x.sin() * 2), (torch.tensor(0), x)
+    )
 
 
 def never(x: Tensor) -> Any:
@@ -113,7 +117,9 @@ def test_packages_agree_with_compile(tmp_path: Path, name: str) -> None:
     module, x = PROGRAMS[name], torch.randn(5, 4)
     agree(tmp_path / "p.plait", module, (x,), [x, x.abs(), -x.abs()], module)
     sizes = {"x": {0: N}}
-    exported = export(module, (x,), dynamic_shapes=sizes, strict=name == "nested")  # strict: regions are kept
+    exported = export(
+        module, (x,), dynamic_shapes=sizes, strict=name == "nested"
+    )  # strict: regions are kept
     agree(tmp_path / "q.plait", exported, None, [x, x.abs(), -torch.rand(8, 4)], module)
 
 
@@ -132,7 +138,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"operands": ((False, 0), (False, 2))}, "while_loop does not fit its control flow"),
         ({"strides": ()}, "while_loop does not fit its control flow"),
-        ({"operands": ((False, 0),), "carried": 1}, "a program with other operands than it is given"),
+        (
+            {"operands": ((False, 0),), "carried": 1},
+            "a program with other operands than it is given",
+        ),
         ({"routines": (1,)}, "a wrong number of programs"),
         ({"routines": (1, 0)}, "a condition with several results"),
         ({"carried": 1}, "carries what it does not return"),
@@ -158,7 +167,9 @@ def test_python_is_refused_by_name_and_line(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.randn(4, generator=GENERATOR)
 
-    with pytest.raises(Unsupported, match=r"calls Python: aten::randn.*\n.*test_package_control.py:\d+"):
+    with pytest.raises(
+        Unsupported, match=r"calls Python: aten::randn.*\n.*test_package_control.py:\d+"
+    ):
         plait.package(Noisy(), tmp_path / "p.plait", (torch.ones(4),))
 
 
@@ -179,6 +190,9 @@ assert "torch._dynamo" not in sys.modules and "plait.compile" not in sys.modules
 print("fine")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "fine\n", done.stderr

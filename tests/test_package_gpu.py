@@ -1,6 +1,7 @@
 """Packages for GPUs, written on a machine without one: what is built for which GPU.
 
-The tests run in a process that has Triton on its path (see test_cubin.py): `python -m tests.test_package_gpu NAME`.
+The tests run in a process that has Triton on its path (see test_cubin.py): `python -m
+tests.test_package_gpu NAME`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ MODULE = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32)).eval()
 def every_gpu_has_kernels(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         c = contents(
-            monkeypatch, MODULE, "unused", (X,), device="cuda", machines=["sm_80", "ptx_80", "sm_100", "sm_90"]
+            monkeypatch,
+            MODULE,
+            "unused",
+            (X,),
+            device="cuda",
+            machines=["sm_80", "ptx_80", "sm_100", "sm_90"],
         )
     assert [v.machine for v in c.variants] == ["sm_100", "sm_90", "sm_80", "ptx_80"]
     assert len({v.plan for v in c.variants}) == 1 and {v.kernels for v in c.variants} == {None}
     *cubins, ptx = [v.cubins or b"" for v in c.variants]
     for capability, cubin in zip((100, 90, 80), cubins, strict=True):
         elf = cubin[cubin.index(b"\x7fELF") :]
-        assert elf[48] == capability or elf[49] == capability  # of the flags in the head; Blackwell has moved it
+        assert (
+            elf[48] == capability or elf[49] == capability
+        )  # of the flags in the head; Blackwell has moved it
     assert b".target sm_80\n" in ptx and b"\x7fELF" not in ptx
     assert c.inputs[-1] == ("tensor", 0, "f32", (6, 16), (16, 1), "cuda:0")
     assert all(w.device.type == "cpu" for w in c.weights.values())  # the bytes are the same
@@ -44,12 +52,23 @@ def sizes_vary_and_weights_fold(folder: Path) -> None:
             self.w = nn.Parameter(torch.randn(16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made_there = self.w.sin() * torch.arange(16, device=x.device)  # which cannot be computed here
+            made_there = self.w.sin() * torch.arange(
+                16, device=x.device
+            )  # which cannot be computed here
             return x * self.w.exp() + made_there
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         shapes = ({0: Dim("n", min=2)},)
-        c = contents(monkeypatch, Scaled(), "unused", (X,), shapes, device="cuda", machines=["sm_90"], fold=True)
+        c = contents(
+            monkeypatch,
+            Scaled(),
+            "unused",
+            (X,),
+            shapes,
+            device="cuda",
+            machines=["sm_90"],
+            fold=True,
+        )
     assert c.folded == ("w",) and len(c.constants) == 2  # w itself too
     assert set(c.constant_devices) == {"cuda:0"} and not c.weights
     (name, low, high), width = c.inputs[-1][3]
@@ -67,7 +86,12 @@ def what_has_no_kernels_runs_on_any_gpu(folder: Path) -> None:
 
 
 CASES = {
-    f.__name__: f for f in (every_gpu_has_kernels, sizes_vary_and_weights_fold, what_has_no_kernels_runs_on_any_gpu)
+    f.__name__: f
+    for f in (
+        every_gpu_has_kernels,
+        sizes_vary_and_weights_fold,
+        what_has_no_kernels_runs_on_any_gpu,
+    )
 }
 
 

@@ -1,4 +1,5 @@
-"""Cutting programs into what is recorded as a CUDA graph and what runs at every call, on programs as text."""
+"""Cutting programs into what is recorded as a CUDA graph and what runs at every call, on programs
+as text."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from plait.tools.report import recorded_lines
-from plait.wrapper.instructions import Alloc, Arena, CallExtern, Launch, Partition, Place, WrapperProgram
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    CallExtern,
+    Launch,
+    Partition,
+    Place,
+    WrapperProgram,
+)
 from plait.wrapper.native import encode
 from plait.wrapper.partition import COPIED_NBYTES, fixed_inputs, partition, recorded_results
 from plait.wrapper.text import read, text
@@ -28,7 +37,10 @@ kernel('c', 2, 0)
 
 
 def cut(
-    body: str, n_results: int | None = None, nbytes: Mapping[str, int] | None = None, spent: str = ""
+    body: str,
+    n_results: int | None = None,
+    nbytes: Mapping[str, int] | None = None,
+    spent: str = "",
 ) -> WrapperProgram:
     program = read(HEAD + body)
     verify(program, after="test")
@@ -62,7 +74,9 @@ def test_kernels_are_recorded_and_their_results_are_not() -> None:
 
 
 def test_results_of_operators_stay_in_recorded_memory() -> None:
-    made = cut(KERNELS + "call('aten::mm.out', into=(b,), may_keep=False)(a, y, out=b)\nreturn (b,)\n")
+    made = cut(
+        KERNELS + "call('aten::mm.out', into=(b,), may_keep=False)(a, y, out=b)\nreturn (b,)\n"
+    )
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert all(made.body.index(i) > first for i in made.body if isinstance(i, Alloc))
     assert fixed_inputs(made) == (["x"], ["y"]) and recorded_results(made) == ([], ["b"])
@@ -75,7 +89,10 @@ def test_results_of_operators_stay_in_recorded_memory() -> None:
 
 
 def test_a_result_in_the_memory_of_another_tensor_is_not_recorded_memory() -> None:
-    made = cut(KERNELS + "c = reuse(b, f32[4, 8] @ (8, 1))\nlaunch('k', (b, c), (), (c,), 1)\nreturn (c,)\n")
+    made = cut(
+        KERNELS
+        + "c = reuse(b, f32[4, 8] @ (8, 1))\nlaunch('k', (b, c), (), (c,), 1)\nreturn (c,)\n"
+    )
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert [i.name for i in made.body[:first] if isinstance(i, Alloc)] == ["b"]
     assert recorded_results(made) == (["b"], [])
@@ -83,11 +100,17 @@ def test_a_result_in_the_memory_of_another_tensor_is_not_recorded_memory() -> No
 
 def test_what_a_forward_pass_saves_stays_in_recorded_memory() -> None:
     def hoisted(program: WrapperProgram) -> list[str]:
-        first = next(k for k, i in enumerate(program.body) if isinstance(i, Partition) and i.recorded)
+        first = next(
+            k for k, i in enumerate(program.body) if isinstance(i, Partition) and i.recorded
+        )
         return [i.name for i in program.body[:first] if isinstance(i, Alloc)]
 
     both = KERNELS + "return (b, a)\n"
-    assert hoisted(cut(both, 1)) == ["b"] and hoisted(cut(both)) == ["a", "b"] and hoisted(cut(both, 0)) == []
+    assert (
+        hoisted(cut(both, 1)) == ["b"]
+        and hoisted(cut(both)) == ["a", "b"]
+        and hoisted(cut(both, 0)) == []
+    )
     assert cut(both, 1).n_results == 1 and cut(both).n_results is None
 
 
@@ -102,7 +125,10 @@ launch('k', (e, g), (), (g,), 1)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("c = alloc(f32[4, 8] @ (8, 1))\nlaunch('c', (h, c), (), (c,), 1)\n", "kernel c runs on the CPU"),
+        (
+            "c = alloc(f32[4, 8] @ (8, 1))\nlaunch('c', (h, c), (), (c,), 1)\n",
+            "kernel c runs on the CPU",
+        ),
         ("c, = call_python(0, 'lib.f')(a)\n", "lib.f is a Python function"),
         ("require_finite(a, 'm.py:1')\n", "values are checked"),
         ("c, = call('aten::nonzero')(a)\n", "aten::nonzero waits for the device"),
@@ -112,13 +138,21 @@ launch('k', (e, g), (), (g,), 1)
             "aten::_linalg_check_errors waits for the device",
         ),
         ("c, = call('aten::add.Tensor')(a, h)\n", "aten::add.Tensor has a tensor on the host"),
-        ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
-        ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),
+        (
+            "w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n",
+            "aten::add.Tensor has a tensor on the host",
+        ),
+        (
+            "c, = call('aten::_to_copy')(a, device=device('cpu'))\n",
+            "aten::_to_copy has a tensor on the host",
+        ),
         ("copy(h, a)\n", "a copy to or from the host"),
         ("s0 = read(y, 'size', 0)\n", "a size of y is read"),
         (
-            "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.5)\n",
-            "aten::_scaled_dot_product_efficient_attention draws its seed where it runs, on the host or on the device",
+            "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, "
+            "False, 0.5)\n",
+            "aten::_scaled_dot_product_efficient_attention draws its seed where it runs, on the "
+            "host or on the device",
         ),
     ],
 )
@@ -132,13 +166,19 @@ def test_what_needs_the_host_is_not_recorded(line: str, reason: str) -> None:
 
 
 def test_attention_without_dropout_is_recorded() -> None:
-    line = "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.0)\n"
+    line = (
+        "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, "
+        "0.0)\n"
+    )
     line += "require_layout(c, f32[4, 8] @ (8, 1))\n"
     assert parts(cut(KERNELS + line + "return (b, c)\n")) == [(False, ""), (True, "")]
 
 
 def test_little_work_is_not_recorded() -> None:
-    made = cut("a = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (x, a), (), (a,), 1)\nreturn (a,)\n")
+    made = cut(
+        "a = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (x, a), (), (a,), 1)\nreturn "
+        "(a,)\n"
+    )
     assert parts(made) == [(False, ""), (False, "too little work to record")]
 
 
@@ -162,8 +202,16 @@ launch('k', (a, b), (), (b,), 1)
     [
         ("", {"a", "b"}, set()),
         ("c, = call_python(0, 'lib.f')(x)\nlaunch('k', (b, g), (), (g,), 1)\n", {"a"}, {"b"}),
-        ("c, = call_python(0, 'lib.f')(x)\nlaunch('k', (a, g), (), (g,), 1)\nfree(b)\n", {"b"}, {"a"}),
-        ("require_finite(a, 'm.py:1')\nlaunch('both', (a, b, g), (), (g,), 1)\n", set(), {"a", "b"}),
+        (
+            "c, = call_python(0, 'lib.f')(x)\nlaunch('k', (a, g), (), (g,), 1)\nfree(b)\n",
+            {"b"},
+            {"a"},
+        ),
+        (
+            "require_finite(a, 'm.py:1')\nlaunch('both', (a, b, g), (), (g,), 1)\n",
+            set(),
+            {"a", "b"},
+        ),
     ],
 )
 def test_an_arena_belongs_to_one_part(more: str, placed: set[str], allocated: set[str]) -> None:
@@ -199,10 +247,15 @@ require_layout(d, f32[4, 8] @ (8, 1))
         ("return (d,)", None, ["aten::mm"]),  # c is used and stays
         ("return (d, c)", 1, ["aten::mm"]),  # c is saved
         ("return (c,)", None, []),
-        ("e, = call('aten::mm')(d, v)\nrequire_layout(e, f32[4, 4] @ (4, 1))\nreturn (c, d, e)", None, []),
+        (
+            "e, = call('aten::mm')(d, v)\nrequire_layout(e, f32[4, 4] @ (4, 1))\nreturn (c, d, e)",
+            None,
+            [],
+        ),
         ("e, = call('aten::mm')(d, v)\nreturn (c, d)", None, []),
         (
-            "g = alloc(f32[4, 4] @ (4, 1), device='cuda:0')\nlaunch('k', (c, g), (), (g,), 1)\nreturn (c, d, g)",
+            "g = alloc(f32[4, 4] @ (4, 1), device='cuda:0')\nlaunch('k', (c, g), (), (g,), "
+            "1)\nreturn (c, d, g)",
             None,
             [],
         ),
@@ -248,37 +301,60 @@ return (b,)
         ("xy", "yp", "", 0),  # x is small
         ("", "xp", "", 0),  # the caller keeps x
         ("x", "xpm", "", 2),  # what an operator makes is no copy
-        ("x", "xpe", "e = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (p, e), (), (e,), 1)\n", 3),
+        (
+            "x",
+            "xpe",
+            "e = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (p, e), (), (e,), 1)\n",
+            3,
+        ),
         (
             "x",
             "xpef",
-            "e, = call('aten::mm')(v, y)\nf, = call('aten::mm')(m, y)\nrequire_layout(f, f32[8, 8] @ (8, 1))\n"
-            "g, = call('aten::mm')(p, f)\n",
+            "e, = call('aten::mm')(v, y)\nf, = call('aten::mm')(m, y)\nrequire_layout(f, f32[8, "
+            "8] @ (8, 1))\ng, = call('aten::mm')(p, f)\n",
             3,
         ),
     ],
 )
-def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large: str, more: str, outside: int) -> None:
-    first = more + FIRST.replace("(x, p)", "(z, p)") if "z" in more else FIRST.replace("free(p)\n", f"{more}free(p)\n")
+def test_what_uses_large_inputs_up_comes_before_the_recording(
+    spent: str, large: str, more: str, outside: int
+) -> None:
+    first = (
+        more + FIRST.replace("(x, p)", "(z, p)")
+        if "z" in more
+        else FIRST.replace("free(p)\n", f"{more}free(p)\n")
+    )
     made = cut(first + REST, None, dict.fromkeys(large, COPIED_NBYTES), spent)
-    assert [p.recorded for p in made.body if isinstance(p, Partition)] == [False, *([False] if outside else []), True]
+    assert [p.recorded for p in made.body if isinstance(p, Partition)] == [
+        False,
+        *([False] if outside else []),
+        True,
+    ]
     before = made.body[: made.body.index(Partition(True))]
     assert sum(isinstance(i, (Launch, CallExtern)) for i in before) == outside
     assert ("it uses x up" in [r for _, r in parts(made)]) == bool(outside)
-    assert isinstance(before[-1], Alloc) and before[-1].name == "b"  # only once what was spent is free
+    assert (
+        isinstance(before[-1], Alloc) and before[-1].name == "b"
+    )  # only once what was spent is free
 
 
 def test_all_that_would_be_recorded_uses_an_input_up() -> None:
     last = "c, = call_python(0, 'lib.f')(m)\nrequire_layout(c, f32[8] @ (1,))\nreturn (c,)\n"
     made = cut(FIRST + last, None, dict.fromkeys("xp", COPIED_NBYTES), "x")
-    assert parts(made)[1] == (False, "it uses x up; too little work to record; lib.f is a Python function")
+    assert parts(made)[1] == (
+        False,
+        "it uses x up; too little work to record; lib.f is a Python function",
+    )
 
 
 def test_a_recording_is_not_left_with_too_little() -> None:
     checks = [f"require_layout({name}, f32[4, 8] @ (8, 1))\n" for name in "cd"]
     calls = "c, = call('aten::mm')(x, y)\n", "d, = call('aten::mm')(c, y)\n"
     made = cut(f"{calls[0]}{checks[0]}{calls[1]}{checks[1]}return (d,)\n", None, LARGE)
-    assert parts(made) == [(False, ""), (False, "too little work to record; the caller gets what aten::mm makes")]
+    assert parts(made) == [
+        (False, ""),
+        (False, "too little work to record; the caller gets what aten::mm makes"),
+    ]
 
 
 def test_programs_of_the_host_are_left_alone() -> None:

@@ -1,4 +1,5 @@
-"""The first layers of a convolutional network in training: what is saved, who computes gradients, and the numbers."""
+"""The first layers of a convolutional network in training: what is saved, who computes gradients,
+and the numbers."""
 
 from __future__ import annotations
 
@@ -35,13 +36,16 @@ def channels_last(*shapes: tuple[int, ...]) -> tuple[FakeTensorMode, list[Tensor
 
 
 def busy_kernels(made: CompileRecord) -> list[Kernel]:
-    """The kernels that read or write something large, all of which keep a device busy, with nothing large in f32."""
+    """The kernels that read or write something large, all of which keep a device busy, with nothing
+    large in f32."""
     found = []
     for step in made.plan.steps:
         if isinstance(step, Kernel) and any(buffer_nbytes(b, {}) >= LARGE for b in step.args):
             found.append(step)
             assert isinstance(step.grid, int) and step.grid >= 256, step.name
-            assert all(b.dtype != f32 for b in step.args if buffer_nbytes(b, {}) >= LARGE), step.name
+            assert all(b.dtype != f32 for b in step.args if buffer_nbytes(b, {}) >= LARGE), (
+                step.name
+            )
     return found
 
 
@@ -56,7 +60,9 @@ def test_a_sum_of_gradients_that_is_read_thrice_is_made_once(compile_only: None)
     mode, args = channels_last(*[(32, 256, 56, 56)] * 4)
     made = record(lambda a, b, y, x: norm_backward(a + b, y, x), *args, mode=mode)
     first, last = busy_kernels(made)
-    assert len({b.name for b in first.args if buffer_nbytes(b, {}) >= LARGE}) == 5  # a, b, y, x, and what is read again
+    assert (
+        len({b.name for b in first.args if buffer_nbytes(b, {}) >= LARGE}) == 5
+    )  # a, b, y, x, and what is read again
     assert len({b.name for b in last.args if buffer_nbytes(b, {}) >= LARGE}) == 3
 
 
@@ -89,7 +95,7 @@ def test_a_filter_is_turned_once_for_all_who_want_it(compile_only: None) -> None
     assert len(turn.outs) == 1
 
 
-# ------------------------------------------------------------------------------------------- positions
+# ---------------------------------------------------------------------------------------- positions
 def pooled(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     y, at = aten.max_pool2d_with_indices(x, *POOL)
     return y, aten.max_pool2d_with_indices_backward(g, x, *POOL, at)
@@ -115,7 +121,10 @@ def read_elsewhere(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     ],
 )
 def test_positions_are_saved_as_small_integers(
-    fn: Callable[..., Any], size: tuple[int, int], saved: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    fn: Callable[..., Any],
+    size: tuple[int, int],
+    saved: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, g = torch.randn(1, 2, *size), torch.randn(1, 2, size[0] // 2, size[1] // 2)
     gm = make_fx(fn, tracing_mode="fake")(x, g)
@@ -130,7 +139,7 @@ def test_positions_are_saved_as_small_integers(
     assert positions.narrow_positions(gm) == 0
 
 
-# ------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 def step(model: nn.Module, x: Tensor, run: Callable[..., Tensor]) -> list[Tensor]:
     """The result and all gradients."""
     x = x.detach().requires_grad_()
@@ -140,10 +149,14 @@ def step(model: nn.Module, x: Tensor, run: Callable[..., Tensor]) -> list[Tensor
 
 
 @pytest.mark.parametrize("image", [(2, 3, 13, 18), (3, 3, 9, 8)])
-def test_first_layers_train_as_in_eager(image: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_layers_train_as_in_eager(
+    image: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(positions, "DEVICES", ("cpu",))
     torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    stem = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    )
     half = stem.to(torch.bfloat16, memory_format=torch.channels_last)
     x = torch.randn(image).to(torch.bfloat16, memory_format=torch.channels_last)
     exact = copy.deepcopy(half).double()

@@ -1,4 +1,5 @@
-"""torch.profiler over compiled programs: kernels by name, PyTorch's own operators, forward, backward, both targets."""
+"""torch.profiler over compiled programs: kernels by name, PyTorch's own operators, forward,
+backward, both targets."""
 
 from __future__ import annotations
 

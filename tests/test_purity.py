@@ -1,7 +1,7 @@
 """Compiling and running, training included, loads nothing of the compiler that PyTorch ships.
 
-The exceptions are torch's own doing and are stated here: `torch.cond`, `flex_attention`, user Triton kernels and
-compiled optimiser steps.
+The exceptions are torch's own doing and are stated here: `torch.cond`, `flex_attention`, user
+Triton kernels and compiled optimiser steps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 FORBIDDEN = tuple(
     f"torch._inductor.{name}"
     for name in (
-        "graph", "lowering", "scheduler", "ir", "compile_fx", "select_algorithm", "pattern_matcher", "decomposition",
-        "codegen.wrapper", "codegen.triton", "codegen.cpp",
+        "graph", "lowering", "scheduler", "ir", "compile_fx", "select_algorithm", "pattern_matcher",
+        "decomposition", "codegen.wrapper", "codegen.triton", "codegen.cpp",
     )
 )  # fmt: skip
 
@@ -71,9 +71,11 @@ assert "triton" not in sys.modules
 import plait
 plait.compile(model.eval(), (tokens,))(tokens)
 n = torch.export.Dim("n")
-plait.compile(lambda x: x.exp(), (torch.randn(4, 3),), dynamic_shapes={"x": {0: n}})(torch.randn(5, 3))
+plait.compile(
+    lambda x: x.exp(), (torch.randn(4, 3),), dynamic_shapes={"x": {0: n}}
+)(torch.randn(5, 3))
 """,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -81,7 +83,12 @@ def test_nothing_forbidden_is_loaded(name: str) -> None:
     code = MODEL + RUNS[name] + "\nprint([m for m in sys.argv[1:] if m in sys.modules])\n"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *FORBIDDEN], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
+        [sys.executable, "-c", code, *FORBIDDEN],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
@@ -89,5 +96,7 @@ def test_nothing_forbidden_is_loaded(name: str) -> None:
 
 def test_the_check_would_find_them() -> None:
     code = "import sys, torch._inductor.ir\nprint([m for m in sys.argv[1:] if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code, *FORBIDDEN], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *FORBIDDEN], capture_output=True, text=True, timeout=300
+    )
     assert "torch._inductor.ir" in done.stdout, done.stderr

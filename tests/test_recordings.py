@@ -1,4 +1,5 @@
-"""CUDA graphs without a GPU: tests/recordings.py in a process of its own, where torch and the driver are given one."""
+"""CUDA graphs without a GPU: tests/recordings.py in a process of its own, where torch and the
+driver are given one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ TORCH = Path(torch.__file__).parent
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a GPU of its own")
 def test_recordings(tmp_path: Path) -> None:
-    includes = [f"-I{p}" for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")]
+    includes = [
+        f"-I{p}"
+        for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")
+    ]
     flags = [
         "g++",
         "-std=c++20",
@@ -35,6 +39,10 @@ def test_recordings(tmp_path: Path) -> None:
         build = [*flags, f"-Wl,-soname,{path.name}", "-o", str(path), *args]
         subprocess.run(build, check=True, timeout=300)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/recordings.py"]
-    env = {**os.environ, "FAKE_GPU": str(tmp_path), "LD_PRELOAD": str(driver)}  # before torch asks for a GPU
+    env = {
+        **os.environ,
+        "FAKE_GPU": str(tmp_path),
+        "LD_PRELOAD": str(driver),
+    }  # before torch asks for a GPU
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

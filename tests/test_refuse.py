@@ -1,4 +1,5 @@
-"""What eager refuses, plait refuses with the same kind of error before a kernel runs; what eager runs, it runs.
+"""What eager refuses, plait refuses with the same kind of error before a kernel runs; what eager
+runs, it runs.
 
 Eager is the oracle: the list in `plait/graph/eager_dtypes.txt` only saves questions to it.
 """
@@ -40,8 +41,9 @@ def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-# ----------------------------------------------------------------------------------------------- the list, by eager
-# A question with zeros as pivots or lengths is in vain: these are calls of ATen, which refuses when it runs.
+# ------------------------------------------------------------------------------- the list, by eager
+# A question with zeros as pivots or lengths is in vain: these are calls of ATen, which refuses when
+# it runs.
 IN_VAIN = ("aten.linalg_ldl_solve", "aten.linalg_lu_solve", "aten.lu_unpack", "aten.segment_reduce")
 
 
@@ -53,7 +55,9 @@ def variants(call: Call, taken: Taken) -> Iterator[Call]:
         yield from mixed(call, taken.others, one, F32)
     yield from mixed(call, taken.others, F32, BF16)
     for name in taken.others:
-        for dtype in (I32, F32) if name == "indices" else (torch.bool, torch.uint8, I32, F32):  # no masks
+        for dtype in (
+            (I32, F32) if name == "indices" else (torch.bool, torch.uint8, I32, F32)
+        ):  # no masks
             yield call.cast(lambda n, _, x, name=name, dtype=dtype: dtype if n == name else x.dtype)
 
 
@@ -77,18 +81,36 @@ def disagreements(found: list[Call]) -> list[str]:
                 continue  # ones are no good
             for changed in variants(call, taken):
                 want, got = changed.error(), refused(changed, taken)
-                if (want is None) != (got is None) or (want is not None and not caught_as(got, kind_of(want))):
+                if (want is None) != (got is None) or (
+                    want is not None and not caught_as(got, kind_of(want))
+                ):
                     dtypes = [str(x.dtype) for _, x in changed.tensors()]
                     out.append(f"{name} {dtypes}: eager {want!r}, plait {got!r}")
     return out
 
 
-SOME = ("addmm", "index_add", "nn.functional.layer_norm", "nn.functional.conv2d", "lerp", "sub", "argmax",
-        "nn.functional.nll_loss", "index_put", "nn.functional.batch_norm", "gather", "div.floor_rounding")  # fmt: skip
+SOME = (
+    "addmm",
+    "index_add",
+    "nn.functional.layer_norm",
+    "nn.functional.conv2d",
+    "lerp",
+    "sub",
+    "argmax",
+    "nn.functional.nll_loss",
+    "index_put",
+    "nn.functional.batch_norm",
+    "gather",
+    "div.floor_rounding",
+)
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=[pytest.mark.slow] * (name_of(op) not in SOME), id=name_of(op)) for op in ops()]
+    "op",
+    [
+        pytest.param(op, marks=[pytest.mark.slow] * (name_of(op) not in SOME), id=name_of(op))
+        for op in ops()
+    ],
 )
 def test_dtypes_are_refused_as_eager_refuses_them(op: Any) -> None:
     found = disagreements(list(recorded(op, 4)))
@@ -100,23 +122,31 @@ def test_operators_that_are_asked_about_in_vain_are_calls_of_aten() -> None:
     called = (Path(plait.lower.__file__).parent / "extern_ops.txt").read_text()
     for name in (n for n in TAKEN if n.startswith(IN_VAIN)):
         _, packet, overload = name.split(".")
-        assert getattr(getattr(torch.ops.aten, packet), overload) not in RULES or f"aten::{packet}\n" in called
+        assert (
+            getattr(getattr(torch.ops.aten, packet), overload) not in RULES
+            or f"aten::{packet}\n" in called
+        )
 
 
 def test_the_plainest_index_is_no_mask() -> None:
-    """Masks of zeros select nothing: whatever is put there eager refuses, and the question would be in vain."""
+    """Masks of zeros select nothing: whatever is put there eager refuses, and the question would be
+    in vain."""
     assert TAKEN["aten.index_put.default"].others["indices"][-1] == I64
     for index in (i4, i4.int(), i4.float()):
         given = (ones(4), [index], ones(4, dtype=F64))
         with pytest.raises(OperandError, match="index_put"):
-            check_dtypes(torch.ops.aten.index_put.default, TAKEN["aten.index_put.default"], given, {})
+            check_dtypes(
+                torch.ops.aten.index_put.default, TAKEN["aten.index_put.default"], given, {}
+            )
 
 
 def test_a_question_that_is_in_vain_for_another_reason_is_an_answer() -> None:
     """No dtype of an index selects from nothing, but eager looks at the dtype first."""
     given = (ones(0, 3), 0, ones(4))
     with pytest.raises(OperandError, match="index_select"):
-        check_dtypes(torch.ops.aten.index_select.default, TAKEN["aten.index_select.default"], given, {})
+        check_dtypes(
+            torch.ops.aten.index_select.default, TAKEN["aten.index_select.default"], given, {}
+        )
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
@@ -126,7 +156,11 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]]
     "linear": (F.linear, ((2, 3, 4), (5, 4), (5,)), "addmm_cuda"),
     "bmm": (torch.bmm, ((2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
     "baddbmm": (torch.baddbmm, ((2, 3, 5), (2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
-    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
+    "einsum": (
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        ((2, 3, 4), (2, 4, 5)),
+        "baddbmm_cuda",
+    ),
     "mv": (torch.mv, ((3, 4), (4,)), "addmv_impl_cuda"),
     "addmv": (torch.addmv, ((3,), (3, 4), (4,)), "addmv_impl_cuda"),
     "dot": (torch.dot, ((4,), (4,)), "dot"),
@@ -156,7 +190,9 @@ def test_products_of_integers_on_a_gpu_are_refused_without_one(name: str) -> Non
 
     words = {torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", I32: "Int", I64: "Long"}
     for dtype, word in words.items():
-        with pytest.raises(OperandError, match=f"\"{kernel}\" not implemented for '{word}'") as caught:
+        with pytest.raises(
+            OperandError, match=f"\"{kernel}\" not implemented for '{word}'"
+        ) as caught:
             multiplied(dtype, "cuda")
         assert isinstance(caught.value, NotImplementedError)
         multiplied(dtype, "cpu")
@@ -179,7 +215,7 @@ def test_the_list_is_of_operators() -> None:
     assert {name_of(op) for op in ops()} >= set(SOME)
 
 
-# ----------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------- whole programs
 i4 = torch.arange(4)
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "int @ float": (lambda a, b: a @ b, (ones(3, 4, dtype=I64), ones(4, 5))),
@@ -199,7 +235,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (ones(3, 4), ones(4, 5, dtype=F64))),
     "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w), (ones(3, 4), ones(4, dtype=F16))),
     "group_norm": (lambda x, w: F.group_norm(x, 2, w), (ones(3, 4, 2), ones(4, dtype=F64))),
-    "batch_norm": (lambda x, m, v: F.batch_norm(x, m, v), (ones(3, 4), ones(4, dtype=F64), ones(4, dtype=F64))),
+    "batch_norm": (
+        lambda x, m, v: F.batch_norm(x, m, v),
+        (ones(3, 4), ones(4, dtype=F64), ones(4, dtype=F64)),
+    ),
     "batch_norm in training": (
         lambda x, m, v: F.batch_norm(x, m, v, training=True),
         (ones(3, 4), ones(4, dtype=F16), ones(4, dtype=F16)),
@@ -208,8 +247,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "index_add": (lambda x, i, s: x.index_add(0, i, s), (ones(4), i4, ones(4, dtype=F64))),
     "index_copy": (lambda x, i, s: x.index_copy(0, i, s), (ones(4), i4, ones(4, dtype=F16))),
     "index_put": (lambda x, i, s: x.index_put((i,), s), (ones(4), i4, ones(4, dtype=F64))),
-    "mask of another size": (lambda x, m: x.index_put((m,), torch.tensor(3.0)), (ones(100, 4), ones(8).bool())),
-    "mask that is longer": (lambda x, m: x.index_put((m,), torch.tensor(3.0)), (ones(1, 4), ones(8).bool())),
+    "mask of another size": (
+        lambda x, m: x.index_put((m,), torch.tensor(3.0)),
+        (ones(100, 4), ones(8).bool()),
+    ),
+    "mask that is longer": (
+        lambda x, m: x.index_put((m,), torch.tensor(3.0)),
+        (ones(1, 4), ones(8).bool()),
+    ),
     "index_fill": (lambda x, i: x.index_fill(0, i, 2.0), (ones(4), i4.int())),
     "index_select": (lambda x, i: x.index_select(0, i), (ones(4), i4.float())),
     "scatter": (lambda x, i, s: x.scatter(0, i, s), (ones(4), i4, ones(4, dtype=F64))),
@@ -221,7 +266,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "argmax of bool": (lambda x: x.argmax(), (ones(4).bool(),)),
     "sub of bool": (lambda x, y: x - y, (ones(4).bool(), ones(4))),
     "lerp": (lambda x, y: x.lerp(y, 0.5), (ones(4), ones(4, dtype=F64))),
-    "attention": (F.scaled_dot_product_attention, (ones(1, 1, 3, 4), ones(1, 1, 3, 4, dtype=F16), ones(1, 1, 3, 4))),
+    "attention": (
+        F.scaled_dot_product_attention,
+        (ones(1, 1, 3, 4), ones(1, 1, 3, 4, dtype=F16), ones(1, 1, 3, 4)),
+    ),
     "foreach": (lambda x, y: torch._foreach_lerp([x], [y], 0.5), (ones(4), ones(4, dtype=F64))),
     "add to an expanded tensor": (lambda x: x.expand(3, 4).add_(1), (ones(4),)),
     "+= to an expanded tensor": (lambda x: x.expand(3, 4).__iadd__(1), (ones(4),)),
@@ -235,7 +283,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "sum of integers and floats": (lambda x, y: x.add_(y), (i4, ones(4))),
     "*= of integers": (lambda x, y: x.__imul__(y), (i4, ones(4))),
     "sum of floats and a complex number": (lambda x: x.add_(1j), (ones(4),)),
-    "sum of floats and complex numbers": (lambda x, y: x.add_(y), (ones(4), ones(4, dtype=torch.complex64))),
+    "sum of floats and complex numbers": (
+        lambda x, y: x.add_(y),
+        (ones(4), ones(4, dtype=torch.complex64)),
+    ),
     "product of a row": (lambda x: x[0].mul_(2.5), (i4.view(2, 2),)),
     "product of a part": (lambda x: x[1:].__imul__(2.5), (i4,)),
     "product of a transposed matrix": (lambda x: x.t().mul_(2.5), (i4.view(2, 2),)),
@@ -249,9 +300,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "sum into integers": (lambda x, y: torch.add(x, y, out=x), (i4, ones(4))),
     "root into integers": (lambda x: torch.sqrt(x, out=x), (i4,)),
     "product into doubles": (
-        lambda x, y: torch.mm(y, y, out=x), (ones(4, 4, dtype=F64), ones(4, 4))
+        lambda x, y: torch.mm(y, y, out=x),
+        (ones(4, 4, dtype=F64), ones(4, 4)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -262,7 +314,9 @@ def test_programs_are_refused_when_they_are_compiled(name: str) -> None:
     got = raised(lambda xs: torch.compile(fn, backend="plait")(*xs), given)
     assert got is not None and caught_as(got, kind_of(want)), f"eager {want!r}, plait {got!r}"
     early = raised(lambda xs: plait.compile(fn, tuple(xs))(*xs), given)
-    assert early is not None and caught_as(early, kind_of(want)), f"eager {want!r}, plait.compile {early!r}"
+    assert early is not None and caught_as(early, kind_of(want)), (
+        f"eager {want!r}, plait.compile {early!r}"
+    )
 
 
 def test_a_refusal_says_where_and_why() -> None:
@@ -272,7 +326,10 @@ def test_a_refusal_says_where_and_why() -> None:
     given = ones(3, 4), ones(4, 5, dtype=F16)
     line = program.__code__.co_firstlineno + 1
     text = rf"(?s)aten\.mm\.default\(self: float32, mat2: float16\): .*at test_refuse\.py:{line}"
-    for compiled in (lambda: torch.compile(program, backend="plait")(*given), lambda: plait.compile(program, given)):
+    for compiled in (
+        lambda: torch.compile(program, backend="plait")(*given),
+        lambda: plait.compile(program, given),
+    ):
         with pytest.raises(RuntimeError, match=text) as info:
             compiled()
         assert isinstance(info.value, OperandError) and isinstance(info.value, UserError)
@@ -303,7 +360,8 @@ def windows(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fn", [filled, windows])
 def test_a_write_that_tracing_gets_wrong_is_no_wrong_number(fn: Callable[..., Any]) -> None:
-    """Eager allows it; functionalised, the elements that share memory are changed more than once, or less often."""
+    """Eager allows it; functionalised, the elements that share memory are changed more than once,
+    or less often."""
     assert not torch.equal(fn(ones(4)), torch.compile(fn, backend="aot_eager")(ones(4)))
     try:
         got = torch.compile(fn, backend="plait")(ones(4))
@@ -373,30 +431,48 @@ TAKES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "promotion": (lambda a, b, c: a * b + c - 1, (ones(4, dtype=F16), ones(4), i4)),
     "number of another dtype": (lambda a: a @ a * torch.tensor(2.0, dtype=F64), (ones(4, 4),)),
     "norm of bf16 with float32 weights": (
-        lambda x, w: F.layer_norm(x, (4,), w, w), (ones(3, 4, dtype=BF16), ones(4)),
+        lambda x, w: F.layer_norm(x, (4,), w, w),
+        (ones(3, 4, dtype=BF16), ones(4)),
     ),
-    "batch norm of bf16 with float32 state": (F.batch_norm, (ones(3, 4, dtype=BF16), ones(4), ones(4))),
+    "batch norm of bf16 with float32 state": (
+        F.batch_norm,
+        (ones(3, 4, dtype=BF16), ones(4), ones(4)),
+    ),
     "autocast": (autocast, (ones(3, 4), ones(4, 5))),
     "int32 index": (lambda x, i: x[i] + x.index_select(0, i), (ones(4), i4.int())),
     "mask": (lambda x, m: torch.where(m, x, 0.0).masked_fill(~m, 2.0), (ones(4), i4 > 1)),
     "integer division": (lambda x: torch.div(x, 2, rounding_mode="floor") + x % 3, (i4,)),
-    "element of another dtype": (lambda x, v: x.index_put((i4[:1],), v.to(x.dtype)), (ones(4), ones(dtype=F64))),
+    "element of another dtype": (
+        lambda x, v: x.index_put((i4[:1],), v.to(x.dtype)),
+        (ones(4), ones(dtype=F64)),
+    ),
     "shift within a tensor": (shifted, (ones(4),)),
     "bits of what shares memory": (
-        lambda x, y: (x & y) | (y | x), (ones(1, 3).bool().expand(4, 3), ones(4, 3).bool())
+        lambda x, y: (x & y) | (y | x),
+        (ones(1, 3).bool().expand(4, 3), ones(4, 3).bool()),
     ),
     "index into nothing": (lambda x, i, s: x.index_add(1, i, s), (ones(4, 0), i4, ones(4, 4))),
     "part of one element": (
-        lambda x, i: x.narrow(0, i.item(), 1).clone().cumsum_(0), (ones(1, 1).expand(5, 1), torch.tensor(2))
+        lambda x, i: x.narrow(0, i.item(), 1).clone().cumsum_(0),
+        (ones(1, 1).expand(5, 1), torch.tensor(2)),
     ),
     "shapes in place": (lambda x: x.expand(3, 4).detach().t_() + 1, (ones(4),)),
-    "floats into integers": (lambda x, y: x.clone().copy_(y).masked_fill_(y > 0, 2.5), (i4, ones(4))),
-    "an element of integers": (lambda x: x.clone().index_fill_(0, x[:1], 2.5).__setitem__(0, 7.5), (i4,)),
+    "floats into integers": (
+        lambda x, y: x.clone().copy_(y).masked_fill_(y > 0, 2.5),
+        (i4, ones(4)),
+    ),
+    "an element of integers": (
+        lambda x: x.clone().index_fill_(0, x[:1], 2.5).__setitem__(0, 7.5),
+        (i4,),
+    ),
     "comparison in place": (lambda x, y: x.clone().lt_(y).add_(1), (i4, ones(4))),
     "bools in place": (lambda x: x.clone().bitwise_and_(1 > 0).logical_or_(x), (i4 > 1,)),
-    "halves in place": (lambda x, y: x.clone().add_(y).mul_(0.5).div_(i4 + 1), (ones(4, dtype=F16), ones(4))),
+    "halves in place": (
+        lambda x, y: x.clone().add_(y).mul_(0.5).div_(i4 + 1),
+        (ones(4, dtype=F16), ones(4)),
+    ),
     "sum into floats": (lambda x, y: torch.add(x, x, out=y.clone()), (i4, ones(4))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TAKES)
@@ -413,23 +489,40 @@ def test_asking_eager_draws_no_numbers_and_leaves_modes() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with pytest.raises(NotImplementedError):
-        check_dtypes(torch.ops.aten.normal.Tensor_float, TAKEN["aten.normal.Tensor_float"], (i4, 1.0), {})
+        check_dtypes(
+            torch.ops.aten.normal.Tensor_float, TAKEN["aten.normal.Tensor_float"], (i4, 1.0), {}
+        )
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
     assert want[0].dtype == F64
 
 
-# ----------------------------------------------------------------------------------------------- PyTorch's wrong inputs
+# --------------------------------------------------------------------------- PyTorch's wrong inputs
 WRONG = [op for op in op_db if op.error_inputs_func is not None]
-FEW = ("aminmax", "cat", "complex", "masked_scatter", "gather", "index_select", "nn.functional.conv2d",
-       "nn.functional.hardtanh", "scatter_add", "take")  # fmt: skip
+FEW = (
+    "aminmax",
+    "cat",
+    "complex",
+    "masked_scatter",
+    "gather",
+    "index_select",
+    "nn.functional.conv2d",
+    "nn.functional.hardtanh",
+    "scatter_add",
+    "take",
+)
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=[pytest.mark.slow] * (name_of(op) not in FEW), id=name_of(op)) for op in WRONG]
+    "op",
+    [
+        pytest.param(op, marks=[pytest.mark.slow] * (name_of(op) not in FEW), id=name_of(op))
+        for op in WRONG
+    ],
 )
 def test_error_inputs_are_refused_alike(op: Any) -> None:
-    """Or as torch's own tracing comes to: the table of `python -m tests.sweep errors` lists those."""
+    """Or as torch's own tracing comes to: the table of `python -m tests.sweep errors` lists
+    those."""
     rows = compare(op)
     wrong = [row for row in rows if row["verdict"] != ALIKE and not is_torchs_own(row)]
     assert not wrong, wrong

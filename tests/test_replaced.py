@@ -1,5 +1,5 @@
-"""Parameters, buffers and sub-modules that are replaced, removed or changed after a module was compiled: what eager
-would compute, or an error that says what happened."""
+"""Parameters, buffers and sub-modules that are replaced, removed or changed after a module was
+compiled: what eager would compute, or an error that says what happened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ both = pytest.mark.parametrize("wrapper", ["native", "python"])
 
 
 class Net(nn.Module):
-    """Everything that may hold a tensor: parameters, a buffer, a plain attribute, a list, a None."""
+    """Everything that may hold a tensor: parameters, a buffer, a plain attribute, a list, a
+    None."""
 
     scale: Tensor
 
@@ -119,14 +120,17 @@ def overwrite_conversion(m: Net) -> None:
 
 
 CHANGES = [
-    assign, assign_buffer, assign_attribute, assign_in_list, assign_in_dict, remove_and_add, by_a_tensor,
-    load_by_assignment, to_and_back, set_data, set_memory, step, change_attribute, overwrite_conversion,
+    assign, assign_buffer, assign_attribute, assign_in_list, assign_in_dict, remove_and_add,
+    by_a_tensor, load_by_assignment, to_and_back, set_data, set_memory, step, change_attribute,
+    overwrite_conversion,
 ]  # fmt: skip
 
 
 @both
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_what_is_put_in_the_place_of_a_tensor_counts(change: Callable[[Net], None], wrapper: str) -> None:
+def test_what_is_put_in_the_place_of_a_tensor_counts(
+    change: Callable[[Net], None], wrapper: str
+) -> None:
     module = Net()
     call = compiled(module, wrapper)
     for _ in range(3):
@@ -207,7 +211,11 @@ def parametrise(m: Net) -> None:
 REFUSED = [
     (replace_module, "sub-module 'inner.0' was replaced since it was compiled"),
     (replace_by_relu, "sub-module 'inner.1' was replaced"),
-    (append, r"module 'inner' has sub-modules \['0', '1', '2', '3'\], when compiled it had \['0', '1', '2'\]"),
+    (
+        append,
+        r"module 'inner' has sub-modules \['0', '1', '2', '3'\], "
+        r"when compiled it had \['0', '1', '2'\]",
+    ),
     (append_parameter, r"module 'weights' has parameters \['2'\] that it had not when compiled"),
     (remove, "parameter or buffer 'inner.0.bias' was removed"),
     (set_none, "parameter or buffer 'inner.0.bias' was removed"),
@@ -260,7 +268,10 @@ def test_tied_parameters_are_replaced_together(wrapper: str) -> None:
     module = Tied()
     call = compiled(module, wrapper)
     module.a.weight = fresh(4, 4)
-    with pytest.raises(InputError, match=r"'a.weight' and 'b.weight' were one tensor when compiled, they are two now"):
+    with pytest.raises(
+        InputError,
+        match=r"'a.weight' and 'b.weight' were one tensor when compiled, they are two now",
+    ):
         call(X)
     module.b.weight = module.a.weight
     torch.testing.assert_close(call(X), module(X).detach())
@@ -269,7 +280,10 @@ def test_tied_parameters_are_replaced_together(wrapper: str) -> None:
 @both
 def test_buffers_that_the_program_writes_follow_the_module(wrapper: str) -> None:
     module = nn.BatchNorm1d(4, affine=False)
-    call, eager = plait.compile(module, (X,), options={"wrapper": wrapper}), nn.BatchNorm1d(4, affine=False)
+    call, eager = (
+        plait.compile(module, (X,), options={"wrapper": wrapper}),
+        nn.BatchNorm1d(4, affine=False),
+    )
     for _ in range(2):
         for m in (module, eager):
             m.running_mean = torch.ones(4)
@@ -291,11 +305,13 @@ def test_functional_calls_swap_parameters_for_a_while() -> None:
     module = Outer()
     own = module(X)
     given = {"inner.weight": torch.ones(3, 4), "inner.bias": torch.ones(3)}
-    torch.testing.assert_close(torch.func.functional_call(module, given, (X,)), X @ torch.ones(4, 3) + 1)
+    torch.testing.assert_close(
+        torch.func.functional_call(module, given, (X,)), X @ torch.ones(4, 3) + 1
+    )
     torch.testing.assert_close(module(X), own)
 
 
-# --------------------------------------------------------------------------------- functions that use modules
+# ----------------------------------------------------------------------- functions that use modules
 shared = nn.Linear(4, 4)
 offset = torch.randn(4)
 
@@ -342,7 +358,14 @@ def in_method_of_an_object() -> tuple[Callable[..., Any], nn.Module, Tensor]:
 
 @both
 @pytest.mark.parametrize(
-    "make", [in_closure, in_method, in_object, in_method_of_an_object, lambda: (uses_globals, shared, offset)]
+    "make",
+    [
+        in_closure,
+        in_method,
+        in_object,
+        in_method_of_an_object,
+        lambda: (uses_globals, shared, offset),
+    ],
 )
 def test_modules_and_tensors_that_a_function_uses(
     make: Callable[[], tuple[Callable[..., Any], nn.Module, Tensor]], wrapper: str
@@ -358,7 +381,9 @@ def test_modules_and_tensors_that_a_function_uses(
         model.weight = fresh(4, 4)
         torch.testing.assert_close(call(X), fn(X))
         model.weight = fresh(4, 1)
-        with pytest.raises(InputError, match=r"weight': its data is now float32 on cpu with sizes \[4, 1\]"):
+        with pytest.raises(
+            InputError, match=r"weight': its data is now float32 on cpu with sizes \[4, 1\]"
+        ):
             call(X)
         model.weight = fresh(4, 4)
 
@@ -387,7 +412,7 @@ def test_tensors_made_while_tracing_stay_constants() -> None:
     assert not any(i.name.startswith("outside") for i in call.record.wrapper.inputs)  # type: ignore[attr-defined]
 
 
-# --------------------------------------------------------------------------------------------------- lifetime
+# ----------------------------------------------------------------------------------------- lifetime
 def test_what_was_replaced_is_let_go() -> None:
     module = nn.Linear(4, 4)
     call = compiled(module)
@@ -428,8 +453,10 @@ def test_threads_that_call_while_parameters_are_replaced() -> None:
     assert wrong == []
 
 
-# ---------------------------------------------------------------------------------------------- torch.compile
-@pytest.mark.parametrize("change", [*CHANGES, replace_module, replace_by_relu, append, give_bias, set_none, half])
+# ------------------------------------------------------------------------------------ torch.compile
+@pytest.mark.parametrize(
+    "change", [*CHANGES, replace_module, replace_by_relu, append, give_bias, set_none, half]
+)
 @pytest.mark.parametrize("grad", [False, True])
 def test_torch_compile_sees_every_change(change: Callable[[Net], None], grad: bool) -> None:
     torch._dynamo.reset()

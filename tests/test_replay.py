@@ -73,7 +73,9 @@ def test_every_graph_is_recorded_once(recorded: Path) -> None:
 
 
 def test_the_same_compiler_makes_the_same_again(recorded: Path, tmp_path: Path) -> None:
-    assert run("rerun", recorded, "--out", tmp_path / "again", "--jobs", 2) == "6 graphs, 0 differ\n"
+    assert (
+        run("rerun", recorded, "--out", tmp_path / "again", "--jobs", 2) == "6 graphs, 0 differ\n"
+    )
     made = {f.name for g in (tmp_path / "again").iterdir() for f in g.iterdir()}
     assert {"1_graph.py", "4_kernels.cpp", "7_native.txt", "7_program.cpp", "7_graph.py"} <= made
     assert run("compare", recorded, tmp_path / "again") == "6 graphs, 0 differ\n"
@@ -97,7 +99,9 @@ def test_what_differs_is_shown(recorded: Path, tmp_path: Path) -> None:
 
 def test_a_graph_that_one_folder_lacks(recorded: Path, tmp_path: Path) -> None:
     found = dict(replay.compare(recorded, tmp_path, {}))
-    assert len(found) == 6 and all(files == {"": f"{tmp_path} lacks it"} for files in found.values())
+    assert len(found) == 6 and all(
+        files == {"": f"{tmp_path} lacks it"} for files in found.values()
+    )
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -120,15 +124,20 @@ def test_renames(tmp_path: Path) -> None:
 
 
 def test_kernels_are_compared_by_text_not_by_digest(tmp_path: Path) -> None:
-    lines = ("plait_add_1a2b3c4d(); plait_mul_99ff00aa();", "plait_add_0000ffff(); plait_mul_12345678();")
+    lines = (
+        "plait_add_1a2b3c4d(); plait_mul_99ff00aa();",
+        "plait_add_0000ffff(); plait_mul_12345678();",
+    )
     for folder, line in zip("ab", lines, strict=True):
         (tmp_path / folder / "g").mkdir(parents=True)
         (tmp_path / folder / "g" / "5_wrapper.txt").write_text(line)
     assert dict(replay.compare(tmp_path / "a", tmp_path / "b", {})) == {"g": {}}
 
 
-# ---------------------------------------------------------------------------------------------- the text of a graph
-def captured_of(monkeypatch: pytest.MonkeyPatch, fn: Any, *args: Any, **options: Any) -> list[tuple[str, Any, str]]:
+# ------------------------------------------------------------------------------ the text of a graph
+def captured_of(
+    monkeypatch: pytest.MonkeyPatch, fn: Any, *args: Any, **options: Any
+) -> list[tuple[str, Any, str]]:
     """(text of what was given, tensors, wrapper) of every graph that a call compiles."""
     found = []
     compile_graph = program.compile_graph
@@ -155,20 +164,34 @@ def reads_back(found: list[tuple[str, Any, str]]) -> None:
 def test_views_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: torch.Tensor) -> Any:
         a = x[1:].as_strided((2, 3), (3, 1), 2)
-        return a, a.view(torch.int32), torch.full((2,), float("-inf")), x.sum(dtype=torch.float64), torch.conj(x * 1j)
+        return (
+            a,
+            a.view(torch.int32),
+            torch.full((2,), float("-inf")),
+            x.sum(dtype=torch.float64),
+            torch.conj(x * 1j),
+        )
 
     reads_back(captured_of(monkeypatch, fn, torch.randn(5, 3)))
 
 
 def test_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.arange(6.0).t()
-    reads_back(captured_of(monkeypatch, lambda x: x + torch.tensor([1.0, 2.0]) + table[1:3], torch.randn(2)))
+    reads_back(
+        captured_of(
+            monkeypatch, lambda x: x + torch.tensor([1.0, 2.0]) + table[1:3], torch.randn(2)
+        )
+    )
 
 
 def test_sizes_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
         n = x.shape[0]
-        return x.repeat(n // 2, 1)[: max(n - 3, 1)] * n**0.5, y.view(n * 2, -1), x.new_zeros(n % 3 + 1)
+        return (
+            x.repeat(n // 2, 1)[: max(n - 3, 1)] * n**0.5,
+            y.view(n * 2, -1),
+            x.new_zeros(n % 3 + 1),
+        )
 
     reads_back(captured_of(monkeypatch, fn, torch.randn(6, 4), torch.randn(12, 5), dynamic=True))
 
@@ -195,19 +218,37 @@ def test_what_has_no_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_operator_that_is_not_here(recorded: Path, tmp_path: Path) -> None:
     graph = next(g for g in recorded.iterdir() if g.name.startswith("forward"))
-    given = (graph / "0_given.json").read_text().replace("aten::native_layer_norm.default", "mine::norm.default")
+    given = (
+        (graph / "0_given.json")
+        .read_text()
+        .replace("aten::native_layer_norm.default", "mine::norm.default")
+    )
     with pytest.raises(ValueError, match=r"there is no mine::norm\.default here"):
         read_given(given, {})
     (tmp_path / "g").mkdir()
     (tmp_path / "g" / "0_given.json").write_text(given)
     assert "1_error.txt" in run("rerun", tmp_path, "--out", tmp_path / "out", status=1)
     assert "mine::norm.default" in (tmp_path / "out" / "g" / "1_error.txt").read_text()
-    operator = "torch.library.define('mine::norm', '(Tensor x, int[] s, Tensor? w, Tensor? b, float e)"
-    (tmp_path / "operator.py").write_text(f"import torch\n{operator} -> (Tensor, Tensor, Tensor)')\n")
-    run("rerun", tmp_path, "--out", tmp_path / "loaded", "--load", tmp_path / "operator.py", status=1)
+    operator = (
+        "torch.library.define('mine::norm', '(Tensor x, int[] s, Tensor? w, Tensor? b, float e)"
+    )
+    (tmp_path / "operator.py").write_text(
+        f"import torch\n{operator} -> (Tensor, Tensor, Tensor)')\n"
+    )
+    run(
+        "rerun",
+        tmp_path,
+        "--out",
+        tmp_path / "loaded",
+        "--load",
+        tmp_path / "operator.py",
+        status=1,
+    )
     assert "mine::norm" in (tmp_path / "loaded" / "g" / "5_wrapper.txt").read_text()
 
 
 def test_folders_of_processes(tmp_path: Path) -> None:
-    torch.compile(lambda x: x * 3, backend="plait", options={"debug_dir": f"{tmp_path}/%p"})(torch.randn(2))
+    torch.compile(lambda x: x * 3, backend="plait", options={"debug_dir": f"{tmp_path}/%p"})(
+        torch.randn(2)
+    )
     assert [f.name for f in tmp_path.iterdir()] == [str(os.getpid())]

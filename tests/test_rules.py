@@ -31,7 +31,14 @@ class Random:
             return self.leaf(dtype)
         kind = self.rng.choice(["op", "op", "op", "where", "cast"])
         if kind == "where":
-            return node("where", (self.node(b1, depth - 1), self.node(dtype, depth - 1), self.node(dtype, depth - 1)))
+            return node(
+                "where",
+                (
+                    self.node(b1, depth - 1),
+                    self.node(dtype, depth - 1),
+                    self.node(dtype, depth - 1),
+                ),
+            )
         if kind == "cast":
             source = self.rng.choice([b1, i32, i64, f32, f64])
             if not (source.is_float and not dtype.is_float) or dtype == b1:
@@ -54,7 +61,9 @@ class Random:
 
     def leaf(self, dtype: DType) -> Node:
         if dtype == b1:
-            return self.rng.choice([const(True, b1), const(False, b1), node("lt", (self.leaf(f32), self.leaf(f32)))])
+            return self.rng.choice(
+                [const(True, b1), const(False, b1), node("lt", (self.leaf(f32), self.leaf(f32)))]
+            )
         if dtype == i64 and self.rng.random() < 0.6:
             e: Size = self.rng.choice([I, J, I + 1, I * 4 + J, floordiv(I, 2), mod(I * 4 + J, 3)])
             return node("index", (), e, i64)
@@ -65,7 +74,9 @@ class Random:
         return const(self.rng.choice([0, 1, -1, 2, 5]), dtype)
 
     def load(self, dtype: DType) -> Node:
-        index: Node = self.rng.choice([node("index", (), I, i64), node("index", (), J + 1, i64), const(2, i64)])
+        index: Node = self.rng.choice(
+            [node("index", (), I, i64), node("index", (), J + 1, i64), const(2, i64)]
+        )
         args: tuple[Node, ...] = ()
         at: Size = mod(I * 4 + J, N)
         if self.rng.random() < 0.6:
@@ -129,7 +140,12 @@ def test_which_casts_keep_values() -> None:
     from plait.ir.dtypes import bf16, f16, u8
 
     assert preserves(u8, f16) and preserves(bf16, f32) and preserves(i32, f64) and preserves(b1, u8)
-    assert not preserves(f16, bf16) and not preserves(bf16, f16) and not preserves(i64, f64) and not preserves(i32, f32)
+    assert (
+        not preserves(f16, bf16)
+        and not preserves(bf16, f16)
+        and not preserves(i64, f64)
+        and not preserves(i32, f32)
+    )
 
 
 def test_every_rule_has_a_name_of_its_own() -> None:

@@ -1,4 +1,5 @@
-"""Run-time checks of kernels: what fails in eager fails compiled, with the same class of error; the rest does not."""
+"""Run-time checks of kernels: what fails in eager fails compiled, with the same class of error; the
+rest does not."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ INDEXED: dict[str, Case] = {
     "index_add of numbers": lambda x, i: x[:, 0].index_add(0, i, x[0, :2]),
     "index_copy": lambda x, i: x.index_copy(0, i, x[:2]),
     "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
-    "max_unpool2d": lambda x, i: torch.ops.aten.max_unpool2d(x[None, :2, :1], i[None, :, None], [2, 3]),
+    "max_unpool2d": lambda x, i: torch.ops.aten.max_unpool2d(
+        x[None, :2, :1], i[None, :, None], [2, 3]
+    ),
     "max_unpool3d": lambda x, i: torch.ops.aten.max_unpool3d(
         x[None, None, :2, :1], i[None, None, :, None], [1, 2, 3], [1, 1, 1], [0, 0, 0]
     ),
@@ -67,7 +70,8 @@ def outcome(fn: Callable[..., Any], *args: Any) -> tuple[type, str, Any]:
 
 
 def same_outcome(fn: Callable[..., Any], *args: Any, close: bool = False) -> str:
-    """Compares a function with its compiled self; an error is caught wherever eager's is. The error's words, if any."""
+    """Compares a function with its compiled self; an error is caught wherever eager's is. The
+    error's words, if any."""
     want, _, values = outcome(fn, *args)
     got, words, results = outcome(compiled(fn), *args)
     assert got is want or (want is not object and issubclass(got, want)), words
@@ -136,7 +140,9 @@ def test_integer_linspace() -> None:
     rng = random.Random(0)
     for dtype in (torch.int64, torch.int16, torch.uint8):
         low = 0 if dtype == torch.uint8 else -100
-        cases = [(rng.uniform(low, 100), rng.uniform(low, 100), rng.randint(1, 60)) for _ in range(12)]
+        cases = [
+            (rng.uniform(low, 100), rng.uniform(low, 100), rng.randint(1, 60)) for _ in range(12)
+        ]
 
         def f(dtype: torch.dtype, cases: list[tuple[float, float, int]]) -> list[torch.Tensor]:
             whole = [torch.linspace(int(a), int(b), n, dtype=dtype) for a, b, n in cases]
@@ -194,7 +200,11 @@ def test_integer_division_by_zero(name: str) -> None:
 def test_indices_into_nothing(reduce: str, dtype: torch.dtype) -> None:
     nothing, i = torch.zeros(0, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     for own in (True, False):
-        assert same_outcome(lambda x, i, own=own: x.scatter_reduce(0, i, i.to(x), reduce, include_self=own), nothing, i)
+        assert same_outcome(
+            lambda x, i, own=own: x.scatter_reduce(0, i, i.to(x), reduce, include_self=own),
+            nothing,
+            i,
+        )
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
@@ -202,7 +212,9 @@ def test_a_row_written_into_a_size_that_becomes_0(wrapper: str) -> None:
     columns, options = {1: torch.export.Dim.AUTO}, {"wrapper": wrapper}
     for at in (0, -1):
         given = torch.ones(2, 3), torch.zeros(2)
-        run = plait.compile(lambda x, y, at=at: x.select_scatter(y, 1, at), given, (columns, None), options)
+        run = plait.compile(
+            lambda x, y, at=at: x.select_scatter(y, 1, at), given, (columns, None), options
+        )
         assert torch.equal(run(torch.ones(2, 1), torch.zeros(2)), torch.zeros(2, 1))
         with pytest.raises(IndexError, match="out of bounds"):
             run(torch.ones(2, 0), torch.zeros(2))
@@ -292,20 +304,35 @@ class Sums(torch.nn.Module):
         return x.amax(1), x.sum(), x.logsumexp(1)
 
 
-# ------------------------------------------------------------------------------------------ sizes of what is written
+# ------------------------------------------------------------------------- sizes of what is written
 def rows(n: int) -> torch.Tensor:
     return torch.arange(n) % 8
 
 
 VALUES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int], tuple[torch.Tensor, ...]]]] = {
     "rows": (lambda x, v, i: x.index_put((i,), v), lambda n: (torch.ones(n, 4), rows(6))),
-    "rows, added": (lambda x, v, i: x.index_put((i,), v, accumulate=True), lambda n: (torch.ones(n, 4), rows(6))),
+    "rows, added": (
+        lambda x, v, i: x.index_put((i,), v, accumulate=True),
+        lambda n: (torch.ones(n, 4), rows(6)),
+    ),
     "columns": (lambda x, v, i: x.index_put((i,), v), lambda n: (torch.ones(n - 2), rows(6))),
-    "a rank too many": (lambda x, v, i: x.index_put((i,), v.unsqueeze(0)), lambda n: (torch.ones(n, 4), rows(6))),
-    "behind a mask": (lambda x, v, m: x.index_put((m,), v), lambda n: (torch.ones(n - 2), torch.ones(8) > 0)),
+    "a rank too many": (
+        lambda x, v, i: x.index_put((i,), v.unsqueeze(0)),
+        lambda n: (torch.ones(n, 4), rows(6)),
+    ),
+    "behind a mask": (
+        lambda x, v, m: x.index_put((m,), v),
+        lambda n: (torch.ones(n - 2), torch.ones(8) > 0),
+    ),
     "index_add": (lambda x, v, i: x.index_add(0, i, v), lambda n: (torch.ones(6, n - 2), rows(6))),
-    "index_copy": (lambda x, v, i: x.index_copy(0, i, v), lambda n: (torch.ones(6, n - 2), rows(6))),
-    "index_reduce": (lambda x, v, i: x.index_reduce(0, i, v, "amax"), lambda n: (torch.ones(n, 4), rows(6))),
+    "index_copy": (
+        lambda x, v, i: x.index_copy(0, i, v),
+        lambda n: (torch.ones(6, n - 2), rows(6)),
+    ),
+    "index_reduce": (
+        lambda x, v, i: x.index_reduce(0, i, v, "amax"),
+        lambda n: (torch.ones(n, 4), rows(6)),
+    ),
     "slice_scatter": (lambda x, v: x.slice_scatter(v, 0, 0, 6), lambda n: (torch.ones(n, 4),)),
     "select_scatter": (lambda x, v: x.select_scatter(v, 0, 1), lambda n: (torch.ones(n - 2),)),
     "diagonal_scatter": (lambda x, v: x.diagonal_scatter(v), lambda n: (torch.ones(n - 2),)),
@@ -349,14 +376,16 @@ def test_parts_that_are_not_there(dynamic: bool | None) -> None:
 def test_values_of_another_size_are_refused_without_guards() -> None:
     fn = lambda x, v, i: x.index_put((i,), v)
     n = torch.export.Dim("n")
-    run = plait.compile(fn, (torch.zeros(8, 4), torch.ones(6, 4), rows(6)), dynamic_shapes=(None, {0: n}, None))
+    run = plait.compile(
+        fn, (torch.zeros(8, 4), torch.ones(6, 4), rows(6)), dynamic_shapes=(None, {0: n}, None)
+    )
     assert torch.equal(run(torch.zeros(8, 4), torch.ones(6, 4), rows(6))[:6], torch.ones(6, 4))
     for k in (5, 7):
         with pytest.raises(RuntimeError, match=f"shape mismatch.*{k}"):
             run(torch.zeros(8, 4), torch.ones(k, 4), rows(6))
 
 
-# ------------------------------------------------------------------------------------------- of values
+# ---------------------------------------------------------------------------------------- of values
 def checked(condition: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     def fn(x: torch.Tensor) -> torch.Tensor:
         torch._check(condition(x))
@@ -397,10 +426,14 @@ def test_conditions_of_values_without_dynamo(name: str, wrapper: str, tmp_path: 
         agrees(run, fn, torch.full((3,), value))
 
 
-@pytest.mark.parametrize("name", [n for n in OF_VALUES if n not in ("inverse", "factors", "solution")])
+@pytest.mark.parametrize(
+    "name", [n for n in OF_VALUES if n not in ("inverse", "factors", "solution")]
+)
 def test_conditions_of_values(name: str) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run = torch.compile(OF_VALUES[name], backend="plait", fullgraph=True, options={"strict": True})
+        run = torch.compile(
+            OF_VALUES[name], backend="plait", fullgraph=True, options={"strict": True}
+        )
         for value in FILLS:
             agrees(run, OF_VALUES[name], torch.full((3,), value))
 

@@ -1,4 +1,5 @@
-"""Plans of small programs made by hand: how many kernels, what is in them, and that they compute the same."""
+"""Plans of small programs made by hand: how many kernels, what is in them, and that they compute
+the same."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def layer_norm(b: Builder, x: str, w: str, n: Size, m: int) -> str:
     b.reduce((n,), (m,), "welford", lambda o, i, r: o.load(x, i, r), (True, True, False))
     mean, m2, _ = b.results()
     assert mean and m2
-    rstd = b.pointwise((n,), lambda o, i: o.rsqrt(o.add(o.mul(o.load(m2, i), o.f(1 / m)), o.f(1e-5))))
+    rstd = b.pointwise(
+        (n,), lambda o, i: o.rsqrt(o.add(o.mul(o.load(m2, i), o.f(1 / m)), o.f(1e-5)))
+    )
 
     def scaled(o, i, j):  # type: ignore[no-untyped-def]
         centred = o.sub(o.load(x, i, j), o.load(mean, i))
@@ -106,7 +109,8 @@ def test_a_hint_decides_what_is_computed_again(n: int, n_kernels: int) -> None:
 
 
 def work(n: Size, body: Callable[..., Node], m: Size = 256) -> Size:
-    """The estimated time of y[i, j] = body of x[n, m] and w[n]; body(ops, x[i, j] or its index, w[i])."""
+    """The estimated time of y[i, j] = body of x[n, m] and w[n]; body(ops, x[i, j] or its index,
+    w[i])."""
     b = Builder()
     if isinstance(n, Expr):
         n = b.size("s0", hint=64)
@@ -143,7 +147,10 @@ def test_reductions_in_different_axes_stay_apart() -> None:
 def test_reductions_of_one_input_join() -> None:
     b = Builder()
     x = b.input(4, 8)
-    outs = [b.reduce((4,), (8,), kind, lambda o, i, r: o.load(x, i, r)) for kind in ("sum", "max", "argmax")]
+    outs = [
+        b.reduce((4,), (8,), kind, lambda o, i, r: o.load(x, i, r))
+        for kind in ("sum", "max", "argmax")
+    ]
     b.output(*outs)
     assert len(kernels(plan_of(b))) == 1
 
@@ -185,11 +192,18 @@ def test_attention_like_chain() -> None:
     scale = b.pointwise((2, 3, 4, 8), lambda o, i, h, t, d: o.mul(o.load(q, i, t, h, d), o.f(0.5)))
     scores = b.extern((2, 3, 4, 4), scale)
     mask = b.input(4, 4)
-    s = b.pointwise((2, 3, 4, 4), lambda o, i, h, t, u: o.add(o.load(scores, i, h, t, u), o.load(mask, t, u)))
+    s = b.pointwise(
+        (2, 3, 4, 4), lambda o, i, h, t, u: o.add(o.load(scores, i, h, t, u), o.load(mask, t, u))
+    )
     top = b.reduce((2, 3, 4), (4,), "max", lambda o, i, h, t, r: o.load(s, i, h, t, r))
-    e = b.pointwise((2, 3, 4, 4), lambda o, i, h, t, u: o.exp(o.sub(o.load(s, i, h, t, u), o.load(top, i, h, t))))
+    e = b.pointwise(
+        (2, 3, 4, 4),
+        lambda o, i, h, t, u: o.exp(o.sub(o.load(s, i, h, t, u), o.load(top, i, h, t))),
+    )
     total = b.reduce((2, 3, 4), (4,), "sum", lambda o, i, h, t, r: o.load(e, i, h, t, r))
-    p = b.pointwise((2, 3, 4, 4), lambda o, i, h, t, u: o.truediv(o.load(e, i, h, t, u), o.load(total, i, h, t)))
+    p = b.pointwise(
+        (2, 3, 4, 4), lambda o, i, h, t, u: o.truediv(o.load(e, i, h, t, u), o.load(total, i, h, t))
+    )
     b.output(p)
     assert len(kernels(plan_of(b))) == 2
 
@@ -219,7 +233,11 @@ def test_scatter_add_after_zeros() -> None:
     from tests.schedule_tools import Record
 
     o = Record(b)
-    b.ops.append(Scatter(out, zeros, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add"))
+    b.ops.append(
+        Scatter(
+            out, zeros, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add"
+        )
+    )
     b.output(out)
     plan = plan_of(b)
     fill, scatter = kernels(plan)
@@ -267,7 +285,9 @@ def test_intermediates_keep_the_order_of_their_inputs() -> None:
     rows = b.reduce((2,), (6, 4, 8), "max", lambda o, n, c, h, w: o.load(e, n, c, h, w))
     b.output(
         b.extern((2,), rows),
-        b.pointwise(x_shape, lambda o, n, c, h, w: o.tanh(o.add(o.load(e, n, c, h, w), o.load(far, c)))),
+        b.pointwise(
+            x_shape, lambda o, n, c, h, w: o.tanh(o.add(o.load(e, n, c, h, w), o.load(far, c)))
+        ),
     )
     plan = plan_of(b)
     if e in plan.buffers:
@@ -314,7 +334,8 @@ def test_checks_stay_out_of_masked_loads() -> None:
 
 
 def test_pieces_of_a_buffer_have_one_layout() -> None:
-    """The last of the kernels that write one buffer reads memory of another order than the first: nothing changes."""
+    """The last of the kernels that write one buffer reads memory of another order than the first:
+    nothing changes."""
     b = Builder()
     columns = b.input(8, 16, strides=(1, 8))
     out, piece = b.buffer((2, 8, 16)), b.input(8, 16)
@@ -347,7 +368,8 @@ def test_names_tell_and_are_unique() -> None:
 
 
 def test_compile_time_is_linear() -> None:
-    """A thousand loops in well under a second, and twice as many in little more than twice the time."""
+    """A thousand loops in well under a second, and twice as many in little more than twice the
+    time."""
     import time
 
     def build(n: int) -> Builder:

@@ -1,4 +1,5 @@
-"""What must come before what: effects, integers read at run time, assertions, aliases, mutation, dead code."""
+"""What must come before what: effects, integers read at run time, assertions, aliases, mutation,
+dead code."""
 
 from __future__ import annotations
 

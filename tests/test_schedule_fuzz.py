@@ -1,5 +1,5 @@
-"""Random LoopPrograms: the plan computes what the unfused program computes. A failure prints a program to paste into a
-file and run, which holds the LoopProgram itself (tests/repro.py).
+"""Random LoopPrograms: the plan computes what the unfused program computes. A failure prints a
+program to paste into a file and run, which holds the LoopProgram itself (tests/repro.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Fuzzer:
         self.index = self.b.input(self.n, dtype=i64)  # zeros and ones
 
     def shape(self) -> tuple[Size, ...]:
-        return self.rng.choice([(4, self.n), (2, 3, 4), (self.n,), (6, 4), (self.n, 4), (1, 4), (4, 1, 6), ()])
+        return self.rng.choice(
+            [(4, self.n), (2, 3, 4), (self.n,), (6, 4), (self.n, 4), (1, 4), (4, 1, 6), ()]
+        )
 
     def pick(self) -> View:
         """A tensor, mostly a late one, perhaps through views."""
@@ -66,17 +68,23 @@ class Fuzzer:
         if kind == "permute" and n > 1:
             perm = self.rng.sample(range(n), n)
             back = [perm.index(k) for k in range(n)]
-            return View(x.buf, tuple(x.shape[k] for k in perm), lambda p: x.at(tuple(p[k] for k in back)))
+            return View(
+                x.buf, tuple(x.shape[k] for k in perm), lambda p: x.at(tuple(p[k] for k in back))
+            )
         if kind == "flatten" and n > 1:
             d = self.rng.randrange(n - 1)
             size = x.shape[d + 1]
             shape = (*x.shape[:d], x.shape[d] * size, *x.shape[d + 2 :])
-            return View(x.buf, shape, lambda p: x.at((*p[:d], p[d] // size, p[d] % size, *p[d + 1 :])))
+            return View(
+                x.buf, shape, lambda p: x.at((*p[:d], p[d] // size, p[d] % size, *p[d + 1 :]))
+            )
         if kind == "split" and n > 0:
             d = self.rng.randrange(n)
             if x.shape[d] in (4, 6, 12, 24):
                 shape = (*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
-                return View(x.buf, shape, lambda p: x.at((*p[:d], p[d] * 2 + p[d + 1], *p[d + 2 :])))
+                return View(
+                    x.buf, shape, lambda p: x.at((*p[:d], p[d] * 2 + p[d + 1], *p[d + 2 :]))
+                )
         if kind == "slice" and n > 0:
             d = self.rng.randrange(n)
             if isinstance(x.shape[d], int) and x.shape[d] > 2:
@@ -120,7 +128,9 @@ class Fuzzer:
 
     @staticmethod
     def broadcasts(a: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-        return len(a) <= len(to) and all(x in (1, y) for x, y in zip(a, to[len(to) - len(a) :], strict=True))
+        return len(a) <= len(to) and all(
+            x in (1, y) for x, y in zip(a, to[len(to) - len(a) :], strict=True)
+        )
 
     def reduce(self) -> None:
         x = self.pick()
@@ -154,7 +164,12 @@ class Fuzzer:
         n = x.shape[0]
         out = self.b.buffer((n + n, *x.shape[1:]))
         for k in range(2):
-            self.b.pointwise(x.shape, lambda o, *p: self.load(o, x, p), out, lambda *p, k=k: (p[0] + n * k, *p[1:]))
+            self.b.pointwise(
+                x.shape,
+                lambda o, *p: self.load(o, x, p),
+                out,
+                lambda *p, k=k: (p[0] + n * k, *p[1:]),
+            )
         self.add(out)
 
     def pad(self) -> None:
@@ -185,10 +200,13 @@ class Fuzzer:
         if len(x.shape) < 1 or x.shape[0] != self.n:
             return
         fits = [
-            t.buf for t in self.tensors
-            if len(t.shape) == len(x.shape) and t.shape[1:] == x.shape[1:] and t.shape[0] in (2, 4, 6)
+            t.buf
+            for t in self.tensors
+            if len(t.shape) == len(x.shape)
+            and t.shape[1:] == x.shape[1:]
+            and t.shape[0] in (2, 4, 6)
             and self.b.buffers[t.buf].dtype == f32
-        ]  # fmt: skip
+        ]
         if fits and self.rng.random() < 0.6:
             base = self.rng.choice(fits)
         else:
@@ -199,7 +217,9 @@ class Fuzzer:
         at = (L.arg_symbol(0, self.b.buffers[base].shape[0]), *vars_[1:])
         args = (o.load(self.index, vars_[0]),)
         self.b.ops.append(
-            L.Scatter(out, base, vars_, at, args, self.load(o, x, vars_), self.rng.choice(["add", "max"]))
+            L.Scatter(
+                out, base, vars_, at, args, self.load(o, x, vars_), self.rng.choice(["add", "max"])
+            )
         )
         self.add(out)
         if base in self.b.inputs and self.rng.random() < 0.7:
@@ -223,7 +243,11 @@ class Fuzzer:
 
     def extern(self) -> None:
         x = self.rng.choice(self.tensors)
-        options = [{}, {"may_keep": False}, {"may_keep": False, "out_op": "o", "out_names": ("out",)}]
+        options = [
+            {},
+            {"may_keep": False},
+            {"may_keep": False, "out_op": "o", "out_names": ("out",)},
+        ]
         self.add(self.b.extern(x.shape, x.buf, **self.rng.choice(options)))
 
     def mutate(self) -> None:
@@ -231,12 +255,24 @@ class Fuzzer:
         targets = [n for n in self.b.inputs if isinstance(n, str) and n != self.index]
         target = self.rng.choice(targets)
         shape, n_inputs = self.b.buffers[target].shape, len(self.b.inputs)
-        fits = [t.buf for t in self.tensors[n_inputs:] if t.shape == shape and self.b.buffers[t.buf].dtype == f32]
+        fits = [
+            t.buf
+            for t in self.tensors[n_inputs:]
+            if t.shape == shape and self.b.buffers[t.buf].dtype == f32
+        ]
         if fits:
             self.b.ops.append(L.Mutate(target, self.rng.choice(fits)))
 
     def program(self) -> L.LoopProgram:
-        steps = [self.unary, self.binary, self.binary, self.reduce, self.reduce, self.extern, self.cat]
+        steps = [
+            self.unary,
+            self.binary,
+            self.binary,
+            self.reduce,
+            self.reduce,
+            self.extern,
+            self.cat,
+        ]
         steps += [self.pad, self.gather, self.scatter, self.scan]
         for _ in range(self.rng.randint(2, 14)):
             self.rng.choice(steps)()
@@ -263,7 +299,8 @@ def verified(step, fn, *args):  # type: ignore[no-untyped-def]
 
 
 def run(seed: int, split: dict[str, int] | None = None) -> tuple[int, int]:
-    """(loops, kernels) of one random program, checked. split: what a test changed in the row of CPUs."""
+    """(loops, kernels) of one random program, checked. split: what a test changed in the row of
+    CPUs."""
     program = Fuzzer(seed).program()
     verify(program, f"seed {seed}")
     try:

@@ -84,14 +84,26 @@ def test_unknown_sizes_share_where_they_are_equal() -> None:
 
 
 S0, S1 = sz.symbol("s0", lo=1), sz.symbol("s1", lo=2)
-PRODUCTS = (1, S0, S1, S0 * S1, S0 * S0 * S1, sz.floordiv(S0 + 1, 2) * S1, sz.floordiv(S0 - 3, 2) * S1 + S1, S0 - 1)
+PRODUCTS = (
+    1,
+    S0,
+    S1,
+    S0 * S1,
+    S0 * S0 * S1,
+    sz.floordiv(S0 + 1, 2) * S1,
+    sz.floordiv(S0 - 3, 2) * S1 + S1,
+    S0 - 1,
+)
 
 
 def random_blocks(seed: int) -> list[Block]:
     rng = random.Random(seed)
     blocks = []
     for k in range(24):
-        parts = [sz.mul(rng.choice(PRODUCTS), rng.choice((4, 60, 64, 512, 3072))) for _ in range(rng.randint(1, 2))]
+        parts = [
+            sz.mul(rng.choice(PRODUCTS), rng.choice((4, 60, 64, 512, 3072)))
+            for _ in range(rng.randint(1, 2))
+        ]
         start = rng.randrange(30)
         blocks.append(Block((f"b{k}",), sz.total(parts), start, start + rng.randrange(8)))
     return blocks
@@ -113,7 +125,8 @@ def test_what_lives_at_one_time_lies_apart_whatever_the_sizes(seed: int) -> None
 
 
 def test_unlike_sizes_share_an_arena_as_known_ones_do() -> None:
-    """The buffers of an attention over s0 images of s1 tokens: products of either size, and of both."""
+    """The buffers of an attention over s0 images of s1 tokens: products of either size, and of
+    both."""
     hints = {"s0": 3, "s1": 50}
     rows, scores = S0 * S1 * 1024, S0 * S1 * S1 * 16
     sizes = [rows, S0 * S1 * 4, rows * 3, scores, rows, rows, rows * 4, rows]
@@ -208,9 +221,12 @@ def test_neighbours_are_not_overwritten() -> None:
 
 def relaid(plan: Plan, name: str) -> Plan:
     """The plan with a buffer transposed wherever kernels see it, and nowhere else."""
-    buffers = {n: replace(b, strides=b.strides[::-1]) if n == name else b for n, b in plan.buffers.items()}
+    buffers = {
+        n: replace(b, strides=b.strides[::-1]) if n == name else b for n, b in plan.buffers.items()
+    }
     steps = (
-        replace(s, args=tuple(buffers[b.name] for b in s.args)) if isinstance(s, Kernel) else s for s in plan.steps
+        replace(s, args=tuple(buffers[b.name] for b in s.args)) if isinstance(s, Kernel) else s
+        for s in plan.steps
     )
     return replace(plan, buffers=buffers, steps=tuple(steps))
 
@@ -238,7 +254,11 @@ def test_scatter_into_a_mutated_input_needs_no_copy() -> None:
     out = b.buffer((16, 8))
     i, j = loop_vars("i", (3, 8))
     o = Record(b)
-    b.ops.append(Scatter(out, cache, (i, j), (arg_symbol(0, 16), j), (o.load(at, i),), o.load(new, i, j), "store"))
+    b.ops.append(
+        Scatter(
+            out, cache, (i, j), (arg_symbol(0, 16), j), (o.load(at, i),), o.load(new, i, j), "store"
+        )
+    )
     b.ops.append(Mutate(cache, out))
     y = b.map("tanh", out)
     b.output(y)
@@ -260,7 +280,11 @@ def test_the_peak_stays_near_that_of_coming_and_going() -> None:
     plan = plan_of(b)
     alive = lives(plan)
     free = peak_nbytes(list(alive.values()), len(plan.steps), {})
-    outside = [x for n, x in alive.items() if n not in plan.memory.offsets and n not in plan.memory.in_place]
+    outside = [
+        x
+        for n, x in alive.items()
+        if n not in plan.memory.offsets and n not in plan.memory.in_place
+    ]
     arena = plan.memory.arena_nbytes
     assert isinstance(arena, int)
     assert arena + peak_nbytes(outside, len(plan.steps), {}) <= free * 1.02 + (1 << 20)
@@ -286,8 +310,8 @@ def test_storage_counts_gaps() -> None:
 
 
 def test_an_old_value_outlives_the_fill_before_a_scatter() -> None:
-    """The new value of an input is made by two kernels; the first must not run over what is read later, by an op behind
-    the scatter."""
+    """The new value of an input is made by two kernels; the first must not run over what is read
+    later, by an op behind the scatter."""
     b = Builder()
     x, at, g = b.input(4, 6), b.input(5, dtype=i64), b.input(5, 6)
     zeros = b.pointwise((4, 6), lambda o, i, j: o.f(0.0))

@@ -1,4 +1,5 @@
-"""Loops in normal form: what is scattered into zeros and then added to something is scattered into that."""
+"""Loops in normal form: what is scattered into zeros and then added to something is scattered into
+that."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ def scattered(b: Builder, fill: float = 0.0) -> str:
     out = b.buffer((6, 8))
     i, j = loop_vars("i", (5, 8))
     o = Record(b)
-    b.ops.append(Scatter(out, base, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add"))
+    b.ops.append(
+        Scatter(
+            out, base, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add"
+        )
+    )
     return out
 
 
@@ -44,7 +49,9 @@ def test_a_scatter_into_zeros_goes_into_what_it_is_added_to(scatter_first: bool)
 def test_two_scatters_of_one_sum() -> None:
     b = Builder()
     b.output(b.map("add", scattered(b), scattered(b)))
-    assert len(kernels(plan_of(b))) == 4  # zeros, one scatter, a copy, the other: no second zeros, no sum
+    assert (
+        len(kernels(plan_of(b))) == 4
+    )  # zeros, one scatter, a copy, the other: no second zeros, no sum
 
 
 @pytest.mark.parametrize("why", ["needed elsewhere", "no zeros", "itself", "product"])

@@ -1,4 +1,5 @@
-"""Launches of several loop nests: what may share one, what may not, and that the parts run right in it."""
+"""Launches of several loop nests: what may share one, what may not, and that the parts run right in
+it."""
 
 from __future__ import annotations
 

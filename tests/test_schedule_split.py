@@ -48,7 +48,10 @@ def test_columns_split_along_rows_with_their_producer() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     first, second = kernels(plan)
-    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == ["sum", "sum"]
+    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == [
+        "sum",
+        "sum",
+    ]
     assert e in first.outs
 
 
@@ -66,7 +69,11 @@ def test_what_is_read_once_a_result_does_not_split_rows() -> None:
     """The backward of batch norm: rows in memory, less a mean a channel, summed."""
     b = Builder()
     x, mean = b.input(4, 64, 1024), b.input(64)
-    b.output(b.reduce((64,), (4, 1024), "sum", lambda o, c, n, i: o.sub(o.load(x, n, c, i), o.load(mean, c))))
+    b.output(
+        b.reduce(
+            (64,), (4, 1024), "sum", lambda o, c, n, i: o.sub(o.load(x, n, c, i), o.load(mean, c))
+        )
+    )
     program = b.program()
     plan = schedule(program, CFG)
     check(plan, program)
@@ -76,7 +83,9 @@ def test_what_is_read_once_a_result_does_not_split_rows() -> None:
 def on_gpu(b: Builder) -> LoopProgram:
     """The program of a builder with every buffer on a GPU."""
     program = b.program()
-    return replace(program, buffers={n: replace(v, device="cuda:0") for n, v in program.buffers.items()})
+    return replace(
+        program, buffers={n: replace(v, device="cuda:0") for n, v in program.buffers.items()}
+    )
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "argmin", "welford"])
@@ -123,7 +132,14 @@ def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> Non
     """The bias gradient of an in-projection reads what heads wrote: neighbours in runs of 64."""
     b = Builder()
     x = b.input(32, 12, 197, 64)
-    b.output(b.reduce((768,), (32, 197), "sum", lambda o, c, n, t: o.load(x, n, floordiv(c, 64), t, mod(c, 64))))
+    b.output(
+        b.reduce(
+            (768,),
+            (32, 197),
+            "sum",
+            lambda o, c, n, t: o.load(x, n, floordiv(c, 64), t, mod(c, 64)),
+        )
+    )
     program = on_gpu(b)
     plan = schedule(program, CFG)
     check(plan, program)
@@ -132,8 +148,8 @@ def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> Non
 
 
 def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
-    """Those that a kernel's blocks divide if there are such, and others before any that need a condition: what is
-    summed may be stored by the same kernel."""
+    """Those that a kernel's blocks divide if there are such, and others before any that need a
+    condition: what is summed may be stored by the same kernel."""
     for rows, columns, rest in ((2048, 3072, 128), (6304, 768, 197), (6304, 3072, 197)):
         b = Builder()
         x = b.input(rows, columns)
@@ -157,18 +173,23 @@ def test_on_a_gpu_programs_have_more_rows_of_narrow_elements(dtype: DType, parts
 def norm_backward(
     rows: tuple[Size, ...], columns: int, chain: bool = False, builder: Builder | None = None
 ) -> LoopProgram:
-    """What a norm's gradient needs: sums of rows, a result from them at every point, and sums of columns. chain: the
-    columns of that result are summed too."""
+    """What a norm's gradient needs: sums of rows, a result from them at every point, and sums of
+    columns. chain: the columns of that result are summed too."""
     b = builder or Builder()
     dy, x, w = b.input(*rows, columns), b.input(*rows, columns), b.input(columns)
     shape = (*rows, columns)
     s = b.reduce(rows, (columns,), "sum", lambda o, *i: o.mul(o.load(dy, *i), o.load(w, i[-1])))
     t = b.reduce(rows, (columns,), "sum", lambda o, *i: o.mul(o.load(dy, *i), o.load(x, *i)))
     dx = b.pointwise(
-        shape, lambda o, *i: o.sub(o.mul(o.load(x, *i), o.load(t, *i[:-1])), o.mul(o.load(dy, *i), o.load(s, *i[:-1])))
+        shape,
+        lambda o, *i: o.sub(
+            o.mul(o.load(x, *i), o.load(t, *i[:-1])), o.mul(o.load(dy, *i), o.load(s, *i[:-1]))
+        ),
     )
     sums = [
-        b.reduce((columns,), rows, "sum", lambda o, c, *r: o.mul(o.load(dy, *r, c), o.load(x, *r, c))),
+        b.reduce(
+            (columns,), rows, "sum", lambda o, c, *r: o.mul(o.load(dy, *r, c), o.load(x, *r, c))
+        ),
         b.reduce((columns,), rows, "sum", lambda o, c, *r: o.load(dx if chain else dy, *r, c)),
     ]
     b.output(dx, *sums)
@@ -178,9 +199,18 @@ def norm_backward(
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize(
     "rows, found",
-    [((4096,), 512), ((8, 1024), 512), ((12608,), 394), ((64, 197), 394), ((6, 512), 384), ((4099,), 512)],
+    [
+        ((4096,), 512),
+        ((8, 1024), 512),
+        ((12608,), 394),
+        ((64, 197), 394),
+        ((6, 512), 384),
+        ((4099,), 512),
+    ],
 )
-def test_on_a_gpu_columns_are_summed_as_rows_are_walked(rows: tuple[int, ...], found: int, chain: bool) -> None:
+def test_on_a_gpu_columns_are_summed_as_rows_are_walked(
+    rows: tuple[int, ...], found: int, chain: bool
+) -> None:
     first, *rest = kernels(schedule(norm_backward(rows, 768, chain), CFG))
     assert walkers(first.stmts) == found and len(rest) == 1 and len(rest[0].outs) == 2
     assert numel(extent(v) for v in first.vars) == numel(rows)
@@ -208,25 +238,37 @@ def test_on_a_gpu_rows_of_unknown_number_are_walked(sizes: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("rows, columns", [((512,), 768), ((8192,), 16384), ((7,), 1 << 20)])
-def test_on_a_gpu_rows_are_not_walked_where_they_are_few_or_long(rows: tuple[int, ...], columns: int) -> None:
+def test_on_a_gpu_rows_are_not_walked_where_they_are_few_or_long(
+    rows: tuple[int, ...], columns: int
+) -> None:
     stores = [
-        s.mode for k in kernels(schedule(norm_backward(rows, columns), CFG)) for s in k.stmts if isinstance(s, Store)
+        s.mode
+        for k in kernels(schedule(norm_backward(rows, columns), CFG))
+        for s in k.stmts
+        if isinstance(s, Store)
     ]
     assert set(stores) == {"store"}
 
 
 def test_nothing_is_walked_on_a_cpu() -> None:
     program = norm_backward((4096,), 768)
-    program = replace(program, buffers={n: replace(v, device="cpu") for n, v in program.buffers.items()})
-    stores = [s.mode for k in kernels(schedule(program, CFG)) for s in k.stmts if isinstance(s, Store)]
+    program = replace(
+        program, buffers={n: replace(v, device="cpu") for n, v in program.buffers.items()}
+    )
+    stores = [
+        s.mode for k in kernels(schedule(program, CFG)) for s in k.stmts if isinstance(s, Store)
+    ]
     assert set(stores) == {"store"}
 
 
 def test_on_a_gpu_sums_of_one_tensor_are_cut_alike() -> None:
-    """The backward of batch norm in half precision: a float32 mean a channel is no reason to cut one of its sums."""
+    """The backward of batch norm in half precision: a float32 mean a channel is no reason to cut
+    one of its sums."""
     b = Builder()
     dy, x, mean = b.input(1568, 512, dtype=bf16), b.input(1568, 512, dtype=bf16), b.input(512)
     s = b.reduce((512,), (1568,), "sum", lambda o, c, r: o.cast(o.load(dy, r, c), f32))
-    t = b.reduce((512,), (1568,), "sum", lambda o, c, r: o.sub(o.cast(o.load(x, r, c), f32), o.load(mean, c)))
+    t = b.reduce(
+        (512,), (1568,), "sum", lambda o, c, r: o.sub(o.cast(o.load(x, r, c), f32), o.load(mean, c))
+    )
     b.output(s, t)
     assert [len(k.stmts) for k in kernels(schedule(on_gpu(b), CFG))] == [2, 2]

@@ -24,14 +24,32 @@ def test_two():
 def test_a_failure_is_printed_before_the_next_test(more: tuple[str, ...], tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "test_cases.py").write_text(CASES.format(log=str(log)))
-    command = [sys.executable, "-m", "pytest", "-p", "tests.shown_at_once", "-p", "no:randomly", *more, str(tmp_path)]
-    wait = "import time; time.sleep(1)\n" if more else ""  # a worker's report takes a moment to arrive
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.shown_at_once",
+        "-p",
+        "no:randomly",
+        *more,
+        str(tmp_path),
+    ]
+    wait = (
+        "import time; time.sleep(1)\n" if more else ""
+    )  # a worker's report takes a moment to arrive
     if wait:
         text = (tmp_path / "test_cases.py").read_text()
-        (tmp_path / "test_cases.py").write_text(text.replace("def test_two():\n", f"def test_two():\n    {wait}"))
+        (tmp_path / "test_cases.py").write_text(
+            text.replace("def test_two():\n", f"def test_two():\n    {wait}")
+        )
     with log.open("w") as out:
         subprocess.run(
-            [*command, "--rootdir", str(tmp_path), "-c", "/dev/null"], cwd=ROOT, stdout=out, stderr=out, check=False
+            [*command, "--rootdir", str(tmp_path), "-c", "/dev/null"],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            check=False,
         )
     text = log.read_text()
     assert "1 failed, 1 passed" in text, text

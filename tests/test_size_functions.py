@@ -1,5 +1,5 @@
-"""Functions of sizes are computed at run time: every one in every target as Python computes it, and in programs whose
-sizes change."""
+"""Functions of sizes are computed at run time: every one in every target as Python computes it, and
+in programs whose sizes change."""
 
 from __future__ import annotations
 
@@ -31,12 +31,38 @@ from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
 
-INTEGERS = (0, 1, -1, 2, 3, 6, 7, 63, -7, 100, 2**31, 2**53, 2**53 + 1, 2**62 + 1, 2**63 - 1, -(2**63))
+INTEGERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    6,
+    7,
+    63,
+    -7,
+    100,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**62 + 1,
+    2**63 - 1,
+    -(2**63),
+)
 FLOATS = (
-    0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -2.5, 1.0, -1.0, 0.1, 2.675, 3.14, 0.125, 700.0, 710.0, 1e18, 1e300, -1e300,
-    2.0**63, -(2.0**63), 1e-320, math.inf, -math.inf,
+    0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -2.5, 1.0, -1.0, 0.1, 2.675, 3.14, 0.125, 700.0, 710.0, 1e18,
+    1e300, -1e300, 2.0**63, -(2.0**63), 1e-320, math.inf, -math.inf,
 )  # fmt: skip
-OF_INTEGERS = ("bit_and", "bit_or", "bit_xor", "shift_left", "shift_right", "power", "real", "true_div")
+OF_INTEGERS = (
+    "bit_and",
+    "bit_or",
+    "bit_xor",
+    "shift_left",
+    "shift_right",
+    "power",
+    "real",
+    "true_div",
+)
 
 
 def operands(name: str) -> Iterator[tuple[int, int]]:
@@ -80,7 +106,8 @@ def test_functions_are_pythons(name: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_one_program_of_all(target: str) -> None:
-    """Words that are floats between 0 and 1, which every function takes as they are or as integers shifted by few."""
+    """Words that are floats between 0 and 1, which every function takes as they are or as integers
+    shifted by few."""
     names = [n for n in FUNCTIONS if n not in ("power", "shift_left", "shift_right", "real_round")]
     run = TARGETS[target](program(*names), Parts({}))
     for x, y in ((0.5, 0.25), (0.75, 1.0), (1.0, 0.1)):
@@ -116,7 +143,9 @@ SIZES: dict[str, Callable[[Tensor, int], Any]] = {
     "at least": lambda x, n: zeros(x, max(2.5, n / 3)),
     "returned": lambda x, n: (x + 1, math.sqrt(n), int(n**0.5), n & 3),
     "window": lambda x, n: x[: int(n**0.5)] + 1,
-    "patches": lambda x, n: x[: int(math.sqrt(n)) ** 2].view(int(math.sqrt(n)), int(math.sqrt(n))).t() * 2,
+    "patches": lambda x, n: (
+        x[: int(math.sqrt(n)) ** 2].view(int(math.sqrt(n)), int(math.sqrt(n))).t() * 2
+    ),
     "exp of log": lambda x, n: zeros(x, math.exp(math.log(n) / 2)),
 }
 
@@ -144,7 +173,10 @@ def test_in_functions_whose_sizes_change(name: str, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", ["cpp", "fx"])
 def test_in_other_targets(wrapper: str) -> None:
     def fn(x: Tensor) -> Any:
-        return [SIZES[k](x, x.shape[0]) for k in ("int of sqrt", "bits", "shifts", "rounded size", "returned")]
+        return [
+            SIZES[k](x, x.shape[0])
+            for k in ("int of sqrt", "bits", "shifts", "rounded size", "returned")
+        ]
 
     agree(fn, torch.compile(fn, backend="plait", options={"wrapper": wrapper}), (9, 16, 25, 37, 50))
 
@@ -167,13 +199,16 @@ def test_divmod_of_a_size_without_dynamo() -> None:
         (whole, rest), (other, _) = divmod(x.shape[0], 3), divmod(50, x.shape[0])
         return x * whole + other, torch.zeros(rest + 2)
 
-    agree(fn, plait.compile(fn, (torch.ones(5),), ({0: torch.export.Dim.AUTO},)), (9, 16, 25, 37, 50))
+    agree(
+        fn, plait.compile(fn, (torch.ones(5),), ({0: torch.export.Dim.AUTO},)), (9, 16, 25, 37, 50)
+    )
     assert not hasattr(torch.SymInt, "__divmod__")
 
 
 def test_without_dynamo_and_in_packages(tmp_path: Any) -> None:
-    """Without Dynamo `int` and functions of `math` but rounding make numbers of sizes; where a function makes a size,
-    torch.export guards that it is no 0 or 1, cannot solve that, and says that the size may not vary."""
+    """Without Dynamo `int` and functions of `math` but rounding make numbers of sizes; where a
+    function makes a size, torch.export guards that it is no 0 or 1, cannot solve that, and says
+    that the size may not vary."""
 
     def fn(x: Tensor) -> Tensor:
         n = x.shape[0]
@@ -221,9 +256,13 @@ def test_expressions_of_symbols_are_pythons(name: str, n: int, m: int) -> None:
 
 @cache
 def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
-    """The expression of symbols n and m, and what stands behind its own symbols. A float's is its word."""
+    """The expression of symbols n and m, and what stands behind its own symbols. A float's is its
+    word."""
     env = ShapeEnv()
-    given = [env.create_symbol(30 + k, ConstantSource(s), DimDynamic.DYNAMIC, None) for k, s in enumerate("nm")]
+    given = [
+        env.create_symbol(30 + k, ConstantSource(s), DimDynamic.DYNAMIC, None)
+        for k, s in enumerate("nm")
+    ]
     n, m = (env.create_symintnode(s, hint=30 + k) for k, s in enumerate(given))
     made = PYTHON[name](n, m)
     size = to_word(made.node.expr, env) if isinstance(made, torch.SymFloat) else to_size(made)
@@ -232,7 +271,7 @@ def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
     return size, tuple(behind.items())
 
 
-# ------------------------------------------------------------------------------------------- beyond 64 bits
+# ----------------------------------------------------------------------------------- beyond 64 bits
 WIDE: dict[str, Callable[[Tensor, int], Tensor]] = {
     "factor": lambda x, k: x * (k * k),
     "summand": lambda x, k: x + (k * k * k - k),
@@ -305,7 +344,18 @@ def test_what_is_taken_out_of_a_loop() -> None:
         assert isinstance(op, Pointwise)
         return str(op.body.attr), [str(v) for v in values.values()]
 
-    for kept in (n, k, n * 3 + i, few * few * few, few * n, k * i, i * i, sz.smin(n, k), k // 2 + i, k % 7):
+    for kept in (
+        n,
+        k,
+        n * 3 + i,
+        few * few * few,
+        few * n,
+        k * i,
+        i * i,
+        sz.smin(n, k),
+        k // 2 + i,
+        k % 7,
+    ):
         assert taken(kept) == (str(kept), []), kept
     assert taken(k * k) == ("wide0", ["k*k"])
     assert taken(k + 1) == ("wide0", ["k + 1"])

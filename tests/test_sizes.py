@@ -1,4 +1,5 @@
-"""Integer expressions against Python integers: value, bounds, idempotence, interning, and the rules by name."""
+"""Integer expressions against Python integers: value, bounds, idempotence, interning, and the rules
+by name."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Made:
 
 
 class Fuzz:
-    """Random expressions over two sizes, two loop variables of constant and two of symbolic extent."""
+    """Random expressions over two sizes, two loop variables of constant and two of symbolic
+    extent."""
 
     def __init__(self, seed: int, points: int = 12) -> None:
         self.rng = random.Random(seed)
@@ -64,12 +66,13 @@ class Fuzz:
             return self._divide(op, a)
         b = self.make(depth - 1)
         build = {
-            "add": sz.add, "sub": lambda x, y: sz.add(x, sz.mul(y, -1)), "mul": sz.mul, "min": sz.smin, "max": sz.smax,
+            "add": sz.add, "sub": lambda x, y: sz.add(x, sz.mul(y, -1)), "mul": sz.mul,
+            "min": sz.smin, "max": sz.smax,
         }  # fmt: skip
         meaning = {
-            "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "min": min, "max": max,
-            "eq": lambda x, y: int(x == y), "ne": lambda x, y: int(x != y), "lt": lambda x, y: int(x < y),
-            "le": lambda x, y: int(x <= y),
+            "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y,
+            "min": min, "max": max, "eq": lambda x, y: int(x == y), "ne": lambda x, y: int(x != y),
+            "lt": lambda x, y: int(x < y), "le": lambda x, y: int(x <= y),
         }  # fmt: skip
         expr = build[op](a.expr, b.expr) if op in build else sz.compare(op, a.expr, b.expr)
         values = [meaning[op](x, y) for x, y in zip(a.values, b.values, strict=True)]
@@ -79,21 +82,37 @@ class Fuzz:
         """By a positive constant, a size, or a product of both."""
         n = self.symbols["s0"]
         b, name = self.rng.choice(
-            ((2, "2"), (3, "3"), (4, "4"), (8, "8"), (n, "s0"), (sz.mul(n, 4), "4*s0"), (sz.add(n, 1), "s0+1"))
+            (
+                (2, "2"),
+                (3, "3"),
+                (4, "4"),
+                (8, "8"),
+                (n, "s0"),
+                (sz.mul(n, 4), "4*s0"),
+                (sz.add(n, 1), "s0+1"),
+            )
         )
         by = [sz.evaluate(b, e) for e in self.envs]
         if op == "div":
             return Made(
-                sz.floordiv(a.expr, b), f"({a.text})//({name})", [v // d for v, d in zip(a.values, by, strict=True)]
+                sz.floordiv(a.expr, b),
+                f"({a.text})//({name})",
+                [v // d for v, d in zip(a.values, by, strict=True)],
             )
-        return Made(sz.mod(a.expr, b), f"({a.text})%({name})", [v % d for v, d in zip(a.values, by, strict=True)])
+        return Made(
+            sz.mod(a.expr, b),
+            f"({a.text})%({name})",
+            [v % d for v, d in zip(a.values, by, strict=True)],
+        )
 
 
 def _rebuild(e: Size) -> Size:
     """e made again from its atoms, which must change nothing."""
     if isinstance(e, int):
         return e
-    return sz.substitute(e, {a: sz.symbol(a.name, a.lo, a.hi, a.extent) for a in sz.free_symbols(e)})
+    return sz.substitute(
+        e, {a: sz.symbol(a.name, a.lo, a.hi, a.extent) for a in sz.free_symbols(e)}
+    )
 
 
 def _check(made: Made, envs: list[dict[str, int]], seed: int) -> None:
@@ -105,7 +124,9 @@ def _check(made: Made, envs: list[dict[str, int]], seed: int) -> None:
         assert lo <= want <= hi, f"{repro}\nenv = {env}\n{want} is not in [{lo}, {hi}]"
         if sz.known_nonneg(made.expr):
             assert want >= 0, f"{repro}\nenv = {env}\n{want} was known to be >= 0"
-    assert _rebuild(made.expr) == made.expr, f"not idempotent: {repro}\nagain = {_rebuild(made.expr)}"
+    assert _rebuild(made.expr) == made.expr, (
+        f"not idempotent: {repro}\nagain = {_rebuild(made.expr)}"
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -135,7 +156,9 @@ def test_fuzz_substitution(seed: int) -> None:
         after = sz.substitute(made.expr, {i0: inside})
         for env in fuzz.envs:
             want = sz.evaluate(made.expr, env | {"i0": sz.evaluate(inside, env)})
-            assert sz.evaluate(after, env) == want, f"seed={seed}\n{made.text}\ni0 := ({part.text})%8\nenv={env}"
+            assert sz.evaluate(after, env) == want, (
+                f"seed={seed}\n{made.text}\ni0 := ({part.text})%8\nenv={env}"
+            )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -209,7 +232,7 @@ def test_truth_of_an_expression_is_an_error() -> None:
         bool(n)
 
 
-# ------------------------------------------------------------------------------------------------ reshapes
+# ----------------------------------------------------------------------------------------- reshapes
 def _split_number(rng: random.Random, number: int) -> tuple[int, ...]:
     dims = []
     while number > 1 and len(dims) < 4:
@@ -243,7 +266,12 @@ def test_reshape_keeps_dimensions_apart() -> None:
     v = tuple(sz.symbol(f"v{d}", extent=s) for d, s in enumerate((n, 3, 4, k)))
     assert reshape_index((n, 12, k), (n, 3, 4, k), v) == (v[0], sz.add(sz.mul(v[1], 4), v[2]), v[3])
     w = tuple(sz.symbol(f"w{d}", extent=s) for d, s in enumerate((n, 12, k)))
-    assert reshape_index((n, 3, 4, k), (n, 12, k), w) == (w[0], sz.floordiv(w[1], 4), sz.mod(w[1], 4), w[2])
+    assert reshape_index((n, 3, 4, k), (n, 12, k), w) == (
+        w[0],
+        sz.floordiv(w[1], 4),
+        sz.mod(w[1], 4),
+        w[2],
+    )
 
 
 def test_reshapes_there_and_back_cancel() -> None:

@@ -1,4 +1,5 @@
-"""Stores: every row of the table of stores on every instruction set, and empty loops that may not read."""
+"""Stores: every row of the table of stores on every instruction set, and empty loops that may not
+read."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ SIZES = (0, 1, 15, 33, 1000)
 @pytest.mark.parametrize("name", ALONG_ROWS)
 @pytest.mark.parametrize("move", store_cells.MOVES)
 def test_programs(name: str, move: str) -> None:
-    """Every operator that writes at computed places, with indices and values that are expanded or not."""
+    """Every operator that writes at computed places, with indices and values that are expanded or
+    not."""
     fn = ALONG_ROWS[name]
     dtypes = [torch.float32, torch.int64, torch.bool, torch.bfloat16]
     if name in ("mean", "index_reduce"):
@@ -94,14 +96,19 @@ def test_programs(name: str, move: str) -> None:
         for n in SIZES:
             n = min(n, 33) if name in ("prod", "index_reduce") or dtype == torch.bfloat16 else n
             x = torch.ones(5).to(dtype)
-            i, v = places((n,), move in ("index", "both")), given((n,), move in ("value", "both"), dtype)
+            i, v = (
+                places((n,), move in ("index", "both")),
+                given((n,), move in ("value", "both"), dtype),
+            )
             if name in ("scatter", "index_put_last") and move == "both":
                 i = torch.randperm(5)[: min(n, 5)]
                 v = v[: len(i)]
             torch.testing.assert_close(compiled(x, i, v), fn(x, i, v), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["scatter_add", "index_add", "index_put", "sum", "mean", "prod", "amin", "amax"])
+@pytest.mark.parametrize(
+    "name", ["scatter_add", "index_add", "index_put", "sum", "mean", "prod", "amin", "amax"]
+)
 @pytest.mark.parametrize("move", store_cells.MOVES)
 def test_gradients_of_programs(name: str, move: str) -> None:
     def loss(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -189,7 +196,10 @@ def test_sums_of_nothing_check_nothing() -> None:
     """As in eager, an index that no point uses may be out of range."""
     compiled = torch.compile(unlike, backend="plait", dynamic=True)
     x = torch.randn(5)
-    for m, i in ((torch.ones(3) > 0, torch.arange(4)), (torch.zeros(3) > 0, torch.tensor([1, 99, 2]))):
+    for m, i in (
+        (torch.ones(3) > 0, torch.arange(4)),
+        (torch.zeros(3) > 0, torch.tensor([1, 99, 2])),
+    ):
         torch.testing.assert_close(compiled(m, i, x), unlike(m, i, x))
 
 

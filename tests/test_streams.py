@@ -1,5 +1,5 @@
-"""Streams that the user chose, up to the text of every target: graphs of fake CUDA tensors, in the form in which
-AOTAutograd hands them over."""
+"""Streams that the user chose, up to the text of every target: graphs of fake CUDA tensors, in the
+form in which AOTAutograd hands them over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ from plait.graph.captured import Captured
 from plait.graph.streams import order_streams
 from plait.wrapper.cpp import make_cpp
 from plait.wrapper.fx import make_fx as make_fx_graph
-from plait.wrapper.instructions import Alloc, CallExtern, Free, Launch, Partition, Place, Ref, Reuse, WrapperProgram
+from plait.wrapper.instructions import (
+    Alloc,
+    CallExtern,
+    Free,
+    Launch,
+    Partition,
+    Place,
+    Ref,
+    Reuse,
+    WrapperProgram,
+)
 from plait.wrapper.native import encode
 from plait.wrapper.partition import partition
 from plait.wrapper.program import CompileRecord, Parts
@@ -48,7 +58,9 @@ def compiled(graph: GraphModule) -> CompileRecord:
     """The record of a graph whose tensors are said to be on a GPU."""
     captured = Captured(graph, "test", "inference")
     with on_gpu(graph):
-        made: CompileRecord = pipeline.compile_graph(captured, Config(gpu_arch="sm_90", verify=True)).record
+        made: CompileRecord = pipeline.compile_graph(
+            captured, Config(gpu_arch="sm_90", verify=True)
+        ).record
     return made
 
 
@@ -129,8 +141,8 @@ def test_the_fx_graph_says_it_too(compile_only: None) -> None:  # noqa: F811
     gm.graph.eliminate_dead_code()
     calls = [(str(n.target), *n.args) for n in gm.graph.nodes if "streams" in str(n.target)]
     assert [c for c in calls if "record_stream" not in c[0]] == [
-        ("streams.fork.default", 0, 1), ("streams.record_event.default", 2, 1), ("streams.fork.default", 1, 0),
-        ("streams.wait_event.default", 2, 0),
+        ("streams.fork.default", 0, 1), ("streams.record_event.default", 2, 1),
+        ("streams.fork.default", 1, 0), ("streams.wait_event.default", 2, 0),
     ]  # fmt: skip
 
 
@@ -153,8 +165,8 @@ def test_what_is_equal_is_not_shared(compile_only: None) -> None:  # noqa: F811
 
 @ours
 def test_memory_is_the_allocators(compile_only: None) -> None:  # noqa: F811
-    """Nothing lies in an arena or takes over what another stream may still read; every buffer that two streams use is
-    known to the allocator before its end."""
+    """Nothing lies in an arena or takes over what another stream may still read; every buffer that
+    two streams use is known to the allocator before its end."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         a = x.sin() @ x
@@ -173,9 +185,13 @@ def test_memory_is_the_allocators(compile_only: None) -> None:  # noqa: F811
             now = str(i.args[1])
         elif isinstance(i, Alloc):
             made[i.name] = now
-        elif isinstance(i, (Launch, CallExtern)) and not (isinstance(i, CallExtern) and i.op.startswith("streams::")):
+        elif isinstance(i, (Launch, CallExtern)) and not (
+            isinstance(i, CallExtern) and i.op.startswith("streams::")
+        ):
             for name in (n for n in used(i) if n in made and made[n] != now):
-                record = CallExtern("streams::record_stream", (Ref(name), int(now)), (), (), fence=True)
+                record = CallExtern(
+                    "streams::record_stream", (Ref(name), int(now)), (), (), fence=True
+                )
                 assert record in body and body.index(record) < body.index(Free(name))
 
 
@@ -213,7 +229,11 @@ def test_new_values_of_inputs_come_last(compile_only: None) -> None:  # noqa: F8
         "streams::wait_stream 1 0",
     ]
     kinds = [type(i).__name__ for i in p.body]
-    waits = [k for k, i in enumerate(p.body) if isinstance(i, CallExtern) and i.op == "streams::wait_stream"]
+    waits = [
+        k
+        for k, i in enumerate(p.body)
+        if isinstance(i, CallExtern) and i.op == "streams::wait_stream"
+    ]
     assert waits[0] < kinds.index("Copy") < waits[1]
 
 
@@ -271,10 +291,14 @@ def test_torch_that_loses_waits_runs_all_on_one_stream(
     monkeypatch.setattr(compat, "CALLERS_STREAM", None)
     p = compiled(on(graph_of(prefetch, (64, 64), (64, 64)), 1, "mul", "sin")).wrapper
     fences = [n for n in names_of(p) if n.startswith("streams::")]
-    assert fences == ["streams::wait_stream 1 0", "streams::record_event 2 1", "streams::wait_event 2 0"]
+    assert fences == [
+        "streams::wait_stream 1 0",
+        "streams::record_event 2 1",
+        "streams::wait_event 2 0",
+    ]
 
 
-# ------------------------------------------------------------------------------------------ on a CPU
+# ----------------------------------------------------------------------------------------- on a CPU
 LOG: list[str] = []
 
 
@@ -307,8 +331,13 @@ def test_control_deps_of_any_operator(wrapper: str) -> None:
         return y + 1, x.cos()
 
     graph = graph_of(fn, (8,))
-    first, second = graph.graph.find_nodes(op="call_function", target=torch.ops.plait_test_streams.say.default)
-    sin, cos = (graph.graph.find_nodes(op="call_function", target=t)[0] for t in (aten.sin.default, aten.cos.default))
+    first, second = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.plait_test_streams.say.default
+    )
+    sin, cos = (
+        graph.graph.find_nodes(op="call_function", target=t)[0]
+        for t in (aten.sin.default, aten.cos.default)
+    )
     control.preserve_node_ordering(graph.graph, {second: [sin], cos: [second, first]})
     assert "control_deps" in str(graph.graph)
     run = compile_graph(Captured(graph, "test", "inference"), Config(wrapper=wrapper, verify=True))
@@ -337,10 +366,14 @@ class Named:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
-def test_as_torch_compile_brings_it(wrapper: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_torch_compile_brings_it(
+    wrapper: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in ("stream", "event"):
         name = f"_get_{kind}_by_index"
-        monkeypatch.setattr(torch._dynamo.variables.streams, name, lambda k, kind=kind: Named(f"{kind}{k}"))
+        monkeypatch.setattr(
+            torch._dynamo.variables.streams, name, lambda k, kind=kind: Named(f"{kind}{k}")
+        )
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = (x * 2).sin()

@@ -23,7 +23,8 @@ def call_at_once(
     atol: float,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """A thread an input calls compiled so many times, inside of `around()`, and always gets what is wanted."""
+    """A thread an input calls compiled so many times, inside of `around()`, and always gets what is
+    wanted."""
     wrong: list[str] = []
     start = threading.Barrier(len(inputs))
 

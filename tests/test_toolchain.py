@@ -23,7 +23,14 @@ from plait.errors import ToolchainError, UserError
 from plait.runtime import toolchain
 from plait.runtime.cache import cache_key, get_or_build
 from plait.runtime.store import CacheWarning, Store
-from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, check_isa, detect_isa, find_toolchain
+from plait.runtime.toolchain import (
+    ISAS,
+    Toolchain,
+    ToolchainMissing,
+    check_isa,
+    detect_isa,
+    find_toolchain,
+)
 
 SOURCE = 'extern "C" long answer() { return 42; }'
 
@@ -62,13 +69,19 @@ def test_isa_that_the_machine_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no avx512"):
         check_isa(Config(isa="avx512"), cpuinfo(tmp_path, "sse2"))
     check_isa(Config(isa="portable"), cpuinfo(tmp_path, "sse2 avx2 fma f16c"))
-    assert detect_isa("avx512", cpuinfo(tmp_path, "sse2")).name == "avx512"  # to compile for another machine
+    assert (
+        detect_isa("avx512", cpuinfo(tmp_path, "sse2")).name == "avx512"
+    )  # to compile for another machine
 
 
-def test_missing_compiler_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"):
+    with pytest.raises(
+        ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"
+    ):
         find_toolchain(Config())
     with pytest.raises(ToolchainMissing, match="tried no-such-compiler"):
         find_toolchain(config(tmp_path, cpp_compiler="no-such-compiler"))
@@ -95,7 +108,9 @@ def test_a_broken_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 def write_compiler(path: Path, otherwise: str) -> str:
     """A program that answers --version and does something else for everything else."""
-    path.write_text(f'#!/bin/sh\ncase "$*" in *--version*) echo my compiler 1.0;; *) {otherwise};; esac\n')
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) echo my compiler 1.0;; *) {otherwise};; esac\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -160,7 +175,11 @@ def test_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_key(SOURCE, dataclasses.replace(tools, version="g++ 99")),
         cache_key(SOURCE, dataclasses.replace(tools, compiler="/elsewhere/g++")),
         cache_key(SOURCE, dataclasses.replace(tools, opt_level=3)),
-        *(cache_key(SOURCE, dataclasses.replace(tools, isa=isa)) for isa in ISAS.values() if isa != tools.isa),
+        *(
+            cache_key(SOURCE, dataclasses.replace(tools, isa=isa))
+            for isa in ISAS.values()
+            if isa != tools.isa
+        ),
     }
     monkeypatch.setattr("plait.__version__", "0.0.0-other")
     keys.add(cache_key(SOURCE, tools))
@@ -198,7 +217,9 @@ def test_warnings_do_not_repeat_for_every_entry(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         for k in range(3):
             get_or_build(f"{SOURCE}// {k}", find_toolchain(Config()), config(tmp_path))
-    assert len(caught) == 1 and caught[0].filename == __file__ and "\n" not in str(caught[0].message)
+    assert (
+        len(caught) == 1 and caught[0].filename == __file__ and "\n" not in str(caught[0].message)
+    )
 
 
 def test_a_home_folder_that_does_not_exist_still_builds() -> None:
@@ -227,7 +248,9 @@ def mounted(monkeypatch: pytest.MonkeyPatch, *noexec: str) -> None:
     monkeypatch.setattr(os, "statvfs", statvfs)
 
 
-def test_no_library_is_loaded_from_a_noexec_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_library_is_loaded_from_a_noexec_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tools, cfg = find_toolchain(Config()), config(tmp_path)
     before = get_or_build(SOURCE, tools, cfg).path
     mounted(monkeypatch, str(tmp_path))
@@ -239,7 +262,9 @@ def test_no_library_is_loaded_from_a_noexec_mount(tmp_path: Path, monkeypatch: p
         get_or_build(SOURCE, tools, cfg)
 
 
-def test_a_full_folder_for_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_folder_for_temporary_files_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """/dev/full takes no byte: every file made below this TMPDIR fails as on a full disk."""
     write = Path.write_text
 
@@ -261,7 +286,9 @@ def _build_in_child(folder: str, results: multiprocessing.Queue) -> None:  # typ
 def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    children = [context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)]
+    children = [
+        context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)
+    ]
     for child in children:
         child.start()
     found = [results.get(timeout=60) for _ in children]
@@ -303,5 +330,7 @@ def test_a_hit_counts_as_use(tmp_path: Path) -> None:
 def test_library_depends_on_nothing(tmp_path: Path) -> None:
     """A kernel library must load in any process: no undefined symbol but libc's."""
     path = tmp_path / "x.so"
-    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(SOURCE, path)
+    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(
+        SOURCE, path
+    )
     assert b"libstdc++" not in path.read_bytes()

@@ -1,7 +1,9 @@
-"""Kernels for GPUs, without one: every op has a row, random kernels run in Triton's interpreter and compile to cubins.
+"""Kernels for GPUs, without one: every op has a row, random kernels run in Triton's interpreter and
+compile to cubins.
 
-Triton is never imported by this process: torch would find it and change what it loads. It lies in a folder of its own
-beside the environment (`make env`), and runs in processes that get that folder as PYTHONPATH.
+Triton is never imported by this process: torch would find it and change what it loads. It lies in a
+folder of its own beside the environment (`make env`), and runs in processes that get that folder as
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ namespace, path = {}, sys.argv[1]
 exec(compile(open(path).read(), path, "exec"), namespace)
 for name in sorted(k for k in namespace if k.startswith("constant_")):
     source = ASTSource(fn=namespace[name], signature={"p": "*fp32"}, constexprs={})
-    found = re.search(r"mov.b32[^,]*, (-?\\d+);", triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    found = re.search(
+        r"mov.b32[^,]*, (-?\\d+);",
+        triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"],
+    )
     print(found[1])
 """
 
@@ -78,10 +83,15 @@ def test_constants_are_what_they_say(tmp_path: Path) -> None:
     """In what Triton compiles: its interpreter makes them otherwise."""
     wanted: list[float] = []
     source = "import triton\nimport triton.language as tl\n"
-    for k, (d, dtype) in enumerate([(bf16, torch.bfloat16), (f16, torch.float16), (f32, torch.float32)]):
+    for k, (d, dtype) in enumerate(
+        [(bf16, torch.bfloat16), (f16, torch.float16), (f32, torch.float32)]
+    ):
         for n, value in enumerate((1e-8, -1e-6, 1e-30, 3.5, 1e30, 7e-5)):
             number = literal(value, d)
-            source += f"@triton.jit\ndef constant_{k}{n}(p):\n    tl.store(p, ({number}).to(tl.float32))\n"
+            source += (
+                f"@triton.jit\ndef constant_{k}{n}(p):\n"
+                f"    tl.store(p, ({number}).to(tl.float32))\n"
+            )
             wanted.append(torch.tensor(value).to(dtype).item())
     (tmp_path / "kernels.py").write_text(source)
     found = run("-c", CONSTANTS, str(tmp_path / "kernels.py")).split()
@@ -98,7 +108,9 @@ def test_random_kernels_in_the_interpreter(first: int, n: int) -> None:
 @needs_triton
 @pytest.mark.parametrize("every, n", [(8, 10), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter(every: int, n: int) -> None:
-    assert f"{n} reductions, 0 wrong" in run("-m", "tests.gpu_rows", str(every), TRITON_INTERPRET="1")
+    assert f"{n} reductions, 0 wrong" in run(
+        "-m", "tests.gpu_rows", str(every), TRITON_INTERPRET="1"
+    )
 
 
 @needs_triton
@@ -116,49 +128,82 @@ def test_deviations_are_known_with_the_sum(name: str, loops: int) -> None:
     assert emit_kernel(kernel_of(name, 40_000), "k").text.count("for offset in") == loops
 
 
-@pytest.mark.parametrize("arch, early", [("sm_80", False), ("ptx_80", False), ("sm_90", True), ("ptx_100", True)])
+@pytest.mark.parametrize(
+    "arch, early", [("sm_80", False), ("ptx_80", False), ("sm_90", True), ("ptx_100", True)]
+)
 def test_kernels_that_can_wait_start_early(arch: str, early: bool) -> None:
     """Launched so without waiting, a kernel would read what is not written yet."""
-    (job,) = TritonTarget().emit([kernel_of("softmax", 700)], frozenset(), Config(gpu_arch=arch)).units
+    (job,) = (
+        TritonTarget().emit([kernel_of("softmax", 700)], frozenset(), Config(gpu_arch=arch)).units
+    )
     first = job.text.rpartition("def ")[2].splitlines()[1]
-    assert (first == "    tl.extra.cuda.gdc_wait()", job.text.count("gdc_wait"), job.early) == (early, early, early)
+    assert (first == "    tl.extra.cuda.gdc_wait()", job.text.count("gdc_wait"), job.early) == (
+        early,
+        early,
+        early,
+    )
     assert json.loads(job.frame())["options"]["launch_pdl"] is early
 
 
 def _helper(name: str) -> Callable[[np.ndarray], np.ndarray]:
     """A helper of kernels on float32 arrays, by what it says."""
     tl = SimpleNamespace(
-        abs=np.abs, where=np.where,
-        fma=lambda *xs: np.float32(np.multiply(*(np.asarray(x, np.float64) for x in xs[:2])) + np.float32(xs[2])),
-    )  # fmt: skip
-    scope: dict[str, Any] = {"tl": tl, "libdevice": np, "p_rcp": lambda x: np.float32(1) / x, "p_ex2": np.exp2}
+        abs=np.abs,
+        where=np.where,
+        fma=lambda *xs: np.float32(
+            np.multiply(*(np.asarray(x, np.float64) for x in xs[:2])) + np.float32(xs[2])
+        ),
+    )
+    scope: dict[str, Any] = {
+        "tl": tl,
+        "libdevice": np,
+        "p_rcp": lambda x: np.float32(1) / x,
+        "p_ex2": np.exp2,
+    }
     exec(_FUNCTIONS[name], scope)
     fn: Callable[[np.ndarray], np.ndarray] = scope[name]
     return fn
 
 
-@pytest.mark.parametrize("name, true", [("near_tanh", torch.tanh), ("near_one_more_than_erf", torch.special.erfc)])
-def test_where_16_bits_show_functions_are_near_enough(name: str, true: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "name, true", [("near_tanh", torch.tanh), ("near_one_more_than_erf", torch.special.erfc)]
+)
+def test_where_16_bits_show_functions_are_near_enough(
+    name: str, true: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     x = np.concatenate([np.linspace(-9, 9, 100001), np.logspace(-30, 0, 1000)]).astype(np.float32)
     sign = -1 if "erf" in name else 1
     want = true(torch.from_numpy(sign * x).double()).numpy()
     got = _helper(f"p_{name}")(x)
     kept = np.abs(want) > 1e-35  # what is smaller than a float32 is 0
-    assert np.abs(got / np.where(kept, want, 1) - 1)[kept].max() < 2.0**-16 and got.dtype == np.float32
+    assert (
+        np.abs(got / np.where(kept, want, 1) - 1)[kept].max() < 2.0**-16 and got.dtype == np.float32
+    )
     with np.errstate(all="ignore"):
         ends = _helper(f"p_{name}")(np.float32([-np.inf, np.inf, np.nan]))
-    assert np.array_equal(ends, true(torch.tensor([-np.inf, np.inf, np.nan]) * sign).numpy(), equal_nan=True)
+    assert np.array_equal(
+        ends, true(torch.tensor([-np.inf, np.inf, np.nan]) * sign).numpy(), equal_nan=True
+    )
 
 
 def test_only_what_shows_in_16_bits_is_near() -> None:
-    text = {name: emit_kernel(kernel_of(name, 700), "k").text for name in ("near_bf16", "gate", "softmax_bf16")}
-    assert all(f"p_{f}(" in text["near_bf16"] for f in ("near_tanh", "near_one_more_than_erf", "as_bf16", "rcp"))
+    text = {
+        name: emit_kernel(kernel_of(name, 700), "k").text
+        for name in ("near_bf16", "gate", "softmax_bf16")
+    }
+    assert all(
+        f"p_{f}(" in text["near_bf16"]
+        for f in ("near_tanh", "near_one_more_than_erf", "as_bf16", "rcp")
+    )
     assert "libdevice.exp" in text["near_bf16"]  # its sum is a float32 that others see
     assert "p_near" not in text["gate"] and "libdevice.exp" in text["softmax_bf16"]
 
 
 def test_blocks_of_rows_that_begin_anywhere_begin_where_lines_do() -> None:
-    text = {n: emit_kernel(kernel_of(*n), "k").text for n in (("softmax", 40003), ("softmax_bf16", 65537))}
+    text = {
+        n: emit_kernel(kernel_of(*n), "k").text
+        for n in (("softmax", 40003), ("softmax_bf16", 65537))
+    }
     assert [t.count("// 32 * 32") + t.count("// 64 * 64") for t in text.values()] == [1, 1]
     assert "for offset in range(8192, 32768, 8192):" in text["softmax", 40003]
     for whole in (("softmax", 40003, 40008), ("softmax", 40000), ("softmax", 20001)):
@@ -166,7 +211,8 @@ def test_blocks_of_rows_that_begin_anywhere_begin_where_lines_do() -> None:
 
 
 def test_a_share_of_a_softmax_is_the_nearest_float32() -> None:
-    """What the kernel computes, where a fused product and sum has 64 bits: no further off than a division."""
+    """What the kernel computes, where a fused product and sum has 64 bits: no further off than a
+    division."""
     text = emit_kernel(kernel_of("softmax", 700), "k").text
     (total,) = re.findall(r"(\w+) = tl.div_rn\(1.0, \w+\)", text)
     assert re.search(rf"tl.fma\((\w+), {total}, \1 \* \w+\)", text)
@@ -186,7 +232,9 @@ def kernel(*stmts: Store | Reduce, vars_: tuple, rvars: tuple = (), args: tuple)
 
 
 def buffer(name: str, *shape: int, dtype: object = f32) -> Buffer:
-    strides = tuple(int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape)))
+    strides = tuple(
+        int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape))
+    )
     return Buffer(name, dtype, shape, strides)  # type: ignore[arg-type]
 
 
@@ -211,7 +259,12 @@ def test_a_transposition_gets_a_square_tile() -> None:
     i, j = loop_vars("i", (512, 384))
     x = node("load", (), Load("x", (j, i)), f32)
     made = emit_kernel(
-        kernel(Store("out", (i, j), x, True), vars_=(i, j), args=(buffer("x", 384, 512), buffer("out", 512, 384))), "k"
+        kernel(
+            Store("out", (i, j), x, True),
+            vars_=(i, j),
+            args=(buffer("x", 384, 512), buffer("out", 512, 384)),
+        ),
+        "k",
     )
     assert made.grid == 8 * 6 and "xmask" not in made.text  # blocks of 64 x 64 divide it
 
@@ -222,7 +275,12 @@ def test_sums_of_columns_get_columns_though_what_rows_have_is_wider() -> None:
     scaled = node("mul", (x, node("load", (), Load("scale", (r,)), f32)))
     value = node("sub", (scaled, node("load", (), Load("mean", (r,)), f32)))
     stmts = (Reduce("s", "sum", value), Store("out", (i,), node("acc", (), "s", f32), False))
-    args = (buffer("x", 512, 16384, dtype=bf16), buffer("scale", 512), buffer("mean", 512), buffer("out", 16384))
+    args = (
+        buffer("x", 512, 16384, dtype=bf16),
+        buffer("scale", 512),
+        buffer("mean", 512),
+        buffer("out", 16384),
+    )
     tile = plan_tile(linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
     assert {g.name: g.block for g in tile.groups}["x"] == 64  # 128 bytes of a row of x
 
@@ -233,7 +291,11 @@ def _columns(rows: int, columns: int, dtype: DType, parts: int = 1) -> Tile:
     x = cast(node("load", (), Load("x", (p, r, i)), dtype), f32)
     value = node("sub", (x, node("load", (), Load("mean", (p, r)), f32)))
     stmts = (Reduce("s", "sum", value), Store("out", (p, i), node("acc", (), "s", f32), False))
-    args = (buffer("x", parts, rows, columns, dtype=dtype), buffer("mean", parts, rows), buffer("out", parts, columns))
+    args = (
+        buffer("x", parts, rows, columns, dtype=dtype),
+        buffer("mean", parts, rows),
+        buffer("out", parts, columns),
+    )
     return plan_tile(linear_space(kernel(*stmts, vars_=(p, i), rvars=(r,), args=args)))
 
 
@@ -242,19 +304,40 @@ def test_blocks_of_columns() -> None:
         x, r = tile.groups
         return x.block, r.block, tile.looped
 
-    assert blocks(_columns(32, 768, bf16, parts=197)) == (64, 32, False)  # a mean a row has no part in their width
-    assert blocks(_columns(197, 3072, bf16, parts=32)) == (64, 32, True)  # 64 would be 59 rows too many
-    assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 128, True)  # where programs are few, rows in flight count
-    assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
+    assert blocks(_columns(32, 768, bf16, parts=197)) == (
+        64,
+        32,
+        False,
+    )  # a mean a row has no part in their width
+    assert blocks(_columns(197, 3072, bf16, parts=32)) == (
+        64,
+        32,
+        True,
+    )  # 64 would be 59 rows too many
+    assert blocks(_columns(197, 768, bf16, parts=32)) == (
+        64,
+        128,
+        True,
+    )  # where programs are few, rows in flight count
+    assert blocks(_columns(1024, 64, f32)) == (
+        8,
+        1024,
+        False,
+    )  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 512, True)
     tile = _columns(392, 256, bf16, parts=256)
     assert blocks(tile) == (64, 64, True) and tile.num_warps == 4
-    for kept, block, warps in ((bf16, (64, 128, False), 4), (f32, (32, 128, False), 4)):  # 64 or 32 points a thread
+    for kept, block, warps in (
+        (bf16, (64, 128, False), 4),
+        (f32, (32, 128, False), 4),
+    ):  # 64 or 32 points a thread
         tile = _columns(112, 64, kept, parts=896)
         assert blocks(tile) == block and tile.num_warps == warps
 
 
-@pytest.mark.parametrize("rows, blocks, warps", [(128, (64, 128, False), 8), (512, (64, 32, True), 8)])
+@pytest.mark.parametrize(
+    "rows, blocks, warps", [(128, (64, 128, False), 8), (512, (64, 32, True), 8)]
+)
 def test_a_sum_of_columns_that_are_stored_has_many_threads(
     rows: int, blocks: tuple[int, int, bool], warps: int
 ) -> None:
@@ -263,9 +346,17 @@ def test_a_sum_of_columns_that_are_stored_has_many_threads(
     x = cast(node("load", (), Load("x", (p, r, i)), bf16), f32)
     value = node("mul", (x, cast(node("load", (), Load("y", (p, r, i)), bf16), f32)))
     full = Store("d", (p, r, i), cast(value, bf16), True)
-    stmts = (full, Reduce("s", "sum", value), Store("out", (p, i), node("acc", (), "s", f32), False))
+    stmts = (
+        full,
+        Reduce("s", "sum", value),
+        Store("out", (p, i), node("acc", (), "s", f32), False),
+    )
     large = [buffer(n, 16, rows, 3072, dtype=bf16) for n in "xyd"]
-    tile = plan_tile(linear_space(kernel(*stmts, vars_=(p, i), rvars=(r,), args=(*large, buffer("out", 16, 3072)))))
+    tile = plan_tile(
+        linear_space(
+            kernel(*stmts, vars_=(p, i), rvars=(r,), args=(*large, buffer("out", 16, 3072)))
+        )
+    )
     x_, r_ = tile.groups
     assert (x_.block, r_.block, tile.looped) == blocks and tile.num_warps == warps
 
@@ -278,7 +369,14 @@ def test_few_long_rows_have_large_blocks() -> None:
             Store("out", (i,), node("acc", (), "s", f32), False),
         )
         tile = plan_tile(
-            linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=(buffer("x", rows, 32000), buffer("out", rows))))
+            linear_space(
+                kernel(
+                    *stmts,
+                    vars_=(i,),
+                    rvars=(r,),
+                    args=(buffer("x", rows, 32000), buffer("out", rows)),
+                )
+            )
         )
         assert (tile.groups[1].block, tile.num_warps) == (block, 16)
 
@@ -308,7 +406,9 @@ def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors
     spans = {(50257, 50264): "0, 49152", (50257, 50257): "8192, 49152", (50264, 50264): "0, 50264"}
     for (length, pitch), span in spans.items():
         text = emit_kernel(kernel_of("softmax_bf16", length, pitch), "k").text
-        assert f"range({span}, 8192)" in text and text.count("tl.load") == (2 if length == 50264 else 4)
+        assert f"range({span}, 8192)" in text and text.count("tl.load") == (
+            2 if length == 50264 else 4
+        )
 
 
 def test_a_sum_of_one_choice_takes_no_pass() -> None:
@@ -326,15 +426,25 @@ def test_indices_are_wide_only_where_a_range_needs_it() -> None:
         (i,) = loop_vars("i", (n,))
         x = node("load", (), Load("x", (i,)), f32)
         made = emit_kernel(
-            kernel(Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))), "k"
+            kernel(
+                Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))
+            ),
+            "k",
         )
         assert ("tl.int64" in made.text) is wide
 
 
 def test_values_made_of_sizes_are_as_wide_as_they_get() -> None:
-    """What a point stores, and what is on the way to it, though all places of the tensor are near."""
+    """What a point stores, and what is on the way to it, though all places of the tensor are
+    near."""
     near, far = symbol("s0", 0, 1000), symbol("w", lo=-math.inf)
-    values = {near: False, far: True, near * 10**9: True, floordiv(far, 2**40): True, smin(far, 7): True}
+    values = {
+        near: False,
+        far: True,
+        near * 10**9: True,
+        floordiv(far, 2**40): True,
+        smin(far, 7): True,
+    }
     for value, wide in values.items():
         (i,) = loop_vars("i", (4,))
         x = node("index", (), value, i64)
@@ -349,6 +459,8 @@ def test_the_grid_of_an_empty_tensor_is_empty() -> None:
     (i,) = loop_vars("i", (n,))
     x = node("index", (), i, i64)
     out = Buffer("out", i64, (n,), (1,))
-    made = emit_kernel(Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), (n,)), "k")
+    made = emit_kernel(
+        Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), (n,)), "k"
+    )
     assert evaluate(made.grid, {"s0": 0}) == 0
     assert evaluate(made.grid, {"s0": 1025}) * 128 >= 1025

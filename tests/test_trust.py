@@ -78,7 +78,9 @@ def test_a_planted_library_is_run_without_the_check(cache: Path) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["entries", "kernels", "cache", "above"])
 @pytest.mark.parametrize("how", ["group", "others", "owner"])
-def test_what_others_can_write_is_not_used(cache: Path, which: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_can_write_is_not_used(
+    cache: Path, which: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = plant(cache)
     folder = path.parents[which]
     before = sorted(p.name for p in path.parent.iterdir())
@@ -95,7 +97,9 @@ def test_what_others_can_write_is_not_used(cache: Path, which: int, how: str, mo
 
 
 @pytest.mark.parametrize("how", ["owner", "mode", "link"])
-def test_a_file_of_others_is_not_used(cache: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_others_is_not_used(
+    cache: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = plant(cache)
     if how == "owner":
         give_away(path, monkeypatch)
@@ -109,7 +113,11 @@ def test_a_file_of_others_is_not_used(cache: Path, how: str, monkeypatch: pytest
     with pytest.warns(CacheWarning):
         built = build(cache)
     assert not built.hit and answer(built) == 42
-    assert build(cache).hit and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
+    assert (
+        build(cache).hit
+        and not path.is_symlink()
+        and stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
+    )
 
 
 def test_a_folder_below_a_sticky_one_is_used(tmp_path: Path) -> None:
@@ -126,7 +134,9 @@ def test_a_folder_below_a_sticky_one_is_used(tmp_path: Path) -> None:
         Trust().check_folder(sticky)
 
 
-def test_links_on_the_way_are_followed_if_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_on_the_way_are_followed_if_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, link, ring = tmp_path / "real", tmp_path / "link", tmp_path / "ring"
     real.mkdir(mode=0o755)
     link.symlink_to("real")
@@ -145,7 +155,9 @@ def test_links_on_the_way_are_followed_if_ours(tmp_path: Path, monkeypatch: pyte
             Trust().check_folder(link)
 
 
-def test_an_option_names_further_owners_and_folders(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_names_further_owners_and_folders(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = build(cache)
     folder = built.path.parent
     owner = give_away(folder, monkeypatch)
@@ -160,7 +172,9 @@ def test_an_option_names_further_owners_and_folders(cache: Path, monkeypatch: py
         assert not build(cache, trust=str(owner)).hit
     with monkeypatch.context() as env:
         env.setenv("PLAIT_TRUST", f"7:{cache}:8")
-        assert trust_of(Config.from_env().trust) == Trust(frozenset((7, 8)), (str(cache), str(cache)))
+        assert trust_of(Config.from_env().trust) == Trust(
+            frozenset((7, 8)), (str(cache), str(cache))
+        )
 
 
 def test_a_trusted_folder_may_lie_in_one_that_is_not(tmp_path: Path) -> None:
@@ -170,11 +184,14 @@ def test_a_trusted_folder_may_lie_in_one_that_is_not(tmp_path: Path) -> None:
         Trust().check_folder(tmp_path / "open" / "shared")
     trust_of(str(tmp_path / "open" / "shared")).check_folder(tmp_path / "open" / "shared")
     with pytest.raises(Untrusted):
-        trust_of(str(tmp_path / "open" / "shared")).check_folder(tmp_path / "open" / "shared" / "..")
+        trust_of(str(tmp_path / "open" / "shared")).check_folder(
+            tmp_path / "open" / "shared" / ".."
+        )
 
 
 @pytest.mark.parametrize(("umask", "folders", "files"), [
-    (0o000, 0o755, 0o755), (0o002, 0o755, 0o755), (0o022, 0o755, 0o755), (0o077, 0o700, 0o700), (0o027, 0o750, 0o750),
+    (0o000, 0o755, 0o755), (0o002, 0o755, 0o755), (0o022, 0o755, 0o755), (0o077, 0o700, 0o700),
+    (0o027, 0o750, 0o750),
 ])  # fmt: skip
 def test_modes_are_those_of_the_umask(tmp_path: Path, umask: int, folders: int, files: int) -> None:
     old = os.umask(umask)
@@ -183,7 +200,9 @@ def test_modes_are_those_of_the_umask(tmp_path: Path, umask: int, folders: int, 
         Store(tmp_path / "a" / "b" / "tuned", ".json").put("key", b"{}")
     finally:
         os.umask(old)
-    made = {p: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
+    made = {
+        p: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a", *(tmp_path / "a").rglob("*"))
+    }
     assert {m for p, m in made.items() if p.is_dir()} == {folders}
     assert made.pop(built.path) == files
     assert {m for p, m in made.items() if p.is_file()} == {files & 0o666}
@@ -202,7 +221,11 @@ def test_what_is_loaded_is_what_was_checked(cache: Path) -> None:
             built = build(cache)
             if how == "exchanged":
                 evil = cache / "evil.so"
-                evil.write_bytes(get_or_build(SOURCE.replace("42", "666"), tools, config(cache)).path.read_bytes())
+                evil.write_bytes(
+                    get_or_build(
+                        SOURCE.replace("42", "666"), tools, config(cache)
+                    ).path.read_bytes()
+                )
                 evil.replace(built.path)
             else:
                 built.path.unlink()
@@ -297,7 +320,15 @@ def test_an_entry_that_lacks_a_kernel_is_a_miss(cache: Path) -> None:
 def test_cpp_has_the_same_rules(tmp_path: Path) -> None:
     """native/core/files.h, for what C++ programs keep."""
     tool = tmp_path / "tool"
-    command = ["g++", "-std=c++20", "-I", str(ROOT / "native"), str(ROOT / "tests/native_trust.cpp"), "-o", str(tool)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-I",
+        str(ROOT / "native"),
+        str(ROOT / "tests/native_trust.cpp"),
+        "-o",
+        str(tool),
+    ]
     subprocess.run(command, check=True)
     good, link, pipe, sticky = (tmp_path / name for name in ("good", "link", "pipe", "sticky"))
     for folder in (good, pipe, sticky / "mine", good / "open" / "below"):
@@ -343,7 +374,17 @@ def test_cpp_has_the_same_rules(tmp_path: Path) -> None:
         return True
 
     plain = found("")
-    assert {n for n, (folder, _) in plain.items() if folder} == {"good", "sticky/mine", "good/../good", "pipe"}
-    assert {n for n, (_, file) in plain.items() if file} == {"good", "sticky/mine", "link/below", "good/../good"}
+    assert {n for n, (folder, _) in plain.items() if folder} == {
+        "good",
+        "sticky/mine",
+        "good/../good",
+        "pipe",
+    }
+    assert {n for n, (_, file) in plain.items() if file} == {
+        "good",
+        "sticky/mine",
+        "link/below",
+        "good/../good",
+    }
     assert found(f"1:{good / 'open'}")["link/below"] == (True, True)
     assert found(str(sticky))["sticky"] == (True, True)

@@ -1,7 +1,8 @@
-"""Tuning of GPU kernels: which tiles are tried, that each computes the same, and what becomes of measured times.
+"""Tuning of GPU kernels: which tiles are tried, that each computes the same, and what becomes of
+measured times.
 
-Without a GPU: times are made up, tiles run in Triton's interpreter and compile to cubins in processes that have Triton
-(see test_triton_kernels.py): `python -m tests.test_tune run | compile`.
+Without a GPU: times are made up, tiles run in Triton's interpreter and compile to cubins in
+processes that have Triton (see test_triton_kernels.py): `python -m tests.test_tune run | compile`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TRITON = Path(sys.prefix) / "triton"
 needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
 
 
-# ------------------------------------------------------------------------------------------------------ kernels
+# ------------------------------------------------------------------------------------------ kernels
 def softmax(name: str, rows: int, columns: int) -> Kernel:
     (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (columns,))
     x = node("load", (), Load("x", (i, r)), f32)
@@ -76,7 +77,13 @@ def column_sums(name: str, rows: int, columns: int) -> Kernel:
     x = node("load", (), Load("x", (r, j)), f32)
     stmts = (Reduce("s", "sum", x), Put("out", (j,), node("acc", (), "s", f32), False))
     return Kernel(
-        name, (j,), (r,), stmts, (strided("x", f32, (rows, columns)), strided("out", f32, (columns,))), ("out",), ()
+        name,
+        (j,),
+        (r,),
+        stmts,
+        (strided("x", f32, (rows, columns)), strided("out", f32, (columns,))),
+        ("out",),
+        (),
     )
 
 
@@ -92,7 +99,9 @@ def doubled(name: str, n: int) -> Kernel:
     (i,) = loop_vars("i", (n,))
     x = node("load", (), Load("x", (i,)), f32)
     stmts = (Put("out", (i,), node("mul", (x, const(2.0, f32))), True),)
-    return Kernel(name, (i,), (), stmts, (strided("x", f32, (n,)), strided("out", f32, (n,))), ("out",), ())
+    return Kernel(
+        name, (i,), (), stmts, (strided("x", f32, (n,)), strided("out", f32, (n,))), ("out",), ()
+    )
 
 
 KERNELS = (
@@ -105,7 +114,7 @@ KERNELS = (
 )
 
 
-# -------------------------------------------------------------------------------------------------------- tiles
+# -------------------------------------------------------------------------------------------- tiles
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_candidates(kernel: Kernel) -> None:
     space = linear_space(kernel)
@@ -143,7 +152,9 @@ def run_tiles() -> None:
                 got = {n: a.copy() for n, a in data.items()}
                 got["out"][:] = np.nan
                 assert runner(kernel, got) == 0
-                np.testing.assert_allclose(got["out"], want["out"], rtol=2e-6, atol=close, err_msg=describe(tile))
+                np.testing.assert_allclose(
+                    got["out"], want["out"], rtol=2e-6, atol=close, err_msg=describe(tile)
+                )
 
 
 def compile_tiles() -> None:
@@ -164,12 +175,17 @@ def test_tiles(what: str, tmp_path: Path) -> None:
     if what == "run":
         env["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_tune", what], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.test_tune", what],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------ outcomes
+# ----------------------------------------------------------------------------------------- outcomes
 class Clock:
     """Stands for the device: gives made-up times and counts how often it is asked."""
 
@@ -193,19 +209,28 @@ class Clock:
                 future.set_result(Cubin(b"", "s", 4, 1, 0, (0, 1), (0, 1), False, False))
         return made
 
-    def times_us(self, contest: tune.Contest, versions: list[tuple[Job, int, Cubin | None]]) -> list[float]:
+    def times_us(
+        self, contest: tune.Contest, versions: list[tuple[Job, int, Cubin | None]]
+    ) -> list[float]:
         self.asked += 1
-        return [math.inf if cubin is None else us for us, (_, _, cubin) in zip(self.us, versions, strict=True)]
+        return [
+            math.inf if cubin is None else us
+            for us, (_, _, cubin) in zip(self.us, versions, strict=True)
+        ]
 
 
 def contest(n: int, text: str = "text", name: str = "name") -> tune.Contest:
     def version(k: int) -> tuple[Job, int]:
         return Job(name, f"def {name}(): {text}", {}, 90, k), 100
 
-    return tune.Contest(tuple(f"tile {k}" for k in range(n)), version, (tune.Scratch("f32", 64),), (), "cuda:0")
+    return tune.Contest(
+        tuple(f"tile {k}" for k in range(n)), version, (tune.Scratch("f32", 64),), (), "cuda:0"
+    )
 
 
-def test_the_fastest_is_taken_and_known_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_is_taken_and_known_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock, cfg = Clock(monkeypatch, 10.0, 9.0, 12.0), Config(cache_dir=str(tmp_path))
     (first,) = tune.tune([contest(3)], cfg)
     assert (first.choice, first.known, clock.asked) == (1, False, 1)
@@ -219,13 +244,17 @@ def test_the_fastest_is_taken_and_known_to_others(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("us", [(100.0, 98.0), (5.0, 4.8)])
-def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, us: tuple[float, float]) -> None:
+def test_a_small_gain_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, us: tuple[float, float]
+) -> None:
     Clock(monkeypatch, *us)
     (outcome,) = tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))
     assert outcome.choice == 0 and outcome.text(contest(2)) == f"{us[0]:.1f} us, tile 0: the best"
 
 
-def test_what_does_not_compile_does_not_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_does_not_compile_does_not_win(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock = Clock(monkeypatch, 10.0, 1.0, 5.0)
     clock.refused = [False, True, False]
     cfg = Config(cache_dir=str(tmp_path))
@@ -274,7 +303,8 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is with the compiler by then is measured; the rest stays as planned, also in other processes."""
+    """What is with the compiler by then is measured; the rest stays as planned, also in other
+    processes."""
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
     now = iter(range(1000))  # a second each time it is asked
     monkeypatch.setattr(tune, "GRAPH_S", 6.5)
@@ -286,10 +316,14 @@ def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert 2 < n < 10 and [o.choice for o in outcomes] == [1] * n + [0] * (20 - n)
     assert clock.asked == n and len(clock.submitted) == 2 * n
     assert "were over" in outcomes[n].text(contests[n])
-    assert tune.tune(contests, cfg) == [replace(o, known=True) for o in outcomes] and clock.asked == n
+    assert (
+        tune.tune(contests, cfg) == [replace(o, known=True) for o in outcomes] and clock.asked == n
+    )
 
 
-def test_few_versions_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_few_versions_wait_for_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Others of this process that want a kernel compiled come between."""
     clock = Clock(monkeypatch, 10.0, 9.0)
     waiting: list[int] = []
@@ -304,7 +338,9 @@ def test_few_versions_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp
     assert waiting == [6] * 6 + [4, 2]
 
 
-def test_without_memory_a_kernel_stays_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_memory_a_kernel_stays_as_planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
 
     def times_us(*_: object) -> list[float]:
@@ -317,7 +353,9 @@ def test_without_memory_a_kernel_stays_as_planned(monkeypatch: pytest.MonkeyPatc
     assert tune.tune([contest(2)], cfg) == [replace(first, known=True)] and clock.asked == 0
 
 
-def test_what_is_known_counts_where_nothing_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_known_counts_where_nothing_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
     (first,) = tune.tune([contest(2)], cfg)
     monkeypatch.setattr(tune, "obstacle", lambda: "not now")
@@ -325,7 +363,9 @@ def test_what_is_known_counts_where_nothing_can_be_measured(monkeypatch: pytest.
         replace(first, known=True),
         tune.Outcome(reason="not now"),
     ]
-    monkeypatch.setattr(tune, "missing_device", lambda c: "no device" if "odd" in c.planned[0].text else "")
+    monkeypatch.setattr(
+        tune, "missing_device", lambda c: "no device" if "odd" in c.planned[0].text else ""
+    )
     monkeypatch.setattr(tune, "obstacle", lambda: "")
     odd, new = tune.tune([contest(2, "odd"), contest(2, "new")], cfg)
     assert odd == tune.Outcome(reason="no device") and new.choice == 1 and clock.asked == 2
@@ -343,7 +383,7 @@ def test_other_ranks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "recorded" in tune.obstacle()
 
 
-# ---------------------------------------------------------------------------------------------------------- lock
+# --------------------------------------------------------------------------------------------- lock
 def test_a_filesystem_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -358,9 +398,15 @@ def test_a_child_does_not_keep_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_pat
     children: list[subprocess.Popen[bytes]] = []
 
     def times_us(*_: object) -> list[float]:
-        (lock,) = (p.resolve() for p in Path("/proc/self/fd").iterdir() if p.resolve() == tmp_path / "tuned" / "lock")
+        (lock,) = (
+            p.resolve()
+            for p in Path("/proc/self/fd").iterdir()
+            if p.resolve() == tmp_path / "tuned" / "lock"
+        )
         handle = next(int(p.name) for p in Path("/proc/self/fd").iterdir() if p.resolve() == lock)
-        children.append(subprocess.Popen(["sleep", "60"], pass_fds=(handle,)))  # has what a forked child has
+        children.append(
+            subprocess.Popen(["sleep", "60"], pass_fds=(handle,))
+        )  # has what a forked child has
         return [10.0, 9.0]
 
     monkeypatch.setattr(tune, "times_us", times_us)
@@ -417,7 +463,9 @@ def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert tune._race({}, torch.empty(8)) == {}
 
 
-def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_emitted_kernel_is_the_tuned_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kernel = replace(KERNELS[5], args=tuple(replace(b, device="cuda:0") for b in KERNELS[5].args))
     tiles = candidates(linear_space(kernel))
     clock = Clock(monkeypatch, *([10.0] * (len(tiles) - 1) + [5.0]))
@@ -426,7 +474,10 @@ def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tm
     assert not plain.notes and clock.asked == 0
     twin = replace(kernel, name="twin")
     tuned = TritonTarget().emit([kernel, twin], frozenset(), replace(cfg, autotune=True))
-    assert clock.asked == 1 and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], True).text != plain.text
+    assert (
+        clock.asked == 1
+        and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], True).text != plain.text
+    )
     (note,) = tuned.notes
     assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note
     assert tuned.entry_points == {"doubled": "doubled", "twin": "doubled"}
@@ -442,8 +493,13 @@ def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     seen: list[tune.Contest] = []
     clock = Clock(monkeypatch, *[1.0] * len(candidates(linear_space(kernel))))
     monkeypatch.setattr(tune, "times_us", lambda c, v: seen.append(c) or clock.us)
-    TritonTarget().emit([kernel], frozenset(), Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True))
-    assert seen[0].buffers == (tune.Scratch("f32", 4 * (7 * 100 + 16)), tune.Scratch("f32", 4 * 128))
+    TritonTarget().emit(
+        [kernel], frozenset(), Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True)
+    )
+    assert seen[0].buffers == (
+        tune.Scratch("f32", 4 * (7 * 100 + 16)),
+        tune.Scratch("f32", 4 * 128),
+    )
 
 
 def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
@@ -453,7 +509,9 @@ def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
     cfg = Config(cache_dir=str(tmp_path), gpu_arch=arch, autotune=True)
     source = TritonTarget().emit([kernel], frozenset(), cfg)
     assert source.notes == (f"rows: not tuned: no device with {arch} at hand",)
-    assert source.text == TritonTarget().emit([kernel], frozenset(), replace(cfg, autotune=False)).text
+    assert (
+        source.text == TritonTarget().emit([kernel], frozenset(), replace(cfg, autotune=False)).text
+    )
     assert not list(tmp_path.iterdir())
 
 

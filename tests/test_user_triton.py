@@ -1,4 +1,5 @@
-"""Triton kernels of the user, in graphs on a CPU: see tests/user_triton.py. Triton is not imported by this process."""
+"""Triton kernels of the user, in graphs on a CPU: see tests/user_triton.py. Triton is not imported
+by this process."""
 
 from __future__ import annotations
 
@@ -23,4 +24,6 @@ def test_kernels_of_the_user_run() -> None:
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0 and done.stdout.endswith("passed all\n"), done.stdout + done.stderr[-4000:]
+    assert done.returncode == 0 and done.stdout.endswith("passed all\n"), (
+        done.stdout + done.stderr[-4000:]
+    )

@@ -1,4 +1,5 @@
-"""From plans to instructions: memory, views, symbols, calls and mutation, each on a small hand-made plan."""
+"""From plans to instructions: memory, views, symbols, calls and mutation, each on a small hand-made
+plan."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import pytest
 from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, f32, i64
-from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, ListArg, LoopProgram, Mutate, Scalar, TensorArg
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    Item,
+    ListArg,
+    LoopProgram,
+    Mutate,
+    Scalar,
+    TensorArg,
+)
 from plait.ir.sizes import Size
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.wrapper.build import build
@@ -30,7 +42,11 @@ def whole(b: Buffer) -> TensorArg:
 
 
 def kernel(
-    name: str, reads: Sequence[Buffer], writes: Sequence[Buffer], sizes: Sequence[Any] = (), **more: Any
+    name: str,
+    reads: Sequence[Buffer],
+    writes: Sequence[Buffer],
+    sizes: Sequence[Any] = (),
+    **more: Any,
 ) -> Kernel:
     outs = tuple(b.name for b in writes)
     return Kernel(name, (), (), (), (*reads, *writes), outs, tuple(sizes), work_ns=7, **more)
@@ -51,7 +67,8 @@ def plan(
 
 
 def lines(p: Plan, **more: Any) -> list[str]:
-    """The instructions as text, without kernel definitions; the program is legal, also after the passes."""
+    """The instructions as text, without kernel definitions; the program is legal, also after the
+    passes."""
     program = build(p, "g", **more)
     verify(program)
     run_passes(program, check=True)
@@ -62,7 +79,13 @@ X, Y, Z, W = buf("x"), buf("y"), buf("z"), buf("w")
 
 
 def test_outputs_are_allocated_and_intermediates_placed() -> None:
-    p = plan(["x"], [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z])], [whole(Z)], [X, Y, Z], MemoryPlan(32, {"y": 0}))
+    p = plan(
+        ["x"],
+        [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z])],
+        [whole(Z)],
+        [X, Y, Z],
+        MemoryPlan(32, {"y": 0}),
+    )
     assert lines(p) == [
         "arena = take_arena(32)",
         "y = place(arena, 0, f32[8] @ (1,))",
@@ -99,16 +122,29 @@ def test_a_buffer_takes_over_dying_memory(old: str, made: str) -> None:
     dying = "x" if old == "input" else "y"
     source = X if old == "input" else Y
     p = plan(
-        ["x"], [first, kernel("k1", [source], [Z]), kernel("k2", [Z], [W])], [whole(W)], [X, Y, Z, W],
-        MemoryPlan(128, offsets, {"z": dying}),
+        ["x"], [first, kernel("k1", [source], [Z]), kernel("k2", [Z], [W])], [whole(W)],
+        [X, Y, Z, W], MemoryPlan(128, offsets, {"z": dying}),
     )  # fmt: skip
     assert made in lines(p)
 
 
 def test_takeovers_in_a_row_keep_the_first_place() -> None:
-    steps = [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z]), kernel("k2", [Z], [W]), kernel("k3", [W], [buf("o")])]
-    p = plan(["x"], steps, [whole(buf("o"))], [X, Y, Z, W, buf("o")], MemoryPlan(96, {"y": 64}, {"z": "y", "w": "z"}))
-    assert [s for s in lines(p) if " = place" in s] == [f"{n} = place(arena, 64, f32[8] @ (1,))" for n in "yzw"]
+    steps = [
+        kernel("k0", [X], [Y]),
+        kernel("k1", [Y], [Z]),
+        kernel("k2", [Z], [W]),
+        kernel("k3", [W], [buf("o")]),
+    ]
+    p = plan(
+        ["x"],
+        steps,
+        [whole(buf("o"))],
+        [X, Y, Z, W, buf("o")],
+        MemoryPlan(96, {"y": 64}, {"z": "y", "w": "z"}),
+    )
+    assert [s for s in lines(p) if " = place" in s] == [
+        f"{n} = place(arena, 64, f32[8] @ (1,))" for n in "yzw"
+    ]
 
 
 def test_views_of_operands_are_shared_and_whole_buffers_are_named() -> None:
@@ -128,7 +164,9 @@ def test_views_of_operands_are_shared_and_whole_buffers_are_named() -> None:
     ]
 
 
-def test_operands_that_differ_in_a_stride_of_a_single_row_are_no_view_but_outputs_are_exact() -> None:
+def test_operands_that_differ_in_a_stride_of_a_single_row_are_no_view_but_outputs_are_exact() -> (
+    None
+):
     m = buf("m", (1, 4))
     odd = TensorArg("m", (1, 4), (99, 1), 0)
     p = plan(["m"], [Extern(("y",), "aten::neg", (odd,))], [odd, whole(Y)], [m, Y])
@@ -144,11 +182,16 @@ def test_operands_with_offset_and_another_type() -> None:
     part = TensorArg("x", (2,), (1,), 3)
     bits = TensorArg("x", (4,), (1,), 0, i64)
     p = plan(["x"], [Extern(("y",), "aten::cat", (ListArg((part, bits)),))], [whole(Y)], [X, Y])
-    assert lines(p)[:2] == ["view0 = view(x, f32[2] @ (1,), 3)", "view1 = view(x, i64[4] @ (1,), 0)"]
+    assert lines(p)[:2] == [
+        "view0 = view(x, f32[2] @ (1,), 3)",
+        "view1 = view(x, i64[4] @ (1,), 0)",
+    ]
 
 
 def test_calls_write_into_planned_memory() -> None:
-    neg = Extern(("y",), "aten::neg", (whole(X),), may_keep=False, out_op="aten::neg.out", out_names=("out",))
+    neg = Extern(
+        ("y",), "aten::neg", (whole(X),), may_keep=False, out_op="aten::neg.out", out_names=("out",)
+    )
     p = plan(["x"], [neg, kernel("k", [Y], [Z])], [whole(Z)], [X, Y, Z], MemoryPlan(32, {"y": 0}))
     assert lines(p)[1:3] == [
         "y = place(arena, 0, f32[8] @ (1,))",
@@ -182,11 +225,22 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
     u0, m = sz.symbol("u0", lo=float("-inf")), buf("m", (s0, 3))
     n, k = buf("n", (u0,)), buf("k", (), i64)
     table: dict[str, Any] = {
-        "s1": s0 * 3, "s0": ("m", "size", 0), "s2": ("n", "stride", 0), "u0": None, "s3": u0 + s0, "i0": None,
+        "s1": s0 * 3, "s0": ("m", "size", 0), "s2": ("n", "stride", 0), "u0": None, "s3": u0 + s0,
+        "i0": None,
     }  # fmt: skip
-    steps = [Item("u0", "k"), Assert(sz.compare("le", u0, 9), "few"), Extern(("n",), "aten::f", (whole(m), u0))]
+    steps = [
+        Item("u0", "k"),
+        Assert(sz.compare("le", u0, 9), "few"),
+        Extern(("n",), "aten::f", (whole(m), u0)),
+    ]
     s3 = sz.symbol("s3", lo=float("-inf"))
-    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), s3, sz.symbol("s1")], [m, n, k], symbols=table)
+    p = plan(
+        ["m", ("sym", "i0"), "k", None],
+        steps,
+        [whole(n), s3, sz.symbol("s1")],
+        [m, n, k],
+        symbols=table,
+    )
     assert lines(p) == [
         "s0 = read(m, 'size', 0)",
         "s1 = let(3*s0)",
@@ -214,7 +268,9 @@ def test_a_symbol_whose_source_never_comes_is_our_bug() -> None:
 def test_an_arena_must_know_its_size_at_the_start() -> None:
     u0 = sz.symbol("u0")
     p = plan(["x"], [], [], [X], MemoryPlan(u0 * 4, {"y": 0}), symbols={"u0": None})
-    with pytest.raises(InternalError, match=r"the arena's size 4[*]u0 is not known when the program starts"):
+    with pytest.raises(
+        InternalError, match=r"the arena's size 4[*]u0 is not known when the program starts"
+    ):
         build(p, "g")
 
 
@@ -222,7 +278,10 @@ def test_aliases_are_views() -> None:
     half = buf("half", (4,))
     steps = [Alias("half", "x", 2), Alias("z", "x", 1, relative=False), kernel("k", [half], [Y])]
     p = plan(["x"], steps, [whole(Y), whole(Z)], [X, Y, Z, half])
-    assert lines(p)[:2] == ["half = view(x, f32[4] @ (1,), 2)", "z = view(x, f32[8] @ (1,), 1, relative=False)"]
+    assert lines(p)[:2] == [
+        "half = view(x, f32[4] @ (1,), 2)",
+        "z = view(x, f32[8] @ (1,), 1, relative=False)",
+    ]
 
 
 def test_mutation_copies_or_happens_in_place() -> None:
@@ -231,19 +290,35 @@ def test_mutation_copies_or_happens_in_place() -> None:
     assert lines(copied)[-2:] == ["copy(x, y, bump=False)", "return ()"]
     assert lines(copied, bumped_inputs=(0,))[-2:] == ["copy(x, y)", "return ()"]
     in_place = plan(["x"], steps, [], [X, Y], MemoryPlan(in_place={"y": "x"}))
-    assert lines(in_place) == ["y = view(x, f32[8] @ (1,), 0)", "launch('k', (x, y), (), (y,), 7)", "return ()"]
+    assert lines(in_place) == [
+        "y = view(x, f32[8] @ (1,), 0)",
+        "launch('k', (x, y), (), (y,), 7)",
+        "return ()",
+    ]
     assert lines(in_place, bumped_inputs=(0,))[-2:] == ["bump_version(x)", "return ()"]
 
 
 def test_constants_and_literals_and_inputs_are_returned() -> None:
     c = buf("c")
-    p = plan(["x"], [], [whole(c), whole(X), Scalar("none"), s0 * 2 - s0 * 2 + 5], [X, c], constants=["c"])
+    p = plan(
+        ["x"],
+        [],
+        [whole(c), whole(X), Scalar("none"), s0 * 2 - s0 * 2 + 5],
+        [X, c],
+        constants=["c"],
+    )
     assert lines(p) == ["c = constant(0)", "return (c, x, None, 5)"]
 
 
 def test_notes_and_origins() -> None:
     program = build(
-        plan(["x"], [kernel("k", [X], [Y], origin=("model.py:3 aten.relu", "aten.add"))], [whole(Y)], [X, Y]), "g"
+        plan(
+            ["x"],
+            [kernel("k", [X], [Y], origin=("model.py:3 aten.relu", "aten.add"))],
+            [whole(Y)],
+            [X, Y],
+        ),
+        "g",
     )
     assert line(program.body[1]) == "note('model.py:3 aten.relu; aten.add')"
     assert program.origins == (("k", "model.py:3 aten.relu; aten.add"),)

@@ -20,8 +20,12 @@ ALL = {"size_asserts": True, "alignment_asserts": True, "nan_asserts": True}
 FINITE = {**ALL, "finite_asserts": True}
 
 
-def checked(fn: Any, target: str = "native", options: dict[str, bool] = FINITE, **kwargs: Any) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(fn, backend="plait", options={**options, "wrapper": target}, **kwargs)
+def checked(
+    fn: Any, target: str = "native", options: dict[str, bool] = FINITE, **kwargs: Any
+) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(
+        fn, backend="plait", options={**options, "wrapper": target}, **kwargs
+    )
     return compiled
 
 
@@ -32,7 +36,9 @@ def checks(program: Program, kind: type) -> list[Any]:
 SLOW = ("gpt2", "llama", "vit")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
+)
 def test_good_models_pass(name: str, programs: list[Program]) -> None:
     model, exact, x = build(name)
     model.eval(), exact.eval()
@@ -56,10 +62,14 @@ def test_the_first_bad_kernel_is_named(target: str, dynamic: bool) -> None:
     x, w = torch.rand(40, 64), torch.randn(64, 48)
     torch.testing.assert_close(compiled(x, w), fn(x, w))
     x[3, 5] = -1
-    with pytest.raises(RuntimeError, match=r"NaN or an infinity, computed by plait_log_softmax\w* \(.*aten.log"):
+    with pytest.raises(
+        RuntimeError, match=r"NaN or an infinity, computed by plait_log_softmax\w* \(.*aten.log"
+    ):
         compiled(x, w)
     x[3, 5] = float("inf")
-    with pytest.raises(RuntimeError, match=r"'arg\d' holds a NaN or an infinity, computed by the caller"):
+    with pytest.raises(
+        RuntimeError, match=r"'arg\d' holds a NaN or an infinity, computed by the caller"
+    ):
         compiled(x, w)
 
 
@@ -74,7 +84,10 @@ def test_operators_results_and_what_is_written_in_place(target: str) -> None:
     x, buffer = torch.randn(5, 5), torch.zeros(7)
     torch.testing.assert_close(compiled(x, buffer), torch.linalg.inv(x) * 2)
     buffer.fill_(3e38)
-    with pytest.raises(RuntimeError, match=r"'arg\d' holds a NaN or an infinity, computed by plait_\w+ \(.*aten.add"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'arg\d' holds a NaN or an infinity, computed by plait_\w+ \(.*aten.add",
+    ):
         compiled(torch.eye(5) * 1e-37, buffer)
     with pytest.raises(RuntimeError, match="computed by aten::linalg_inv_ex"):
         compiled(torch.eye(5) * 1e-39, buffer.zero_())
@@ -82,17 +95,21 @@ def test_operators_results_and_what_is_written_in_place(target: str) -> None:
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_returned_views_are_looked_at(target: str, programs: list[Program]) -> None:
-    """A view of an argument that is returned, and memory of which only a part is read and returned."""
+    """A view of an argument that is returned, and memory of which only a part is read and
+    returned."""
     compiled = checked(lambda x: (x.t()[1:], (x / 0.5)[:, ::2], x.view(torch.int32)), target)
     x = torch.randn(6, 4)
-    for got, want in zip(compiled(x), (x.t()[1:], (x / 0.5)[:, ::2], x.view(torch.int32)), strict=True):
+    for got, want in zip(
+        compiled(x), (x.t()[1:], (x / 0.5)[:, ::2], x.view(torch.int32)), strict=True
+    ):
         torch.testing.assert_close(got, want)
     looked_at = {i.tensor for i in checks(programs[0], ins.CheckFinite)}
     assert "arg0" in looked_at and len(looked_at) >= 2
 
 
 def test_memory_that_is_written_in_parts_is_complete_when_it_is_looked_at() -> None:
-    """A concatenation whose parts several instructions write: what is not written yet holds anything."""
+    """A concatenation whose parts several instructions write: what is not written yet holds
+    anything."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         a, b = x @ w, F.softmax(x, -1)
@@ -108,8 +125,8 @@ def test_memory_that_is_written_in_parts_is_complete_when_it_is_looked_at() -> N
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_layouts_that_were_not_promised(target: str) -> None:
-    """An operator whose results differ from what it said when it was traced: other strides are mended, other sizes
-    are an error that names it."""
+    """An operator whose results differ from what it said when it was traced: other strides are
+    mended, other sizes are an error that names it."""
 
     @torch.library.custom_op(f"plait_checks::liar_{target}", mutates_args=())
     def liar(x: Tensor) -> Tensor:
@@ -125,10 +142,14 @@ def test_layouts_that_were_not_promised(target: str) -> None:
     x = -torch.ones(3, 5)
     torch.testing.assert_close(compiled(x), x * 2 + 1)
     torch.testing.assert_close(compiled(-x), -x * 2 + 1)
-    with pytest.raises(RuntimeError, match=r"plait_checks.*liar.*sizes \[2, 5\].*expected \[3, 5\]"):
+    with pytest.raises(
+        RuntimeError, match=r"plait_checks.*liar.*sizes \[2, 5\].*expected \[3, 5\]"
+    ):
         compiled(-x * 9)
 
 
 def test_nothing_is_checked_unasked(programs: list[Program]) -> None:
     torch.compile(lambda x: (x @ x).relu(), backend="plait")(torch.randn(40, 40))
-    assert not any(checks(programs[0], k) for k in (ins.CheckFinite, ins.AssertSizeStride, ins.AssertAlignment))
+    assert not any(
+        checks(programs[0], k) for k in (ins.CheckFinite, ins.AssertSizeStride, ins.AssertAlignment)
+    )

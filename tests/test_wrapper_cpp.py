@@ -48,7 +48,9 @@ from tests.test_frontend_cases import BOTH, NO_GRAD
 from tests.test_threads import call_at_once
 
 
-def compiled(fn: Callable[..., Any], wrapper: str = "cpp", dynamic: bool | None = None) -> Callable[..., Any]:
+def compiled(
+    fn: Callable[..., Any], wrapper: str = "cpp", dynamic: bool | None = None
+) -> Callable[..., Any]:
     return torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
 
 
@@ -56,7 +58,9 @@ def build(p: WrapperProgram, callables: tuple[Any, ...] = ()) -> Any:
     return load_cpp(p, Parts({"cpu": library()}, callables=callables))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in (*BOTH, *NO_GRAD)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in (*BOTH, *NO_GRAD)]
+)
 def test_borders(name: str) -> None:
     fn, make = {**BOTH, **NO_GRAD}[name]
     same(fn, make, other=compiled(fn))
@@ -66,7 +70,9 @@ def test_borders(name: str) -> None:
 
 
 def test_threads_call_one_program() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Softmax(-1))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Softmax(-1)
+    )
     fn = compiled(net, dynamic=True)
     inputs = [torch.randn(n, 64) for n in (3, 40, 300)]
     with torch.no_grad():
@@ -95,7 +101,7 @@ def test_nothing_of_the_plan_runs() -> None:
     assert torch.equal(made(torch.zeros(4))[0], torch.ones(4))
 
 
-# ---------------------------------------------------------------------------------------------- errors and memory
+# -------------------------------------------------------------------------------- errors and memory
 def everything(*last: Any) -> WrapperProgram:
     """An arena, an allocation, a view, an operator with two results and `last`, which may fail."""
     return program(
@@ -114,7 +120,10 @@ def everything(*last: Any) -> WrapperProgram:
 
 
 def failing_operator() -> tuple[Any, ...]:
-    return (CallExtern("aten::mm", (Ref("s"), Ref("s")), (), ("m",)), extern("aten::neg", Ref("m"), outs=("n",)))
+    return (
+        CallExtern("aten::mm", (Ref("s"), Ref("s")), (), ("m",)),
+        extern("aten::neg", Ref("m"), outs=("n",)),
+    )
 
 
 def failing_python() -> tuple[Any, ...]:
@@ -152,7 +161,12 @@ def test_inputs_of_a_boxed_call_die_early() -> None:
         seen.append(held[-1].expired())
         return y
 
-    body = (alloc("y", 8), launch("k_inc", "x", "y", n=8), CallPython(0, "f", (Ref("y"),), (), ("z",)), ret("z"))
+    body = (
+        alloc("y", 8),
+        launch("k_inc", "x", "y", n=8),
+        CallPython(0, "f", (Ref("y"),), (), ("z",)),
+        ret("z"),
+    )
     made = build(program((tensor("x", 8), tensor("unused", 8)), *body, n_callables=1), (look,))
     for k in range(2):
         given = [torch.zeros(8), torch.zeros(8)]
@@ -163,7 +177,11 @@ def test_inputs_of_a_boxed_call_die_early() -> None:
 
 def test_sizes_overflow_as_in_native() -> None:
     n = sz.symbol("n", lo=1)
-    p = WrapperProgram("g", (SymbolInput("n"),), (Symbol("m", n * n * n), Return((sz.symbol("m"), sz.floordiv(7, n)))))
+    p = WrapperProgram(
+        "g",
+        (SymbolInput("n"),),
+        (Symbol("m", n * n * n), Return((sz.symbol("m"), sz.floordiv(7, n)))),
+    )
     native, cpp = load(encode(p), {}), build(p)
     for value in (3, 2**20):
         assert cpp(value) == native(value)
@@ -173,10 +191,14 @@ def test_sizes_overflow_as_in_native() -> None:
             with pytest.raises(RuntimeError) as raised:
                 made(value)
             messages.append(str(raised.value))
-        assert messages[0] == messages[1] == "a size expression overflows or divides by a number that is not positive"
+        assert (
+            messages[0]
+            == messages[1]
+            == "a size expression overflows or divides by a number that is not positive"
+        )
 
 
-# ---------------------------------------------------------------------------------------------- the source
+# --------------------------------------------------------------------------------------- the source
 NASTY = 'a */ b \\\n#error "no" ??/\n\\ \u2028 é \x00 %s {} \\'
 
 
@@ -236,12 +258,19 @@ def test_a_program_for_a_gpu_builds(compile_only: None) -> None:  # noqa: F811
     made = record(lambda x, w: ((x @ w).softmax(-1), x.sum(0)), x, w, mode=mode).wrapper
     assert any(isinstance(i, DefineKernel) and i.device != "cpu" for i in made.body)
     source = make_cpp(made)
-    assert source.count("TRY(launch(call, kernel::") == sum(isinstance(i, Launch) for i in made.body)
+    assert source.count("TRY(launch(call, kernel::") == sum(
+        isinstance(i, Launch) for i in made.body
+    )
     assert Path(str(build_cpp(source, Config.from_env()))).is_file()
 
 
 def test_memory_of_a_kernels_view_outlives_its_base() -> None:
     x = TensorInput("x", f32, (4,), (1,))
-    body = (alloc("y", 8), launch("k_inc", "x", "y", n=4), View("v", "y", f32, (4,), (1,), 0), alloc("z", 4))
+    body = (
+        alloc("y", 8),
+        launch("k_inc", "x", "y", n=4),
+        View("v", "y", f32, (4,), (1,), 0),
+        alloc("z", 4),
+    )
     made = build(program((x,), *body, launch("k_inc", "v", "z", n=4), ret("z")))
     assert torch.equal(made(torch.zeros(4))[0], torch.full((4,), 2.0))

@@ -1,5 +1,6 @@
-"""The FX target: graphs that are called, interpreted, cleaned, copied and pickled do what the reference does; models
-against eager; what the graph of a GPU program is made of; compilers out of tree."""
+"""The FX target: graphs that are called, interpreted, cleaned, copied and pickled do what the
+reference does; models against eager; what the graph of a GPU program is made of; compilers out of
+tree."""
 
 from __future__ import annotations
 
@@ -64,12 +65,13 @@ def sample(*names: str, of: Iterable[str] = MODELS) -> list[Any]:
 
 @pytest.fixture
 def made() -> Iterator[list[CompileRecord]]:
-    """Every graph is compiled to FX, and plait's executor is not there. Gives the record of each."""
+    """Every graph is compiled to FX, and plait's executor is not there. Gives the record of
+    each."""
     with only("fx") as records:
         yield records
 
 
-# ---------------------------------------------------------------------------------------------- graphs by themselves
+# ----------------------------------------------------------------------------- graphs by themselves
 def cleaned(module: GraphModule) -> GraphModule:
     """After torch.fx removed what it takes for dead."""
     module.graph.eliminate_dead_code()
@@ -91,7 +93,8 @@ def graph_of(case: Case, library: str) -> GraphModule:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [(n, w) for n, c in CASES.items() for w in WAYS if w != "pickled" or not c.callables]
+    ("name", "way"),
+    [(n, w) for n, c in CASES.items() for w in WAYS if w != "pickled" or not c.callables],
 )
 def test_graphs_do_what_the_reference_does(name: str, way: str, library: str) -> None:  # noqa: F811
     case = CASES[name]
@@ -128,7 +131,13 @@ return ()
     module = cleaned(fx.make_fx(program, Parts({})))
     called = [n.target for n in module.graph.nodes if n.op == "call_function"]
     checks = (PLAIT.require_layout, PLAIT.require_aligned, PLAIT.require_finite, PLAIT.bump_version)
-    want = [ATEN.sym_size.int, operator.lt, torch.sym_ite, ATEN._assert_scalar.default, *(c.default for c in checks)]
+    want = [
+        ATEN.sym_size.int,
+        operator.lt,
+        torch.sym_ite,
+        ATEN._assert_scalar.default,
+        *(c.default for c in checks),
+    ]
     assert called == want
     asserts = (AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite)
     assert {type(i) for i in program.body} >= set(asserts)
@@ -137,7 +146,9 @@ return ()
 def test_every_integer_is_computed_once() -> None:
     p = example()
     module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print]))
-    integers = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymBool)]
+    integers = [
+        n for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymBool)
+    ]
     computed = [(n.target, n.args) for n in integers if n.op == "call_function"]
     assert len(computed) == len(set(computed)) >= 3
     assert any(len(n.users) > 3 for n in integers)  # shared
@@ -145,7 +156,9 @@ def test_every_integer_is_computed_once() -> None:
 
 
 def test_the_code_reads_well() -> None:
-    module = fx.make_fx(example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5}))
+    module = fx.make_fx(
+        example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5})
+    )
     text = module.print_readable(print_output=False)
     assert "# Annotation: {'note': 'model.py:31: aten.relu'} File: model.py:31 in aten.relu" in text
     assert "torch.ops.plait.launch.default('k.so', 'plait_relu', [x], [buf0], [], [s0]" in text
@@ -169,7 +182,9 @@ return (self, torch, inputs, ref['9 lives'], lambda_ + 1)
     x, y, z = torch.randn(4), torch.randn(4), torch.randn(4)
     for run in (fx.make_fx(p, Parts({})), fx.load_fx(p, Parts({}))):
         out = run(5, x, y, z)
-        assert torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] is z and out[4] == 6
+        assert (
+            torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] is z and out[4] == 6
+        )
 
 
 def test_operators_that_python_cannot_spell() -> None:
@@ -188,7 +203,7 @@ def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> No
         fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
 
 
-# ---------------------------------------------------------------------------------------------- programs
+# ----------------------------------------------------------------------------------------- programs
 class Checked(Interpreter):
     """Compares every node's value with its meta['val']."""
 
@@ -201,7 +216,9 @@ class Checked(Interpreter):
         if isinstance(out, Tensor):
             assert isinstance(val, Tensor), n.format_node()
             assert (out.dtype, out.device) == (val.dtype, val.device)
-            for have, want in zip((*out.shape, *out.stride()), (*val.shape, *val.stride()), strict=True):
+            for have, want in zip(
+                (*out.shape, *out.stride()), (*val.shape, *val.stride()), strict=True
+            ):
                 assert isinstance(want, int) or want.node.hint is not None
                 assert have == (want if isinstance(want, int) else want.node.hint), n.format_node()
         elif isinstance(val, torch.SymInt):
@@ -220,9 +237,13 @@ def test_values_of_nodes_are_what_runs(dynamic: bool) -> None:
             interpreters.append(Checked(gm))
             return interpreters[-1].run
 
-    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GELU(), nn.Linear(14, 6), nn.LayerNorm(6), nn.BatchNorm1d(8))
+    model = nn.Sequential(
+        nn.Conv1d(4, 8, 3), nn.GELU(), nn.Linear(14, 6), nn.LayerNorm(6), nn.BatchNorm1d(8)
+    )
     x = torch.randn(3, 4, 16)
-    torch.compile(model, backend=Checking(), dynamic=dynamic)(x).softmax(-1).square().mean().backward()
+    torch.compile(model, backend=Checking(), dynamic=dynamic)(x).softmax(
+        -1
+    ).square().mean().backward()
     assert [type(i.module).__name__.split("_")[0] for i in interpreters] == ["forward", "backward"]
     assert all(i.checked > 15 for i in interpreters)
 
@@ -247,8 +268,8 @@ def test_dynamic_batch(name: str, made: list[CompileRecord]) -> None:
 CALLERS = {**test_frontend_cases.BOTH, **test_frontend_cases.NO_GRAD}
 del CALLERS["input returned"]  # of which Dynamo makes no graph
 USUAL = (
-    "size among results", "constant tensor", "two inputs swapped", "conjugated argument", "negated argument",
-    "None among results",
+    "size among results", "constant tensor", "two inputs swapped", "conjugated argument",
+    "negated argument", "None among results",
 )  # fmt: skip
 
 
@@ -272,7 +293,11 @@ def test_control_flow_is_in_the_graph() -> None:
             lambda: [torch.linspace(-1, 2, 12).view(3, 4)],
             other=torch.compile(getattr(test_lower_b_extern, f"_{name}"), backend=Seeing()),
         )
-        (node,) = (n for n in graphs[-1].graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator))
+        (node,) = (
+            n
+            for n in graphs[-1].graph.nodes
+            if isinstance(n.target, torch._ops.HigherOrderOperator)
+        )
         bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
         assert node.target.__name__.startswith(name) and len(bodies) == 2
         assert all(isinstance(graphs[-1].get_submodule(n.target), GraphModule) for n in bodies)
@@ -280,14 +305,18 @@ def test_control_flow_is_in_the_graph() -> None:
 
 def test_without_dynamo(made: list[CompileRecord]) -> None:
     n = torch.export.Dim("n")
-    run = plait.compile(lambda x: x.exp().sum(0), (torch.randn(4, 3),), dynamic_shapes={"x": {0: n}})
+    run = plait.compile(
+        lambda x: x.exp().sum(0), (torch.randn(4, 3),), dynamic_shapes={"x": {0: n}}
+    )
     x = torch.randn(7, 3)
     torch.testing.assert_close(run(x), x.exp().sum(0))
 
 
-# ---------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("name", sample("pw", of=("pw", "tf6")))
-@pytest.mark.parametrize("mode", [test_memory.infer, test_memory.step], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    "mode", [test_memory.infer, test_memory.step], ids=["inference", "training"]
+)
 def test_peak(name: str, mode: Callable[..., object], made: list[CompileRecord]) -> None:
     make, data = test_memory.CASES[name]
     test_memory.compare_peaks(make, mode, data())
@@ -319,7 +348,7 @@ return (c,)
     assert args == [] and alive == [[True], [False, True], [False, False, True]]
 
 
-# ---------------------------------------------------------------------------------------------- GPUs
+# --------------------------------------------------------------------------------------------- GPUs
 class Function:
     """Stands for a Triton function where there is no Triton."""
 
@@ -351,7 +380,9 @@ def launches(module: GraphModule) -> list[Node]:
 
 def test_triton_kernels_are_in_the_graph(gpu_graphs: list[GraphModule]) -> None:
     mode, (x, w) = fakes((64, 128), (128,))
-    source = record(lambda x, w: F.layer_norm(F.gelu(x + w), (128,), w).sum(0), x, w, mode=mode).kernel_source
+    source = record(
+        lambda x, w: F.layer_norm(F.gelu(x + w), (128,), w).sum(0), x, w, mode=mode
+    ).kernel_source
     (module,) = gpu_graphs
     _, table = compat.triton_operator()
     found = launches(module)
@@ -359,16 +390,25 @@ def test_triton_kernels_are_in_the_graph(gpu_graphs: list[GraphModule]) -> None:
     for node in found:
         kernel = table.get_kernel(node.kwargs["kernel_idx"])
         assert kernel.text in source and f"def {kernel.name}(" in kernel.text
-        assert set(table.get_constant_args(node.kwargs["constant_args_idx"])) >= {"num_warps", "num_stages"}
+        assert set(table.get_constant_args(node.kwargs["constant_args_idx"])) >= {
+            "num_warps",
+            "num_stages",
+        }
         ((grid, *rest),) = node.kwargs["grid"]
         assert grid > 0 and rest == [1, 1]
         head = kernel.text.partition(f"def {kernel.name}(")[2].partition(")")[0]
         assert ", ".join(node.kwargs["kwargs"]) == head
-        assert all(v.meta["val"].device == torch.device("cuda:0") for v in node.kwargs["kwargs"].values())
+        assert all(
+            v.meta["val"].device == torch.device("cuda:0") for v in node.kwargs["kwargs"].values()
+        )
     made = [n for n in module.graph.nodes if n.target is torch.empty_strided]
     assert made and all(n.kwargs["device"] == torch.device("cuda:0") for n in made)
     # The device is chosen once, before the first kernel, and given back after the last.
-    chosen = [n for n in module.graph.nodes if n.target in (torch.cuda.current_device, torch.cuda.set_device)]
+    chosen = [
+        n
+        for n in module.graph.nodes
+        if n.target in (torch.cuda.current_device, torch.cuda.set_device)
+    ]
     assert [n.target.__name__ for n in chosen] == ["current_device", "set_device", "set_device"]
     assert chosen[1].args == (torch.device("cuda:0"),) and chosen[2].args == (chosen[0],)
     assert chosen[1] < found[0] and found[-1] < chosen[2]
@@ -425,17 +465,22 @@ def test_in_the_interpreter(suite: str, tmp_path: Path) -> None:
 def test_triton_reads_functions_without_a_file(tmp_path: Path) -> None:
     code = """
 from plait.runtime.fxops import triton_function
-text = "import triton\\nimport triton.language as tl\\n\\n@triton.jit\\ndef f(p0):\\n    tl.store(p0, 1)\\n"
+text = (
+    "import triton\\nimport triton.language as tl\\n\\n"
+    "@triton.jit\\ndef f(p0):\\n    tl.store(p0, 1)\\n"
+)
 f = triton_function("f", text)
 assert f is triton_function("f", text) and f.arg_names == ["p0"] and "tl.store(p0, 1)" in f.src
 """
     path = os.pathsep.join([str(Path(sys.prefix) / "triton"), str(Path(__file__).parent.parent)])
     env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------------------------------------- compilers out of tree
+# ---------------------------------------------------------------------------- compilers out of tree
 def test_a_compiler_gets_both_halves_and_may_take_its_inputs_in_a_list() -> None:
     seen: list[str] = []
 
@@ -469,9 +514,18 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     toy = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "toy_accelerator.py"))
     assert toy["main"]() == 0
     printed = capsys.readouterr().out
-    for part in ("forward_", "backward_", "inference_", "kernel  r", "held 0.", "every result is as close"):
+    for part in (
+        "forward_",
+        "backward_",
+        "inference_",
+        "kernel  r",
+        "held 0.",
+        "every result is as close",
+    ):
         assert part in printed
-    with pytest.raises(UserError, match=r"NotImplementedError: the machine has no unit for .*empty_strided"):
+    with pytest.raises(
+        UserError, match=r"NotImplementedError: the machine has no unit for .*empty_strided"
+    ):
         machine = toy["Toy"]()
         toy["UNITS"].pop(torch.empty_strided)
         torch.compile(lambda x: x + 1, backend=machine)(torch.ones(2))
@@ -491,7 +545,10 @@ def test_mistakes_of_a_compiler_are_told() -> None:
     for compiler, message in (
         (Wrong(KeyError("conv")), "Wrong.compile_graph failed with KeyError: 'conv'"),
         (Wrong(3), "Wrong.compile_graph gave 3\n  try: return what runs the graph"),
-        (plait.FxCompiler(), "FxCompiler.compile_graph failed with NotImplementedError: FxCompiler has to define"),
+        (
+            plait.FxCompiler(),
+            "FxCompiler.compile_graph failed with NotImplementedError: FxCompiler has to define",
+        ),
         (Wrong(UserError("no such layout")), "no such layout"),
     ):
         torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""Nothing is left behind, in any target: of calls that succeed and that fail, and of programs that are dropped."""
+"""Nothing is left behind, in any target: of calls that succeed and that fail, and of programs that
+are dropped."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ KIB = 1 << 10
 
 
 def everything(*last: Instr) -> WrapperProgram:
-    """An arena, an allocation, views, an operator with two results, one that writes into memory, a Python function, a
-    hook, a mutated input and `last`, which may fail."""
+    """An arena, an allocation, views, an operator with two results, one that writes into memory, a
+    Python function, a hook, a mutated input and `last`, which may fail."""
     return program(
         (tensor("x", 8), tensor("state", 8)),
         Symbol("s0", SizeOf("x", "size", 0)),
@@ -57,7 +58,9 @@ def everything(*last: Instr) -> WrapperProgram:
         CallExtern("aten::sort", (Ref("v"),), (), ("s", "i")),
         View("t", "s", f32, (2, 4), (1, 2), 0),
         alloc("m", 4, 4),
-        CallExtern("aten::mm.out", (Ref("v"), Ref("t")), (("out", Ref("m")),), (), ("m",), may_keep=False),
+        CallExtern(
+            "aten::mm.out", (Ref("v"), Ref("t")), (("out", Ref("m")),), (), ("m",), may_keep=False
+        ),
         CallPython(0, "f", (Ref("y"),), (), ("z",)),
         Hook("a", 1, "a", "k_inc"),
         Copy("state", "z"),
@@ -78,7 +81,8 @@ def state() -> tuple[int, int, int, int]:
 
 
 def leave_nothing(work: Callable[[], None], times: int, nbytes: int) -> None:
-    """Runs work that often in each of five windows. What leaks, leaks every time: at least `nbytes` in each."""
+    """Runs work that often in each of five windows. What leaks, leaks every time: at least `nbytes`
+    in each."""
     work()
     states = [state()]
     for _ in range(5):
@@ -99,7 +103,10 @@ def some(*now: str) -> list[Any]:
 def test_ten_thousand_calls(target: str) -> None:
     parts = Parts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
     made = TARGETS[target](everything(), parts)
-    failing = (CallExtern("aten::mm", (Ref("m"), Ref("y")), (), ("bad",)), extern("aten::neg", Ref("bad"), outs=("n",)))
+    failing = (
+        CallExtern("aten::mm", (Ref("m"), Ref("y")), (), ("bad",)),
+        extern("aten::neg", Ref("bad"), outs=("n",)),
+    )
     bad = TARGETS[target](everything(*failing), parts)
     x, kept = torch.zeros(8), torch.zeros(8)
 

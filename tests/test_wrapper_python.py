@@ -18,7 +18,9 @@ from tests.against_eager import same
 from tests.test_frontend_cases import BOTH, NO_GRAD
 
 
-def compiled(fn: Callable[..., Any], wrapper: str, dynamic: bool | None = None) -> Callable[..., Any]:
+def compiled(
+    fn: Callable[..., Any], wrapper: str, dynamic: bool | None = None
+) -> Callable[..., Any]:
     return torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
 
 
@@ -76,8 +78,14 @@ def test_wrong_inputs_are_refused() -> None:
     for args, message in (
         ([torch.ones(2)], "expected 2 inputs, got 1"),
         ([3, None], "input 'x': expected a tensor, got int"),
-        ([torch.ones(2).double(), None], "input 'x': expected dtype torch.float32, got torch.float64"),
-        ([torch.ones(2, device="meta"), None], "input 'x': expected a plain tensor on device cpu, got one on meta"),
+        (
+            [torch.ones(2).double(), None],
+            "input 'x': expected dtype torch.float32, got torch.float64",
+        ),
+        (
+            [torch.ones(2, device="meta"), None],
+            "input 'x': expected a plain tensor on device cpu, got one on meta",
+        ),
     ):
         with pytest.raises(TypeError) as e:
             generated.check_inputs(args, promised)
@@ -104,7 +112,10 @@ def test_what_only_operators_take_may_be_anywhere_if_it_has_no_dimensions(target
     seen = SEEDED.format(more="v = view(seed, i32[2] @ (1,), 0)\n")
     wide = SEEDED.format(more="").replace("i64[()] @ ()", "i64[1] @ (1,)")
     for text, given in ((seen, seed), (wide, seed.view(1))):
-        with pytest.raises(TypeError, match="input 'seed': expected a plain tensor on device cuda:0, got one on cpu"):
+        with pytest.raises(
+            TypeError,
+            match="input 'seed': expected a plain tensor on device cuda:0, got one on cpu",
+        ):
             load(text)(x, given)
 
 

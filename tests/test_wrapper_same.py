@@ -1,5 +1,6 @@
-"""Models, random graphs and what programs are made of besides kernels: the same bits from native, Python and C++, and
-what eager gives from FX, each target without the executor (see `one_target.only`)."""
+"""Models, random graphs and what programs are made of besides kernels: the same bits from native,
+Python and C++, and what eager gives from FX, each target without the executor (see
+`one_target.only`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
 hops = torch._higher_order_ops
 
 
-# ---------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 def mlp() -> torch.nn.Module:
     nn = torch.nn
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
@@ -52,15 +53,27 @@ def _marked(x: Tensor, dynamic: bool) -> Tensor:
     return x
 
 
-MODEL_CASES = [(t, n, d, g) for t in ("python", "cpp") for n in ALL for d in (False, True) for g in (False, True)]
+MODEL_CASES = [
+    (t, n, d, g)
+    for t in ("python", "cpp")
+    for n in ALL
+    for d in (False, True)
+    for g in (False, True)
+]
 
 
-@pytest.mark.parametrize(("target", "name", "dynamic", "training"), [c if c in FAST else SLOW(*c) for c in MODEL_CASES])
-def test_models_have_the_bits_of_native(target: str, name: str, dynamic: bool, training: bool) -> None:
-    same_bits(of_model(target, name, dynamic, training), of_model("native", name, dynamic, training))
+@pytest.mark.parametrize(
+    ("target", "name", "dynamic", "training"), [c if c in FAST else SLOW(*c) for c in MODEL_CASES]
+)
+def test_models_have_the_bits_of_native(
+    target: str, name: str, dynamic: bool, training: bool
+) -> None:
+    same_bits(
+        of_model(target, name, dynamic, training), of_model("native", name, dynamic, training)
+    )
 
 
-# ---------------------------------------------------------------------------------------------- random graphs
+# ------------------------------------------------------------------------------------ random graphs
 N_GRAPHS = [*range(5), *map(SLOW, range(5, 20))]
 
 
@@ -110,7 +123,7 @@ def test_random_graphs_in_fx(n: int) -> None:
         passes(p)
 
 
-# ---------------------------------------------------------------------------------------------- calls
+# -------------------------------------------------------------------------------------------- calls
 @torch.library.custom_op("plait_same::scale_", mutates_args=("x",))
 def scale_(x: Tensor, by: float) -> Tensor:
     x.mul_(by)
@@ -180,7 +193,9 @@ def many_constants(x: Tensor) -> Tensor:
     return x[:, :1] * even + torch.tensor([[0.5], [1.5], [-2.0], [7.0]])[: x.shape[0]].sum()
 
 
-def numbers(x: Tensor, n: int, scale: float, flag: bool, nothing: None, word: str) -> tuple[Any, ...]:
+def numbers(
+    x: Tensor, n: int, scale: float, flag: bool, nothing: None, word: str
+) -> tuple[Any, ...]:
     y = x * scale if flag and nothing is None else x
     return y.repeat(n, 1), n + 1, scale * 2, not flag, None, word + "!", x.shape[0] * n
 
@@ -188,10 +203,14 @@ def numbers(x: Tensor, n: int, scale: float, flag: bool, nothing: None, word: st
 CALLS: dict[str, Callable[..., Any]] = {
     "cond": lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,)) * 2,
     "while_loop": lambda x: hops.while_loop(
-        lambda i, x: i.sum() < 3, lambda i, x: (i + 1, x * 2), (x.new_zeros(1, dtype=torch.int64), x)
+        lambda i, x: i.sum() < 3,
+        lambda i, x: (i + 1, x * 2),
+        (x.new_zeros(1, dtype=torch.int64), x),
     ),
     "scan": lambda x: hops.scan(lambda c, y: (c + y, (c * y).clone()), torch.zeros(6), x),
-    "associative_scan": lambda x: hops.associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic") * 2,
+    "associative_scan": lambda x: (
+        hops.associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic") * 2
+    ),
     "map": lambda x: hops.map(lambda a: a * 2 + 1, x).sum(0),
     "nested regions": lambda x: region(region(x)) + 1,
     "custom operator": lambda x: [y + 1 for y in split(x.exp(), 1)],
@@ -231,6 +250,8 @@ def test_calls(target: str, name: str, dynamic: bool) -> None:
     else:
         same_bits(of_call(target, name, dynamic), of_native)
     if name == "effect tokens":
-        x = arguments(name, 3 if dynamic and target in ("python", "cpp") else 4)[0]  # of the last call
+        x = arguments(name, 3 if dynamic and target in ("python", "cpp") else 4)[
+            0
+        ]  # of the last call
         want = [float(t.sum()) for t in (x, x * 2, (x * 2 + 1).sin())]
         assert printed[-3:] == pytest.approx(want) and len(printed) % 3 == 0

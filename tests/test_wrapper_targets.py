@@ -70,7 +70,10 @@ from tests.wrapper_reference import interpret
 SOURCE = """
 typedef long long i64;
 #define KERNEL extern "C" long long
-static void share(i64 n, i64 tid, i64 nt, i64& lo, i64& hi) { lo = n * tid / nt; hi = n * (tid + 1) / nt; }
+static void share(i64 n, i64 tid, i64 nt, i64& lo, i64& hi) {
+  lo = n * tid / nt;
+  hi = n * (tid + 1) / nt;
+}
 KERNEL k_double(i64 tid, i64 nt, void* const* b, const i64* s) {  // y = 2x
   const float* x = (const float*)b[0]; float* y = (float*)b[1];
   i64 lo, hi; share(s[0], tid, nt, lo, hi);
@@ -84,9 +87,12 @@ KERNEL k_add(i64 tid, i64 nt, void* const* b, const i64* s) {  // z = x + y
   return 0;
 }
 KERNEL k_divide(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] == 0; }
-KERNEL k_check(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] < s[0] ? 0 : 3; }
+KERNEL k_check(i64 tid, i64 nt, void* const* b, const i64* s) {
+  return *(const i64*)b[0] < s[0] ? 0 : 3;
+}
 #define TAKES extern "C" const int
-TAKES k_double_takes[] = {2, 1}, k_add_takes[] = {3, 1}, k_divide_takes[] = {1, 0}, k_check_takes[] = {1, 1};
+TAKES k_double_takes[] = {2, 1}, k_add_takes[] = {3, 1};
+TAKES k_divide_takes[] = {1, 0}, k_check_takes[] = {1, 1};
 """
 
 
@@ -137,7 +143,9 @@ class Case:
     def program(self) -> WrapperProgram:
         used = {i.kernel for i in self.body if isinstance(i, Launch)}
         kernels = tuple(k for k in KERNELS if k.name in used)
-        return WrapperProgram("case", self.inputs, kernels + self.body, len(self.constants), len(self.callables))
+        return WrapperProgram(
+            "case", self.inputs, kernels + self.body, len(self.constants), len(self.callables)
+        )
 
 
 def x6() -> list[torch.Tensor]:
@@ -145,7 +153,10 @@ def x6() -> list[torch.Tensor]:
 
 
 def tensor(
-    name: str = "x", dtype: Any = f32, shape: tuple[Size, ...] = (6,), strides: tuple[Size, ...] = (1,)
+    name: str = "x",
+    dtype: Any = f32,
+    shape: tuple[Size, ...] = (6,),
+    strides: tuple[Size, ...] = (1,),
 ) -> ins.Input:
     return TensorInput(name, dtype, shape, strides)
 
@@ -164,7 +175,9 @@ def alloc(name: str, n: Size = 6) -> Alloc:
 
 def looked(name: str, shape: tuple[Size, ...] = (6,), dtype: Any = f32) -> AssertSizeStride:
     """What stands behind the layout of a call's result."""
-    strides = tuple(math.prod(n for n in shape[k + 1 :] if isinstance(n, int)) for k in range(len(shape)))
+    strides = tuple(
+        math.prod(n for n in shape[k + 1 :] if isinstance(n, int)) for k in range(len(shape))
+    )
     return AssertSizeStride(name, dtype, shape, strides, "the call")
 
 
@@ -185,7 +198,9 @@ def with_value(x: torch.Tensor, *, alpha: float) -> tuple[torch.Tensor, torch.Te
 LABEL = 'k_double (model.py:3 "é\\n")'
 
 
-KINDS = tuple(Literal(*k) for k in (("none",), ("bool", "True"), ("float", "inf"), ("float", (0.1).hex())))
+KINDS = tuple(
+    Literal(*k) for k in (("none",), ("bool", "True"), ("float", "inf"), ("float", (0.1).hex()))
+)
 
 
 def looks(node: str, label: str, t: torch.Tensor) -> None:
@@ -196,7 +211,15 @@ def looks(node: str, label: str, t: torch.Tensor) -> None:
 CASES: dict[str, Case] = {
     "launch": Case(X, (alloc("y"), double("x", "y"), give("y")), x6),
     "launch twice": Case(
-        X, (alloc("y"), alloc("z"), double("x", "y", barrier=False), add("x", "y", "z"), give("z", "y")), x6
+        X,
+        (
+            alloc("y"),
+            alloc("z"),
+            double("x", "y", barrier=False),
+            add("x", "y", "z"),
+            give("z", "y"),
+        ),
+        x6,
     ),
     "launch alone": Case(X, (alloc("y"), double("x", "y", parallel=False), give("y")), x6),
     "launch large": Case(
@@ -218,7 +241,9 @@ CASES: dict[str, Case] = {
         fails=r"ZeroDivisionError (in kernel k_divide)",
     ),
     "launch passes a check": Case(
-        (tensor("k", i64, (), ()),), (Launch("k_check", ("k",), (5,), (), 1), give("k")), lambda: [torch.tensor(4)]
+        (tensor("k", i64, (), ()),),
+        (Launch("k_check", ("k",), (5,), (), 1), give("k")),
+        lambda: [torch.tensor(4)],
     ),
     "sizes and strides": Case(
         (tensor(shape=(s0, sz.symbol("s1")), strides=(sz.symbol("t0"), 2)),),
@@ -228,7 +253,9 @@ CASES: dict[str, Case] = {
             Symbol("t0", SizeOf("x", "stride", 0)),
             Symbol("o0", SizeOf("x", "offset", 0)),
             Symbol("n", sz.mul(s0, sz.symbol("s1"))),
-            Return((s0, sz.symbol("s1"), sz.symbol("t0"), sz.symbol("o0"), sz.symbol("n"), Ref("x"))),
+            Return(
+                (s0, sz.symbol("s1"), sz.symbol("t0"), sz.symbol("o0"), sz.symbol("n"), Ref("x"))
+            ),
         ),
         lambda: [torch.randn(60)[4:].as_strided((3, 4), (12, 2), 4)],
     ),
@@ -253,12 +280,21 @@ CASES: dict[str, Case] = {
     ),
     "dynamic launch": Case(
         (tensor(shape=(s0,)),),
-        (Symbol("s0", SizeOf("x", "size", 0)), alloc("y", s0), double("x", "y", s0), Return((Ref("y"), s0 * 2))),
+        (
+            Symbol("s0", SizeOf("x", "size", 0)),
+            alloc("y", s0),
+            double("x", "y", s0),
+            Return((Ref("y"), s0 * 2)),
+        ),
         lambda: [torch.randn(17)],
     ),
     "item": Case(
         (tensor("k", i64, (), ()), tensor("q", b1, (1,), (1,))),
-        (Symbol("u0", ItemOf("k")), Symbol("u1", ItemOf("q")), Return((u0 + 1, sz.symbol("u1", lo=-INF)))),
+        (
+            Symbol("u0", ItemOf("k")),
+            Symbol("u1", ItemOf("q")),
+            Return((u0 + 1, sz.symbol("u1", lo=-INF))),
+        ),
         lambda: [torch.tensor(-41), torch.tensor([True])],
     ),
     "item of a kernel's result": Case(
@@ -273,7 +309,9 @@ CASES: dict[str, Case] = {
         x6,
     ),
     "assert holds": Case(
-        (SymbolInput("s0"),), (AssertScalar(sz.compare("lt", s0, 9), "no"), Return((s0,))), lambda: [8]
+        (SymbolInput("s0"),),
+        (AssertScalar(sz.compare("lt", s0, 9), "no"), Return((s0,))),
+        lambda: [8],
     ),
     "assert fails": Case(
         (SymbolInput("s0"),),
@@ -298,9 +336,14 @@ CASES: dict[str, Case] = {
         fails="'x' has sizes [6] and strides [1], expected [6] and [2]",
     ),
     "layout of another dtype": Case(
-        X, (AssertSizeStride("x", i32, (6,), (1,)), give("x")), x6, fails="'x' has dtype float32, expected int32"
+        X,
+        (AssertSizeStride("x", i32, (6,), (1,)), give("x")),
+        x6,
+        fails="'x' has dtype float32, expected int32",
     ),
-    "layout of a dtype that nobody knows": Case(X, (AssertSizeStride("x", opaque, (6,), (1,)), give("x")), x6),
+    "layout of a dtype that nobody knows": Case(
+        X, (AssertSizeStride("x", opaque, (6,), (1,)), give("x")), x6
+    ),
     "layout of another rank": Case(
         X,
         (AssertSizeStride("x", f32, (6, 1), (1, 1)), give("x")),
@@ -430,7 +473,16 @@ CASES: dict[str, Case] = {
     ),
     "empty alloc": Case(X, (Alloc("y", f32, (0, 3), (3, 1)), give("y")), x6),
     "reuse": Case(
-        X, (alloc("y"), double("x", "y"), Reuse("z", "y", f32, (6,), (1,)), double("y", "z"), Free("y"), give("z")), x6
+        X,
+        (
+            alloc("y"),
+            double("x", "y"),
+            Reuse("z", "y", f32, (6,), (1,)),
+            double("y", "z"),
+            Free("y"),
+            give("z"),
+        ),
+        x6,
     ),
     "reuse as another type": Case(
         X,
@@ -445,7 +497,19 @@ CASES: dict[str, Case] = {
         ),
         x6,
     ),
-    "free": Case(X, (alloc("y"), double("x", "y"), Free("x"), alloc("z"), double("y", "z"), Free("y"), give("z")), x6),
+    "free": Case(
+        X,
+        (
+            alloc("y"),
+            double("x", "y"),
+            Free("x"),
+            alloc("z"),
+            double("y", "z"),
+            Free("y"),
+            give("z"),
+        ),
+        x6,
+    ),
     "view of an input": Case(X, (View("y", "x", f32, (2, 2), (1, 2), 1), give("y", "x")), x6),
     "view of a result": Case(
         X,
@@ -459,11 +523,17 @@ CASES: dict[str, Case] = {
         x6,
     ),
     "view as another type": Case(
-        X, (View("y", "x", i32, (5,), (1,), 1), View("z", "x", i64, (2,), (1,), 1), give("y", "z")), x6
+        X,
+        (View("y", "x", i32, (5,), (1,), 1), View("z", "x", i64, (2,), (1,), 1), give("y", "z")),
+        x6,
     ),
     "view from the storage's start": Case(
         X,
-        (View("y", "x", f32, (6,), (1,), 1, relative=False), View("z", "x", f32, (6,), (1,), 0), give("y", "z")),
+        (
+            View("y", "x", f32, (6,), (1,), 1, relative=False),
+            View("z", "x", f32, (6,), (1,), 0),
+            give("y", "z"),
+        ),
         lambda: [torch.randn(12)[4:10]],
     ),
     "kernel on a view": Case(
@@ -487,7 +557,9 @@ CASES: dict[str, Case] = {
         constants=[torch.zeros(1), torch.ones(6)],
     ),
     "extern by position": Case(
-        X, (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), looked("y"), give("y")), x6
+        X,
+        (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), looked("y"), give("y")),
+        x6,
     ),
     "extern with every operand": Case(
         X,
@@ -499,12 +571,20 @@ CASES: dict[str, Case] = {
                 ("a",),
             ),
             looked("a", (1,), f64),
-            CallExtern("aten::clamp", (Ref("x"), Literal("float", (-1.5).hex()), Literal("none")), (), ("b",)),
+            CallExtern(
+                "aten::clamp",
+                (Ref("x"), Literal("float", (-1.5).hex()), Literal("none")),
+                (),
+                ("b",),
+            ),
             looked("b", (6,)),
             CallExtern("aten::cat", (ListOf((Ref("x"), Ref("b"))),), (("dim", 0),), ("c",)),
             looked("c", (12,)),
             CallExtern(
-                "aten::clone", (Ref("c"),), (("memory_format", Literal("memory_format", "contiguous_format")),), ("d",)
+                "aten::clone",
+                (Ref("c"),),
+                (("memory_format", Literal("memory_format", "contiguous_format")),),
+                ("d",),
             ),
             looked("d", (12,)),
             CallExtern(
@@ -519,9 +599,16 @@ CASES: dict[str, Case] = {
                 ("e",),
             ),
             looked("e", (2, 3), c64),
-            CallExtern("aten::add.Scalar", (Ref("e"), Literal("complex", f"{(1.5).hex()} {(-2.0).hex()}")), (), ("f",)),
+            CallExtern(
+                "aten::add.Scalar",
+                (Ref("e"), Literal("complex", f"{(1.5).hex()} {(-2.0).hex()}")),
+                (),
+                ("f",),
+            ),
             looked("f", (2, 3), c64),
-            CallExtern("aten::gelu", (Ref("x"),), (("approximate", Literal("str", "tanh")),), ("g",)),
+            CallExtern(
+                "aten::gelu", (Ref("x"),), (("approximate", Literal("str", "tanh")),), ("g",)
+            ),
             looked("g", (6,)),
             CallExtern("aten::add.Tensor", (Ref("x"), Ref("b")), (("alpha", 3),), ("h",)),
             looked("h", (6,)),
@@ -534,7 +621,9 @@ CASES: dict[str, Case] = {
     "extern with several results": Case(
         X,
         (
-            CallExtern("aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")),
+            CallExtern(
+                "aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")
+            ),
             looked("i", dtype=i64),
             give("i"),
         ),
@@ -560,13 +649,25 @@ CASES: dict[str, Case] = {
         ),
         x6,
     ),
-    "extern for its effect": Case(X, (CallExtern("aten::mul_.Scalar", (Ref("x"), 3), (), ()), give("x")), x6),
+    "extern for its effect": Case(
+        X, (CallExtern("aten::mul_.Scalar", (Ref("x"), 3), (), ()), give("x")), x6
+    ),
     "extern that returns its argument": Case(
-        X, (CallExtern("aten::view", (Ref("x"), ListOf((2, 3))), (), ("y",)), looked("y", (2, 3)), give("y", "x")), x6
+        X,
+        (
+            CallExtern("aten::view", (Ref("x"), ListOf((2, 3))), (), ("y",)),
+            looked("y", (2, 3)),
+            give("y", "x"),
+        ),
+        x6,
     ),
     "extern into memory": Case(
         X,
-        (alloc("y"), CallExtern("aten::exp.out", (Ref("x"),), (("out", Ref("y")),), (), ("y",), False), give("y")),
+        (
+            alloc("y"),
+            CallExtern("aten::exp.out", (Ref("x"),), (("out", Ref("y")),), (), ("y",), False),
+            give("y"),
+        ),
         x6,
     ),
     "matrix product": Case(
@@ -582,7 +683,9 @@ CASES: dict[str, Case] = {
     "python": Case(
         (*X, OpaqueInput("o")),
         (
-            CallPython(0, "f", (Ref("x"),), (("alpha", Literal("float", (0.5).hex())),), ("a", "b", None)),
+            CallPython(
+                0, "f", (Ref("x"),), (("alpha", Literal("float", (0.5).hex())),), ("a", "b", None)
+            ),
             looked("a"),
             looked("b"),
             CallPython(1, "g", (Ref("o"), ListOf((Ref("a"),))), (), ("c",)),
@@ -594,22 +697,36 @@ CASES: dict[str, Case] = {
     ),
     "hook": Case(
         X,
-        (ROOM, AT0, double("x", "a"), Hook("a", 0, "dou-ble", LABEL), alloc("y"), double("a", "y"), give("y")),
+        (
+            ROOM,
+            AT0,
+            double("x", "a"),
+            Hook("a", 0, "dou-ble", LABEL),
+            alloc("y"),
+            double("a", "y"),
+            give("y"),
+        ),
         x6,
         callables=[looks],
     ),
     "copy": Case(
-        (*X, tensor("v")), (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")), lambda: [*x6(), torch.zeros(6)]
+        (*X, tensor("v")),
+        (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")),
+        lambda: [*x6(), torch.zeros(6)],
     ),
     "copy converts": Case(
         (*X, tensor("v", i64, (2, 6), (6, 1))),
         (Copy("v", "x"), give("v")),
         lambda: [*x6(), torch.zeros(2, 6, dtype=torch.int64)],
     ),
-    "copy quietly": Case((*X, tensor("v")), (Copy("v", "x", bump=False), give()), lambda: [*x6(), torch.zeros(6)]),
+    "copy quietly": Case(
+        (*X, tensor("v")), (Copy("v", "x", bump=False), give()), lambda: [*x6(), torch.zeros(6)]
+    ),
     "bump": Case(X, (double("x", "x"), BumpVersion("x"), give("x")), x6),
     "partition": Case(
-        X, (Partition(False, "first"), double("x", "x"), Partition(True), double("x", "x"), give("x")), x6
+        X,
+        (Partition(False, "first"), double("x", "x"), Partition(True), double("x", "x"), give("x")),
+        x6,
     ),
     "fill": Case(
         X,
@@ -640,7 +757,10 @@ CASES: dict[str, Case] = {
             CallExtern("aten::sum.dim_IntList", (Ref("q"), ListOf((0,)), Ref("d")), (), ("r",)),
             looked("r", (1,)),
             CallExtern(
-                "aten::bernoulli.p", (Ref("x"), Literal("float", (0.5).hex())), (("generator", Ref("e")),), ("s",)
+                "aten::bernoulli.p",
+                (Ref("x"), Literal("float", (0.5).hex())),
+                (("generator", Ref("e")),),
+                ("s",),
             ),
             looked("s"),
             CallExtern("aten::gelu", (Ref("q"),), (("approximate", Ref("f")),), ("t",)),
@@ -649,7 +769,18 @@ CASES: dict[str, Case] = {
             looked("v"),
             Return((*map(Ref, "pqrstvabcdfg"), s0 * u0, u0, *KINDS)),
         ),
-        lambda: [*x6(), 2.5, 2, None, True, torch.Generator().manual_seed(3), "tanh", {"k": 0.5}, 7, -(2**62) // 7],
+        lambda: [
+            *x6(),
+            2.5,
+            2,
+            None,
+            True,
+            torch.Generator().manual_seed(3),
+            "tanh",
+            {"k": 0.5},
+            7,
+            -(2**62) // 7,
+        ],
         callables=[lambda g, t, n, more: t * g["k"] + n * more],
     ),
     "several results that are no tensors": Case(
@@ -668,7 +799,9 @@ CASES["extern with every operand"] = replace(
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("kernels")
     (folder / "k.cpp").write_text(SOURCE)
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "k.cpp", "-o", "k.so"], cwd=folder, check=True)
+    subprocess.run(
+        ["g++", "-O1", "-shared", "-fPIC", "k.cpp", "-o", "k.so"], cwd=folder, check=True
+    )
     return str(folder / "k.so")
 
 
@@ -682,7 +815,8 @@ def python(case: Case, program: WrapperProgram, library: str) -> Any:
 
 @functools.cache
 def in_cpp() -> tuple[str, dict[str, str]]:
-    """All programs in one library, which takes the time of a few: its path, and the entry of each program's text."""
+    """All programs in one library, which takes the time of a few: its path, and the entry of each
+    program's text."""
     programs = {text(p): p for c in CASES.values() for p in (c.program, run_passes(c.program))}
     entries = {t: f"plait_run_{k}" for k, t in enumerate(programs)}
     sources = [make_cpp(p, entries[t]) for t, p in programs.items()]
@@ -693,7 +827,14 @@ def in_cpp() -> tuple[str, dict[str, str]]:
 
 def cpp(case: Case, program: WrapperProgram, library: str) -> Any:
     path, entries = in_cpp()
-    return load(encode(program), {"cpu": library}, case.constants, case.callables, path, entries[text(program)])
+    return load(
+        encode(program),
+        {"cpu": library},
+        case.constants,
+        case.callables,
+        path,
+        entries[text(program)],
+    )
 
 
 def fx(case: Case, program: WrapperProgram, library: str) -> Any:
@@ -711,7 +852,9 @@ def test_every_instruction_is_in_a_case() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("boxed", [False, True], ids=["call", "boxed"])
-def test_target_does_what_the_reference_does(name: str, target: str, boxed: bool, library: str) -> None:
+def test_target_does_what_the_reference_does(
+    name: str, target: str, boxed: bool, library: str
+) -> None:
     case = CASES[name]
     program = case.program
     verify(program)
@@ -736,7 +879,9 @@ def test_target_does_what_the_reference_does(name: str, target: str, boxed: bool
             have = compiled(*given)
         compare(have, want)
         compare(tuple(given), tuple(expected_args))
-        if not any(isinstance(i, CallExtern) or (isinstance(i, Copy) and not i.bump) for i in program.body):
+        if not any(
+            isinstance(i, CallExtern) or (isinstance(i, Copy) and not i.bump) for i in program.body
+        ):
             assert versions(given) == versions(expected_args)
 
 
@@ -761,7 +906,9 @@ def compare(have: tuple[object, ...], want: tuple[object, ...]) -> None:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert same_bits(a, b)
     for k, x in enumerate(want):  # an output that is returned twice is one tensor
-        assert [x is y for y in want] == [have[k] is y for y in have] or not isinstance(x, torch.Tensor)
+        assert [x is y for y in want] == [have[k] is y for y in have] or not isinstance(
+            x, torch.Tensor
+        )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -788,7 +935,9 @@ def test_passes_keep_the_meaning(name: str, target: str, library: str) -> None:
 def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
     n, m = sz.floordiv(sz.mul(s0, sz.symbol("s1", lo=1)) + 7, 8), s0 * 4 + 1
     launches = [
-        step for k in range(10) for step in (alloc(f"y{k}", m), Launch("k_double", ("x", f"y{k}"), (n,), (f"y{k}",), m))
+        step
+        for k in range(10)
+        for step in (alloc(f"y{k}", m), Launch("k_double", ("x", f"y{k}"), (n,), (f"y{k}",), m))
     ]
     p = run_passes(
         Case(
@@ -807,7 +956,9 @@ def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
     body = python_text[python_text.index("def call") : python_text.index("return call")]
     assert (body.count("// 8"), body.count("4*s0")) == (1, 1)
     assert (cpp_text.count("div("), cpp_text.count("Int(4)")) == (1, 1)
-    made = [n.target for n in make_fx(p, Parts({"cpu": "k.so"})).graph.nodes if n.op == "call_function"]
+    made = [
+        n.target for n in make_fx(p, Parts({"cpu": "k.so"})).graph.nodes if n.op == "call_function"
+    ]
     assert (made.count(operator.floordiv), made.count(operator.mul)) == (1, 2)  # s0*s1 and 4*s0
     nodes = expressions(encode(p))
     assert len(nodes) == len(set(nodes)) and [op for op, _, _ in nodes].count(4) == 1  # a division
@@ -817,4 +968,6 @@ def expressions(plan: bytes) -> list[tuple[int, int, int]]:
     """The table of a plan: operator and operands of every expression (see native/core/plan.cpp)."""
     words = array("q", plan[32 : 32 + 8 * int.from_bytes(plan[24:32], "little")])
     at = 1 + 2 * words[0] + 4
-    return [(words[k], words[k + 1], words[k + 2]) for k in range(at + 1, at + 1 + 3 * words[at], 3)]
+    return [
+        (words[k], words[k + 1], words[k + 2]) for k in range(at + 1, at + 1 + 3 * words[at], 3)
+    ]

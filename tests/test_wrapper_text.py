@@ -39,8 +39,8 @@ class Random:
         a, b = self.size(depth - 1), self.size(depth - 1)
         positive = sz.smax(b, 1)
         made = [
-            lambda: sz.add(a, b), lambda: sz.mul(a, b), lambda: sz.floordiv(a, positive), lambda: sz.mod(a, positive),
-            lambda: sz.smin(a, b), lambda: sz.smax(a, b),
+            lambda: sz.add(a, b), lambda: sz.mul(a, b), lambda: sz.floordiv(a, positive),
+            lambda: sz.mod(a, positive), lambda: sz.smin(a, b), lambda: sz.smax(a, b),
             lambda: sz.compare(self.r.choice(["eq", "ne", "lt", "le"]), a, b),
         ]  # fmt: skip
         return self.r.choice(made)()
@@ -59,20 +59,30 @@ class Random:
 
     def operand(self, depth: int = 2) -> ins.Operand:
         literals = [
-            ("none", ""), ("bool", "True"), ("bool", "yes"), ("float", (0.1).hex()), ("float", "inf"), ("float", "nan"),
-            ("float", (-0.0).hex()), ("float", (-2.5).hex()), ("float", "1.5"), ("str", "it's \"quoted\"\n"),
-            ("complex", "1 2"),
-            ("dtype", "f32"), ("device", "cuda:0"), ("layout", "strided"), ("memory_format", "preserve_format"),
+            ("none", ""), ("bool", "True"), ("bool", "yes"), ("float", (0.1).hex()),
+            ("float", "inf"), ("float", "nan"), ("float", (-0.0).hex()), ("float", (-2.5).hex()),
+            ("float", "1.5"), ("str", "it's \"quoted\"\n"), ("complex", "1 2"), ("dtype", "f32"),
+            ("device", "cuda:0"), ("layout", "strided"), ("memory_format", "preserve_format"),
         ]  # fmt: skip
-        kinds = [lambda: ins.Ref(self.name()), lambda: ins.Literal(*self.r.choice(literals)), self.size]
+        kinds = [
+            lambda: ins.Ref(self.name()),
+            lambda: ins.Literal(*self.r.choice(literals)),
+            self.size,
+        ]
         if depth:
-            kinds.append(lambda: ins.ListOf(tuple(self.operand(depth - 1) for _ in range(self.r.randint(0, 3)))))
+            kinds.append(
+                lambda: ins.ListOf(
+                    tuple(self.operand(depth - 1) for _ in range(self.r.randint(0, 3)))
+                )
+            )
         return self.r.choice(kinds)()
 
     def field(self, cls: type, name: str, kind: str) -> object:
         if (cls, name) == (ins.Symbol, "value"):
             sources = [
-                lambda: ins.SizeOf(self.name(), self.r.choice(["size", "stride", "offset"]), self.r.randint(0, 3)),
+                lambda: ins.SizeOf(
+                    self.name(), self.r.choice(["size", "stride", "offset"]), self.r.randint(0, 3)
+                ),
                 lambda: ins.ItemOf(self.name()),
                 self.size,
             ]
@@ -84,11 +94,16 @@ class Random:
         if name == "kwargs":
             keys = self.r.sample(["out", "from", "dim", "into", "op", "a b"], self.r.randint(0, 4))
             return tuple((k, self.operand()) for k in keys)
-        if name == "args" and cls in (ins.CallExtern, ins.CallPython) or (cls, name) == (ins.Return, "values"):
+        if (
+            name == "args"
+            and cls in (ins.CallExtern, ins.CallPython)
+            or (cls, name) == (ins.Return, "values")
+        ):
             return tuple(self.operand() for _ in range(self.r.randint(0, 3)))
         makers = {
-            "str": self.name, "Size": self.size, "tuple[Size, ...]": self.sizes, "tuple[str, ...]": self.names,
-            "bool": lambda: self.r.random() < 0.5, "int": lambda: self.r.randint(0, 99), "Operand": self.operand,
+            "str": self.name, "Size": self.size, "tuple[Size, ...]": self.sizes,
+            "tuple[str, ...]": self.names, "bool": lambda: self.r.random() < 0.5,
+            "int": lambda: self.r.randint(0, 99), "Operand": self.operand,
             "tuple[Check, ...]": self.checks, "DType": lambda: self.r.choice(list(DTYPES.values())),
         }  # fmt: skip
         return makers[kind]()
@@ -142,7 +157,12 @@ def test_the_text_is_readable() -> None:
             ins.DefineKernel("plait_relu", 2, 1),
             ins.Alloc("buf0", f32, (s0, 8), (8, 1)),
             ins.Launch("plait_relu", ("x", "buf0"), (s0,), ("buf0",), s0 * 8, barrier=False),
-            ins.CallExtern("aten::mul.Tensor", (ins.Ref("buf0"), ins.Literal("float", (0.5).hex())), (), ("buf1",)),
+            ins.CallExtern(
+                "aten::mul.Tensor",
+                (ins.Ref("buf0"), ins.Literal("float", (0.5).hex())),
+                (),
+                ("buf1",),
+            ),
             ins.Return((ins.Ref("buf1"), s0 * 2)),
         ),
     )
@@ -163,7 +183,12 @@ def test_the_text_is_readable() -> None:
 
 def test_every_field_has_a_place_in_the_text() -> None:
     special = {ins.Symbol, ins.Return}
-    assert set(SYNTAX) | special == {*ins.INSTRUCTIONS, ins.TensorInput, ins.SymbolInput, ins.OpaqueInput}
+    assert set(SYNTAX) | special == {
+        *ins.INSTRUCTIONS,
+        ins.TensorInput,
+        ins.SymbolInput,
+        ins.OpaqueInput,
+    }
     by_hand = {"args", "kwargs", "outs"}
     for cls, (_, spec) in SYNTAX.items():
         named = {n for n, _ in spec}
@@ -178,7 +203,10 @@ def test_every_field_has_a_place_in_the_text() -> None:
     ("source", "message"),
     [
         ("program('g')\nx = alloc(f33[2] @ (1,))", "line 2, column 10: expected an element type"),
-        ("program('g')\nlaunch('k', (x,), (1/2,), (), 0)", "expected an integer expression, got 1 / 2"),
+        (
+            "program('g')\nlaunch('k', (x,), (1/2,), (), 0)",
+            "expected an integer expression, got 1 / 2",
+        ),
         ("program('g')\nfrobnicate(x)", "expected an instruction, got frobnicate(x)"),
         ("program('g')\nfree(x, y)", "expected no other arguments than name, got y"),
         ("program('g')\nfree(x, at=1)", "expected no other arguments than name, got 1"),

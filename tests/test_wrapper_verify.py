@@ -1,4 +1,5 @@
-"""The wrapper verifier: a legal program passes, and each rule, broken alone, is named with its instruction and pass."""
+"""The wrapper verifier: a legal program passes, and each rule, broken alone, is named with its
+instruction and pass."""
 
 from __future__ import annotations
 
@@ -46,8 +47,14 @@ def test_legal_programs_pass() -> None:
 
 
 BROKEN = {
-    "use before definition": ("y = view(z, f32[8] @ (1,), 0)\nreturn (y,)", "z is used before it is defined"),
-    "defined twice": ("y = alloc(f32[8] @ (1,))\ny = alloc(f32[8] @ (1,))\nreturn ()", "y is defined twice"),
+    "use before definition": (
+        "y = view(z, f32[8] @ (1,), 0)\nreturn (y,)",
+        "z is used before it is defined",
+    ),
+    "defined twice": (
+        "y = alloc(f32[8] @ (1,))\ny = alloc(f32[8] @ (1,))\nreturn ()",
+        "y is defined twice",
+    ),
     "input redefined": ("x = alloc(f32[8] @ (1,))\nreturn ()", "x is defined twice"),
     "freed twice": ("free(x)\nfree(x)\nreturn ()", "x was already freed by instruction 1"),
     "freed before it exists": ("free(y)\nreturn ()", "y is freed before it is defined"),
@@ -70,8 +77,14 @@ BROKEN = {
         "kernel k2 is launched before it is defined",
     ),
     "kernel defined twice": ("kernel('k', 2, 0)\nreturn ()", "kernel k is defined twice"),
-    "too few arguments": ("launch('k', (x,), (), (), 1)\nreturn ()", "k takes 2 tensors and 0 sizes"),
-    "too many sizes": ("launch('k', (x, x), (1,), (), 1)\nreturn ()", "k takes 2 tensors and 0 sizes"),
+    "too few arguments": (
+        "launch('k', (x,), (), (), 1)\nreturn ()",
+        "k takes 2 tensors and 0 sizes",
+    ),
+    "too many sizes": (
+        "launch('k', (x, x), (1,), (), 1)\nreturn ()",
+        "k takes 2 tensors and 0 sizes",
+    ),
     "written but not given": (
         "y = alloc(f32[8] @ (1,))\nlaunch('k', (x, x), (), (y,), 1)\nreturn ()",
         "y is written but no argument",
@@ -94,7 +107,8 @@ BROKEN = {
         "output y lies in the arena",
     ),
     "view of an arena tensor returned": (
-        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nv = view(y, f32[4] @ (1,), 0)\nreturn (v,)",
+        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nv = view(y, f32[4] @ (1,), "
+        "0)\nreturn (v,)",
         "output v lies in the arena",
     ),
     "a result that a kernel reads": (
@@ -109,19 +123,23 @@ BROKEN = {
         "y, = call_python(0, 'f')(x)\nz, = call('aten::neg')(y)\nreturn ()",
         "nothing stands behind the sizes of y",
     ),
-    "a result that is returned": ("y, = call('aten::neg')(x)\nreturn (y,)", "nothing stands behind the sizes of y"),
+    "a result that is returned": (
+        "y, = call('aten::neg')(x)\nreturn (y,)",
+        "nothing stands behind the sizes of y",
+    ),
     "a result that is copied": (
         "y, = call('aten::neg')(x)\ncopy(x, y)\nreturn ()",
         "nothing stands behind the sizes of y",
     ),
     "a range of a size of a result": (
-        "u0 = symbol(hi=4)\ny, = call('aten::nonzero')(x)\nu0 = read(y, 'size', 0)\nz = alloc(f32[u0] @ (1,))\n"
-        "return (z,)",
+        "u0 = symbol(hi=4)\ny, = call('aten::nonzero')(x)\nu0 = read(y, 'size', 0)\nz = "
+        "alloc(f32[u0] @ (1,))\nreturn (z,)",
         "nothing stands behind u0 being 0 to 4: it is found at run time, at least 0",
     ),
     "a range of which one end is checked": (
-        "u0 = symbol(lo=2, hi=4)\nu1 = symbol('u0', lo=-inf)\ny, = call('aten::nonzero')(x)\nu0 = read(y, 'size', 0)\n"
-        "require((2 <= u1), 'few')\narena = take_arena(64)\nz = place(arena, 4*u0, f32[1] @ (1,))\nreturn ()",
+        "u0 = symbol(lo=2, hi=4)\nu1 = symbol('u0', lo=-inf)\ny, = call('aten::nonzero')(x)\nu0 = "
+        "read(y, 'size', 0)\nrequire((2 <= u1), 'few')\narena = take_arena(64)\nz = place(arena, "
+        "4*u0, f32[1] @ (1,))\nreturn ()",
         "nothing stands behind u0 being 2 to 4: it is found at run time, at least 2",
     ),
     "a range of the value of a tensor": (
@@ -133,25 +151,31 @@ BROKEN = {
         "nothing stands behind u0 being at least 0",
     ),
     "a range of what is computed from such": (
-        "u0 = symbol(lo=-inf)\nu1 = symbol()\nu0 = item(x)\nu1 = let((u0 // 2))\nlaunch('k', (x, x), (), (), u1)\n"
-        "return ()",
+        "u0 = symbol(lo=-inf)\nu1 = symbol()\nu0 = item(x)\nu1 = let((u0 // 2))\nlaunch('k', (x, "
+        "x), (), (), u1)\nreturn ()",
         "nothing stands behind u1 being at least 0",
     ),
     "arena tensor kept": (
-        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nz, = call('aten::alias')(y)\nreturn (z,)",
+        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nz, = call('aten::alias')(y)\nreturn "
+        "(z,)",
         "y lies in the arena and the call may keep it",
     ),
     "arena tensor in a list kept": (
-        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nz, = call_python(0, 'f')([y])\nreturn (z,)",
+        "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nz, = call_python(0, "
+        "'f')([y])\nreturn (z,)",
         "y lies in the arena and the call may keep it",
     ),
     "result into nothing": (
         "call('aten::neg.out', into=(x,))(x)\nreturn ()",
         "a result is written into a tensor that is no keyword argument",
     ),
-    "takeover of an input": ("y = reuse(x, f32[8] @ (1,))\nreturn (y,)", "x was not allocated by this program"),
+    "takeover of an input": (
+        "y = reuse(x, f32[8] @ (1,))\nreturn (y,)",
+        "x was not allocated by this program",
+    ),
     "taken over twice": (
-        "y = alloc(f32[8] @ (1,))\nz = reuse(y, f32[8] @ (1,))\nw = reuse(y, f32[8] @ (1,))\nreturn ()",
+        "y = alloc(f32[8] @ (1,))\nz = reuse(y, f32[8] @ (1,))\nw = reuse(y, f32[8] @ "
+        "(1,))\nreturn ()",
         "y was already taken over by z",
     ),
     "used after takeover": (
@@ -160,8 +184,14 @@ BROKEN = {
         "y is used after z took over its memory",
     ),
     "a list as output": ("return ([x],)", "is no output"),
-    "a symbol freed": ("s0 = read(x, 'size', 0)\nfree(s0)\nreturn ()", "s0 is no tensor that can be freed"),
-    "an odd literal": ("call('aten::f')(number('3'))\nreturn ()", "a literal of unknown kind 'number'"),
+    "a symbol freed": (
+        "s0 = read(x, 'size', 0)\nfree(s0)\nreturn ()",
+        "s0 is no tensor that can be freed",
+    ),
+    "an odd literal": (
+        "call('aten::f')(number('3'))\nreturn ()",
+        "a literal of unknown kind 'number'",
+    ),
     "overlap in the arena": (
         GOOD.replace("place(arena, 32", "place(arena, 16"),
         "its memory overlaps that of a, which is live",
@@ -236,10 +266,12 @@ def test_what_is_checked_has_an_owner() -> None:
 def test_the_message_names_pass_program_and_instruction() -> None:
     with pytest.raises(InternalError) as e:
         verify(parse("free(x)\nfree(x)\nreturn ()"), after="place frees")
-    assert "after place frees: g: instruction 2, Free(name='x'): x was already freed" in str(e.value)
+    assert "after place frees: g: instruction 2, Free(name='x'): x was already freed" in str(
+        e.value
+    )
 
 
-# ---------------------------------------------------------------------------------------------- effects between passes
+# --------------------------------------------------------------------------- effects between passes
 def test_a_pass_may_not_drop_or_invent_an_effect() -> None:
     p = table.example()
     verify_kept(p, p, "nothing")
@@ -273,7 +305,7 @@ def test_a_changed_signature_is_told() -> None:
         verify_kept(p, replace(p, inputs=p.inputs[:1]), "bad pass")
 
 
-# ---------------------------------------------------------------------------------------------- passes
+# ------------------------------------------------------------------------------------------- passes
 def passed(body: str) -> list[str]:
     from plait.wrapper.text import line
 
@@ -358,25 +390,47 @@ return (y, z, (s0 // 2))
     ("body", "barriers"),
     [
         # independent, then reading both
-        ("a = alloc(T)\nb = alloc(T)\nL(x, a)\nL(x, b)\nL(a, b)\nreturn (a, b)", [False, False, True]),
+        (
+            "a = alloc(T)\nb = alloc(T)\nL(x, a)\nL(x, b)\nL(a, b)\nreturn (a, b)",
+            [False, False, True],
+        ),
         # chain
-        ("a = alloc(T)\nb = alloc(T)\nL(x, a)\nL(a, b)\nL(x, a)\nreturn (a, b)", [False, True, True]),
+        (
+            "a = alloc(T)\nb = alloc(T)\nL(x, a)\nL(a, b)\nL(x, a)\nreturn (a, b)",
+            [False, True, True],
+        ),
         # after a barrier only what came since counts
-        ("a = alloc(T)\nb = alloc(T)\nc = alloc(T)\nL(x, a)\nL(a, b)\nL(a, c)\nreturn (b, c)", [False, True, False]),
+        (
+            "a = alloc(T)\nb = alloc(T)\nc = alloc(T)\nL(x, a)\nL(a, b)\nL(a, c)\nreturn (b, c)",
+            [False, True, False],
+        ),
         # a call ends the region
-        ("a = alloc(T)\nb = alloc(T)\nL(x, a)\ny, = call('aten::neg')(a)\nL(a, b)\nreturn (b, y)", [False, False]),
+        (
+            "a = alloc(T)\nb = alloc(T)\nL(x, a)\ny, = call('aten::neg')(a)\nL(a, b)\n"
+            "return (b, y)",
+            [False, False],
+        ),
         # through a view
-        ("a = alloc(T)\nv = view(a, T, 0)\nb = alloc(T)\nL(x, v)\nL(a, b)\nreturn (b,)", [False, True]),
+        (
+            "a = alloc(T)\nv = view(a, T, 0)\nb = alloc(T)\nL(x, v)\nL(a, b)\nreturn (b,)",
+            [False, True],
+        ),
         # two inputs may be one memory
-        ("z, = call('aten::alias')(x)\na = alloc(T)\nL(x, a)\nL(a, z)\nL(x, a)\nreturn (a,)", [False, True, True]),
+        (
+            "z, = call('aten::alias')(x)\na = alloc(T)\nL(x, a)\nL(a, z)\nL(x, a)\nreturn (a,)",
+            [False, True, True],
+        ),
         # a result of a call may be memory of ours that the call was given
         (
-            "a = alloc(T)\nL(x, a)\nz, = call('aten::alias')(a)\nb = alloc(T)\nL(x, a)\nL(z, b)\nreturn (b,)",
+            "a = alloc(T)\nL(x, a)\nz, = call('aten::alias')(a)\nb = alloc(T)\nL(x, a)\n"
+            "L(z, b)\nreturn (b,)",
             [False, False, True],
         ),
         # arena: apart, and overlapping after death
         (
-            "r = take_arena(64)\na = place(r, 0, T)\nb = place(r, 32, T)\nL(x, a)\nL(x, b)\nreturn ()", [False, False],
+            "r = take_arena(64)\na = place(r, 0, T)\nb = place(r, 32, T)\n"
+            "L(x, a)\nL(x, b)\nreturn ()",
+            [False, False],
         ),
         (
             "r = take_arena(64)\na = place(r, 0, T)\nc = alloc(T)\nL(x, a)\nL(a, c)\n"
@@ -386,7 +440,7 @@ return (y, z, (s0 // 2))
         # takeover
         ("a = alloc(T)\nL(x, a)\nb = reuse(a, T)\nL(a, b)\nreturn (b,)", [False, True]),
     ],
-)  # fmt: skip
+)
 def test_barriers_stand_where_data_flows(body: str, barriers: list[bool]) -> None:
     import re
 
@@ -436,7 +490,10 @@ def test_every_pass_keeps_the_example_legal() -> None:
 def test_memory_of_sizes_that_divide_by_zero() -> None:
     """At values of s0 where a program fails before it comes so far."""
     size = "8*s0 // (s0 % 3)"
-    body = "s0 = int_input()\narena = take_arena({room})\na = place(arena, 0, f32[{size}] @ (1,))\nreturn ()"
+    body = (
+        "s0 = int_input()\narena = take_arena({room})\na = place(arena, 0, f32[{size}] @ "
+        "(1,))\nreturn ()"
+    )
     verify(parse(body.format(room=f"4*({size})", size=size)), "made")
     with pytest.raises(InternalError, match="it ends beyond"):
         verify(parse(body.format(room=f"({size})", size=size)), "made")

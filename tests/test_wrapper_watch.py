@@ -25,7 +25,8 @@ from tests.test_wrapper_same import scale_
 
 
 def fn(x: Tensor) -> tuple[Tensor, ...]:
-    """Kernels, operators with one result and with several, a custom operator, memory that is used again."""
+    """Kernels, operators with one result and with several, a custom operator, memory that is used
+    again."""
     y = F.gelu(x @ x.T).sin()
     values, where = torch.sort(y, dim=-1)
     z = torch.softmax(values @ y + where, -1)
@@ -65,7 +66,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_callbacks_see_the_values_of_nodes(target: str, dynamic: bool, graphs: list[torch.fx.GraphModule]) -> None:
+def test_callbacks_see_the_values_of_nodes(
+    target: str, dynamic: bool, graphs: list[torch.fx.GraphModule]
+) -> None:
     seen: list[tuple[str, str, Tensor]] = []
     compiled = torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": target})
     with plait.watch(lambda *what: seen.append(what)):
@@ -90,7 +93,10 @@ def test_forward_and_backward_are_watched_and_nothing_else() -> None:
     seen: list[str] = []
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
     token = observers.set((lambda record: kinds.append(record.kind),))
-    with plait.watch(lambda node, label, t: seen.append(node)), plait.watch(lambda node, label, t: seen.append(label)):
+    with (
+        plait.watch(lambda node, label, t: seen.append(node)),
+        plait.watch(lambda node, label, t: seen.append(label)),
+    ):
         watched = torch.compile(model, backend="plait")
         watched(torch.randn(3, 8)).sum()
     observers.reset(token)
@@ -117,7 +123,9 @@ def test_what_a_callback_raises_reaches_the_caller(target: str) -> None:
             raise KeyError(node)
 
     with plait.watch(callback):
-        run = plait.compile(lambda x: x.exp().cumsum(0), (torch.randn(5),), options={"wrapper": target})
+        run = plait.compile(
+            lambda x: x.exp().cumsum(0), (torch.randn(5),), options={"wrapper": target}
+        )
     x = torch.randn(5)
     torch.testing.assert_close(run(x), x.exp().cumsum(0))
     with pytest.raises(KeyError, match="cumsum"):
@@ -143,7 +151,10 @@ def test_hooks_run_at_every_call() -> None:
     watched = partition(add_hooks(read(PROGRAM), {"a": "exp"}), ())
     verify(watched)
     parts = [i for i in watched.body if isinstance(i, Partition)]
-    at = [max(k for k, i in enumerate(watched.body[:n]) if isinstance(i, Partition)) for n, _ in _hooks(watched)]
+    at = [
+        max(k for k, i in enumerate(watched.body[:n]) if isinstance(i, Partition))
+        for n, _ in _hooks(watched)
+    ]
     assert not any(watched.body[k].recorded for k in at)
     assert [p.recorded for p in parts] == [False, False, True, False]
     assert parts[-1].reason == "intermediates are watched"

@@ -1,7 +1,8 @@
-"""A zoo of architectures against eager: inference, a training step, plait.compile and a dynamic batch.
+"""A zoo of architectures against eager: inference, a training step, plait.compile and a dynamic
+batch.
 
-The rule is distance from float64. Inputs, weights and random numbers are equal in all runs; what a model may not do
-(train, export) its entry in zoo.py says.
+The rule is distance from float64. Inputs, weights and random numbers are equal in all runs; what a
+model may not do (train, export) its entry in zoo.py says.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ def distance(a: Tensor, truth: Tensor) -> float:
     return float((a - truth).abs().nan_to_num(0).max()) if a.numel() else 0.0
 
 
-def close(got: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], what: str) -> None:
-    """Each result is at most twice as far from float64 as eager's, plus a rounding of the largest value."""
+def close(
+    got: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], what: str
+) -> None:
+    """Each result is at most twice as far from float64 as eager's, plus a rounding of the largest
+    value."""
     for k, (g, e, t) in enumerate(zip(got, eager, truth, strict=True)):
         assert (g.shape, g.dtype) == (e.shape, e.dtype), f"{what} {k}"
         sizes = t.detach().double()
@@ -56,7 +60,8 @@ class Trio:
         self.inputs = case.data(2)
 
     def truth(self, run: Callable[..., Any], like: Any, inputs: Sequence[Tensor]) -> Any:
-        """What run gives on the float64 twin; `like` where the model insists on float32 somewhere."""
+        """What run gives on the float64 twin; `like` where the model insists on float32
+        somewhere."""
         try:
             return run(self.exact, [t.double() if t.is_floating_point() else t for t in inputs])
         except (RuntimeError, AssertionError):
@@ -136,7 +141,9 @@ def trains_well(case: Case) -> None:
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None and q.grad is not None and t.grad is not None:
             close([q.grad], [farthest([p.grad, *(o.grad for o in more)], t.grad)], [t.grad], name)
-    for (name, a), b, t in zip(trio.model.named_buffers(), twin.buffers(), exact.buffers(), strict=True):
+    for (name, a), b, t in zip(
+        trio.model.named_buffers(), twin.buffers(), exact.buffers(), strict=True
+    ):
         close([b], [a], [t], name)
 
 

@@ -1,7 +1,7 @@
 """Runs Triton kernels without a GPU: through Triton's interpreter on CPU tensors.
 
-The interpreter has no libdevice: its functions are numpy's and scipy-free torch's here. Set TRITON_INTERPRET=1 before
-Triton is imported to use `Runner`.
+The interpreter has no libdevice: its functions are numpy's and scipy-free torch's here. Set
+TRITON_INTERPRET=1 before Triton is imported to use `Runner`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ LIBDEVICE = types.SimpleNamespace(
     **{
         name: _by_torch(_SPECIAL.get(name) or getattr(torch, name))
         for name in (
-            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-            "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "pow", "atan2", "fmod",
-            "copysign", "nextafter", "hypot", "trunc", "rsqrt", "nearbyint", "sqrt",
+            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin",
+            "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
+            "lgamma", "pow", "atan2", "fmod", "copysign", "nextafter", "hypot", "trunc", "rsqrt",
+            "nearbyint", "sqrt",
         )
     }
 )  # fmt: skip
@@ -62,8 +63,8 @@ INSTRUCTIONS = {
 
 
 def _patch_index() -> None:
-    """Triton 3.6's interpreter makes every scalar an array of one element, which numpy 2.4 no longer turns into an
-    int: a loop over a range with a size argument would fail."""
+    """Triton 3.6's interpreter makes every scalar an array of one element, which numpy 2.4 no
+    longer turns into an int: a loop over a range with a size argument would fail."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: object, scope: object) -> None:
@@ -89,24 +90,33 @@ def _cast(self: object, src: TensorHandle, dst_type: core.dtype) -> TensorHandle
 TORCH_OF = {core.float32: torch.float32, core.float64: torch.float64, core.float16: torch.float16}
 
 
-def _dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *how: object) -> TensorHandle:
+def _dot(
+    self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *how: object
+) -> TensorHandle:
     """A product, of bfloat16 too: the interpreter multiplies its bits."""
     wide = [_cast(self, x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b)]
-    return TensorHandle(np.matmul(wide[0].data, wide[1].data, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+    return TensorHandle(
+        np.matmul(wide[0].data, wide[1].data, dtype=d.data.dtype) + d.data, d.dtype.scalar
+    )
 
 
 def _all_ones(self: object, kind: core.dtype) -> TensorHandle:
     """-1 in any integer type; numpy 2 refuses it for unsigned ones."""
-    return TensorHandle(np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar)
+    return TensorHandle(
+        np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar
+    )
 
 
 def _bf16(self: object, value: float) -> TensorHandle:
     """A constant; the interpreter has none of this type."""
-    return TensorHandle(torch.tensor([value]).to(torch.bfloat16).view(torch.uint16).numpy(), core.bfloat16)
+    return TensorHandle(
+        torch.tensor([value]).to(torch.bfloat16).view(torch.uint16).numpy(), core.bfloat16
+    )
 
 
 def _splat(self: object, block: core.block_type, arg: TensorHandle) -> TensorHandle:
-    """A scalar as a block. The handle of a comparison has the type of what was compared, its data that of a bool."""
+    """A scalar as a block. The handle of a comparison has the type of what was compared, its data
+    that of a bool."""
     dtype = arg.data.dtype if arg.data.dtype == np.bool_ else interpreter._get_np_dtype(arg.dtype)
     return TensorHandle(np.full(block.shape, arg.data.reshape(()), dtype), arg.dtype.scalar)
 
@@ -119,7 +129,9 @@ _patch_index()
 interpreter.InterpreterBuilder.create_assert = _assert
 interpreter.InterpreterBuilder.get_bf16 = _bf16
 interpreter.InterpreterBuilder.create_splat = _splat
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+    debug=True, sanitize_overflow=False
+)
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
@@ -134,7 +146,11 @@ class Runner:
         self.made = {k.name: emit_kernel(k, k.name) for k in kernels}
 
     def __call__(
-        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
+        self,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        sizes: dict[str, int] | None = None,
+        threads: int = 1,
     ) -> int:
         made = self.made[kernel.name]
         function = interpreted(made.name, made.text, self.folder)

@@ -1,7 +1,7 @@
 """Inputs of PyTorch's ops that do not fit: one number, size, index or dtype of a sample is changed.
 
-Looked at is where eager raises, or gives other dtypes or sizes, and fake tensors do not say so: what
-a compiler that goes by fake tensors gets wrong. Plait is to do as eager does.
+Looked at is where eager raises, or gives other dtypes or sizes, and fake tensors do not say so:
+what a compiler that goes by fake tensors gets wrong. Plait is to do as eager does.
 """
 
 from __future__ import annotations
@@ -112,7 +112,11 @@ def compare_unfit(op: Any, dtype: torch.dtype) -> dict[str, Any]:
                 if row is None:
                     continue
                 asked += 1
-                key = (row["verdict"], re.sub(r"[\d, ]+", "#", row.get("says") or what), row["plait"])
+                key = (
+                    row["verdict"],
+                    re.sub(r"[\d, ]+", "#", row.get("says") or what),
+                    row["plait"],
+                )
                 if row["verdict"] != ALIKE:
                     first = rows.setdefault(key, {**row, "count": "0"})
                     first["count"] = str(int(first["count"]) + 1)
@@ -127,7 +131,9 @@ def _row(case: Case, what: str) -> Row | None:
     fake = outcome(case.run, case, FakeTensorMode())
     if isinstance(fake, Exception) or want == fake:
         return None
-    if not isinstance(want, Exception) and any(isinstance(n, torch.SymInt) for s, _ in fake for n in s):
+    if not isinstance(want, Exception) and any(
+        isinstance(n, torch.SymInt) for s, _ in fake for n in s
+    ):
         return None  # known when it runs
     got = _through(case, "plait")
     refusal = got if isinstance(got, Exception) else None
@@ -179,17 +185,25 @@ and fake tensors do not say so. {asked} were asked about, of {cases} ops and dty
 
 
 def unfit_table(found: Mapping[str, Mapping[str, Any]], total: int) -> str:
-    """The committed table. found: op/dtype -> what compare_unfit gave. total: how many there are."""
+    """The committed table. found: op/dtype -> what compare_unfit gave. total: how many there
+    are."""
     rows = [(name, row) for name, result in sorted(found.items()) for row in result["rows"]]
     asked, others = sum(r["asked"] for r in found.values()), _counts(row for _, row in rows)
     text = _HEAD.format(
-        asked=asked, cases=len(found), total=total, alike=asked - sum(others), others=" | ".join(map(str, others))
+        asked=asked,
+        cases=len(found),
+        total=total,
+        alike=asked - sum(others),
+        others=" | ".join(map(str, others)),
     )
     for name, row in rows:
         kinds = (row.get(k) or "runs" for k in ("eager", "plait", "dynamo", "aot"))
         cells = (row["count"], row.get("what", ""), *kinds, row.get("says", ""))
         text += f"| {name} | " + " | ".join(c.replace("|", "\\|") for c in cells) + " |\n"
-    text += "\n## By op\n\n| op | asked | another class | not refused | another result |\n|---|---|---|---|---|\n"
+    text += (
+        "\n## By op\n\n| op | asked | another class | not refused | another result |\n"
+        "|---|---|---|---|---|\n"
+    )
     for name, result in sorted(found.items()):
         if result["asked"]:
             counts = (result["asked"], *_counts(result["rows"]))

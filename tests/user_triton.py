@@ -1,8 +1,9 @@
-"""Programs with Triton kernels of the user, in every way that one can be called, and what checks them.
+"""Programs with Triton kernels of the user, in every way that one can be called, and what checks
+them.
 
-`python -m tests.user_triton` runs them on the CPU, where PyTorch would find no driver for Triton: Dynamo is told that
-there is one, and in the place of a launch Triton's interpreter runs the kernel. `test_gpu_user_triton.py` runs them on
-a GPU as they are.
+`python -m tests.user_triton` runs them on the CPU, where PyTorch would find no driver for Triton:
+Dynamo is told that there is one, and in the place of a launch Triton's interpreter runs the kernel.
+`test_gpu_user_triton.py` runs them on a GPU as they are.
 """
 
 from __future__ import annotations
@@ -116,7 +117,11 @@ def check(name: str, wrapper: str, device: str, dynamic: bool = False) -> None:
     torch._dynamo.reset()
     fn, plain = CASES[name]
     compiled = torch.compile(
-        fn, backend="plait", fullgraph=True, dynamic=dynamic or None, options={"wrapper": wrapper, "strict": True}
+        fn,
+        backend="plait",
+        fullgraph=True,
+        dynamic=dynamic or None,
+        options={"wrapper": wrapper, "strict": True},
     )
     for n in (40, 40, 71):
         x, y = torch.randn(n, device=device), torch.randn(n, device=device)
@@ -129,7 +134,9 @@ def check(name: str, wrapper: str, device: str, dynamic: bool = False) -> None:
         if name in TRAINED:
             got.sum().backward()
             want.sum().backward()
-            mine, theirs = (tuple(t.grad for t in ts if t.grad is not None) for ts in (mine, theirs))
+            mine, theirs = (
+                tuple(t.grad for t in ts if t.grad is not None) for ts in (mine, theirs)
+            )
             assert len(mine) == 2
         torch.testing.assert_close(mine, theirs)
 
@@ -140,7 +147,9 @@ def check_told(device: str) -> None:
     x = torch.randn(40, device=device)
     report = explain(called, x, x, quiet=True)
     (step,) = report.ladder
-    assert (step.rung, step.what) == ("python", "higher_order::triton_kernel_wrapper_functional"), step
+    assert (step.rung, step.what) == ("python", "higher_order::triton_kernel_wrapper_functional"), (
+        step
+    )
     assert step.where.startswith("user_triton.py:"), step
 
 

@@ -1,7 +1,7 @@
 """A slow interpreter of wrapper instructions on torch tensors: what the targets are compared with.
 
-It follows the words of plait/wrapper/instructions.py and shares no code with a target. Memory of an arena and of an
-Alloc starts as 0xa5 bytes, so that a program that reads what nobody wrote shows.
+It follows the words of plait/wrapper/instructions.py and shares no code with a target. Memory of an
+arena and of an Alloc starts as 0xa5 bytes, so that a program that reads what nobody wrote shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def interpret(
     constants: Sequence[torch.Tensor] = (),
     callables: Sequence[Callable[..., object]] = (),
 ) -> tuple[object, ...]:
-    """The results of one call. kernels: name -> what it does; returns 0 or the number of the check that failed."""
+    """The results of one call. kernels: name -> what it does; returns 0 or the number of the check
+    that failed."""
     with torch.no_grad():
         return _Call(program, args, kernels, constants, callables).run()
 
@@ -58,7 +59,9 @@ class _Call:
         match i:
             case ins.Symbol(name, ins.SizeOf(tensor, kind, dim)):
                 t = env[tensor]
-                env[name] = {"size": t.shape, "stride": t.stride(), "offset": [t.storage_offset()]}[kind][dim]
+                env[name] = {"size": t.shape, "stride": t.stride(), "offset": [t.storage_offset()]}[
+                    kind
+                ][dim]
             case ins.Symbol(name, ins.ItemOf(tensor)):
                 (value,) = env[tensor].reshape(-1).tolist()
                 env[name] = int(value)
@@ -133,7 +136,9 @@ class _Call:
         t = self.env[name]
         dims = zip(t.shape, t.stride(), shape, strides, strict=False)
         strided = t.numel() > 0
-        if t.dim() != len(shape) or any(a != b or (strided and a > 1 and x != y) for a, x, b, y in dims):
+        if t.dim() != len(shape) or any(
+            a != b or (strided and a > 1 and x != y) for a, x, b, y in dims
+        ):
             have = f"has sizes {list(t.shape)} and strides {list(t.stride())}"
             raise RuntimeError(f"'{name}' {have}, expected {shape} and {strides}")
 
@@ -141,11 +146,15 @@ class _Call:
         t = self.env[name]
         return int(t.storage_offset() * t.element_size())
 
-    def memory(self, of: torch.Tensor, at: int, dtype: Any, shape: Any, strides: Any) -> torch.Tensor:
+    def memory(
+        self, of: torch.Tensor, at: int, dtype: Any, shape: Any, strides: Any
+    ) -> torch.Tensor:
         """The tensor at byte `at` of a storage."""
         assert at % dtype.nbytes == 0
         out = torch.empty(0, dtype=TO_TORCH[dtype])
-        return out.set_(of.untyped_storage(), at // dtype.nbytes, self.sizes(shape), self.sizes(strides))
+        return out.set_(
+            of.untyped_storage(), at // dtype.nbytes, self.sizes(shape), self.sizes(strides)
+        )
 
     def results(self, outs: Any, op: Any, args: Any, kwargs: Any) -> None:
         if isinstance(op, str):

@@ -1,4 +1,5 @@
-"""Writes what serve_minilm serves: MiniLM as a package for sentences of any length, and sentences as token ids.
+"""Writes what serve_minilm serves: MiniLM as a package for sentences of any length, and sentences
+as token ids.
 
 Usage: python examples/serve_minilm/package.py FOLDER
 """
@@ -22,9 +23,13 @@ def main() -> None:
     sentences = [tokenizer(s)["input_ids"] for s in demo.SENTENCES]
     (folder / "tokens.txt").write_text("".join(" ".join(map(str, ids)) + "\n" for ids in sentences))
     ids = torch.tensor([sentences[0]])
-    length = torch.export.Dim("length", min=2, max=encoder.transformer.config.max_position_embeddings)
+    length = torch.export.Dim(
+        "length", min=2, max=encoder.transformer.config.max_position_embeddings
+    )
     shapes = {"input_ids": {1: length}, "attention_mask": {1: length}}
-    plait.package(encoder, folder / "minilm.plait", (ids, torch.ones_like(ids)), dynamic_shapes=shapes)
+    plait.package(
+        encoder, folder / "minilm.plait", (ids, torch.ones_like(ids)), dynamic_shapes=shapes
+    )
 
 
 if __name__ == "__main__":

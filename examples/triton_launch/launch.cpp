@@ -1,8 +1,10 @@
 // examples/triton_launch/launch.cpp: Triton kernels launched from C++.
 //
 // Usage: launch_cpp KERNELS [PYTHON]
-//   KERNELS  a pack, for a process without Python: `plait pack kernels.py --signatures @signatures.txt`;
-//            or kernels.py itself, whose functions PYTHON (python3) compiles when they are first launched
+//   KERNELS  a pack, for a process without Python: `plait pack kernels.py --signatures
+//   @signatures.txt`;
+//            or kernels.py itself, whose functions PYTHON (python3) compiles when they are first
+//            launched
 #include <plait/triton.h>
 
 #include <algorithm>
@@ -26,7 +28,8 @@ double add(const triton::Kernel& kernel) {
 
   gpu_read(out.data(), out_gpu, n);
   double error = 0;
-  for (int i = 0; i < n; ++i) error = std::max(error, std::fabs(double{x[i]} + y[i] - out[i]) / (1 + y[i]));
+  for (int i = 0; i < n; ++i)
+    error = std::max(error, std::fabs(double{x[i]} + y[i] - out[i]) / (1 + y[i]));
   return error;
 }
 
@@ -38,8 +41,8 @@ double softmax(const triton::Kernel& kernel) {
   float* out_gpu = gpu_copy_of(out.data(), x.size());
 
   // Resolved once; each launch is then the driver's call and little more.
-  const triton::Bound bound = kernel.bind({n_rows, nullptr, {.num_warps = 8}}, out_gpu, x_gpu, n_columns,
-                                          plait::arg<"BLOCK"> = 1024);
+  const triton::Bound bound = kernel.bind({n_rows, nullptr, {.num_warps = 8}}, out_gpu, x_gpu,
+                                          n_columns, plait::arg<"BLOCK"> = 1024);
   for (int k = 0; k < 3; ++k) bound(nullptr);
 
   gpu_read(out.data(), out_gpu, x.size());

@@ -145,7 +145,12 @@ std::optional<Product> make_product(Type type, Compute compute, Reductions reduc
   const std::optional<Layout> lx = layout_of(x, batch), ly = layout_of(y, batch);
   if (!d || !lx || !ly) return std::nullopt;
   Product p{{type, compute, reductions, false, x.rows, y.cols, x.cols, batch, *lx, *ly, *d, *d},
-            x.data, y.data, out.data, const_cast<void*>(out.data), alpha, 0};
+            x.data,
+            y.data,
+            out.data,
+            const_cast<void*>(out.data),
+            alpha,
+            0};
   if (!addend || beta == 0) return p;
   const Matrix c = row_major ? addend->transposed() : *addend;
   const bool one_column = (c.col_step == 0 || c.cols == 1) && (c.row_step == 1 || c.rows == 1) &&

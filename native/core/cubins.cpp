@@ -1,9 +1,10 @@
 // native/core/cubins.cpp: reads a pack of cubins.
 //
-// Layout, little-endian: 8 bytes magic "PLAITCUB", i64 version, i64 number of kernels; then for each
-// the words (bytes of name, bytes of symbol, bytes of image, num_warps, num_ctas, shared, global
-// scratch and its alignment, profile scratch and its alignment, cooperative, pdl), the name, the symbol
-// and the image; then an i64 number of texts and for each the bytes of name and text, name, text.
+// Layout, little-endian: 8 bytes magic "PLAITCUB", i64 version, i64 number of kernels; then for
+// each the words (bytes of name, bytes of symbol, bytes of image, num_warps, num_ctas, shared,
+// global scratch and its alignment, profile scratch and its alignment, cooperative, pdl), the name,
+// the symbol and the image; then an i64 number of texts and for each the bytes of name and text,
+// name, text.
 #include "core/cubins.h"
 
 #include <cstring>

@@ -18,17 +18,18 @@ class Cubins {
     std::string image;
   };
 
-  static Cubins read(const std::string& path);                   // throws LoadError
-  Cubins(const std::string& data, const std::string& path);  // the bytes of a file, and what errors call it
+  static Cubins read(const std::string& path);  // throws LoadError
+  Cubins(const std::string& data,
+         const std::string& path);  // the bytes of a file, and what errors call it
 
   const Entry* find(const std::string& name) const;  // null: there is none
   const std::string* text(const std::string& name) const;
 
-  // The kernel `name` in the current context, with this many arguments. Throws LoadError if there is
-  // none, DriverError if the driver refuses it.
+  // The kernel `name` in the current context, with this many arguments. Throws LoadError if there
+  // is none, DriverError if the driver refuses it.
   std::unique_ptr<cuda::Kernel> load(const std::string& name, size_t n_arguments) const;
-  // The same, shared by all who ask for this image in this context, and never unloaded: a CUDA graph
-  // that somebody recorded may launch it after its program is gone.
+  // The same, shared by all who ask for this image in this context, and never unloaded: a CUDA
+  // graph that somebody recorded may launch it after its program is gone.
   const cuda::Kernel* share(const std::string& name, size_t n_arguments) const;
 
  private:

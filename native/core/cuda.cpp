@@ -16,7 +16,8 @@ enum FunctionAttribute : int {
 constexpr int kMaxSharedOptIn = 97;  // a device attribute
 constexpr uint32_t kSharedWithoutOptIn = 48 << 10;
 constexpr uint64_t kMaxGrid = (uint64_t{1} << 31) - 1;
-constexpr uint32_t kThreadsOfWarp = 32, kMaxWarps = 1024;  // no device has so many; 32 times it is a number
+// No device has so many; 32 times it is a number.
+constexpr uint32_t kThreadsOfWarp = 32, kMaxWarps = 1024;
 constexpr uint32_t kPortableCluster = 8;
 constexpr int kSpread = 1;  // a cluster scheduling policy
 constexpr size_t kScratchPointers = 2;
@@ -32,7 +33,8 @@ void find(void* library, F& entry, const char* name, bool required = true) {
 }  // namespace
 
 Driver::Driver(const char* library) {
-  void* handle = library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
+  // Stays open: kernels use it to the end.
+  void* handle = library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!handle) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
   find(handle, init, "cuInit");
   find(handle, error_string, "cuGetErrorString");
@@ -79,8 +81,8 @@ void* Driver::symbol(const char* name) const {
 void Driver::fail(int code, std::string_view what) const {
   const char* text = nullptr;
   error_string(code, &text);
-  throw DriverError(code, std::string(what) + ": " + (text ? text : "unknown CUDA error") +
-                              " (" + std::to_string(code) + ")");
+  throw DriverError(code, std::string(what) + ": " + (text ? text : "unknown CUDA error") + " (" +
+                              std::to_string(code) + ")");
 }
 
 Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts,
@@ -104,9 +106,14 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
     driver_.unload_module(module_);
     throw;
   }
-  config_ = {.grid_x = 0, .grid_y = 1, .grid_z = 1,
-             .block_x = kThreadsOfWarp * facts.num_warps, .block_y = 1, .block_z = 1,
-             .shared = facts.shared, .stream = nullptr,
+  config_ = {.grid_x = 0,
+             .grid_y = 1,
+             .grid_z = 1,
+             .block_x = kThreadsOfWarp * facts.num_warps,
+             .block_y = 1,
+             .block_z = 1,
+             .shared = facts.shared,
+             .stream = nullptr,
              .attributes = attributes_.empty() ? nullptr : attributes_.data(),
              .n_attributes = static_cast<uint32_t>(attributes_.size())};
 }
@@ -133,7 +140,8 @@ void Kernel::set_node(GraphExec graph, GraphNode node, uint64_t grid, void** par
   driver_.check(driver_.set_node(graph, node, &params), symbol_);
 }
 
-Kernel::~Kernel() { driver_.unload_module(module_); }  // fails when the context is gone: nothing to do
+// Fails when the context is gone: nothing to do.
+Kernel::~Kernel() { driver_.unload_module(module_); }
 
 void Kernel::prepare_shared(uint32_t bytes) {
   if (bytes <= kSharedWithoutOptIn) return;
@@ -143,13 +151,15 @@ void Kernel::prepare_shared(uint32_t bytes) {
   driver_.check(driver_.function_attribute(&fixed, kStaticShared, function_), symbol_);
   if (static_cast<int64_t>(bytes) + fixed > most)
     throw OutOfResources(symbol_ + ": needs " + std::to_string(bytes + fixed) +
-                             " bytes of shared memory, the device has " + std::to_string(most));
+                         " bytes of shared memory, the device has " + std::to_string(most));
   driver_.check(driver_.set_function_attribute(function_, kCarveout, 100), symbol_);
-  driver_.check(driver_.set_function_attribute(function_, kMaxDynamicShared, most - fixed), symbol_);
+  driver_.check(driver_.set_function_attribute(function_, kMaxDynamicShared, most - fixed),
+                symbol_);
 }
 
 void Kernel::prepare_attributes() {
-  if (facts_.pdl && driver_.records_early) attributes_.push_back({Attribute::serialization, 0, {1}});
+  if (facts_.pdl && driver_.records_early)
+    attributes_.push_back({Attribute::serialization, 0, {1}});
   if (facts_.cooperative) attributes_.push_back({Attribute::cooperative, 0, {1}});
   if (num_ctas_ == 1) return;
   attributes_.push_back({Attribute::cluster_dimension, 0, {num_ctas_, 1, 1}});
@@ -166,19 +176,22 @@ void Kernel::check_parameters() const {
   const int beyond = driver_.parameter(function_, n_parameters_, &offset, &bytes);
   if (last == 0 && beyond == kInvalidValue) return;
   throw std::runtime_error(symbol_ + ": the compiled kernel has not the " +
-                           std::to_string(n_parameters_) + " parameters that plait launches it with");
+                           std::to_string(n_parameters_) +
+                           " parameters that plait launches it with");
 }
 
 size_t Kernel::parameter_nbytes(size_t index) const {
   size_t offset = 0, bytes = 0;
-  if (driver_.parameter) driver_.check(driver_.parameter(function_, index, &offset, &bytes), symbol_);
+  if (driver_.parameter)
+    driver_.check(driver_.parameter(function_, index, &offset, &bytes), symbol_);
   return bytes;
 }
 
 void Kernel::too_large(uint64_t x, uint64_t y, uint64_t z) const {
   std::string grid = std::to_string(x);
   if (y != 1 || z != 1) grid += " x " + std::to_string(y) + " x " + std::to_string(z);
-  throw std::runtime_error(symbol_ + ": a grid of " + grid + " programs is more than the device takes");
+  throw std::runtime_error(symbol_ + ": a grid of " + grid +
+                           " programs is more than the device takes");
 }
 
 }  // namespace plait::cuda

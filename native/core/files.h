@@ -99,7 +99,8 @@ class Trust {
   // Whether an open file may be used that lies in a folder that may be.
   bool takes(int file, const std::string& path) const {
     struct stat facts;
-    return given(full(path)) || (fstat(file, &facts) == 0 && owns(facts.st_uid) && !(facts.st_mode & kOthers));
+    return given(full(path)) ||
+           (fstat(file, &facts) == 0 && owns(facts.st_uid) && !(facts.st_mode & kOthers));
   }
 
  private:
@@ -124,9 +125,11 @@ class Trust {
       if (uid == owner) return true;
     return uid == 0 || uid == geteuid();
   }
-  std::string against(const std::filesystem::path& folder, const struct stat& facts, bool last) const {
+  std::string against(const std::filesystem::path& folder, const struct stat& facts,
+                      bool last) const {
     if (!S_ISDIR(facts.st_mode)) return folder.string() + " is no folder";
-    if (!owns(facts.st_uid)) return folder.string() + " belongs to user " + std::to_string(facts.st_uid);
+    if (!owns(facts.st_uid))
+      return folder.string() + " belongs to user " + std::to_string(facts.st_uid);
     if ((facts.st_mode & kOthers) && (last || !(facts.st_mode & S_ISVTX)))
       return "others can write to " + folder.string();
     return "";

@@ -1,4 +1,5 @@
-// native/core/functions.cpp: functions of sizes as Python computes them. A float is the bits of its double.
+// native/core/functions.cpp: functions of sizes as Python computes them. A float is the bits of its
+// double.
 #include "functions.h"
 
 #include <bit>
@@ -17,7 +18,8 @@ using Function = bool (*)(Word a, Word b, Word& out);
 double real(Word word) { return std::bit_cast<double>(word); }
 bool give(double x, Word& out) { return out = std::bit_cast<Word>(x), true; }
 
-// Python raises where the result of finite operands is not finite, and where an operand is outside of the domain.
+// Python raises where the result of finite operands is not finite, and where an operand is outside
+// of the domain.
 bool checked(double x, bool finite, bool nan, Word& out) {
   if ((std::isnan(x) && !nan) || (std::isinf(x) && finite)) return false;
   return give(x, out);
@@ -59,11 +61,14 @@ bool power(Word a, Word b, Word& out) {
   }
   return true;
 }
-// Rounded once, as Python does: a quotient of 64 bits or more with a last bit that says whether there is a remainder.
+// Rounded once, as Python does: a quotient of 64 bits or more with a last bit that says whether
+// there is a remainder.
 bool true_div(Word a, Word b, Word& out) {
   if (b == 0) return false;
   const bool negative = (a < 0) != (b < 0);
-  const auto magnitude = [](Word v) { return v < 0 ? 0 - static_cast<uint64_t>(v) : static_cast<uint64_t>(v); };
+  const auto magnitude = [](Word v) {
+    return v < 0 ? 0 - static_cast<uint64_t>(v) : static_cast<uint64_t>(v);
+  };
   const uint64_t p = magnitude(a), q = magnitude(b);
   if (p == 0) return give(negative ? -0.0 : 0.0, out);
   if (p <= (uint64_t{1} << 53) && q <= (uint64_t{1} << 53))
@@ -80,14 +85,17 @@ bool true_div(Word a, Word b, Word& out) {
 bool real_power(Word a, Word b, Word& out) {
   const double x = real(a), y = real(b);
   if (x == 0 && y < 0 && std::isfinite(y)) return false;
-  return checked(std::pow(x, y), std::isfinite(x) && std::isfinite(y), std::isnan(x) || std::isnan(y), out);
+  return checked(std::pow(x, y), std::isfinite(x) && std::isfinite(y),
+                 std::isnan(x) || std::isnan(y), out);
 }
 // printf rounds the exact value, and ties to even, as Python does.
 bool real_round(Word a, Word digits, Word& out) {
   const double x = real(a);
   if (digits < 0) return false;
   if (!std::isfinite(x) || digits > 323) return give(x, out);
-  std::string text(static_cast<size_t>(std::snprintf(nullptr, 0, "%.*f", static_cast<int>(digits), x)) + 1, '\0');
+  std::string text(
+      static_cast<size_t>(std::snprintf(nullptr, 0, "%.*f", static_cast<int>(digits), x)) + 1,
+      '\0');
   std::snprintf(text.data(), text.size(), "%.*f", static_cast<int>(digits), x);
   return give(std::strtod(text.c_str(), nullptr), out);
 }

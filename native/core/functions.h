@@ -1,4 +1,5 @@
-// native/core/functions.h: functions of sizes, numbered as in plait/runtime/functions.py, which has their meaning.
+// native/core/functions.h: functions of sizes, numbered as in plait/runtime/functions.py, which has
+// their meaning.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,8 @@ namespace plait {
 
 inline constexpr int64_t kSizeFunctions = 39;
 
-// Function number k of two words; false where Python raises, or where the result needs more than 64 bits.
+// Function number k of two words; false where Python raises, or where the result needs more than 64
+// bits.
 bool size_function(int64_t k, int64_t a, int64_t b, int64_t& out);
 
 }  // namespace plait

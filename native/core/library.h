@@ -15,8 +15,8 @@ namespace plait {
 // many of bufs and of syms it reads, in `const int32_t NAME_takes[2]`.
 using KernelFn = int64_t (*)(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms);
 
-// Loads a shared object, a file or the bytes of one, and hands it the table of math functions (plait_init). Closed by the
-// destructor.
+// Loads a shared object, a file or the bytes of one, and hands it the table of math functions
+// (plait_init). Closed by the destructor.
 class Library {
  public:
   Library(const std::string& path, std::vector<void*> math_table);  // throws LoadError
@@ -27,7 +27,7 @@ class Library {
 
   // Throws LoadError where there is no such kernel, or one that takes other arguments.
   KernelFn kernel(const std::string& name, int32_t n_args, int32_t n_sizes) const;
-  void* find(const char* symbol) const;            // null: there is none
+  void* find(const char* symbol) const;  // null: there is none
   const std::string& path() const { return path_; }
 
  private:

@@ -5,9 +5,9 @@
 //       u64 checksum of the 24 bytes before it and of the table
 // then the sections in the order of the table, and the table, each at the next multiple of 4096;
 // what lies between is zero. The table has 80 bytes a section: name (48 bytes, ASCII and then
-// NULs), u64 offset, u64 bytes, u64 checksum, u64 0. So every byte of a file is checked. Sections: `manifest`; `python`, JSON for plait.load;
-// `weights`, raw bytes; and what the variants in the manifest name: plans, kernels (shared
-// objects), cubins (see cubins.cpp).
+// NULs), u64 offset, u64 bytes, u64 checksum, u64 0. So every byte of a file is checked. Sections:
+// `manifest`; `python`, JSON for plait.load; `weights`, raw bytes; and what the variants in the
+// manifest name: plans, kernels (shared objects), cubins (see cubins.cpp).
 //
 // The manifest is a sequence of i64 words and of texts (a word with their bytes, then UTF-8); lists
 // start with their number of items:
@@ -25,7 +25,8 @@
 //             3 float | 4 str | 5 other, word, text, what errors show) each
 //   names of the other arguments, of symbols, of the results
 //   inputs: 0 and the number of a weight | 2 and the number of a symbol | 3, argument, dim |
-//           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), if listed dims
+//           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), if listed
+//           dims
 //     dims: (0) any | (1, number) | (2, symbol, lowest, highest) each
 //   results: (0) the program's |
 //            (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
@@ -392,8 +393,7 @@ Manifest read_manifest(std::span<const std::byte> bytes, uint64_t n_weight_bytes
   return ManifestParser(bytes, n_weight_bytes).parse();
 }
 
-// ----------------------------------------------------------------------------------------------------
-// the file
+// ---------------------------------------------------------------------------------------- the file
 Mapping::Mapping(int file, uint64_t offset, size_t nbytes) : nbytes_(nbytes) {
   if (nbytes == 0) return;
   void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file,

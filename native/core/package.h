@@ -20,8 +20,9 @@ inline constexpr uint64_t kWeightAlign = 64;  // of storages among the weights
 class Checksum {
  public:
   static constexpr size_t kBlock = 32;
-  void add(std::span<const std::byte> bytes);  // a multiple of kBlock, or align() or nothing follows
-  void align();                                // zeros up to the next multiple of kWeightAlign
+  // A multiple of kBlock, or align() or nothing follows.
+  void add(std::span<const std::byte> bytes);
+  void align();  // zeros up to the next multiple of kWeightAlign
   uint64_t value() const;
 
  private:
@@ -74,7 +75,7 @@ struct Manifest {
   Texts math;  // names of the functions in the table that kernels get
   std::vector<Storage> storages;
   std::vector<Tensor> weights, constants;
-  Texts folded;         // weights that the writer put into others
+  Texts folded;  // weights that the writer put into others
   std::vector<Routine> routines;
   std::vector<Control> controls;  // of the program
   // A constant among the caller's arguments, which has to be given as it was.

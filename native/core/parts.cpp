@@ -15,9 +15,7 @@ constexpr double kLaunch = 4e-6, kEdge = 2e-5;
 constexpr double kWorthwhile = 0.8;
 
 bool aligned(int64_t n) { return n % kUnit == 0; }
-bool aligned(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % (kUnit * kWidth) == 0;
-}
+bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % (kUnit * kWidth) == 0; }
 bool along_rows(const Matrix& m) { return m.col_step == 1 && m.cols > 1; }
 bool along_cols(const Matrix& m) { return m.row_step == 1 && m.rows > 1 && !along_rows(m); }
 
@@ -120,8 +118,7 @@ Parts parts(Type type, const Part& w) {
   if (!has_aligned_lines(w.a, w.batch) || !has_aligned_lines(w.b, w.batch)) return {};
   if (has_aligned_lines(w.out, w.batch)) return cut_lengths(w);
   // Factors are read from any row or column on: it must be theirs that lie apart.
-  const bool fits =
-      along_rows(w.a) && along_cols(w.b) && along_rows(w.out) && aligned(w.a.cols);
+  const bool fits = along_rows(w.a) && along_cols(w.b) && along_rows(w.out) && aligned(w.a.cols);
   return fits && w.batch == 1 && !w.addend ? cut_rows(w) : Parts{};
 }
 

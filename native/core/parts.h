@@ -4,8 +4,8 @@
 // A vocabulary of 50257 words gives them neither, and what is left is 4 to 8 times as slow. So:
 //  - A length that is no multiple of 8 is cut into one that is, and what is left over.
 //  - A result without gaps whose rows start anywhere is written as a batch of up to 8 matrices that
-//    lie within each other: rows of equal alignment are equally far apart, and have an aligned start
-//    a few columns further on than those before them.
+//    lie within each other: rows of equal alignment are equally far apart, and have an aligned
+//    start a few columns further on than those before them.
 #pragma once
 
 #include <array>

@@ -29,11 +29,10 @@ constexpr int64_t kMaxRank = 64;
 constexpr int kMaxNesting = 8;
 constexpr std::array<int64_t, 22> kElementSize = {1, 1, 2, 4, 8,  1, 2, 4, 8, 2, 2,
                                                   4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1};
-constexpr std::array<const char*, 23> kDTypeName = {"b1",  "u8",  "u16", "u32",  "u64",    "i8",
-                                                    "i16", "i32", "i64", "f16",  "bf16",   "f32",
-                                                    "f64", "c32", "c64", "c128",
-                                                    "f8e4m3fn", "f8e5m2", "f8e4m3fnuz",
-                                                    "f8e5m2fnuz", "f8e8m0fnu", "opaque", "any"};
+constexpr std::array<const char*, 23> kDTypeName = {
+    "b1",       "u8",     "u16",        "u32",        "u64",       "i8",     "i16", "i32",
+    "i64",      "f16",    "bf16",       "f32",        "f64",       "c32",    "c64", "c128",
+    "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu", "opaque", "any"};
 
 uint32_t crc32(std::span<const std::byte> bytes) {
   static const std::array<uint32_t, 256> table = [] {
@@ -336,7 +335,11 @@ bool is_utf8(std::string_view text) {
       return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0;
     };
     const uint32_t first = byte(0);
-    const size_t n = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
+    const size_t n = first < 0x80       ? 1
+                     : first >> 5 == 6  ? 2
+                     : first >> 4 == 14 ? 3
+                     : first >> 3 == 30 ? 4
+                                        : 0;
     if (n == 0) return false;
     uint32_t code = n == 1 ? first : first & (0x7Fu >> n);
     for (size_t k = 1; k < n; ++k) {
@@ -398,7 +401,9 @@ bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out) {
     case Op::ne: return out = a != b, true;
     case Op::lt: return out = a < b, true;
     case Op::le: return out = a <= b, true;
-    default: return size_function(static_cast<int64_t>(node.op) - static_cast<int64_t>(Op::function), a, b, out);
+    default:
+      return size_function(static_cast<int64_t>(node.op) - static_cast<int64_t>(Op::function), a, b,
+                           out);
   }
 }
 

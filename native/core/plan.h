@@ -67,7 +67,19 @@ inline constexpr int32_t kNone = -1;
 struct ExprNode {
   // From `function` on, the functions of functions.h by number.
   enum class Op : int32_t {
-    constant, symbol, add, mul, floordiv, mod, min, max, eq, ne, lt, le, function
+    constant,
+    symbol,
+    add,
+    mul,
+    floordiv,
+    mod,
+    min,
+    max,
+    eq,
+    ne,
+    lt,
+    le,
+    function
   };
   Op op;
   int64_t a = 0,

@@ -13,8 +13,8 @@ struct Task {
   KernelFn fn;
   void* const* bufs;
   const int64_t* syms;
-  bool split;    // divided over the threads; else thread 0 runs it whole
-  bool barrier;  // starts after every earlier task has ended on every thread
+  bool split;          // divided over the threads; else thread 0 runs it whole
+  bool barrier;        // starts after every earlier task has ended on every thread
   int32_t kernel = 0;  // its number, for messages
 };
 

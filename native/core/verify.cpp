@@ -37,7 +37,7 @@ class Verifier {
   struct State {
     Kind kind = Kind::undefined;
     std::optional<int64_t>
-        bytes;           // of the memory that the slot may reach, where that is a constant
+        bytes;              // of the memory that the slot may reach, where that is a constant
     int64_t start = 0;      // of the slot inside it
     bool owned = false;     // may be reused: an Alloc or a Reuse
     bool in_arena = false;  // a Place, or a view of one
@@ -162,7 +162,8 @@ class Verifier {
     constant_extent(i.shape, 1);  // symbols of a signature are defined by the body
   }
 
-  // A slot of known memory: [start, start + extent) has to lie in the memory. Nothing lies anywhere.
+  // A slot of known memory: [start, start + extent) has to lie in the memory. Nothing lies
+  // anywhere.
   void inside(State& state, const Shape& shape, SlotId s) {
     const auto span = extent(shape, item(s));
     if (!state.bytes) return;

@@ -1,5 +1,6 @@
-// native/jit/c_abi.cpp: plait/triton_c.h. Given become the leaves and words of plait/triton.h; what a template
-// is there, a list of types at one place of the program, is a Shape here: found by comparing.
+// native/jit/c_abi.cpp: plait/triton_c.h. Given become the leaves and words of plait/triton.h; what
+// a template is there, a list of types at one place of the program, is a Shape here: found by
+// comparing.
 #include <alloca.h>
 
 #include <cstring>
@@ -18,7 +19,8 @@ static_assert(sizeof(plait_triton_argument) == 32 && sizeof(plait_triton_config)
 static_assert(PLAIT_TRITON_FP8E5B16 == static_cast<int>(DType::fp8e5b16));
 
 namespace {
-constexpr uint32_t kMaxArguments = 1 << 12;  // a kernel has 4 KiB of parameters, more on new devices
+// A kernel has 4 KiB of parameters, more on new devices.
+constexpr uint32_t kMaxArguments = 1 << 12;
 
 // The call of a function of the interface is wrong.
 struct Invalid : std::invalid_argument {
@@ -36,13 +38,17 @@ struct Said {
 thread_local Said said;
 thread_local const plait_triton_error* last = nullptr;
 
-plait_triton_status tell(plait_triton_status status, const char* message, const Error* error = nullptr) noexcept {
+plait_triton_status tell(plait_triton_status status, const char* message,
+                         const Error* error = nullptr) noexcept {
   static constexpr plait_triton_error no_memory{"no memory", "", "", "", -1};
   try {
-    said = {message, error ? error->kernel : "", error ? error->specialization : "",
-            error ? error->traceback : "", {}};
-    said.error = {said.message.c_str(), said.kernel.c_str(), said.specialization.c_str(), said.traceback.c_str(),
-                  error ? error->argument : -1};
+    said = {message,
+            error ? error->kernel : "",
+            error ? error->specialization : "",
+            error ? error->traceback : "",
+            {}};
+    said.error = {said.message.c_str(), said.kernel.c_str(), said.specialization.c_str(),
+                  said.traceback.c_str(), error ? error->argument : -1};
     last = &said.error;
     return status;
   } catch (...) {
@@ -87,23 +93,32 @@ Kind kind_of(uint8_t kind) {
 }
 
 DType dtype_of(uint8_t dtype) {
-  need(dtype >= PLAIT_TRITON_U1 && dtype <= PLAIT_TRITON_FP8E5B16, "an argument has no known dtype");
+  need(dtype >= PLAIT_TRITON_U1 && dtype <= PLAIT_TRITON_FP8E5B16,
+       "an argument has no known dtype");
   return static_cast<DType>(dtype);
 }
 
 TensorDescriptor descriptor_of(const plait_triton_descriptor* d) {
   static constexpr uint8_t zeros[sizeof d->reserved] = {};
-  need(d && d->rank <= Extents::max_rank && d->nan <= 1 && std::memcmp(d->reserved, zeros, sizeof zeros) == 0,
+  need(d && d->rank <= Extents::max_rank && d->nan <= 1 &&
+           std::memcmp(d->reserved, zeros, sizeof zeros) == 0,
        "a descriptor is NULL, or has a field that means nothing");
-  return {d->base, dtype_of(d->dtype), {d->shape, d->rank}, {d->strides, d->rank}, {d->block_shape, d->rank},
+  return {d->base,
+          dtype_of(d->dtype),
+          {d->shape, d->rank},
+          {d->strides, d->rank},
+          {d->block_shape, d->rank},
           d->nan ? Padding::nan : Padding::zero};
 }
 
-// By value: a Writer whose address is known lives in memory, and each argument would wait for the one before.
+// By value: a Writer whose address is known lives in memory, and each argument would wait for the
+// one before.
 Writer put(Writer w, const plait_triton_argument& a) {
   switch (a.kind) {
     case PLAIT_TRITON_NONE: Traits<std::nullopt_t>::write(w, std::nullopt); break;
-    case PLAIT_TRITON_POINTER: Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)}); break;
+    case PLAIT_TRITON_POINTER:
+      Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)});
+      break;
     case PLAIT_TRITON_INTEGER: Traits<int64_t>::write(w, a.value.integer); break;
     case PLAIT_TRITON_NATURAL: Traits<uint64_t>::write(w, a.value.natural); break;
     case PLAIT_TRITON_NUMBER: Traits<double>::write(w, a.value.number); break;
@@ -114,7 +129,9 @@ Writer put(Writer w, const plait_triton_argument& a) {
       need(a.value.string || a.n == 0, "an argument's text is NULL");
       Traits<std::string_view>::write(w, {a.value.string, a.n});
       break;
-    case PLAIT_TRITON_DESCRIPTOR: Traits<TensorDescriptor>::write(w, descriptor_of(a.value.descriptor)); break;
+    case PLAIT_TRITON_DESCRIPTOR:
+      Traits<TensorDescriptor>::write(w, descriptor_of(a.value.descriptor));
+      break;
     default: Traits<std::tuple<>>::write(w, {});  // its elements follow
   }
   return w;
@@ -138,11 +155,13 @@ struct Shape {
       while (!ends.empty() && ends.back() == k) ends.pop_back();
       const plait_triton_argument& a = arguments[k];
       Leaf leaf{kind_of(a.kind), a.constant != 0 || a.kind == PLAIT_TRITON_FUNCTION, a.varies != 0};
-      need(a.constant <= 1 && a.varies <= 1 && (head_of(a) >> 32) == 0, "an argument has a field that means nothing");
+      need(a.constant <= 1 && a.varies <= 1 && (head_of(a) >> 32) == 0,
+           "an argument has a field that means nothing");
       need(a.name == nullptr || ends.empty(), "an argument inside a tuple has a name");
       if (a.name) leaf.name = names.emplace_back(a.name).c_str();
       if (leaf.kind == Kind::tuple) {
-        need(a.n < (ends.empty() ? arguments.size() : ends.back()) - k, "a tuple has more elements than follow it");
+        need(a.n < (ends.empty() ? arguments.size() : ends.back()) - k,
+             "a tuple has more elements than follow it");
         leaf.n_inside = static_cast<uint16_t>(a.n);
         ends.push_back(k + 1 + a.n);
       }
@@ -158,7 +177,8 @@ struct Shape {
     if (arguments.size() != heads.size()) return false;
     uint64_t* words = to.words;
     std::string_view* strings = to.strings;
-    const uint64_t* const known = heads.data();  // what is written could be these pointers, for all the compiler knows
+    // What is written could be these pointers, for all the compiler knows.
+    const uint64_t* const known = heads.data();
     const Leaf* const leaf = leaves.data();
     for (size_t k = 0; k < arguments.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
@@ -231,7 +251,8 @@ struct plait_triton_bound : Bound {
     need(index < shape.leaves.size(), "there is no argument of that index");
     const Leaf& leaf = shape.leaves[index];
     need(kind_of(value.kind) == leaf.kind && leaf.kind != Kind::tuple && !leaf.has_text(),
-         "a bound argument may only be set to a value of its own kind, and to no text or tuple: bind again");
+         "a bound argument may only be set to a value of its own kind, and to no text or tuple: "
+         "bind again");
     size_t word = 0;
     for (size_t k = 0; k < index; ++k) word += shape.leaves[k].n_words();
     uint8_t state = 0;
@@ -253,7 +274,9 @@ plait_triton_kernel* c_kernel(const Kernel& kernel, const char* name) {
 
 int16_t option(int16_t value) { return value == 0 ? int16_t{-1} : value; }
 
-const OptionSet* of(const plait_triton_options* set) { return reinterpret_cast<const OptionSet*>(set); }
+const OptionSet* of(const plait_triton_options* set) {
+  return reinterpret_cast<const OptionSet*>(set);
+}
 
 // A grid that the caller's function says.
 struct GridOf {
@@ -265,7 +288,8 @@ struct GridOf {
     int64_t grid[3] = {1, 1, 1};
     const plait_triton_error* before = std::exchange(last, nullptr);
     if (function(user, reinterpret_cast<const plait_triton_meta*>(&meta), grid) != PLAIT_TRITON_OK)
-      throw Error(std::string("its grid's function failed") + (last ? ": " : "") + (last ? last->message : ""),
+      throw Error(std::string("its grid's function failed") + (last ? ": " : "") +
+                      (last ? last->message : ""),
                   kernel->name);
     last = before;
     return {grid[0], grid[1], grid[2]};
@@ -274,24 +298,32 @@ struct GridOf {
 
 // Calls f with the call that is described; again with the lengths of arguments if it says false.
 template <class F>
-void with_call(plait_triton_kernel* kernel, const plait_triton_config* config, const plait_triton_argument* arguments,
-               size_t n, F f) {
-  need(kernel && config && (arguments || n == 0), "the kernel, the configuration or the arguments are NULL");
-  need(config->size >= sizeof *config && config->reserved == 0, "the configuration is of no known version");
+void with_call(plait_triton_kernel* kernel, const plait_triton_config* config,
+               const plait_triton_argument* arguments, size_t n, F f) {
+  need(kernel && config && (arguments || n == 0),
+       "the kernel, the configuration or the arguments are NULL");
+  need(config->size >= sizeof *config && config->reserved == 0,
+       "the configuration is of no known version");
   need(n <= kMaxArguments, "too many arguments");
   const Given all(arguments, n);
   const size_t first = detail::n_head_words + detail::n_state_words(n);
-  auto* words = static_cast<uint64_t*>(alloca((first + n * Leaf{Kind::descriptor}.n_words()) * sizeof(uint64_t)));
+  auto* words = static_cast<uint64_t*>(
+      alloca((first + n * Leaf{Kind::descriptor}.n_words()) * sizeof(uint64_t)));
   auto* strings = static_cast<std::string_view*>(alloca(n * sizeof(std::string_view)));
   words[first - 1] = 0;  // the bytes beyond the last state
-  Shape& shape = kernel->write(all, {reinterpret_cast<uint8_t*>(words + detail::n_head_words), words + first, strings});
+  Shape& shape = kernel->write(
+      all, {reinterpret_cast<uint8_t*>(words + detail::n_head_words), words + first, strings});
   const size_t n_words = first + shape.n_values;
-  const Options options{option(config->num_warps), option(config->num_stages), option(config->num_ctas),
-                        option(config->maxnreg), config->cooperative != 0, config->pdl != 0, of(config->others)};
-  const Launch launch = config->grid_of
-                            ? Launch(GridOf{config->grid_of, config->user, kernel}, config->stream, options)
-                            : Launch({config->grid[0], config->grid[1], config->grid[2]}, config->stream, options);
-  detail::Call call{kernel->function, launch, shape.leaves, {words, n_words}, {strings, shape.n_strings}};
+  const Options options{option(config->num_warps), option(config->num_stages),
+                        option(config->num_ctas),  option(config->maxnreg),
+                        config->cooperative != 0,  config->pdl != 0,
+                        of(config->others)};
+  const Launch launch =
+      config->grid_of
+          ? Launch(GridOf{config->grid_of, config->user, kernel}, config->stream, options)
+          : Launch({config->grid[0], config->grid[1], config->grid[2]}, config->stream, options);
+  detail::Call call{
+      kernel->function, launch, shape.leaves, {words, n_words}, {strings, shape.n_strings}};
   if (f(shape, call)) [[likely]]
     return;
   std::vector<uint64_t> nbytes;
@@ -314,13 +346,15 @@ struct CHooks {
 
   static void enter(void* self, const Launched& l) { call(self, &plait_triton_hooks::enter, l); }
   static void exit(void* self, const Launched& l) { call(self, &plait_triton_hooks::exit, l); }
-  static void call(void* self, void (*plait_triton_hooks::*which)(void*, const plait_triton_launched*),
+  static void call(void* self,
+                   void (*plait_triton_hooks::*which)(void*, const plait_triton_launched*),
                    const Launched& l) {
     const plait_triton_hooks& h = static_cast<CHooks*>(self)->given;
     if (!(h.*which)) return;
     // The views are of whole strings, which end with a zero.
-    const plait_triton_launched launched{l.kernel.data(), l.symbol.data(), l.specialization.data(), l.num_warps,
-                                         l.num_ctas, l.shared, {l.grid.x, l.grid.y, l.grid.z}, l.stream};
+    const plait_triton_launched launched{
+        l.kernel.data(), l.symbol.data(), l.specialization.data(),        l.num_warps,
+        l.num_ctas,      l.shared,        {l.grid.x, l.grid.y, l.grid.z}, l.stream};
     (h.*which)(h.user, &launched);
   }
 };
@@ -332,15 +366,24 @@ const plait_triton_error* plait_triton_last_error() { return last; }
 
 plait_triton_status plait_triton_jit(const char* file, const char* function, const char* python,
                                      plait_triton_kernel** kernel) {
-  return guarded([&] { *there(kernel) = c_kernel(jit(there(file), there(function), !python ? worker() : *python ? worker(python) : embedded()),
-                                function); });
+  return guarded([&] {
+    *there(kernel) = c_kernel(jit(there(file), there(function),
+                                  !python   ? worker()
+                                  : *python ? worker(python)
+                                            : embedded()),
+                              function);
+  });
 }
 
-plait_triton_status plait_triton_from_pack(const char* path, const char* function, plait_triton_kernel** kernel) {
-  return guarded([&] { *there(kernel) = c_kernel(from_pack(std::string(there(path)), there(function)), function); });
+plait_triton_status plait_triton_from_pack(const char* path, const char* function,
+                                           plait_triton_kernel** kernel) {
+  return guarded([&] {
+    *there(kernel) = c_kernel(from_pack(std::string(there(path)), there(function)), function);
+  });
 }
 
-plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const char* parameter, int64_t* value) {
+plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const char* parameter,
+                                          int64_t* value) {
   return guarded(
       [&] { *there(value) = (*reinterpret_cast<const Meta*>(there(meta)))[there(parameter)]; });
 }
@@ -358,7 +401,9 @@ plait_triton_status plait_triton_option_set(const plait_triton_argument* options
         case PLAIT_TRITON_NATURAL: made.emplace_back(name, o.value.natural); break;
         case PLAIT_TRITON_NUMBER: made.emplace_back(name, o.value.number); break;
         case PLAIT_TRITON_BOOLEAN: made.emplace_back(name, o.value.integer != 0); break;
-        case PLAIT_TRITON_STRING: made.emplace_back(name, std::string_view(there(o.value.string), o.n)); break;
+        case PLAIT_TRITON_STRING:
+          made.emplace_back(name, std::string_view(there(o.value.string), o.n));
+          break;
         default: throw Invalid("an option is None, a number, a bool or a text");
       }
     }
@@ -366,15 +411,18 @@ plait_triton_status plait_triton_option_set(const plait_triton_argument* options
   });
 }
 
-plait_triton_status plait_triton_launch(plait_triton_kernel* kernel, const plait_triton_config* config,
+plait_triton_status plait_triton_launch(plait_triton_kernel* kernel,
+                                        const plait_triton_config* config,
                                         const plait_triton_argument* arguments, size_t n) {
   return guarded([&] {
-    with_call(kernel, config, arguments, n,
-              [](Shape& shape, const detail::Call& call) { return detail::launch(shape.sites, call); });
+    with_call(kernel, config, arguments, n, [](Shape& shape, const detail::Call& call) {
+      return detail::launch(shape.sites, call);
+    });
   });
 }
 
-plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel, const plait_triton_config* config,
+plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel,
+                                         const plait_triton_config* config,
                                          const plait_triton_argument* arguments, size_t n) {
   return guarded([&] {
     with_call(kernel, config, arguments, n, [](Shape& shape, const detail::Call& call) {
@@ -384,8 +432,10 @@ plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel, const plai
   });
 }
 
-plait_triton_status plait_triton_bind(plait_triton_kernel* kernel, const plait_triton_config* config,
-                                      const plait_triton_argument* arguments, size_t n, plait_triton_bound** bound) {
+plait_triton_status plait_triton_bind(plait_triton_kernel* kernel,
+                                      const plait_triton_config* config,
+                                      const plait_triton_argument* arguments, size_t n,
+                                      plait_triton_bound** bound) {
   return guarded([&] {
     there(bound);
     with_call(kernel, config, arguments, n, [&](Shape& shape, const detail::Call& call) {
@@ -396,7 +446,8 @@ plait_triton_status plait_triton_bind(plait_triton_kernel* kernel, const plait_t
   });
 }
 
-plait_triton_status plait_triton_bound_launch(const plait_triton_bound* bound, plait_triton_stream stream) {
+plait_triton_status plait_triton_bound_launch(const plait_triton_bound* bound,
+                                              plait_triton_stream stream) {
   return guarded([&] { (*there(bound))(stream); });
 }
 
@@ -406,15 +457,16 @@ plait_triton_status plait_triton_bound_set(plait_triton_bound* bound, size_t ind
 }
 
 plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound, CUgraph_st* graph,
-                                              CUgraphNode_st* const* behind, size_t n_behind, CUgraphNode_st** node) {
+                                              CUgraphNode_st* const* behind, size_t n_behind,
+                                              CUgraphNode_st** node) {
   return guarded([&] {
     need(behind || n_behind == 0, "the nodes that it is behind are NULL");
     *there(node) = there(bound)->add_to(graph, {behind, n_behind});
   });
 }
 
-plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound, CUgraphExec_st* graph,
-                                              CUgraphNode_st* node) {
+plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound,
+                                              CUgraphExec_st* graph, CUgraphNode_st* node) {
   return guarded([&] { there(bound)->update(graph, node); });
 }
 
@@ -431,7 +483,8 @@ plait_triton_status plait_triton_set_hooks(const plait_triton_hooks* hooks) {
 
 plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss, const char* folder) {
   return guarded([&] {
-    need(on_miss >= PLAIT_TRITON_MISS_TUNE && on_miss <= PLAIT_TRITON_MISS_ERROR, "there is no such policy");
+    need(on_miss >= PLAIT_TRITON_MISS_TUNE && on_miss <= PLAIT_TRITON_MISS_ERROR,
+         "there is no such policy");
     const char* kept = folder ? (new std::string(folder))->c_str() : nullptr;
     set_tuning(new Tuning{static_cast<Miss>(on_miss), kept});
   });

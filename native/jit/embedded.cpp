@@ -1,5 +1,6 @@
-// native/jit/embedded.cpp: kernels compiled by the Python that runs in this process. Its functions are found at run
-// time, so that nothing links libpython. What Python is asked and answers is what providers.cpp says.
+// native/jit/embedded.cpp: kernels compiled by the Python that runs in this process. Its functions
+// are found at run time, so that nothing links libpython. What Python is asked and answers is what
+// providers.cpp says.
 #include <dlfcn.h>
 
 #include "jit/questions.h"
@@ -32,7 +33,8 @@ struct Python {
     static std::mutex mutex;
     static std::unique_ptr<const Python> known;  // Python may be loaded later
     const std::scoped_lock lock(mutex);
-    if (auto python = known ? nullptr : std::make_unique<const Python>(); python && python->is_complete_)
+    if (auto python = known ? nullptr : std::make_unique<const Python>();
+        python && python->is_complete_)
       known = std::move(python);
     if (!known || !known->is_initialized())
       throw Error("there is no Python in this process that compiles kernels", kernel);
@@ -83,9 +85,12 @@ class Embedded : public Provider {
     return ask(to_describe(file, function), function, "");
   }
   std::string evaluate(const Question& q) override { return ask(to_evaluate(q), q.function, ""); }
-  Binary compile(const Request& r) override { return compiled(ask(to_compile(r), r.function, r.specialization)); }
+  Binary compile(const Request& r) override {
+    return compiled(ask(to_compile(r), r.function, r.specialization));
+  }
 
-  // Who has the lock may wait for its turn in Python: nobody waits for the lock and keeps others from it.
+  // Who has the lock may wait for its turn in Python: nobody waits for the lock and keeps others
+  // from it.
   std::unique_lock<std::mutex> hold(std::mutex& mutex) const override {
     std::unique_lock lock(mutex, std::try_to_lock);
     if (lock) return lock;
@@ -97,7 +102,8 @@ class Embedded : public Provider {
   }
 
  private:
-  static std::string ask(const std::string& request, const std::string& kernel, const std::string& specialization) {
+  static std::string ask(const std::string& request, const std::string& kernel,
+                         const std::string& specialization) {
     const Python& python = Python::of_process(kernel);
     const Turn turn(python);
     const auto forget = [&](Object* o) {
@@ -111,11 +117,13 @@ class Embedded : public Provider {
       const Owned a(kind, forget), b(value, forget), c(trace, forget);
       const Owned said(value ? python.text(value) : nullptr, forget);
       const char* text = said ? python.utf8(said.get()) : nullptr;
-      throw Error(std::string("Python in this process: ") + (text ? text : "it failed"), kernel, specialization);
+      throw Error(std::string("Python in this process: ") + (text ? text : "it failed"), kernel,
+                  specialization);
     };
     const Owned module = own(python.import("plait.runtime.triton_kernels"));
     const Owned answer = own(python.attribute(module.get(), "answer"));
-    const Owned question = own(python.bytes(request.data(), static_cast<ptrdiff_t>(request.size())));
+    const Owned question =
+        own(python.bytes(request.data(), static_cast<ptrdiff_t>(request.size())));
     const Owned result = own(python.call(answer.get(), question.get(), nullptr));
     char* data = nullptr;
     ptrdiff_t size = 0;

@@ -1,13 +1,14 @@
 // native/jit/providers.cpp: kernels from a pack, and from a Python process that compiles them.
 //
-// The process is plait/runtime/triton_kernels.py. Over a socket, which is its standard input, go frames:
-// 8 bytes length, little-endian, then as many bytes. A request is lines: `describe`, file, function; or
-// `compile`, file, function, capability, specialization, options (or `cubin`, for Python, with the same);
-// or `evaluate`, file, function, kind, arguments. An answer's first byte is `k`, and then a signature, a
-// pack with the one kernel, or what Provider::evaluate says follows; or it is `e`, or `r` if other options
-// may do, and what went wrong follows: a line, and Python's traceback. The frame `fork`, which has no
-// answer, is followed by a byte with a socket: a new process answers on that, which has loaded what the
-// first one has. The first one describes and evaluates, those compile, as many at once as there are cores.
+// The process is plait/runtime/triton_kernels.py. Over a socket, which is its standard input, go
+// frames: 8 bytes length, little-endian, then as many bytes. A request is lines: `describe`, file,
+// function; or `compile`, file, function, capability, specialization, options (or `cubin`, for
+// Python, with the same); or `evaluate`, file, function, kind, arguments. An answer's first byte is
+// `k`, and then a signature, a pack with the one kernel, or what Provider::evaluate says follows;
+// or it is `e`, or `r` if other options may do, and what went wrong follows: a line, and Python's
+// traceback. The frame `fork`, which has no answer, is followed by a byte with a socket: a new
+// process answers on that, which has loaded what the first one has. The first one describes and
+// evaluates, those compile, as many at once as there are cores.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -31,8 +32,18 @@ namespace {
 Binary binary_of(const Cubins& cubins, const std::string& name, const Cubins::Entry& e) {
   const cuda::KernelFacts& f = e.facts;
   const std::string* descriptors = cubins.text(name);
-  return {e.image, f.symbol, f.num_warps, f.num_ctas, f.shared, f.global_scratch, f.global_alignment,
-          f.profile_scratch, f.profile_alignment, f.cooperative, f.pdl, descriptors ? *descriptors : ""};
+  return {e.image,
+          f.symbol,
+          f.num_warps,
+          f.num_ctas,
+          f.shared,
+          f.global_scratch,
+          f.global_alignment,
+          f.profile_scratch,
+          f.profile_alignment,
+          f.cooperative,
+          f.pdl,
+          descriptors ? *descriptors : ""};
 }
 
 class Pack : public Provider {
@@ -50,9 +61,10 @@ class Pack : public Provider {
         r.function + "|" + r.specialization + "|" + r.options + "|" + std::to_string(r.capability);
     const Cubins::Entry* found = cubins_.find(name);
     if (!found)  // among configurations that are tuned, it is one less
-      throw Refused("not in " + path_ + " for sm_" + std::to_string(r.capability) + ": pack it with '" +
-                        r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options +
-                        "' and --arch " + std::to_string(r.capability),
+      throw Refused("not in " + path_ + " for sm_" + std::to_string(r.capability) +
+                        ": pack it with '" + r.function + " " + r.specialization +
+                        (r.options.empty() ? "" : " ") + r.options + "' and --arch " +
+                        std::to_string(r.capability),
                     r.function, r.specialization);
     return binary_of(cubins_, name, *found);
   }
@@ -134,7 +146,9 @@ class Worker : public Provider {
   }
   std::string evaluate(const Question& q) override { return ask_first(to_evaluate(q), q.function); }
 
-  unsigned concurrency() const override { return std::clamp(std::thread::hardware_concurrency(), 2u, kMostProcesses); }
+  unsigned concurrency() const override {
+    return std::clamp(std::thread::hardware_concurrency(), 2u, kMostProcesses);
+  }
 
   Binary compile(const Request& r) override {
     Line line = take(r.function);
@@ -229,7 +243,8 @@ class Worker : public Provider {
   static std::pair<int, int> sockets(const std::string& kernel) {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
-      throw Error(std::string("no socket for the process that compiles: ") + std::strerror(errno), kernel);
+      throw Error(std::string("no socket for the process that compiles: ") + std::strerror(errno),
+                  kernel);
     return {ends[0], ends[1]};
   }
 
@@ -269,10 +284,12 @@ class Worker : public Provider {
 };
 }  // namespace
 
-std::string said(const std::string& answer, const std::string& kernel, const std::string& specialization) {
+std::string said(const std::string& answer, const std::string& kernel,
+                 const std::string& specialization) {
   if (answer[0] == 'k') return answer.substr(1);
   const size_t line = answer.find('\n');
-  const std::string what = answer.substr(1, line - 1), trace = line == answer.npos ? "" : answer.substr(line + 1);
+  const std::string what = answer.substr(1, line - 1),
+                    trace = line == answer.npos ? "" : answer.substr(line + 1);
   if (answer[0] == 'r') throw Refused(what, kernel, specialization, -1, trace);
   throw Error(what, kernel, specialization, -1, trace);
 }
@@ -284,8 +301,8 @@ std::string to_evaluate(const Question& q) {
   return "evaluate\n" + q.file + "\n" + q.function + "\n" + q.kind + "\n" + q.arguments;
 }
 std::string to_compile(const Request& r) {
-  return "compile\n" + r.file + "\n" + r.function + "\n" + std::to_string(r.capability) + "\n" + r.specialization +
-         "\n" + r.options;
+  return "compile\n" + r.file + "\n" + r.function + "\n" + std::to_string(r.capability) + "\n" +
+         r.specialization + "\n" + r.options;
 }
 Binary compiled(const std::string& pack) {
   const Cubins made(pack, "(what Python compiled)");

@@ -1,5 +1,5 @@
-// native/jit/site.cpp: what happens once a key: decorators are asked and configurations timed, the kernel is compiled and
-// loaded, and the record is published.
+// native/jit/site.cpp: what happens once a key: decorators are asked and configurations timed, the
+// kernel is compiled and loaded, and the record is published.
 #include "jit/site.h"
 
 #include <fcntl.h>
@@ -20,17 +20,23 @@ Counts& counts() {
 
 Loaded::Loaded(const cuda::Driver& driver, const Binary& b, const std::vector<Slot>& slots)
     : kernel(driver, b.image.data(),
-             {.symbol = b.symbol, .num_warps = b.num_warps, .num_ctas = b.num_ctas,
-              .shared = b.shared, .global_scratch = b.global_scratch,
-              .global_alignment = b.global_alignment, .profile_scratch = b.profile_scratch,
-              .profile_alignment = b.profile_alignment, .cooperative = b.cooperative,
+             {.symbol = b.symbol,
+              .num_warps = b.num_warps,
+              .num_ctas = b.num_ctas,
+              .shared = b.shared,
+              .global_scratch = b.global_scratch,
+              .global_alignment = b.global_alignment,
+              .profile_scratch = b.profile_scratch,
+              .profile_alignment = b.profile_alignment,
+              .cooperative = b.cooperative,
               .pdl = b.pdl},
              slots.size()) {
   for (size_t k = 0; k < slots.size(); ++k) {
     const size_t nbytes = kernel.parameter_nbytes(k);
     if (nbytes != 0 && nbytes != slots[k].nbytes)
       throw std::runtime_error("parameter " + std::to_string(k) + " of the compiled kernel has " +
-                               std::to_string(nbytes) + " bytes, its type " + std::to_string(slots[k].nbytes));
+                               std::to_string(nbytes) + " bytes, its type " +
+                               std::to_string(slots[k].nbytes));
   }
 }
 
@@ -102,8 +108,8 @@ void Function::list(std::vector<std::string>& signatures) const {
   }
 }
 
-void Function::learn(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-                     const std::string& result) const {
+void Function::learn(const std::string& kind, const std::vector<std::string>& names,
+                     const Settings& told, const std::string& result) const {
   recorder().note(name + " @" + facts.add(kind, names, told, result));
 }
 
@@ -116,7 +122,8 @@ std::vector<std::string> Function::deciding_names() const {
 
 void Record::refuse(const Slot& slot, const char* why) const {
   const auto p = static_cast<size_t>(slot.parameter);
-  throw Error("argument " + std::to_string(p) + " (" + signature->parameters[p].name + "), a tensor descriptor: " + why,
+  throw Error("argument " + std::to_string(p) + " (" + signature->parameters[p].name +
+                  "), a tensor descriptor: " + why,
               function->name, specialization.text, slot.parameter);
 }
 
@@ -132,11 +139,13 @@ void Record::make(TensorMap& map, const Recipe& r, const Fields& fields) const {
     block[k] = r.block[from];
     if (from > 0) strides[k] = static_cast<uint64_t>(fields.stride(from - 1) * r.nbytes);
   }
-  strides[rank - 1] = shape[rank - 1] * (rank == 1 ? static_cast<uint64_t>(r.nbytes) : strides[rank - 2]);
+  strides[rank - 1] =
+      shape[rank - 1] * (rank == 1 ? static_cast<uint64_t>(r.nbytes) : strides[rank - 2]);
   map.last_extent = static_cast<int64_t>(shape[0]);
   told(function->name, specialization.text, [&] {
-    driver->check(encode(map.bytes, r.type, static_cast<uint32_t>(rank), reinterpret_cast<void*>(fields.base()),
-                         shape, strides, block, ones, no_interleave, r.swizzle, promote_128_bytes, fields.nan()),
+    driver->check(encode(map.bytes, r.type, static_cast<uint32_t>(rank),
+                         reinterpret_cast<void*>(fields.base()), shape, strides, block, ones,
+                         no_interleave, r.swizzle, promote_128_bytes, fields.nan()),
                   "cuTensorMapEncodeTiled");
   });
 }
@@ -146,9 +155,10 @@ bool Record::clear(const uint64_t* words, std::span<const uint64_t> nbytes, Stre
   for (const Cleared& c : cleared) {
     if (words[c.word] == 0) continue;
     if (nbytes[c.argument] == 0)
-      throw Error("a pre_hook zeroes " + signature->parameters[c.parameter].name + ", whose length is not known: pass a "
-                  "dense tensor or plait::triton::Pointer{data, dtype, nbytes}", function->name, specialization.text,
-                  static_cast<int>(c.parameter));
+      throw Error("a pre_hook zeroes " + signature->parameters[c.parameter].name +
+                      ", whose length is not known: pass a "
+                      "dense tensor or plait::triton::Pointer{data, dtype, nbytes}",
+                  function->name, specialization.text, static_cast<int>(c.parameter));
     told(function->name, specialization.text, [&] {
       triton::clear(*driver, reinterpret_cast<void*>(words[c.word]), nbytes[c.argument], stream);
     });
@@ -169,16 +179,21 @@ struct Asked {
   Asked(const Call& call, const Signature& signature, const Binding& binding)
       : call(call),
         arguments(call.leaves, reinterpret_cast<const uint8_t*>(call.words.data() + n_head_words),
-                  call.words.data() + n_head_words + n_state_words(call.leaves.size()), call.strings) {
+                  call.words.data() + n_head_words + n_state_words(call.leaves.size()),
+                  call.strings) {
     size_t p = 0;
     for (size_t k = 0, end = 0; k < arguments.size(); ++k) {
       if (k >= end) p = parameter_of(binding, k), end = arguments.next(k);
       const Kind kind = arguments.leaf(k).kind;
       const DType type = state::type_of(arguments.state(k));
-      const bool is_typed = kind == Kind::pointer || kind == Kind::dtype || kind == Kind::descriptor;
-      if (!is_typed || arguments.state(k) & state::none || (type != state::unknown && type != state::not_on_gpu)) continue;
+      const bool is_typed =
+          kind == Kind::pointer || kind == Kind::dtype || kind == Kind::descriptor;
+      if (!is_typed || arguments.state(k) & state::none ||
+          (type != state::unknown && type != state::not_on_gpu))
+        continue;
       throw Error("argument " + std::to_string(p) + " (" + signature.parameters[p].name + "): " +
-                      (type == state::unknown ? "Triton has no such dtype" : "a tensor that is not on a GPU"),
+                      (type == state::unknown ? "Triton has no such dtype"
+                                              : "a tensor that is not on a GPU"),
                   signature.function, "", static_cast<int>(p));
     }
     if (signature.layers.empty()) return;
@@ -197,13 +212,15 @@ struct Asked {
 
   static size_t parameter_of(const Binding& binding, size_t leaf) {
     const std::vector<int>& all = binding.sources;
-    return static_cast<size_t>(std::find(all.begin(), all.end(), static_cast<int>(leaf)) - all.begin());
+    return static_cast<size_t>(std::find(all.begin(), all.end(), static_cast<int>(leaf)) -
+                               all.begin());
   }
 
   // All that an answer may depend on.
   Settings told(const Settings& chosen) const {
     Settings all = positional;
-    for (const Settings* more : {&named, &chosen, &facts}) all.insert(all.end(), more->begin(), more->end());
+    for (const Settings* more : {&named, &chosen, &facts})
+      all.insert(all.end(), more->begin(), more->end());
     return all;
   }
   std::string question(const Settings& chosen) const {
@@ -218,13 +235,14 @@ struct Asked {
   Settings positional, named, facts;
 };
 
-// What of a call's words is its key. It grows with what answers of decorators depended on; records of a
-// smaller one stay right.
+// What of a call's words is its key. It grows with what answers of decorators depended on; records
+// of a smaller one stay right.
 const std::vector<uint64_t>& Site::mask_of(std::span<const Leaf> leaves) {
   Binding wide = binding;
   if (!signature.layers.empty()) widen(wide, signature, leaves, function->deciding_names());
   std::vector<uint64_t> mask(n_head_words, ~uint64_t{0});
-  mask.insert(mask.end(), wide.mask.begin(), wide.mask.begin() + static_cast<std::ptrdiff_t>(wide.n_compared));
+  mask.insert(mask.end(), wide.mask.begin(),
+              wide.mask.begin() + static_cast<std::ptrdiff_t>(wide.n_compared));
   if (masks_.empty() || *masks_.back() != mask) {
     masks_.push_back(std::make_unique<std::vector<uint64_t>>(std::move(mask)));
     records_.clear();
@@ -234,13 +252,15 @@ const std::vector<uint64_t>& Site::mask_of(std::span<const Leaf> leaves) {
 
 void Site::publish(Record* record, const Call& call) {
   record->mask = &mask_of(call.leaves);
-  for (size_t k = 0; k < record->mask->size(); ++k) record->key.push_back(call.words[k] & (*record->mask)[k]);
+  for (size_t k = 0; k < record->mask->size(); ++k)
+    record->key.push_back(call.words[k] & (*record->mask)[k]);
   record->strings.assign(call.strings.begin(), call.strings.end());
   records_.push_back(record);
   Table* table = table_.load(std::memory_order_relaxed);
-  if (table && &table->mask == record->mask && 2 * records_.size() <= table->places.size()) return table->put(record);
-  tables_.push_back(
-      std::make_unique<Table>(*record->mask, record->mask->size(), std::bit_ceil(4 * records_.size())));
+  if (table && &table->mask == record->mask && 2 * records_.size() <= table->places.size())
+    return table->put(record);
+  tables_.push_back(std::make_unique<Table>(*record->mask, record->mask->size(),
+                                            std::bit_ceil(4 * records_.size())));
   table = tables_.back().get();  // the old one stays: it may still be read
   for (const Record* r : records_) table->put(r);
   table_.store(table, std::memory_order_release);
@@ -272,17 +292,19 @@ void Site::note_miss(const Record& record) const {
   Counts& c = counts();
   ++c.misses;
   const std::scoped_lock lock(c.mutex);
-  c.last_miss = function->name + " " + record.specialization.text + ", " +
-                (before ? "before it " + before->specialization.text : "the first call of its kind");
+  c.last_miss =
+      function->name + " " + record.specialization.text + ", " +
+      (before ? "before it " + before->specialization.text : "the first call of its kind");
 }
 
-std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen, bool timed) const {
+std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen,
+                                      bool timed) const {
   auto record = std::make_unique<Record>(Record{function, &signature, &driver});
   record->binding = &binding;
   record->chosen = chosen;
   record->specialization = specialize(signature, binding, asked.arguments, chosen);
-  record->kernel =
-      told(function->name, record->specialization.text, [&] { return load(asked, *record, timed); });
+  record->kernel = told(function->name, record->specialization.text,
+                        [&] { return load(asked, *record, timed); });
   const auto first = static_cast<uint32_t>(n_head_words + n_state_words(asked.call.leaves.size()));
   int last = -1;  // the parameter of the slot before
   for (uint32_t k = 0; k < record->specialization.slots.size(); ++k) {
@@ -294,21 +316,27 @@ std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen
     if (slot.map >= 0) record->made.push_back(k);
     last = slot.parameter;
   }
-  for (size_t k = 0, argument = 0; k < asked.arguments.size() && !chosen.empty(); k = asked.arguments.next(k), ++argument)
-    if (const size_t p = Asked::parameter_of(binding, k); triton::find(chosen, signature.parameters[p].name + ".zero"))
+  for (size_t k = 0, argument = 0; k < asked.arguments.size() && !chosen.empty();
+       k = asked.arguments.next(k), ++argument)
+    if (const size_t p = Asked::parameter_of(binding, k);
+        triton::find(chosen, signature.parameters[p].name + ".zero"))
       record->cleared.push_back({p, argument, first + asked.arguments.word(k)});
   record->plain = record->defaults.empty() && record->fixes.empty() && record->descriptors.empty();
   return record;
 }
 
-Request Site::request_of(const Asked& asked, const Specialization& specialization, const Settings& chosen) const {
+Request Site::request_of(const Asked& asked, const Specialization& specialization,
+                         const Settings& chosen) const {
   constexpr int major_of_capability = 75, minor_of_capability = 76;
   int device = 0, major = 0, minor = 0;
   driver.check(driver.current_device(&device), "cuCtxGetDevice");
-  driver.check(driver.device_attribute(&major, major_of_capability, device), "cuDeviceGetAttribute");
-  driver.check(driver.device_attribute(&minor, minor_of_capability, device), "cuDeviceGetAttribute");
+  driver.check(driver.device_attribute(&major, major_of_capability, device),
+               "cuDeviceGetAttribute");
+  driver.check(driver.device_attribute(&minor, minor_of_capability, device),
+               "cuDeviceGetAttribute");
   return {function->file, function->name, specialization.text,
-          options_text(signature, options_of(signature, asked.call.launch.options, chosen)), 10 * major + minor};
+          options_text(signature, options_of(signature, asked.call.launch.options, chosen)),
+          10 * major + minor};
 }
 
 const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) const {
@@ -318,16 +346,19 @@ const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) c
   const auto lock = function->provider->hold(flight.mutex);
   std::unique_ptr<Loaded>& loaded = flight.loaded[asked.call.words[0]];
   if (!loaded && is_capturing(driver, asked.call.launch.stream))
-    throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
+    throw std::runtime_error(
+        "it is not loaded yet and the stream is being captured: launch it once before");
   const Binary& binary = flight.compile(*function->provider, request);
   record.recipes = read_recipes(binary.descriptors);
   if (!record.recipes.empty()) driver.need(record.encode, "cuTensorMapEncodeTiled");
-  record.specialization.slots = expand(record.specialization.slots, record.recipes, asked.arguments);
+  record.specialization.slots =
+      expand(record.specialization.slots, record.recipes, asked.arguments);
   if (!loaded) {
     loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
     ++counts().loaded;
   }
-  const std::string written = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
+  const std::string written =
+      function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
   if (!timed && flight.signature.empty()) recorder().note(flight.signature = written);
   if (timed && !std::exchange(flight.is_timed, true)) recorder().note("?" + written);
   return &loaded->kernel;
@@ -337,7 +368,8 @@ Settings Site::decide(Asked& asked, size_t layer, Settings chosen) const {
   for (; layer < signature.layers.size(); ++layer) {
     const Layer& l = signature.layers[layer];
     if (!l.tunes) {
-      const Settings found = read_settings(ask(asked, "heuristics" + std::to_string(layer), chosen));
+      const Settings found =
+          read_settings(ask(asked, "heuristics" + std::to_string(layer), chosen));
       chosen.insert(chosen.end(), found.begin(), found.end());
     } else {
       const Settings found = l.configs.size() == 1 ? l.configs[0] : tune(asked, layer, chosen);
@@ -348,7 +380,8 @@ Settings Site::decide(Asked& asked, size_t layer, Settings chosen) const {
 }
 
 // And with what its pre_hook does.
-Settings Site::with_config(const Asked& asked, size_t layer, Settings chosen, const Settings& config) const {
+Settings Site::with_config(const Asked& asked, size_t layer, Settings chosen,
+                           const Settings& config) const {
   chosen.insert(chosen.end(), config.begin(), config.end());
   if (!signature.layers[layer].hooked) return chosen;
   const Settings done = read_settings(ask(asked, "hook" + std::to_string(layer), chosen));
@@ -391,24 +424,28 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
 
   const Tuning* policy = tuning.load(std::memory_order_acquire);
   const std::string condition = conditions(names, told);
-  std::string key = "plait tuned 1\n" + signature.identity + "\n" + machine.gpu + "\n" + machine.driver + "\n" +
-                    function->name + " " + kind + " " + condition;
+  std::string key = "plait tuned 1\n" + signature.identity + "\n" + machine.gpu + "\n" +
+                    machine.driver + "\n" + function->name + " " + kind + " " + condition;
   for (const Settings& c : configs) key += "\n" + write_settings(c);
   static const Tuning nowhere{Miss::tune, ""};
   const TunedFile file(signature.identity.empty() ? &nowhere : policy, key);
   std::optional<std::string> best = file.read();
-  const auto refuse = [&](const std::string& why) { throw Error(why + "\n  key: " + condition, function->name); };
+  const auto refuse = [&](const std::string& why) {
+    throw Error(why + "\n  key: " + condition, function->name);
+  };
   if (!best && policy && policy->on_miss == Miss::error)
-    refuse("no configuration is known for this key: a pack's table may have '" + function->name + " @" + kind + " " +
-           condition + " -> " + write_settings(configs[0]) + "'");
+    refuse("no configuration is known for this key: a pack's table may have '" + function->name +
+           " @" + kind + " " + condition + " -> " + write_settings(configs[0]) + "'");
   if (!best && policy && policy->on_miss == Miss::first) return configs[0];
   if (!best) {
     if (is_capturing(driver, asked.call.launch.stream))
       refuse("it is not tuned yet and the stream is being captured: launch it once before");
     if (!asked.call.nbytes.data() && !(l.reset.empty() && l.restore.empty())) throw WantsLengths();
     if (l.times_with_hooks)
-      refuse("its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot call around what it "
-             "times: let Python choose, and write that down as a fact, or set_tuning()");
+      refuse(
+          "its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot call "
+          "around what it "
+          "times: let Python choose, and write that down as a fact, or set_tuning()");
     std::vector<Settings> candidates;
     for (const Settings& c : configs) {
       candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
@@ -417,7 +454,8 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
       if (clears && !asked.call.nbytes.data()) throw WantsLengths();
     }
     const std::vector<double> ms = time(asked, l, candidates);
-    best = write_settings(configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
+    best = write_settings(
+        configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);
     ++counts().tuned;
   }
@@ -435,8 +473,10 @@ std::vector<Kept> Site::kept_of(const Asked& asked, const Layer& layer) const {
       const uint64_t address =
           call.words[n_head_words + n_state_words(call.leaves.size()) + asked.arguments.word(k)];
       if (call.nbytes[at] == 0 && address != 0)
-        throw Error("@triton.autotune resets or restores " + name + ", whose length is not known: pass a dense "
-                    "tensor or plait::triton::Pointer{data, dtype, nbytes}", function->name);
+        throw Error("@triton.autotune resets or restores " + name +
+                        ", whose length is not known: pass a dense "
+                        "tensor or plait::triton::Pointer{data, dtype, nbytes}",
+                    function->name);
       if (address != 0) kept.push_back({reinterpret_cast<void*>(address), call.nbytes[at], zero});
     }
   };
@@ -445,7 +485,8 @@ std::vector<Kept> Site::kept_of(const Asked& asked, const Layer& layer) const {
   return kept;
 }
 
-// By as many threads as the provider likes; who wants a kernel afterwards finds it, or why there is none.
+// By as many threads as the provider likes; who wants a kernel afterwards finds it, or why there is
+// none.
 void Site::compile_all(const Asked& asked, const std::vector<Settings>& candidates) const {
   std::atomic<size_t> next{0};
   const auto compile = [&] {
@@ -470,7 +511,8 @@ void Site::compile_all(const Asked& asked, const std::vector<Settings>& candidat
   for (std::thread& t : helpers) t.join();
 }
 
-std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const {
+std::vector<double> Site::time(const Asked& asked, const Layer& layer,
+                               const std::vector<Settings>& candidates) const {
   const Call& call = asked.call;
   const std::vector<Kept> kept = kept_of(asked, layer);
   compile_all(asked, candidates);
@@ -503,7 +545,8 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
       c.record->launch(grid, config, call.launch.stream, c.parameters.data());
     });
   }
-  return told(function->name, "", [&] { return times(driver, call.launch.stream, kept, launches); });
+  return told(function->name, "",
+              [&] { return times(driver, call.launch.stream, kept, launches); });
 }
 
 }  // namespace plait::triton::detail

@@ -1,5 +1,6 @@
-// native/jit/site.h: what a call meets on its way to a launch: a site, its records, and the function they are of. What a
-// hit does is here and in triton.cpp; site.cpp has what happens once a key, bound.cpp what is bound.
+// native/jit/site.h: what a call meets on its way to a launch: a site, its records, and the
+// function they are of. What a hit does is here and in triton.cpp; site.cpp has what happens once a
+// key, bound.cpp what is bound.
 #pragma once
 
 #include <map>
@@ -37,7 +38,8 @@ decltype(auto) told(const std::string& kernel, const std::string& specialization
   } catch (const cuda::OutOfResources& error) {
     throw Refused(error.what(), kernel, specialization);
   } catch (const cuda::DriverError& error) {
-    if (error.code == kInvalidValue || error.code == kLaunchOutOfResources || error.code == kInvalidClusterSize)
+    if (error.code == kInvalidValue || error.code == kLaunchOutOfResources ||
+        error.code == kInvalidClusterSize)
       throw Refused(error.what(), kernel, specialization);
     throw Error(error.what(), kernel, specialization);
   } catch (const std::exception& error) {
@@ -96,7 +98,8 @@ class Function {
   void list(std::vector<std::string>& signatures) const;
   void learn(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
              const std::string& result) const;
-  std::vector<std::string> deciding_names() const;  // of what decides whether a value is part of a key
+  // Of what decides whether a value is part of a key.
+  std::vector<std::string> deciding_names() const;
 
   const std::shared_ptr<Provider> provider;
   const std::string file, name;
@@ -116,8 +119,8 @@ struct TensorMap {
   int64_t last_extent;
 };
 
-// A tensor that a configuration's pre_hook zeroes before each launch: its place in the signature, among the arguments
-// that are given, and of its address in the call's words.
+// A tensor that a configuration's pre_hook zeroes before each launch: its place in the signature,
+// among the arguments that are given, and of its address in the call's words.
 struct Cleared {
   size_t parameter, argument, word;
 };
@@ -140,8 +143,8 @@ struct Record {
   bool plain = true;                            // there are none of them
   std::vector<Cleared> cleared;
   std::vector<Recipe> recipes;
-  int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
-                int, int, int) = nullptr;
+  int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                const uint32_t*, int, int, int, int) = nullptr;
 
   bool is_of(const Call& call) const {
     const uint64_t *words = call.words.data(), *known = key.data(), *masks = mask->data();
@@ -165,19 +168,23 @@ struct Record {
     if (plain) [[likely]]
       return;
     const std::vector<Slot>& slots = specialization.slots;
-    for (const uint32_t k : defaults) parameters[k] = const_cast<uint64_t*>(&specialization.defaults[slots[k].word]);
+    for (const uint32_t k : defaults)
+      parameters[k] = const_cast<uint64_t*>(&specialization.defaults[slots[k].word]);
     const auto* states = reinterpret_cast<const uint8_t*>(words + n_head_words);
     for (const uint32_t k : fixes)
       fix(slots[k], *signature, states[slots[k].leaf], reinterpret_cast<uint64_t*>(parameters[k]));
     for (const uint32_t k : descriptors) {
       // The base is in the word after the type, which is where a map would be.
       const Fields fields(reinterpret_cast<const uint64_t*>(parameters[k]) - (slots[k].map < 0));
-      if (const char* wrong = fields.wrong(state::type_of(states[slots[k].leaf]))) refuse(slots[k], wrong);
-      if (slots[k].map >= 0) make(maps[slots[k].map], recipes[static_cast<size_t>(slots[k].map)], fields);
+      if (const char* wrong = fields.wrong(state::type_of(states[slots[k].leaf])))
+        refuse(slots[k], wrong);
+      if (slots[k].map >= 0)
+        make(maps[slots[k].map], recipes[static_cast<size_t>(slots[k].map)], fields);
     }
     for (const uint32_t k : made) {
       TensorMap& map = maps[slots[k].map];
-      parameters[k] = slots[k].nbytes == Recipe::map_nbytes ? static_cast<void*>(map.bytes) : &map.last_extent;
+      parameters[k] =
+          slots[k].nbytes == Recipe::map_nbytes ? static_cast<void*>(map.bytes) : &map.last_extent;
     }
   }
 
@@ -199,8 +206,14 @@ struct Record {
     parameters[n + 1] = &memory[1];
     if (!hook && facts.global_scratch == 0 && facts.profile_scratch == 0) [[likely]]
       return enqueue(config, parameters);
-    const Launched launched{function->name, facts.symbol, specialization.text, facts.num_warps,
-                            facts.num_ctas, facts.shared, grid, stream};
+    const Launched launched{function->name,
+                            facts.symbol,
+                            specialization.text,
+                            facts.num_warps,
+                            facts.num_ctas,
+                            facts.shared,
+                            grid,
+                            stream};
     if (hook && hook->enter) hook->enter(hook->user, launched);
     const Memory global = scratch(launched, facts.global_scratch, facts.global_alignment);
     const Memory profile = scratch(launched, facts.profile_scratch, facts.profile_alignment);
@@ -254,7 +267,9 @@ struct WantsLengths {};
 // One function called with one list of types at one place.
 struct Site {
   Site(const cuda::Driver& driver, const Function* function, std::span<const Leaf> leaves)
-      : driver(driver), function(function), signature(function->signature()),
+      : driver(driver),
+        function(function),
+        signature(function->signature()),
         binding(triton::bind(signature, leaves)) {}
 
   const cuda::Driver& driver;
@@ -287,15 +302,19 @@ struct Site {
   }
 
   const Record* make(const Call& call);
-  std::unique_ptr<Record> prepare(const Asked& asked, const Settings& chosen, bool timed = false) const;
+  std::unique_ptr<Record> prepare(const Asked& asked, const Settings& chosen,
+                                  bool timed = false) const;
   Settings decide(Asked& asked, size_t layer, Settings chosen) const;
-  Settings with_config(const Asked& asked, size_t layer, Settings chosen, const Settings& config) const;
+  Settings with_config(const Asked& asked, size_t layer, Settings chosen,
+                       const Settings& config) const;
   std::string ask(const Asked& asked, const std::string& kind, const Settings& chosen) const;
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
   std::vector<Kept> kept_of(const Asked& asked, const Layer& layer) const;
   void compile_all(const Asked& asked, const std::vector<Settings>& candidates) const;
-  std::vector<double> time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const;
-  Request request_of(const Asked& asked, const Specialization& specialization, const Settings& chosen) const;
+  std::vector<double> time(const Asked& asked, const Layer& layer,
+                           const std::vector<Settings>& candidates) const;
+  Request request_of(const Asked& asked, const Specialization& specialization,
+                     const Settings& chosen) const;
   const cuda::Kernel* load(const Asked& asked, Record& record, bool timed) const;
   const std::vector<uint64_t>& mask_of(std::span<const Leaf> leaves);
   void publish(Record* record, const Call& call);
@@ -314,7 +333,8 @@ const Record* find(Sites& sites, const Call& call);
 
 template <class T>
 T* aligned(void* memory) {
-  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory) + alignof(T) - 1) / alignof(T) * alignof(T));
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory) + alignof(T) - 1) / alignof(T) *
+                              alignof(T));
 }
 
 }  // namespace plait::triton::detail

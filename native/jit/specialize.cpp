@@ -1,4 +1,5 @@
-// native/jit/specialize.cpp: Triton's rules of specialization (runtime/jit.py and specialize.cc of 3.6).
+// native/jit/specialize.cpp: Triton's rules of specialization (runtime/jit.py and specialize.cc
+// of 3.6).
 #include "jit/specialize.h"
 
 #include <charconv>
@@ -9,12 +10,14 @@
 
 namespace plait::triton {
 namespace {
-constexpr const char* kNames[] = {"",     "u1",   "i8",   "i16",  "i32",     "i64",    "u8",
-                                  "u16",  "u32",  "u64",  "fp16", "bf16",    "fp32",   "fp64",
-                                  "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
+constexpr const char* kNames[] = {
+    "",     "u1",   "i8",   "i16",  "i32",     "i64",   "u8",       "u16",     "u32",     "u64",
+    "fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
 constexpr int64_t kMaxBlock = 1 << 20;  // elements
 constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
-const char* name_of(DType t) { return static_cast<size_t>(t) < std::size(kNames) ? kNames[static_cast<size_t>(t)] : ""; }
+const char* name_of(DType t) {
+  return static_cast<size_t>(t) < std::size(kNames) ? kNames[static_cast<size_t>(t)] : "";
+}
 
 std::optional<DType> dtype_named(std::string_view name) {
   for (size_t k = 1; k < std::size(kNames); ++k)
@@ -115,14 +118,18 @@ struct Item {
   std::string with_block(const std::string& type, size_t rank) const {
     if (!block) return type;
     size_t n = 0, count = 1;
-    for (const std::string_view one : split(std::string_view(*block).substr(1, block->size() - 2), ',')) {
+    for (const std::string_view one :
+         split(std::string_view(*block).substr(1, block->size() - 2), ',')) {
       size_t length = 0;
       std::from_chars(one.data(), one.data() + one.size(), length);
-      count = std::has_single_bit(length) && length <= kMaxBlock ? std::min<size_t>(count * length, kMaxBlock + 1) : kMaxBlock + 1;
+      count = std::has_single_bit(length) && length <= kMaxBlock
+                  ? std::min<size_t>(count * length, kMaxBlock + 1)
+                  : kMaxBlock + 1;
       ++n;
     }
     const bool fits = n == rank && count <= kMaxBlock;
-    return type.substr(0, type.find('[') + 1) + (fits ? block->substr(1, block->size() - 2) : "") + "]>";
+    return type.substr(0, type.find('[') + 1) + (fits ? block->substr(1, block->size() - 2) : "") +
+           "]>";
   }
 
   void slot(size_t k, DType to, bool fix, size_t extra_words = 0) const {
@@ -150,7 +157,8 @@ struct Item {
     }
     switch (leaf.kind) {
       case Kind::pointer:
-        if (!annotation.empty() && !to_pointer) refuse("a pointer for a parameter annotated " + annotation);
+        if (!annotation.empty() && !to_pointer)
+          refuse("a pointer for a parameter annotated " + annotation);
         type((rules.is_const ? "*k" : "*") + std::string(name_of(state::type_of(state))), true);
         return slot(k, DType::u64, false);
       case Kind::integer: {
@@ -164,10 +172,11 @@ struct Item {
         type("u1", false);
         return slot(k, annotation.empty() ? DType::u1 : to, is_float(to));
       case Kind::floating:
-        if (!annotation.empty() && !is_float(to)) refuse("a float for a parameter annotated " + annotation);
+        if (!annotation.empty() && !is_float(to))
+          refuse("a float for a parameter annotated " + annotation);
         type("fp32", false);
-        return slot(k, annotation.empty() ? DType::fp32 : to, to == DType::fp16 || to == DType::bf16,
-                    to == DType::fp64);
+        return slot(k, annotation.empty() ? DType::fp32 : to,
+                    to == DType::fp16 || to == DType::bf16, to == DType::fp64);
       case Kind::tuple:
         if (!annotation.empty()) refuse("a tuple for a parameter annotated " + annotation);
         out.text += "(";
@@ -179,11 +188,14 @@ struct Item {
         out.text += ")";
         return;
       case Kind::descriptor:
-        if (!annotation.empty()) refuse("a tensor descriptor for a parameter annotated " + annotation);
+        if (!annotation.empty())
+          refuse("a tensor descriptor for a parameter annotated " + annotation);
         type(with_block(from.value(k, true), from.descriptor_rank(k)), false);
         if (out.text.ends_with("[]>"))
-          refuse("a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a block's "
-                 "lengths are powers of two, 1048576 elements at most");
+          refuse(
+              "a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a "
+              "block's "
+              "lengths are powers of two, 1048576 elements at most");
         return slot(k, state::type_of(state), false);
       case Kind::none:
       case Kind::dtype:
@@ -205,7 +217,8 @@ uint16_t half_of(double v) {
   std::frexp(v, &exponent);
   const int unit = std::max(exponent - 11, -24);  // of the last place
   const auto steps = static_cast<uint16_t>(std::nearbyint(std::ldexp(v, -unit)));
-  // Counted from 2^-24, halves with one exponent are 1024 steps; what rounds up carries into the next.
+  // Counted from 2^-24, halves with one exponent are 1024 steps; what rounds up carries into the
+  // next.
   return static_cast<uint16_t>(sign | (((unit + 24) << 10) + steps));
 }
 
@@ -214,14 +227,15 @@ void count_words(Binding& b) {
   while (b.n_compared > 0 && b.mask[b.n_compared - 1] == 0) --b.n_compared;
 }
 
-void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* states, uint64_t* words,
-          const std::vector<size_t>& first_word) {
+void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* states,
+          uint64_t* words, const std::vector<size_t>& first_word) {
   const Leaf& leaf = leaves[k];
   const bool constant = rules.constant || (leaf.constant && rules.annotation.empty());
   uint8_t mask = 0xff;
   if (!constant) {
     // Of memory the type counts even so: it may be one that cannot be passed.
-    if (!rules.annotation.empty() && leaf.kind != Kind::pointer) mask = state::none | state::aligned;
+    if (!rules.annotation.empty() && leaf.kind != Kind::pointer)
+      mask = state::none | state::aligned;
     if (!rules.specialize) mask &= static_cast<uint8_t>(~(state::one | state::aligned));
     if (!rules.align) mask &= static_cast<uint8_t>(~state::aligned);
   }
@@ -249,8 +263,9 @@ std::string quoted(std::string_view s) {
   constexpr char digits[] = "0123456789ABCDEF";
   std::string out = "'";
   for (const unsigned char c : s) {
-    const bool plain = (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
-                       std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
+    const bool plain =
+        (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
+        std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
     if (plain)
       out += static_cast<char>(c);
     else
@@ -292,7 +307,8 @@ Error::Error(const std::string& what, std::string kernel, std::string specializa
 
 bool Layer::sets(std::string_view name) const {
   if (!tunes) return std::find(names.begin(), names.end(), name) != names.end();
-  return std::any_of(configs.begin(), configs.end(), [&](const Settings& c) { return find(c, name); });
+  return std::any_of(configs.begin(), configs.end(),
+                     [&](const Settings& c) { return find(c, name); });
 }
 
 Signature::Signature(const std::string& function, const std::string& text) : function(function) {
@@ -319,8 +335,14 @@ Signature::Signature(const std::string& function, const std::string& text) : fun
       layers.push_back({false, false, false, false, names(fields[1]), {}, {}, {}});
     } else if (fields[0] == "@autotune" && fields.size() == 5) {
       const auto has = [&](char flag) { return fields[4].find(flag) != std::string_view::npos; };
-      layers.push_back(
-          {true, has('p'), has('b'), has('h'), names(fields[1]), names(fields[2]), names(fields[3]), {}});
+      layers.push_back({true,
+                        has('p'),
+                        has('b'),
+                        has('h'),
+                        names(fields[1]),
+                        names(fields[2]),
+                        names(fields[3]),
+                        {}});
     } else if (fields.size() == 4) {
       const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
       parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
@@ -332,7 +354,8 @@ Signature::Signature(const std::string& function, const std::string& text) : fun
 }
 
 bool Signature::is_set(std::string_view parameter) const {
-  return std::any_of(layers.begin(), layers.end(), [&](const Layer& l) { return l.sets(parameter); });
+  return std::any_of(layers.begin(), layers.end(),
+                     [&](const Layer& l) { return l.sets(parameter); });
 }
 
 Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const uint64_t* words,
@@ -370,15 +393,18 @@ std::string Arguments::value(size_t k, bool pointers) const {
       for (size_t d = 0; d < (*word & 0xff); ++d) {
         const int64_t length = int64_t{1} << (*word >> 8 * (d + 1) & 0xff);
         count *= std::min(length, kMaxBlock + 1);
-        if (count > kMaxBlock) return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[]>";
+        if (count > kMaxBlock)
+          return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[]>";
         lengths += (d ? "," : "") + std::to_string(length);
       }
-      return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[" + lengths + "]>";
+      return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[" + lengths +
+             "]>";
     }
     case Kind::tuple: break;
   }
   std::string out = "(";
-  for (size_t j = k + 1; j < next(k); j = next(j)) out += (j == k + 1 ? "" : ",") + value(j, pointers);
+  for (size_t j = k + 1; j < next(k); j = next(j))
+    out += (j == k + 1 ? "" : ",") + value(j, pointers);
   return out + ")";
 }
 
@@ -404,18 +430,21 @@ Binding bind(const Signature& signature, std::span<const Leaf> leaves) {
         throw Error(std::string("there is no parameter ") + leaves[k].name, signature.function);
     }
     if (p >= parameters.size())
-      throw Error("it takes " + std::to_string(parameters.size()) + " arguments", signature.function);
+      throw Error("it takes " + std::to_string(parameters.size()) + " arguments",
+                  signature.function);
     if (b.sources[p] != -1)
       throw Error("two values for argument " + std::to_string(p) + " (" + parameters[p].name + ")",
                   signature.function, "", static_cast<int>(p));
     if (signature.is_set(parameters[p].name))
-      throw Error("argument " + std::to_string(p) + " (" + parameters[p].name + ") is set by a decorator",
-                  signature.function, "", static_cast<int>(p));
+      throw Error(
+          "argument " + std::to_string(p) + " (" + parameters[p].name + ") is set by a decorator",
+          signature.function, "", static_cast<int>(p));
     b.sources[p] = static_cast<int>(k);
     mark(leaves, k, rules_of(parameters[p]), states, b.mask.data() + n_states, first_word);
   }
   for (size_t p = 0; p < parameters.size(); ++p)
-    if (b.sources[p] == -1 && parameters[p].fallback.empty() && !signature.is_set(parameters[p].name))
+    if (b.sources[p] == -1 && parameters[p].fallback.empty() &&
+        !signature.is_set(parameters[p].name))
       throw Error("argument " + std::to_string(p) + " (" + parameters[p].name + ") is missing",
                   signature.function, "", static_cast<int>(p));
   for (size_t k = 0; k < leaves.size() && !signature.layers.empty(); ++k)
@@ -431,9 +460,11 @@ void widen(Binding& b, const Signature& signature, std::span<const Leaf> leaves,
   for (size_t k = 0, p = 0; k < leaves.size(); word += leaves[k++].n_words()) {
     if (k >= end) {
       end = k + 1 + leaves[k].n_inside;
-      p = static_cast<size_t>(std::find(b.sources.begin(), b.sources.end(), static_cast<int>(k)) - b.sources.begin());
+      p = static_cast<size_t>(std::find(b.sources.begin(), b.sources.end(), static_cast<int>(k)) -
+                              b.sources.begin());
     }
-    if (std::find(names.begin(), names.end(), signature.parameters[p].name) == names.end()) continue;
+    if (std::find(names.begin(), names.end(), signature.parameters[p].name) == names.end())
+      continue;
     states[k] = 0xff;
     const bool is_memory = leaves[k].kind == Kind::pointer || leaves[k].kind == Kind::descriptor;
     for (size_t w = 0; !is_memory && w < leaves[k].n_words(); ++w) b.mask[word + w] = ~uint64_t{0};
@@ -454,8 +485,8 @@ Specialization specialize(const Signature& signature, const Binding& binding, co
       Item{signature, call, index, false, out, find(chosen, parameter.name + ".block_shape")}.add(
           static_cast<size_t>(source), rules_of(parameter));
     } else if (fallback.empty()) {
-      throw Error("argument " + std::to_string(p) + " (" + parameter.name + ") is missing", signature.function,
-                  out.text, index);
+      throw Error("argument " + std::to_string(p) + " (" + parameter.name + ") is missing",
+                  signature.function, out.text, index);
     } else if (parameter.constant) {
       out.text += "=" + fallback;
     } else {
@@ -514,8 +545,10 @@ std::vector<Recipe> read_recipes(std::string_view text) {
       std::from_chars(s.data(), s.data() + s.size(), v);
       return v;
     };
-    found.push_back({number(fields[0]), number(fields[1]), number(fields[2]), number(fields[3]) != 0, {}});
-    for (const std::string_view n : split(fields[4], 'x')) found.back().block.push_back(static_cast<uint32_t>(number(n)));
+    found.push_back(
+        {number(fields[0]), number(fields[1]), number(fields[2]), number(fields[3]) != 0, {}});
+    for (const std::string_view n : split(fields[4], 'x'))
+      found.back().block.push_back(static_cast<uint32_t>(number(n)));
   }
   return found;
 }
@@ -537,11 +570,13 @@ std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recip
       part.map = map;
       out.push_back(part);
     };
-    constexpr size_t shape = 2, strides = shape + Extents::max_rank, padding = strides + Extents::max_rank;
+    constexpr size_t shape = 2, strides = shape + Extents::max_rank,
+                     padding = strides + Extents::max_rank;
     const bool is_map = !recipes.empty();
-    if (is_map && (static_cast<size_t>(n) >= recipes.size() || recipes[static_cast<size_t>(n)].block.size() != rank))
-      throw std::runtime_error("the compiled kernel has no tensor descriptor of " + std::to_string(rank) +
-                               " dimensions as number " + std::to_string(n));
+    if (is_map && (static_cast<size_t>(n) >= recipes.size() ||
+                   recipes[static_cast<size_t>(n)].block.size() != rank))
+      throw std::runtime_error("the compiled kernel has no tensor descriptor of " +
+                               std::to_string(rank) + " dimensions as number " + std::to_string(n));
     if (is_map) {
       put(0, Recipe::map_nbytes, n);
     } else {
@@ -556,8 +591,8 @@ std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recip
     ++n;
   }
   if (static_cast<size_t>(n) < recipes.size())
-    throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) + " tensor descriptors, not " +
-                             std::to_string(n));
+    throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) +
+                             " tensor descriptors, not " + std::to_string(n));
   return out;
 }
 
@@ -567,7 +602,8 @@ const char* Fields::wrong(DType dtype) const {
   for (size_t k = 0; k < n; ++k)
     if (shape(k) <= 0) return "its shape is not positive";
   for (size_t k = 0; k + 1 < n; ++k)
-    if (stride(k) * kBytes[static_cast<size_t>(dtype)] % 16 != 0) return "its strides are not multiples of 16 bytes";
+    if (stride(k) * kBytes[static_cast<size_t>(dtype)] % 16 != 0)
+      return "its strides are not multiples of 16 bytes";
   if (stride(n - 1) != 1) return "its last stride is not 1";
   const bool is_floating = is_float(dtype) || dtype >= DType::fp8e4nv;
   return nan() && !is_floating ? "only floating-point elements can be padded with nan" : nullptr;
@@ -602,10 +638,13 @@ Settings options_of(const Signature& signature, const Options& o, const Settings
   if (o.pdl) set["launch_pdl"] = "True";
   if (o.others)
     for (const auto& [name, value] : o.others->options)
-      if (!set.try_emplace(name, value).second) throw Error("two values for option " + name, signature.function);
+      if (!set.try_emplace(name, value).second)
+        throw Error("two values for option " + name, signature.function);
   const auto& parameters = signature.parameters;
   for (const auto& [name, value] : chosen) {
-    if (std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) { return p.name == name; })) continue;
+    if (std::any_of(parameters.begin(), parameters.end(),
+                    [&](const Parameter& p) { return p.name == name; }))
+      continue;
     if (name.find('.') != name.npos) continue;  // a parameter's block shape
     if (!set.try_emplace(name, value).second)
       throw Error("option " + name + " is set by a decorator", signature.function);
@@ -625,22 +664,25 @@ DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
   static constexpr struct {
     unsigned code, bits;
     DType dtype;
-  } known[] = {
-      {2, 32, DType::fp32},   {4, 16, DType::bf16},    {2, 16, DType::fp16},    {2, 64, DType::fp64},
-      {0, 32, DType::i32},    {0, 64, DType::i64},     {0, 8, DType::i8},       {0, 16, DType::i16},
-      {1, 8, DType::u8},      {1, 16, DType::u16},     {1, 32, DType::u32},     {1, 64, DType::u64},
-      {6, 8, DType::u1},      {10, 8, DType::fp8e4nv}, {11, 8, DType::fp8e4b8}, {12, 8, DType::fp8e5},
-      {13, 8, DType::fp8e5b16}};
+  } known[] = {{2, 32, DType::fp32},  {4, 16, DType::bf16},    {2, 16, DType::fp16},
+               {2, 64, DType::fp64},  {0, 32, DType::i32},     {0, 64, DType::i64},
+               {0, 8, DType::i8},     {0, 16, DType::i16},     {1, 8, DType::u8},
+               {1, 16, DType::u16},   {1, 32, DType::u32},     {1, 64, DType::u64},
+               {6, 8, DType::u1},     {10, 8, DType::fp8e4nv}, {11, 8, DType::fp8e4b8},
+               {12, 8, DType::fp8e5}, {13, 8, DType::fp8e5b16}};
   for (const auto& k : known)
     if (k.code == code && k.bits == bits && lanes == 1) return k.dtype;
   return state::unknown;
 }
 
-uint64_t detail::dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize) {
+uint64_t detail::dense_nbytes(int n, const int64_t* shape, const int64_t* strides,
+                              size_t itemsize) {
   uint64_t count = 1;
   for (int k = 0; k < n; ++k) count *= static_cast<uint64_t>(shape[k]);
   uint64_t inside = 1;  // elements of the innermost dimensions found so far
-  const auto is_next = [&](int k) { return shape[k] > 1 && static_cast<uint64_t>(strides[k]) == inside; };
+  const auto is_next = [&](int k) {
+    return shape[k] > 1 && static_cast<uint64_t>(strides[k]) == inside;
+  };
   for (int found = 0; strides && count > inside; found = 0) {
     for (int k = 0; k < n && !found; ++k)
       if (is_next(k)) found = k + 1;

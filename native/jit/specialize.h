@@ -1,24 +1,27 @@
-// native/jit/specialize.h: what Triton would compile for a call, and which words a launch of it takes.
+// native/jit/specialize.h: what Triton would compile for a call, and which words a launch of it
+// takes.
 //
-// A signature comes as text: a line of options and their defaults, `num_ctas=1;num_warps=4`, then a line
-// for each parameter, `name|annotation|flags|default`. annotation: Triton's type, or empty. Flags: c
-// constexpr, k const, s do_not_specialize, a do_not_specialize_on_alignment. default: a value as below,
-// `?` for one that only Python can say, or empty. Then come lines of other kinds: `#` and a hash of what
-// is compiled; for each decorator, the outermost first, `@heuristics|names that it sets` or
-// `@autotune|key|reset_to_zero|restore_value|flags`, and after the latter `+` and its configurations, as
-// `BLOCK=128;num_warps=8`; `>` and facts that are known already. Flags: p it prunes, b configurations have a
-// pre_hook, h it has hooks of its own, which are for timing.
+// A signature comes as text: a line of options and their defaults, `num_ctas=1;num_warps=4`, then a
+// line for each parameter, `name|annotation|flags|default`. annotation: Triton's type, or empty.
+// Flags: c constexpr, k const, s do_not_specialize, a do_not_specialize_on_alignment. default: a
+// value as below,
+// `?` for one that only Python can say, or empty. Then come lines of other kinds: `#` and a hash of
+// what is compiled; for each decorator, the outermost first, `@heuristics|names that it sets` or
+// `@autotune|key|reset_to_zero|restore_value|flags`, and after the latter `+` and its
+// configurations, as `BLOCK=128;num_warps=8`; `>` and facts that are known already. Flags: p it
+// prunes, b configurations have a pre_hook, h it has hooks of its own, which are for timing.
 //
-// A fact is what a decorator made of some arguments: `@heuristics0 n=100 -> BLOCK=128`. The number is the
-// decorator's; `@pruned1` has several configurations, with `|` between them; `@tuned1` the fastest; `@hook1` what
-// a configuration's pre_hook does: `x.block_shape=(64,128);y.zero=True`. It holds where all that stands before the arrow
-// does; `-` is for an argument that is not given. Facts of an
+// A fact is what a decorator made of some arguments: `@heuristics0 n=100 -> BLOCK=128`. The number
+// is the decorator's; `@pruned1` has several configurations, with `|` between them; `@tuned1` the
+// fastest; `@hook1` what a configuration's pre_hook does: `x.block_shape=(64,128);y.zero=True`. It
+// holds where all that stands before the arrow does; `-` is for an argument that is not given.
+// Facts of an
 // @autotune know also @types, the tensors' dtypes, and @gpu.
 //
-// A specialization is text too, an item a parameter, with commas: a type, `i32`, `*fp32`, with `:D` for
-// what is divisible by 16; `tensordesc<fp16[64,128]>`, with the block's shape; `=` and a value for a constant; items
-// in parentheses for a tuple. Values are
-// written as in Python: 1, -1.5, 1e+30, nan, True, None, 'percent%20encoded', fp32 (a dtype), @name (a
+// A specialization is text too, an item a parameter, with commas: a type, `i32`, `*fp32`, with `:D`
+// for what is divisible by 16; `tensordesc<fp16[64,128]>`, with the block's shape; `=` and a value
+// for a constant; items in parentheses for a tuple. Values are written as in Python: 1, -1.5,
+// 1e+30, nan, True, None, 'percent%20encoded', fp32 (a dtype), @name (a
 // @triton.jit function), (1,2).
 #pragma once
 
@@ -79,8 +82,9 @@ class Arguments {
   std::vector<uint32_t> first_word_, first_string_;
 };
 
-// How the arguments of some types meet a signature. sources: of each parameter, the leaf, or -1 for its
-// default. mask: what of a call's states and values counts; none of the values if n_compared ends first.
+// How the arguments of some types meet a signature. sources: of each parameter, the leaf, or -1 for
+// its default. mask: what of a call's states and values counts; none of the values if n_compared
+// ends first.
 struct Binding {
   std::vector<int> sources;
   std::vector<uint64_t> mask;
@@ -91,8 +95,8 @@ Binding bind(const Signature& signature, std::span<const Leaf> leaves);
 void widen(Binding& binding, const Signature& signature, std::span<const Leaf> leaves,
            std::span<const std::string> names);
 
-// One parameter of the compiled kernel. word: where its value starts among the call's values, or among
-// the defaults. from: as what it was given.
+// One parameter of the compiled kernel. word: where its value starts among the call's values, or
+// among the defaults. from: as what it was given.
 struct Slot {
   int parameter;
   bool is_default;
@@ -100,13 +104,13 @@ struct Slot {
   uint8_t nbytes;
   Kind from;
   DType to;
-  bool fix;  // its words must be checked or converted first
+  bool fix;      // its words must be checked or converted first
   int map = -1;  // it is not among the call's values but made of this descriptor
 };
 
-// What a kernel takes for a tensor descriptor: `swizzle,element bytes,element type,is_fp4,64x128`, for
-// cuTensorMapEncodeTiled, and then shape and strides; or if nothing is said of any: pointer, shape,
-// strides, padding, shape, strides.
+// What a kernel takes for a tensor descriptor: `swizzle,element bytes,element type,is_fp4,64x128`,
+// for cuTensorMapEncodeTiled, and then shape and strides; or if nothing is said of any: pointer,
+// shape, strides, padding, shape, strides.
 struct Recipe {
   static constexpr size_t map_nbytes = 128;
   int swizzle, nbytes, type;
@@ -141,8 +145,10 @@ Specialization specialize(const Signature& signature, const Binding& binding, co
 // Makes the value of a slot what the kernel takes. Throws Error if it does not fit.
 void fix(const Slot& slot, const Signature& signature, uint8_t state, uint64_t* word);
 
-// What was set of the options, sorted; with what of `chosen` is no parameter. Throws Error if both say it.
-Settings options_of(const Signature& signature, const Options& options, const Settings& chosen = {});
+// What was set of the options, sorted; with what of `chosen` is no parameter. Throws Error if both
+// say it.
+Settings options_of(const Signature& signature, const Options& options,
+                    const Settings& chosen = {});
 // Without those that have their defaults, as `num_warps=8;...`.
 std::string options_text(const Signature& signature, Settings options);
 

@@ -1,5 +1,5 @@
-// native/jit/triton.cpp: from a call to a launch, and the interface of what is around it. What a hit does is
-// launch(Sites&, Call) down to Record::launch.
+// native/jit/triton.cpp: from a call to a launch, and the interface of what is around it. What a
+// hit does is launch(Sites&, Call) down to Record::launch.
 #include <alloca.h>
 
 #include "jit/site.h"
@@ -26,7 +26,8 @@ void head(const cuda::Driver& driver, const Call& call) {
   const Options& o = call.launch.options;
   const auto half = [](int16_t v, int at) { return uint64_t{static_cast<uint16_t>(v)} << at; };
   call.words[0] = current_context(driver);
-  call.words[1] = half(o.num_warps, 0) | half(o.num_stages, 16) | half(o.num_ctas, 32) | half(o.maxnreg, 48);
+  call.words[1] =
+      half(o.num_warps, 0) | half(o.num_stages, 16) | half(o.num_ctas, 32) | half(o.maxnreg, 48);
   call.words[2] = address(o.others) | o.cooperative | uint64_t{o.pdl} << 1;
 }
 }  // namespace
@@ -62,7 +63,8 @@ bool launch(Sites& sites, const Call& call) {
   const Record& record = *found;
   const Grid grid = record.grid_of(call);
   if (call.launch.rule.call && is_empty(grid)) return true;
-  if (!record.cleared.empty() && !record.clear(call.words.data(), call.nbytes, call.launch.stream)) return false;
+  if (!record.cleared.empty() && !record.clear(call.words.data(), call.nbytes, call.launch.stream))
+    return false;
   auto** parameters = static_cast<void**>(alloca((record.offsets.size() + 2) * sizeof(void*)));
   const size_t n_maps = record.recipes.size();
   auto* maps = n_maps == 0 ? nullptr : aligned<TensorMap>(alloca((n_maps + 1) * sizeof(TensorMap)));
@@ -86,8 +88,8 @@ void count_hits(bool on) { detail::counting.store(on); }
 void set_tuning(const Tuning* given) { detail::tuning.store(given, std::memory_order_release); }
 
 std::string Provider::evaluate(const Question& q) {
-  throw Error("a decorator's Python function must be asked and there is no Python: pack it with '" + q.function +
-                  " @" + q.kind + " " + q.arguments + "'",
+  throw Error("a decorator's Python function must be asked and there is no Python: pack it with '" +
+                  q.function + " @" + q.kind + " " + q.arguments + "'",
               q.function);
 }
 
@@ -109,7 +111,8 @@ int64_t Meta::operator[](std::string_view name) const {
     const int source = record_.binding->sources[p];
     if (source < 0) return number(parameters[p].fallback);
     const Leaf& leaf = call_.leaves[static_cast<size_t>(source)];
-    if (leaf.kind != Kind::integer && leaf.kind != Kind::boolean) return refuse("which is no integer");
+    if (leaf.kind != Kind::integer && leaf.kind != Kind::boolean)
+      return refuse("which is no integer");
     size_t word = detail::n_head_words + detail::n_state_words(call_.leaves.size());
     for (int k = 0; k < source; ++k) word += call_.leaves[static_cast<size_t>(k)].n_words();
     return static_cast<int64_t>(call_.words[word]);
@@ -128,11 +131,13 @@ Functions& functions() {
 }
 }  // namespace
 
-Kernel jit(const std::string& file, const std::string& function, std::shared_ptr<Provider> provider) {
+Kernel jit(const std::string& file, const std::string& function,
+           std::shared_ptr<Provider> provider) {
   Functions& f = functions();
   const std::scoped_lock lock(f.mutex);
   const auto key = std::make_tuple(provider.get(), file, function);
-  return Kernel(&f.all.try_emplace(key, std::move(provider), file, function, f.all.size()).first->second);
+  return Kernel(
+      &f.all.try_emplace(key, std::move(provider), file, function, f.all.size()).first->second);
 }
 
 std::vector<std::string> signatures() {

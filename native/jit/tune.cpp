@@ -111,13 +111,15 @@ std::string conditions(const std::vector<std::string>& names, const Settings& to
 
 void Facts::read(const std::string& function, std::string_view line) {
   const size_t space = line.find(' '), arrow = line.find(kArrow);
-  if (arrow == line.npos || space > arrow) throw Error("a fact cannot be read: " + std::string(line), function);
+  if (arrow == line.npos || space > arrow)
+    throw Error("a fact cannot be read: " + std::string(line), function);
   std::vector<std::string> names;
   const std::string_view told =
       space == arrow ? std::string_view() : line.substr(space + 1, arrow - space - 1);
   const Settings settings = read_settings(told);
   for (const auto& [name, value] : settings) names.push_back(name);
-  add(std::string(line.substr(0, space)), names, settings, std::string(line.substr(arrow + kArrow.size())));
+  add(std::string(line.substr(0, space)), names, settings,
+      std::string(line.substr(arrow + kArrow.size())));
 }
 
 std::optional<std::string> Facts::find(const std::string& kind, const Settings& told) const {
@@ -131,8 +133,8 @@ std::optional<std::string> Facts::find(const std::string& kind, const Settings& 
   return std::nullopt;
 }
 
-std::string Facts::add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-                       const std::string& result) {
+std::string Facts::add(const std::string& kind, const std::vector<std::string>& names,
+                       const Settings& told, const std::string& result) {
   const std::scoped_lock lock(mutex_);
   all_[kind][names][values_of(names, told)] = result;
   return line_of(kind, conditions(names, told), result);
@@ -170,14 +172,15 @@ TunedFile::TunedFile(const Tuning* tuning, const std::string& key) : key_(key) {
   if (const std::string why = files::Trust().against(folder); !why.empty()) {
     static std::once_flag once;
     std::call_once(once, [&] {
-      std::fprintf(stderr, "plait does not use what is in %s (%s): this process tunes anew\n", folder.c_str(), why.c_str());
+      std::fprintf(stderr, "plait does not use what is in %s (%s): this process tunes anew\n",
+                   folder.c_str(), why.c_str());
     });
     return;
   }
-  const std::string name = folder + "/lock-" + std::to_string(std::stoul(hash.substr(0, 4), nullptr, 16) % kLocks);
+  const std::string name =
+      folder + "/lock-" + std::to_string(std::stoul(hash.substr(0, 4), nullptr, 16) % kLocks);
   lock_ = files::open_regular(name, O_RDWR | O_CREAT | O_NOFOLLOW);
-  while (lock_ >= 0 && flock(lock_, LOCK_EX) != 0 && errno == EINTR) {
-  }
+  while (lock_ >= 0 && flock(lock_, LOCK_EX) != 0 && errno == EINTR) {}
   path_ = folder + "/" + hash;
 }
 
@@ -188,7 +191,8 @@ TunedFile::~TunedFile() {
 std::optional<std::string> TunedFile::read() const {
   const int file = path_.empty() ? -1 : files::open_regular(path_, O_RDONLY | O_NOFOLLOW);
   if (file < 0) return std::nullopt;
-  const std::string all = files::Trust().takes(file, path_) ? files::contents(file).value_or("") : "";
+  const std::string all =
+      files::Trust().takes(file, path_) ? files::contents(file).value_or("") : "";
   close(file);
   if (!all.starts_with(key_ + "\n") || !all.ends_with("\n")) return std::nullopt;
   return all.substr(key_.size() + 1, all.size() - key_.size() - 2);
@@ -222,7 +226,10 @@ Memory::Memory(const cuda::Driver& driver, size_t nbytes, size_t alignment, Stre
 }
 
 Memory::Memory(Memory&& other) noexcept
-    : data(std::exchange(other.data, nullptr)), driver_(other.driver_), stream_(other.stream_), user_(other.user_) {}
+    : data(std::exchange(other.data, nullptr)),
+      driver_(other.driver_),
+      stream_(other.stream_),
+      user_(other.user_) {}
 
 Memory::~Memory() {
   if (data && user_ && user_->free) user_->free(user_->user, data, stream_);
@@ -239,12 +246,14 @@ std::vector<double> times(const cuda::Driver& driver, Stream stream, const std::
   const std::scoped_lock lock(one_at_a_time);
   const Clock& clock = clock_of(driver);
   const cuda::Stream s = of_driver(stream);
-  const size_t n_flush = std::max(2 * static_cast<size_t>(std::max(attribute(driver, kL2Bytes), 0)), kMinFlush);
+  const size_t n_flush =
+      std::max(2 * static_cast<size_t>(std::max(attribute(driver, kL2Bytes), 0)), kMinFlush);
   const Memory flush(driver, n_flush, 16, stream);
   std::vector<Memory> copies;
   for (const Kept& k : kept) {
     copies.emplace_back(driver, k.zero ? 0 : k.nbytes, 16, stream);
-    if (!k.zero) driver.check(driver.copy(copies.back().data, k.data, k.nbytes, s), "cuMemcpyDtoDAsync");
+    if (!k.zero)
+      driver.check(driver.copy(copies.back().data, k.data, k.nbytes, s), "cuMemcpyDtoDAsync");
   }
   const auto restore = [&] {
     for (size_t k = 0; k < kept.size(); ++k)
@@ -271,7 +280,8 @@ std::vector<double> times(const cuda::Driver& driver, Stream stream, const std::
   const auto median = [&](size_t k) {
     std::vector<double>& all = samples[k];
     if (all.empty()) return never;
-    std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
+    std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2),
+                     all.end());
     return all[all.size() / 2];
   };
   std::exception_ptr refused;
@@ -290,7 +300,8 @@ std::vector<double> times(const cuda::Driver& driver, Stream stream, const std::
     found[k] = median(k);
     if (found[k] <= kSlow * best) fast.push_back(k);
   }
-  const int rounds = static_cast<int>(std::clamp<double>(kBudgetMs / std::max(best, 1e-3), kMinRuns, kMaxRuns));
+  const int rounds =
+      static_cast<int>(std::clamp<double>(kBudgetMs / std::max(best, 1e-3), kMinRuns, kMaxRuns));
   for (int n = 0; n < rounds && fast.size() > 1; ++n)  // in turns: the device's clock changes
     for (const size_t k : fast) samples[k].push_back(run(launches[k]));
   for (const size_t k : fast) found[k] = median(k);

@@ -18,8 +18,8 @@ class Facts {
   void read(const std::string& function, std::string_view line);  // throws Error
   std::optional<std::string> find(const std::string& kind, const Settings& told) const;
   // Says how the new one is written.
-  std::string add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-                  const std::string& result);
+  std::string add(const std::string& kind, const std::vector<std::string>& names,
+                  const Settings& told, const std::string& result);
   std::vector<std::string> names() const;  // of all that a fact depends on
   std::vector<std::string> lines() const;
 
@@ -31,8 +31,8 @@ class Facts {
 // `a=1;b=-`, in the order of the names.
 std::string conditions(const std::vector<std::string>& names, const Settings& told);
 
-// The place of one result in a folder, or none where nothing can be written. While this object is there,
-// no other process has the same one.
+// The place of one result in a folder, or none where nothing can be written. While this object is
+// there, no other process has the same one.
 class TunedFile {
  public:
   TunedFile(const Tuning* tuning, const std::string& key);
@@ -73,8 +73,9 @@ struct Kept {
   bool zero;
 };
 
-// Median ms of each launch on a device whose L2 cache holds other things; infinity for those that are
-// refused. Throws if all are. Tensors are restored and zeroed before each launch, and at the end.
+// Median ms of each launch on a device whose L2 cache holds other things; infinity for those that
+// are refused. Throws if all are. Tensors are restored and zeroed before each launch, and at the
+// end.
 std::vector<double> times(const cuda::Driver& driver, Stream stream, const std::vector<Kept>& kept,
                           std::span<const std::function<void()>> launches);
 

@@ -18,8 +18,7 @@ struct PyBound {
   PyObject* dict;
 };
 
-// ----------------------------------------------------------------------------------------------------
-// making
+// ------------------------------------------------------------------------------------------ making
 class SignatureReader {
  public:
   SignatureReader(PyObject* names, bool single) {
@@ -100,8 +99,7 @@ class SignatureReader {
   }
 };
 
-// ----------------------------------------------------------------------------------------------------
-// calling
+// ----------------------------------------------------------------------------------------- calling
 struct Arguments {
   PyObject* const* args;
 
@@ -229,8 +227,7 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// type
+// -------------------------------------------------------------------------------------------- type
 void watch(BoundState& state, PyObject* owners) {
   state.owners = Ref::borrow(owners);
   state.dicts = Ref::check(PyObject_GetAttrString(owners, "dicts"));
@@ -305,8 +302,9 @@ PyMemberDef bound_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(PyBound, dict), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot bound_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single, results, owners): a program with its "
-                                  "parameters, which checks its inputs.")},
+    {Py_tp_doc,
+     const_cast<char*>("Bound(program, inputs, names, single, results, owners): a program with its "
+                       "parameters, which checks its inputs.")},
     {Py_tp_new, reinterpret_cast<void*>(bound_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(bound_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(bound_traverse)},

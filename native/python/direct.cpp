@@ -59,8 +59,7 @@ PyObject* direct_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// type
+// -------------------------------------------------------------------------------------------- type
 void check_epilogue(const Epilogue& e, const ProgramState& s) {
   const std::vector<Input>& inputs = s.program->plan().inputs;
   const size_t n_outputs = e.results.size();
@@ -119,9 +118,7 @@ void direct_dealloc(PyObject* self) {
 PyObject* direct_name(PyObject* self, void*) {
   return PyObject_GetAttrString(direct_of(self).program.get(), "__name__");
 }
-PyObject* direct_program(PyObject* self, void*) {
-  return Py_NewRef(direct_of(self).program.get());
-}
+PyObject* direct_program(PyObject* self, void*) { return Py_NewRef(direct_of(self).program.get()); }
 
 PyGetSetDef direct_getset[] = {
     {"program", direct_program, nullptr, "The program that a call runs.", nullptr},
@@ -131,9 +128,8 @@ PyMemberDef direct_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyDirect, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot direct_slots[] = {
-    {Py_tp_doc,
-     const_cast<char*>("Direct(program, wrapper, results, marks, wrapper_first): a "
-                       "program and what eager's semantics want done after it.")},
+    {Py_tp_doc, const_cast<char*>("Direct(program, wrapper, results, marks, wrapper_first): a "
+                                  "program and what eager's semantics want done after it.")},
     {Py_tp_new, reinterpret_cast<void*>(direct_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(direct_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(direct_traverse)},

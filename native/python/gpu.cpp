@@ -1,4 +1,5 @@
-// native/python/gpu.cpp: single GPU kernels for Python, as the Python target and the tuner run them.
+// native/python/gpu.cpp: single GPU kernels for Python, as the Python target and the tuner run
+// them.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "python/program_object.h"

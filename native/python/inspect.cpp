@@ -18,13 +18,15 @@ std::string dim_text(const Dim& d, const Signature& signature, Pairs& bounds) {
   if (d.kind == Dim::Kind::any) return "any";
   const std::string& name = signature.symbols[static_cast<size_t>(d.value)];
   const bool endless = d.hi == std::numeric_limits<int64_t>::max();
-  bounds.emplace_back(name, std::to_string(d.lo) + (endless ? " or more" : " to " + std::to_string(d.hi)));
+  bounds.emplace_back(
+      name, std::to_string(d.lo) + (endless ? " or more" : " to " + std::to_string(d.hi)));
   return name;
 }
 
 // Of what a call takes.
 std::string input_text(const InputSpec& input, const Signature& signature, Pairs& bounds) {
-  if (input.kind == InputSpec::Kind::integer) return "int " + dim_text(input.integer, signature, bounds);
+  if (input.kind == InputSpec::Kind::integer)
+    return "int " + dim_text(input.integer, signature, bounds);
   std::vector<std::string> sizes;
   for (const Dim& d : input.sizes) sizes.push_back(dim_text(d, signature, bounds));
   return input.dtype + " " + joined(sizes) + " on " + input.device;

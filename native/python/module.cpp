@@ -52,8 +52,7 @@ PyType_Spec library_spec{"plait._native.Library", sizeof(PyLibrary), 0, Py_TPFLA
 
 namespace {
 
-// ----------------------------------------------------------------------------------------------------
-// module
+// ------------------------------------------------------------------------------------------ module
 PyObject* module_arena_stats(PyObject*, PyObject*) {
   return guarded([] {
     const ArenaStats s = arena_stats();
@@ -79,9 +78,9 @@ PyObject* module_math_addresses(PyObject*, PyObject* names) {
   });
 }
 
-// Calls take with the bytes of each piece that Python yields, until it returns false. False: Python has an error.
-// Without the GIL while there are bytes: who compiles meanwhile takes it back within 5 ms of each
-// piece that asks for it.
+// Calls take with the bytes of each piece that Python yields, until it returns false. False: Python
+// has an error. Without the GIL while there are bytes: who compiles meanwhile takes it back within
+// 5 ms of each piece that asks for it.
 template <class F>
 bool each_piece(PyObject* pieces, F take) {
   const Ref iterator(PyObject_GetIter(pieces));
@@ -92,7 +91,8 @@ bool each_piece(PyObject* pieces, F take) {
     Py_buffer bytes;
     if (PyObject_GetBuffer(piece.get(), &bytes, PyBUF_SIMPLE) < 0) return false;
     Py_BEGIN_ALLOW_THREADS;
-    more = take(std::span{static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
+    more =
+        take(std::span{static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&bytes);
   }
@@ -156,18 +156,22 @@ PyMethodDef module_methods[] = {
     {"math_addresses", module_math_addresses, METH_O,
      "Addresses of math functions by name, 0 where this process has none."},
     {"checksum", module_checksum, METH_O,
-     "The checksum of pieces of bytes that packages use, each at the next multiple of 64: fast, not cryptographic."},
+     "The checksum of pieces of bytes that packages use, each at the next multiple of 64: fast, "
+     "not cryptographic."},
     {"write", module_write, METH_VARARGS,
-     "write(file, start, pieces): writes pieces of bytes from start on, each at the next multiple of 64; their checksum."},
+     "write(file, start, pieces): writes pieces of bytes from start on, each at the next multiple "
+     "of 64; their checksum."},
     {"load_cubin", module_load_cubin, METH_VARARGS,
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
-     "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current stream."},
+     "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current "
+     "stream."},
     {"all_plain", module_all_plain, METH_O,
      "Whether kernels can read all tensors among these values: none wraps another one or has a "
      "forward-mode tangent."},
     {"guard_for_cuda", module_guard_for_cuda, METH_O,
-     "guard_for_cuda(on): gives a torch without CUDA a guard for such devices that does nothing, or takes it "
+     "guard_for_cuda(on): gives a torch without CUDA a guard for such devices that does nothing, "
+     "or takes it "
      "away; whether it did. Tensors without values can be there then."},
     {"inspect_package", module_inspect_package, METH_VARARGS,
      "inspect_package(path, verify_weights): what is in a package, by topic: texts by name."},
@@ -206,10 +210,11 @@ PyMODINIT_FUNC PyInit__native() {
                                              "A sound plan cannot be bound in this process.",
                                              PyExc_RuntimeError, nullptr))
             .release();
-    package_error = Ref::check(PyErr_NewExceptionWithDoc("plait._native.PackageError",
-                                                         "A package cannot be loaded; the message says why.",
-                                                         PyExc_ValueError, nullptr))
-                        .release();
+    package_error =
+        Ref::check(PyErr_NewExceptionWithDoc("plait._native.PackageError",
+                                             "A package cannot be loaded; the message says why.",
+                                             PyExc_ValueError, nullptr))
+            .release();
     if (PyModule_AddObjectRef(module.get(), "PlanError", plan_error) < 0 ||
         PyModule_AddObjectRef(module.get(), "LoadError", load_error) < 0 ||
         PyModule_AddObjectRef(module.get(), "PackageError", package_error) < 0)

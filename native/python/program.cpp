@@ -113,8 +113,7 @@ class PythonOperands {
   Ref convert(const Operand& o) {
     switch (o.kind) {
       case Operand::Kind::ref: return slot(given_.slot(o.id));
-      case Operand::Kind::size:
-        return Ref::check(PyLong_FromLongLong(given_.value(o.id)));
+      case Operand::Kind::size: return Ref::check(PyLong_FromLongLong(given_.value(o.id)));
       case Operand::Kind::none: return Ref::borrow(Py_None);
       case Operand::Kind::boolean: return Ref::borrow(o.id ? Py_True : Py_False);
       case Operand::Kind::real: return Ref::check(PyFloat_FromDouble(o.re));
@@ -218,7 +217,8 @@ Host::Captured end_capture(void* capture) {
   return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, shared, limit};
 }
 void keep_allocations(void* capture, bool kept) {
-  const Ref done(PyObject_CallMethod(static_cast<PyObject*>(capture), "keep", "O", kept ? Py_True : Py_False));
+  const Ref done(
+      PyObject_CallMethod(static_cast<PyObject*>(capture), "keep", "O", kept ? Py_True : Py_False));
   if (!done.get()) throw std::runtime_error(take_python_error());
 }
 void refused(const std::string& program, size_t partition, const std::string& why) {
@@ -275,8 +275,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     std::vector<Ref> called;
     const Items calls(callables, "callables must be a sequence");
     for (Py_ssize_t i = 0; i < calls.n; ++i) called.push_back(Ref::borrow(calls.data[i]));
-    return make_program(type, std::move(plan), std::move(kernels), std::move(cubins), std::move(tensors),
-                        std::move(called), std::move(generated));
+    return make_program(type, std::move(plan), std::move(kernels), std::move(cubins),
+                        std::move(tensors), std::move(called), std::move(generated));
   });
 }
 int program_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -305,10 +305,13 @@ PyObject* program_name(PyObject* self, void*) {
 Ref graph_stats(const Graphs& g) {
   Ref d = Ref::check(PyDict_New());
   const GraphCounts& c = g.counts;
-  for (const auto& [name, n] : {std::pair{"recorded", c.recorded}, {"replayed", c.replayed},
-                                {"patched", c.patched}, {"copied", c.copied},
+  for (const auto& [name, n] : {std::pair{"recorded", c.recorded},
+                                {"replayed", c.replayed},
+                                {"patched", c.patched},
+                                {"copied", c.copied},
                                 {"results_copied", c.results_copied},
-                                {"results_direct", c.results_direct}, {"bypassed", c.bypassed}})
+                                {"results_direct", c.results_direct},
+                                {"bypassed", c.bypassed}})
     put(d.get(), name, PyLong_FromLongLong(n));
   Ref refused = Ref::check(PyDict_New());
   for (size_t k = 0; k < g.partitions.size(); ++k) {
@@ -344,8 +347,7 @@ PyObject* program_stats(PyObject* self, PyObject*) {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// boxed
+// ------------------------------------------------------------------------------------------- boxed
 struct PyBoxed {
   PyObject_HEAD vectorcallfunc call;
   PyObject* program;
@@ -396,13 +398,15 @@ PyObject* boxed_name(PyObject* self, void* closure) {
 }
 PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 
-PyMethodDef program_methods[] = {
-    {"stats", program_stats, METH_NOARGS,
-     "What the program does at a call: launches, regions, externs, arena_bytes, steps; graphs: how often "
-     "partitions were recorded and replayed, nodes patched and inputs copied, how many results recordings "
-     "copy or write where they belong, how many calls went by them, and why partitions (by number) are not "
-     "recorded."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef program_methods[] = {{"stats", program_stats, METH_NOARGS,
+                                  "What the program does at a call: launches, regions, externs, "
+                                  "arena_bytes, steps; graphs: how often "
+                                  "partitions were recorded and replayed, nodes patched and inputs "
+                                  "copied, how many results recordings "
+                                  "copy or write where they belong, how many calls went by them, "
+                                  "and why partitions (by number) are not "
+                                  "recorded."},
+                                 {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef program_getset[] = {
     {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",
      nullptr},
@@ -412,10 +416,12 @@ PyMemberDef program_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot program_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None, generated=None, "
-                                  "entry='plait_run'): a compiled program, called with its inputs, returns a tuple. "
-                                  "generated: a library that wrapper/cpp.py made; its function `entry`, which is the "
-                                  "same program, runs instead.")},
+    {Py_tp_doc,
+     const_cast<char*>(
+         "Program(plan, library, constants, callables, cubins=None, generated=None, "
+         "entry='plait_run'): a compiled program, called with its inputs, returns a tuple. "
+         "generated: a library that wrapper/cpp.py made; its function `entry`, which is the "
+         "same program, runs instead.")},
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(program_traverse)},
@@ -426,17 +432,18 @@ PyType_Slot program_slots[] = {
     {Py_tp_members, program_members},
     {0, nullptr}};
 }  // namespace
-PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
-                       std::vector<at::Tensor> constants, std::vector<Ref> callables,
-                       std::optional<Generated> generated, ControlFlow control) {
+PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels,
+                       std::shared_ptr<Cubins> cubins, std::vector<at::Tensor> constants,
+                       std::vector<Ref> callables, std::optional<Generated> generated,
+                       ControlFlow control) {
   if (!control && callables.size() != static_cast<size_t>(plan.n_callables))
-    throw LoadError("the program wants " + std::to_string(plan.n_callables) + " callables and got " +
-                    std::to_string(callables.size()));
+    throw LoadError("the program wants " + std::to_string(plan.n_callables) +
+                    " callables and got " + std::to_string(callables.size()));
   auto state = std::make_unique<ProgramState>();
   state->callables = std::move(callables);
   state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
-                                             std::move(constants), kHost, state.get(), std::move(generated),
-                                             std::move(control));
+                                             std::move(constants), kHost, state.get(),
+                                             std::move(generated), std::move(control));
   state->outputs = plan_outputs(*state->program);
   Ref self = Ref::check(type->tp_alloc(type, 0));
   reinterpret_cast<PyProgram*>(self.get())->call = program_call;

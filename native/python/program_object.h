@@ -30,7 +30,7 @@ struct BoundState {
   // dicts hold them by now. None: nothing may be replaced.
   Ref owners = Ref::borrow(Py_None), dicts = Ref::borrow(Py_None);
   WatchedDicts watched;
-  int under_way = 0;  // calls
+  int under_way = 0;                                 // calls
   std::vector<std::shared_ptr<const void>> retired;  // what these may still read
 };
 
@@ -46,9 +46,10 @@ void bind_inputs(const Program& p, Frame& f, PyObject* const* args);    // as ma
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
 PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
 // A new Program or Bound.
-PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
-                       std::vector<at::Tensor> constants, std::vector<Ref> callables,
-                       std::optional<Generated> generated, ControlFlow control = {});
+PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels,
+                       std::shared_ptr<Cubins> cubins, std::vector<at::Tensor> constants,
+                       std::vector<Ref> callables, std::optional<Generated> generated,
+                       ControlFlow control = {});
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,

@@ -34,12 +34,12 @@ PyObject* tangents_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// type
+// -------------------------------------------------------------------------------------------- type
 PyObject* tangents_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *call, *eager, *scope, *name;
-    if (!PyArg_ParseTuple(args, "OOO!U", &call, &eager, &PyDict_Type, &scope, &name)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OOO!U", &call, &eager, &PyDict_Type, &scope, &name))
+      return nullptr;
     Ref self = Ref::check(type->tp_alloc(type, 0));
     auto* t = reinterpret_cast<PyTangents*>(self.get());
     t->vectorcall = tangents_call;
@@ -83,8 +83,9 @@ PyMemberDef tangents_members[] = {
     {"call", T_OBJECT, offsetof(PyTangents, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot tangents_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Tangents(call, eager, scope, name): call, or eager where an argument "
-                                  "has a forward-mode tangent; scope[name] is the level of forward mode.")},
+    {Py_tp_doc,
+     const_cast<char*>("Tangents(call, eager, scope, name): call, or eager where an argument "
+                       "has a forward-mode tangent; scope[name] is the level of forward mode.")},
     {Py_tp_new, reinterpret_cast<void*>(tangents_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(tangents_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(tangents_traverse)},

@@ -66,7 +66,8 @@ void set_error() {
   } catch (const InputTypeError& e) {
     PyErr_SetString(PyExc_TypeError, e.what());
   } catch (const AssertError& e) {
-    const Ref message(PyUnicode_FromStringAndSize(e.text.data(), static_cast<Py_ssize_t>(e.text.size())));
+    const Ref message(
+        PyUnicode_FromStringAndSize(e.text.data(), static_cast<Py_ssize_t>(e.text.size())));
     if (message) PyErr_SetObject(PyExc_RuntimeError, message.get());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();

@@ -21,9 +21,9 @@ namespace ag = torch::autograd;
 
 struct TrainingState {
   Ref forward, wrapper, compile_backward, interpret;
-  Ref backward[2];  // reads its inputs; may overwrite them
-  std::vector<bool> differentiable;   // of the user's results
-  size_t n_saved = 0, n_sizes = 0;    // outputs behind the results
+  Ref backward[2];                     // reads its inputs; may overwrite them
+  std::vector<bool> differentiable;    // of the user's results
+  size_t n_saved = 0, n_sizes = 0;     // outputs behind the results
   std::vector<Py_ssize_t> wants_grad;  // inputs with a gradient
   std::vector<int32_t> saved_result;   // of each saved tensor: the result that it is, or kNone
   std::vector<std::pair<Ref, Ref>> switches;  // (dict, name) of variables that are true where
@@ -40,8 +40,7 @@ struct PyTraining {
 
 TrainingState& training_of(void* self) { return *static_cast<PyTraining*>(self)->state; }
 
-// ----------------------------------------------------------------------------------------------------
-// backward
+// ---------------------------------------------------------------------------------------- backward
 class Gil {
  public:
   Gil() : state_(PyGILState_Ensure()) {}
@@ -67,7 +66,8 @@ PyObject* backward_program(TrainingState& t, bool may_overwrite) {
                       std::to_string(want) + " were expected");
     for (size_t k = 0; k < want; ++k)
       if ((inputs[k].kind == Input::Kind::tensor) != (k >= t.n_sizes))
-        throw LoadError("input " + std::to_string(k) + " of the backward program is of another kind");
+        throw LoadError("input " + std::to_string(k) +
+                        " of the backward program is of another kind");
     t.backward[may_overwrite] = std::move(made);
   }
   return t.backward[may_overwrite].get();
@@ -139,26 +139,23 @@ ag::variable_list hosted(void* owner, BackwardRun& run) {
   }
 }
 
-constexpr NodeHost kNodeHost{
-    hosted<run_backward>,
-    hosted<interpret_backward>,
-    [](const char* what) {
-      const Gil gil;
-      set_plait_error("GradientError", what);
-      throw_python_error();
-    },
-    [](void* owner) {
-      const Gil gil;
-      Py_INCREF(static_cast<PyObject*>(owner));
-    },
-    [](void* owner) {
-      if (!Py_IsInitialized()) return;
-      const Gil gil;
-      Py_DECREF(static_cast<PyObject*>(owner));
-    }};
+constexpr NodeHost kNodeHost{hosted<run_backward>, hosted<interpret_backward>,
+                             [](const char* what) {
+                               const Gil gil;
+                               set_plait_error("GradientError", what);
+                               throw_python_error();
+                             },
+                             [](void* owner) {
+                               const Gil gil;
+                               Py_INCREF(static_cast<PyObject*>(owner));
+                             },
+                             [](void* owner) {
+                               if (!Py_IsInitialized()) return;
+                               const Gil gil;
+                               Py_DECREF(static_cast<PyObject*>(owner));
+                             }};
 
-// ----------------------------------------------------------------------------------------------------
-// forward
+// ----------------------------------------------------------------------------------------- forward
 // Whether the node serves a call with these arguments in this thread's state.
 bool serves(const TrainingState& t, const Program& p, PyObject* const* args, Py_ssize_t n) {
   const std::vector<Input>& inputs = p.plan().inputs;
@@ -205,8 +202,7 @@ Ref finish(const TrainingState& t, const ProgramState& s, Frame& f, const NodeRe
   }
   node->sizes().reserve(t.n_sizes);
   for (size_t k = 0; k < t.n_sizes; ++k)
-    node->sizes().push_back(
-        f.values[static_cast<size_t>(s.outputs[n_results + t.n_saved + k].id)]);
+    node->sizes().push_back(f.values[static_cast<size_t>(s.outputs[n_results + t.n_saved + k].id)]);
   return tuple;
 }
 
@@ -240,8 +236,7 @@ PyObject* training_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// type
+// -------------------------------------------------------------------------------------------- type
 c10::MemoryFormat memory_format(const std::string& name) {
   if (name == "contiguous_format") return c10::MemoryFormat::Contiguous;
   if (name == "channels_last") return c10::MemoryFormat::ChannelsLast;
@@ -328,7 +323,8 @@ PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
     for (Py_ssize_t i = 0; i < flags.n; ++i)
       t->differentiable.push_back(PyObject_IsTrue(flags.data[i]) == 1);
     const Items layouts(tangents, "tangents must be a sequence");
-    for (Py_ssize_t i = 0; i < layouts.n; ++i) t->facts.tangents.push_back(tangent(layouts.data[i]));
+    for (Py_ssize_t i = 0; i < layouts.n; ++i)
+      t->facts.tangents.push_back(tangent(layouts.data[i]));
     const Items wanted(wants_grad, "wants_grad must be a sequence");
     for (Py_ssize_t i = 0; i < wanted.n; ++i) {
       const Items pair(wanted.data[i], "a gradient is (input, tangents)");

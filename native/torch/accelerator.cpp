@@ -20,7 +20,8 @@ CurrentStream current_stream() {
 }
 }  // namespace
 
-Accelerator::Accelerator(c10::Device device) : device_(device), allocator_(nullptr), guard_(nullptr) {
+Accelerator::Accelerator(c10::Device device)
+    : device_(device), allocator_(nullptr), guard_(nullptr) {
   if (!current_stream())
     throw LoadError("a program for " + device.str() + ", and this torch is built without CUDA");
   allocator_ = c10::GetAllocator(c10::DeviceType::CUDA);

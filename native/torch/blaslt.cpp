@@ -109,8 +109,7 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
 class Products {
  public:
   Products(const Accelerator& gpu, Type type, Precision how)
-      : type_(type), how_(how),
-        plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
+      : type_(type), how_(how), plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
 
   // False where the library cannot do it.
   bool add(const blaslt::Part& p, float alpha, float beta) {
@@ -186,8 +185,7 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   const Matrix addend = first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
   const blaslt::Part whole{matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
                            matrix(out, out.mutable_data(), m, n),
-                           first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt,
-                           batch};
+                           first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt, batch};
   Products products(*gpu_, *type, *how);
   const auto alpha = static_cast<float>(c.alpha), beta = static_cast<float>(c.beta);
   const blaslt::Parts parts = blaslt::parts(*type, whole);

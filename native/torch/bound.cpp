@@ -52,8 +52,7 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-// ----------------------------------------------------------------------------------------------------
-// making
+// ------------------------------------------------------------------------------------------ making
 Bound::Bound(const Program& program, Signature signature, const std::vector<at::Tensor>& bound)
     : program_(program), signature_(std::move(signature)) {
   const std::vector<Input>& inputs = program.plan().inputs;
@@ -129,8 +128,7 @@ void Bound::check_spec(size_t position, size_t n_bound) const {
           "has as many strides as sizes");
 }
 
-// ----------------------------------------------------------------------------------------------------
-// checking
+// ---------------------------------------------------------------------------------------- checking
 // What was wanted instead of `got`, which does not fit.
 std::string Bound::misfit(const Dim& d, int64_t got, Symbols& symbols) const {
   if (d.kind != Dim::Kind::symbol) return std::to_string(d.value);

@@ -71,7 +71,8 @@ at::Tensor of_caller(const Frame& f, at::Tensor t) {
     at::Tensor view = at::as_strided(same ? given : retyped(given, t.scalar_type()), t.sizes(),
                                      t.strides(), start / item + t.storage_offset());
     if (!given.is_inference() && !view.is_inference())
-      view.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
+      view.unsafeGetTensorImpl()->set_version_counter(
+          given.unsafeGetTensorImpl()->version_counter());
     return view;
   }
   return t;

@@ -50,7 +50,8 @@ Routine::Routine(std::unique_ptr<Program> program) : program_(std::move(program)
   if (program_->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
   outputs_ = plan_outputs(*program_);
   for (const Output& o : outputs_)
-    if (o.kind == Output::Kind::real || o.kind == Output::Kind::value || o.kind == Output::Kind::opaque)
+    if (o.kind == Output::Kind::real || o.kind == Output::Kind::value ||
+        o.kind == Output::Kind::opaque)
       throw LoadError("'" + program_->plan().name + "' returns what is no tensor and no integer");
 }
 
@@ -71,7 +72,7 @@ ControlValues Routine::run(const ControlValues& given) {
   return out;
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 Control::Control(const Manifest::Control& what, const Routines& all) : what_(what) {
   const auto require = [](bool holds, const char* message) {
     if (!holds) throw LoadError(std::string("control flow ") + message);
@@ -80,7 +81,8 @@ Control::Control(const Manifest::Control& what, const Routines& all) : what_(wha
   const size_t n_given = what.operands.size() - (what.kind == Kind::cond ? 1 : 0);
   const auto takes = [&](size_t k) { return routines_[k]->program().plan().inputs.size(); };
   const auto gives = [&](size_t k) { return routines_[k]->program().outputs().size(); };
-  const auto n_carried = static_cast<size_t>(what.n_carried), n_scanned = static_cast<size_t>(what.n_scanned);
+  const auto n_carried = static_cast<size_t>(what.n_carried),
+             n_scanned = static_cast<size_t>(what.n_scanned);
   const bool branches = what.kind == Kind::cond || what.kind == Kind::loop;
   require(routines_.size() == (branches ? 2 : 1), "has a wrong number of programs");
   for (size_t k = 0; k < routines_.size(); ++k)
@@ -100,7 +102,8 @@ void Control::check(const CallPython& call) const {
   const auto require = [&](bool holds) {
     if (!holds) throw LoadError(call.label + " does not fit its control flow");
   };
-  require(call.kwargs.empty() && call.outs.size() == n_results_ && what_.strides.size() == n_results_);
+  require(call.kwargs.empty() && call.outs.size() == n_results_ &&
+          what_.strides.size() == n_results_);
   for (const Operand& o : call.args)
     require(o.kind == Operand::Kind::ref || o.kind == Operand::Kind::size);
   for (const Manifest::Control::Given& g : what_.operands)
@@ -159,8 +162,10 @@ ControlValues Control::loop(ControlValues given) const {
 // The body takes what is carried, slices, and the rest; it returns what is carried and what is
 // stacked. A map carries nothing.
 ControlValues Control::scan(ControlValues given) const {
-  const auto carried = static_cast<size_t>(what_.n_carried), sliced = static_cast<size_t>(what_.n_scanned);
-  const ControlValues whole(given.begin() + what_.n_carried, given.begin() + what_.n_carried + what_.n_scanned);
+  const auto carried = static_cast<size_t>(what_.n_carried),
+             sliced = static_cast<size_t>(what_.n_scanned);
+  const ControlValues whole(given.begin() + what_.n_carried,
+                            given.begin() + what_.n_carried + what_.n_scanned);
   std::vector<std::vector<at::Tensor>> stacked(n_results_ - carried);
   for (const ControlValue& x : whole)
     TORCH_CHECK(x.tensor.defined() && x.tensor.dim() > 0 && x.tensor.size(0) > 0 &&
@@ -183,8 +188,8 @@ ControlValues Control::scan(ControlValues given) const {
 ControlFlow control_flow(const Plan& plan, const std::vector<Manifest::Control>& described,
                          const Control::Routines& routines) {
   if (described.size() != static_cast<size_t>(plan.n_callables))
-    throw LoadError("'" + plan.name + "' calls " + std::to_string(plan.n_callables) + " functions, " +
-                    std::to_string(described.size()) + " were described");
+    throw LoadError("'" + plan.name + "' calls " + std::to_string(plan.n_callables) +
+                    " functions, " + std::to_string(described.size()) + " were described");
   if (described.empty()) return {};
   std::vector<Control> controls;
   for (const Manifest::Control& d : described) controls.emplace_back(d, routines);

@@ -30,8 +30,7 @@ using c10::IValue;
 using c10::TypeKind;
 using Constants = std::vector<std::optional<int64_t>>;
 
-// ----------------------------------------------------------------------------------------------------
-// at load
+// ----------------------------------------------------------------------------------------- at load
 class Resolver {
  public:
   Resolver(const CallExtern& call, const Constants& constants) : in_(call), constants_(constants) {}
@@ -93,8 +92,12 @@ class Resolver {
     const auto dtype = static_cast<int64_t>(c10::ScalarType::Long);
     const IValue none;
     if (in_.args.size() != 1 || in_.args[0].kind != Operand::Kind::device) mismatch();
-    out_.stack = {IValue(INT64_MAX), IValue(std::vector<int64_t>{}), IValue(dtype), none,
-                  IValue(c10::Device(in_.args[0].text)), none};
+    out_.stack = {IValue(INT64_MAX),
+                  IValue(std::vector<int64_t>{}),
+                  IValue(dtype),
+                  none,
+                  IValue(c10::Device(in_.args[0].text)),
+                  none};
     return std::move(out_);
   }
 
@@ -295,8 +298,7 @@ class Resolver {
   std::string argument_;
 };
 
-// ----------------------------------------------------------------------------------------------------
-// BLAS
+// -------------------------------------------------------------------------------------------- BLAS
 
 // The Fortran interface of the BLAS inside libtorch_cpu, the one that ATen's own matmul calls;
 // null where it is not exported.
@@ -370,8 +372,7 @@ ExternCall resolve_extern(const CallExtern& call, const Constants& constants) {
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// at the call
+// ------------------------------------------------------------------------------------- at the call
 
 // What the product of two matrices needs to know, read from the sizes and strides of this call.
 struct Program::Gemm {

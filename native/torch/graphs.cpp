@@ -16,12 +16,13 @@
 namespace plait {
 namespace {
 
-constexpr size_t kMaxSizes = 16;       // choices of sizes that one partition is recorded for
-constexpr size_t kMaxRecordings = 4;   // at once, for one choice of sizes
-constexpr int32_t kMaxMade = 32;       // in all: what moves so often is not worth recording
-constexpr size_t kCopyNbytes = 16 << 20;  // inputs of operators up to this are copied once they move
+constexpr size_t kMaxSizes = 16;      // choices of sizes that one partition is recorded for
+constexpr size_t kMaxRecordings = 4;  // at once, for one choice of sizes
+constexpr int32_t kMaxMade = 32;      // in all: what moves so often is not worth recording
+constexpr size_t kCopyNbytes =
+    16 << 20;  // inputs of operators up to this are copied once they move
 constexpr int64_t kMiB = 1 << 20;
-constexpr unsigned kNoTiming = 2;         // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 // What the recordings of one device share. The GIL guards it.
 struct Shared {
@@ -39,7 +40,8 @@ struct Shared {
   }
   static Shared& of(c10::DeviceIndex device) { return all()[static_cast<size_t>(device)]; }
 
-  // A call uses memory of the one before it, wherever that was put, and what those beside have read.
+  // A call uses memory of the one before it, wherever that was put, and what those beside have
+  // read.
   void follow(cuda::Stream stream) {
     if (used) wait(stream, last);
     for (cuda::Stream other : beside) wait(stream, other);
@@ -86,7 +88,8 @@ const void* data_of(const at::Tensor& t) {
 }
 
 at::Tensor sharing(const at::Tensor& t) {
-  return at::Tensor(t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
+  return at::Tensor(
+      t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
 }
 
 c10::StorageImpl* memory_of(const at::Tensor& t) {
@@ -96,8 +99,8 @@ c10::StorageImpl* memory_of(const at::Tensor& t) {
 bool is_on_gpu(const at::Tensor& t) { return t.defined() && !t.device().is_cpu(); }
 
 at::Storage storage_on(c10::DataPtr memory, size_t nbytes, c10::Allocator* allocator) {
-  return at::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes,
-                                                           std::move(memory), allocator, true));
+  return at::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t{}, nbytes, std::move(memory), allocator, true));
 }
 
 // What was put on a stream last, inside a recording.
@@ -125,10 +128,11 @@ Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cud
 
 // Whether its memory and what it was lent are there, in the size and place that they had.
 bool is_whole(const Recording& r) {
-  return !r.orphaned && std::all_of(r.exports.begin(), r.exports.end(), [](const Recording::Export& e) {
-    return !e.tensor.defined() || (memory_of(e.tensor)->data() == e.pointer &&
-                                   memory_of(e.tensor)->nbytes() == e.nbytes);
-  });
+  return !r.orphaned &&
+         std::all_of(r.exports.begin(), r.exports.end(), [](const Recording::Export& e) {
+           return !e.tensor.defined() || (memory_of(e.tensor)->data() == e.pointer &&
+                                          memory_of(e.tensor)->nbytes() == e.nbytes);
+         });
 }
 
 // Whether somebody else than the recording holds memory that it writes.
@@ -154,8 +158,9 @@ void make_room(const Shared& shared, const Recording& made, int64_t limit) {
     for (Recording* r : shared.recordings)
       if (!is_held(*r) && (!oldest || r->used < oldest->used)) oldest = r;
     if (alone > limit || !oldest)
-      throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) + " MiB, all recordings " +
-                               std::to_string(all / kMiB) + " MiB, and those of a device may hold " +
+      throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) +
+                               " MiB, all recordings " + std::to_string(all / kMiB) +
+                               " MiB, and those of a device may hold " +
                                std::to_string(limit / kMiB) + " MiB");
     std::erase_if(oldest->owner.all, [&](const auto& r) { return r.get() == oldest; });
   }
@@ -172,9 +177,9 @@ Recording::~Recording() {
   if (host) release(host);
 }
 
-// ----------------------------------------------------------------------------------------------------
-// recording
-void Program::note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const {
+// --------------------------------------------------------------------------------------- recording
+void Program::note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l,
+                          Recording& r) const {
   const int64_t grid = value(f, l.grid);
   if (grid <= 0) return;
   RecordedLaunch made{last_node(f.stream), l.loaded, static_cast<uint64_t>(grid), {}, {}};
@@ -210,8 +215,7 @@ void Program::copy_import(Frame& f, SlotId s, const at::Tensor& copy) const {
 // From here on the frame's slot is this tensor.
 void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
   f.refs[static_cast<size_t>(s)] = tensor;
-  if (slots_[static_cast<size_t>(s)].needs_pointer)
-    patch(f, s, first_of(*tensor));
+  if (slots_[static_cast<size_t>(s)].needs_pointer) patch(f, s, first_of(*tensor));
 }
 
 // Views from before the partition are of what their bases are now.
@@ -219,7 +223,8 @@ void Program::name_again(Frame& f, const PartitionInfo& p) const {
   for (int32_t at : p.names) step(f, steps_[static_cast<size_t>(at)], false);
 }
 
-// Whether a slot names memory that a recording has copied out, so that nothing in it needs the slot.
+// Whether a slot names memory that a recording has copied out, so that nothing in it needs the
+// slot.
 bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const {
   while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
     s = slots_[static_cast<size_t>(s)].base;
@@ -243,8 +248,8 @@ void Program::keeping(void* capture, const F& f) const {
 
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
-void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
-                        Recording& r) const {
+void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at,
+                        std::vector<c10::DataPtr>& rooms, Recording& r) const {
   const bool at_end = at == p.last;
   std::vector<std::pair<const c10::StorageImpl*, int32_t>> brought;
   for (size_t k = 0; k < p.exports.size(); ++k) {
@@ -276,7 +281,8 @@ void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vecto
 // A slot from before the partition is needed no more in it.
 void Program::note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const {
   const at::Tensor& own = f.tensors[static_cast<size_t>(s)];
-  if (f.refs[static_cast<size_t>(s)] != &own) return;  // it is the caller's, or a copy is read instead
+  // It is the caller's, or a copy is read instead.
+  if (f.refs[static_cast<size_t>(s)] != &own) return;
   for (size_t i = 0; i < p.imports.size(); ++i)
     if (p.imports[i].slot == s) lending.dies(static_cast<int32_t>(i), own);
 }
@@ -305,8 +311,7 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
       step(f, s, false);
       f.lending = nullptr;
     }
-    if (s.kind == StepKind::launch)
-      note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
+    if (s.kind == StepKind::launch) note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
     bring_out(f, p, at, rooms, r);
   }
   bring_out(f, p, p.last, rooms, r);
@@ -355,10 +360,12 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     }
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
-    if (at.kept_nbytes > 0) {  // one piece wastes less than the allocator's segments, and can be lent as one
+    // One piece wastes less than the allocator's segments, and can be lent as one.
+    if (at.kept_nbytes > 0) {
       r->piece_nbytes = at.kept_nbytes;
       keeping(capture, [&] {
-        r->piece = static_cast<const char*>(gpu_->allocate(static_cast<int64_t>(at.kept_nbytes)).get());
+        r->piece =
+            static_cast<const char*>(gpu_->allocate(static_cast<int64_t>(at.kept_nbytes)).get());
       });
     }
     capture_steps(f, p, capture, rooms, *r);
@@ -369,11 +376,11 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     shared.nbytes = made.shared;
     const cuda::Driver& driver = cuda::Driver::machine();
     for (Recording::Copy& c : r->copies)
-      if (c.node)
-        driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
+      if (c.node) driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
     make_room(shared, *r, made.limit);
     for (const Recording* lender : r->lenders)
-      if (std::find(shared.recordings.begin(), shared.recordings.end(), lender) == shared.recordings.end())
+      if (std::find(shared.recordings.begin(), shared.recordings.end(), lender) ==
+          shared.recordings.end())
         throw std::runtime_error("memory that it was lent has gone");
     r->host = capture;
   } catch (const c10::Error& error) {
@@ -411,8 +418,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   return true;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// replaying
+// --------------------------------------------------------------------------------------- replaying
 // Runs a recording that is up to date and leaves the frame as the steps would.
 void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
   static uint64_t now = 0;
@@ -432,9 +438,9 @@ void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) c
     f.tensors[s] = e.tensor.defined() ? sharing(e.tensor) : at::Tensor();
     if (!e.tensor.defined()) continue;
     if (e.copy >= 0)
-      f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(given[static_cast<size_t>(e.copy)]);
-    if (slots_[s].needs_pointer)
-      patch(f, p.exports[k].slot, first_of(f.tensors[s]));
+      f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(
+          given[static_cast<size_t>(e.copy)]);
+    if (slots_[s].needs_pointer) patch(f, p.exports[k].slot, first_of(f.tensors[s]));
   }
   for (size_t k = 0; k < p.values.size(); ++k)
     f.values[static_cast<size_t>(p.values[k])] = r.values[k];
@@ -529,7 +535,8 @@ void Program::run_first(Frame& f, const PartitionInfo& p, Recordings& at) const 
   for (const PartitionInfo::Export& e : p.exports) {
     const at::Tensor& t = f.tensors[static_cast<size_t>(e.slot)];
     at.nbytes.push_back(is_on_gpu(t) ? memory_of(t)->nbytes() : 0);
-    if (!e.escapes && at.nbytes.back() >= static_cast<size_t>(kLentNbytes) && seen.insert(memory_of(t)).second)
+    if (!e.escapes && at.nbytes.back() >= static_cast<size_t>(kLentNbytes) &&
+        seen.insert(memory_of(t)).second)
       at.kept_nbytes += whole_blocks(at.nbytes.back());
   }
 }
@@ -547,7 +554,8 @@ void Program::run_partition(Frame& f, size_t partition) const {
     return;
   }
   if (state.by_size.size() >= kMaxSizes) {
-    refuse(partition, state.refused, "it was met with more than " + std::to_string(kMaxSizes) + " sizes");
+    refuse(partition, state.refused,
+           "it was met with more than " + std::to_string(kMaxSizes) + " sizes");
     return run_below(f, p);
   }
   Recordings seen;
@@ -595,7 +603,8 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
   const bool profiled = at::hasCallbacks();
   if (p.waits) f.gil = host_.release_gil();
   try {
-    for (int32_t at = p.first; at < p.last; ++at) step(f, steps_[static_cast<size_t>(at)], profiled);
+    for (int32_t at = p.first; at < p.last; ++at)
+      step(f, steps_[static_cast<size_t>(at)], profiled);
   } catch (...) {
     if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
     throw;

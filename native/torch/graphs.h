@@ -1,17 +1,22 @@
 // native/torch/graphs.h: the GPU's work of a program as CUDA graphs.
 //
-// A program is cut into partitions (plait/wrapper/partition.py). One that can be recorded runs as it
-// is the first time that its sizes are met, is recorded the second time and replayed from then on.
-// A recording holds the addresses of what it reads and writes:
+// A program is cut into partitions (plait/wrapper/partition.py). One that can be recorded runs as
+// it is the first time that its sizes are met, is recorded the second time and replayed from then
+// on. A recording holds the addresses of what it reads and writes:
 // - What only our kernels touch may lie anywhere: a new address is written into their graph nodes.
-// - What operators touch as well must lie where it lay. If it moves, the partition is recorded again,
+// - What operators touch as well must lie where it lay. If it moves, the partition is recorded
+// again,
 //   or, for small tensors, a copy that stays is read instead.
-// - What lives no longer than a run lies in a memory pool that all recordings of the device share. So
-//   no two of them run at once, and a call on another stream waits for the one before it. A call that
-//   finds another under way, or a recording of the user's own, runs as it is; later ones wait for it.
-// - A result for the caller that operators write is copied inside the graph, after the last step that
+// - What lives no longer than a run lies in a memory pool that all recordings of the device share.
+// So
+//   no two of them run at once, and a call on another stream waits for the one before it. A call
+//   that finds another under way, or a recording of the user's own, runs as it is; later ones wait
+//   for it.
+// - A result for the caller that operators write is copied inside the graph, after the last step
+// that
 //   touches it, to memory of the caller's, and its place in the pool serves later steps.
-// - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's own,
+// - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's
+// own,
 //   and while it is held another recording serves the call. Once it is dead, the recording of the
 //   backward pass uses its memory, see lending.h.
 // The recordings of a device may hold so many bytes; for one more, those used least recently go.
@@ -59,7 +64,8 @@ struct PartitionInfo {
   bool waits = false;  // not recorded: the host may wait for the device in it
 };
 
-// A launch of ours inside a recording, with the parameters that it has now: pointers, sizes, scratch.
+// A launch of ours inside a recording, with the parameters that it has now: pointers, sizes,
+// scratch.
 struct RecordedLaunch {
   cuda::GraphNode node;
   const cuda::Kernel* kernel;
@@ -128,7 +134,7 @@ struct Recording {
 // The recordings of one partition at one choice of sizes.
 struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
-  std::vector<bool> copied;  // by import
+  std::vector<bool> copied;    // by import
   std::vector<size_t> nbytes;  // by export, as met before recording
   size_t kept_nbytes = 0;      // of large ones that stay in the recording
   int32_t made = 0;
@@ -144,8 +150,8 @@ struct PartitionState {
 // are copied in them and how many are written where they belong. bypassed: calls that ran without,
 // because another was under way or the user recorded.
 struct GraphCounts {
-  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0, results_direct = 0,
-          bypassed = 0;
+  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0,
+          results_direct = 0, bypassed = 0;
 };
 
 struct Graphs {

@@ -41,7 +41,8 @@ c10::DataPtr Rooms::take(size_t nbytes, c10::Device device) {
   nbytes = whole_blocks(nbytes);
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it)
-    if (it->second.nbytes >= nbytes && (best == free_.end() || it->second.nbytes < best->second.nbytes))
+    if (it->second.nbytes >= nbytes &&
+        (best == free_.end() || it->second.nbytes < best->second.nbytes))
       best = it;
   if (best == free_.end()) return {nullptr, device};
   const auto [at, room] = *best;

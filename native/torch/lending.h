@@ -1,9 +1,10 @@
-// native/torch/lending.h: memory of what dies while a partition is recorded, for what it makes later.
+// native/torch/lending.h: memory of what dies while a partition is recorded, for what it makes
+// later.
 //
-// In a run without graphs saved tensors are freed as the backward pass goes, and their memory is used
-// again. In a recording they are memory that stays, for the next replay of the forward pass writes
-// it. So what dies in a partition, lies in memory of another recording and is held by nobody else is
-// lent to the partition's temporaries. A replay is good for calls that find it just so.
+// In a run without graphs saved tensors are freed as the backward pass goes, and their memory is
+// used again. In a recording they are memory that stays, for the next replay of the forward pass
+// writes it. So what dies in a partition, lies in memory of another recording and is held by nobody
+// else is lent to the partition's temporaries. A replay is good for calls that find it just so.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -46,10 +46,11 @@ DType from_scalar_type(c10::ScalarType type) {
 
 const char* torch_name(DType dtype) {
   static constexpr const char* names[] = {
-      "bool",    "uint8",     "uint16",    "uint32",     "uint64",   "int8",
-      "int16",   "int32",     "int64",     "float16",    "bfloat16", "float32",
-      "float64", "complex32", "complex64", "complex128", "float8_e4m3fn",
-      "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "opaque", "any"};
+      "bool",           "uint8",         "uint16",      "uint32",          "uint64",
+      "int8",           "int16",         "int32",       "int64",           "float16",
+      "bfloat16",       "float32",       "float64",     "complex32",       "complex64",
+      "complex128",     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+      "float8_e8m0fnu", "opaque",        "any"};
   return names[static_cast<size_t>(dtype)];
 }
 
@@ -111,8 +112,7 @@ class Loader {
     return constants_[static_cast<size_t>(e)];
   }
 
-  // -------------------------------------------------------------------------------------------
-  // expressions
+  // ----------------------------------------------------------------------------------- expressions
   void fold_constants() {
     const size_t n = plan_.exprs.size();
     constants_.resize(n);
@@ -157,8 +157,7 @@ class Loader {
     need(shape.strides);
   }
 
-  // -------------------------------------------------------------------------------------------
-  // first walk
+  // ------------------------------------------------------------------------------------ first walk
   Meta meta(const Shape& shape, DType dtype) const {
     Meta m;
     m.ids = shape;
@@ -271,7 +270,8 @@ class Loader {
     s.delta = info(i.old).delta;
     s.folded = true;
     const SlotInfo& old = info(i.old);
-    const bool whole = s.meta.ids.sizes == old.meta.ids.sizes && s.meta.ids.strides == old.meta.ids.strides &&
+    const bool whole = s.meta.ids.sizes == old.meta.ids.sizes &&
+                       s.meta.ids.strides == old.meta.ids.strides &&
                        element_size(s.dtype) <= element_size(old.dtype);
     s.inside = whole && (old.kind == Kind::alloc || old.inside);
     if (!s.inside) learn_reach(s);
@@ -288,28 +288,35 @@ class Loader {
     // The storage of an allocation starts where it points; elsewhere only the tensor knows.
     const bool from_storage = !i.relative && info(base.root).kind != Kind::alloc;
     s.relative = i.relative;
-    if (!constant(i.offset) || from_storage) return touch(i.base);  // its memory is asked for its end
+    // Its memory is asked for its end.
+    if (!constant(i.offset) || from_storage) return touch(i.base);
     s.root = base.root;
     s.delta = (i.relative ? base.delta : 0) + *constant(i.offset) * element_size(s.dtype);
     s.folded = true;
     learn_reach(s);
     if (!s.inside) touch(i.base);
   }
-  // Where it is known at load whether the slot lies in its memory: all is constant, and the verifier
-  // has compared it with what the program allocates; of another's tensor, that is asked when it comes.
-  // Elsewhere a step asks: of a result whose sizes the program reads, after its own checks of them.
+  // Where it is known at load whether the slot lies in its memory: all is constant, and the
+  // verifier has compared it with what the program allocates; of another's tensor, that is asked
+  // when it comes. Elsewhere a step asks: of a result whose sizes the program reads, after its own
+  // checks of them.
   void learn_reach(SlotInfo& s) {
     if (!s.meta.is_static || s.scalar == c10::ScalarType::Undefined) return;
     SlotInfo& root = info(s.root);
     if (root.kind == Kind::arena || root.kind == Kind::alloc) {
-      const int64_t room = root.kind == Kind::arena ? p_.arena_bytes_ : root.meta.is_static ? root.meta.nbytes : 0;
-      s.inside = s.meta.nbytes == 0 || (s.delta >= 0 && s.meta.nbytes <= room && s.delta <= room - s.meta.nbytes);
+      const int64_t room = root.kind == Kind::arena ? p_.arena_bytes_
+                           : root.meta.is_static    ? root.meta.nbytes
+                                                    : 0;
+      s.inside = s.meta.nbytes == 0 ||
+                 (s.delta >= 0 && s.meta.nbytes <= room && s.delta <= room - s.meta.nbytes);
       return;
     }
-    s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view && !root.found;
+    s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view &&
+               !root.found;
     if (!s.inside || s.meta.nbytes == 0) return;
     const int64_t own = root.kind == Kind::input && root.meta.is_static ? root.meta.nbytes : 0;
-    if (s.delta >= 0 && s.meta.nbytes <= own && s.delta <= own - s.meta.nbytes) return;  // as every tensor
+    // As every tensor.
+    if (s.delta >= 0 && s.meta.nbytes <= own && s.delta <= own - s.meta.nbytes) return;
     root.reaches = true;
     root.lowest = std::min(root.lowest, s.delta);
     root.highest = std::max(root.highest, s.delta + s.meta.nbytes);
@@ -372,8 +379,7 @@ class Loader {
     }
   }
 
-  // -------------------------------------------------------------------------------------------
-  // second walk
+  // ----------------------------------------------------------------------------------- second walk
   void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) {
     p_.steps_.push_back({kind, a, b});
   }
@@ -640,7 +646,7 @@ class Loader {
   void emit(const BumpVersion& i) { push(StepKind::bump, i.tensor); }
   void emit(const Partition& i) {
     close_region();
-    if (!p_.gpu_ || p_.generated_) return;  // a CPU has nothing to record
+    if (!p_.gpu_ || p_.generated_) return;      // a CPU has nothing to record
     const bool first = p_.partitions_.empty();  // unused inputs are dropped before anything runs
     const auto at = first ? 0 : static_cast<int32_t>(p_.steps_.size());
     if (!first) p_.partitions_.back().last = at;

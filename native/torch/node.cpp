@@ -130,7 +130,8 @@ void forbid_second(ag::variable_list& grads, const ag::Node& first,
   }
 }
 
-std::vector<size_t> gradients_of_nothing(const BackwardFacts& facts, const ag::variable_list& grads) {
+std::vector<size_t> gradients_of_nothing(const BackwardFacts& facts,
+                                         const ag::variable_list& grads) {
   std::vector<size_t> found;
   const auto undefined = [&](size_t i) { return !grads[i].defined(); };
   for (size_t k = 0; k < facts.sources.size(); ++k) {

@@ -38,15 +38,15 @@ struct NodeHost {
   // The same operator by operator, for tangents that kernels cannot read. Takes the GIL.
   torch::autograd::variable_list (*interpret)(void* owner, BackwardRun& run);
   void (*refuse)(const char* why);  // throws an error of plait's; takes the GIL
-  void (*retain)(void* owner);   // takes the GIL, as release does
+  void (*retain)(void* owner);      // takes the GIL, as release does
   void (*release)(void* owner);
 };
 
 // What all nodes of one graph share; the owner keeps it.
 struct BackwardFacts {
   std::vector<Tangent> tangents;
-  // Of each gradient, the tangents that it comes from. Where none of them is defined, eager makes no
-  // gradient (a program makes zeros).
+  // Of each gradient, the tangents that it comes from. Where none of them is defined, eager makes
+  // no gradient (a program makes zeros).
   std::vector<std::vector<size_t>> sources;
   bool nondeterministic = false;  // compiled while deterministic algorithms were not asked for
 };
@@ -54,8 +54,8 @@ struct BackwardFacts {
 class PlaitBackward final : public torch::autograd::Node {
  public:
   // owner: one reference, released by the destructor.
-  PlaitBackward(torch::autograd::edge_list&& edges, const BackwardFacts& facts, const NodeHost& host,
-                void* owner);
+  PlaitBackward(torch::autograd::edge_list&& edges, const BackwardFacts& facts,
+                const NodeHost& host, void* owner);
   ~PlaitBackward() override;
 
   void save(const at::Tensor& t, bool is_output);
@@ -80,8 +80,7 @@ class PlaitBackward final : public torch::autograd::Node {
   // results: metadata of the results that have gradients.
   static torch::autograd::variable_list run_backward(
       const BackwardFacts& facts, const NodeHost& host, void* owner, BackwardRun& run,
-      torch::autograd::variable_list grads,
-      c10::ArrayRef<torch::autograd::InputMetadata> results);
+      torch::autograd::variable_list grads, c10::ArrayRef<torch::autograd::InputMetadata> results);
 
   const BackwardFacts& facts_;
   const NodeHost& host_;

@@ -9,8 +9,8 @@ namespace plait {
 namespace ag = torch::autograd;
 namespace ca = torch::dynamo::autograd;
 
-// What the call takes besides tensors. A traced graph is used again for nodes with an equal key, and
-// may outlive all of them.
+// What the call takes besides tensors. A traced graph is used again for nodes with an equal key,
+// and may outlive all of them.
 struct PlaitBackward::Traced {
   const BackwardFacts& facts;
   const NodeHost& host;
@@ -49,8 +49,8 @@ ag::variable_list PlaitBackward::apply_with_saved(const ag::variable_list& grads
   const std::vector<c10::IValue> rest{c10::IValue(std::move(tensors))};
   const auto& compiler = ca::getPyCompilerInterface();
   const std::string function =
-      compiler->bind_function(saved.get_py_compiler(), name(), std::move(traced),
-                              {rest[0].type()}, /*is_custom_function=*/true, /*is_traceable=*/false);
+      compiler->bind_function(saved.get_py_compiler(), name(), std::move(traced), {rest[0].type()},
+                              /*is_custom_function=*/true, /*is_traceable=*/false);
   using Metadata = ca::IValuePacker<std::vector<std::optional<ag::InputMetadata>>>;
   ag::variable_list results =
       compiler->call_function(saved.get_py_compiler(), "apply_functional", function, grads, rest,

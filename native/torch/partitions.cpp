@@ -165,7 +165,8 @@ void PartitionLearner::read(int32_t k, const std::vector<ExprId>& all) {
 void PartitionLearner::read_shape(int32_t k, SlotId s) {
   const SlotInfo& i = p_.slot(s);
   if (i.kind == SlotInfo::Kind::result && home(s) < k)
-    std::fill(symbols_[static_cast<size_t>(k)].begin(), symbols_[static_cast<size_t>(k)].end(), true);
+    std::fill(symbols_[static_cast<size_t>(k)].begin(), symbols_[static_cast<size_t>(k)].end(),
+              true);
   read(k, i.meta.ids.sizes);
   read(k, i.meta.ids.strides);
   if (i.offset != kNone && is_derived(s)) read(k, i.offset);
@@ -198,9 +199,7 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       for (const KeywordOperand& o : c.kwargs) operand_slots(o.value, use);
       return;
     }
-    case StepKind::copy:
-      use(p_.instr<Copy>(s.a).src);
-      return use(p_.instr<Copy>(s.a).dst);
+    case StepKind::copy: use(p_.instr<Copy>(s.a).src); return use(p_.instr<Copy>(s.a).dst);
     case StepKind::bump: return use(s.a);
     case StepKind::fill: {
       const Fill& fill = p_.instr<Fill>(s.a);
@@ -263,7 +262,9 @@ void PartitionLearner::see(int32_t k, SlotId s) {
   if (!is_derived(s)) return;
   const int32_t at = home(s);
   const std::vector<int32_t>& made = made_[static_cast<size_t>(s)];
-  const auto add = [&](std::vector<int32_t>& steps) { steps.insert(steps.end(), made.begin(), made.end()); };
+  const auto add = [&](std::vector<int32_t>& steps) {
+    steps.insert(steps.end(), made.begin(), made.end());
+  };
   if (at >= 0 && at < k && partition(at).recorded) add(partition(at).after);
   if (at < k && k < n_) add(partition(k).names);
   if (i.base != kNone && i.kind == SlotInfo::Kind::view) see(k, i.base);
@@ -330,7 +331,8 @@ void PartitionLearner::finish(int32_t k) {
   keep(p);
   for (size_t s = 0; s < p_.slots_.size(); ++s)
     if (p_.slots_[s].kind == SlotInfo::Kind::view && !p_.slots_[s].relative)
-      for (PartitionInfo::Import& i : p.imports) i.stored |= i.slot == memory(static_cast<SlotId>(s));
+      for (PartitionInfo::Import& i : p.imports)
+        i.stored |= i.slot == memory(static_cast<SlotId>(s));
   for (SlotId v : p.made)
     for (PartitionInfo::Export& e : p.exports)
       if (is_derived(v) && memory(v) == e.slot) e.views.push_back(v);

@@ -42,7 +42,7 @@ class PartitionLearner {
   std::vector<std::vector<int32_t>> made_;  // by slot: the steps that make a view
   std::vector<bool> exported_, escaping_;
   std::vector<int32_t> symbol_home_;
-  std::vector<int32_t> read_by_;           // by expression: the partition that read it last
+  std::vector<int32_t> read_by_;            // by expression: the partition that read it last
   std::vector<std::vector<bool>> symbols_;  // by partition: symbols that it reads
 };
 

@@ -97,9 +97,9 @@ struct SlotInfo {
   // lie in its storage, which is asked when it is defined.
   int64_t lowest = 0, highest = 0;
   bool reaches = false;
-  bool inside = false;  // of a view or place: it is known to lie in its memory
-  bool found = false;   // of a result: the program reads its sizes, and may ask more of them
-  bool written = false;        // an input that the program changes
+  bool inside = false;   // of a view or place: it is known to lie in its memory
+  bool found = false;    // of a result: the program reads its sizes, and may ask more of them
+  bool written = false;  // an input that the program changes
   c10::Device device = c10::kCPU;  // of an input
   Meta meta;
   Range patches;  // of a root
@@ -229,11 +229,11 @@ struct Host {
   void* (*release_gil)();
   void (*retake_gil)(void* state);
   void (*call_python)(const Program&, Frame&, const PythonCall&,
-                      const Operands&);            // with the GIL held
-  c10::IValue (*to_ivalue)(void* object);                          // with the GIL held
+                      const Operands&);    // with the GIL held
+  c10::IValue (*to_ivalue)(void* object);  // with the GIL held
   // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
-  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure. keep():
-  // whether what is allocated from now on is the recording's own.
+  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
+  // keep(): whether what is allocated from now on is the recording's own.
   void* (*begin_capture)(int device);
   void (*keep_allocations)(void* capture, bool kept);
   Captured (*end_capture)(void* capture);
@@ -246,9 +246,9 @@ struct Host {
 // Runs what a plan calls as Python without any.
 using ControlFlow = std::function<void(const Program&, Frame&, const PythonCall&, const Operands&)>;
 
-// An input that kernels cannot read as it is (lazily negated or conjugated, or at an address that is not
-// aligned), and the copy that the program works on. What the program changes goes back into the input,
-// and results that are views of the copy are made views of the input.
+// An input that kernels cannot read as it is (lazily negated or conjugated, or at an address that
+// is not aligned), and the copy that the program works on. What the program changes goes back into
+// the input, and results that are views of the copy are made views of the input.
 struct Copied {
   at::Tensor given, values;
   bool written;
@@ -258,8 +258,8 @@ struct Frame {
   std::vector<int64_t> values;  // of expressions
   std::vector<void*> bufs;      // kernel arguments
   std::vector<int64_t> syms;
-  std::vector<Task> tasks;              // one a launch on the CPU
-  std::vector<void*> params;            // of launches on the GPU: addresses in bufs and syms
+  std::vector<Task> tasks;                // one a launch on the CPU
+  std::vector<void*> params;              // of launches on the GPU: addresses in bufs and syms
   void* scratch[2] = {nullptr, nullptr};  // of the launch at hand: global, profile
   cuda::Stream stream = nullptr;
   std::vector<at::Tensor> tensors;      // by slot: what the frame owns
@@ -271,7 +271,7 @@ struct Frame {
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
   bool owns_inputs = false;
   std::vector<Copied> copied;
-  Lending* lending = nullptr;  // while something is recorded: room for what it makes
+  Lending* lending = nullptr;          // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
@@ -415,8 +415,8 @@ class Program {
   void refuse(size_t partition, std::string& kept, const std::string& why) const;
   Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
   bool record(Frame& f, size_t partition, Recordings& at) const;
-  void capture_steps(Frame& f, const PartitionInfo& p, void* capture, std::vector<c10::DataPtr>& rooms,
-                     Recording& r) const;
+  void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
+                     std::vector<c10::DataPtr>& rooms, Recording& r) const;
   bool is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const;
   void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
                  Recording& r) const;
@@ -445,8 +445,8 @@ class Program {
   Plan plan_;
   std::shared_ptr<Library> library_;
   std::shared_ptr<Cubins> cubins_;
-  std::optional<Accelerator> gpu_;    // current while the program runs
-  std::vector<Accelerator> others_;   // the other ones of a program that uses several
+  std::optional<Accelerator> gpu_;            // current while the program runs
+  std::vector<Accelerator> others_;           // the other ones of a program that uses several
   std::vector<KernelFn> functions_;           // of the CPU, by number in the plan
   std::vector<const cuda::Kernel*> kernels_;  // of the GPU
   std::vector<c10::Device> kernel_devices_;   // of each kernel
@@ -473,7 +473,7 @@ class Program {
   int64_t n_bufs_ = 0, n_syms_ = 0, n_params_ = 0;
   size_t stack_size_ = 0;
   bool needs_guard_ = false;
-  bool forks_ = false;  // it works on streams besides its caller's
+  bool forks_ = false;          // it works on streams besides its caller's
   bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
   bool small_ = false;          // its work is known to be below what releasing the GIL costs
   std::vector<PartitionInfo> partitions_;
@@ -490,8 +490,8 @@ bool is_lazy(const at::Tensor& t);
 bool is_odd(const at::Tensor& t);
 // Its values in memory of their own, with its strides, gaps and all.
 at::Tensor materialised(const at::Tensor& t);
-// Where the elements of t begin. Torch calls the place of a tensor without elements null, but a view
-// of it has an offset of its own.
+// Where the elements of t begin. Torch calls the place of a tensor without elements null, but a
+// view of it has an offset of its own.
 inline char* first_of(const at::Tensor& t) {
   c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (void* first = impl->mutable_data()) [[likely]]
@@ -502,7 +502,7 @@ inline char* first_of(const at::Tensor& t) {
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
 const char* torch_name(DType dtype);                               // "float32"
-[[noreturn]] void fail_size();  // an expression overflowed
+[[noreturn]] void fail_size();                                     // an expression overflowed
 DType from_scalar_type(c10::ScalarType type);
 ExternCall resolve_extern(const CallExtern& call,
                           const std::vector<std::optional<int64_t>>& constants);

@@ -170,8 +170,7 @@ at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single) {
   return t;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// frames
+// ------------------------------------------------------------------------------------------ frames
 std::unique_ptr<Frame> Program::take_frame() {
   if (!frames_.empty()) {
     std::unique_ptr<Frame> f = std::move(frames_.back());
@@ -197,7 +196,8 @@ std::unique_ptr<Frame> Program::take_frame() {
   }
   for (const GridLaunch& l : grid_launches_) {
     void** param = f->params.data() + l.params.first;
-    for (int32_t i = 0; i < l.args.n; ++i) *param++ = &f->bufs[static_cast<size_t>(l.args.first + i)];
+    for (int32_t i = 0; i < l.args.n; ++i)
+      *param++ = &f->bufs[static_cast<size_t>(l.args.first + i)];
     for (int32_t i = 0; i < l.sizes.n; ++i) {
       int64_t& size = f->syms[static_cast<size_t>(l.sizes.first + i)];
       size = values_[static_cast<size_t>(l.size_ids[static_cast<size_t>(i)])];
@@ -229,9 +229,10 @@ void Program::patch(Frame& f, SlotId s, char* pointer) const {
 }
 
 // Tensors that stand for others: subclasses, and what torch.func and functionalisation wrap.
-static constexpr c10::DispatchKeySet kNotPlain(
-    {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+static constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python,
+                                                c10::DispatchKey::FuncTorchBatched,
+                                                c10::DispatchKey::FuncTorchGradWrapper,
+                                                c10::DispatchKey::Functionalize});
 
 std::string Program::wrapper_kind(const at::Tensor& t) {
   using c10::DispatchKey;
@@ -295,7 +296,8 @@ void Program::define(Frame& f, SlotId s, at::Tensor value) const {
       value.defined() && (is_lazy(value) || (slots_[i].needs_pointer && is_odd(value)));
   if (f.arena_storage && value.defined() && value.has_storage() &&
       value.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(f.arena_storage)) [[unlikely]]
-    throw std::runtime_error("'" + slots_[i].name + "' would lie in the arena, which ends with the call");
+    throw std::runtime_error("'" + slots_[i].name +
+                             "' would lie in the arena, which ends with the call");
   f.tensors[i] = copied ? materialised(value) : std::move(value);
   if (!slots_[i].needs_pointer) return;
   if (!f.tensors[i].defined())
@@ -354,8 +356,7 @@ void Program::reset(Frame& f) const noexcept {
   f.owns_inputs = false;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// memory
+// ------------------------------------------------------------------------------------------ memory
 const Accelerator& Program::on(c10::Device d) const {
   for (const Accelerator& other : others_)
     if (other.device() == d) return other;
@@ -372,7 +373,8 @@ at::DataPtr Program::memory(Frame& f, c10::Device d, int64_t nbytes) const {
   return gpu_->allocate(nbytes);
 }
 
-at::Tensor Program::new_tensor(Frame& f, c10::Device d, int64_t nbytes, c10::ScalarType type) const {
+at::Tensor Program::new_tensor(Frame& f, c10::Device d, int64_t nbytes,
+                               c10::ScalarType type) const {
   if (d.is_cpu()) return new_on_host(nbytes, type);
   return tensor_in(memory(f, d, nbytes), nbytes, gpu_->allocator(), type);
 }
@@ -392,7 +394,8 @@ void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) 
   patch(f, s, data);
   if (!f.arena_storage)
     f.arena_storage = at::Storage(c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t{}, size, at::DataPtr(nullptr, block.device()), nullptr, false));
+        c10::StorageImpl::use_byte_size_t{}, size, at::DataPtr(nullptr, block.device()), nullptr,
+        false));
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(block));
   storage->set_nbytes(size);
@@ -401,7 +404,8 @@ void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) 
 void Program::drop_arena(Frame& f) const noexcept {
   f.arena = ArenaBlock();
   if (gpu_ && f.arena_storage)
-    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
+    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap(
+        {nullptr, f.arena_storage.device()});
 }
 
 void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
@@ -527,8 +531,7 @@ void Program::share_version(Frame& f, SlotId s) const {
   view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }
 
-// ----------------------------------------------------------------------------------------------------
-// steps
+// ------------------------------------------------------------------------------------------- steps
 void fail_size() {
   throw std::runtime_error(
       "a size expression overflows or divides by a number that is not positive");
@@ -647,8 +650,8 @@ void Program::copy(Frame& f, const Copy& c) const {
   const at::Tensor& src = *f.refs[static_cast<size_t>(c.src)];
   const bool plain = dst.scalar_type() == src.scalar_type() && dst.is_contiguous() &&
                      src.is_contiguous() && dst.sizes() == src.sizes() && src.device().is_cpu() &&
-                     dst.device().is_cpu() &&
-                     !src.is_neg() && !src.is_conj() && !dst.is_neg() && !dst.is_conj();
+                     dst.device().is_cpu() && !src.is_neg() && !src.is_conj() && !dst.is_neg() &&
+                     !dst.is_conj();
   if (plain && dst.nbytes() <= kSmallCopyBytes) {
     if (dst.nbytes() > 0) std::memmove(dst.mutable_data_ptr(), src.const_data_ptr(), dst.nbytes());
   } else {
@@ -672,8 +675,8 @@ void Program::fill(const Frame& f, const Fill& i) const {
 void Program::check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
   if (!t.is_floating_point() && !t.is_complex()) return;
-  const bool fine = infinities ? at::isfinite(t).all().item<bool>()
-                               : !at::isnan(t).any().item<bool>();
+  const bool fine =
+      infinities ? at::isfinite(t).all().item<bool>() : !at::isnan(t).any().item<bool>();
   TORCH_CHECK(fine, "'", slot(s).name, "' holds a NaN", infinities ? " or an infinity" : "",
               ", computed by ", origin);
 }
@@ -782,8 +785,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
                             Extents(slots_[static_cast<size_t>(s.a)].meta, f.values));
     case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
-    case StepKind::launch:
-      return run_launch(f, grid_launches_[static_cast<size_t>(s.a)], profiled);
+    case StepKind::launch: return run_launch(f, grid_launches_[static_cast<size_t>(s.a)], profiled);
     case StepKind::call_extern:
       return call_operator(f, externs_[static_cast<size_t>(s.a)], Operands(f), profiled);
     case StepKind::call_python:

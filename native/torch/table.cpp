@@ -70,7 +70,8 @@ struct Table {
 
   static int64_t symbol(const plait_call* c, int32_t symbol) {
     const auto& call = *static_cast<const RunningCall*>(c);
-    return call.program.value(call.f, call.program.symbol_exprs_[static_cast<size_t>(symbol)].front());
+    return call.program.value(call.f,
+                              call.program.symbol_exprs_[static_cast<size_t>(symbol)].front());
   }
   static int read(plait_call* c, int32_t s, int what, int64_t dim, int64_t* out) {
     return guarded(c, [&](const Program& p, Frame& f, auto&) {
@@ -174,11 +175,12 @@ struct Table {
     });
   }
   static int aligned(plait_call* c, int32_t s, const char* first, int64_t nbytes) {
-    return guarded(c, [&](const Program& p, Frame&, auto&) { p.check_alignment(s, first, nbytes); });
+    return guarded(c,
+                   [&](const Program& p, Frame&, auto&) { p.check_alignment(s, first, nbytes); });
   }
   static int finite(plait_call* c, int32_t s, const char* origin, bool infinities) {
-    return guarded(c,
-                   [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
+    return guarded(
+        c, [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
   }
   static int fail(plait_call* c, int error, const char* message, int64_t n_bytes,
                   const int64_t* values, int n_values) {
@@ -196,7 +198,8 @@ struct Table {
       int k = 0;
       for (const Operand& o : p.outputs()) {
         const bool tensor = o.kind == Operand::Kind::ref || o.kind == Operand::Kind::value;
-        if (!tensor && (o.kind != Operand::Kind::size || node(p, o.id).op == ExprNode::Op::constant))
+        if (!tensor &&
+            (o.kind != Operand::Kind::size || node(p, o.id).op == ExprNode::Op::constant))
           continue;
         TORCH_INTERNAL_ASSERT(k < n && (!tensor || results[k].value == o.id));
         if (!tensor) f.values[static_cast<size_t>(o.id)] = results[k].value;
@@ -210,10 +213,9 @@ struct Table {
     return size_function(number, a, b, *out);
   }
 
-  static constexpr plait_table functions{symbol, read, arena,  place, alloc,   view, storage,
-                                         drop,   run,  failed, launch, op,    python,  copy, bump,
-                                         fill,   layout, aligned, finite, fail, overflow, give,
-                                         function};
+  static constexpr plait_table functions{
+      symbol, read, arena, place, alloc,  view,    storage, drop, run,      failed, launch,  op,
+      python, copy, bump,  fill,  layout, aligned, finite,  fail, overflow, give,   function};
 };
 
 Generated::Generated(const std::string& path, const std::string& entry)
@@ -226,7 +228,8 @@ Generated::Generated(const std::string& path, const std::string& entry)
 }
 
 void Program::run_generated(Frame& f, bool profiled) const {
-  RunningCall call{{&Table::functions, functions_.data(), f.pointers.data(), profiled}, *this, f, {}};
+  RunningCall call{
+      {&Table::functions, functions_.data(), f.pointers.data(), profiled}, *this, f, {}};
   if (generated_->run(&call) != 0) std::rethrow_exception(call.error);
 }
 

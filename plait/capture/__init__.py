@@ -1,4 +1,5 @@
-"""The front end: `backend` for torch.compile, `export` for plait.compile. Both end in `Captured` graphs."""
+"""The front end: `backend` for torch.compile, `export` for plait.compile. Both end in `Captured`
+graphs."""
 
 import torch
 

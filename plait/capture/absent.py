@@ -1,8 +1,8 @@
 """Tracing for a GPU with a torch that was built without CUDA.
 
-Fake tensors need no device. But some of torch's bindings (`x[0]`, `x.contiguous()`) switch to a tensor's
-device before they call an operator: `on_device` has a guard that does nothing for that. What asks the
-device itself becomes an error that says so.
+Fake tensors need no device. But some of torch's bindings (`x[0]`, `x.contiguous()`) switch to a
+tensor's device before they call an operator: `on_device` has a guard that does nothing for that.
+What asks the device itself becomes an error that says so.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from plait import _native
 from plait.capture.trace import users_line
 from plait.errors import InternalError, Unsupported
 
-_ASKED = re.compile(r"not linked with support for|not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver")
+_ASKED = re.compile(
+    r"not linked with support for|not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver"
+)
 _lock = RLock()
 
 
 @contextmanager
 def on_device(device: torch.device | None) -> Iterator[None]:
-    """Inside, a model is traced and compiled for a device, None: where it is. Raises Unsupported where that takes the
-    device itself."""
+    """Inside, a model is traced and compiled for a device, None: where it is. Raises Unsupported
+    where that takes the device itself."""
     if device is None or torch.cuda.is_available():
         yield
         return
@@ -38,9 +40,13 @@ def on_device(device: torch.device | None) -> Iterator[None]:
             if not isinstance(cause, Exception) or not _ASKED.search(str(cause)):
                 raise
             raise Unsupported(
-                f"a package for {device} of a model that asks the device while it is traced, and there is none here",
+                f"a package for {device} of a model that asks the device while it is traced, and "
+                "there is none here",
                 where=users_line(cause),
-                hint="take the device of an argument (x.device), or package on a machine with such a GPU",
+                hint=(
+                    "take the device of an argument (x.device), or package on a machine with such "
+                    "a GPU"
+                ),
             ) from error
         finally:
             if guarded:

@@ -1,8 +1,9 @@
-"""Which results of a graph lie in the memory of its inputs, and where: facts for the compiler and for whoever makes
-the user's results.
+"""Which results of a graph lie in the memory of its inputs, and where: facts for the compiler and
+for whoever makes the user's results.
 
-Functionalised graphs do not tell: `x.mul_(2)[k:]` is a slice of a product there. What eager makes is known from the
-fake tensors of Dynamo's graph, or from those that the user's function returned while it was traced.
+Functionalised graphs do not tell: `x.mul_(2)[k:]` is a slice of a product there. What eager makes
+is known from the fake tensors of Dynamo's graph, or from those that the user's function returned
+while it was traced.
 """
 
 from __future__ import annotations
@@ -21,60 +22,79 @@ from plait.ir import sizes as sz
 from plait.lower.symbols import to_size
 
 Result = tuple[Any, ...]
-"""("program",), or ("view", number of the program's input, requires_grad, offset or None: the program's tensor
-tells)."""
+"""("program",), or ("view", number of the program's input, requires_grad, offset or None: the
+program's tensor tells)."""
 
 
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
-    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one that AOTAutograd's
-    wrapper would give other lazy bits than eager does."""
-    given: list[Any] = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one
+    that AOTAutograd's wrapper would give other lazy bits than eager does."""
+    given: list[Any] = [
+        n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"
+    ]
     outputs: Any = output_of(gm.graph).args[0]
-    made: list[Any] = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
-    if any(i is not None and _loses_bits(given[i], x) for x, i in zip(made, _owners(made, given), strict=True)):
+    made: list[Any] = [
+        n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs
+    ]
+    if any(
+        i is not None and _loses_bits(given[i], x)
+        for x, i in zip(made, _owners(made, given), strict=True)
+    ):
         raise Unsupported(
-            "a result that is a lazily conjugated or negated view of an input", hint="return result.resolve_conj()"
+            "a result that is a lazily conjugated or negated view of an input",
+            hint="return result.resolve_conj()",
         )
     return views_of_inputs(made, given)
 
 
-def input_views(meta: Any, dynamo: Mapping[int, InputView], inputs: Sequence[Any]) -> dict[int, InputView]:
-    """The outputs of an AOTAutograd graph that eager makes as views of inputs. meta: its metadata, of a graph whose
-    inputs are the user's; dynamo: the same of Dynamo's graph. Raises Unsupported for one to which AOTAutograd's wrapper
-    would give another gradient than eager does."""
+def input_views(
+    meta: Any, dynamo: Mapping[int, InputView], inputs: Sequence[Any]
+) -> dict[int, InputView]:
+    """The outputs of an AOTAutograd graph that eager makes as views of inputs. meta: its metadata,
+    of a graph whose inputs are the user's; dynamo: the same of Dynamo's graph. Raises Unsupported
+    for one to which AOTAutograd's wrapper would give another gradient than eager does."""
     first = meta.num_mutated_inp_runtime_indices  # before the results come new values of inputs
     found = {}
     for k, info in enumerate(meta.output_info):
         kind, view = info.output_type.name, dynamo.get(k)
-        if kind in ("alias_of_input", "is_input") and view is not None and view.input == info.base_idx:
+        if (
+            kind in ("alias_of_input", "is_input")
+            and view is not None
+            and view.input == info.base_idx
+        ):
             found[first + k] = replace(view, whole=kind == "is_input")
             again = kind == "is_input" or _repeats_steps(info)
             if info.requires_grad and not again and repeats_memory(inputs[view.input]):
                 raise Unsupported(
-                    "a result that lies in an input whose elements share memory, at a place that varies",
+                    "a result that lies in an input whose elements share memory, at a place that "
+                    "varies",
                     hint="return result.clone()",
                 )
     return found
 
 
 def _repeats_steps(info: Any) -> bool:
-    """Whether AOTAutograd's wrapper makes a result by the steps to it that were traced: none of them varies."""
+    """Whether AOTAutograd's wrapper makes a result by the steps to it that were traced: none of
+    them varies."""
     steps = info.view_meta_sequence
     return steps is not None and not any(step.has_symbolic_inputs for step in steps.sequence)
 
 
 def views_of_inputs(results: Sequence[Any], inputs: Sequence[Any]) -> dict[int, InputView]:
-    """The results that are inputs or views of them that are read alike, while their function is traced."""
+    """The results that are inputs or views of them that are read alike, while their function is
+    traced."""
     found = {}
     for k, (x, base) in enumerate(zip(results, _owners(results, inputs), strict=True)):
         if base is not None and same_bits(inputs[base], x):
-            found[k] = InputView(base, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x is inputs[base])
+            found[k] = InputView(
+                base, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x is inputs[base]
+            )
     return found
 
 
 def _loses_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a view with other lazy bits than its base is made anew from sizes and strides, which do not tell them:
-    where the steps to it cannot be repeated."""
+    """Whether a view with other lazy bits than its base is made anew from sizes and strides, which
+    do not tell them: where the steps to it cannot be repeated."""
     layout = (*view.shape, *view.stride(), view.storage_offset())
     varies = any(isinstance(n, torch.SymInt) for n in layout)
     return not same_bits(base, view) and (varies or base.dtype != view.dtype)
@@ -95,7 +115,8 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def results_of(graph: GraphModule, views: Mapping[int, InputView]) -> list[Result]:
-    """What the user's results are made from; nothing if no result is a view of an input. graph: as it was traced."""
+    """What the user's results are made from; nothing if no result is a view of an input. graph: as
+    it was traced."""
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(graph.graph).args[0]
     results: list[Result] = []
@@ -109,8 +130,8 @@ def results_of(graph: GraphModule, views: Mapping[int, InputView]) -> list[Resul
 
 
 def offset_in(base: torch.Tensor, node: Node, offset: int | torch.SymInt) -> int | None:
-    """How far a view of base, a value of a graph, begins behind it, in elements, where that is a constant and both
-    have one dtype."""
+    """How far a view of base, a value of a graph, begins behind it, in elements, where that is a
+    constant and both have one dtype."""
     if begins_anywhere(node) or base.dtype != node.meta["val"].dtype:
         return None
     behind = sz.add(to_size(offset), sz.mul(to_size(base.storage_offset()), -1))
@@ -118,8 +139,9 @@ def offset_in(base: torch.Tensor, node: Node, offset: int | torch.SymInt) -> int
 
 
 def repeats_memory(x: torch.Tensor) -> bool:
-    """Whether several elements of x may lie at one place. A view of such a tensor is made anew by its own steps only:
-    made from sizes and strides, its gradient would be that of places and not of elements."""
+    """Whether several elements of x may lie at one place. A view of such a tensor is made anew by
+    its own steps only: made from sizes and strides, its gradient would be that of places and not of
+    elements."""
     end: int | torch.SymInt = 0  # of what the dimensions so far span
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda pair: pair[0]):
         if size != 1:
@@ -140,13 +162,18 @@ def view_like(base: torch.Tensor, like: torch.Tensor, requires_grad: bool = True
     elif like.is_complex() and base.dtype == like.real.dtype:
         flat = torch.view_as_complex(flat.view(-1, 2))
     else:
-        return flat.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset()).detach()
+        return (
+            flat.view(like.dtype)
+            .as_strided(like.shape, like.stride(), like.storage_offset())
+            .detach()
+        )
     view = flat.as_strided(like.shape, like.stride(), like.storage_offset())
     return view.detach() if view.requires_grad and not requires_grad else view
 
 
 def same_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether both are tensors of memory that is read alike: neither lazily negated nor conjugated on its own."""
+    """Whether both are tensors of memory that is read alike: neither lazily negated nor conjugated
+    on its own."""
     return base.layout == view.layout == torch.strided and (
         (view.is_conj(), view.is_neg()) == (base.is_conj(), base.is_neg())
     )

@@ -1,7 +1,7 @@
 """Tensors that a module's forward assigns anew (`self.n = self.n + 1`), while it is traced.
 
-A buffer or parameter that is assigned is written: the program copies the new value into it. Whatever else a
-call leaves in Python is no matter of the program (`kept.py`).
+A buffer or parameter that is assigned is written: the program copies the new value into it.
+Whatever else a call leaves in Python is no matter of the program (`kept.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _COMPILED = 'torch.compile(fn, backend="plait")'
 def with_state(
     module: torch.nn.Module, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]
 ) -> Iterator[dict[str, Any]]:
-    """Inside, the module's parameters and buffers, which are `state`, are those given. Each one is replaced wherever it
-    is: a layer may be in two places, and a tensor in two layers. Gives what was assigned meanwhile, when it is left."""
+    """Inside, the module's parameters and buffers, which are `state`, are those given. Each one is
+    replaced wherever it is: a layer may be in two places, and a tensor in two layers. Gives what
+    was assigned meanwhile, when it is left."""
     others = {id(x): (name, new) for (name, x), new in zip(state.items(), given, strict=True)}
     stores = [store for part in module.modules() for store in (part._parameters, part._buffers)]
     places = [(store, key, x) for store in stores for key, x in store.items() if id(x) in others]
@@ -45,8 +46,8 @@ def with_state(
 class Holding:
     """Runs a module with other tensors as its state.
 
-    who: the function that traces it. before: what a call before this one left in Python. left: what this one does,
-    which is undone.
+    who: the function that traces it. before: what a call before this one left in Python. left: what
+    this one does, which is undone.
     """
 
     def __init__(self, module: torch.nn.Module, who: str, before: Sequence[Change]) -> None:
@@ -55,8 +56,11 @@ class Holding:
         self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
-    def state(self, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """As `with_state`. Raises Unsupported where the module assigns what no program can assign."""
+    def state(
+        self, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """As `with_state`. Raises Unsupported where the module assigns what no program can
+        assign."""
         kept = Kept(self.module)
         for change in self.before:
             change.redo()
@@ -68,10 +72,17 @@ class Holding:
             for change in self.left:
                 change.undo()
         if wrong := [change.name for change in self.left if change.of_state]:
-            what = f"{self.who} of a module that assigns {wrong[0]!r}, which is no buffer with a value"
-            raise Unsupported(what, hint=f"register_buffer with a tensor of its size, or {_COMPILED}")
+            what = (
+                f"{self.who} of a module that assigns {wrong[0]!r}, which is no buffer with a value"
+            )
+            raise Unsupported(
+                what, hint=f"register_buffer with a tensor of its size, or {_COMPILED}"
+            )
         olds = dict(zip(state, given, strict=True))
-        self._new = [(olds[name], self._fitting(name, olds[name], new).clone()) for name, new in assigned.items()]
+        self._new = [
+            (olds[name], self._fitting(name, olds[name], new).clone())
+            for name, new in assigned.items()
+        ]
 
     def write(self, results: Sequence[Any]) -> list[Any]:
         """Copies what was assigned to where it belongs. Gives the results: those in memory that is
@@ -89,16 +100,23 @@ class Holding:
 
     def _fitting(self, name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
         alike = isinstance(new, torch.Tensor) and (new.dtype, new.device) == (old.dtype, old.device)
-        if not alike or any(isinstance(n, torch.SymInt) for n in new.shape) or new.shape != old.shape:
-            what = f"{self.who} of a module whose {name!r} gets another size or dtype when it is called"
+        if (
+            not alike
+            or any(isinstance(n, torch.SymInt) for n in new.shape)
+            or new.shape != old.shape
+        ):
+            what = (
+                f"{self.who} of a module whose {name!r} gets another size or dtype when it is "
+                "called"
+            )
             raise Unsupported(what, hint=_COMPILED)
         assert isinstance(new, torch.Tensor)
         return new
 
 
 def _moved(x: torch.Tensor, old: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """x, which lies in the memory of old, in the same place of a copy of that; a copy of x alone where
-    there is no such place."""
+    """x, which lies in the memory of old, in the same place of a copy of that; a copy of x alone
+    where there is no such place."""
     first = x.storage_offset() - old.storage_offset()
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     alike = x.dtype == old.dtype and same_bits(old, x) and old.stride() == copy.stride()

@@ -1,9 +1,9 @@
 """The torch.compile back end: a Dynamo graph in, a callable for Dynamo out.
 
-AOTAutograd makes one inference graph, or a forward and a backward graph, each compiled by `plait.compile`. Where what
-its own callable does around them can be done natively (`direct.py`, `training.py`), Dynamo gets a native callable.
-Loading this module loads the whole compiler, so that the first call pays for compiling only: `backend="plait"` is
-looked up when torch.compile is called.
+AOTAutograd makes one inference graph, or a forward and a backward graph, each compiled by
+`plait.compile`. Where what its own callable does around them can be done natively (`direct.py`,
+`training.py`), Dynamo gets a native callable. Loading this module loads the whole compiler, so that
+the first call pays for compiling only: `backend="plait"` is looked up when torch.compile is called.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def plait_backend(
 ) -> Callable[..., Any]:
     """Compiles one graph for torch.compile(backend="plait", mode=..., options=...).
 
-    target: what makes programs run, in place of that of the option 'wrapper'.
-    What cannot be compiled goes down the ladder (`ladder.py`). Raises UserError for an unknown mode or option; every
-    error of plait reaches the user unwrapped.
+    target: what makes programs run, in place of that of the option 'wrapper'. What cannot be
+    compiled goes down the ladder (`ladder.py`). Raises UserError for an unknown mode or option;
+    every error of plait reaches the user unwrapped.
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
-        if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):  # compiled autograd's graphs
+        if any(
+            isinstance(x, (list, tuple, dict)) for x in example_inputs
+        ):  # compiled autograd's graphs
             return compat.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
         return _compile(cfg, target, gm, example_inputs)
     except PlaitError as error:
@@ -79,7 +81,8 @@ def _compile(
 
 
 class _OneGraph:
-    """The compilation of one Dynamo graph: the three compilers that AOTAutograd calls, and what they found out."""
+    """The compilation of one Dynamo graph: the three compilers that AOTAutograd calls, and what
+    they found out."""
 
     def __init__(self, cfg: Config, target: Target | None, n_inputs: int) -> None:
         self.cfg = cfg
@@ -129,7 +132,9 @@ class _OneGraph:
             return call
         return ladder.with_tangents(call, gm, self.name, self.kind, self.cfg)
 
-    def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def partition(
+        self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(self.cfg, joint, joint_inputs, **kwargs)
         self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward
@@ -147,7 +152,11 @@ class _OneGraph:
         return self.training.backward(gm, donated).boxed
 
     def _first(
-        self, gm: GraphModule, inputs: Sequence[Any], kind: GraphKind, made: DirectGraph | TrainingGraph
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        kind: GraphKind,
+        made: DirectGraph | TrainingGraph,
     ) -> Callable[..., Any]:
         """Compiles what a call runs first, the inference or the forward graph."""
         self.kind = kind
@@ -160,7 +169,12 @@ class _OneGraph:
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         n_results = meta.num_forward if kind == "forward" else None
         self.program = self._program(
-            gm, kind, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason, input_views=views
+            gm,
+            kind,
+            bumped_inputs=bumped,
+            n_results=n_results,
+            wrapper_reason=made.reason,
+            input_views=views,
         )
         return self.program.boxed
 
@@ -171,14 +185,18 @@ class _OneGraph:
         name = f"backward_{self.serial}"
 
         def compiled(taken: ladder.Steps) -> Program:
-            return self._program(came.module() if taken else gm, "backward", donated_inputs=donated, taken=taken)
+            return self._program(
+                came.module() if taken else gm, "backward", donated_inputs=donated, taken=taken
+            )
 
         def by_eager(taken: ladder.Steps) -> Program:
             return ladder.backward_graph(came.module(), name, taken, native, self.cfg)
 
         return ladder.descend(self.cfg, lambda: name, compiled, by_eager)
 
-    def _interpreted(self, graph: Callable[[], GraphModule]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    def _interpreted(
+        self, graph: Callable[[], GraphModule]
+    ) -> Callable[[list[Any]], tuple[Any, ...]]:
         return ladder.interpreted_gradients(graph, f"backward_{self.serial}", self.cfg)
 
     def _program(

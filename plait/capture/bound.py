@@ -1,7 +1,7 @@
 """Binds a compiled program to its state: user arguments in, results out, every argument checked.
 
-With a native program the result is the native `Bound` object itself. A program that runs as Python is bound by
-`PythonBound`, which makes the same checks with the same words.
+With a native program the result is the native `Bound` object itself. A program that runs as Python
+is bound by `PythonBound`, which makes the same checks with the same words.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ def argument_specs(traced: Traced) -> list[InputSpec]:
     """What is checked about the user's tensors and ints."""
     bounds = traced.sizes.bounds
     return [
-        ("int", i, _entry(fake, bounds)) if isinstance(fake, torch.SymInt) else tensor_spec(i, fake, bounds)
+        ("int", i, _entry(fake, bounds))
+        if isinstance(fake, torch.SymInt)
+        else tensor_spec(i, fake, bounds)
         for i, fake in enumerate(traced.fakes)
     ]
 
 
 def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, Bounds]) -> tuple[Any, ...]:
-    """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
+    """What is checked about user argument number `arg`. Sizes that are expressions are checked
+    elsewhere."""
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
     if fake.is_contiguous() and any(not isinstance(s, int) for s in fake.stride()):
@@ -84,18 +87,22 @@ def bind(
 ) -> Callable[..., Any]:
     """A callable of the user's tensors and ints, by position or by name.
 
-    single: return the only result, not a tuple. results: which of them are views of inputs. changed: the inputs that
-    the program writes to. owners: of the bound tensors, numbered in the order of specs.
+    single: return the only result, not a tuple. results: which of them are views of inputs.
+    changed: the inputs that the program writes to. owners: of the bound tensors, numbered in the
+    order of specs.
     """
     if isinstance(program, _native.Program):
-        bound: Callable[..., Any] = _native.Bound(program, list(specs), list(names), single, list(results), owners)
+        bound: Callable[..., Any] = _native.Bound(
+            program, list(specs), list(names), single, list(results), owners
+        )
         return bound
     return PythonBound(program, specs, names, single, results, changed, owners)
 
 
 @dataclass
 class PythonBound:
-    """`_native.Bound` for programs that are Python functions; the fields are the arguments of `bind`."""
+    """`_native.Bound` for programs that are Python functions; the fields are the arguments of
+    `bind`."""
 
     program: Callable[..., Any]
     specs: Sequence[InputSpec]
@@ -107,7 +114,9 @@ class PythonBound:
 
     def __post_init__(self) -> None:
         changes_state = any(self.specs[k][0] == "bound" for k in self.changed)
-        self.turn: AbstractContextManager[Any] = threading.RLock() if changes_state else nullcontext()
+        self.turn: AbstractContextManager[Any] = (
+            threading.RLock() if changes_state else nullcontext()
+        )
         self.views = [(k, *r[1:]) for k, r in enumerate(self.results) if r[0] == "view"]
         self.bound = [(k, spec[2]) for k, spec in enumerate(self.specs) if spec[0] == "bound"]
         self.layouts = {k: _layout(x) for k, x in self.bound if x.layout == torch.strided}
@@ -155,12 +164,15 @@ class PythonBound:
             if k != changed and isinstance(x, torch.Tensor) and _share_memory(inputs[changed], x):
                 mine, other = self._name(changed), self._name(k)
                 raise InputError(
-                    f"inputs {mine} and {other} share memory and {mine} is changed in place: pass a copy of one of them"
+                    f"inputs {mine} and {other} share memory and {mine} is changed in place: pass "
+                    "a copy of one of them"
                 )
 
     def _name(self, position: int) -> str:
         spec = self.specs[position]
-        return f"parameter or buffer {spec[1]!r}" if spec[0] == "bound" else repr(self.names[spec[1]])
+        return (
+            f"parameter or buffer {spec[1]!r}" if spec[0] == "bound" else repr(self.names[spec[1]])
+        )
 
     def _ordered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if len(args) > len(self.names):
@@ -218,14 +230,24 @@ def _spelled(layout: Layout) -> str:
     return f"{_short(dtype)} on {device} with sizes {sizes} and strides {strides}"
 
 
-def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: str, symbols: dict[str, int]) -> None:
+def _check(
+    what: str,
+    value: Any,
+    dtype: str,
+    shape: Any,
+    strides: Any,
+    device: str,
+    symbols: dict[str, int],
+) -> None:
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{what}: expected a tensor, got {type(value).__name__}")
     if from_torch(value.dtype).name != dtype:
         wanted = TO_TORCH[DTYPES[dtype]]
         raise InputError(f"{what}: expected dtype {_short(wanted)}, got {_short(value.dtype)}")
     if str(value.device) != device:
-        raise InputError(f"{what}: expected a plain tensor on device {device}, got one on {value.device}")
+        raise InputError(
+            f"{what}: expected a plain tensor on device {device}, got one on {value.device}"
+        )
     if kind := special_kind(value):
         raise InputError(f"{what}: expected a plain tensor, got {kind}")
     if value.dim() != len(shape):
@@ -241,14 +263,17 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
         for dim, (want, stride) in enumerate(zip(strides, value.stride(), strict=True)):
             misfit = "" if value.shape[dim] <= 1 else _misfit(want, stride, symbols)
             if misfit:
-                raise InputError(f"{what}: expected stride {misfit} in dimension {dim}, got {stride}")
+                raise InputError(
+                    f"{what}: expected stride {misfit} in dimension {dim}, got {stride}"
+                )
     _check_tangent(what, value)
 
 
 def _check_tangent(what: str, value: torch.Tensor) -> None:
     if has_tangent(value):
         raise InputError(
-            f"{what} carries a tangent of forward-mode differentiation, which a compiled program drops",
+            f"{what} carries a tangent of forward-mode differentiation, which a compiled program "
+            "drops",
             hint="the function itself, or torch.compile, which runs eager there",
         )
 

@@ -1,7 +1,9 @@
-"""Control flow for packages: what a compiled program calls as Python becomes routines and what runs them.
+"""Control flow for packages: what a compiled program calls as Python becomes routines and what runs
+them.
 
-A call of a higher-order operator holds its subgraphs (`lower/hop.py`); at a call of a compiled program eager runs
-these, operator by operator, and so does a package, without Python. Whatever else is Python is refused.
+A call of a higher-order operator holds its subgraphs (`lower/hop.py`); at a call of a compiled
+program eager runs these, operator by operator, and so does a package, without Python. Whatever else
+is Python is refused.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ _KINDS: dict[Any, tuple[str, str]] = {
     _hop.scan: ("scan", "fcsr"),
     _hop.invoke_subgraph: ("call", "f-*"),
 }
-"""Operators that run subgraphs: the kind of Control, and what their arguments are: p the condition, f a subgraph,
-c what is carried, s what comes in slices, r the other operands, * those as arguments of their own, - nothing."""
+"""Operators that run subgraphs: the kind of Control, and what their arguments are: p the condition,
+f a subgraph, c what is carried, s what comes in slices, r the other operands, * those as arguments
+of their own, - nothing."""
 
 
-def controls_of(name: str, made: Portable, cfg: Config, routines: list[Routine]) -> tuple[Control, ...]:
+def controls_of(
+    name: str, made: Portable, cfg: Config, routines: list[Routine]
+) -> tuple[Control, ...]:
     """What stands for each of the callables of a program; what they run is added to routines.
 
     Raises Unsupported, with the source line, for a callable that is no control flow.
@@ -51,11 +56,18 @@ def controls_of(name: str, made: Portable, cfg: Config, routines: list[Routine])
             call = made.callables[instr.index]
             found = _parts(call) if isinstance(call, PythonCall) else None
             if not isinstance(call, PythonCall) or found is None:
-                raise Unsupported(f"a package of a program that calls Python: {instr.label}", where=line)
+                raise Unsupported(
+                    f"a package of a program that calls Python: {instr.label}", where=line
+                )
             kind, graphs, groups = found
-            numbers = tuple(_routine(f"{name}.{instr.index}.{k}", g, cfg, routines) for k, g in enumerate(graphs))
+            numbers = tuple(
+                _routine(f"{name}.{instr.index}.{k}", g, cfg, routines)
+                for k, g in enumerate(graphs)
+            )
             operands = (*groups["p"], *groups["c"], *groups["s"], *groups["r"])
-            controls[instr.index] = Control(kind, numbers, operands, call.strides, len(groups["c"]), len(groups["s"]))
+            controls[instr.index] = Control(
+                kind, numbers, operands, call.strides, len(groups["c"]), len(groups["s"])
+            )
     return tuple(controls[k] for k in sorted(controls))
 
 
@@ -63,7 +75,8 @@ Operand = tuple[bool, int]
 
 
 def _parts(call: PythonCall) -> tuple[str, list[GraphModule], dict[str, list[Operand]]] | None:
-    """The kind of a call's control flow, its subgraphs and operands; None for another call or unusual arguments."""
+    """The kind of a call's control flow, its subgraphs and operands; None for another call or
+    unusual arguments."""
     if call.op not in _KINDS or call.items:
         return None
     kind, roles = _KINDS[call.op]
@@ -89,7 +102,8 @@ def _parts(call: PythonCall) -> tuple[str, list[GraphModule], dict[str, list[Ope
 
 
 class _Leaf:
-    """A leaf of a call's arguments: a subgraph, (False, number of an operand) or (True, a constant)."""
+    """A leaf of a call's arguments: a subgraph, (False, number of an operand) or (True, a
+    constant)."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -105,10 +119,12 @@ def _routine(name: str, graph: GraphModule, cfg: Config, routines: list[Routine]
 
 
 def _checking(program: ins.WrapperProgram) -> ins.WrapperProgram:
-    """The program with checks of its inputs, which come from other programs. Raises Unsupported for an input that it
-    reads and that is neither tensor nor integer, or whose sizes nothing tells."""
+    """The program with checks of its inputs, which come from other programs. Raises Unsupported for
+    an input that it reads and that is neither tensor nor integer, or whose sizes nothing tells."""
     read = {name for i in program.body for name in walk.used(i)}
-    tensors = [i for i in program.inputs if isinstance(i, ins.TensorInput) and i.dtype.name != "opaque"]
+    tensors = [
+        i for i in program.inputs if isinstance(i, ins.TensorInput) and i.dtype.name != "opaque"
+    ]
     known = {i.name for i in program.inputs if isinstance(i, ins.SymbolInput)}
     head: list[ins.Instr] = []
     for t in tensors:
@@ -120,6 +136,9 @@ def _checking(program: ins.WrapperProgram) -> ins.WrapperProgram:
     checks = [ins.AssertSizeStride(t.name, t.dtype, t.shape, t.strides) for t in tensors]
     unread = all(i.name not in read for i in program.inputs if isinstance(i, ins.OpaqueInput))
     if not unread or any(name not in known for check in checks for name in walk.symbols(check)):
-        raise Unsupported("a package of control flow with an operand that is no tensor of plain sizes and no integer")
+        raise Unsupported(
+            "a package of control flow with an operand that is no tensor of plain sizes and no "
+            "integer"
+        )
     body = [i for i in program.body if not (isinstance(i, ins.Symbol) and i.name in known)]
     return replace(program, body=(*head, *checks, *body))

@@ -1,8 +1,9 @@
 """An inference graph as a native callable, where its metadata allows it.
 
-Where AOTAutograd's runtime wrapper has nothing to do, Dynamo is handed the program itself; where it has little to do
-(results that are inputs or views of them, inputs that take another shape, marks of dynamic dimensions, the check of
-custom operators on the first call), the program behind a native epilogue.
+Where AOTAutograd's runtime wrapper has nothing to do, Dynamo is handed the program itself; where it
+has little to do (results that are inputs or views of them, inputs that take another shape, marks of
+dynamic dimensions, the check of custom operators on the first call), the program behind a native
+epilogue.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ class DirectGraph:
     def __init__(self) -> None:
         self.reason = "no graph"
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]) -> None:
-        """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows.
-        native: its program will be a native one. views: the outputs that are views of inputs."""
+    def learn(
+        self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]
+    ) -> None:
+        """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the
+        caller knows. native: its program will be a native one. views: the outputs that are views of
+        inputs."""
         self.reason = reason or compat.wrapper_reason(gm, meta)
         if self.reason:
             return
@@ -60,9 +64,11 @@ class DirectGraph:
 
 
 def calls_custom_ops(gm: GraphModule) -> bool:
-    """Whether there are operators whose first call AOTAutograd's wrapper checks for undeclared aliases."""
+    """Whether there are operators whose first call AOTAutograd's wrapper checks for undeclared
+    aliases."""
     return any(
-        node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES for node in gm.graph.nodes
+        node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES
+        for node in gm.graph.nodes
     )
 
 
@@ -72,8 +78,11 @@ def _namespace(target: Any) -> str:
     return str(getattr(target, "__module__", ""))
 
 
-def _with_offsets(gm: GraphModule, todo: compat.Epilogue, views: Mapping[int, InputView]) -> compat.Epilogue | None:
-    """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to make a view."""
+def _with_offsets(
+    gm: GraphModule, todo: compat.Epilogue, views: Mapping[int, InputView]
+) -> compat.Epilogue | None:
+    """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to
+    make a view."""
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     results = []

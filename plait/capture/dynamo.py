@@ -1,8 +1,8 @@
-"""What Dynamo tells a back end and what it is told: why graphs end, which functions it left to eager, and guards on
-sizes that make it compile anew.
+"""What Dynamo tells a back end and what it is told: why graphs end, which functions it left to
+eager, and guards on sizes that make it compile anew.
 
-A function that was compiled for too many sizes or values is left to eager by Dynamo, which says so in a warning of its
-log only; `watch_limits` reads it there.
+A function that was compiled for too many sizes or values is left to eager by Dynamo, which says so
+in a warning of its log only; `watch_limits` reads it there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ left_to_eager: list[str] = []
 
 
 class _Limits(logging.Filter):
-    """Reads Dynamo's warning that a function reached the limit of recompilations; lets all through."""
+    """Reads Dynamo's warning that a function reached the limit of recompilations; lets all
+    through."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("torch._dynamo hit config.") and len(args := record.args or ()) >= 4:
+        if (
+            str(record.msg).startswith("torch._dynamo hit config.")
+            and len(args := record.args or ()) >= 4
+        ):
             limit, number, function, reason = (str(a).strip() for a in tuple(args)[:4])
-            text = f"{function}: compiled {number} times, torch._dynamo.config.{limit}; last {reason.splitlines()[0]}"
+            text = (
+                f"{function}: compiled {number} times, torch._dynamo.config.{limit}; last "
+                f"{reason.splitlines()[0]}"
+            )
             if text not in left_to_eager:
                 left_to_eager.append(text)
                 logger.warning("Dynamo leaves to eager %s", text)
@@ -57,9 +64,10 @@ class Specialised:
 
 
 def specialise(names: Sequence[str]) -> Specialised | None:
-    """Makes the sizes of these names the numbers that they are in the example inputs, each with a guard, so that
-    Dynamo compiles anew for others. None, with nothing done, where the guards are made by now, a size is known only
-    when the program runs, the user said that it varies, or Dynamo will not compile this code again."""
+    """Makes the sizes of these names the numbers that they are in the example inputs, each with a
+    guard, so that Dynamo compiles anew for others. None, with nothing done, where the guards are
+    made by now, a size is known only when the program runs, the user said that it varies, or Dynamo
+    will not compile this code again."""
     context = TracingContext.try_get()
     env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     if env is None or env.frozen or _is_last_compile():
@@ -70,12 +78,15 @@ def specialise(names: Sequence[str]) -> Specialised | None:
     fixed = _said_to_vary(context, env)
     if not open_names or any(n not in found or fixed & _sources(env, found[n]) for n in names):
         return None
-    values = {n: int(env.create_symintnode(found[n], hint=int(backed[found[n]]))) for n in open_names}
+    values = {
+        n: int(env.create_symintnode(found[n], hint=int(backed[found[n]]))) for n in open_names
+    }
     return Specialised(env, values)
 
 
 def _is_last_compile() -> bool:
-    """Whether Dynamo compiles this code for the last time: what it makes now should serve all sizes."""
+    """Whether Dynamo compiles this code for the last time: what it makes now should serve all
+    sizes."""
     compiling = CompileContext.current_compile_id()
     count = None if compiling is None else compiling.frame_compile_id
     limit: int = dynamo_config.recompile_limit
@@ -100,7 +111,8 @@ def _said_to_vary(context: Any, env: Any) -> set[str]:
 
 
 def graph_break(gm: GraphModule) -> str:
-    """Why Dynamo ended this graph before the function's end, with the user's line; "" where it did not."""
+    """Why Dynamo ended this graph before the function's end, with the user's line; "" where it did
+    not."""
     why = getattr(gm, "compile_subgraph_reason", None)
     if why is None or not why.graph_break:
         return ""

@@ -1,4 +1,5 @@
-"""`plait.compile`: a function or module and example inputs in, a callable with no Dynamo on its path out.
+"""`plait.compile`: a function or module and example inputs in, a callable with no Dynamo on its
+path out.
 
 The program is traced once; parameters, buffers and other tensors that it takes from its
 surroundings are bound to it (their memory is read at every call, so in-place updates count). There
@@ -38,29 +39,34 @@ def compile(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword arguments. An
-    ExportedProgram has an example and dynamic sizes already.
+    """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword
+    arguments. An ExportedProgram has an example and dynamic sizes already.
 
-    fn is called twice or more, on tensors without values: what it prints is printed then, not at calls of the result.
-    What it keeps in Python (attributes, items of lists) is taken back, with a warning: calls of the result keep
-    nothing, nor do they put anything into dicts and lists among the arguments. Unsupported where a call asks for what
-    the one before it kept.
+    fn is called twice or more, on tensors without values: what it prints is printed then, not at
+    calls of the result. What it keeps in Python (attributes, items of lists) is taken back, with a
+    warning: calls of the result keep nothing, nor do they put anything into dicts and lists among
+    the arguments. Unsupported where a call asks for what the one before it kept.
 
-    Training or evaluation mode, autocast and arguments that are no tensors are built in as they are now; at a call
-    autocast makes no difference, and gradients are never taken.
+    Training or evaluation mode, autocast and arguments that are no tensors are built in as they are
+    now; at a call autocast makes no difference, and gradients are never taken.
 
-    Parameters and buffers count as they are at a call: changes of their values, and other tensors of the same dtype,
-    device, sizes and strides in their place. InputError where one does not fit, is gone, or a sub-module was replaced.
-    A tensor that fn takes from a closure or a global is the one of now; changes of its values count.
+    Parameters and buffers count as they are at a call: changes of their values, and other tensors
+    of the same dtype, device, sizes and strides in their place. InputError where one does not fit,
+    is gone, or a sub-module was replaced. A tensor that fn takes from a closure or a global is the
+    one of now; changes of its values count.
 
-    dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises InputError for inputs
-    that differ from what was compiled; keys of dicts may come in any order, unless fn goes by it. Raises UserError for
-    wrong arguments, Unsupported if fn cannot be traced, and what fn itself raises.
+    dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises
+    InputError for inputs that differ from what was compiled; keys of dicts may come in any order,
+    unless fn goes by it. Raises UserError for wrong arguments, Unsupported if fn cannot be traced,
+    and what fn itself raises.
     """
     cfg = Config.from_env().with_options(options, mode)
     source = source_of(fn, example_inputs, dynamic_shapes, "plait.compile")
     if record_of(fn) is not None:
-        raise UserError("plait.compile of what plait.compile returned", hint="the function itself: its __wrapped__")
+        raise UserError(
+            "plait.compile of what plait.compile returned",
+            hint="the function itself: its __wrapped__",
+        )
     with collector_paused():
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
         call, record = _bound(trace(*source, "plait.compile"), roots, cfg)
@@ -68,7 +74,8 @@ def compile(
     return call  # type: ignore[no-any-return]
 
 
-_DOC = """A function or module (`__wrapped__`) as plait.compile compiled it, for arguments like the example's.
+_DOC = """A function or module (`__wrapped__`) as plait.compile compiled it, for arguments like
+the example's.
 
 Built in as they were at that time: training or evaluation mode, autocast, sizes that are not
 dynamic, arguments that are no tensors. Parameters and buffers count as they are at a call, also
@@ -79,8 +86,8 @@ tangent is an InputError. `record` tells how it was compiled, and plait.explain 
 
 def _refuse_copy(protocol: int) -> Any:
     raise TypeError(
-        "what plait.compile returns cannot be copied or pickled: it is tied to compiled code and to the parameters "
-        "of its module; copy the module (`__wrapped__`) and compile that"
+        "what plait.compile returns cannot be copied or pickled: it is tied to compiled code and "
+        "to the parameters of its module; copy the module (`__wrapped__`) and compile that"
     )
 
 
@@ -91,8 +98,8 @@ def record_of(fn: Any) -> CompileRecord | None:
 
 
 def _bound(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, CompileRecord]:
-    """Compiles and binds; adds Python only for what the native callable does not do. roots: the modules and tensors
-    among which the program's are found."""
+    """Compiles and binds; adds Python only for what the native callable does not do. roots: the
+    modules and tensors among which the program's are found."""
     outside = bind_outside(traced.graph)
     owners = Owners(roots, [*traced.state.values(), *outside])
     results = results_of(traced.graph, traced.views)  # before the graph is cleaned
@@ -100,6 +107,8 @@ def _bound(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, 
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
     specs += [("bound", owners.name_of(len(traced.state) + k), x) for k, x in enumerate(outside)]
-    call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated, owners)
+    call = bind(
+        program.call, specs, signature.tensors, signature.single, results, traced.mutated, owners
+    )
     checks = [(check.text, check.holds) for check in traced.sizes.checks]
     return as_called(call, signature, checks), program.record

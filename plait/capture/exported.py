@@ -1,6 +1,8 @@
-"""What plait compiles, however it is given: a function, a module or a `torch.export.ExportedProgram`.
+"""What plait compiles, however it is given: a function, a module or a
+`torch.export.ExportedProgram`.
 
-An ExportedProgram comes with its example and its dynamic sizes: it is traced again as the module that it is.
+An ExportedProgram comes with its example and its dynamic sizes: it is traced again as the module
+that it is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Examples = Sequence[Any] | Mapping[str, Any] | torch.Tensor | None
 
 
 def source_of(fn: Program, example_inputs: Examples, dynamic_shapes: Any, who: str) -> Source:
-    """What is to be traced. who: the function that wants to know. Raises UserError for wrong arguments."""
+    """What is to be traced. who: the function that wants to know. Raises UserError for wrong
+    arguments."""
     if isinstance(fn, ExportedProgram):
         return _exported(fn, example_inputs, dynamic_shapes, who)
     check_callable(fn, who)
@@ -42,26 +45,36 @@ def check_callable(fn: Any, who: str) -> None:
 
 
 def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: one tensor, a sequence of arguments or a mapping of keyword arguments."""
+    """Positional and keyword arguments: one tensor, a sequence of arguments or a mapping of keyword
+    arguments."""
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
-    raise UserError(f"example_inputs must be a tuple of arguments, got {type(example_inputs).__name__}", hint="(x, y)")
+    raise UserError(
+        f"example_inputs must be a tuple of arguments, got {type(example_inputs).__name__}",
+        hint="(x, y)",
+    )
 
 
-def _exported(program: ExportedProgram, example_inputs: Examples, dynamic_shapes: Any, who: str) -> Source:
+def _exported(
+    program: ExportedProgram, example_inputs: Examples, dynamic_shapes: Any, who: str
+) -> Source:
     if dynamic_shapes is not None:
-        raise UserError(f"{who} of an ExportedProgram takes no dynamic_shapes: the program has its own")
+        raise UserError(
+            f"{who} of an ExportedProgram takes no dynamic_shapes: the program has its own"
+        )
     module = program.module(check_guards=False)
     if example_inputs is not None:
         args, kwargs = example_arguments(example_inputs)
     elif program.example_inputs is not None:
         args, kwargs = program.example_inputs
     else:
-        raise UserError(f"{who} of an ExportedProgram without example inputs", hint="example_inputs=(x, y)")
+        raise UserError(
+            f"{who} of an ExportedProgram without example inputs", hint="example_inputs=(x, y)"
+        )
     return module, args, kwargs, _dynamic_shapes(program, module, args, kwargs)
 
 
@@ -70,7 +83,9 @@ def _dynamic_shapes(
 ) -> dict[str, Any] | None:
     """The sizes that the program leaves open, by argument; None if it leaves none."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    users = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :] if leaves else []
+    users = (
+        [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :] if leaves else []
+    )
     dims: dict[Any, Any] = {}
     found = [_open(node.meta.get("val"), program.range_constraints, dims) for node in users]
     if not any(found):
@@ -80,7 +95,8 @@ def _dynamic_shapes(
 
 
 def _shaped(spec: pytree.TreeSpec, found: Iterator[Any]) -> Any:
-    """The tree of spec, in which a class stands as the list of its fields, as dynamic_shapes has it."""
+    """The tree of spec, in which a class stands as the list of its fields, as dynamic_shapes has
+    it."""
     if spec.is_leaf():
         return next(found)
     children = [_shaped(child, found) for child in spec.children()]
@@ -90,7 +106,8 @@ def _shaped(spec: pytree.TreeSpec, found: Iterator[Any]) -> Any:
 
 
 def _open(value: Any, ranges: Mapping[Any, Any], dims: dict[Any, Any]) -> Any:
-    """What varies of one input: its dynamic dimensions, or the int itself; None for one of which nothing does."""
+    """What varies of one input: its dynamic dimensions, or the int itself; None for one of which
+    nothing does."""
     if isinstance(value, torch.SymInt):
         return Dim.DYNAMIC
     if not isinstance(value, torch.Tensor):
@@ -109,7 +126,12 @@ def _dim(expr: Any, ranges: Mapping[Any, Any], dims: dict[Any, Any]) -> Any:
             dims[expr] = Dim(str(expr), min=int(span.lower), max=high)
         return dims[expr]
     polynomial = expr.as_poly()
-    if polynomial is None or len(polynomial.gens) != 1 or polynomial.degree() != 1 or not polynomial.gen.is_symbol:
+    if (
+        polynomial is None
+        or len(polynomial.gens) != 1
+        or polynomial.degree() != 1
+        or not polynomial.gen.is_symbol
+    ):
         return Dim.DYNAMIC
     scale, offset = map(int, polynomial.all_coeffs())
     derived = _dim(polynomial.gen, ranges, dims)

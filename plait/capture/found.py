@@ -1,9 +1,10 @@
 """What tracing without Dynamo makes of numbers that are found at run time.
 
-Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it becomes a `select`.
-A number of which something is asserted (`torch._check`) and that is not used otherwise stays in the graph, for else
-nothing could be checked. And `divmod` takes sizes. In torch 2.11 what counts and finds (`unique`, `bincount`) gets its
-element types here, for Dynamo too, and in all versions packed sequences get their sizes.
+Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it
+becomes a `select`. A number of which something is asserted (`torch._check`) and that is not used
+otherwise stays in the graph, for else nothing could be checked. And `divmod` takes sizes. In torch
+2.11 what counts and finds (`unique`, `bincount`) gets its element types here, for Dynamo too, and
+in all versions packed sequences get their sizes.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ class IndexByFound(TorchFunctionMode):
 
 
 def index_by_found(gm: torch.nn.Module) -> AbstractContextManager[Any]:
-    """For the tracing of a Dynamo graph: an `IndexByFound` if a tensor stands for a number in an index there."""
+    """For the tracing of a Dynamo graph: an `IndexByFound` if a tensor stands for a number in an
+    index there."""
     nodes = gm.graph.nodes if isinstance(gm, GraphModule) else ()
-    wanted = any(n.target in _INDEXED and any(map(_is_position, n.all_input_nodes[1:])) for n in nodes)
+    wanted = any(
+        n.target in _INDEXED and any(map(_is_position, n.all_input_nodes[1:])) for n in nodes
+    )
     return IndexByFound() if wanted else nullcontext()
 
 
@@ -60,7 +64,8 @@ def _is_position(node: torch.fx.Node) -> bool:
 
 
 def _number(item: Any) -> Any:
-    """An item of an index with numbers in place of tensors that stand for one, as Python's indexing has them."""
+    """An item of an index with numbers in place of tensors that stand for one, as Python's indexing
+    has them."""
     if isinstance(item, slice):
         return slice(_number(item.start), _number(item.stop), _number(item.step))
     if isinstance(item, torch.Tensor) and item.dim() == 0 and _is_integer(item.dtype):
@@ -78,11 +83,13 @@ def _is_found(item: Any) -> bool:
 
 
 def _selected(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """A view of x and an index that together are x[items], with no such number in the index. PyTorch takes integers
-    out of an index before it looks at tensors in it."""
+    """A view of x and an index that together are x[items], with no such number in the index.
+    PyTorch takes integers out of an index before it looks at tensors in it."""
     spans = [_span(i) for i in items]
     rest: list[Any] = list(items)
-    dim = sum(x.dim() - sum(spans) if i is Ellipsis else n for i, n in zip(items, spans, strict=True))
+    dim = sum(
+        x.dim() - sum(spans) if i is Ellipsis else n for i, n in zip(items, spans, strict=True)
+    )
     for k in reversed(range(len(items))):
         dim -= x.dim() - sum(spans) if items[k] is Ellipsis else spans[k]
         if _is_found(items[k]):
@@ -103,14 +110,18 @@ def _span(item: Any) -> int:
 
 aten = torch.ops.aten
 _MAKERS = frozenset({
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor,
-    aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
+    aten.index.Tensor, aten.repeat_interleave.Tensor, aten._unique2.default,
+    aten.unique_dim.default, aten.unique_consecutive.default,
 })  # fmt: skip
 _METHODS = {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda b, a: (a // b, a % b)}
 
 
-def _of_found(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """min or max, which compare their arguments, as an expression where one of them is not known yet."""
+def _of_found(
+    builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:
+    """min or max, which compare their arguments, as an expression where one of them is not known
+    yet."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         values = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
@@ -122,7 +133,10 @@ def _of_found(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) 
     return run
 
 
-_BUILTINS = {"min": (min, _of_found(min, torch.sym_min)), "max": (max, _of_found(max, torch.sym_max))}
+_BUILTINS = {
+    "min": (min, _of_found(min, torch.sym_min)),
+    "max": (max, _of_found(max, torch.sym_max)),
+}
 
 
 def _keep() -> None:
@@ -144,12 +158,14 @@ def _let_go() -> None:
 
 
 numbers_kept = Shared(_keep, _let_go)
-"""Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops what is not needed),
-and symbolic integers have a divmod, a min and a max, which torch leaves to Dynamo."""
+"""Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops
+what is not needed), and symbolic integers have a divmod, a min and a max, which torch leaves to
+Dynamo."""
 
 
-# Functions that are run before they are traced make views of their results once more, by sizes with symbols
-# of their own, which torch then looks for in the graph. And of two overloads it takes one for a pure function.
+# Functions that are run before they are traced make views of their results once more, by sizes with
+# symbols of their own, which torch then looks for in the graph. And of two overloads it takes one
+# for a pure function.
 _STRAY = "soft_pending_unbacked_not_found_error"
 _ASSERTION = aten._assert_async.default
 _log = logging.getLogger(symbolic_shapes.__name__)
@@ -176,22 +192,29 @@ mended_tracing = Shared(_mend, _undo)
 
 
 def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """A shape function of an operator that counts, which gives all results the element type of what is counted."""
+    """A shape function of an operator that counts, which gives all results the element type of what
+    is counted."""
 
     def run(mode: Any, op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = shapes(mode, op, x, *args, **kwargs)
         if isinstance(made, tuple):
             return made[0], *(y.new_empty(y.shape, dtype=torch.int64) for y in made[1:])
         weights = args[0] if args else kwargs.get("weights")
-        kept = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+        kept = (
+            torch.int64
+            if weights is None
+            else torch.float32
+            if weights.dtype == torch.float32
+            else torch.float64
+        )
         return made.new_empty(made.shape, dtype=kept)
 
     return run
 
 
 def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Shapes of packed sequences: as many rows as all have together, and a number for each step. PyTorch's own
-    function takes the rows for those of one sequence."""
+    """Shapes of packed sequences: as many rows as all have together, and a number for each step.
+    PyTorch's own function takes the rows for those of one sequence."""
     env = mode.shape_env
     if env is None or not env.allow_dynamic_output_shape_ops:
         raise DynamicOutputShapeException(op)
@@ -204,5 +227,10 @@ def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_fi
 _shapes = fake_impls.op_implementations_dict
 _shapes[aten._pack_padded_sequence.default] = _packed
 if compat.BEFORE_2_13:
-    for _op in (aten.bincount.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default):
+    for _op in (
+        aten.bincount.default,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.unique_consecutive.default,
+    ):
         _shapes[_op] = _typed(_shapes[_op])

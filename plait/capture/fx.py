@@ -1,7 +1,8 @@
-"""`plait.FxCompiler`: the base of compilers out of tree that are handed plait's programs as FX graphs.
+"""`plait.FxCompiler`: the base of compilers out of tree that are handed plait's programs as FX
+graphs.
 
-A subclass overrides `compile_graph` and is itself a backend of torch.compile. docs/fx.md says what the graphs are made
-of, examples/toy_accelerator.py is a whole one.
+A subclass overrides `compile_graph` and is itself a backend of torch.compile. docs/fx.md says what
+the graphs are made of, examples/toy_accelerator.py is a whole one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from plait.wrapper.fx import load_fx
 
 
 class FxCompiler:
-    """`torch.compile(model, backend=MyCompiler())`: plait captures, fuses and plans, `compile_graph` makes it run.
+    """`torch.compile(model, backend=MyCompiler())`: plait captures, fuses and plans,
+    `compile_graph` makes it run.
 
     mode and options of torch.compile are plait's.
     """
@@ -26,8 +28,9 @@ class FxCompiler:
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """What runs in place of gm: takes its inputs and returns its outputs, a sequence.
 
-        Called for the inference graph, or for the forward graph and, at the first backward pass, for the backward
-        graph. A callable with a true attribute `_boxed_call` takes all inputs in one list, which it may empty."""
+        Called for the inference graph, or for the forward graph and, at the first backward pass,
+        for the backward graph. A callable with a true attribute `_boxed_call` takes all inputs in
+        one list, which it may empty."""
         raise NotImplementedError(f"{type(self).__name__} has to define compile_graph")
 
     def __call__(

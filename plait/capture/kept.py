@@ -1,9 +1,10 @@
-"""What a function keeps in Python from one call to the next: attributes of modules and objects, items of lists and
-dicts.
+"""What a function keeps in Python from one call to the next: attributes of modules and objects,
+items of lists and dicts.
 
-No program keeps such things: what a traced call left is taken back. So the answer of a call must not depend on what
-calls before it left. That is tried: the function is traced once more with all of it there, with `LEFT` in place of
-tensors and numbers, which nobody may look at. Where that gives another program, the function is refused.
+No program keeps such things: what a traced call left is taken back. So the answer of a call must
+not depend on what calls before it left. That is tried: the function is traced once more with all of
+it there, with `LEFT` in place of tensors and numbers, which nobody may look at. Where that gives
+another program, the function is refused.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ _ABSENT = object()
 _STATE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PASSED_OVER = frozenset(vars(Module())) - {*_HOOKS}
-_OF_RNN = ("_flat_weights", "_flat_weight_refs")  # lists of its parameters, which nn.RNN makes anew when they change
-_FOREIGN = (sys.stdlib_module_names - {"types"}) | {"torch", "numpy", "sympy"}  # types.SimpleNamespace
+_OF_RNN = (
+    "_flat_weights",
+    "_flat_weight_refs",
+)  # lists of its parameters, which nn.RNN makes anew when they change
+_FOREIGN = (sys.stdlib_module_names - {"types"}) | {
+    "torch",
+    "numpy",
+    "sympy",
+}  # types.SimpleNamespace
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 _PLAIN = (
-    int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.Tensor, torch.dtype, torch.device,
+    int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.Tensor, torch.dtype,
+    torch.device,
 )  # fmt: skip
 
 
 class _Left(torch.Tensor):
-    """Stands for a tensor or number that a call left. A sum with it is one too, for counters; all else asks for it."""
+    """Stands for a tensor or number that a call left. A sum with it is one too, for counters; all
+    else asks for it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,8 +67,8 @@ LEFT: torch.Tensor = torch.Tensor._make_subclass(_Left, torch.empty(0))
 class Change:
     """What a call did to a dict or a list.
 
-    name: of what is different. key: of the dict; None: old and new are all items of a list. of_state: it is a
-    parameter, a buffer or a module.
+    name: of what is different. key: of the dict; None: old and new are all items of a list.
+    of_state: it is a parameter, a buffer or a module.
     """
 
     name: str
@@ -107,12 +117,15 @@ class Kept:
             for key in {**old, **place}:
                 was, now = old.get(key, _ABSENT), place.get(key, _ABSENT)
                 if key not in _OF_RNN and not _same(was, now):
-                    found.append(Change(_named(name, kind, key), place, key, was, now, kind == "state"))
+                    found.append(
+                        Change(_named(name, kind, key), place, key, was, now, kind == "state")
+                    )
         return found
 
 
 def _places(fn: Any) -> Iterator[tuple[str, str, Any]]:
-    """The name, kind and value of dicts and lists that fn can reach: "state" of modules, "attributes", "items"."""
+    """The name, kind and value of dicts and lists that fn can reach: "state" of modules,
+    "attributes", "items"."""
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", fn)]
     while todo:
@@ -124,13 +137,20 @@ def _places(fn: Any) -> Iterator[tuple[str, str, Any]]:
             own = {key: value for key, value in vars(x).items() if key not in _PASSED_OVER}
             state = [vars(x)[key] for key in _STATE if isinstance(vars(x).get(key), dict)]
             yield from [*((name, "state", place) for place in state), (name, "attributes", vars(x))]
-            todo += [(_named(name, "attributes", key), value) for key, value in {**own, **x._modules}.items()]
+            todo += [
+                (_named(name, "attributes", key), value)
+                for key, value in {**own, **x._modules}.items()
+            ]
             todo.append((name, getattr(type(x), "forward", None)))
         elif type(x) in _CONTAINERS or isinstance(x, tuple):
             if not isinstance(x, tuple):
                 yield name, "items", x
             items = x.items() if isinstance(x, dict) else enumerate(x)
-            todo += [(_named(name, "items", key), value) for key, value in items if not isinstance(value, _PLAIN)]
+            todo += [
+                (_named(name, "items", key), value)
+                for key, value in items
+                if not isinstance(value, _PLAIN)
+            ]
         elif isinstance(x, _CALLABLE):
             todo += held(x)
         elif hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _FOREIGN:
@@ -152,19 +172,28 @@ def _same(a: Any, b: Any) -> bool:
 def _left(value: Any) -> Any:
     """value with LEFT for tensors and numbers."""
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-    return pytree.tree_map(lambda x: LEFT if isinstance(x, torch.Tensor) or type(x) in numbers else x, value)
+    return pytree.tree_map(
+        lambda x: LEFT if isinstance(x, torch.Tensor) or type(x) in numbers else x, value
+    )
 
 
 def settled(first: list[Change], second: list[Change]) -> bool:
     """Whether two calls one after the other left the same, but for what nobody asks for."""
-    a, b = ({(c.name, c.key): c.new for c in changes if c.key is not None} for changes in (first, second))
-    return a.keys() == b.keys() and all(_same(x, b[key]) for key, x in a.items() if isinstance(x, (bool, str)))
+    a, b = (
+        {(c.name, c.key): c.new for c in changes if c.key is not None}
+        for changes in (first, second)
+    )
+    return a.keys() == b.keys() and all(
+        _same(x, b[key]) for key, x in a.items() if isinstance(x, (bool, str))
+    )
 
 
 def same_program(a: GraphModule, b: GraphModule) -> bool:
     """Whether two graphs do the same, with the same constants."""
     names = dict.fromkeys(str(n.target) for n in a.graph.nodes if n.op == "get_attr")
-    return str(a.graph) == str(b.graph) and all(_same_constant(getattr(a, n), getattr(b, n)) for n in names)
+    return str(a.graph) == str(b.graph) and all(
+        _same_constant(getattr(a, n), getattr(b, n)) for n in names
+    )
 
 
 def _same_constant(a: Any, b: Any) -> bool:

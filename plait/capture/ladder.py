@@ -22,7 +22,14 @@ from plait.capture.checkpoints import run_by_eager
 from plait.capture.plain import forward_mode_level
 from plait.capture.program import collector_paused
 from plait.config import Config
-from plait.errors import Fallback, InexpressibleSize, InternalError, PlaitError, Unsupported, warn_once
+from plait.errors import (
+    Fallback,
+    InexpressibleSize,
+    InternalError,
+    PlaitError,
+    Unsupported,
+    warn_once,
+)
 from plait.graph.captured import GraphKind
 from plait.graph.edit import output_of
 from plait.ir.dtypes import opaque
@@ -41,7 +48,10 @@ Steps = tuple[Fallback, ...]
 
 
 def descend(
-    cfg: Config, name: Callable[[], str], compile_with: Callable[[Steps], T], by_eager: Callable[[Steps], T]
+    cfg: Config,
+    name: Callable[[], str],
+    compile_with: Callable[[Steps], T],
+    by_eager: Callable[[Steps], T],
 ) -> T:
     """What compile_with makes, after as many steps down the ladder as it takes; by_eager makes the
     last one. Both are told the steps so far. name: of the graph that compile_with was busy with.
@@ -79,7 +89,9 @@ def _specialise(error: Exception) -> Steps:
         return ()
     symbols.forget(found.shape_env)
     sizes = found.values.items()
-    return tuple(Fallback("specialise", f"{name} = {n}", error.what, error.where) for name, n in sizes)
+    return tuple(
+        Fallback("specialise", f"{name} = {n}", error.what, error.where) for name, n in sizes
+    )
 
 
 def _last(error: Exception, name: str) -> Fallback:
@@ -88,19 +100,30 @@ def _last(error: Exception, name: str) -> Fallback:
         hint = f"; {error.hint}" if isinstance(error, InternalError) else ""
         return Fallback("eager", "the graph", error.what.replace(name, "it") + hint, error.where)
     first = (str(error).splitlines() or [""])[0]
-    return Fallback("eager", "the graph", f"capturing it failed with {type(error).__name__}: {first}")
+    return Fallback(
+        "eager", "the graph", f"capturing it failed with {type(error).__name__}: {first}"
+    )
 
 
 def _tell(log: PassLog, step: Fallback) -> None:
     """A line of the log for every step, a warning for each that differs by more than a number."""
     log.note(STAGES, f"{log.name}: {step.rung} {step.line}")
     at = f" (at {step.where})" if step.where else ""
-    how = "eager runs a graph" if step.rung == "eager" else "compiles a graph anew for each value of a size"
-    warn_once(f"plait: {how}: {step.reason}{at}; docs/debug.md tells more, options={{'strict': True}} raises")
+    how = (
+        "eager runs a graph"
+        if step.rung == "eager"
+        else "compiles a graph anew for each value of a size"
+    )
+    warn_once(
+        f"plait: {how}: {step.reason}{at}; docs/debug.md tells more, options={{'strict': True}} "
+        "raises"
+    )
 
 
 # ------------------------------------------------------------------------------ graphs by eager
-def whole_graph(gm: compat.DynamoGraph, name: str, kind: GraphKind, taken: Steps) -> Callable[..., Any]:
+def whole_graph(
+    gm: compat.DynamoGraph, name: str, kind: GraphKind, taken: Steps
+) -> Callable[..., Any]:
     """Dynamo's graph as the callable that Dynamo gets: autograd differentiates what it does."""
     if not isinstance(gm, GraphModule):
         observe(_record(name, kind, gm.gm, taken))
@@ -137,7 +160,10 @@ class AsItCame:
 
     def __init__(self, gm: GraphModule) -> None:
         self._owner = gm
-        self._rows = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta)) for n in gm.graph.nodes]
+        self._rows = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta))
+            for n in gm.graph.nodes
+        ]
 
     def module(self) -> GraphModule:
         """The graph, in a module of its own that shares tensors and subgraphs."""
@@ -209,14 +235,16 @@ def _record(
     )
 
 
-# ------------------------------------------------------------------- gradients that kernels cannot read
+# --------------------------------------------------------------- gradients that kernels cannot read
 def interpreted_gradients(
     graph: Callable[[], GraphModule], name: str, cfg: Config
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
     """What runs a backward graph where an incoming gradient is not a plain tensor: eager, operator
     by operator, so that PyTorch's rules for such tensors apply. It takes one list of inputs and
     asks for the graph when it is first called. Under the option 'strict' it raises Unsupported."""
-    reason = "an incoming gradient is batched, of a tensor subclass or carries a forward-mode tangent"
+    reason = (
+        "an incoming gradient is batched, of a tensor subclass or carries a forward-mode tangent"
+    )
     step = Fallback("eager", "the graph", reason)
     program: Program | None = None
 

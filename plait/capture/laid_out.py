@@ -1,9 +1,9 @@
 """What a traced function asks of where its tensors lie, noted for checks at calls.
 
-Tracing without Dynamo answers `x.storage_offset()` by the example's, and takes a size or stride that
-varies for 2 or more. That decides `x.is_contiguous()` without a guard, and whether `x.reshape(-1)` is
-a view of x. The latter is asked only where it shows: where one of both is written and the other one
-read, or where both are inputs or results.
+Tracing without Dynamo answers `x.storage_offset()` by the example's, and takes a size or stride
+that varies for 2 or more. That decides `x.is_contiguous()` without a guard, and whether
+`x.reshape(-1)` is a view of x. The latter is asked only where it shows: where one of both is
+written and the other one read, or where both are inputs or results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class NotingLayouts(IndexByFound):
     def __init__(self, env: ExportEnv) -> None:
         super().__init__()
         self.env = env
-        self._copies: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Any]]] = []  # of what, what, what to ask
+        self._copies: list[
+            tuple[torch.Tensor, torch.Tensor, Callable[[], Any]]
+        ] = []  # of what, what, what to ask
         self._stale: set[int] = set()  # memory that had been written, had the copies been views
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +61,11 @@ class NotingLayouts(IndexByFound):
             self._stale |= self._near(written) - written
         if func in _RESHAPES or func in _CONTIGUOUS:
             x = args[0] if args else next(iter(named.values()))
-            ask = partial(is_view, x, made.shape) if func in _RESHAPES else partial(_is_dense, *args, **named)
+            ask = (
+                partial(is_view, x, made.shape)
+                if func in _RESHAPES
+                else partial(_is_dense, *args, **named)
+            )
             self._copies += [] if _memory(made) <= _memory(x) else [(x, made, ask)]
         return made
 
@@ -75,7 +81,8 @@ class NotingLayouts(IndexByFound):
         return more if more == memory else self._near(more)
 
     def _ask(self, memory: set[int]) -> None:
-        """Asks which copies of this memory would be views. Of what a run finds nothing can be asked."""
+        """Asks which copies of this memory would be views. Of what a run finds nothing can be
+        asked."""
         near = self._near(memory) if memory else set()
         asked = [copy for copy in self._copies if _memory(copy[:2]) <= near]
         self._copies = [copy for copy in self._copies if not _memory(copy[:2]) <= near]
@@ -86,14 +93,22 @@ class NotingLayouts(IndexByFound):
 
 def _memory(tree: Any) -> set[int]:
     leaves = pytree.tree_leaves(tree)
-    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor) and x.layout == torch.strided}
+    return {
+        x.untyped_storage()._cdata
+        for x in leaves
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided
+    }
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """The arguments that a function may write."""
     if isinstance(func, OpOverloadPacket | OpOverload):
         packet: Any = func
-        ops = [func] if isinstance(func, OpOverload) else [getattr(packet, name) for name in packet.overloads()]
+        ops = (
+            [func]
+            if isinstance(func, OpOverload)
+            else [getattr(packet, name) for name in packet.overloads()]
+        )
         return (args, kwargs) if any(op._schema.is_mutable for op in ops) else ()
     return (args[:1], kwargs.get("out")) if may_write(func, kwargs) else ()
 

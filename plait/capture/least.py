@@ -1,8 +1,9 @@
 """How small the sizes of a traced program may be.
 
-Tracing takes a size that varies for 2 or more, leaves no guard where that decides something (`x[:2]` has two elements),
-and lets 0 and 1 pass. So the graph is run once more, on fake tensors of these sizes: where a node then has other sizes
-than were traced, or is refused, the program is not for such a size.
+Tracing takes a size that varies for 2 or more, leaves no guard where that decides something
+(`x[:2]` has two elements), and lets 0 and 1 pass. So the graph is run once more, on fake tensors of
+these sizes: where a node then has other sizes than were traced, or is refused, the program is not
+for such a size.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class _NegativeSize(Exception):
 def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
     """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself.
 
-    From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that may be less. A size
-    that may be 0 is one from 1 on: as 1 it counts in strides, and loops over it test whether they run."""
+    From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that
+    may be less. A size that may be 0 is one from 1 on: as 1 it counts in strides, and loops over it
+    test whether they run."""
     envs = (shape_env_of(n.meta.get("val")) for n in graph.graph.nodes if n.op == "placeholder")
     env = next((e for e in envs if e is not None), None)
     if env is None:
@@ -96,7 +98,9 @@ def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     leaves = pytree.tree_leaves(given)
     if any(x is _UNKNOWN for x in leaves):
         return _UNKNOWN
-    args, kwargs = pytree.tree_map(lambda x: torch.device("cpu") if isinstance(x, torch.device) else x, given)
+    args, kwargs = pytree.tree_map(
+        lambda x: torch.device("cpu") if isinstance(x, torch.device) else x, given
+    )
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  whatever a kernel of fake tensors raises
@@ -116,12 +120,17 @@ def _at(x: Any, point: _Point) -> Any:
         return torch.empty_strided(sizes, strides, dtype=x.dtype, device="cpu")
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = x.node.expr.xreplace(point)
-        return x.node.pytype(value) if value.is_number or value in (sympy.true, sympy.false) else _UNKNOWN
+        return (
+            x.node.pytype(value)
+            if value.is_number or value in (sympy.true, sympy.false)
+            else _UNKNOWN
+        )
     return x
 
 
 def _alike(found: Any, traced: Any) -> bool:
-    """Whether two results have the same sizes, and numbers the same values, as far as they are known."""
+    """Whether two results have the same sizes, and numbers the same values, as far as they are
+    known."""
     for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(traced), strict=False):
         if a is _UNKNOWN or b is _UNKNOWN:
             continue

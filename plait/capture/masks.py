@@ -1,9 +1,11 @@
-"""Masks of attention that are known at compile time, on Dynamo's graph, before AOTAutograd decides how attention runs.
+"""Masks of attention that are known at compile time, on Dynamo's graph, before AOTAutograd decides
+how attention runs.
 
-PyTorch's fused attention kernels refuse a mask whose last dimension is broadcast, and attention is then written out in
-float32. A mask that depends on no input is computed here: one that lets everything through is dropped. Any other one
-with a broadcast last dimension is made dense where it is read. This graph may write to tensors, so two copies are not
-shared here: they are merged once it is functional.
+PyTorch's fused attention kernels refuse a mask whose last dimension is broadcast, and attention is
+then written out in float32. A mask that depends on no input is computed here: one that lets
+everything through is dropped. Any other one with a broadcast last dimension is made dense where it
+is read. This graph may write to tensors, so two copies are not shared here: they are merged once it
+is functional.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ MAX_POINTS = 1 << 24
 
 # Functions and methods that give the same whenever they are called and change nothing.
 _METHODS = frozenset(
-    "arange ones zeros full ones_like zeros_like full_like tril triu getitem expand expand_as narrow view reshape "
-    "unsqueeze squeeze to bool contiguous add sub ge gt le lt eq ne and_ or_ xor logical_and logical_or logical_not "
+    "arange ones zeros full ones_like zeros_like full_like tril triu getitem expand expand_as "
+    "narrow view reshape unsqueeze squeeze to bool contiguous add sub ge gt le lt eq ne and_ or_ "
+    "xor logical_and logical_or logical_not "
     "bitwise_and bitwise_or __and__ __or__ invert where masked_fill".split()
 )
 _FUNCTIONS = frozenset(
-    getattr(module, name) for module in (torch, operator) for name in _METHODS if callable(getattr(module, name, None))
+    getattr(module, name)
+    for module in (torch, operator)
+    for name in _METHODS
+    if callable(getattr(module, name, None))
 )
 
 
@@ -64,8 +70,8 @@ def _value(n: Any) -> Tensor | None:
 def _dense(mask: fx.Node, value: Tensor) -> fx.Node:
     """The mask with a dense last dimension. Other dimensions that repeat go on doing so."""
     steps = list(enumerate(value.stride()[:-1]))
-    # What may change has the strides of the graph's end, and may have had others. Each repeated element of what needs
-    # a gradient has one of its own.
+    # What may change has the strides of the graph's end, and may have had others. Each repeated
+    # element of what needs a gradient has one of its own.
     if _may_change({mask}) or value.requires_grad:
         steps = []
     repeated = [d for d, step in steps if statically_known_true(step == 0)]
@@ -79,14 +85,18 @@ def _dense(mask: fx.Node, value: Tensor) -> fx.Node:
 
 def _method(n: fx.Node, name: str, *args: Any) -> fx.Node:
     called = n.graph.call_method(name, (n, *args))
-    called.meta["example_value"] = getattr(_value(n), name)(*(_value(a) if isinstance(a, fx.Node) else a for a in args))
+    called.meta["example_value"] = getattr(_value(n), name)(
+        *(_value(a) if isinstance(a, fx.Node) else a for a in args)
+    )
     return called
 
 
 def _is_pure(n: fx.Node) -> bool:
     if "out" in n.kwargs:
         return False
-    return (n.op == "call_method" and n.target in _METHODS) or (n.op == "call_function" and n.target in _FUNCTIONS)
+    return (n.op == "call_method" and n.target in _METHODS) or (
+        n.op == "call_function" and n.target in _FUNCTIONS
+    )
 
 
 def _may_change(nodes: set[fx.Node]) -> bool:

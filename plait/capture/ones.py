@@ -1,8 +1,8 @@
 """Sizes of 1 where a traced program asks for them: `if batch != 1: x = x.expand(batch, -1)`.
 
-Tracing takes a size that varies for 2 or more, so a program is traced with the answers for these, and
-a call with the size 1 is refused. But often the other answer makes no difference: the function is traced
-once more with it, and where both graphs compute the same for that size, it is allowed.
+Tracing takes a size that varies for 2 or more, so a program is traced with the answers for these,
+and a call with the size 1 is refused. But often the other answer makes no difference: the function
+is traced once more with it, and where both graphs compute the same for that size, it is allowed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from plait.compat import is_stand_in
 from plait.graph.edit import aten
 
 _SEEN_OTHERWISE = frozenset({
-    aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.slice.Tensor,
-    aten.alias.default, aten.clone.default,
+    aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.slice.Tensor, aten.alias.default, aten.clone.default,
 })  # fmt: skip
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -33,7 +33,8 @@ def same_for_one(a: GraphModule, b: GraphModule, size: Any) -> bool:
 
 
 def _results(gm: GraphModule, size: Any, numbers: dict[str, int]) -> str:
-    """The results of a graph as text. Its values have numbers, the same for equal operations on equal operands."""
+    """The results of a graph as text. Its values have numbers, the same for equal operations on
+    equal operands."""
     values: dict[Node, str] = {}
     draws = 0
     for node in gm.graph.nodes:
@@ -43,7 +44,9 @@ def _results(gm: GraphModule, size: Any, numbers: dict[str, int]) -> str:
         value = node.meta.get("val")
         if isinstance(value, _SYMBOLIC):
             values[node] = _at_one(value, size)
-        elif node.target in _SEEN_OTHERWISE and _shape(value, size) == _shape(node.args[0].meta["val"], size):
+        elif node.target in _SEEN_OTHERWISE and _shape(value, size) == _shape(
+            node.args[0].meta["val"], size
+        ):
             values[node] = values[node.args[0]]
         else:
             what = _constant(gm, node) if node.op == "get_attr" else str(node.target)

@@ -1,7 +1,9 @@
-"""Dict arguments whose keys come in another order than in the example, and keyword arguments that `**kwargs` takes.
+"""Dict arguments whose keys come in another order than in the example, and keyword arguments that
+`**kwargs` takes.
 
-A program reads them by their keys. Whether a function goes by their order (`torch.cat(list(d.values()))`) shows when it
-is traced once more with the keys of all dicts in another order: no key is where it was.
+A program reads them by their keys. Whether a function goes by their order
+(`torch.cat(list(d.values()))`) shows when it is traced once more with the keys of all dicts in
+another order: no key is where it was.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def has_orders(args: pytree.TreeSpec, kwargs: pytree.TreeSpec, loose: Sequence[s
 
 
 def _has_several(spec: pytree.TreeSpec) -> bool:
-    return (spec.type in _DICTS and spec.num_children > 1) or any(map(_has_several, spec.children()))
+    return (spec.type in _DICTS and spec.num_children > 1) or any(
+        map(_has_several, spec.children())
+    )
 
 
 def in_another_order(spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:

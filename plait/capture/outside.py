@@ -1,4 +1,5 @@
-"""Tensors that a traced function takes from elsewhere: a closure, a global, an attribute that is no buffer.
+"""Tensors that a traced function takes from elsewhere: a closure, a global, an attribute that is no
+buffer.
 
 Tracing makes constants of them, as it does of `torch.tensor([1.0])` in the function. But these the
 caller may change in place, and eager reads their memory at every call: so they become inputs that
@@ -14,7 +15,9 @@ from torch.fx import GraphModule, Node
 from plait.capture.plain import special_kind
 from plait.graph.edit import aten, replace
 
-_FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})  # of tensors made while tracing
+_FRESH = frozenset(
+    {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+)  # of tensors made while tracing
 
 
 def bind_outside(graph_module: GraphModule) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Where the tensors that a program is bound to are found again, so that one that was replaced is noticed.
+"""Where the tensors that a program is bound to are found again, so that one that was replaced is
+noticed.
 
-A module's parameters, buffers, other attributes and sub-modules stand in dicts. `Owners` knows those
-of the modules that a program uses; the native callable looks whether one of the dicts has changed,
-and asks for the tensors only then. What a function takes from elsewhere, a closure or
-a global that is a tensor, has no owner: the program keeps the tensor that it was compiled with.
+A module's parameters, buffers, other attributes and sub-modules stand in dicts. `Owners` knows
+those of the modules that a program uses; the native callable looks whether one of the dicts has
+changed, and asks for the tensors only then. What a function takes from elsewhere, a closure or a
+global that is a tensor, has no owner: the program keeps the tensor that it was compiled with.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from plait.errors import InputError
 
 _AGAIN = "plait.compile once more"
 _TOLD = sys.version_info < (3, 13)
-"""Whether Python tells of `module.x = y` that the module's own dict has changed: since 3.13 it may not."""
+"""Whether Python tells of `module.x = y` that the module's own dict has changed: since 3.13 it may
+not."""
 _OF_MODULES = (Sequential, ModuleList, ModuleDict)
 _OF_PARAMETERS = (ParameterList, ParameterDict)
 
 
 def reachable(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The modules and tensors that fn may use, by name: fn itself ("" is its name), what its closure, globals,
-    defaults and the object that it is a method of hold, and the same of functions among these."""
+    """The modules and tensors that fn may use, by name: fn itself ("" is its name), what its
+    closure, globals, defaults and the object that it is a method of hold, and the same of functions
+    among these."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", fn)]
@@ -59,8 +62,13 @@ def held(x: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing is in it yet
                 yield name, cell.cell_contents
-        yield from ((name, x.__globals__[name]) for name in _names(x.__code__) if name in x.__globals__)
-        yield from [*_enumerated("default", x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
+        yield from (
+            (name, x.__globals__[name]) for name in _names(x.__code__) if name in x.__globals__
+        )
+        yield from [
+            *_enumerated("default", x.__defaults__ or ()),
+            *(x.__kwdefaults__ or {}).items(),
+        ]
         if (inner := getattr(x, "__wrapped__", None)) is not None:
             yield "", inner
     elif isinstance(call := vars(type(x)).get("__call__"), types.FunctionType):
@@ -94,7 +102,8 @@ class _Slot:
     number: int | None
 
     def now(self) -> Any:
-        """What `module.key` gives, wherever it stands now; None where there is no such attribute."""
+        """What `module.key` gives, wherever it stands now; None where there is no such
+        attribute."""
         if self.key in self.place:
             return self.place[self.key]
         return getattr(self.module, self.key, None)
@@ -103,13 +112,16 @@ class _Slot:
 class Owners:
     """The dicts that hold a program's tensors, as they were when it was compiled.
 
-    roots: modules by name. bound: the tensors that the program is bound to. dicts: those to look at.
+    roots: modules by name. bound: the tensors that the program is bound to. dicts: those to look
+    at.
     """
 
     def __init__(self, roots: Mapping[str, Any], bound: Sequence[torch.Tensor]) -> None:
         self._names: list[str | None] = [None] * len(bound)
         self._numbers = {id(t): k for k, t in enumerate(bound)}
-        self.moved = False  # whether `dicts` did not tell of all attributes when tensors() was called last
+        self.moved = (
+            False  # whether `dicts` did not tell of all attributes when tensors() was called last
+        )
         self._slots: list[_Slot] = []
         self._children: list[tuple[str, Module, dict[str, Module | None]]] = []
         dicts: list[dict[str, Any]] = []
@@ -149,27 +161,36 @@ class Owners:
         return self._names[number] or f"tensor {number}"
 
     def tensors(self) -> list[tuple[int, torch.Tensor]]:
-        """What stands now where tensors of the program stood, by number. Raises InputError where a module is put
-        together otherwise than it was."""
+        """What stands now where tensors of the program stood, by number. Raises InputError where a
+        module is put together otherwise than it was."""
         self.moved = False
         for path, module, children in self._children:
             self._check_children(path, module, children)
         found: dict[int, tuple[_Slot, torch.Tensor]] = {}
         for slot in self._slots:
             now = slot.now()
-            self.moved |= slot.key not in slot.place or not (_TOLD or slot.place is not vars(slot.module))
+            self.moved |= slot.key not in slot.place or not (
+                _TOLD or slot.place is not vars(slot.module)
+            )
             if slot.number is None:
                 if now is not None:
-                    raise InputError(f"parameter or buffer {slot.name!r} was None when compiled", hint=_AGAIN)
+                    raise InputError(
+                        f"parameter or buffer {slot.name!r} was None when compiled", hint=_AGAIN
+                    )
                 continue
             _check_tensor(slot.name, now)
             first, before = found.setdefault(slot.number, (slot, now))
             if before is not now:
-                what = f"parameters or buffers {first.name!r} and {slot.name!r} were one tensor when compiled"
+                what = (
+                    f"parameters or buffers {first.name!r} and {slot.name!r} were one tensor when "
+                    "compiled"
+                )
                 raise InputError(f"{what}, they are two now", hint=_AGAIN)
         return [(number, now) for number, (_, now) in found.items()]
 
-    def _check_children(self, path: str, module: Module, children: Mapping[str, Module | None]) -> None:
+    def _check_children(
+        self, path: str, module: Module, children: Mapping[str, Module | None]
+    ) -> None:
         now = module._modules
         where = f"module {path!r}" if path else "the module"
         if list(now) != list(children):
@@ -178,18 +199,28 @@ class Owners:
         for key, child in children.items():
             if now[key] is not child:
                 name = f"{path}.{key}" if path else key
-                raise InputError(f"sub-module {name!r} was replaced since it was compiled", hint=_AGAIN)
+                raise InputError(
+                    f"sub-module {name!r} was replaced since it was compiled", hint=_AGAIN
+                )
         if isinstance(module, _OF_PARAMETERS):
             known = {s.key for s in self._slots if s.module is module}
             if more := [key for key in module._parameters if key not in known]:
-                raise InputError(f"{where} has parameters {more} that it had not when compiled", hint=_AGAIN)
+                raise InputError(
+                    f"{where} has parameters {more} that it had not when compiled", hint=_AGAIN
+                )
 
 
 def _check_tensor(name: str, x: Any) -> None:
     """Raises InputError unless x may stand for a parameter or buffer."""
     if x is None:
-        raise InputError(f"parameter or buffer {name!r} was removed since it was compiled", hint=_AGAIN)
+        raise InputError(
+            f"parameter or buffer {name!r} was removed since it was compiled", hint=_AGAIN
+        )
     if not isinstance(x, torch.Tensor):
-        raise InputError(f"parameter or buffer {name!r}: expected a tensor, got {type(x).__name__}", hint=_AGAIN)
+        raise InputError(
+            f"parameter or buffer {name!r}: expected a tensor, got {type(x).__name__}", hint=_AGAIN
+        )
     if kind := special_kind(x):
-        raise InputError(f"parameter or buffer {name!r}: expected a plain tensor, got {kind}", hint=_AGAIN)
+        raise InputError(
+            f"parameter or buffer {name!r}: expected a plain tensor, got {kind}", hint=_AGAIN
+        )

@@ -1,7 +1,9 @@
-"""`plait.package`: a program and all that it needs in one file, for processes and machines without the compiler.
+"""`plait.package`: a program and all that it needs in one file, for processes and machines without
+the compiler.
 
-The model is traced and planned once and its kernels are built for several machines. `plait/wrapper/package.py` writes
-the file, `plait.load` and C++ (docs/package.md) run what is in it.
+The model is traced and planned once and its kernels are built for several machines.
+`plait/wrapper/package.py` writes the file, `plait.load` and C++ (docs/package.md) run what is in
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from plait.wrapper.package import Contents, Routine, Variant, Writer
 GPUS = ("sm_100", "sm_90", "sm_80")
 """What GPU kernels are built for where nothing else is asked."""
 _LAST_PORTABLE = 89
-"""Triton's code for newer GPUs runs on these alone; that for this one, as PTX, on all that come after."""
+"""Triton's code for newer GPUs runs on these alone; that for this one, as PTX, on all that come
+after."""
 
 
 def package(
@@ -62,12 +65,16 @@ def package(
     machine may lack; without it, where the model is. fold: what depends on weights alone is
     computed now. These weights cannot be changed any more.
 
-    Raises as plait.compile does, and Unsupported for what needs Python when it runs. The file appears when it is whole.
+    Raises as plait.compile does, and Unsupported for what needs Python when it runs. The file
+    appears when it is whole.
     """
     cfg = Config.from_env().with_options(options, mode)
     for name, plain in (("wrapper", "native"), ("cuda_graphs", False)):
         if getattr(cfg, name) != plain:
-            raise UserError(f"plait.package knows no option {name}={getattr(cfg, name)!r}", hint=f"{name}={plain!r}")
+            raise UserError(
+                f"plait.package knows no option {name}={getattr(cfg, name)!r}",
+                hint=f"{name}={plain!r}",
+            )
     named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
     isas, archs = _machines(named if machines is None else _names(machines))
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
@@ -75,7 +82,9 @@ def package(
     aliases = _aliases(source[0], state)
     for weight, x in state.items():
         if x.is_meta:
-            raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
+            raise UserError(
+                f"a package of a model whose weight {weight!r} has no values, on the device meta"
+            )
     target = _device(device)
     with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
         traced = trace(*source, "plait.package", target)
@@ -83,7 +92,9 @@ def package(
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
-        captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
+        captured = replace(
+            captured_from(traced), name=f"package_{type(source[0]).__name__}"
+        )  # equal bytes every time
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
         out.finish(_contents(captured.name, traced, results, made, folded, aliases, cfg))
@@ -157,7 +168,9 @@ def _device(name: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, TypeError):
         raise UserError(f"there is no device {name!r}", hint="cpu, cuda or cuda:1") from None
     if device.type not in TARGETS:
-        raise UserError(f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only")
+        raise UserError(
+            f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only"
+        )
     if str(device) != "cuda":
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -180,7 +193,8 @@ def _require_conditions(traced: Traced) -> None:
 
 
 def _folded(traced: Traced) -> tuple[Traced, list[str]]:
-    """traced with constants in the place of what depends on weights alone, and the names of these weights."""
+    """traced with constants in the place of what depends on weights alone, and the names of these
+    weights."""
     inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
     state = list(traced.state.items())
     memory = {state[k][1].untyped_storage()._cdata for k in traced.mutated if k < len(state)}
@@ -197,7 +211,9 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     place = {old: new for new, old in enumerate(kept)}
     names = {state[k][0] for k, node in enumerate(inputs[: len(state)]) if node in frozen}
     left = {name: x for name, x in state if name not in names}
-    views = {k: replace(v, input=place[v.input]) for k, v in traced.views.items() if v.input in place}
+    views = {
+        k: replace(v, input=place[v.input]) for k, v in traced.views.items() if v.input in place
+    }
     mutated = tuple(place[k] for k in traced.mutated)
     return replace(traced, state=left, mutated=mutated, views=views), sorted(names)
 

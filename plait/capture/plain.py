@@ -22,7 +22,8 @@ def special_kind(x: torch.Tensor) -> str:
 
 
 def forward_mode_level() -> tuple[dict[str, Any], str]:
-    """The module variable (dict, name) that is 0 or more while tensors may have forward-mode tangents."""
+    """The module variable (dict, name) that is 0 or more while tensors may have forward-mode
+    tangents."""
     return vars(forward_ad), "_current_level"
 
 

@@ -1,4 +1,5 @@
-"""Hands a captured graph to the compiler, and holds the garbage collector while one is made and compiled.
+"""Hands a captured graph to the compiler, and holds the garbage collector while one is made and
+compiled.
 
 What escapes from here is an error of plait's own, whatever went wrong.
 """
@@ -27,8 +28,9 @@ T = TypeVar("T")
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: tracing makes so many objects that scanning the process for garbage, again and
-    again, takes half of the time. Two threads may be inside at once; the first to leave switches it on again."""
+    """No garbage collection inside: tracing makes so many objects that scanning the process for
+    garbage, again and again, takes half of the time. Two threads may be inside at once; the first
+    to leave switches it on again."""
     if not gc.isenabled():
         yield
         return
@@ -40,7 +42,8 @@ def collector_paused() -> Iterator[None]:
 
 
 def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
-    """`compile_graph`, with what `guarded` adds. Warns, once each, of higher-order operators that run as Python."""
+    """`compile_graph`, with what `guarded` adds. Warns, once each, of higher-order operators that
+    run as Python."""
     program = guarded(lambda cfg: compile_graph(captured, cfg, target), captured, cfg)
     for step in program.record.ladder:
         if step.rung == "python" and step.what.startswith("higher_order::"):
@@ -49,8 +52,8 @@ def compile_captured(captured: Captured, cfg: Config, target: Target | None = No
 
 
 def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config) -> T:
-    """compile_with(cfg), without kernels if it turns out that the machine cannot build them; an unexpected exception
-    becomes the cause of an InternalError that names the graph."""
+    """compile_with(cfg), without kernels if it turns out that the machine cannot build them; an
+    unexpected exception becomes the cause of an InternalError that names the graph."""
     try:
         try:
             return compile_with(cfg)

@@ -1,8 +1,10 @@
-"""Interpolation kept whole while AOTAutograd traces, where its operators do better than what torch makes of them.
+"""Interpolation kept whole while AOTAutograd traces, where its operators do better than what torch
+makes of them.
 
-torch decomposes linear and cubic interpolation at the autograd key, before it asks any table of decompositions, into
-loads by computed indices. Of bytes these are others than its own kernels give, which weigh in fixed point; and the
-gradient of such a load is a scatter with atomics, where the rules of lower/resample.py gather.
+torch decomposes linear and cubic interpolation at the autograd key, before it asks any table of
+decompositions, into loads by computed indices. Of bytes these are others than its own kernels give,
+which weigh in fixed point; and the gradient of such a load is a scatter with atomics, where the
+rules of lower/resample.py gather.
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ def whole(op: Any, kernels: Mapping[Any, Callable[..., Any]]) -> Mapping[Any, Ca
     return kernels
 
 
-def _resampled(op: Any, loads: Callable[..., Any], x: torch.Tensor, size: Any, align: bool, factors: Any) -> Any:
+def _resampled(
+    op: Any, loads: Callable[..., Any], x: torch.Tensor, size: Any, align: bool, factors: Any
+) -> Any:
     """The .vec overload: x resampled by `op`, or by torch's decomposition `loads`."""
     output_size: Any = torch._decomp.decompositions.upsample_compute_output_size
     sizes = output_size(x.size(), size, factors)
-    known = all(isinstance(s, int) for s in (*x.size(), *sizes))  # torch cannot trace the gradients between others
-    image = x.dtype == torch.uint8 and x.device.type == "cpu"  # no other device has a kernel for them
+    known = all(
+        isinstance(s, int) for s in (*x.size(), *sizes)
+    )  # torch cannot trace the gradients between others
+    image = (
+        x.dtype == torch.uint8 and x.device.type == "cpu"
+    )  # no other device has a kernel for them
     if image or (known and x.requires_grad and torch.is_grad_enabled()):
         return op(x, sizes, align, *(factors or ()))
     return loads(x, size, align, factors)

@@ -1,7 +1,9 @@
-"""Traces a module with torch's export machinery into one functional graph whose inputs are state and tensor leaves.
+"""Traces a module with torch's export machinery into one functional graph whose inputs are state
+and tensor leaves.
 
-Knows nothing of compiling: it takes a module, example arguments and a dynamic_shapes specification and gives a graph,
-the facts about its sizes (ranges, extra conditions), and how arguments flatten and results are put together.
+Knows nothing of compiling: it takes a module, example arguments and a dynamic_shapes specification
+and gives a graph, the facts about its sizes (ranges, extra conditions), and how arguments flatten
+and results are put together.
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ from plait.capture.ones import same_for_one
 from plait.capture.orders import has_orders, in_another_order, loose_keywords
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
-from plait.compat.export import ExportEnv, Question, SizeFacts, export_graph, exporting, wants_values
+from plait.compat.export import (
+    ExportEnv,
+    Question,
+    SizeFacts,
+    export_graph,
+    exporting,
+    wants_values,
+)
 from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -41,7 +50,8 @@ from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
 
 class FunctionModule(torch.nn.Module):
-    """A function as a module: the export machinery reads the signature and the code of `forward`."""
+    """A function as a module: the export machinery reads the signature and the code of
+    `forward`."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -53,7 +63,8 @@ def _is_python(fn: Callable[..., Any]) -> bool:
 
 
 def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A Python function that calls fn, a builtin or a callable object, under its name and signature if it has any."""
+    """A Python function that calls fn, a builtin or a callable object, under its name and signature
+    if it has any."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -64,14 +75,18 @@ def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other containers"
+_REGISTER = (
+    "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other "
+    "containers"
+)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
-    inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake
-    tensors and symbolic ints of the VALUEs. views: the results that are inputs or views of them."""
+    """A traced program. graph: inputs are the tensors of state, then one for each VALUE in
+    signature.leaves; mutated inputs are written back by a trailing copy_. mutated: the positions of
+    these. state: by name. fakes: the fake tensors and symbolic ints of the VALUEs. views: the
+    results that are inputs or views of them."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
@@ -90,15 +105,17 @@ def trace(
     who: str,
     device: torch.device | None = None,
 ) -> Traced:
-    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine may lack. who: the
-    function that wants it.
+    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine
+    may lack. who: the function that wants it.
 
-    Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
-    the module raises, with a note of the user's line.
+    Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot
+    be traced, and what the module raises, with a note of the user's line.
     """
     if not _is_python(module.forward):
         kind = type(module.forward).__name__
-        raise Unsupported(f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python")
+        raise Unsupported(
+            f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python"
+        )
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{who} of {_name_of(module)}, of which {name!r} is a ScriptModule, not Python"
@@ -112,16 +129,21 @@ def trace(
     state = state_of(module)
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
-    is_result: list[bool] = []  # as first found: a size may be known only when the module is run again
+    is_result: list[
+        bool
+    ] = []  # as first found: a size may be known only when the module is run again
     views: dict[int, InputView] = {}
     moved = False  # whether results lie in inputs that got other strides
     before: list[Change] = []
     left: list[Change] = []
     in_arguments: list[Change] = []
-    arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
+    arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: (
+        pytree.tree_unflatten(leaves, spec)
+    )
 
     class Flat(torch.nn.Module):
-        """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
+        """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than
+        once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
             nonlocal out_spec, out_leaves, is_result, views, moved, left, in_arguments
@@ -141,11 +163,16 @@ def trace(
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
                 if not _is_value(x) and not isinstance(x, CONSTANTS):
-                    what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
+                    what = (
+                        f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may "
+                        "hold tensors"
+                    )
                     raise Unsupported(f"{who} of {what}", hint=_REGISTER)
             found = holding.write([x for _, x in paths])
             is_result = is_result or [_is_value(x) for x in found]
-            out_leaves = tuple(VALUE if value else x for x, value in zip(found, is_result, strict=True))
+            out_leaves = tuple(
+                VALUE if value else x for x, value in zip(found, is_result, strict=True)
+            )
             results = tuple(x for x, value in zip(found, is_result, strict=True) if value)
             views = views_of_inputs(results, flat)
             moved = any(compat.is_moved(flat[v.input]) for v in views.values())
@@ -157,7 +184,9 @@ def trace(
     def export(turned: Collection[Question] = ()) -> tuple[GraphModule, tuple[int, ...], int]:
         with early_changes, numbers_kept, mended_tracing, CheckWrites():
             made = export_graph(env, Flat(), inputs, who, turned)
-            if moved:  # of their new values: how results lie is right where nothing is made functional
+            if (
+                moved
+            ):  # of their new values: how results lie is right where nothing is made functional
                 with env.mode, exporting, torch.no_grad():
                     Flat()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
             return made
@@ -166,7 +195,9 @@ def trace(
         graph, mutated, tokens = export()
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
-        raise Unsupported(what, where=users_line(error), hint="call the function itself: its __wrapped__") from error
+        raise Unsupported(
+            what, where=users_line(error), hint="call the function itself: its __wrapped__"
+        ) from error
     except PlaitError:
         raise
     except Exception as error:
@@ -188,21 +219,36 @@ def trace(
         raise found from error
     for size, questions in env.told_from_one(fakes).items():
         made = out_spec, out_leaves, views
-        again, alike = functools.partial(export, questions), functools.partial(same_for_one, size=size)
+        again, alike = (
+            functools.partial(export, questions),
+            functools.partial(same_for_one, size=size),
+        )
         if _again(again, graph, mutated, alike) and (out_spec, out_leaves) == made[:2]:
             env.ones[size] = questions
         out_spec, out_leaves, views = made
     if left:
         before, made = left, (out_spec, out_leaves, views)
         told = ", ".join(dict.fromkeys(repr(change.name) for change in left))
-        if not _again(export, graph, mutated) or (out_spec, out_leaves) != made[:2] or not settled(before, left):
-            what = f"{who} of {_name_of(module)}, of which a call asks for what the one before it left: {told}"
+        if (
+            not _again(export, graph, mutated)
+            or (out_spec, out_leaves) != made[:2]
+            or not settled(before, left)
+        ):
+            what = (
+                f"{who} of {_name_of(module)}, of which a call asks for what the one before it "
+                f"left: {told}"
+            )
             raise Unsupported(what, hint=_KEEP)
         out_spec, out_leaves, views = made
-        warn_once(f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not")
+        warn_once(
+            f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not"
+        )
     if in_arguments:
         told = ", ".join(dict.fromkeys(repr(change.name) for change in in_arguments))
-        warn_once(f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the program does not")
+        warn_once(
+            f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the "
+            "program does not"
+        )
     loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
     any_order = not has_orders(args_spec, kwargs_spec, loose)
     if not any_order and not left:
@@ -214,15 +260,23 @@ def trace(
     assert out_spec is not None
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(
-        in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves, any_order, () if any_order else loose
+        in_spec,
+        leaves,
+        names,
+        len(args),
+        tuple(kwargs),
+        out_spec,
+        out_leaves,
+        any_order,
+        () if any_order else loose,
     )
     facts = with_least_sizes(env.size_facts(fakes, graph), graph)
     return Traced(graph, mutated, state, fakes, signature, facts, views)
 
 
 _KEEP = (
-    "a buffer (register_buffer) or an argument for what changes; what is made once has to be there before: call it "
-    "once with the largest sizes"
+    "a buffer (register_buffer) or an argument for what changes; what is made once has to be "
+    "there before: call it once with the largest sizes"
 )
 
 
@@ -241,7 +295,10 @@ def _again(
 
 
 def _raised_by_eager(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Exception | None:
     """What eager raises for copies of the arguments. Asked where tracing raised: the class is
     another one there for many a mistake."""
@@ -254,12 +311,15 @@ def _raised_by_eager(
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, without the constants of subgraphs of an exported program: tracing meets these as
-    they are."""
+    """Parameters and buffers by name, without the constants of subgraphs of an exported program:
+    tracing meets these as they are."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     for name, x in module.named_buffers():
         path, _, last = name.rpartition(".")
-        if not (last.startswith("_tensor_constant") and isinstance(module.get_submodule(path), GraphModule)):
+        if not (
+            last.startswith("_tensor_constant")
+            and isinstance(module.get_submodule(path), GraphModule)
+        ):
             state[name] = x
     return state
 
@@ -268,9 +328,14 @@ def _check_argument(name: str, x: Any, who: str) -> None:
     if isinstance(x, torch.Tensor):
         if kind := special_kind(x):
             hint = 'torch.compile(fn, backend="plait")'
-            raise Unsupported(f"{who} of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
+            raise Unsupported(
+                f"{who} of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint
+            )
     elif not isinstance(x, CONSTANTS):
-        what = f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a container that torch knows"
+        what = (
+            f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a "
+            "container that torch knows"
+        )
         raise UserError(f"example_inputs: {what}", hint=_REGISTER)
 
 
@@ -285,7 +350,11 @@ def _at(path: pytree.KeyPath) -> str:
 def users_line(error: Exception) -> str:
     """file:line of the innermost frame that is neither torch's nor plait's, "" if there is none."""
     ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, errors.__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith((*ours, "<"))
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
@@ -303,7 +372,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _leaf_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def _leaf_names(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
     """A name for every argument leaf: the parameter's, with the path inside it."""
     try:
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -326,7 +397,8 @@ def _leaf_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _write_back(graph_module: GraphModule, mutated: tuple[int, ...]) -> None:
-    """The graph's first outputs are new values of the inputs at positions `mutated`: makes them trailing copies."""
+    """The graph's first outputs are new values of the inputs at positions `mutated`: makes them
+    trailing copies."""
     graph = graph_module.graph
     output = output_of(graph)
     values = list(output.args[0])  # type: ignore[arg-type]

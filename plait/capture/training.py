@@ -1,9 +1,10 @@
 """A training graph as one native callable, where its metadata allows it.
 
-AOTAutograd hands over a forward graph and, when it likes, a backward graph. Its own callable is an autograd function in
-Python; `TrainingGraph.around` puts the forward program and a native autograd node in its place, which compiles the
-backward graph at the first backward pass and keeps AOTAutograd's callable for states that it does not serve. Under
-both, gradients that are not plain tensors (batched, of a subclass, dual) find the backward graph run by operators.
+AOTAutograd hands over a forward graph and, when it likes, a backward graph. Its own callable is an
+autograd function in Python; `TrainingGraph.around` puts the forward program and a native autograd
+node in its place, which compiles the backward graph at the first backward pass and keeps
+AOTAutograd's callable for states that it does not serve. Under both, gradients that are not plain
+tensors (batched, of a subclass, dual) find the backward graph run by operators.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Interpret = Callable[[list[Any]], tuple[Any, ...]]
 class TrainingGraph:
     """The training half of one Dynamo graph's compilation.
 
-    compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the partitioner made.
-    interpreter: what gives the backward graph -> what runs it operator by operator.
-    reason: why calls need AOTAutograd's callable, or "".
+    compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the
+    partitioner made. interpreter: what gives the backward graph -> what runs it operator by
+    operator. reason: why calls need AOTAutograd's callable, or "".
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class TrainingGraph:
         self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
         self._lock = threading.Lock()
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]) -> None:
-        """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
-        as the caller knows, or "". native: its program will be a native one. views: outputs that are views of inputs;
-        AOTAutograd's callable makes these."""
+    def learn(
+        self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]
+    ) -> None:
+        """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's
+        callable, as far as the caller knows, or "". native: its program will be a native one.
+        views: outputs that are views of inputs; AOTAutograd's callable makes these."""
         self.reason = reason or compat.training_reason(gm, meta) or _graph_reason(gm, meta)
         self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:
@@ -67,7 +70,8 @@ class TrainingGraph:
             self.reason = "no input gets a gradient"
 
     def backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
-        """The backward program of AOTAutograd's copy of the graph, compiled once for each set of donated inputs."""
+        """The backward program of AOTAutograd's copy of the graph, compiled once for each set of
+        donated inputs."""
         with self._lock:
             if donated not in self._programs:
                 came = AsItCame(gm)  # compiling changes it
@@ -77,7 +81,8 @@ class TrainingGraph:
             return self._programs[donated]
 
     def around(self, forward: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable for Dynamo. forward: the forward program; wrapped: AOTAutograd's callable."""
+        """The callable for Dynamo. forward: the forward program; wrapped: AOTAutograd's
+        callable."""
         if self.reason:
             return wrapped
         facts = self._facts
@@ -124,7 +129,8 @@ def _outputs(gm: GraphModule) -> tuple[Any, ...]:
 
 
 def _sources(backward: GraphModule, n_tangents: int) -> list[list[int]]:
-    """For each output of a backward graph, the tangents (its last placeholders) that it is computed from."""
+    """For each output of a backward graph, the tangents (its last placeholders) that it is computed
+    from."""
     placeholders = [n for n in backward.graph.nodes if n.op == "placeholder"]
     tangents = placeholders[len(placeholders) - n_tangents :]
     found = {n: {k} for k, n in enumerate(tangents)}
@@ -137,10 +143,16 @@ def _graph_reason(gm: GraphModule, meta: Any) -> str:
     """What of the graph itself the native node does not serve, or ""."""
     for node in gm.graph.nodes:
         val = node.meta.get("val")
-        if node.op == "placeholder" and (not isinstance(val, (torch.Tensor, torch.SymInt, int)) or is_ragged(val)):
+        if node.op == "placeholder" and (
+            not isinstance(val, (torch.Tensor, torch.SymInt, int)) or is_ragged(val)
+        ):
             return "an input is neither a tensor nor a size"
     outputs = _outputs(gm)
-    results = [n for n in outputs[: meta.num_forward] if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)]
+    results = [
+        n
+        for n in outputs[: meta.num_forward]
+        if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)
+    ]
     if len(set(results)) != len(results):
         return "a result is returned twice"
     if any(n.op == "placeholder" for n in results):

@@ -1,11 +1,13 @@
-"""Writes that eager refuses, seen before AOTAutograd makes copies of them: to memory that several elements share
-(`x.expand(3, 4).add_(1)`), to memory that overlaps what is read (`x[1:].copy_(x[:-1])`), and of results that what is
-written cannot hold (`x.mul_(2.5)` of integers).
+"""Writes that eager refuses, seen before AOTAutograd makes copies of them: to memory that several
+elements share (`x.expand(3, 4).add_(1)`), to memory that overlaps what is read
+(`x[1:].copy_(x[:-1])`), and of results that what is written cannot hold (`x.mul_(2.5)` of
+integers).
 
-Comes in: a Dynamo graph, or each function that a trace without Dynamo calls. Whether a write of a suspicious kind is
-refused only eager knows, so it is asked, on zeros that lie as the operands do. What it does take is Unsupported where
-elements of the written tensor share memory: AOTAutograd's copies would then hold other numbers (filling an expanded
-tensor adds up what each element changed by).
+Comes in: a Dynamo graph, or each function that a trace without Dynamo calls. Whether a write of a
+suspicious kind is refused only eager knows, so it is asked, on zeros that lie as the operands do.
+What it does take is Unsupported where elements of the written tensor share memory: AOTAutograd's
+copies would then hold other numbers (filling an expanded tensor adds up what each element changed
+by).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from plait.graph.refuse import CLONE, SHARED, answer, repeats, users_line
 _OPERATORS = frozenset(
     getattr(operator, name)
     for name in (
-        "iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor",
-        "setitem",
+        "iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "ior", "ipow", "irshift", "isub",
+        "itruediv", "ixor", "setitem",
     )
 )  # fmt: skip
 _METHODS = frozenset(f"__{op.__name__}__" for op in _OPERATORS)
 _SHAPES = frozenset(  # these write no elements
-    """as_strided_ detach_ requires_grad_ rename_ resize_ resize_as_ retain_grad_ set_ share_memory_ squeeze_
-    swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
+    """as_strided_ detach_ requires_grad_ rename_ resize_ resize_as_ retain_grad_ set_
+    share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
 )
 _KEYWORDS = ("and_", "is_", "not_", "or_")  # Python's operators with these names write nothing
 _FLOATS = ("ldexp_", "logit_")  # these make floats of integers, too, and tracing does not see it
@@ -57,7 +59,9 @@ def check_writes(gm: torch.nn.Module) -> None:
 
 def _check_node(node: Node) -> None:
     fn: Any = node.target
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value"))
+    args, kwargs = torch.fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value")
+    )
     if node.op == "call_method" and args:
         fn = getattr(torch.Tensor, fn, None)
     if fn is not None and (wrong := _verdict(fn, args, kwargs)):
@@ -66,14 +70,21 @@ def _check_node(node: Node) -> None:
 
 
 class CheckWrites(TorchFunctionMode):
-    """While it is active, functions with a wrong write raise an error of plait instead of being traced."""
+    """While it is active, functions with a wrong write raise an error of plait instead of being
+    traced."""
 
     def __torch_function__(
-        self, fn: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
         if fn == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise Unsupported("an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x")
+            raise Unsupported(
+                "an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x"
+            )
         if may_write(fn, named) and (wrong := _verdict(fn, args, named)):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
@@ -87,10 +98,14 @@ def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
     if isinstance(fn, OpOverload):
         return fn.namespace == "aten" and fn._schema.is_mutable
     name = fn if isinstance(fn, str) else getattr(fn, "__name__", "")
-    return name in _METHODS or (name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS)
+    return name in _METHODS or (
+        name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS
+    )
 
 
-def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[type[PlaitError], str, str] | None:
+def _verdict(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[type[PlaitError], str, str] | None:
     """The class and text of what is wrong with a write, and what to try; None if nothing is."""
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
@@ -103,14 +118,20 @@ def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
     shares = any(map(repeats, written))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
     own = out is not None or getattr(fn, "__name__", "") in _FLOATS
-    is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith("aten.")  # it holds what it likes
+    is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith(
+        "aten."
+    )  # it holds what it likes
     casts = not is_users and _may_not_hold(written, given, (args, kwargs), own)
     if not shares and not shared and not casts:
         return None
     error = _tried(fn, args, kwargs)
     text = str(error).strip()
     if error is not None and _REFUSED.match(text):
-        return refusal(error), text.splitlines()[0], CLONE if text.startswith("unsupported") else _CAST
+        return (
+            refusal(error),
+            text.splitlines()[0],
+            CLONE if text.startswith("unsupported") else _CAST,
+        )
     if error is None and shares and getattr(fn, "__name__", "") not in _SHAPES:
         return Unsupported, SHARED, CLONE
     return None
@@ -119,9 +140,11 @@ def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
 _FLOAT, _COMPLEX = 2, 3
 
 
-def _may_not_hold(written: Sequence[torch.Tensor], given: Sequence[torch.Tensor], operands: Any, own: bool) -> bool:
-    """Whether the result may be of a dtype that what is written cannot hold. own: it may be the operator's own; else it
-    is of the kind of an operand."""
+def _may_not_hold(
+    written: Sequence[torch.Tensor], given: Sequence[torch.Tensor], operands: Any, own: bool
+) -> bool:
+    """Whether the result may be of a dtype that what is written cannot hold. own: it may be the
+    operator's own; else it is of the kind of an operand."""
     least = min(map(_kind, written), default=_COMPLEX)
     if own and (least < _FLOAT or len({x.dtype for x in given}) > 1):
         return True
@@ -129,9 +152,16 @@ def _may_not_hold(written: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 
 
 def _kind(x: Any) -> int:
-    """0 for a bool, 1 for an integer, _FLOAT, _COMPLEX; a tensor's is that of its elements. All else is -1."""
+    """0 for a bool, 1 for an integer, _FLOAT, _COMPLEX; a tensor's is that of its elements. All
+    else is -1."""
     if isinstance(x, torch.Tensor):
-        return _COMPLEX if x.is_complex() else _FLOAT if x.is_floating_point() else int(x.dtype != torch.bool)
+        return (
+            _COMPLEX
+            if x.is_complex()
+            else _FLOAT
+            if x.is_floating_point()
+            else int(x.dtype != torch.bool)
+        )
     kinds = (bool, torch.SymBool), (int, torch.SymInt), (float, torch.SymFloat), (complex,)
     return next((k for k, kind in enumerate(kinds) if isinstance(x, kind)), -1)
 

@@ -1,7 +1,9 @@
-"""The only room that knows torch versions (2.11 to 2.13): every private or moving torch name is met here.
+"""The only room that knows torch versions (2.11 to 2.13): every private or moving torch name is met
+here.
 
-Each function says in plait's own terms what is needed and finds it in whichever torch is installed. Nothing here
-compiles anything; nothing else in plait compares versions or reads fields that differ between them.
+Each function says in plait's own terms what is needed and finds it in whichever torch is installed.
+Nothing here compiles anything; nothing else in plait compares versions or reads fields that differ
+between them.
 """
 
 from __future__ import annotations
@@ -45,24 +47,27 @@ T = TypeVar("T")
 Compiler = Callable[..., Callable[..., Any]]
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-"""Values of meta["recompute"] that make the partitioner save a node for backward, or compute it again there."""
+"""Values of meta["recompute"] that make the partitioner save a node for backward, or compute it
+again there."""
 
 CALLERS_STREAM: int | None = getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None)
-"""The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose waits between them."""
+"""The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose
+waits between them."""
 BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"
 _streams: dict[int, object] = {}
 
 
 def keep_streams() -> None:
-    """What graphs name by number, streams and events, lives as long as the process where torch leaves weak references
-    to dead ones dangling (its pull request 183403): Dynamo has such references, and crashes when it drops one."""
+    """What graphs name by number, streams and events, lives as long as the process where torch
+    leaves weak references to dead ones dangling (its pull request 183403): Dynamo has such
+    references, and crashes when it drops one."""
     if not BEFORE_2_13:
         return
     found = (known() for known in graph_bytecode_inputs.index_to_external_object_weakref.values())
     _streams.update((id(x), x) for x in found if x is not None)
 
 
-# ---------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 class _ThroughDynamo(ShortenTraceback):
     """Mixed into a PlaitError so that torch.compile raises it as it is instead of wrapping it."""
 
@@ -80,18 +85,19 @@ def _passing(kind: Any) -> type[_ThroughDynamo]:
 
 
 def through_dynamo(error: PlaitError) -> Exception:
-    """The same error, of a subclass of its class with the same name, that torch.compile does not wrap."""
+    """The same error, of a subclass of its class with the same name, that torch.compile does not
+    wrap."""
     kind: Any = type(error)
     return _passing(kind)(error)
 
 
-# ---------------------------------------------------------------------------------------------- AOTAutograd
+# -------------------------------------------------------------------------------------- AOTAutograd
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
-    """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs, other
-    integers of linspace, no error or another one, gathers for borders, a choice for a row put into a
-    tensor, an index taken for a number, a square that overflows, and roundings in between. With that of
-    alias_copy and of detach together, torch takes results of `scan` for its inputs."""
+    """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs,
+    other integers of linspace, no error or another one, gathers for borders, a choice for a row put
+    into a tensor, an index taken for a number, a square that overflows, and roundings in between.
+    With that of alias_copy and of detach together, torch takes results of `scan` for its inputs."""
     names = """
         _scaled_dot_product_flash_attention_for_cpu.default linspace.default std_mean.correction
         addcmul.default linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
@@ -113,7 +119,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Of operators that are not ATen's: who registers an operator puts its decomposition here."""
 
 CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
-"""Of operators whose operands are looked at first: wraps the decomposition, or the None that stands for no one."""
+"""Of operators whose operands are looked at first: wraps the decomposition, or the None that stands
+for no one."""
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether torch.func has wrapped a tensor, as for a gradient or a batch: it has no storage."""
@@ -122,7 +129,8 @@ is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorc
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
 
-    The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms to build.
+    The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms
+    to build.
     """
     table = dict(torch._decomp._core_aten_decompositions_post_autograd()) | DECOMPOSITIONS
     for op in kept_whole():
@@ -141,7 +149,8 @@ def untraced_operators() -> Iterator[None]:
 
 
 def hint_of(x: Any) -> Any:
-    """The number that a symbolic size, float or bool has in the example, 2 where nobody knows; others unchanged."""
+    """The number that a symbolic size, float or bool has in the example, 2 where nobody knows;
+    others unchanged."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
     number = x.node.expr if x.node.expr.is_number else 2
@@ -164,7 +173,8 @@ def _bool_power(x: torch.Tensor, exponent: Any) -> Any:
 
 
 def fused_multiply_add() -> tuple[Any, ...]:
-    """The primitive fma(a, b, c) = a * b + c that Dynamo makes of addcmul_ and addcdiv_, in versions that have it."""
+    """The primitive fma(a, b, c) = a * b + c that Dynamo makes of addcmul_ and addcdiv_, in
+    versions that have it."""
     packet = getattr(torch.ops.prims, "fma", None)
     return () if packet is None else (packet.default,)
 
@@ -173,9 +183,12 @@ DynamoGraph = GraphModule | GmWrapper  # the latter is what `flatten_inputs` mak
 
 
 def flatten_inputs(
-    gm: GraphModule, inputs: Sequence[Any], compile_flat: Callable[[DynamoGraph, Sequence[Any]], Callable[..., Any]]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compile_flat: Callable[[DynamoGraph, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """A callable of nested inputs. compile_flat gets a graph of flat ones and gives a callable of one list of them."""
+    """A callable of nested inputs. compile_flat gets a graph of flat ones and gives a callable of
+    one list of them."""
     return flatten_graph_inputs(gm, inputs, compile_flat)
 
 
@@ -188,41 +201,53 @@ def aot_compile(
     inference: Compiler,
     partition: Callable[..., tuple[GraphModule, GraphModule]],
 ) -> Callable[..., Any]:
-    """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's arguments."""
-    made: Callable[..., Any] = aot_module_simplified(  # only keywords that every supported torch has
-        gm,
-        example_inputs,
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=decomposition_table(),
-        keep_inference_input_mutations=True,
+    """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
+    arguments."""
+    made: Callable[..., Any] = (
+        aot_module_simplified(  # only keywords that every supported torch has
+            gm,
+            example_inputs,
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=decomposition_table(),
+            keep_inference_input_mutations=True,
+        )
     )
-    # torch's DDPOptimizer reads off this counter that the first call of what it gets is one with fake tensors.
+    # torch's DDPOptimizer reads off this counter that the first call of what it gets is one with
+    # fake tensors.
     counters["aot_autograd"]["total"] += 1
     return made
 
 
 @lru_cache
 def see_other_types(view_like: Callable[..., torch.Tensor]) -> None:
-    """Views of another dtype that AOTAutograd's wrapper makes come from view_like: torch mixes up their strides."""
+    """Views of another dtype that AOTAutograd's wrapper makes come from view_like: torch mixes up
+    their strides."""
     names, own = vars(runtime_wrappers), runtime_wrappers.__dict__["gen_alias_from_base"]
     names["gen_alias_from_base"] = lambda base, like, grad, *rest, **more: (
-        own(base, like, grad, *rest, **more) if base.dtype == like.dtype else view_like(base, like, grad)
+        own(base, like, grad, *rest, **more)
+        if base.dtype == like.dtype
+        else view_like(base, like, grad)
     )
 
 
-def min_cut_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """Splits a joint graph into forward and backward. torch's own CSE is off: it would import a whole compiler."""
+def min_cut_partition(
+    joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Splits a joint graph into forward and backward. torch's own CSE is off: it would import a
+    whole compiler."""
     with functorch_config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
-# ---------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 def backed_values(shape_env: Any) -> dict[Any, Any]:
     """What the symbols of sizes are in the example inputs; the table itself."""
-    named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # the older name
+    named = (
+        "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    )  # the older name
     found: dict[Any, Any] = getattr(shape_env, named)
     return found
 
@@ -234,15 +259,19 @@ def size_hints(shape_env: Any) -> dict[str, int]:
 
 
 class Fakes:
-    """Fake tensors whose sizes are symbols of our own names. What is found out about them binds nobody."""
+    """Fake tensors whose sizes are symbols of our own names. What is found out about them binds
+    nobody."""
 
     def __init__(self) -> None:
         self.env = ShapeEnv()
         self.mode = fake_tensor.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
 
     def symbol(self, name: str, lo: float, hi: float, hint: int | None) -> Any:
-        """A SymInt with lo <= value <= hi; hint: what it was in the example, None if nobody knows."""
-        symbol = sympy.Symbol(name, integer=True, positive=lo > 0 or None, nonnegative=lo >= 0 or None)
+        """A SymInt with lo <= value <= hi; hint: what it was in the example, None if nobody
+        knows."""
+        symbol = sympy.Symbol(
+            name, integer=True, positive=lo > 0 or None, nonnegative=lo >= 0 or None
+        )
         lower, upper = (x if math.isfinite(x) else (int_oo if x > 0 else -int_oo) for x in (lo, hi))
         self.env.var_to_range[symbol] = ValueRanges(lower, upper)
         if hint is not None:
@@ -264,15 +293,20 @@ def drop_text_with(module: GraphModule) -> None:
 
 
 def triton_operator() -> tuple[Any, Any]:
-    """PyTorch's operator that launches a Triton kernel, and the table that has kernels and constant arguments."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+    """PyTorch's operator that launches a Triton kernel, and the table that has kernels and constant
+    arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_mutation,
+    )
 
     return triton_kernel_wrapper_mutation, kernel_side_table
 
 
-# ---------------------------------------------------------------------------------------------- metadata
+# ----------------------------------------------------------------------------------------- metadata
 def forward_metadata() -> Any:
-    """AOTAutograd's facts about the graph being compiled (ViewAndMutationMeta), or None outside AOTAutograd."""
+    """AOTAutograd's facts about the graph being compiled (ViewAndMutationMeta), or None outside
+    AOTAutograd."""
     context = TracingContext.try_get()
     return None if context is None else context.fw_metadata
 
@@ -300,7 +334,8 @@ def inputs_changed_after(joint: GraphModule) -> list[torch.fx.Node]:
 
 
 def wrapper_reason(gm: GraphModule, meta: Any) -> str:
-    """Why this inference graph needs AOTAutograd's runtime wrapper around it, or "" if it needs none."""
+    """Why this inference graph needs AOTAutograd's runtime wrapper around it, or "" if it needs
+    none."""
     if meta is None:
         return "no metadata"
     context = TracingContext.try_get()
@@ -318,7 +353,9 @@ def wrapper_reason(gm: GraphModule, meta: Any) -> str:
     if meta.grad_enabled_mutation is not None:
         return "the graph switches grad mode"
     ends = (n.meta.get("desc") for n in gm.graph.nodes if n.op in ("placeholder", "output"))
-    if any(type(d).__name__.startswith("Subclass") for desc in ends for d in pytree.tree_leaves(desc)):
+    if any(
+        type(d).__name__.startswith("Subclass") for desc in ends for d in pytree.tree_leaves(desc)
+    ):
         return "tensor subclasses"
     known = {"non_alias", "unsafe_view_alias", "custom_function_view", "alias_of_input", "is_input"}
     if any(info.output_type.name not in known for info in meta.output_info):
@@ -334,8 +371,8 @@ Mark = tuple[int, str, frozenset[int]]
 class Epilogue:
     """What AOTAutograd's wrapper does after an inference graph without wrapper_reason.
 
-    results: for each output ("program",), ("input", argument) or ("view", argument, requires_grad); the caller
-    appends the view's offset.
+    results: for each output ("program",), ("input", argument) or ("view", argument, requires_grad);
+    the caller appends the view's offset.
     """
 
     results: tuple[tuple[Any, ...], ...]
@@ -362,28 +399,31 @@ def epilogue(meta: Any) -> Epilogue:
 
 
 def dynamic_marks(meta: Any) -> tuple[Mark, ...]:
-    """The dynamic dimensions of results, as Dynamo wants to find them on the tensors that the next graph gets."""
+    """The dynamic dimensions of results, as Dynamo wants to find them on the tensors that the next
+    graph gets."""
     attribute = "_dynamo_propagated_dynamic_indices"
     if not hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices"):
         attribute = "_dynamo_weak_dynamic_indices"  # before torch 2.13
     return tuple(
-        (i, attribute, frozenset(info.dynamic_dims)) for i, info in enumerate(meta.output_info) if info.dynamic_dims
+        (i, attribute, frozenset(info.dynamic_dims))
+        for i, info in enumerate(meta.output_info)
+        if info.dynamic_dims
     )
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 TangentLayout = str | tuple[tuple[int, ...], tuple[int, ...]]
 """How a gradient lies in memory: the name of a memory format, or sizes and strides."""
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """How the outputs of a forward graph (results, saved tensors, saved sizes) are told apart, and what its backward
-    graph takes.
+    """How the outputs of a forward graph (results, saved tensors, saved sizes) are told apart, and
+    what its backward graph takes.
 
-    differentiable: one flag for each result. tangents: one layout for each result that has a gradient.
-    wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms were off.
-    marks: as in Epilogue.
+    differentiable: one flag for each result. tangents: one layout for each result that has a
+    gradient. wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms
+    were off. marks: as in Epilogue.
     """
 
     differentiable: tuple[bool, ...]
@@ -429,7 +469,8 @@ def training_reason(gm: GraphModule, meta: Any) -> str:
 def training_facts(meta: Any, n_outputs: int, has_gradient: Sequence[bool]) -> TrainingFacts:
     """What AOTAutograd knows of a graph without training_reason.
 
-    n_outputs: of the forward graph. has_gradient: for each output of the backward graph, whether it is no None.
+    n_outputs: of the forward graph. has_gradient: for each output of the backward graph, whether it
+    is no None.
     """
     return TrainingFacts(
         differentiable=tuple(bool(o.requires_grad) for o in meta.output_info),
@@ -453,20 +494,26 @@ def _tangent_layout(want: Any) -> TangentLayout:
 
 
 def autograd_switches() -> tuple[tuple[dict[str, Any], str], ...]:
-    """Module variables (dict, name) that are true while a call has to go through AOTAutograd's autograd function."""
+    """Module variables (dict, name) that are true while a call has to go through AOTAutograd's
+    autograd function."""
     scope = vars(compiled_autograd)
     names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
     return tuple((scope, name) for name in names if name in scope)
 
 
 def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
-    """Remembers the compilation that is under way; the result makes contexts that go on with it, later and in any
-    thread."""
+    """Remembers the compilation that is under way; the result makes contexts that go on with it,
+    later and in any thread."""
     traced, compiled = TracingContext.try_get(), CompileContext.try_get()
 
     @contextmanager
     def resumed() -> Iterator[None]:
-        with tracing(traced), compile_context(compiled), torch.no_grad(), torch._C._DisableAutocast():
+        with (
+            tracing(traced),
+            compile_context(compiled),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
             yield
 
     return resumed
@@ -478,8 +525,8 @@ def is_stand_in(x: torch.Tensor) -> bool:
 
 
 def is_moved(x: torch.Tensor) -> bool:
-    """Whether a tensor that is traced functionally was written, and its value lies otherwise than it does: views of it
-    then tell how they lie in the value."""
+    """Whether a tensor that is traced functionally was written, and its value lies otherwise than
+    it does: views of it then tell how they lie in the value."""
     if not isinstance(x, FunctionalTensor):
         return False
     torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
@@ -492,8 +539,8 @@ def _place(x: torch.Tensor) -> list[str]:
 
 
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:
-    """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph break calls the compiler
-    while Dynamo looks at every frame."""
+    """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph
+    break calls the compiler while Dynamo looks at every frame."""
     return torch._dynamo.disable(fn)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,7 +1,8 @@
-"""Tracing without Dynamo, by torch's export machinery: symbolic sizes, what is assumed of them, one graph.
+"""Tracing without Dynamo, by torch's export machinery: symbolic sizes, what is assumed of them, one
+graph.
 
-Comes in: a module, arguments and dynamic_shapes. Goes out: fake arguments and their `SizeFacts` (`ExportEnv`), and a
-functional graph (`export_graph`).
+Comes in: a module, arguments and dynamic_shapes. Goes out: fake arguments and their `SizeFacts`
+(`ExportEnv`), and a functional graph (`export_graph`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ from plait.errors import InternalError, Unsupported, UserError
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on sizes and ints. text: in which these arguments are args[0], args[1] and so on. holds: for these.
-    tokens: the same as a package has it (wrapper/package.py); nothing if it is beyond that."""
+    """A condition on sizes and ints. text: in which these arguments are args[0], args[1] and so on.
+    holds: for these. tokens: the same as a package has it (wrapper/package.py); nothing if it is
+    beyond that."""
 
     text: str
     holds: Callable[..., bool]
@@ -66,7 +68,8 @@ Place = tuple[int, int | None]
 class SizeFacts:
     """What a traced program assumes about sizes.
 
-    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides.
+    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet
+    besides.
     """
 
     bounds: dict[str, Bounds]
@@ -75,7 +78,8 @@ class SizeFacts:
 
 @dataclass(frozen=True)
 class Question:
-    """What a traced program asked about sizes. condition: what makes it of exprs. firm: plait asked."""
+    """What a traced program asked about sizes. condition: what makes it of exprs. firm: plait
+    asked."""
 
     answer: bool
     condition: Any
@@ -83,7 +87,8 @@ class Question:
     firm: bool
 
     def holds(self, now: Callable[[Any], Any]) -> Any:
-        """The condition that the answer stays what it was. now: an expression as it is put there."""
+        """The condition that the answer stays what it was. now: an expression as it is put
+        there."""
         condition = self.condition(*map(now, self.exprs))
         return condition if self.answer else sympy.Not(condition)
 
@@ -99,9 +104,9 @@ class ExportEnv:
     """Fake arguments for one export.
 
     leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
-    asked: what the traced program asked about sizes.
-    ones: sizes that may be 1 all the same, by symbol: the questions that have the other answer then.
-    asks_offsets: the program asked where a tensor begins in its storage.
+    asked: what the traced program asked about sizes. ones: sizes that may be 1 all the same, by
+    symbol: the questions that have the other answer then. asks_offsets: the program asked where a
+    tensor begins in its storage.
     """
 
     def __init__(
@@ -114,15 +119,28 @@ class ExportEnv:
     ) -> None:
         args, kwargs = _apart(args), _apart(kwargs)
         try:
-            self.dynamic_shapes, self._root_checks = _without_roots(module, args, kwargs, dynamic_shapes)
+            self.dynamic_shapes, self._root_checks = _without_roots(
+                module, args, kwargs, dynamic_shapes
+            )
             make: Any = non_strict_utils.make_fake_inputs
             # Strides and offsets that are equal in the example may differ at a call.
             with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 found = make(module, args, kwargs, self.dynamic_shapes)
-        except (ConstraintViolationError, TorchUserError, AssertionError, IndexError, TypeError, ValueError) as error:
+        except (
+            ConstraintViolationError,
+            TorchUserError,
+            AssertionError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:
             if dynamic_shapes is None:
                 raise
-            what = "it names a dimension that a tensor does not have" if isinstance(error, IndexError) else error
+            what = (
+                "it names a dimension that a tensor does not have"
+                if isinstance(error, IndexError)
+                else error
+            )
             raise UserError(f"dynamic_shapes does not fit: {what}") from error
         self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
         self.device = device
@@ -147,7 +165,9 @@ class ExportEnv:
         with self.mode:
             return x.to(self.device)
 
-    def told_from_one(self, fakes: Sequence[torch.Tensor | torch.SymInt]) -> dict[Any, set[Question]]:
+    def told_from_one(
+        self, fakes: Sequence[torch.Tensor | torch.SymInt]
+    ) -> dict[Any, set[Question]]:
         """The sizes that the program tells from 1, as symbols, and the questions that do."""
         found: dict[Any, set[Question]] = {}
         for _, dim, size in _symbolic_sizes(fakes):
@@ -159,7 +179,9 @@ class ExportEnv:
                 found[size] = at_one
         return found
 
-    def size_facts(self, fakes: Sequence[torch.Tensor | torch.SymInt], graph: GraphModule) -> SizeFacts:
+    def size_facts(
+        self, fakes: Sequence[torch.Tensor | torch.SymInt], graph: GraphModule
+    ) -> SizeFacts:
         """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
         shape_env = self.mode.shape_env
         if self.dynamic_shapes:
@@ -171,14 +193,17 @@ class ExportEnv:
                 what = _one_size_only(str(error)) or str(error)
                 # Of a program with Dim.AUTO some sizes in a range may not fit; calls check that.
                 if not self._was_exported or not _some_do_not_fit(str(error)):
-                    raise UserError(f"dynamic_shapes contradicts the program: {what}", hint=_FIXED) from error
+                    raise UserError(
+                        f"dynamic_shapes contradicts the program: {what}", hint=_FIXED
+                    ) from error
         where: dict[Any, Place] = {}
         for arg, dim, expr in _symbolic_sizes(fakes):
             if expr.is_symbol:
                 where.setdefault(expr, (arg, dim))
             if expr.is_number and dim is None:
                 raise UserError(
-                    f"dynamic_shapes contradicts the program: it needs {expr} for an int that may vary",
+                    f"dynamic_shapes contradicts the program: it needs {expr} for an int that may "
+                    "vary",
                     hint="leave the int out of dynamic_shapes",
                 )
         bounds: dict[Any, Bounds] = {}
@@ -190,8 +215,14 @@ class ExportEnv:
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
         strides = _symbolic_strides(fakes)
         # torch has all of these positive, and answers by that.
-        plain = {s: sympy.Symbol(s.name, integer=True, nonnegative=True) for s in (*where, *strides) if s.is_positive}
-        known = {s for s in strides if not shape_env.replace(s).is_symbol}  # since the trace found what it is equal to
+        plain = {
+            s: sympy.Symbol(s.name, integer=True, nonnegative=True)
+            for s in (*where, *strides)
+            if s.is_positive
+        }
+        known = {
+            s for s in strides if not shape_env.replace(s).is_symbol
+        }  # since the trace found what it is equal to
 
         def found(expr: Any) -> Any:
             now = {s: shape_env.replace(s) for s in expr.free_symbols if s not in known}
@@ -199,18 +230,26 @@ class ExportEnv:
 
         guards = [found(guard.expr) for guard in shape_env.guards]
         for question in self.asked:
-            ones = [sympy.Eq(plain[s], 1) for s, allowed in self.ones.items() if question in allowed]
+            ones = [
+                sympy.Eq(plain[s], 1) for s, allowed in self.ones.items() if question in allowed
+            ]
             guards.append(sympy.Or(question.holds(found), *ones))
         own = {plain.get(s, s): place for s, place in where.items()}
         apart = {plain.get(s, s): token for s, token in strides.items()}
-        ranges = {**dict.fromkeys(apart, (0, None)), **{plain.get(s, s): b for s, b in bounds.items()}}
+        ranges = {
+            **dict.fromkeys(apart, (0, None)),
+            **{plain.get(s, s): b for s, b in bounds.items()},
+        }
         conditions = [_condition(e, own, apart) for e in _not_implied(guards, ranges)]
         offsets = _known_offsets(fakes) if self.asks_offsets else ()
         checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions, *offsets)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
 
-_FIXED = "leave such sizes out of dynamic_shapes, and compile once for each; torch.compile does that by itself"
+_FIXED = (
+    "leave such sizes out of dynamic_shapes, and compile once for each; torch.compile does that "
+    "by itself"
+)
 
 
 def _some_do_not_fit(text: str) -> bool:
@@ -220,16 +259,19 @@ def _some_do_not_fit(text: str) -> bool:
 
 
 def _one_size_only(text: str) -> str:
-    """What torch says of dimensions that turned out to be fixed, in one line; "" if it says something else."""
-    found = re.findall(r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", text)
+    """What torch says of dimensions that turned out to be fixed, in one line; "" if it says
+    something else."""
+    found = re.findall(
+        r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", text
+    )
     sizes = " and ".join(f"{name} = {size}" for name, size in dict(found).items())
     steps = "a loop over it, such as the steps of nn.GRU, was traced step by step"
     return sizes and f"it is traced for {sizes} alone, maybe since {steps}"
 
 
 def _apart(tree: Any) -> Any:
-    """The same arguments with a tensor that is given twice made two, since a call may give two different ones, and None
-    for constants that torch.export does not know (a dtype, a device)."""
+    """The same arguments with a tensor that is given twice made two, since a call may give two
+    different ones, and None for constants that torch.export does not know (a dtype, a device)."""
     seen: set[int] = set()
 
     def fresh(x: Any) -> Any:
@@ -246,8 +288,9 @@ def _apart(tree: Any) -> Any:
 def _without_roots(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[Any, list[Check]]:
-    """dynamic_shapes in which sizes such as 2 * Dim("h") vary freely where no input has the size h, so that no program
-    takes it; and what is to be checked for them, among it that such an h is a whole number."""
+    """dynamic_shapes in which sizes such as 2 * Dim("h") vary freely where no input has the size h,
+    so that no program takes it; and what is to be checked for them, among it that such an h is a
+    whole number."""
     dims = [d for d in pytree.tree_leaves(dynamic_shapes) if isinstance(d, Dim)]
     known = {d.__name__ for d in dims if not isinstance(d, _DerivedDim)}
     if all(d.root.__name__ in known for d in dims if isinstance(d, _DerivedDim)):
@@ -276,7 +319,8 @@ def _without_roots(
             return sizes
         (arg,) = (k for k, t in enumerate(tensors) if t is x)
         return {
-            dim: freed((arg, dim), d) for dim, d in (sizes.items() if isinstance(sizes, dict) else enumerate(sizes))
+            dim: freed((arg, dim), d)
+            for dim, d in (sizes.items() if isinstance(sizes, dict) else enumerate(sizes))
         }
 
     given = _combine_args(module, args, kwargs)
@@ -296,17 +340,24 @@ def _not_implied(guards: Sequence[Any], bounds: Mapping[Any, Bounds]) -> list[An
     return [expr for expr in dict.fromkeys(guards) if bound_sympy(expr, ranges) != true]
 
 
-def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> Iterator[Check]:
+def _derived_sizes(
+    fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]
+) -> Iterator[Check]:
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
             own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
             yield _condition(sympy.Eq(own, expr, evaluate=False), {**where, own: (arg, dim)})
 
 
-def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int | None, Any]]:
-    """(argument, dimension, expression) of every int (dimension None) and size that is no number."""
+def _symbolic_sizes(
+    fakes: Sequence[torch.Tensor | torch.SymInt],
+) -> Iterator[tuple[int, int | None, Any]]:
+    """(argument, dimension, expression) of every int (dimension None) and size that is no
+    number."""
     for arg, fake in enumerate(fakes):
-        sizes: dict[int | None, Any] = {None: fake} if isinstance(fake, torch.SymInt) else dict(enumerate(fake.shape))
+        sizes: dict[int | None, Any] = (
+            {None: fake} if isinstance(fake, torch.SymInt) else dict(enumerate(fake.shape))
+        )
         for dim, size in sizes.items():
             if isinstance(size, torch.SymInt):
                 yield arg, dim, size.node.expr
@@ -329,13 +380,18 @@ def _known_offsets(fakes: Sequence[Any]) -> Iterator[Check]:
             yield _condition(sympy.Eq(own, x.storage_offset()), {}, {own: f"offset {arg}"})
 
 
-def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None) -> Check:
-    """A sympy condition on sizes, and on strides, as text and as a Python function of the arguments."""
+def _condition(
+    expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None
+) -> Check:
+    """A sympy condition on sizes, and on strides, as text and as a Python function of the
+    arguments."""
     own = {s: f"int {a}" if d is None else f"size {a} {d}" for s, (a, d) in where.items()}
     names = {**(strides or {}), **own}
     if missing := [s for s in expr.free_symbols if s not in names]:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    texts = {s: sympy.Symbol(_spelled(*token.split()), **s.assumptions0) for s, token in names.items()}
+    texts = {
+        s: sympy.Symbol(_spelled(*token.split()), **s.assumptions0) for s, token in names.items()
+    }
     source = PythonPrinter().doprint(expr.xreplace(texts))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
     return Check(source, holds, _postfix(expr, names) or ())
@@ -343,19 +399,25 @@ def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str]
 
 def _spelled(kind: str, arg: str, dim: str = "") -> str:
     """What a token stands for, in Python."""
-    ends = {"int": "", "size": f".shape[{dim}]", "stride": f".stride({dim})", "offset": ".storage_offset()"}
+    ends = {
+        "int": "",
+        "size": f".shape[{dim}]",
+        "stride": f".stride({dim})",
+        "offset": ".storage_offset()",
+    }
     return f"args[{arg}]{ends[kind]}"
 
 
 _TOKENS = {
-    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod", PythonMod: "mod",
-    sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq", sympy.Ne: "ne", sympy.Lt: "lt",
-    sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
+    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod",
+    PythonMod: "mod", sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq",
+    sympy.Ne: "ne", sympy.Lt: "lt", sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
 }  # fmt: skip
 
 
 def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
-    """Operands, each followed by what it is combined by; None for one beyond these operators. What is true is 1."""
+    """Operands, each followed by what it is combined by; None for one beyond these operators. What
+    is true is 1."""
     if expr.is_Symbol:
         return (names[expr],)
     if expr.is_Integer or expr in (sympy.true, sympy.false):
@@ -385,23 +447,34 @@ _NO_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
-_STAND_INS = re.compile(r"FakeTensor|FunctionalTensor|tensor subclass|data pointer|does not have storage")
+_STAND_INS = re.compile(
+    r"FakeTensor|FunctionalTensor|tensor subclass|data pointer|does not have storage"
+)
 
 
 def wants_values(error: Exception) -> bool:
-    """Whether traced code failed because its tensors have no values: torch has classes of errors for some of this, for
-    the rest (`x.numpy()`, `f"{x:.1f}"`, `float(f"{x}")`) the text tells."""
-    told = isinstance(error, (RuntimeError, TypeError, ValueError)) and _STAND_INS.search(str(error)) is not None
+    """Whether traced code failed because its tensors have no values: torch has classes of errors
+    for some of this, for the rest (`x.numpy()`, `f"{x:.1f}"`, `float(f"{x}")`) the text tells."""
+    told = (
+        isinstance(error, (RuntimeError, TypeError, ValueError))
+        and _STAND_INS.search(str(error)) is not None
+    )
     return told or isinstance(error, _NO_VALUES)
 
 
 class _Forwards(traceback.StackSummary):
-    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
+    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a
+    trace's time."""
 
     @classmethod
     def extract(cls, *_: object, **__: object) -> _Forwards:
-        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
-        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
+        frames = [
+            f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"
+        ]
+        return cls(
+            traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward")
+            for f in reversed(frames)
+        )
 
     def summary(self) -> _Forwards:
         return self
@@ -413,8 +486,9 @@ _OPERATORS = (_OURS, f"{Path(torch.__file__).parent}/", contextlib.__file__, fun
 
 
 def _asked(node: SymNode) -> bool:
-    """What Python gets that asks whether a condition on sizes holds. Tracing takes sizes and strides that vary for 2 or
-    more and leaves no guard where that answers: an env that is tracing takes a note of what its program asks."""
+    """What Python gets that asks whether a condition on sizes holds. Tracing takes sizes and
+    strides that vary for 2 or more and leaves no guard where that answers: an env that is tracing
+    takes a note of what its program asks."""
     answer = _ask(node)
     asked = getattr(node.shape_env, "asked", None)
     if asked is not None and _is_the_program(sys._getframe(1)):
@@ -432,7 +506,11 @@ def _comparing(name: str, condition: Any) -> Callable[[SymNode, SymNode], SymNod
         node: Any = compare(a, b)
         node.compares = condition, (a.expr, b.expr)
         turned = getattr(a.shape_env, "turned", {})
-        if node.compares in turned and not _is_ours(sys._getframe(2)) and _is_the_program(sys._getframe(1)):
+        if (
+            node.compares in turned
+            and not _is_ours(sys._getframe(2))
+            and _is_the_program(sys._getframe(1))
+        ):
             return a.wrap_bool(turned[node.compares])
         return node  # type: ignore[no-any-return]
 
@@ -470,17 +548,22 @@ def _set(values: Sequence[Any]) -> None:
 
 
 exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
-"""Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values. Stacks are
-short, questions about sizes are noted, and of a graph no Python is made, which has no word for `aten.random.from`."""
+"""Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at
+values. Stacks are short, questions about sizes are noted, and of a graph no Python is made, which
+has no word for `aten.random.from`."""
 
 
 def export_graph(
-    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str, turned: Collection[Question] = ()
+    env: ExportEnv,
+    flat: torch.nn.Module,
+    inputs: Sequence[torch.Tensor],
+    who: str,
+    turned: Collection[Question] = (),
 ) -> tuple[GraphModule, tuple[int, ...], int]:
     """Traces flat(*inputs) functionally and without autograd.
 
-    Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and outputs are that
-    many tokens; then come the new values of mutated inputs.
+    Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and
+    outputs are that many tokens; then come the new values of mutated inputs.
 
     turned: questions that get the other answer. Nothing is learnt of sizes then.
     """
@@ -490,11 +573,16 @@ def export_graph(
     guards, equal = list(shape_env.guards), dict(shape_env.replacements)
     try:
         with env.mode, tracing(TracingContext(env.mode)), exporting:
-            graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
+            graph, signature = aot_export_module(
+                flat, inputs, trace_joint=False, decompositions=decomposition_table()
+            )
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
-        what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
+        what = (
+            f"{who} of a function that changes a tensor which is neither argument nor parameter "
+            "nor buffer"
+        )
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     finally:
         del shape_env.asked, shape_env.turned

@@ -1,4 +1,5 @@
-"""What a ShapeEnv knows of the sizes of a graph, as data that can be stored, and a ShapeEnv that knows it again.
+"""What a ShapeEnv knows of the sizes of a graph, as data that can be stored, and a ShapeEnv that
+knows it again.
 
 `stored` gives plain data (lists, dicts, strings and numbers, for JSON), `restored` reads it. An
 expression is an int, the name of a symbol, {"real": text}, {"rational": [p, q]} or
@@ -32,8 +33,8 @@ _ASSUMED = ("integer", "real", "positive", "nonnegative")
 
 
 def stored(env: Any) -> dict[str, Any]:
-    """The facts of a ShapeEnv: symbols with their hints and ranges, what they are replaced by, what is known to hold,
-    and what a run has to check."""
+    """The facts of a ShapeEnv: symbols with their hints and ranges, what they are replaced by, what
+    is known to hold, and what a run has to check."""
     hints, chosen = backed_values(env), getattr(env, "var_to_hint_override", {})
     known = {*env.var_to_range, *hints, *(s for name in _PAIRS for s in getattr(env, name))}
     symbols = {}
@@ -53,7 +54,9 @@ def stored(env: Any) -> dict[str, Any]:
         "axioms": _pairs(env.axioms),
         "guards": [expression(guard.expr) for guard in env.guards],
         "divisible": sorted((expression(e) for e in env.divisible), key=str),
-        "asserts": [[s and s.name, [[expression(a.expr), a.msg] for a in found]] for s, found in asserts],
+        "asserts": [
+            [s and s.name, [[expression(a.expr), a.msg] for a in found]] for s, found in asserts
+        ],
     }
 
 
@@ -75,7 +78,9 @@ def restored(facts: dict[str, Any]) -> FakeTensorMode:
         env.var_to_sources[s] = [ConstantSource(name)]
     for field in (*_PAIRS, "axioms"):
         getattr(env, field).update({read(k, names): read(v, names) for k, v in facts[field]})
-    env.guards += [symbolic_shapes.ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]]  # type: ignore[attr-defined]
+    env.guards += [
+        symbolic_shapes.ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]
+    ]  # type: ignore[attr-defined]
     env.divisible.update(read(e, names) for e in facts["divisible"])
     for name, found in facts["asserts"]:
         made = [RuntimeAssert(read(e, names), msg, None) for e, msg in found]  # type: ignore[arg-type]
@@ -133,7 +138,8 @@ def expression(e: Any) -> Any:
 
 
 def read(e: Any, names: dict[str, sympy.Symbol]) -> Any:
-    """The expression of what `expression` gave. names: the symbols. Raises ValueError for what it did not give."""
+    """The expression of what `expression` gave. names: the symbols. Raises ValueError for what it
+    did not give."""
     match e:
         case bool():
             return _TRUTH[e]
@@ -148,8 +154,19 @@ def read(e: Any, names: dict[str, sympy.Symbol]) -> Any:
         case {"real": str(digits), "precision": int(precision)}:
             return sympy.Float(digits, precision=precision)
         case [str(name), *args]:
-            made = next((f for m in (functions, numbers, sympy) if isinstance(f := getattr(m, name, None), type)), None)
+            made = next(
+                (
+                    f
+                    for m in (functions, numbers, sympy)
+                    if isinstance(f := getattr(m, name, None), type)
+                ),
+                None,
+            )
             if made is not None and issubclass(made, sympy.Basic):
-                as_it_was = {"evaluate": False} if issubclass(made, sympy.core.relational.Relational) else {}
+                as_it_was = (
+                    {"evaluate": False}
+                    if issubclass(made, sympy.core.relational.Relational)
+                    else {}
+                )
                 return made(*(read(a, names) for a in args), **as_it_was)
     raise ValueError(f"{e!r} is no stored expression")

@@ -7,8 +7,8 @@ from threading import Lock
 
 
 class Shared:
-    """A context in which a change of torch holds. It may be entered by several threads: the first makes the change, the
-    last undoes it."""
+    """A context in which a change of torch holds. It may be entered by several threads: the first
+    makes the change, the last undoes it."""
 
     def __init__(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
         self._change, self._undo = change, undo

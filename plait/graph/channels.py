@@ -1,10 +1,11 @@
-"""Convolutions on a GPU get channels-last operands: tensor cores want channels innermost, and cuDNN would otherwise
-turn every operand and every result around.
+"""Convolutions on a GPU get channels-last operands: tensor cores want channels innermost, and cuDNN
+would otherwise turn every operand and every result around.
 
-One copy makes the first operand so, and one each filter that is more than a point; what is computed from the results
-keeps their layout, and only what leaves the graph, or goes to an operator that reads raw memory, gets eager's layout
-again. No value changes. Runs on a joint graph before it is split, so that both halves agree on the layout of what is
-saved; the copies of filters are saved too.
+One copy makes the first operand so, and one each filter that is more than a point; what is computed
+from the results keeps their layout, and only what leaves the graph, or goes to an operator that
+reads raw memory, gets eager's layout again. No value changes. Runs on a joint graph before it is
+split, so that both halves agree on the layout of what is saved; the copies of filters are saved
+too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.graph.edit import DEVICES, aten, insert, is_view, value_of
 
-_CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands; the last one is the filter
+_CONVOLUTIONS: dict[
+    Any, tuple[int, ...]
+] = {  # positions of their operands; the last one is the filter
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
 }
-_RAW = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
+_RAW = frozenset(
+    {aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default}
+)
 FEW_CHANNELS = 4
 """Between so few channels on both sides there is nothing to gain inside of a tensor core."""
 
@@ -42,17 +47,21 @@ def _wants(node: Node) -> bool:
     if at is None:
         return False
     x, weight = (value_of(node.args[k]) for k in at[-2:])  # type: ignore[arg-type]
-    transposed, groups = (node.args[6], node.args[8]) if len(at) == 2 else (node.args[7], node.args[9])
+    transposed, groups = (
+        (node.args[6], node.args[8]) if len(at) == 2 else (node.args[7], node.args[9])
+    )
     if x.dim() != 4 or x.device.type not in DEVICES or transposed or groups != 1:
         return False
     if all(isinstance(c, int) and c <= FEW_CHANNELS for c in weight.shape[:2]):
         return False
-    return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and _rounds_float32())
+    return x.dtype in (torch.float16, torch.bfloat16) or (
+        x.dtype == torch.float32 and _rounds_float32()
+    )
 
 
 def _rounds_float32() -> bool:
-    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with another layout cuDNN does
-    so where it would not for eager; with products it is a choice."""
+    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with
+    another layout cuDNN does so where it would not for eager; with products it is a choice."""
     backends: Any = torch.backends
     return all(b.fp32_precision == "tf32" for b in (backends.cuda.matmul, backends.cudnn.conv))
 
@@ -71,8 +80,8 @@ def _may_be_last(x: torch.Tensor) -> bool:
 
 
 class _Pass:
-    """copied: operand -> its channels-last copy. eager: nodes with a new layout -> the value with eager's.
-    restored: such nodes -> their copies in eager's layout."""
+    """copied: operand -> its channels-last copy. eager: nodes with a new layout -> the value with
+    eager's. restored: such nodes -> their copies in eager's layout."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.graph = gm.graph
@@ -107,7 +116,11 @@ class _Pass:
             self._restore_inputs(node)
             return
         old = value_of(node)
-        if isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor) and _layout(old) != _layout(now):
+        if (
+            isinstance(old, torch.Tensor)
+            and isinstance(now, torch.Tensor)
+            and _layout(old) != _layout(now)
+        ):
             self.eager[node] = old
         elif isinstance(old, (tuple, list)):  # each is met again where it is picked
             self.eager[node] = old
@@ -120,7 +133,9 @@ class _Pass:
         if is_fit(value_of(source)):
             return None
         if source not in self.copied:
-            self.copied[source] = insert(node, source, aten.clone.default, memory_format=torch.channels_last)
+            self.copied[source] = insert(
+                node, source, aten.clone.default, memory_format=torch.channels_last
+            )
         node.update_arg(k, self.copied[source])
         return self.copied[source]
 
@@ -141,7 +156,8 @@ class _Pass:
                 node.replace_input_with(source, self._restored(node, source))
 
     def _restored(self, before: Node, source: Node) -> Node:
-        """The node with eager's layout; a view is taken again of its restored base, so that views go on sharing it."""
+        """The node with eager's layout; a view is taken again of its restored base, so that views
+        go on sharing it."""
         if source not in self.eager or source in self.restored:
             return self.restored.get(source, source)
         inside = source.args[0]
@@ -171,11 +187,15 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _keeps_values(node: Node) -> bool:
-    """Whether a node's values do not depend on its arguments' layouts: so with all of PyTorch's own operators but those
-    that read raw memory."""
+    """Whether a node's values do not depend on its arguments' layouts: so with all of PyTorch's own
+    operators but those that read raw memory."""
     if node.target is operator.getitem:
         return True
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or target in _RAW:
+    if (
+        not isinstance(target, OpOverload)
+        or target.namespace not in ("aten", "prims")
+        or target in _RAW
+    ):
         return False
     return not target._schema.is_mutable

@@ -1,7 +1,8 @@
-"""The clean-up of a captured graph: an ordered list of passes, each of which edits the graph in place.
+"""The clean-up of a captured graph: an ordered list of passes, each of which edits the graph in
+place.
 
-Comes in from capture, goes to lower. A pass returns how many nodes it changed. Order matters only where a comment
-says so.
+Comes in from capture, goes to lower. A pass returns how many nodes it changed. Order matters only
+where a comment says so.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 
 
 def clean_graph(captured: Captured, cfg: Config) -> Captured:
-    """Runs PASSES over the graph in place and returns the same object. The module's code is not regenerated."""
+    """Runs PASSES over the graph in place and returns the same object. The module's code is not
+    regenerated."""
     for _, run in PASSES:
         if run is not replace_random or not cfg.eager_random:
             run(captured.graph)

@@ -1,7 +1,8 @@
 """Constant folding: small results of constants alone are computed once, while compiling.
 
-Only tensors that live in the module (`get_attr`) count as constants: `full` and `arange` stay, because they cost
-nothing inside a kernel. Results of more than MAX_NUMEL elements stay too, for memory's sake.
+Only tensors that live in the module (`get_attr`) count as constants: `full` and `arange` stay,
+because they cost nothing inside a kernel. Results of more than MAX_NUMEL elements stay too, for
+memory's sake.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def fold_constants(gm: GraphModule) -> int:
             continue  # it fails when the program runs, as in eager
         if not isinstance(result, torch.Tensor):
             continue
-        value = settled(result, value_of(node))  # even where the operator is a view: constants never alias
+        value = settled(
+            result, value_of(node)
+        )  # even where the operator is a view: constants never alias
         name = f"_folded_{folded}"
         while hasattr(gm, name):
             name += "_"
@@ -67,7 +70,9 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
     if not isinstance(numel, int) or numel > MAX_NUMEL:
         return False
     layout = torch.empty_strided(value.shape, value.stride(), device="meta")
-    return torch._debug_has_internal_overlap(layout) == 0  # an overlapping result has no memory of its own to fill
+    return (
+        torch._debug_has_internal_overlap(layout) == 0
+    )  # an overlapping result has no memory of its own to fill
 
 
 def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
@@ -75,12 +80,20 @@ def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
     assert callable(node.target)
     args = torch.fx.node.map_arg(node.args, values.__getitem__)
     kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
-    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+    with (
+        torch._guards.tracing(None),
+        torch.utils._python_dispatch._disable_current_modes(),
+        torch.no_grad(),
+    ):
         return node.target(*args, **kwargs)
 
 
 def settled(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The same values in memory of their own, with the dtype and strides of a fake tensor."""
-    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+    with (
+        torch._guards.tracing(None),
+        torch.utils._python_dispatch._disable_current_modes(),
+        torch.no_grad(),
+    ):
         out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=result.device)
         return out.copy_(result)

@@ -1,7 +1,8 @@
 """Common subexpressions: of two pure nodes with equal targets and arguments, the later one goes.
 
-Used on joint graphs before they are partitioned and as a pass on every graph. Random, mutating and effectful nodes
-stay, and two results that the caller could tell apart by writing into one of them are never merged.
+Used on joint graphs before they are partitioned and as a pass on every graph. Random, mutating and
+effectful nodes stay, and two results that the caller could tell apart by writing into one of them
+are never merged.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from plait.graph.streams import stream_of
 
 
 def merge_common(gm: GraphModule) -> int:
-    """Merges equal nodes; returns how many went. Those of different checkpoint regions or streams are not merged."""
+    """Merges equal nodes; returns how many went. Those of different checkpoint regions or streams
+    are not merged."""
     seen: dict[Any, Node] = {}
     kept_memory = escaping(gm.graph)
     merged = 0
     for node in list(gm.graph.nodes):
-        if not is_pure(node) or node.meta.get("unbacked_bindings"):  # what makes a size is needed to tell it
+        if not is_pure(node) or node.meta.get(
+            "unbacked_bindings"
+        ):  # what makes a size is needed to tell it
             continue
         key = _key(node)
         if key is None:
@@ -55,7 +59,8 @@ def _key(node: Node) -> Any:
 
 
 def _freeze(value: Any) -> Any:
-    """A hashable form in which 1, 1.0 and True differ, as do 0.0 and -0.0; None if there is none."""
+    """A hashable form in which 1, 1.0 and True differ, as do 0.0 and -0.0; None if there is
+    none."""
     if isinstance(value, Node):
         return value
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
 """Dead code: nodes that nobody uses go, effects stay.
 
-A trailing `copy_` into a placeholder, asserts on sizes, prints and other effectful operators are kept, and so is what
-makes a number of which tracing takes something for granted; a random operator whose result nobody uses is not.
+A trailing `copy_` into a placeholder, asserts on sizes, prints and other effectful operators are
+kept, and so is what makes a number of which tracing takes something for granted; a random operator
+whose result nobody uses is not.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from torch.fx import GraphModule, Node
 from plait.graph.edit import shape_env_of
 
 _CHECK = "aten::_linalg_check_errors"
-if effects._get_effect(_CHECK) is None:  # torch 2.11 takes it for pure, and drops it while it traces
+if (
+    effects._get_effect(_CHECK) is None
+):  # torch 2.11 takes it for pure, and drops it while it traces
     effects._register_effectful_op(_CHECK, effects._EffectType.ORDERED)
-_EFFECTS = (torch.ops.higher_order.with_effects, torch.ops.aten._assert_async.default)  # torch takes them for pure
+_EFFECTS = (
+    torch.ops.higher_order.with_effects,
+    torch.ops.aten._assert_async.default,
+)  # torch takes them for pure
 
 
 def drop_dead(gm: GraphModule) -> int:
@@ -35,7 +41,8 @@ def drop_dead(gm: GraphModule) -> int:
 
 
 def _is_asserted(node: Node) -> bool:
-    """Whether a node makes a number that tracing takes for something else, or of which it assumes a condition."""
+    """Whether a node makes a number that tracing takes for something else, or of which it assumes a
+    condition."""
     made: dict[Any, Any] = node.meta.get("unbacked_bindings") or {}
     env: Any = shape_env_of(node.meta["val"]) if made else None
     for raw in made:

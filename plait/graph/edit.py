@@ -1,7 +1,7 @@
 """What the FX passes share: which nodes are views, which storage escapes, and replacing a node.
 
-A pass changes an `fx.Graph` in place. All facts here are read off operator schemas and `meta["val"]`, so that an
-operator nobody thought of is treated with care rather than wrongly.
+A pass changes an `fx.Graph` in place. All facts here are read off operator schemas and
+`meta["val"]`, so that an operator nobody thought of is treated with care rather than wrongly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ DEVICES = ("cuda",)
 
 # Views in all but their schema: the result may be the argument's memory.
 _HIDDEN_VIEWS = frozenset(
-    {aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default, aten.lift_fresh.default}
+    {
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.contiguous.default,
+        aten.lift_fresh.default,
+    }
 )
 
 
@@ -31,7 +36,8 @@ def is_view(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     return target in _HIDDEN_VIEWS or (
-        not target._schema.is_mutable and any(r.alias_info is not None for r in target._schema.returns)
+        not target._schema.is_mutable
+        and any(r.alias_info is not None for r in target._schema.returns)
     )
 
 
@@ -43,10 +49,14 @@ def base_of(node: Node) -> Node:
 
 
 def begins_anywhere(node: Any) -> bool:
-    """Whether a view, or one on the way to it, says where in the storage it begins: its offset does not depend on
-    where its base begins."""
+    """Whether a view, or one on the way to it, says where in the storage it begins: its offset does
+    not depend on where its base begins."""
     while isinstance(node, Node) and node.op == "call_function" and is_view(node):
-        if node.target is aten.as_strided.default and len(node.args) > 3 and node.args[3] is not None:
+        if (
+            node.target is aten.as_strided.default
+            and len(node.args) > 3
+            and node.args[3] is not None
+        ):
             return True
         node = node.args[0] if isinstance(node.args[0], Node) else None
     return False
@@ -59,7 +69,8 @@ def output_of(graph: Graph) -> Node:
 
 
 def drop_tokens(graph: Graph, count: int) -> None:
-    """Takes the first inputs and outputs from a graph: tokens, which only say in which order effects happen."""
+    """Takes the first inputs and outputs from a graph: tokens, which only say in which order
+    effects happen."""
     for token in [n for n in graph.nodes if n.op == "placeholder"][:count]:
         for user in tuple(token.users):
             user.args = (None, *user.args[1:])
@@ -73,7 +84,11 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
     """A new node target(source, ...) before another one, from whose line it is."""
     with before.graph.inserting_before(before):
         new = before.graph.call_function(target, (source, *args), kwargs)
-    new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+    new.meta = {
+        k: v
+        for k, v in before.meta.items()
+        if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
+    }
     given: Any = torch.fx.node.map_arg((source, *args), value_of)
     with given[0].fake_mode:
         new.meta["val"] = target(*given, **kwargs)
@@ -147,7 +162,8 @@ def value_of(node: Node) -> Any:
 
 
 def same_layout(a: Any, b: Any) -> bool:
-    """Whether two fake tensors have equal dtype, device, sizes, strides and offset, known statically."""
+    """Whether two fake tensors have equal dtype, device, sizes, strides and offset, known
+    statically."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     if a.dtype != b.dtype or a.device != b.device or a.layout != b.layout or a.dim() != b.dim():
@@ -157,7 +173,9 @@ def same_layout(a: Any, b: Any) -> bool:
     return all(
         same_size(x, y)
         for x, y in zip(
-            (*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()), strict=True
+            (*a.shape, *a.stride(), a.storage_offset()),
+            (*b.shape, *b.stride(), b.storage_offset()),
+            strict=True,
         )
     )
 
@@ -172,7 +190,8 @@ def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def replace(node: Node, value: Node) -> None:
-    """All users of node take value instead; node is erased. Views of node are views of value from now on."""
+    """All users of node take value instead; node is erased. Views of node are views of value from
+    now on."""
     if same_layout(value_of(node), value_of(value)):
         value.meta["memory"] = (*memory_of(value), *memory_of(node))
     node.replace_all_uses_with(value, propagate_meta=False)
@@ -180,8 +199,8 @@ def replace(node: Node, value: Node) -> None:
 
 
 def know_replaced(gm: GraphModule) -> int:
-    """Notes at a node the memory of one that PyTorch's own passes have put it in the place of: views still say that
-    they lie there."""
+    """Notes at a node the memory of one that PyTorch's own passes have put it in the place of:
+    views still say that they lie there."""
     found = 0
     for node in gm.graph.nodes:
         source = node.args[0] if node.args else None
@@ -197,7 +216,8 @@ def know_replaced(gm: GraphModule) -> int:
 
 
 def memory_of(node: Node) -> tuple[Any, ...]:
-    """Fake tensors whose storage views of a node's value may have: its own, and those of nodes that it replaced."""
+    """Fake tensors whose storage views of a node's value may have: its own, and those of nodes that
+    it replaced."""
     found: tuple[Any, ...] = node.meta.get("memory", (value_of(node),))
     return found
 

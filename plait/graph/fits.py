@@ -28,7 +28,7 @@ Rule = Callable[..., Any]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# ------------------------------------------------------------------------------------------- demands
+# ------------------------------------------------------------------------------------------ demands
 def _demand(holds: Any, says: str, kind: type[Exception] = RuntimeError) -> None:
     """Raises an OperandError that is caught as `kind` unless a condition holds; what nobody knows
     yet is looked at when the program runs."""
@@ -60,7 +60,7 @@ def _demand_room(shape: Sequence[Any], x: Tensor | None) -> None:
         _demand(sym_or(have == got, got == 1), says)
 
 
-# ------------------------------------------------------------------------------------------- dimensions
+# --------------------------------------------------------------------------------------- dimensions
 def _dims_of(op: OpOverload) -> list[tuple[int, str, Any]]:
     """Place, name and default of each argument that is one of the dimensions of the first."""
     first, *rest = op._schema.arguments
@@ -81,25 +81,33 @@ def _dimensions(dims: Sequence[tuple[int, str, Any]], *args: Any, **kwargs: Any)
 
 
 _BY_DIMENSION = """
-    _log_softmax _log_softmax_backward_data _logcumsumexp _safe_softmax _softmax _softmax_backward_data
-    cummax cummin cumprod cumsum diagonal diagonal_copy diagonal_scatter gather index_add index_copy
-    index_fill index_reduce index_select kthvalue logcumsumexp median mode nanmedian renorm scatter
-    scatter_add scatter_reduce select select_scatter slice slice_scatter sort topk unbind unfold
+    _log_softmax _log_softmax_backward_data _logcumsumexp _safe_softmax _softmax
+    _softmax_backward_data cummax cummin cumprod cumsum diagonal diagonal_copy diagonal_scatter
+    gather index_add index_copy index_fill index_reduce index_select kthvalue logcumsumexp median
+    mode nanmedian renorm scatter scatter_add scatter_reduce select select_scatter slice
+    slice_scatter sort topk unbind unfold
 """.split()  # fmt: skip
 
 
 def _squeezed(x: Tensor, dims: int | Sequence[int] | None = None) -> Any:
-    """Tracing takes a size that a run finds for another than 1. Where it is 1, eager has a dimension less."""
+    """Tracing takes a size that a run finds for another than 1. Where it is 1, eager has a
+    dimension less."""
     given = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     for dim in given:
         n: Any = x.shape[dim] if x.dim() else 1
         if isinstance(n, torch.SymInt) and free_unbacked_symbols(n) and not _is(n == 1):
-            _demand(n != 1, f"squeeze: the size of dimension {dim} is 1 in this run, and was traced as another one")
+            _demand(
+                n != 1,
+                f"squeeze: the size of dimension {dim} is 1 in this run, and was traced as "
+                "another one",
+            )
     return NotImplemented
 
 
-# ------------------------------------------------------------------------------------------- indices
-def _index_source(x: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **kwargs: Any) -> Any:
+# ------------------------------------------------------------------------------------------ indices
+def _index_source(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **kwargs: Any
+) -> Any:
     n, dim = index.numel(), dim % max(x.dim(), 1)
     if source.dim() == 0:
         says = "Dimension specified as 0 but tensor has no dimensions"
@@ -114,7 +122,9 @@ def _index_source(x: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: s
         for shape in shapes:
             del shape[dim]
     says = "source tensor shape must match self tensor shape, excluding the specified dimension"
-    _demand_equal(shapes[0], shapes[1], f"{says}. Got self.shape = {x.shape} source.shape = {source.shape}")
+    _demand_equal(
+        shapes[0], shapes[1], f"{says}. Got self.shape = {x.shape} source.shape = {source.shape}"
+    )
     if x.dim() == 1 and x.device.type == "cpu":
         kind = IndexError if kwargs.get("include_self", True) else RuntimeError
         _demand(sym_or(x.shape[dim] > 0, n == 0), "index out of range in self", kind)
@@ -134,7 +144,10 @@ def _isin(x: Any, given: Tensor, **kwargs: Any) -> Any:
     n = x.numel() if isinstance(x, Tensor) else 1
     if _is(given.numel() + 1 <= 10.0 * n**0.145):
         seen = given.to(torch.result_type(x, given)) if given.device.type == "cpu" else given
-        says = "view size is not compatible with input tensor's size and stride. Use .reshape(...) instead."
+        says = (
+            "view size is not compatible with input tensor's size and stride. Use .reshape(...) "
+            "instead."
+        )
         _demand(is_view(seen, [seen.numel()]), says)
     return NotImplemented
 
@@ -159,7 +172,9 @@ def _reduced(loss: Tensor, reduction: int) -> Any:
     return (lambda x: x, torch.mean, torch.sum)[reduction](loss)
 
 
-def _binary_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Any:
+def _binary_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Any:
     """The weight does not count for the dtype."""
     _by_target(x, target, weight)
     if weight is None or weight.dtype == x.dtype:
@@ -169,7 +184,11 @@ def _binary_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = Non
 
 
 def _with_logits(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = 1
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
 ) -> Any:
     for t in (weight, pos_weight):
         _demand_room(target.shape, t)
@@ -259,7 +278,9 @@ def _in_single(op: Any, x: Tensor, *args: Any) -> Any:
     return (out.to(x.dtype), *rest)
 
 
-def _group_norm(x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, groups: int, eps: float) -> Any:
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, groups: int, eps: float
+) -> Any:
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:
             says = f"Expected {name} to be a vector of size equal to the number of channels in"
@@ -267,7 +288,10 @@ def _group_norm(x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, gr
             _demand_equal(t.shape, [c], f"{says} input, but got {name} of shape {t.shape}")
     order = prims.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
     if not any(map(free_unbacked_symbols, (*x.shape, *x.stride()))):
-        _demand(x.is_contiguous(memory_format=order), "Expected X.is_contiguous(memory_format) to be true")
+        _demand(
+            x.is_contiguous(memory_format=order),
+            "Expected X.is_contiguous(memory_format) to be true",
+        )
     op = aten.native_group_norm.default
     if x.dim() < 2 or not _is(x.shape[0] == n) or not _is(x.shape[1] == c):
         out, *rest = op(x.reshape(n, c, size), weight, bias, n, c, size, groups, eps)
@@ -277,7 +301,10 @@ def _group_norm(x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, gr
 
 def _batch_norm(x: Tensor, *args: Any) -> Any:
     if args[4] and x.device.type == "cpu":
-        _demand(x.numel() > 0, f"input tensor must have at least one element, but got input_sizes = {list(x.shape)}")
+        _demand(
+            x.numel() > 0,
+            f"input tensor must have at least one element, but got input_sizes = {list(x.shape)}",
+        )
     return NotImplemented
 
 
@@ -290,8 +317,12 @@ def _softmax_backward(grad: Tensor, out: Tensor, *_: Any) -> Any:
 
 def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     """Of x + alpha * y and x - alpha * y."""
-    bools = all((t.dtype if isinstance(t, Tensor) else type(t)) in (bool, torch.bool) for t in (x, y))
-    _demand(bools or not isinstance(alpha, bool), "Boolean alpha only supported for Boolean results.")
+    bools = all(
+        (t.dtype if isinstance(t, Tensor) else type(t)) in (bool, torch.bool) for t in (x, y)
+    )
+    _demand(
+        bools or not isinstance(alpha, bool), "Boolean alpha only supported for Boolean results."
+    )
     says = "For integral input tensors, argument alpha must not be a floating point number."
     _demand(not bools or not isinstance(alpha, float), says)  # of integers tracing looks itself
     return NotImplemented
@@ -313,14 +344,19 @@ def _clamped(x: Tensor, *bounds: Any) -> Any:
 def _of_reals(*operands: Any) -> Any:
     """Of an operator that eager has for real numbers alone, and tracing for complex ones, too."""
     found = [t.is_complex() if isinstance(t, Tensor) else isinstance(t, complex) for t in operands]
-    _demand(not any(found), "the operator is not implemented for complex numbers", NotImplementedError)
+    _demand(
+        not any(found), "the operator is not implemented for complex numbers", NotImplementedError
+    )
     return NotImplemented
 
 
 def _on_bits(*operands: Any) -> Any:
     """Of integers and bools."""
     kinds = [t.dtype if isinstance(t, Tensor) else type(t) for t in operands]
-    real = [t in (float, torch.SymFloat) or isinstance(t, torch.dtype) and t.is_floating_point for t in kinds]
+    real = [
+        t in (float, torch.SymFloat) or isinstance(t, torch.dtype) and t.is_floating_point
+        for t in kinds
+    ]
     says = "operators on bits are not implemented for floats"
     _demand(not any(real), says, NotImplementedError)
     return _of_reals(*operands)
@@ -373,8 +409,8 @@ def _addmv(x: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Any:
-    """Eager's kernel is called with another size, and looks; PyTorch's own pass takes a result of no elements for made
-    without it."""
+    """Eager's kernel is called with another size, and looks; PyTorch's own pass takes a result of
+    no elements for made without it."""
     if output_size is not None and repeats.device.type == "cpu" and _is(output_size == 0):
         torch._assert_async(repeats.sum() == 0, "allocated size does not match required size")
     return NotImplemented
@@ -391,7 +427,7 @@ def _dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Any:
     return NotImplemented if mask.dtype == torch.bool else grad * mask * scale
 
 
-# ------------------------------------------------------------------------------------------- in the compiler
+# ---------------------------------------------------------------------------------- in the compiler
 _RULES: dict[OpOverload, Rule] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._unsafe_masked_index.default: _masked_index,

@@ -1,4 +1,5 @@
-"""Makes addcmul and addcdiv again of what Dynamo makes of them: an fma of a product or quotient with a number.
+"""Makes addcmul and addcdiv again of what Dynamo makes of them: an fma of a product or quotient
+with a number.
 
 Eager's kernels multiply by the number first, and half types are rounded once, not after every step.
 """

@@ -1,8 +1,9 @@
-"""Folding of weights: what depends on nothing but weights that nobody writes is computed once, while compiling. Batch
-norms after convolutions become part of their weights first.
+"""Folding of weights: what depends on nothing but weights that nobody writes is computed once,
+while compiling. Batch norms after convolutions become part of their weights first.
 
-A value is made a constant of the module where the rest of the graph meets it. Views stay in the graph, since they cost
-nothing there; what is much larger than what it is made of is computed at every call, from what it is made of.
+A value is made a constant of the module where the rest of the graph meets it. Views stay in the
+graph, since they cost nothing there; what is much larger than what it is made of is computed at
+every call, from what it is made of.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ SMALL_NBYTES = 1 << 16
 
 
 def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """Folds in place; returns the placeholders whose values are now built in. weights: placeholders that keep their
-    value for good. One that is returned and still has users has become a constant for these as well."""
+    """Folds in place; returns the placeholders whose values are now built in. weights: placeholders
+    that keep their value for good. One that is returned and still has users has become a constant
+    for these as well."""
     frozen = _norms_into_weights(gm, weights)
-    known = {node: frozenset((node,)) for node in weights}  # node -> the weights that its value is made of
+    known = {
+        node: frozenset((node,)) for node in weights
+    }  # node -> the weights that its value is made of
     values = dict(weights)
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "get_attr" and isinstance(value := getattr(gm, node.target), torch.Tensor):
             known[node], values[node] = frozenset(), value
-        elif is_pure(node) and isinstance(value_of(node), torch.Tensor) and all(i in known for i in inputs):
+        elif (
+            is_pure(node)
+            and isinstance(value_of(node), torch.Tensor)
+            and all(i in known for i in inputs)
+        ):
             known[node] = frozenset().union(*(known[i] for i in inputs))
     visible = escaping(gm.graph)
     wanted: dict[Node, None] = {}
@@ -77,23 +85,33 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
 
 
 def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """A batch norm with fixed statistics right after a convolution goes into the convolution's weights. Returns what
-    these were made of."""
+    """A batch norm with fixed statistics right after a convolution goes into the convolution's
+    weights. Returns what these were made of."""
     frozen: set[Node] = set()
-    for norm in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+    for norm in gm.graph.find_nodes(
+        op="call_function", target=aten._native_batch_norm_legit_no_training.default
+    ):
         conv, gamma, beta, mean, var, _, eps = norm.args
-        if conv.target is not aten.convolution.default or len(conv.users) > 1 or any(u.args[1] for u in norm.users):
+        if (
+            conv.target is not aten.convolution.default
+            or len(conv.users) > 1
+            or any(u.args[1] for u in norm.users)
+        ):
             continue
         x, weight, bias, *geometry = conv.args
         given = [n for n in (weight, bias, gamma, beta, mean, var) if n is not None]
-        if geometry[3] or any(n not in weights for n in given):  # [3]: transposed, with channels elsewhere
+        if geometry[3] or any(
+            n not in weights for n in given
+        ):  # [3]: transposed, with channels elsewhere
             continue
         old = weights[weight]
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             scale = (weights[var].double() + eps).rsqrt() * (1 if gamma is None else weights[gamma])
             shift = ((0 if bias is None else weights[bias]) - weights[mean].double()) * scale
             shift = shift + (0 if beta is None else weights[beta])
-            wide = scale.to(torch.promote_types(old.dtype, torch.float32)).view(-1, *[1] * (old.dim() - 1))
+            wide = scale.to(torch.promote_types(old.dtype, torch.float32)).view(
+                -1, *[1] * (old.dim() - 1)
+            )
             values = settled(old * wide, value_of(weight)), shift.to(old.dtype)
         with value_of(weight).fake_mode:
             fakes = value_of(weight), value_of(mean).to(old.dtype)
@@ -116,7 +134,8 @@ def _nbytes(value: torch.Tensor) -> int:
 
 
 def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]) -> torch.Tensor:
-    """The value of a node, of which values has the weights. memory: how many values each storage has."""
+    """The value of a node, of which values has the weights. memory: how many values each storage
+    has."""
     todo = [node]
     while todo:
         last = todo[-1]

@@ -1,7 +1,8 @@
 """Numbers that the graph reads from tensors, although tracing lists them at no node.
 
-PyTorch's `tensor_split` with a tensor of indices takes the numbers that it reads off the list of what must be found in
-a result, for it gives slices alone. The sizes and offsets of these depend on the numbers all the same.
+PyTorch's `tensor_split` with a tensor of indices takes the numbers that it reads off the list of
+what must be found in a result, for it gives slices alone. The sizes and offsets of these depend on
+the numbers all the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from plait.graph.edit import aten, value_of
 
 
 def list_items(gm: GraphModule) -> int:
-    """Lists a number at the node that reads it, if no node before lists it or is it; returns how many."""
+    """Lists a number at the node that reads it, if no node before lists it or is it; returns how
+    many."""
     known: set[Any] = set()
     listed = 0
     for node in gm.graph.nodes:
@@ -23,7 +25,11 @@ def list_items(gm: GraphModule) -> int:
         known.update(node.meta.get("unbacked_bindings") or ())
         if node.op == "placeholder":
             known.add(symbol)
-        elif node.target is aten._local_scalar_dense.default and symbol is not None and symbol not in known:
+        elif (
+            node.target is aten._local_scalar_dense.default
+            and symbol is not None
+            and symbol not in known
+        ):
             node.meta["unbacked_bindings"] = {symbol: ()}
             known.add(symbol)  # a tensor that is read twice gives one number
             listed += 1

@@ -1,8 +1,9 @@
 """No-ops: views, copies and casts that change nothing are replaced by their argument.
 
-A view goes when sizes and strides stay the same. A copy also needs that nobody can tell the two memories apart: its
-result must not be visible to the caller, or its source must be a value of the graph's own that is not visible.
-A copy of memory that the graph writes later keeps the old values and stays.
+A view goes when sizes and strides stay the same. A copy also needs that nobody can tell the two
+memories apart: its result must not be visible to the caller, or its source must be a value of the
+graph's own that is not visible. A copy of memory that the graph writes later keeps the old values
+and stays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import aten, base_of, escaping, is_view, output_of, replace, same_layout, value_of, written
+from plait.graph.edit import (
+    aten,
+    base_of,
+    escaping,
+    is_view,
+    output_of,
+    replace,
+    same_layout,
+    value_of,
+    written,
+)
 
 # Results are always new memory, but equal to the argument if dtype and layout stay the same.
 _COPIES = frozenset(
@@ -69,5 +80,10 @@ def drop_noops(gm: GraphModule) -> int:
 
 
 def _is_multi_view(node: Node) -> bool:
-    """Whether node names only a part of a larger memory, which would then be kept alive by an output."""
-    return is_view(node) and base_of(node) is not node and not same_layout(value_of(node), value_of(base_of(node)))
+    """Whether node names only a part of a larger memory, which would then be kept alive by an
+    output."""
+    return (
+        is_view(node)
+        and base_of(node) is not node
+        and not same_layout(value_of(node), value_of(base_of(node)))
+    )

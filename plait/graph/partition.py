@@ -1,7 +1,8 @@
-"""Splits a joint graph into forward and backward: our random operators, layouts, losses and CSE, then torch's min-cut.
+"""Splits a joint graph into forward and backward: our random operators, layouts, losses and CSE,
+then torch's min-cut.
 
-Random operators are replaced before the split, so that a value recomputed in the backward pass comes from the seed
-that the forward pass saved.
+Random operators are replaced before the split, so that a value recomputed in the backward pass
+comes from the seed that the forward pass saved.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
 
 
-def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
+def partition(
+    cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """The partition function that AOTAutograd is given; kwargs are whatever its version passes
+    on."""
     if not cfg.eager_random:
         replace_random(joint)
     _save_random(joint)
@@ -38,16 +42,20 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
 
 
 def _save_random(joint: GraphModule) -> None:
-    """What other random operators gave is saved, under checkpointing too: run again they give other numbers."""
+    """What other random operators gave is saved, under checkpointing too: run again they give other
+    numbers."""
     for node in joint.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" in node.meta:
+        if (
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            and "recompute" in node.meta
+        ):
             for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
                 kept.meta["recompute"] = compat.MUST_SAVE
 
 
 def _save_old_values(joint: GraphModule) -> None:
-    """What the forward pass reads of an input that its wrapper changes afterwards is a clone: the backward pass must
-    not make it again from the input, which would be too late."""
+    """What the forward pass reads of an input that its wrapper changes afterwards is a clone: the
+    backward pass must not make it again from the input, which would be too late."""
     written = compat.inputs_changed_after(joint)
     for node in joint.graph.nodes:
         if node.target is aten.clone.default and node.args[0] in written:

@@ -1,7 +1,9 @@
-"""Positions that max pooling keeps for its gradient are saved as the smallest integers that hold them.
+"""Positions that max pooling keeps for its gradient are saved as the smallest integers that hold
+them.
 
-PyTorch counts inside of an image with 64 bits, four times what the element itself takes in half precision. Runs on a
-joint graph before it is split; positions that anything else reads stay as they are.
+PyTorch counts inside of an image with 64 bits, four times what the element itself takes in half
+precision. Runs on a joint graph before it is split; positions that anything else reads stay as they
+are.
 """
 
 from __future__ import annotations

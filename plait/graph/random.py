@@ -1,9 +1,10 @@
 """Replaces random operators by pure functions of one seed a graph, drawn with `plait::seed`.
 
-A random number then depends on seed, operator and index alone: it can be fused, recomputed in a backward pass and
-under checkpointing, and torch.manual_seed is respected. See `plait/runtime/philox.py` for the operators.
-Operators with a generator of their own, on other devices, or without a rule here (randperm, multinomial, poisson)
-stay as they are and use torch's generator.
+A random number then depends on seed, operator and index alone: it can be fused, recomputed in a
+backward pass and under checkpointing, and torch.manual_seed is respected. See
+`plait/runtime/philox.py` for the operators. Operators with a generator of their own, on other
+devices, or without a rule here (randperm, multinomial, poisson) stay as they are and use torch's
+generator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _DROPPED_META = ("val", "tensor_meta", "original_aten", "desc", "eager_input_val
 
 
 class _Draws:
-    """The draws of one graph, with a seed a device: makes nodes next to the random node that is being replaced."""
+    """The draws of one graph, with a seed a device: makes nodes next to the random node that is
+    being replaced."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.graph = gm.graph
@@ -54,8 +56,11 @@ class _Draws:
         self.n_draws += 1
         return seed, self.n_draws - 1
 
-    def _shaped(self, like: torch.Tensor, sources: Sequence[Any], draw: Callable[[list[Any]], Node]) -> Node:
-        """draw(size) with like's sizes, in like's order of dimensions if it is a dense permutation."""
+    def _shaped(
+        self, like: torch.Tensor, sources: Sequence[Any], draw: Callable[[list[Any]], Node]
+    ) -> Node:
+        """draw(size) with like's sizes, in like's order of dimensions if it is a dense
+        permutation."""
         sizes = [self.size(like, d, sources) for d in range(like.dim())]
         order = _dense_order(like)
         if order == list(range(like.dim())):
@@ -92,11 +97,14 @@ class _Draws:
     def randint(self, low: Any, high: Any, like: torch.Tensor, sources: Sequence[Any]) -> Node:
         seed, k = self._next(like)
         op = torch.ops.plait.philox_randint.default
-        return self._shaped(like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype))
+        return self._shaped(
+            like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype)
+        )
 
     def within(self, x: Any, low: float, high: float, message: str) -> Any:
-        """x, a parameter of a distribution, which must be in [low, high]: checked when the program runs if it is a
-        tensor. Raises LookupError for a number that is not, and for one that is unknown."""
+        """x, a parameter of a distribution, which must be in [low, high]: checked when the program
+        runs if it is a tensor. Raises LookupError for a number that is not, and for one that is
+        unknown."""
         if isinstance(x, Node) and isinstance(value_of(x), torch.Tensor):
             return self.call(torch.ops.plait.within.default, x, low, high, message)
         if not isinstance(x, int | float) or not low <= x <= high:
@@ -122,7 +130,8 @@ def _nodes_in(sources: Sequence[Any]) -> list[Node]:
 
 
 def _dense_order(like: torch.Tensor) -> list[int]:
-    """Dimensions from outermost to innermost in memory; the identity if like is not a dense permutation."""
+    """Dimensions from outermost to innermost in memory; the identity if like is not a dense
+    permutation."""
     identity = list(range(like.dim()))
     strides = like.stride()
     # Before anything that asks: sizes that depend on data have no answer.
@@ -142,7 +151,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# Each rule takes the draws and the node's arguments and returns the new value (for native_dropout two of them).
+# Each rule takes the draws and the node's arguments and returns the new value (for native_dropout
+# two of them).
 def _rand(g: _Draws, node: Node) -> Node:
     like = value_of(node)
     return g.uniform(like, node.args, like.dtype)
@@ -168,7 +178,9 @@ _LIKE = frozenset({aten.randint_like.default, aten.randint_like.low_dtype})
 
 def _uniform(g: _Draws, node: Node) -> Node:
     _, low, high = _filled(node, (None, 0.0, 1.0))
-    high = g.within(high, g.within(low, -math.inf, math.inf, "the lower end"), math.inf, "the upper end")
+    high = g.within(
+        high, g.within(low, -math.inf, math.inf, "the lower end"), math.inf, "the upper end"
+    )
     like = value_of(node)
     u = g.uniform(like, node.args, like.dtype)
     if (low, high) == (0.0, 1.0):
@@ -203,7 +215,8 @@ def _exponential(g: _Draws, node: Node) -> Node:
     u = g.uniform(like, node.args, _wide(like.dtype))
     upper = g.call(aten.add.Scalar, g.call(aten.neg.default, u), 1)  # in (0, 1]
     e = g.call(aten.neg.default, g.call(aten.log.default, upper))
-    # Zero has a chance of 2^-24 and is outside of the distribution: its logarithm would be infinite.
+    # Zero has a chance of 2^-24 and is outside of the distribution: its logarithm would be
+    # infinite.
     e = g.call(aten.clamp.default, e, 2.0**-25)
     return g.to(g.call(aten.mul.Scalar, e, 1.0 / rate), like.dtype)
 
@@ -302,9 +315,17 @@ def _replaceable(node: Node) -> bool:
         return False
     value = value_of(node)
     first = value[0] if isinstance(value, (tuple, list)) else value
-    if not isinstance(first, torch.Tensor) or first.device.type not in ("cpu", "cuda") or first.layout != torch.strided:
+    if (
+        not isinstance(first, torch.Tensor)
+        or first.device.type not in ("cpu", "cuda")
+        or first.layout != torch.strided
+    ):
         return False
-    is_int = "randint" in str(node.target) or "bernoulli" in str(node.target) or "geometric" in str(node.target)
+    is_int = (
+        "randint" in str(node.target)
+        or "bernoulli" in str(node.target)
+        or "geometric" in str(node.target)
+    )
     return first.dtype in _FLOATS or (is_int and not first.dtype.is_complex)
 
 

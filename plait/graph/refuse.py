@@ -1,9 +1,11 @@
-"""Dtypes that eager's kernels refuse although tracing takes them: `int64 @ float32`, a norm with half weights.
+"""Dtypes that eager's kernels refuse although tracing takes them: `int64 @ float32`, a norm with
+half weights.
 
-Comes in: an operator with its fake operands, before it is decomposed. `eager_dtypes.txt` lists the operators whose
-kernels are particular, each with the dtypes that they surely take. Anything else is put to eager itself, on ones of the
-same shapes: what it refuses there, and would not refuse with plain dtypes, is refused here with its own words. So
-nothing is turned away that the installed torch runs, whatever the list says.
+Comes in: an operator with its fake operands, before it is decomposed. `eager_dtypes.txt` lists the
+operators whose kernels are particular, each with the dtypes that they surely take. Anything else is
+put to eager itself, on ones of the same shapes: what it refuses there, and would not refuse with
+plain dtypes, is refused here with its own words. So nothing is turned away that the installed torch
+runs, whatever the list says.
 """
 
 from __future__ import annotations
@@ -29,15 +31,20 @@ from plait.errors import refusal
 from plait.graph.edit import last_frame
 
 LIST = Path(__file__).parent / "eager_dtypes.txt"
-_OURS = ("plait", "torch", "contextlib", "functools")  # between a check and the user's line in a stack
+_OURS = (
+    "plait",
+    "torch",
+    "contextlib",
+    "functools",
+)  # between a check and the user's line in a stack
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What an operator's kernel on CPU surely takes.
 
-    dtypes: of the tensors among which eager wants one dtype, or promotes if mixes. others: argument name -> dtypes of
-    those that are something else, such as indices; the last is the plainest.
+    dtypes: of the tensors among which eager wants one dtype, or promotes if mixes. others: argument
+    name -> dtypes of those that are something else, such as indices; the last is the plainest.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -56,8 +63,8 @@ class Taken:
 
 
 def read_list(text: str) -> dict[str, Taken]:
-    """Operator's name -> what it takes. A line: `aten.index_put.default bool float32 ... | indices=bool,int64`, with
-    `mixes` among the dtypes where they are promoted."""
+    """Operator's name -> what it takes. A line: `aten.index_put.default bool float32 ... |
+    indices=bool,int64`, with `mixes` among the dtypes where they are promoted."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#") or not line:
@@ -66,7 +73,11 @@ def read_list(text: str) -> dict[str, Taken]:
         name, *words = head.split()
         others = dict(item.split("=") for item in tail.split())
         dtypes = _dtypes(w for w in words if w != "mixes")
-        found[name] = Taken(frozenset(dtypes), {k: _dtypes(v.split(",")) for k, v in others.items()}, "mixes" in words)
+        found[name] = Taken(
+            frozenset(dtypes),
+            {k: _dtypes(v.split(",")) for k, v in others.items()},
+            "mixes" in words,
+        )
     return found
 
 
@@ -74,7 +85,9 @@ def _dtypes(names: Iterable[str]) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, name) for name in names)
 
 
-def tensors_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def tensors_of(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
     """All tensor operands, those in lists too, with the names of their arguments."""
     names = [a.name for a in op._schema.arguments]
     found: list[tuple[str, torch.Tensor]] = []
@@ -85,7 +98,9 @@ def tensors_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return found
 
 
-def check_dtypes(op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_dtypes(
+    op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Raises an OperandError of the class that eager raises, if eager refuses these dtypes."""
     given = tensors_of(op, args, kwargs)
     error = _of_a_gpu(op, given)
@@ -103,8 +118,8 @@ _GPU_PRODUCTS = {
     "vdot": "dot",
 }  # fmt: skip
 """Products that a GPU's library makes of floats and complex numbers alone, and what eager calls its
-kernels. A table, for compilation launches nothing on a GPU, and there may be none; the list is of a CPU,
-which multiplies integers as well."""
+kernels. A table, for compilation launches nothing on a GPU, and there may be none; the list is of a
+CPU, which multiplies integers as well."""
 _WORDS = {
     torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short",
     torch.int32: "Int", torch.int64: "Long",
@@ -118,7 +133,10 @@ def _of_a_gpu(op: OpOverload, given: list[tuple[str, torch.Tensor]]) -> Exceptio
     dtypes = {x.dtype for _, x in given}
     if kernel is None or len(dtypes) > 1 or not dtypes <= _WORDS.keys():
         return None
-    if any(x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.hint_of, x.shape) for _, x in given):
+    if any(
+        x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.hint_of, x.shape)
+        for _, x in given
+    ):
         return None
     return NotImplementedError(f"\"{kernel}\" not implemented for '{_WORDS[dtypes.pop()]}'")
 
@@ -130,7 +148,8 @@ def users_line() -> str:
         return where
     frame = sys._getframe(1)
     while frame.f_back is not None and (
-        str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS or frame.f_code.co_filename.startswith("<")
+        str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
+        or frame.f_code.co_filename.startswith("<")
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
@@ -140,7 +159,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ----------------------------------------------------------------------------------------------- shared memory
+# ------------------------------------------------------------------------------------ shared memory
 SHARED = "a write to a tensor whose elements share memory"
 CLONE = "clone() the tensor before it is written"
 _MANY = 1 << 16  # elements that are too many to be looked at one by one
@@ -168,11 +187,16 @@ def _collide(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return len({sum(point) for point in itertools.product(*places)}) < math.prod(sizes)
 
 
-# ----------------------------------------------------------------------------------------------- asking eager
+# ------------------------------------------------------------------------------------- asking eager
 def _asked(
-    op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[tuple[str, torch.Tensor]]
+    op: OpOverload,
+    taken: Taken,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: list[tuple[str, torch.Tensor]],
 ) -> Exception | None:
-    """What eager raises for the dtypes of these operands; None if it takes them or refuses something else as well."""
+    """What eager raises for the dtypes of these operands; None if it takes them or refuses
+    something else as well."""
     device = _device(given, taken)
     if device is None:
         return None
@@ -182,20 +206,29 @@ def _asked(
         return None
     # Ones may be no good (a singular matrix), or the machine: then plain dtypes are refused, too.
     taken_of = {id(x): taken.others[name] for name, x in given if name in taken.others}
-    plain = {key: others[key] if others[key] in dtypes else dtypes[-1] for key, dtypes in taken_of.items()}
+    plain = {
+        key: others[key] if others[key] in dtypes else dtypes[-1]
+        for key, dtypes in taken_of.items()
+    }
     again = _tried(op, args, kwargs, device, plain, torch.float32)
-    return None if again is not None and (type(again), str(again)) == (type(error), str(error)) else error
+    return (
+        None
+        if again is not None and (type(again), str(again)) == (type(error), str(error))
+        else error
+    )
 
 
 def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device | None:
-    """Where eager is asked. None: nowhere, and nothing is refused. Which dtypes may not be mixed a CPU knows as well,
-    where the machine lacks the GPU."""
+    """Where eager is asked. None: nowhere, and nothing is refused. Which dtypes may not be mixed a
+    CPU knows as well, where the machine lacks the GPU."""
     if any(x.layout != torch.strided for _, x in given):
         return None
     where = next((x.device for _, x in given if x.device.type != "cpu"), torch.device("cpu"))
     if where.type == "cpu":
         return where
-    if where.type == "cuda" and torch.cuda.is_available():  # an index into nothing would break its context
+    if (
+        where.type == "cuda" and torch.cuda.is_available()
+    ):  # an index into nothing would break its context
         return None if any(guard_or_false(n == 0) for _, x in given for n in x.shape) else where
     mixed = len({x.dtype for name, x in given if name not in taken.others}) > 1
     return torch.device("cpu") if mixed else None
@@ -208,8 +241,8 @@ def answer(
     real: Callable[[Any], Any],
     device: torch.device,
 ) -> Exception | None:
-    """What eager raises for fn of real(x) for each x in args and kwargs, on device. Random numbers of later operators
-    stay what they were."""
+    """What eager raises for fn of real(x) for each x in args and kwargs, on device. Random numbers
+    of later operators stay what they were."""
     cards = [device] if device.type == "cuda" else []
     with compat.untraced_operators(), torch.no_grad(), torch.random.fork_rng(cards):
         try:
@@ -228,8 +261,8 @@ def _tried(
     others: Mapping[int, torch.dtype],
     dtype: torch.dtype | None,
 ) -> Exception | None:
-    """What op raises for ones in place of its tensors, in `dtype` if there is one. others: the dtypes of those that are
-    zeros, such as indices, by id."""
+    """What op raises for ones in place of its tensors, in `dtype` if there is one. others: the
+    dtypes of those that are zeros, such as indices, by id."""
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -243,7 +276,7 @@ def _tried(
     return answer(op, args, kwargs, real, device)
 
 
-# ----------------------------------------------------------------------------------------------- in the compiler
+# ---------------------------------------------------------------------------------- in the compiler
 @cache
 def _taken() -> Mapping[str, Taken]:
     return read_list(LIST.read_text())
@@ -255,12 +288,14 @@ _RANGES = {
         1: (0.0, 1.0, "all elements of target should be between 0 and 1"),
     }
 }
-"""What eager finds wrong with values of an operand when it runs, where the decomposition does not look."""
+"""What eager finds wrong with values of an operand when it runs, where the decomposition does not
+look."""
 
 
 @cache
 def _looks_at(op: OpOverload, operand: int, count: int) -> bool:
-    """Whether this eager refuses a value beyond the range of one of `count` operands, all others in it."""
+    """Whether this eager refuses a value beyond the range of one of `count` operands, all others in
+    it."""
     _, high, _ = _RANGES[str(op)][operand]
     given = [high + (k == operand) for k in range(count)]
     return answer(op, given, {}, torch.tensor, torch.device("cpu")) is not None
@@ -286,7 +321,11 @@ def _checked(op: OpOverload, taken: Taken) -> Callable[[Any], Callable[..., Any]
     def around(decomposition: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             check_dtypes(op, taken, args, kwargs)
-            return NotImplemented if decomposition is None else decomposition(*_in_ranges(op, args), **kwargs)
+            return (
+                NotImplemented
+                if decomposition is None
+                else decomposition(*_in_ranges(op, args), **kwargs)
+            )
 
         return run
 

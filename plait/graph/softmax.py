@@ -1,8 +1,8 @@
 """log_softmax of a joint graph as its two reductions and what follows from them.
 
-A classifier's loss reads few of its elements, and its gradient all. As one operator it would be saved for that: as
-large as what goes in, twice as wide where that has half precision, and written for nothing else. In parts, the forward
-pass saves a number or two a row.
+A classifier's loss reads few of its elements, and its gradient all. As one operator it would be
+saved for that: as large as what goes in, twice as wide where that has half precision, and written
+for nothing else. In parts, the forward pass saves a number or two a row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from plait.graph.edit import aten, base_of, insert, output_of, replace, value_of
 
 
 def split_log_softmax(joint: GraphModule) -> int:
-    """Changes the graph in place; returns how many operators it split. Values are those of the operator's rule. What
-    the caller gets anyway may as well be saved."""
+    """Changes the graph in place; returns how many operators it split. Values are those of the
+    operator's rule. What the caller gets anyway may as well be saved."""
     given = {base_of(n) for n in output_of(joint.graph).all_input_nodes}
     n = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten._log_softmax.default):
@@ -29,7 +29,9 @@ def split_log_softmax(joint: GraphModule) -> int:
 def _splits(node: Node) -> bool:
     x, dim = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
     size = x.shape[dim] if x.dim() > 0 else 0
-    same = x.stride() == value_of(node).stride()  # so that views of the result are views of what takes its place
+    same = (
+        x.stride() == value_of(node).stride()
+    )  # so that views of the result are views of what takes its place
     return isinstance(size, int) and size > 0 and same
 
 

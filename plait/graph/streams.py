@@ -1,9 +1,11 @@
-"""Streams that the user chose: the graph says where each node runs, and keeps the order of what orders streams.
+"""Streams that the user chose: the graph says where each node runs, and keeps the order of what
+orders streams.
 
-Comes in: nodes that carry the number of their stream in `meta["custom"]`, and calls of `torch.ops.streams` inside
-`control_deps`, an operator that only says what comes before what. Goes out: these calls by themselves, in their place,
-and `streams::fork` wherever the next work is another stream's; the program begins and ends on its caller's. All of them
-are fences to the scheduler (`Extern.fence`).
+Comes in: nodes that carry the number of their stream in `meta["custom"]`, and calls of
+`torch.ops.streams` inside `control_deps`, an operator that only says what comes before what. Goes
+out: these calls by themselves, in their place, and `streams::fork` wherever the next work is
+another stream's; the program begins and ends on its caller's. All of them are fences to the
+scheduler (`Extern.fence`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def _is_control_deps(node: Node) -> bool:
 
 
 def _inline(gm: GraphModule, node: Node) -> None:
-    """control_deps(what comes before, subgraph, *operands): the subgraph's nodes in the place of the call."""
+    """control_deps(what comes before, subgraph, *operands): the subgraph's nodes in the place of
+    the call."""
     _, inner, *operands = node.args
     assert isinstance(inner, Node) and isinstance(inner.target, str)
     subgraph = gm.get_submodule(inner.target)
@@ -105,7 +108,10 @@ def _works(node: Node) -> bool:
     if node.op != "call_function" or is_view(node) or is_fence(node):
         return False
     val = node.meta.get("val")
-    made, given = _tensors(val), [t for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))]
+    made, given = (
+        _tensors(val),
+        [t for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))],
+    )
     if val is not None and not made:
         return False  # a size
     return any(t.device.type != "cpu" for t in (*made, *given))

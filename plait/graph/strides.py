@@ -1,7 +1,8 @@
 """Operators whose fake results lie otherwise than eager's do.
 
-PyTorch's own shape functions go by another operand, or leave one out. Before such an operator is traced, its operands
-are put in the order in which eager's result lies. These are copies and transposes that loops see through.
+PyTorch's own shape functions go by another operand, or leave one out. Before such an operator is
+traced, its operands are put in the order in which eager's result lies. These are copies and
+transposes that loops see through.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ aten = torch.ops.aten
 
 
 def is_view(x: Tensor, shape: Sequence[Any]) -> Any:
-    """Whether x can be seen in another shape of as many elements, as one condition: dimensions lie one in the other
-    wherever the new ones do not end where they do."""
+    """Whether x can be seen in another shape of as many elements, as one condition: dimensions lie
+    one in the other wherever the new ones do not end where they do."""
     sizes, strides = x.shape, x.stride()
     ends, own = list(_behind(shape)), list(_behind(sizes))
     cut = [_any(n == end for end in ends) for n in own]
@@ -58,7 +59,8 @@ def _of_one_shape(*tensors: Tensor) -> list[Tensor]:
 
 
 def _exact_rows(*tensors: Tensor) -> bool:
-    """Whether all are surely row-major, their dimensions of size 1 too: eager heeds the strides of these."""
+    """Whether all are surely row-major, their dimensions of size 1 too: eager heeds the strides of
+    these."""
     return all(
         guard_or_false(have == want)
         for x in tensors
@@ -99,8 +101,8 @@ def _second_in_rows(op: Any) -> Callable[..., Any]:
 
 
 def _in_turn(op: Any) -> Callable[..., Any]:
-    """In eager the first operand's order counts first, then the second's. Tensors without dimensions stay as they are,
-    for they do not decide the element type."""
+    """In eager the first operand's order counts first, then the second's. Tensors without
+    dimensions stay as they are, for they do not decide the element type."""
 
     def is_laid(x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0
@@ -120,7 +122,8 @@ def _in_turn(op: Any) -> Callable[..., Any]:
 
 
 def _in_format(op: Any) -> Callable[..., Any]:
-    """On a CPU eager's result lies as its first operand, if that is channels-last, and else row-major."""
+    """On a CPU eager's result lies as its first operand, if that is channels-last, and else
+    row-major."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.device.type != "cpu" or _known_rows(x):
@@ -168,9 +171,11 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _in_rows(out.permute(order)).permute(_back(order))
 
 
-def _places(x: Tensor, wide: Sequence[Tensor], shape: Sequence[Any], first: int) -> list[tuple[Tensor, Sequence[Any]]]:
-    """Indices of one shape, each with its strides in the shape of x[wide]. first: how many dimensions
-    of x come before them there."""
+def _places(
+    x: Tensor, wide: Sequence[Tensor], shape: Sequence[Any], first: int
+) -> list[tuple[Tensor, Sequence[Any]]]:
+    """Indices of one shape, each with its strides in the shape of x[wide]. first: how many
+    dimensions of x come before them there."""
     read = [i.to(x.device, torch.int64) for i in wide]
     last = len(shape) - first - read[0].ndim
     strides = [_among(i, first, last) for i in read]
@@ -184,8 +189,8 @@ def _places(x: Tensor, wide: Sequence[Tensor], shape: Sequence[Any], first: int)
 
 
 def _among(i: Tensor, first: int, last: int) -> list[Any]:
-    """Strides of i between so many dimensions of size 1, as eager's reshape gives them. Those of fake
-    tensors are others."""
+    """Strides of i between so many dimensions of size 1, as eager's reshape gives them. Those of
+    fake tensors are others."""
     dims = [*[(1, 0)] * first, *zip(i.shape, i.stride(), strict=True), *[(1, 0)] * last]
     step, n, strides = i.stride(-1), 1, []
     for size, stride in reversed(dims):
@@ -197,7 +202,8 @@ def _among(i: Tensor, first: int, last: int) -> list[Any]:
 
 
 def _constant_pad(x: Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
-    """Where nothing is added, eager copies what is left, in the order of x. Tracing asks that of constants alone."""
+    """Where nothing is added, eager copies what is left, in the order of x. Tracing asks that of
+    constants alone."""
     if _known_rows(x) or not all(guard_or_false(n <= 0) for n in pad):
         return NotImplemented
     for k, n in enumerate(pad):
@@ -210,18 +216,24 @@ def _index_fill(op: Any) -> Callable[..., Any]:
     """In eager the result lies as a copy of the first operand."""
 
     def run(x: Tensor, *args: Any) -> Any:
-        return NotImplemented if prims.is_non_overlapping_and_dense_or_false(x) else op(x.clone(), *args)
+        return (
+            NotImplemented
+            if prims.is_non_overlapping_and_dense_or_false(x)
+            else op(x.clone(), *args)
+        )
 
     return run
 
 
 _IN_TURN = (
     aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.heaviside.default,
-    aten.logaddexp.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
-    aten.native_dropout_backward.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
+    aten.logaddexp.default, aten.logical_and.default, aten.logical_or.default,
+    aten.logical_xor.default, aten.native_dropout_backward.default, aten.special_xlog1py.default,
+    aten.xlogy.Tensor,
 )  # fmt: skip
 _IN_FORMAT = (
-    aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update_functional.default,
+    aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
 )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""A captured graph as text that reads back: what a compile was given, in a form that another process, or another
-version of plait, compiles again.
+"""A captured graph as text that reads back: what a compile was given, in a form that another
+process, or another version of plait, compiles again.
 
 `given_text` writes JSON, a line a node; `read_given` makes the graph again, with fake tensors in a
-ShapeEnv of its own. Weights and constants are tensors, not text: the caller keeps `tensors_of` beside
-it. A graph that holds what has no text (a Python callable, a tensor without strides) has a text that
-says so.
+ShapeEnv of its own. Weights and constants are tensors, not text: the caller keeps `tensors_of`
+beside it. A graph that holds what has no text (a Python callable, a tensor without strides) has a
+text that says so.
 """
 
 from __future__ import annotations
@@ -32,26 +32,53 @@ from plait.graph.captured import Captured, InputView
 from plait.graph.edit import shape_env_of
 from plait.runtime.toolchain import detect_isa
 
-_KINDS: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_KINDS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
 _SYMBOLIC: dict[str, tuple[type, type]] = {
     "int": (torch.SymInt, int),
     "float": (torch.SymFloat, float),
     "bool": (torch.SymBool, bool),
 }
 _MODULES = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
-_FIELDS = ("name", "kind", "donated_inputs", "bumped_inputs", "n_results", "wrapper_reason", "guarded")
-_LOCAL = ("debug", "debug_dir", "verify", "strict", "cache_dir", "trust", "cpp_compiler", "compiler_seconds")
+_FIELDS = (
+    "name",
+    "kind",
+    "donated_inputs",
+    "bumped_inputs",
+    "n_results",
+    "wrapper_reason",
+    "guarded",
+)
+_LOCAL = (
+    "debug",
+    "debug_dir",
+    "verify",
+    "strict",
+    "cache_dir",
+    "trust",
+    "cpp_compiler",
+    "compiler_seconds",
+)
 NO_NODES: Mapping[str, Node] = {}
 
 
 def given_text(captured: Captured, cfg: Config) -> str:
-    """The text of a graph, the configuration and the machine that it is compiled for, or of why it has none."""
+    """The text of a graph, the configuration and the machine that it is compiled for, or of why it
+    has none."""
     try:
         document = _document(captured)
     except ValueError as error:
         document = {"no_text": f"no text holds {error}"}
-    changed = {k: v for k, v in asdict(cfg).items() if v != getattr(Config(), k) and k not in _LOCAL}
-    machine = {"isa": detect_isa(cfg.isa).name, "default_dtype": _name_of(torch.get_default_dtype())}
+    changed = {
+        k: v for k, v in asdict(cfg).items() if v != getattr(Config(), k) and k not in _LOCAL
+    }
+    machine = {
+        "isa": detect_isa(cfg.isa).name,
+        "default_dtype": _name_of(torch.get_default_dtype()),
+    }
     return _json({**document, "config": changed, "machine": machine})
 
 
@@ -64,15 +91,19 @@ def _document(captured: Captured) -> dict[str, Any]:
     return {
         "captured": {name: getattr(captured, name) for name in _FIELDS},
         "ladder": [asdict(step) for step in captured.ladder],
-        "views": {k: {n: writer.value(v) for n, v in vars(view).items()} for k, view in captured.input_views.items()},
+        "views": {
+            k: {n: writer.value(v) for n, v in vars(view).items()}
+            for k, view in captured.input_views.items()
+        },
         "shapes": None if env is None else shapes.stored(env),
         **writer.graph(captured.graph),
     }
 
 
 def read_given(text: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Captured, Config]:
-    """The graph and the configuration of a text, whose vector instructions are named. tensors: what `tensors_of` gave.
-    Raises ValueError for a text that is none, or that says why it holds no graph."""
+    """The graph and the configuration of a text, whose vector instructions are named. tensors: what
+    `tensors_of` gave. Raises ValueError for a text that is none, or that says why it holds no
+    graph."""
     document = json.loads(text)
     if "no_text" in document:
         raise ValueError(document["no_text"])
@@ -83,13 +114,16 @@ def read_given(text: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Captured
 def _captured(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Captured:
     facts = document["shapes"]
     reader = _Reader(
-        shapes.restored(facts) if facts is not None else FakeTensorMode(allow_non_fake_inputs=True), tensors
+        shapes.restored(facts) if facts is not None else FakeTensorMode(allow_non_fake_inputs=True),
+        tensors,
     )
     views = {
         int(k): InputView(**{name: reader.value(v) for name, v in view.items()})
         for k, view in document["views"].items()
     }
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in document["captured"].items()}
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in document["captured"].items()
+    }
     ladder = tuple(Fallback(**step) for step in document["ladder"])
     return Captured(reader.graph(document), input_views=views, ladder=ladder, **fields)
 
@@ -107,7 +141,9 @@ def tensors_of(module: GraphModule, prefix: str = "") -> dict[str, torch.Tensor]
 
 
 def _json(document: Mapping[str, Any]) -> str:
-    return "{\n" + ",\n".join(f"{json.dumps(k)}: {_lines(v)}" for k, v in document.items()) + "\n}\n"
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(k)}: {_lines(v)}" for k, v in document.items()) + "\n}\n"
+    )
 
 
 def _name_of(thing: object) -> str:
@@ -142,14 +178,22 @@ class _Writer:
                 inner[node.target] = self.graph(held)
             elif not isinstance(held, torch.Tensor):
                 raise ValueError(f"an attribute of type {type(held).__name__}")
-        return {"class": type(module).__name__, "graphs": inner, "nodes": [self._node(n) for n in module.graph.nodes]}
+        return {
+            "class": type(module).__name__,
+            "graphs": inner,
+            "nodes": [self._node(n) for n in module.graph.nodes],
+        }
 
     def _node(self, node: Node) -> dict[str, Any]:
         target = node.target if isinstance(node.target, str) else _target_name(node.target)
         row = {"name": node.name, "op": node.op, "target": target, "args": self.value(node.args)}
         if node.kwargs:
             row["kwargs"] = self.value(dict(node.kwargs))
-        meta = {key: write(self, node.meta[key]) for key, write in _META.items() if node.meta.get(key) is not None}
+        meta = {
+            key: write(self, node.meta[key])
+            for key, write in _META.items()
+            if node.meta.get(key) is not None
+        }
         return {**row, "meta": {key: found for key, found in meta.items() if found is not None}}
 
     def value(self, value: Any) -> Any:
@@ -227,9 +271,16 @@ class _Reader:
             target: Any = row["target"] if row["op"] != "call_function" else _target(row["target"])
             if row["op"] == "get_attr" and target not in data["graphs"]:
                 _set(root, target, self._tensors[prefix + target])
-            args, kwargs = self.value(row["args"], made), self.value(row.get("kwargs", {"dict": []}), made)
-            node = made[row["name"]] = graph.create_node(row["op"], target, args, kwargs, row["name"])
-            node.meta = {key: _READ_META.get(key, _Reader.value)(self, v) for key, v in row["meta"].items()}
+            args, kwargs = (
+                self.value(row["args"], made),
+                self.value(row.get("kwargs", {"dict": []}), made),
+            )
+            node = made[row["name"]] = graph.create_node(
+                row["op"], target, args, kwargs, row["name"]
+            )
+            node.meta = {
+                key: _READ_META.get(key, _Reader.value)(self, v) for key, v in row["meta"].items()
+            }
         return GraphModule(root, graph, data["class"])
 
     def symbol(self, name: str) -> Any:
@@ -268,7 +319,9 @@ class _Reader:
         raise ValueError(f"{kind!r} is no kind of value")
 
     def _tensor(self, data: Mapping[str, Any]) -> Any:
-        size, strides, offset, nbytes = (self.value(data[k]) for k in ("size", "strides", "offset", "bytes"))
+        size, strides, offset, nbytes = (
+            self.value(data[k]) for k in ("size", "strides", "offset", "bytes")
+        )
         device, dtype = data["device"], getattr(torch, data["tensor"])
         with shapes.trusting(self._mode):
             if data["storage"] not in self._storages:
@@ -295,7 +348,8 @@ def _set(root: torch.nn.Module, path: str, value: Any) -> None:
 
 # ------------------------------------------------------------------------------- targets of calls
 def _target_name(target: Any) -> str:
-    """An operator as namespace::name.overload, a Python function as module:name. Raises ValueError for another."""
+    """An operator as namespace::name.overload, a Python function as module:name. Raises ValueError
+    for another."""
     if isinstance(target, OpOverload):
         return f"{target._schema.name}.{target._overloadname}"
     if isinstance(target, HigherOrderOperator):
@@ -346,7 +400,9 @@ def _step(key: Any) -> list[Any]:
 
 
 def _read_bindings(reader: _Reader, data: Any) -> Any:
-    return {reader.symbol(s): tuple(_KEYS[name][0](*args) for name, *args in path) for s, path in data}
+    return {
+        reader.symbol(s): tuple(_KEYS[name][0](*args) for name, *args in path) for s, path in data
+    }
 
 
 def _write_custom(_: _Writer, custom: Mapping[str, Any]) -> Any:

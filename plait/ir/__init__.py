@@ -1,1 +1,2 @@
-"""The loop IR: torch-free, immutable, interned data that describes what to compute and never how."""
+"""The loop IR: torch-free, immutable, interned data that describes what to compute and never
+how."""

@@ -1,7 +1,9 @@
-"""What a kernel finds wrong at run time, as data: the error that a failed check raises and its words.
+"""What a kernel finds wrong at run time, as data: the error that a failed check raises and its
+words.
 
-A check is named by a node (`bounded`, `nonzero`) of a loop body; kernels report it by number, the wrapper carries the
-list of a kernel's checks, and every target raises the same error as eager does for the same mistake.
+A check is named by a node (`bounded`, `nonzero`) of a loop body; kernels report it by number, the
+wrapper carries the list of a kernel's checks, and every target raises the same error as eager does
+for the same mistake.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ OUT_OF_RANGE = Check("IndexError", "index out of range in self")
 
 
 def out_of_bounds(dim: int, size: Size, error: str = "IndexError", where: str = "") -> Check:
-    """The check of an index into dimension `dim`, of that size. where: what eager's message starts with."""
+    """The check of an index into dimension `dim`, of that size. where: what eager's message starts
+    with."""
     known = f" with size {size}" if isinstance(size, int) else ""
     return Check(error, f"{where}index is out of bounds for dimension {dim}{known}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type. nbytes: size of one element in memory. kind: 'b' bool, 'i' int, 'u' uint, 'f' float, 'c'
-    complex, '8' float of 8 bits."""
+    """An element type. nbytes: size of one element in memory. kind: 'b' bool, 'i' int, 'u' uint,
+    'f' float, 'c' complex, '8' float of 8 bits."""
 
     name: str
     nbytes: int

@@ -1,8 +1,9 @@
 """The slow reference: what loops and kernels mean, in numpy.
 
-Comes in: nodes, loops or kernels, and the memory of each buffer as a flat array of its elements (bf16: the bits as
-uint16). Every value is an array over the whole iteration space. With wide=True floating values are float64 throughout,
-the truth that errors are measured against. Tests and fuzzers trust this file; nothing in the compiler calls it.
+Comes in: nodes, loops or kernels, and the memory of each buffer as a flat array of its elements
+(bf16: the bits as uint16). Every value is an array over the whole iteration space. With wide=True
+floating values are float64 throughout, the truth that errors are measured against. Tests and
+fuzzers trust this file; nothing in the compiler calls it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ class CheckFailed(IndexError):
 
 def numpy_type(d: DType) -> np.dtype[Any]:
     """The numpy type that holds values of d (bf16 values are held in float32)."""
-    names = {"b": "bool", "i": f"int{8 * d.nbytes}", "u": f"uint{8 * d.nbytes}", "f": f"float{8 * d.nbytes}"}
+    names = {
+        "b": "bool",
+        "i": f"int{8 * d.nbytes}",
+        "u": f"uint{8 * d.nbytes}",
+        "f": f"float{8 * d.nbytes}",
+    }
     return np.dtype("float32" if d == bf16 else names[d.kind])
 
 
@@ -62,7 +68,7 @@ def to_memory(x: Array, d: DType) -> Array:
     return x.astype(memory_type(d))
 
 
-# ---------------------------------------------------------------------------------------------- op table
+# ----------------------------------------------------------------------------------------- op table
 def _exact(x: Array, like: Array) -> Array:
     return np.asarray(x).astype(like.dtype)
 
@@ -77,7 +83,9 @@ def _python(fn: Callable[..., float]) -> Callable[..., Array]:
             return math.nan
 
     whole = np.frompyfunc(one, fn.__code__.co_argcount if hasattr(fn, "__code__") else 1, 1)
-    return lambda *xs: np.asarray(whole(*(np.asarray(x, np.float64) for x in xs))).astype(xs[0].dtype)
+    return lambda *xs: np.asarray(whole(*(np.asarray(x, np.float64) for x in xs))).astype(
+        xs[0].dtype
+    )
 
 
 def _lgamma(x: float) -> float:
@@ -120,7 +128,9 @@ def _pymod(a: Array, b: Array) -> Array:
 def _philox(seed: Array, counter: Array, word: Array) -> Array:
     u = np.uint64
     low = u(_M32)
-    seed, counter, word = (x.astype(np.int64).view(np.uint64) for x in np.broadcast_arrays(seed, counter, word))
+    seed, counter, word = (
+        x.astype(np.int64).view(np.uint64) for x in np.broadcast_arrays(seed, counter, word)
+    )
     k0, k1, c0, c1 = seed & low, seed >> u(32), counter & low, counter >> u(32)
     c2, c3 = (word >> u(2)) & low, np.zeros_like(c0)
     for _ in range(10):
@@ -139,15 +149,14 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     **{k: (lambda a, b, k=k: _shift(k, a, b)) for k in ("shl", "shr")},
     **{k: _minmax(k) for k in ("min", "max", "fmin", "fmax")},
     "max_first": lambda a, b: np.asarray(np.where((b > a) | (b != b), b, a)),
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "where": np.where,
-    "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "reciprocal": lambda a: 1 / a,
-    "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint,
-    "sign": lambda a: np.where(a > 0, 1, np.where(a < 0, -1, 0)),
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "where": np.where, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "reciprocal": lambda a: 1 / a, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc,
+    "round": np.rint, "sign": lambda a: np.where(a > 0, 1, np.where(a < 0, -1, 0)),
     "isnan": np.isnan, "isinf": np.isinf, "signbit": np.signbit, "copysign": np.copysign,
-    "nextafter": np.nextafter, "hypot": np.hypot,
-    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
-    "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos,
+    "nextafter": np.nextafter, "hypot": np.hypot, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
+    "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p, "sin": np.sin,
+    "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos,
     "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "tanh": np.tanh, "asinh": np.arcsinh,
     "acosh": np.arccosh, "atanh": np.arctanh,
     "erf": _python(math.erf), "erfc": _python(math.erfc), "lgamma": _python(_lgamma),
@@ -157,11 +166,11 @@ EVALUATE: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------- evaluation
 @dataclass
 class Space:
-    """An iteration space: axes (loop variables, outermost first), values of size symbols, memory and layout
-    of the buffers."""
+    """An iteration space: axes (loop variables, outermost first), values of size symbols, memory
+    and layout of the buffers."""
 
     axes: tuple[Atom, ...]
     sizes: Mapping[str, int]
@@ -199,12 +208,14 @@ class Space:
             if a in self.axes:
                 k = self.axes.index(a)
                 n = self.number(a.extent) if a.extent is not None else 0
-                return np.arange(n, dtype=np.int64).reshape([-1 if j == k else 1 for j in range(len(self.axes))])
+                return np.arange(n, dtype=np.int64).reshape(
+                    [-1 if j == k else 1 for j in range(len(self.axes))]
+                )
             return np.asarray(self.sizes[a.name], np.int64)
         x, y = self.integer(a.a, args), self.integer(a.b, args)
         fn: Callable[[Array, Array], Array] = {
-            "div": np.floor_divide, "mod": np.mod, "min": np.minimum, "max": np.maximum, "eq": np.equal,
-            "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+            "div": np.floor_divide, "mod": np.mod, "min": np.minimum, "max": np.maximum,
+            "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
         }[a.kind]  # fmt: skip
         return np.asarray(fn(x, y)).astype(np.int64)
 
@@ -252,7 +263,11 @@ class Space:
             return np.asarray(x != 0)
         if src.is_float and dst.is_int:
             whole = np.where(np.isfinite(x), np.trunc(x), 0)
-            return whole.astype(np.int64).astype(numpy_type(dst)) if dst.nbytes < 8 else whole.astype(numpy_type(dst))
+            return (
+                whole.astype(np.int64).astype(numpy_type(dst))
+                if dst.nbytes < 8
+                else whole.astype(numpy_type(dst))
+            )
         return self._rounded(x, dst)
 
     def _load(self, n: Node, args: list[Array]) -> Array:
@@ -286,7 +301,8 @@ class Space:
         return np.where(good, args[0], 0)
 
     def _require(self, n: Node, good: Array, masks: Sequence[Array]) -> None:
-        """Notes the check of n as failed where its value is not good at a point that its mask allows."""
+        """Notes the check of n as failed where its value is not good at a point that its mask
+        allows."""
         seen = ~good & masks[0] if masks else ~good
         if np.broadcast_to(seen, np.broadcast_shapes(self.shape(), seen.shape)).any():
             self.failed.append(n)
@@ -297,13 +313,17 @@ class Space:
         return np.broadcast_to(x, np.broadcast_shapes(self.shape(), x.shape))
 
 
-# ------------------------------------------------------------------------------------------- reductions
+# --------------------------------------------------------------------------------------- reductions
 def reduce_array(kind: str, x: Array, d: DType, n_inner: int) -> dict[str, Array]:
-    """x combined over its last n_inner axes (kept, with extent 1). Result names as Kernel accs: '' or
-    '.mean', '.m2', '.count'."""
+    """x combined over its last n_inner axes (kept, with extent 1). Result names as Kernel accs: ''
+    or '.mean', '.m2', '.count'."""
     outer = x.shape[: x.ndim - n_inner]
     keep = (*outer, *([1] * n_inner))
-    flat = x.reshape(*outer, -1) if x.size else x.reshape(*outer, math.prod(x.shape[x.ndim - n_inner :]))
+    flat = (
+        x.reshape(*outer, -1)
+        if x.size
+        else x.reshape(*outer, math.prod(x.shape[x.ndim - n_inner :]))
+    )
     if kind == "welford":
         count = flat.shape[-1]
         mean = flat.sum(-1, keepdims=True) / max(count, 1)
@@ -319,7 +339,9 @@ def _reduce_flat(kind: str, x: Array, d: DType) -> Array:
     if kind in ("argmax", "argmin"):
         if x.shape[-1] == 0:
             return np.zeros(x.shape[:-1], np.int64)
-        return np.asarray((np.argmax if kind == "argmax" else np.argmin)(x, axis=-1)).astype(np.int64)
+        return np.asarray((np.argmax if kind == "argmax" else np.argmin)(x, axis=-1)).astype(
+            np.int64
+        )
     fns: dict[str, Any] = {
         "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
         "any": np.logical_or, "all": np.logical_and, "xor": np.bitwise_xor,
@@ -344,14 +366,17 @@ def _greatest(d: DType) -> float:
 
 
 def running_array(kind: str, x: Array) -> Array:
-    """The inclusive scan of x along its last axis. float32 sums and products accumulate in double, as eager's do."""
+    """The inclusive scan of x along its last axis. float32 sums and products accumulate in double,
+    as eager's do."""
     fns: dict[str, Any] = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
     fns["logaddexp"] = np.logaddexp
     wide = x.astype(np.float64) if x.dtype == np.float32 and kind in ("sum", "prod") else x
     return np.asarray(fns[kind].accumulate(wide, axis=-1)).astype(x.dtype)
 
 
-def write(memory: Array, d: DType, offset: Array, value: Array, mask: Array | None, mode: str) -> None:
+def write(
+    memory: Array, d: DType, offset: Array, value: Array, mask: Array | None, mode: str
+) -> None:
     """memory[offset] (mode)= value in row-major order of the points."""
     arrays = (offset, value) if mask is None else (offset, value, mask)
     flat = [a.reshape(-1) for a in np.broadcast_arrays(*arrays)]
@@ -364,7 +389,13 @@ def write(memory: Array, d: DType, offset: Array, value: Array, mask: Array | No
         return
     if mode == "sum":  # of all points that have this place, or none
         memory[...] = 0
-    fn: Any = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "sum": np.add}[mode]
+    fn: Any = {
+        "add": np.add,
+        "mul": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "sum": np.add,
+    }[mode]
     for o, x in zip(flat[0], flat[1], strict=True):
         with np.errstate(all="ignore"):
             old = from_memory(memory[o : o + 1], d)
@@ -372,10 +403,11 @@ def write(memory: Array, d: DType, offset: Array, value: Array, mask: Array | No
             memory[o : o + 1] = to_memory(wide, d)
 
 
-# ------------------------------------------------------------------------------------------------ loops
+# -------------------------------------------------------------------------------------------- loops
 def run_loop(
-    loop: Pointwise | Reduction | Scatter | Scan, memory: Memory, strides: Mapping[str, tuple[Size, ...]],
-    dtypes: Mapping[str, DType], sizes: Mapping[str, int], wide: bool = False,
+    loop: Pointwise | Reduction | Scatter | Scan, memory: Memory,
+    strides: Mapping[str, tuple[Size, ...]], dtypes: Mapping[str, DType], sizes: Mapping[str, int],
+    wide: bool = False,
 ) -> None:  # fmt: skip
     """Runs one loop on memory. Raises CheckFailed where a run-time check does not hold."""
     inner = loop.rvars if isinstance(loop, Reduction) else ()
@@ -397,7 +429,9 @@ def run_loop(
             memory[loop.out][...] = memory[loop.base]
             writes.append((loop.out, loop.index, args, x, mask, loop.mode))
         case Scan():
-            values = np.moveaxis(running_array(loop.kind, np.moveaxis(x, loop.axis, -1)), -1, loop.axis)
+            values = np.moveaxis(
+                running_array(loop.kind, np.moveaxis(x, loop.axis, -1)), -1, loop.axis
+            )
             results = [values, *([_last_equal(x, values, loop.axis)] if len(loop.outs) > 1 else [])]
             for out, value in zip(loop.outs, results, strict=True):
                 if out is not None:
@@ -426,5 +460,6 @@ def kernel_space(
     vars_: Sequence[Expr], rvars: Sequence[Expr], sizes: Mapping[str, int], memory: Memory,
     strides: Mapping[str, tuple[Size, ...]], wide: bool = False,
 ) -> Space:  # fmt: skip
-    """The space of a kernel: outer axes, then inner ones. Used by tests, which know the statements of a plan."""
+    """The space of a kernel: outer axes, then inner ones. Used by tests, which know the statements
+    of a plan."""
     return Space(tuple(_atom(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)

@@ -1,9 +1,9 @@
 """Loop bodies and loops: what each buffer's elements are, as immutable interned data.
 
-A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads carry LOGICAL
-multi-dimensional indices, so a producer is inlined by substituting its variables; strides enter only in the emitters.
-Comes from `plait/ir/record.py`, is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by
-`plait/ir/interp.py`.
+A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads
+carry LOGICAL multi-dimensional indices, so a producer is inlined by substituting its variables;
+strides enter only in the emitters. Comes from `plait/ir/record.py`, is fused by `plait/schedule`,
+printed by `plait/ir/text.py`, run slowly by `plait/ir/interp.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Const = bool | int | float
 class Load:
     """Element index[0], index[1], ... of buffer `buf`.
 
-    index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the value of the load's
-    k-th argument node (i64, promised to lie in range wherever the mask holds). masked: the last argument node is a b1
-    mask; where it is false nothing is read and the value is 0 (False)."""
+    index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the
+    value of the load's k-th argument node (i64, promised to lie in range wherever the mask holds).
+    masked: the last argument node is a b1 mask; where it is false nothing is read and the value is
+    0 (False)."""
 
     buf: str
     index: tuple[Size, ...]
@@ -36,11 +37,14 @@ Attr = Const | Load | Size | str | Bound | Check | None
 
 
 class Node:
-    """One scalar operation; interned: equal nodes are the same object. op: a name of ops.OPS or ops.SPECIAL."""
+    """One scalar operation; interned: equal nodes are the same object. op: a name of ops.OPS or
+    ops.SPECIAL."""
 
     __slots__ = ("op", "args", "attr", "dtype", "_hash", "__weakref__")
 
-    def __init__(self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int) -> None:
+    def __init__(
+        self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int
+    ) -> None:
         self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
 
     def __hash__(self) -> int:
@@ -73,9 +77,11 @@ def forget() -> None:
     _nodes.clear()
 
 
-def node(op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None) -> Node:
-    """The interned node. dtype may be left out where the op table decides it. Raises TypeError where the table
-    forbids it."""
+def node(
+    op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None
+) -> Node:
+    """The interned node. dtype may be left out where the op table decides it. Raises TypeError
+    where the table forbids it."""
     if dtype is None:
         dtype = OPS[op].dtype(*(a.dtype for a in args))
     # repr keeps 0.0, -0.0, False and 0 apart, which compare equal in Python.
@@ -87,7 +93,8 @@ def node(op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType |
 
 
 def const(value: Const, dtype: DType) -> Node:
-    """A constant of that dtype. Ints become floats for float dtypes; floats are rounded by the emitter."""
+    """A constant of that dtype. Ints become floats for float dtypes; floats are rounded by the
+    emitter."""
     if dtype.is_float:
         value = float(value)
     elif dtype == b1:
@@ -103,7 +110,8 @@ def cast(x: Node, dtype: DType) -> Node:
 
 
 def arg_symbol(k: int, size: Size | None = None) -> Expr:
-    """The symbol `$k` in a Load or index attribute: the value of argument node k. size: it is in [0, size) if given."""
+    """The symbol `$k` in a Load or index attribute: the value of argument node k. size: it is in
+    [0, size) if given."""
     return symbol(f"${k}", extent=size) if size is not None else symbol(f"${k}", lo=float("-inf"))
 
 
@@ -140,14 +148,18 @@ def index_exprs(n: Node) -> tuple[Size, ...]:
 
 
 def check_of(n: Node) -> Check | None:
-    """What the call fails with if this node's promise does not hold; None for nodes that promise nothing."""
+    """What the call fails with if this node's promise does not hold; None for nodes that promise
+    nothing."""
     if isinstance(n.attr, Bound):
         return n.attr.check
     return n.attr if isinstance(n.attr, Check) else None
 
 
-def rewrite(root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None) -> Node:
-    """Rebuilds a DAG bottom-up: fn(old node, new args) -> new node. memo is shared between calls that rewrite alike."""
+def rewrite(
+    root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None
+) -> Node:
+    """Rebuilds a DAG bottom-up: fn(old node, new args) -> new node. memo is shared between calls
+    that rewrite alike."""
     memo = {} if memo is None else memo
     for n in walk((root,)):
         if n not in memo:
@@ -160,8 +172,11 @@ def with_args(n: Node, args: tuple[Node, ...]) -> Node:
     return n if args == n.args else node(n.op, args, n.attr, n.dtype)
 
 
-def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None) -> Node:
-    """root with loop variables replaced by expressions (which hold no Arg symbols; see inline for those that do)."""
+def substitute_vars(
+    root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None
+) -> Node:
+    """root with loop variables replaced by expressions (which hold no Arg symbols; see inline for
+    those that do)."""
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
@@ -171,7 +186,11 @@ def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node]
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             value = substitute(n.attr, env)
-            return const(value, n.dtype) if isinstance(value, int) else node("index", args, value, n.dtype)
+            return (
+                const(value, n.dtype)
+                if isinstance(value, int)
+                else node("index", args, value, n.dtype)
+            )
         return with_args(n, args)
 
     return rewrite(root, fn, memo)
@@ -182,12 +201,12 @@ def loop_vars(prefix: str, sizes: tuple[Size, ...]) -> tuple[Expr, ...]:
     return tuple(symbol(f"{prefix}{k}", extent=s) for k, s in enumerate(sizes))
 
 
-# ---------------------------------------------------------------------------------------------- buffers
+# ------------------------------------------------------------------------------------------ buffers
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor in memory. strides: in elements; fixed=False means that the scheduler may still choose the layout.
-    offset: of its first element from what the pointer argument points at (always 0 except for inputs seen as views: 0
-    there too)."""
+    """A tensor in memory. strides: in elements; fixed=False means that the scheduler may still
+    choose the layout. offset: of its first element from what the pointer argument points at (always
+    0 except for inputs seen as views: 0 there too)."""
 
     name: str
     dtype: DType
@@ -197,14 +216,14 @@ class Buffer:
     fixed: bool = False
 
 
-# ---------------------------------------------------------------------------------------------- loops
+# -------------------------------------------------------------------------------------------- loops
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the extents of out's shape,
-    in order.
+    """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the
+    extents of out's shape, in order.
 
-    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one `out`
-    with disjoint indices define it together, and it cannot be inlined."""
+    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several
+    Pointwise of one `out` with disjoint indices define it together, and it cannot be inlined."""
 
     out: str
     vars: tuple[Expr, ...]
@@ -217,9 +236,9 @@ class Pointwise:
 class Reduction:
     """outs[m][vars] = (m-th result of) kind over all rvars of body. vars are i0.., rvars r0...
 
-    One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced axes are NOT kept in
-    outs; a keepdim result is a view. body's dtype is the accumulation dtype; outs have that dtype (i64 for arg
-    reductions, b1 for any/all)."""
+    One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced
+    axes are NOT kept in outs; a keepdim result is a view. body's dtype is the accumulation dtype;
+    outs have that dtype (i64 for arg reductions, b1 for any/all)."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]
@@ -231,12 +250,13 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """out[index] (mode)= body for every point of vars, in row-major order of vars where points collide.
+    """out[index] (mode)= body for every point of vars, in row-major order of vars where points
+    collide.
 
-    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory);
-    where base is out (made by the scheduler only), it updates that buffer in place.
-    index: over vars and Arg symbols, whose values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a
-    b1 node or None: points to leave out."""
+    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies,
+    reuses its memory); where base is out (made by the scheduler only), it updates that buffer in
+    place. index: over vars and Arg symbols, whose values are `index_args`. mode: 'store', 'add',
+    'mul', 'min', 'max'. mask: a b1 node or None: points to leave out."""
 
     out: str
     base: str
@@ -251,9 +271,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum', 'prod', 'max',
-    'min', 'logaddexp'.
-    outs: (values,) or, for max and min, (values, positions i64 as PyTorch's cummax: the last of equal ones)."""
+    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum',
+    'prod', 'max', 'min', 'logaddexp'. outs: (values,) or, for max and min, (values, positions i64
+    as PyTorch's cummax: the last of equal ones)."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]
@@ -268,8 +288,8 @@ Loop = Pointwise | Reduction | Scatter | Scan
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:
-    """A strided tensor operand of an extern: buffer `buf` seen with this shape, strides and element offset (dtype
-    None: the buffer's)."""
+    """A strided tensor operand of an extern: buffer `buf` seen with this shape, strides and element
+    offset (dtype None: the buffer's)."""
 
     buf: str
     shape: tuple[Size, ...]
@@ -280,7 +300,8 @@ class TensorArg:
 
 @dataclass(frozen=True, slots=True)
 class Number(TensorArg):
-    """An output of the program: the only element of an f64 or b1 buffer as a Python float or bool."""
+    """An output of the program: the only element of an f64 or b1 buffer as a Python float or
+    bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,20 +324,17 @@ ExternArg = TensorArg | Scalar | ListArg | Size
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with exactly the strides
-    that its Buffer says.
+    """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with
+    exactly the strides that its Buffer says.
 
-    symbols: names of integer results by position (result k defines that symbol) where a result is an int.
-    aliases: names of buffers that a result may share memory with (views made by an op: then the result keeps them
-    alive).
-    mutates: buffers it writes in place. effectful: must run even if unused, and in program order with other effectful
-    calls.
-    may_keep: it may keep or alias its arguments, so these must not live in an arena. callable_index: >= 0 means
-    Python callable of that number.
-    fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice (mm, convolution,
-    SDPA).
-    out_variant: the result may be computed into memory that plait provides, through op `out_op` with these kwarg
-    names."""
+    symbols: names of integer results by position (result k defines that symbol) where a result is
+    an int. aliases: names of buffers that a result may share memory with (views made by an op: then
+    the result keeps them alive). mutates: buffers it writes in place. effectful: must run even if
+    unused, and in program order with other effectful calls. may_keep: it may keep or alias its
+    arguments, so these must not live in an arena. callable_index: >= 0 means Python callable of
+    that number. fallback: no lowering rule exists (counted and shown by explain), as opposed to
+    extern by choice (mm, convolution, SDPA). out_variant: the result may be computed into memory
+    that plait provides, through op `out_op` with these kwarg names."""
 
     outs: tuple[str | None, ...]
     op: str
@@ -336,7 +354,8 @@ class Extern:
 
     @property
     def fence(self) -> bool:
-        """Whether it decides where, or after what, all that follows runs: nothing moves across it."""
+        """Whether it decides where, or after what, all that follows runs: nothing moves across
+        it."""
         return self.op.startswith("streams::")
 
 
@@ -347,8 +366,9 @@ def fences(ops: Sequence[Op]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this element offset
-    (as_strided, view as another dtype). relative=False: offset counts from the start of base's storage."""
+    """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this
+    element offset (as_strided, view as another dtype). relative=False: offset counts from the start
+    of base's storage."""
 
     out: str
     base: str
@@ -366,7 +386,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Assert:
-    """The call fails with message unless expr != 0; values and error as in wrapper.instructions.AssertScalar."""
+    """The call fails with message unless expr != 0; values and error as in
+    wrapper.instructions.AssertScalar."""
 
     expr: Size
     message: str
@@ -376,8 +397,8 @@ class Assert:
 
 @dataclass(frozen=True, slots=True)
 class Mutate:
-    """Input buffer `target` takes the value of buffer `source` (same shape; the trailing copy_ of a functional graph).
-    Happens after everything else that reads the old value of target."""
+    """Input buffer `target` takes the value of buffer `source` (same shape; the trailing copy_ of a
+    functional graph). Happens after everything else that reads the old value of target."""
 
     target: str
     source: str
@@ -390,13 +411,13 @@ Op = Pointwise | Reduction | Scatter | Scan | Extern | Alias | Item | Assert | M
 class LoopProgram:
     """A lowered graph: what `lower` gives to `schedule`.
 
-    inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque or unused input.
-    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order of the table of
-    tensors.
-    ops: in an order that respects the program. outputs: what the program returns, in order.
-    symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer,
-    'size'|'stride'|'offset', dim), an expression over symbols before it, or None for an int input or an Item.
-    donated: inputs whose memory nobody reads after the call. hints: what symbols were in the call that is compiled for:
+    inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque
+    or unused input. buffers: every buffer by name (inputs and constants too). constants: buffer
+    names in the order of the table of tensors. ops: in an order that respects the program. outputs:
+    what the program returns, in order. symbols: every size symbol that appears, in an order of
+    definition, and where its value comes from: (buffer, 'size'|'stride'|'offset', dim), an
+    expression over symbols before it, or None for an int input or an Item. donated: inputs whose
+    memory nobody reads after the call. hints: what symbols were in the call that is compiled for:
     decisions may be made for these sizes, and are right for all others."""
 
     inputs: tuple[str | tuple[str, str] | None, ...]
@@ -410,7 +431,8 @@ class LoopProgram:
 
 
 IDENTITY: dict[str, str] = {
-    "sum": "0", "prod": "1", "max": "-inf or the least integer", "min": "+inf or the greatest integer", "any": "False",
-    "all": "True", "xor": "0", "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf",
+    "sum": "0", "prod": "1", "max": "-inf or the least integer",
+    "min": "+inf or the greatest integer", "any": "False", "all": "True", "xor": "0",
+    "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf",
     "welford": "mean 0, m2 0, count 0",
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""Define-by-run recording: a lowering rule runs once on a Recorder and leaves an interned body behind.
+"""Define-by-run recording: a lowering rule runs once on a Recorder and leaves an interned body
+behind.
 
-A rule writes `def body(ops, i): return ops.exp(ops.load(x, i)) + ...`; `ops` is a Recorder, values are Nodes. The
-recorder checks dtypes against the op table, folds constants that are exact, and turns data-dependent indices into
-positional Arg symbols.
+A rule writes `def body(ops, i): return ops.exp(ops.load(x, i)) + ...`; `ops` is a Recorder, values
+are Nodes. The recorder checks dtypes against the op table, folds constants that are exact, and
+turns data-dependent indices into positional Arg symbols.
 """
 
 from __future__ import annotations
@@ -11,14 +12,26 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
-from plait.ir.loops import Const, Load, Node, arg_symbol, cast, const, index_exprs, is_arg, node, rewrite, walk
+from plait.ir.loops import (
+    Const,
+    Load,
+    Node,
+    arg_symbol,
+    cast,
+    const,
+    index_exprs,
+    is_arg,
+    node,
+    rewrite,
+    walk,
+)
 from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
 
 class Recorder:
-    """Records one body. Every name of the op table is called through `op`; loads, indices, masks and constants have
-    methods of their own."""
+    """Records one body. Every name of the op table is called through `op`; loads, indices, masks
+    and constants have methods of their own."""
 
     def __init__(self) -> None:
         self._indirect: dict[Atom, Node] = {}
@@ -48,24 +61,27 @@ class Recorder:
         return node("index", args, exprs[0], i64)
 
     def load(self, buf: str, index: Sequence[Size], dtype: DType) -> Node:
-        """Element index[0], index[1], ... of buffer buf (logical indices). Under `masked`, only where the masks
-        hold."""
+        """Element index[0], index[1], ... of buffer buf (logical indices). Under `masked`, only
+        where the masks hold."""
         exprs, args = self.take_args(tuple(index))
         if self._masks:
             return node("load", (*args, self._mask()), Load(buf, exprs, masked=True), dtype)
         return node("load", args, Load(buf, exprs), dtype)
 
     def indirect(self, value: Node, size: Size) -> Expr:
-        """An index expression whose value is a computed i64, which is promised to lie in [0, size)."""
+        """An index expression whose value is a computed i64, which is promised to lie in [0,
+        size)."""
         name = f"%{len(self._indirect)}"
         sym = symbol(name, extent=size)
         assert sym.symbol is not None
         self._indirect[sym.symbol] = cast(value, i64)
         return sym
 
-    def checked(self, value: Node, size: Size, wrap: bool = True, check: Check = OUT_OF_RANGE) -> Expr:
-        """As indirect, but checked at run time: outside [-size, size) (wrap) or [0, size) the call fails with
-        `check`."""
+    def checked(
+        self, value: Node, size: Size, wrap: bool = True, check: Check = OUT_OF_RANGE
+    ) -> Expr:
+        """As indirect, but checked at run time: outside [-size, size) (wrap) or [0, size) the call
+        fails with `check`."""
         value = cast(value, i64)
         if wrap:
             zero = const(0, i64)
@@ -87,8 +103,8 @@ class Recorder:
         return node("nonzero", args, check, value.dtype)
 
     def masked(self, mask: Node, body: Callable[[], Node], other: Const) -> Node:
-        """body() where mask holds, `other` elsewhere; loads inside body touch memory only where mask (and masks
-        around it) hold."""
+        """body() where mask holds, `other` elsewhere; loads inside body touch memory only where
+        mask (and masks around it) hold."""
         if mask.dtype != b1:
             raise TypeError(f"a mask must be b1, not {mask.dtype}")
         self._masks.append(mask)
@@ -103,7 +119,8 @@ class Recorder:
         return out
 
     def take_args(self, exprs: tuple[Size, ...]) -> tuple[tuple[Size, ...], tuple[Node, ...]]:
-        """Renumbers the indirect symbols in exprs to $0, $1, ... in order of first appearance and lists their nodes."""
+        """Renumbers the indirect symbols in exprs to $0, $1, ... in order of first appearance and
+        lists their nodes."""
         order: list[Atom] = []
         for e in exprs:
             for a in sorted(free_symbols(e), key=lambda t: t.name):
@@ -130,8 +147,9 @@ def keep_checks(value: Node, others: tuple[Node, ...]) -> Node:
 def inline(root: Node, producers: dict[str, tuple[tuple[Expr, ...], Node]]) -> Node:
     """root with every load of a producer buffer replaced by the producer's body at that index.
 
-    producers: buffer -> (its loop variables, its body). The producer's own loads inherit the mask of the load they
-    replace, and its indices may meet data-dependent ones (Arg symbols), which are renumbered.
+    producers: buffer -> (its loop variables, its body). The producer's own loads inherit the mask
+    of the load they replace, and its indices may meet data-dependent ones (Arg symbols), which are
+    renumbered.
     """
     memo: dict[Node, Node] = {}
 
@@ -159,13 +177,19 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
         if n.op not in ("load", "index", *CHECKED):
             return n if args == n.args else node(n.op, args, n.attr, n.dtype)
         if n.op in CHECKED:
-            both = args if mask is None else (args[0], _and(args[1], mask) if len(args) > 1 else mask)
+            both = (
+                args if mask is None else (args[0], _and(args[1], mask) if len(args) > 1 else mask)
+            )
             return node(n.op, both, n.attr, n.dtype)
         inner_mask = args[-1] if isinstance(n.attr, Load) and n.attr.masked else None
         inner = args[:-1] if inner_mask is not None else args
         exprs, new_args = _merge_args(index_exprs(n), inner, env, outer)
         if n.op == "index":
-            return const(exprs[0], n.dtype) if isinstance(exprs[0], int) else node("index", new_args, exprs[0], n.dtype)
+            return (
+                const(exprs[0], n.dtype)
+                if isinstance(exprs[0], int)
+                else node("index", new_args, exprs[0], n.dtype)
+            )
         assert isinstance(n.attr, Load)
         m = inner_mask if mask is None else mask if inner_mask is None else _and(inner_mask, mask)
         if m is not None:
@@ -185,8 +209,8 @@ def _and(a: Node, b: Node) -> Node:
 def _merge_args(
     exprs: tuple[Size, ...], inner: tuple[Node, ...], env: dict[Atom, Size], outer: tuple[Node, ...]
 ) -> tuple[tuple[Size, ...], tuple[Node, ...]]:
-    """Substitutes env into exprs whose $k mean inner[k]; the $k in env's values mean outer[k]. Returns exprs over one
-    new argument list."""
+    """Substitutes env into exprs whose $k mean inner[k]; the $k in env's values mean outer[k].
+    Returns exprs over one new argument list."""
     # First move the inner symbols out of the way, then substitute, then renumber all that is left.
     moved: dict[Atom, Size] = {}
     names: dict[str, Node] = {}
@@ -200,7 +224,9 @@ def _merge_args(
     order: list[tuple[Atom, Node]] = []
     for e in out:
         for a in sorted(free_symbols(e), key=lambda t: t.name):
-            value = names[a.name] if a.name in names else outer[int(a.name[1:])] if is_arg(a) else None
+            value = (
+                names[a.name] if a.name in names else outer[int(a.name[1:])] if is_arg(a) else None
+            )
             if value is not None and all(a != seen for seen, _ in order):
                 order.append((a, value))
     args: list[Node] = []

@@ -1,9 +1,9 @@
-"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads aside) wherever the
-old one has one.
+"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads
+aside) wherever the old one has one.
 
-A rule takes a node whose arguments are simplified already and returns its replacement, or None where it does not match.
-`Simplifier` applies the rules to a fixed point, bottom-up, and remembers what it has done. On floats x + 0 is not x
-(for -0.0), so no such rule is here.
+A rule takes a node whose arguments are simplified already and returns its replacement, or None
+where it does not match. `Simplifier` applies the rules to a fixed point, bottom-up, and remembers
+what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def preserves(a: DType, b: DType) -> bool:
     return bits <= b.nbytes * 8 - (b.kind == "i")
 
 
-# ---------------------------------------------------------------------------------------------- matching
+# ----------------------------------------------------------------------------------------- matching
 def _const(n: Node) -> bool | int | float | None:
     if n.op == "const":
         assert isinstance(n.attr, (bool, int, float))
@@ -106,8 +106,12 @@ def _index(e: Size, args: tuple[Node, ...]) -> Node:
     return node("index", args, e, i64)
 
 
-# ---------------------------------------------------------------------------------------------- integers
-_INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {"add": add, "sub": lambda a, b: add(a, mul(b, -1)), "mul": mul}
+# ----------------------------------------------------------------------------------------- integers
+_INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {
+    "add": add,
+    "sub": lambda a, b: add(a, mul(b, -1)),
+    "mul": mul,
+}
 
 
 def index_arithmetic(s: Simplifier, n: Node) -> Node | None:
@@ -240,7 +244,7 @@ def mask_known(s: Simplifier, n: Node) -> Node | None:
     return node("load", n.args[:-1], Load(n.attr.buf, n.attr.index), n.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- logic
+# -------------------------------------------------------------------------------------------- logic
 def logic(s: Simplifier, n: Node) -> Node | None:
     """and, or, xor of b1 with a constant or with itself."""
     if n.dtype != b1:
@@ -326,7 +330,7 @@ def where_opposite(s: Simplifier, n: Node) -> Node | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------- casts
+# -------------------------------------------------------------------------------------------- casts
 def cast_of_cast(s: Simplifier, n: Node) -> Node | None:
     (a,) = n.args
     if a.op == "cast" and preserves(a.args[0].dtype, a.dtype):
@@ -365,7 +369,7 @@ def _rounded(c: float, dtype: DType) -> float | None:
     return c if c == 0 or (Fraction(c).denominator <= 64 and abs(c) <= 128) else None
 
 
-# ---------------------------------------------------------------------------------------------- arithmetic
+# --------------------------------------------------------------------------------------- arithmetic
 def times_one(s: Simplifier, n: Node) -> Node | None:
     a, b = n.args
     if _is(b, 1):
@@ -433,7 +437,8 @@ for _name, _ops, _rule in RULES:
 
 
 class Simplifier:
-    """Applies the rules. One serves a whole program: bodies that share nodes are simplified once."""
+    """Applies the rules. One serves a whole program: bodies that share nodes are simplified
+    once."""
 
     def __init__(self) -> None:
         self._done: dict[Node, Node] = {}

@@ -1,9 +1,11 @@
-"""Integer expressions for sizes, strides and indices: interned, immutable, in an affine normal form.
+"""Integer expressions for sizes, strides and indices: interned, immutable, in an affine normal
+form.
 
-An expression is a constant plus a sum of coefficient * monomial; a monomial is a product of atoms: symbols, floor
-divisions, remainders, minima, maxima and comparisons. A constant expression is always a plain `int`, so `Size = int |
-Expr` and every function here takes and returns Sizes. Building an expression simplifies it at once, from the ranges
-that symbols carry with them. Division and remainder are Python's (towards minus infinity); divisors are positive.
+An expression is a constant plus a sum of coefficient * monomial; a monomial is a product of atoms:
+symbols, floor divisions, remainders, minima, maxima and comparisons. A constant expression is
+always a plain `int`, so `Size = int | Expr` and every function here takes and returns Sizes.
+Building an expression simplifies it at once, from the ranges that symbols carry with them. Division
+and remainder are Python's (towards minus infinity); divisors are positive.
 
 Nothing here knows SymPy or torch: the border to ShapeEnv is `plait/lower/symbols.py`.
 """
@@ -25,10 +27,12 @@ Bound: TypeAlias = float  # an int, or +-inf
 
 
 class Atom:
-    """A factor of a monomial. kind: 'sym', 'div', 'mod', 'min', 'max', 'eq', 'ne', 'lt', 'le', a name of FUNCTIONS.
+    """A factor of a monomial. kind: 'sym', 'div', 'mod', 'min', 'max', 'eq', 'ne', 'lt', 'le', a
+    name of FUNCTIONS.
 
-    For 'sym', name/lo/hi/extent hold: lo <= value <= hi, and value < extent where extent is known (loop variables).
-    For the others, a and b are the operands. key orders atoms and names them in text.
+    For 'sym', name/lo/hi/extent hold: lo <= value <= hi, and value < extent where extent is known
+    (loop variables). For the others, a and b are the operands. key orders atoms and names them in
+    text.
     """
 
     __slots__ = ("kind", "name", "lo", "hi", "extent", "a", "b", "key", "_hash", "_bounds")
@@ -37,7 +41,14 @@ class Atom:
         self, kind: str, key: str, name: str = "", lo: Bound = -_INF, hi: Bound = _INF,
         extent: Size | None = None, a: Size = 0, b: Size = 0,
     ) -> None:  # fmt: skip
-        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (kind, key, name, lo, hi, extent)
+        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (
+            kind,
+            key,
+            name,
+            lo,
+            hi,
+            extent,
+        )
         self.a, self.b = a, b
         self._hash = hash((kind, key, lo, hi))
         self._bounds: tuple[Bound, Bound] | None = None
@@ -51,7 +62,8 @@ class Atom:
         return (
             isinstance(other, Atom)
             and self._hash == other._hash
-            and (self.kind, self.key, self.lo, self.hi) == (other.kind, other.key, other.lo, other.hi)
+            and (self.kind, self.key, self.lo, self.hi)
+            == (other.kind, other.key, other.lo, other.hi)
             and self.extent == other.extent
             and self.a == other.a  # equal text does not do: symbols of one name may differ in range
             and self.b == other.b
@@ -153,7 +165,7 @@ def _expr_text(e: Expr) -> str:
     return " + ".join(parts).replace("+ -", "- ")
 
 
-# -------------------------------------------------------------------------------------------- interning
+# ---------------------------------------------------------------------------------------- interning
 _atoms: dict[object, Atom] = {}
 _exprs: dict[tuple[int, Terms], Expr] = {}
 _memo: dict[tuple[str, Size, Size], Size] = {}
@@ -165,7 +177,8 @@ def interned() -> int:
 
 
 def forget() -> None:
-    """Drops the intern tables. Expressions made before stay valid and compare equal to later ones."""
+    """Drops the intern tables. Expressions made before stay valid and compare equal to later
+    ones."""
     _atoms.clear()
     _exprs.clear()
     _memo.clear()
@@ -182,7 +195,8 @@ def _intern(const: int, terms: Terms) -> Size:
 
 
 def symbol(name: str, lo: Bound = 0, hi: Bound = _INF, extent: Size | None = None) -> Expr:
-    """A symbol with lo <= value <= hi. extent: also value < extent (and lo is 0): a loop variable."""
+    """A symbol with lo <= value <= hi. extent: also value < extent (and lo is 0): a loop
+    variable."""
     if isinstance(extent, int):
         hi = min(hi, extent - 1)
     elif extent is not None:
@@ -221,7 +235,7 @@ def _atom(kind: str, a: Size, b: Size) -> Expr:
     return e
 
 
-# -------------------------------------------------------------------------------------------- arithmetic
+# --------------------------------------------------------------------------------------- arithmetic
 def _mono_key(mono: Mono) -> tuple[str, ...]:
     return tuple(a.key for a in mono)
 
@@ -239,7 +253,8 @@ def _from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
 
 
 def _join_div_mod(const: int, terms: Terms) -> Size | None:
-    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)); or None."""
+    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)); or
+    None."""
     for i, (mono, c) in enumerate(terms):
         for k, atom in enumerate(mono):
             if atom.kind != "mod":
@@ -417,22 +432,27 @@ def _floordiv(a: Size, b: Size) -> Size:
         if inner.kind == "div":
             return floordiv(inner.a, mul(inner.b, b))
         if inner.kind == "mod":  # (x % (m*b)) // b == (x // b) % m
-            m, rest = (inner.b // b, inner.b % b) if isinstance(inner.b, int) and isinstance(b, int) else (
-                _split(inner.b, b) if isinstance(inner.b, Expr) else (0, 1))  # fmt: skip
+            m, rest = (
+                (inner.b // b, inner.b % b)
+                if isinstance(inner.b, int) and isinstance(b, int)
+                else (_split(inner.b, b) if isinstance(inner.b, Expr) else (0, 1))
+            )
             if rest == 0 and m != 0:
                 return mod(floordiv(inner.a, b), m)
     return _atom("div", a, b)
 
 
 def _coarse(a: Expr, b: int) -> tuple[int, Size, Size] | None:
-    """(g, y, low) with a == g*y + low, 0 <= low < g and g a divisor of b: a // b == y // (b // g)."""
+    """(g, y, low) with a == g*y + low, 0 <= low < g and g a divisor of b: a // b == y // (b //
+    g)."""
     steps = sorted({gcd(b, c) for _, c in a.terms} - {1}, reverse=True)
     parts = ((g, *_split(a, g)) for g in steps)
     return next((p for p in parts if known_nonneg(p[2]) and known_lt(p[2], p[0])), None)
 
 
 def _common_factor(a: Expr, b: Expr) -> tuple[Size, Size] | None:
-    """(a', b') with a // b == a' // b', dividing both by one symbol of b that divides part of a and bounds the rest."""
+    """(a', b') with a // b == a' // b', dividing both by one symbol of b that divides part of a and
+    bounds the rest."""
     if b.const or len(b.terms) != 1:
         return None
     for atom in b.terms[0][0]:
@@ -540,9 +560,10 @@ def compare(op: str, a: Size, b: Size) -> Size:
     return 1 if yes else 0 if no else _atom(op, a, b)
 
 
-# -------------------------------------------------------------------------------------------- ranges
+# ------------------------------------------------------------------------------------------- ranges
 def _values(e: Size) -> tuple[Bound, Bound]:
-    """What e may be at run time: a constant any integer (torch asserts n <= 2 ** 64 - 4), all else 64 bits."""
+    """What e may be at run time: a constant any integer (torch asserts n <= 2 ** 64 - 4), all else
+    64 bits."""
     lo, hi = bounds(e)
     return (lo, hi) if isinstance(e, int) else (max(lo, -(2**63)), min(hi, 2**63 - 1))
 
@@ -573,7 +594,11 @@ def _compute_atom_bounds(a: Atom) -> tuple[Bound, Bound]:
     if a.kind == "mod":
         return 0, min(bhi - 1, ahi) if alo >= 0 else bhi - 1
     blo = max(blo, 1)
-    lo = alo // blo if alo < 0 and alo != -_INF else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
+    lo = (
+        alo // blo
+        if alo < 0 and alo != -_INF
+        else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
+    )
     hi = _INF if ahi == _INF else (ahi // blo if ahi >= 0 else (-1 if bhi == _INF else ahi // bhi))
     return lo, hi
 
@@ -682,7 +707,7 @@ def exact_div(a: Size, b: Size) -> Size | None:
     return q if r == 0 else None
 
 
-# -------------------------------------------------------------------------------------------- walking
+# ------------------------------------------------------------------------------------------ walking
 def free_symbols(e: Size) -> frozenset[Atom]:
     """All symbols in e, those inside divisions included."""
     if isinstance(e, int):
@@ -708,7 +733,8 @@ _BUILD: dict[str, Callable[[Size, Size], Size]] = {
 
 
 def substitute(e: Size, env: Mapping[Atom, Size]) -> Size:
-    """e with symbols replaced, simplified again. env: symbol atom (`expr.symbol`) -> replacement."""
+    """e with symbols replaced, simplified again. env: symbol atom (`expr.symbol`) ->
+    replacement."""
     if isinstance(e, int) or not env or free_symbols(e).isdisjoint(env):
         return e
     out: Size = e.const
@@ -741,7 +767,11 @@ def evaluate(e: Size, env: Mapping[str, int]) -> int:
     out = e.const
     for mono, c in e.terms:
         for a in mono:
-            c *= env[a.name] if a.kind == "sym" else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
+            c *= (
+                env[a.name]
+                if a.kind == "sym"
+                else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
+            )
         out += c
     return out
 
@@ -754,11 +784,18 @@ def coefficient(e: Size, var: Atom) -> Size | None:
     for mono, c in e.terms:
         n = mono.count(var)
         if n == 0:
-            if any(var in free_symbols(a.a) or var in free_symbols(a.b) for a in mono if a.kind != "sym"):
+            if any(
+                var in free_symbols(a.a) or var in free_symbols(a.b)
+                for a in mono
+                if a.kind != "sym"
+            ):
                 return None
         elif n == 1:
             rest = tuple(a for a in mono if a != var)
-            if any(a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b)) for a in rest):
+            if any(
+                a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b))
+                for a in rest
+            ):
                 return None
             out = add(out, _from_terms(0, {rest: c}) if rest else c)
         else:
@@ -782,7 +819,9 @@ def is_contiguous(e: Size, var: Atom) -> bool:
         return step == 1
     last = min(RUN, var.extent) - 1 if isinstance(var.extent, int) else RUN - 1
     start: dict[Atom, Size] = {a: 0 for a in free_symbols(e) if a.extent is not None}
-    return last > 0 and add(substitute(e, {**start, var: last}), mul(substitute(e, start), -1)) == last
+    return (
+        last > 0 and add(substitute(e, {**start, var: last}), mul(substitute(e, start), -1)) == last
+    )
 
 
 def numel(shape: Iterable[Size]) -> Size:

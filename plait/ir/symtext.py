@@ -1,9 +1,9 @@
 """Integer expressions as Python text, exact both ways: symbols are declared with their ranges.
 
-`Scope` gives every symbol a variable name (its own name where that is free) and prints declarations such as
-`s0 = symbol(lo=2)`; `Reader` reads declarations and expressions back from the syntax tree of Python's own parser.
-Two symbols of one name and different ranges get two variables. What all texts spell alike is here too: names, tensor
-types, constants.
+`Scope` gives every symbol a variable name (its own name where that is free) and prints declarations
+such as `s0 = symbol(lo=2)`; `Reader` reads declarations and expressions back from the syntax tree
+of Python's own parser. Two symbols of one name and different ranges get two variables. What all
+texts spell alike is here too: names, tensor types, constants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Scope:
         self.lines: list[str] = []
 
     def declare(self, atom: Atom) -> str:
-        """The variable of a symbol; on first use a declaration line is added to the outermost scope's `lines`."""
+        """The variable of a symbol; on first use a declaration line is added to the outermost
+        scope's `lines`."""
         if atom in self.names:
             return self.names[atom]
         if self.outer is not None:
@@ -59,7 +60,9 @@ class Scope:
     def bind(self, atom: Atom) -> str:
         """Gives a symbol a free variable name without a declaration line."""
         stem = atom.name if is_variable(atom.name) else "sym"
-        stem = f"k{atom.name[1:]}" if atom.name.startswith("$") else stem  # a position among arguments
+        stem = (
+            f"k{atom.name[1:]}" if atom.name.startswith("$") else stem
+        )  # a position among arguments
         name, k = stem, 2
         while name in self.taken or _VALUE.fullmatch(name):
             name, k = f"{stem}_{k}", k + 1
@@ -110,7 +113,8 @@ def _paren(text: str) -> str:
 
 
 def symbol_text(a: Atom, variable: str, extent: str | None) -> str:
-    """The declaration of a symbol that has this variable: `symbol(lo=2)`. extent: the text of its extent."""
+    """The declaration of a symbol that has this variable: `symbol(lo=2)`. extent: the text of its
+    extent."""
     parts = [] if a.name == variable else [repr(a.name)]
     hi = INF
     if extent is not None and a.extent is not None:
@@ -138,7 +142,8 @@ def name_text(name: str) -> str:
 
 
 def literal_text(kind: str, value: str) -> str:
-    """A constant operand (see wrapper.instructions.Literal): Python's where that is exact, else kind('text')."""
+    """A constant operand (see wrapper.instructions.Literal): Python's where that is exact, else
+    kind('text')."""
     if kind == "none" and not value:
         return "None"
     if kind == "str":
@@ -188,7 +193,11 @@ class Reader:
         if not (isinstance(s, ast.Assign) and isinstance(s.value, ast.Call)):
             return False
         call, target = s.value, s.targets[0]
-        if not (isinstance(call.func, ast.Name) and call.func.id == "symbol" and isinstance(target, ast.Name)):
+        if not (
+            isinstance(call.func, ast.Name)
+            and call.func.id == "symbol"
+            and isinstance(target, ast.Name)
+        ):
             return False
         name = text_of(call.args[0]) if call.args else target.id
         given = keywords(call, ("lo", "hi", "extent"))
@@ -205,7 +214,9 @@ class Reader:
     def tensor_type(self, e: ast.expr) -> tuple[DType, tuple[Size, ...], tuple[Size, ...]]:
         """dtype, sizes and strides of `f32[s0, 8] @ (8, 1)`."""
         match e:
-            case ast.BinOp(left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()):
+            case ast.BinOp(
+                left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
+            ):
                 if dtype not in DTYPES:
                     raise wrong(e, "an element type")
                 return DTYPES[dtype], self.index(shape), self.sizes(e.right)
@@ -306,7 +317,8 @@ def name_of(e: ast.expr) -> str:
 
 
 def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, ast.expr]:
-    """The keyword arguments of a call, by name. Raises TextError for one that is not known (if known is given)."""
+    """The keyword arguments of a call, by name. Raises TextError for one that is not known (if
+    known is given)."""
     for k in call.keywords:
         if k.arg is None or (known is not None and k.arg not in known):
             raise wrong(call, f"only the arguments {', '.join(known or ('that have names',))}")

@@ -1,9 +1,10 @@
-"""Loops and loop programs as Python-like text for people, which reads back: `read_program(program_text(p)) == p`.
+"""Loops and loop programs as Python-like text for people, which reads back:
+`read_program(program_text(p)) == p`.
 
-A loop is a function: its parameters are the loop variables (reduced ones after `*`), `-> y` is what it defines, each
-line is one scalar operation, `return` says what becomes of the last value. Values are named t0, t1, ... within a loop.
-An index that is computed from data is a symbol k0, k1, ..., which `load(x[k0, i1], k0=t2)` gives its value.
-Python's parser reads the text; nothing runs it.
+A loop is a function: its parameters are the loop variables (reduced ones after `*`), `-> y` is what
+it defines, each line is one scalar operation, `return` says what becomes of the last value. Values
+are named t0, t1, ... within a loop. An index that is computed from data is a symbol k0, k1, ...,
+which `load(x[k0, i1], k0=t2)` gives its value. Python's parser reads the text; nothing runs it.
 """
 
 from __future__ import annotations
@@ -65,10 +66,14 @@ from plait.ir.symtext import (
 
 
 def program_text(p: LoopProgram) -> str:
-    """A whole loop program: its inputs, symbols and buffers, then every op in order, then what it returns."""
+    """A whole loop program: its inputs, symbols and buffers, then every op in order, then what it
+    returns."""
     scope = program_scope(p)
     lines = [f"inputs({', '.join(_input(i) for i in p.inputs)})"]
-    lines += [f"given({name!r}{_source(source, scope)}{_hint(p, name)})" for name, source in p.symbols.items()]
+    lines += [
+        f"given({name!r}{_source(source, scope)}{_hint(p, name)})"
+        for name, source in p.symbols.items()
+    ]
     lines += [buffer_line(b, scope) for b in p.buffers.values()]
     for what, names in (("constants", p.constants), ("donated", p.donated)):
         lines += [f"{what}({', '.join(map(name_text, names))})"] if names else []
@@ -81,8 +86,8 @@ def program_text(p: LoopProgram) -> str:
 def read_program(text: str) -> LoopProgram:
     """The loop program that a text describes.
 
-    Raises TextError, or SyntaxError for what is no Python, with the line. Whether the program is legal is another
-    question: ir/verify.py answers it.
+    Raises TextError, or SyntaxError for what is no Python, with the line. Whether the program is
+    legal is another question: ir/verify.py answers it.
     """
     reader = OpReader()
     inputs: tuple[str | tuple[str, str] | None, ...] = ()
@@ -109,10 +114,12 @@ def read_program(text: str) -> LoopProgram:
         else:
             ops.append(reader.op(s))
     constants, donated = named["constants"], named["donated"]
-    return LoopProgram(inputs, reader.buffers, constants, tuple(ops), outputs, symbols, donated, hints)
+    return LoopProgram(
+        inputs, reader.buffers, constants, tuple(ops), outputs, symbols, donated, hints
+    )
 
 
-# ---------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 def program_scope(p: LoopProgram) -> Scope:
     """The scope of a program's text: symbols get other names than buffers and loop variables."""
     vars_ = [v for op in p.ops for v in (*getattr(op, "vars", ()), *getattr(op, "rvars", ()))]
@@ -136,7 +143,8 @@ def _hint(p: LoopProgram, name: str) -> str:
 
 
 def buffer_line(b: Buffer, scope: Scope) -> str:
-    """The declaration of a buffer: type, sizes, strides, whether its layout is fixed, its device if not the CPU."""
+    """The declaration of a buffer: type, sizes, strides, whether its layout is fixed, its device if
+    not the CPU."""
     facts = ["fixed"] if b.fixed else []
     facts += [repr(b.device)] if b.device != "cpu" else []
     is_so = f" = {', '.join(facts)}" if facts else ""
@@ -302,7 +310,9 @@ _EXTERN = {
 def extern_line(e: Extern, scope: Scope) -> str:
     """A call of an operator: `o = call('aten::mm', fallback=False)(x[8, 4] @ (4, 1), 3)`."""
     facts = [
-        f"{name}={_fact(getattr(e, name), scope)}" for name, default in _EXTERN.items() if getattr(e, name) != default
+        f"{name}={_fact(getattr(e, name), scope)}"
+        for name, default in _EXTERN.items()
+        if getattr(e, name) != default
     ]
     args = [_operand(a, scope) for a in e.args]
     for k, a in e.kwargs:
@@ -334,7 +344,7 @@ def _operand(a: ExternArg, scope: Scope) -> str:
             return scope.size(a)
 
 
-# ---------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 def _read_input(e: ast.expr) -> str | tuple[str, str] | None:
     if isinstance(e, ast.Constant) and e.value is None:
         return None
@@ -354,7 +364,9 @@ def _read_source(call: ast.Call, reader: OpReader) -> tuple[str, str, int] | Siz
 
 def is_element(e: ast.expr) -> TypeGuard[ast.Subscript]:
     """Whether this is `x[...]` rather than a name that is spelled ref['x']."""
-    return isinstance(e, ast.Subscript) and not (isinstance(e.value, ast.Name) and e.value.id == "ref")
+    return isinstance(e, ast.Subscript) and not (
+        isinstance(e.value, ast.Name) and e.value.id == "ref"
+    )
 
 
 def _int(e: ast.expr) -> int:
@@ -382,7 +394,9 @@ def dtype_of(e: ast.expr) -> DType:
 
 def optional_name(e: ast.expr) -> str | None:
     """A name, or None for `_` and None."""
-    empty = (isinstance(e, ast.Constant) and e.value is None) or (isinstance(e, ast.Name) and e.id == "_")
+    empty = (isinstance(e, ast.Constant) and e.value is None) or (
+        isinstance(e, ast.Name) and e.id == "_"
+    )
     return None if empty else name_of(e)
 
 
@@ -408,7 +422,9 @@ class OpReader:
     def _buffer(self, s: ast.AnnAssign) -> Buffer:
         dtype, shape, strides = self.symbols.tensor_type(s.annotation)
         device, fixed = "cpu", False
-        facts = [] if s.value is None else s.value.elts if isinstance(s.value, ast.Tuple) else [s.value]  # fmt: skip
+        facts = (
+            [] if s.value is None else s.value.elts if isinstance(s.value, ast.Tuple) else [s.value]
+        )
         for e in facts:
             if isinstance(e, ast.Name) and e.id == "fixed":
                 fixed = True
@@ -421,7 +437,9 @@ class OpReader:
         if isinstance(s, ast.FunctionDef):
             return self._loop(s)
         match s:
-            case ast.Assign(targets=[ast.Subscript(value=target, slice=ast.Constant(value=v))]) if v is ...:
+            case ast.Assign(targets=[ast.Subscript(value=target, slice=ast.Constant(value=v))]) if (
+                v is ...
+            ):
                 return Mutate(name_of(target), name_of(s.value))
             case ast.Assign(targets=[left], value=ast.Call() as call):
                 if word(call) == "memory":
@@ -521,7 +539,8 @@ class OpReader:
 
 
 class BodyReader:
-    """Reads the lines of one loop body. vars, rvars: its loop variables; values: what t0, t1, ... are."""
+    """Reads the lines of one loop body. vars, rvars: its loop variables; values: what t0, t1, ...
+    are."""
 
     def __init__(self, symbols: Reader, params: ast.arguments) -> None:
         self.symbols = Reader(symbols)
@@ -543,7 +562,9 @@ class BodyReader:
     def split_origin(self, lines: list[ast.stmt]) -> tuple[tuple[str, ...], list[ast.stmt]]:
         """The origins that stand in the first line, if any do, and the other lines."""
         e = lines[0].value if isinstance(lines[0], ast.Expr) else None
-        if not isinstance(e, ast.Tuple) and not (isinstance(e, ast.Constant) and isinstance(e.value, str)):
+        if not isinstance(e, ast.Tuple) and not (
+            isinstance(e, ast.Constant) and isinstance(e.value, str)
+        ):
             return (), list(lines)
         texts = e.elts if isinstance(e, ast.Tuple) else [e]
         return tuple(text_of(x) for x in texts), list(lines[1:])
@@ -669,4 +690,6 @@ def _scatter(out: ast.expr, end: ast.expr, body: BodyReader, origin: tuple[str, 
     args, mask = body.given(call)
     index = body.symbols.index(out.slice)
     value = body.value(positional(call, 0))
-    return Scatter(name_of(out.value), name_of(base), body.vars, index, args, value, mode, mask, origin)  # fmt: skip
+    return Scatter(
+        name_of(out.value), name_of(base), body.vars, index, args, value, mode, mask, origin
+    )

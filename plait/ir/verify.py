@@ -1,7 +1,8 @@
 """The legality of LoopPrograms: what every pass may rely on and must keep.
 
-Comes in: a program and the name of the pass that made it. Raises InternalError with that name and the object that
-breaks a rule; gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when debugging.
+Comes in: a program and the name of the pass that made it. Raises InternalError with that name and
+the object that breaks a rule; gives back nothing. Costs one walk over all nodes, so the pipeline
+runs it in tests and when debugging.
 """
 
 from __future__ import annotations
@@ -83,10 +84,13 @@ class _Verify:
         for e in exprs:
             for a in sz.free_symbols(e):
                 if a not in allowed and a.name not in self.program.symbols:
-                    raise self.fail(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
+                    raise self.fail(
+                        f"the symbol {a} in {e} is neither a loop variable nor a size symbol"
+                    )
 
     def space(self, vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
-        """The symbols of loop variables, which must be distinct and (if a shape is given) range over it."""
+        """The symbols of loop variables, which must be distinct and (if a shape is given) range
+        over it."""
         atoms = [v.symbol for v in vars_]
         found = frozenset(a for a in atoms if a is not None and a.extent is not None)
         if len(found) != len(vars_):
@@ -94,7 +98,9 @@ class _Verify:
         if shape is not None:
             extents = tuple(a.extent for a in atoms if a is not None)
             if extents != tuple(shape):
-                raise self.fail(f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}")
+                raise self.fail(
+                    f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}"
+                )
         return found
 
     # ---- ops
@@ -162,7 +168,11 @@ class _Verify:
     def scatter(self, op: ir.Scatter) -> None:
         out, base = self.buffer(op.out), self.buffer(op.base)
         self.use(op.base)
-        if (out.shape, out.dtype) != (base.shape, base.dtype) or op.body.dtype != out.dtype or op.mode not in _MODES:
+        if (
+            (out.shape, out.dtype) != (base.shape, base.dtype)
+            or op.body.dtype != out.dtype
+            or op.mode not in _MODES
+        ):
             raise self.fail(f"scatter ({op.mode}) of {op.body.dtype} into {out} based on {base}")
         atoms = self.space(op.vars)
         for n in (op.body, *op.index_args, *(() if op.mask is None else (op.mask,))):
@@ -201,7 +211,11 @@ class _Verify:
         self.use(op.target)
         self.use(op.source)
         a, b = self.buffer(op.target), self.buffer(op.source)
-        if op.target not in self.program.inputs or a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        if (
+            op.target not in self.program.inputs
+            or a.dtype != b.dtype
+            or len(a.shape) != len(b.shape)
+        ):
             raise self.fail(f"{a} cannot take the value of {b}")
 
     def operand(self, a: ir.ExternArg) -> None:
@@ -242,7 +256,8 @@ class _Verify:
             raise self.fail(f"a bitcast of {n.args[0].dtype} to {n.dtype}")
 
     def checked(self, n: ir.Node) -> None:
-        """A node that can make the call fail: (value) or (value, mask), with a known kind of error."""
+        """A node that can make the call fail: (value) or (value, mask), with a known kind of
+        error."""
         dtypes = [a.dtype for a in n.args]
         check = ir.check_of(n)
         if (
@@ -285,10 +300,15 @@ class _Verify:
             args = args[:-1]
         self.indices(load.index, len(buf.shape), args, atoms)
 
-    def indices(self, exprs: Sequence[Size], rank: int, args: Sequence[ir.Node], atoms: frozenset[Atom]) -> None:
-        """Index expressions over loop variables, size symbols and exactly the Arg symbols of args."""
+    def indices(
+        self, exprs: Sequence[Size], rank: int, args: Sequence[ir.Node], atoms: frozenset[Atom]
+    ) -> None:
+        """Index expressions over loop variables, size symbols and exactly the Arg symbols of
+        args."""
         if len(exprs) != rank:
-            raise self.fail(f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions")
+            raise self.fail(
+                f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions"
+            )
         found = {a for e in exprs for a in sz.free_symbols(e) if ir.is_arg(a)}
         if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
             raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")

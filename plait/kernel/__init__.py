@@ -1,1 +1,2 @@
-"""Kernel targets: a `Kernel` of the plan becomes source text and a symbol. One target a family of files."""
+"""Kernel targets: a `Kernel` of the plan becomes source text and a symbol. One target a family of
+files."""

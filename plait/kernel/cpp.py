@@ -1,8 +1,10 @@
-"""The C++ target: kernels -> one translation unit without headers, and the symbols of its functions.
+"""The C++ target: kernels -> one translation unit without headers, and the symbols of its
+functions.
 
-Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms)`,
-and `SYMBOL_takes` beside it: how many buffers and sizes it reads, which whoever loads it compares with the program.
-Kernels that differ only in names are written once. The text depends on the kernels and the instruction set alone.
+Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs,
+const int64_t* syms)`, and `SYMBOL_takes` beside it: how many buffers and sizes it reads, which
+whoever loads it compares with the program. Kernels that differ only in names are written once. The
+text depends on the kernels and the instruction set alone.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from plait.runtime.toolchain import Isa, find_toolchain
 from plait.schedule.plan import Kernel
 
 _SPECIAL = {
-    "const": "cpp_expr.literal", "index": "Values._index", "cast": "cpp_expr.scalar_cast, vector_cast",
-    "bitcast": "cpp_expr.vector_bitcast", "load": "Access.load", "bounded": "Values._bounded",
-    "nonzero": "Values._nonzero", "acc": "Values._acc",
+    "const": "cpp_expr.literal", "index": "Values._index",
+    "cast": "cpp_expr.scalar_cast, vector_cast", "bitcast": "cpp_expr.vector_bitcast",
+    "load": "Access.load", "bounded": "Values._bounded", "nonzero": "Values._nonzero",
+    "acc": "Values._acc",
 }  # fmt: skip
 
 
@@ -45,7 +48,8 @@ class CppTarget:
 
 
 def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:
-    """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin share one symbol."""
+    """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin
+    share one symbol."""
     library = _Library(isa)
     entry_points = {kernel.name: library.symbol_of(kernel) for kernel in kernels}
     body = "\n".join(library.functions)
@@ -69,7 +73,8 @@ class _Library:
         if symbol is None:
             symbol = self.shared[key] = symbol_for(kernel.name, self.taken)
             text = emit_calls(kernel, symbol, parts) if parts else None
-            takes = f'extern "C" const int {symbol}_takes[2] = {{{len(kernel.args)}, {len(kernel.sizes)}}};\n'
+            counts = f"{len(kernel.args)}, {len(kernel.sizes)}"
+            takes = f'extern "C" const int {symbol}_takes[2] = {{{counts}}};\n'
             self.functions.append((text or emit_function(kernel, symbol, self.isa)) + takes)
         return symbol
 
@@ -104,7 +109,10 @@ def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
 
 
 def _function(head: str, body: str) -> str:
-    return f"{head}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms) {{\n{_indented(body)}}}\n"
+    return (
+        f"{head}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms) "
+        f"{{\n{_indented(body)}}}\n"
+    )
 
 
 def _indented(text: str) -> str:

@@ -1,7 +1,9 @@
-"""Loads and stores of one kernel: addresses, contiguous vectors, lanes one by one, masks, tails, updates in place.
+"""Loads and stores of one kernel: addresses, contiguous vectors, lanes one by one, masks, tails,
+updates in place.
 
-The offset of an access is split by nesting level: the part that an outer block knows moves the pointer there. Along the
-vector axis an access is contiguous (coefficient 1), the same for all lanes (0), or goes lane by lane.
+The offset of an access is split by nesting level: the part that an outer block knows moves the
+pointer there. Along the vector axis an access is contiguous (coefficient 1), the same for all lanes
+(0), or goes lane by lane.
 """
 
 from __future__ import annotations
@@ -9,7 +11,16 @@ from __future__ import annotations
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
 from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, substitute, total
-from plait.kernel.cpp_expr import Parts, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
+from plait.kernel.cpp_expr import (
+    Parts,
+    mask_part,
+    memory,
+    n_parts,
+    scalar_op,
+    splat,
+    vector_op,
+    vtype,
+)
 from plait.kernel.cpp_values import Values, atom_text
 from plait.kernel.space import coefficient, offset_of
 from plait.kernel.stores import How, how_to_store
@@ -25,7 +36,7 @@ class Access:
         self.v = values
         self.tiles: dict[tuple[Node, bool], str] = {}
 
-    # --------------------------------------------------------------------------------------------- addresses
+    # ------------------------------------------------------------------------------------ addresses
     def pointer(self, buf: str, offset: Size, to: int = -1) -> str:
         """A pointer to element `offset` (at lane 0, first vector in flight)."""
         v = self.v
@@ -49,7 +60,9 @@ class Access:
             key = ("pointer", buf, total)
             memo = v.chain[depth].memo
             if key not in memo:
-                memo[key] = (v.define(f"{type_}*", f"{pointer} + {v.integer(groups[depth])}", depth),)
+                memo[key] = (
+                    v.define(f"{type_}*", f"{pointer} + {v.integer(groups[depth])}", depth),
+                )
             pointer = memo[key][0]
         return pointer
 
@@ -58,7 +71,7 @@ class Access:
         v = self.v
         return None if v.varies(offset) else coefficient(offset, v.axis)
 
-    # ------------------------------------------------------------------------------------------------- loads
+    # ---------------------------------------------------------------------------------------- loads
     def load(self, n: Node) -> Parts:
         """The value of a load node; 0 where its mask is false."""
         v = self.v
@@ -66,9 +79,16 @@ class Access:
         buf, offset, depth = n.attr.buf, offset_of(n), v.depth(n)
         mask = n.args[-1] if n.attr.masked else None
         if not v.is_vector(n):
-            return (v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth),)
+            return (
+                v.define(
+                    _scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth
+                ),
+            )
         if n in v.nest.tiled:
-            at, half = (f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - first) * {v.lanes}", v.lanes // 2)
+            at, half = (
+                f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - first) * {v.lanes}",
+                v.lanes // 2,
+            )
             t = memory(n.dtype)
             return self._loaded(n, [f"ld_{t}({at} + {k * half})" for k in range(n_parts(n.dtype))])
         step = self.step(offset)
@@ -123,10 +143,13 @@ class Access:
         return (v.define("vi32", f"mask_of_u8({raw[0]})", depth),)
 
     def _broadcast(self, n: Node, buf: str, offset: Size, mask: Node | None) -> Parts:
-        """One element for all lanes: where a mask that differs between lanes holds, or in every lane."""
+        """One element for all lanes: where a mask that differs between lanes holds, or in every
+        lane."""
         v, depth = self.v, self.v.depth(n)
         if mask is None or not v.is_vector(mask):
-            one = v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth)
+            one = v.define(
+                _scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth
+            )
             return v.define_parts(n.dtype, splat(one, n.dtype), depth)
         m = v.get(mask)[0] + (" & lm" if v.tail else "")
         p = self.pointer(buf, offset)
@@ -143,7 +166,8 @@ class Access:
         )  # fmt: skip
 
     def _shuffled(self, n: Node, buf: str, offset: Size, step: int) -> Parts:
-        """Lanes backwards, or every second element: whole registers, rearranged. Reads nothing past the last lane."""
+        """Lanes backwards, or every second element: whole registers, rearranged. Reads nothing past
+        the last lane."""
         v, t = self.v, memory(n.dtype)
         half = v.lanes // n_parts(n.dtype)
         texts = []
@@ -161,7 +185,9 @@ class Access:
         if n.dtype.nbytes == 4 and mask is None and not self._is_loaded(offset):
             at = self._short_lanes(offset)
             if at is not None:
-                return self._loaded(n, [f"gather_{t}({self.pointer(buf, self._parted(offset)[0])}, {at})"])
+                return self._loaded(
+                    n, [f"gather_{t}({self.pointer(buf, self._parted(offset)[0])}, {at})"]
+                )
         p, index = self._lane_address(buf, offset)
         whole = [
             ", ".join(f"{p}[{index.replace('LANE', str(k * half + j))}]" for j in range(half))
@@ -176,12 +202,14 @@ class Access:
         return self._loaded(n, [f"ld_{t}({array} + {k * half})" for k in range(n_parts(n.dtype))])
 
     def _is_loaded(self, offset: Size) -> bool:
-        """Whether memory holds the indices in an offset: then an element at a time is faster than a gather."""
+        """Whether memory holds the indices in an offset: then an element at a time is faster than a
+        gather."""
         nodes = (self.v.nest.space.indirect.get(a) for a in free_symbols(self._parted(offset)[1]))
         return any(n is not None and self._as_loaded(n) for n in nodes)
 
     def _short_lanes(self, offset: Size) -> str | None:
-        """The part of an offset that differs between lanes, as a vi32; None where that is not known to be enough."""
+        """The part of an offset that differs between lanes, as a vi32; None where that is not known
+        to be enough."""
         moving = self._parted(offset)[1]
         low, high = bounds(moving)
         if not isinstance(moving, Expr) or low < -(1 << 31) or high >= 1 << 31:
@@ -197,7 +225,8 @@ class Access:
         return " + ".join(texts)
 
     def _short_factor(self, a: Atom) -> str | None:
-        """An index, or quotient or remainder of a position by a number so large that it changes once in a vector."""
+        """An index, or quotient or remainder of a position by a number so large that it changes
+        once in a vector."""
         v = self.v
         if a.kind == "sym":
             node = v.nest.space.indirect.get(a)
@@ -211,8 +240,8 @@ class Access:
         return f"{a.kind}_lanes({first}, {step}, {a.b})"
 
     def fill_tile(self, n: Node, along: Atom, block: Atom) -> None:
-        """Loads a tile of a load that is contiguous along `along` and leaves it turned around, contiguous along the
-        axis."""
+        """Loads a tile of a load that is contiguous along `along` and leaves it turned around,
+        contiguous along the axis."""
         v, t = self.v, memory(n.dtype)
         assert isinstance(n.attr, Load)
         offset = offset_of(n)
@@ -222,7 +251,10 @@ class Access:
         name = self.tiles[n, v.tail] = v.name("tile")
         v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
         count = "n" if v.tail else str(v.lanes)
-        v.line(f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, beyond - first);")
+        v.line(
+            f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, "
+            "beyond - first);"
+        )
 
     def lane_values(self, e: Size) -> Parts:
         """An integer expression that is no affine function of the lane, as i64 lanes."""
@@ -231,10 +263,14 @@ class Access:
         array = v.name("g")
         text = self._lane_text(e)
         v.line(f"alignas(64) i64 {array}[{v.lanes}];", depth)
-        v.line(f"for (i64 k = 0; k < {v.lanes}; ++k) {array}[k] = {text.replace('LANE', 'k')};", depth)
-        return v.define_parts(i64, tuple(f"ld_i64({array} + {k * v.lanes // 2})" for k in range(2)), depth)
+        v.line(
+            f"for (i64 k = 0; k < {v.lanes}; ++k) {array}[k] = {text.replace('LANE', 'k')};", depth
+        )
+        return v.define_parts(
+            i64, tuple(f"ld_i64({array} + {k * v.lanes // 2})" for k in range(2)), depth
+        )
 
-    # ------------------------------------------------------------------------------------------ lane by lane
+    # --------------------------------------------------------------------------------- lane by lane
     def _lane_loop(self) -> str:
         return f"for (i64 k = 0; k < {'n' if self.v.tail else self.v.lanes}; ++k) "
 
@@ -247,7 +283,8 @@ class Access:
         return f"if ({self._lane_array(mask, depth)}[k]) "
 
     def _lane_array(self, n: Node, depth: int) -> str:
-        """A vector value in memory, to be read lane by lane: spilled into an array, unless it was loaded as it is."""
+        """A vector value in memory, to be read lane by lane: spilled into an array, unless it was
+        loaded as it is."""
         v = self.v
         memo = v.chain[depth].memo
         key = ("lanes", n, v.rep)
@@ -265,7 +302,8 @@ class Access:
         return memo[key][0]
 
     def _as_loaded(self, n: Node) -> str | None:
-        """Where memory holds the lanes of a value: lanes leave a register slower than they come from there."""
+        """Where memory holds the lanes of a value: lanes leave a register slower than they come
+        from there."""
         v = self.v
         x = n.args[0] if n.op == "bounded" and len(n.args) == 1 else n
         if x.op != "load" or x.dtype == b1 or x in v.nest.tiled or not v.is_vector(x):
@@ -316,7 +354,7 @@ class Access:
             return f"{self._lane_array(node, v.depth(node))}[LANE]"
         return f"({atom_text(a, self._lane_text(a.a), self._lane_text(a.b))})"
 
-    # ------------------------------------------------------------------------------------------------ stores
+    # --------------------------------------------------------------------------------------- stores
     def store(self, s: Store) -> None:
         """Writes one store statement into the innermost block."""
         v = self.v
@@ -409,7 +447,7 @@ class Access:
         target = f"{p}[{index.replace('LANE', 'k')}]"
         v.line(f"{self._lane_loop()}{guard}{{ {self._element_store(s, target, value)} }}")
 
-    # ------------------------------------------------------------------------------------------- row buffers
+    # ---------------------------------------------------------------------------------- row buffers
     def keep(self, n: Node, parts: Parts) -> None:
         """Writes a value into its row buffer."""
         v, t, depth = self.v, memory(n.dtype), self.v.depth(n)
@@ -427,7 +465,9 @@ class Access:
         if not v.is_vector(n):
             return (v.define(t, f"*({at})", depth),)
         return v.define_parts(
-            n.dtype, tuple(f"ld_{t}({at} + {k * v.lanes // 2})" for k in range(n_parts(n.dtype))), depth
+            n.dtype,
+            tuple(f"ld_{t}({at} + {k * v.lanes // 2})" for k in range(n_parts(n.dtype))),
+            depth,
         )
 
     def _kept_at(self, n: Node) -> str:

@@ -1,9 +1,9 @@
-"""exp, log, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the functions that models
-spend their time in.
+"""exp, log, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the
+functions that models spend their time in.
 
-A call of SLEEF saves and restores every vector register; these stay in line. All others go through SLEEF (see
-cpp_prelude). Coefficients are minimax fits in the weighted relative error (residual below 0.06 ulp), rounded to f32.
-They need fused multiply-add.
+A call of SLEEF saves and restores every vector register; these stay in line. All others go through
+SLEEF (see cpp_prelude). Coefficients are minimax fits in the weighted relative error (residual
+below 0.06 ulp), rounded to f32. They need fused multiply-add.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from plait.runtime.toolchain import Isa
 _EXP = ("0x1.fffffcp-2f", "0x1.555490p-3f", "0x1.5558f4p-5f", "0x1.123a6cp-7f", "0x1.6a2352p-10f")
 # log(1 + f) = f - f^2/2 + f^3 * p(f) for |f| <= 1/3.
 _LOG = (
-    "0x1.555506p-2f", "-0x1.fffef0p-3f", "0x1.99d028p-3f", "-0x1.559dccp-3f", "0x1.1ed716p-3f", "-0x1.f31140p-4f",
-    "0x1.1e66c0p-3f", "-0x1.08058ap-3f",
+    "0x1.555506p-2f", "-0x1.fffef0p-3f", "0x1.99d028p-3f", "-0x1.559dccp-3f", "0x1.1ed716p-3f",
+    "-0x1.f31140p-4f", "0x1.1e66c0p-3f", "-0x1.08058ap-3f",
 )  # fmt: skip
 # tanh(x) = x + x^3 * p(x^2) for |x| <= 0.95.
 _TANH = (
-    "-0x1.555548p-2f", "0x1.110de6p-3f", "-0x1.b99e98p-5f", "0x1.61a682p-6f", "-0x1.09e9a8p-7f", "0x1.403b02p-9f",
-    "-0x1.a87512p-12f",
+    "-0x1.555548p-2f", "0x1.110de6p-3f", "-0x1.b99e98p-5f", "0x1.61a682p-6f", "-0x1.09e9a8p-7f",
+    "0x1.403b02p-9f", "-0x1.a87512p-12f",
 )  # fmt: skip
 # erf(x) = x + x * p(x^2) for |x| <= 1.
 _ERF = (
-    "0x1.06eba8p-3f", "-0x1.81273ep-2f", "0x1.ce2cf8p-4f", "-0x1.b7f90ep-6f", "0x1.5405b2p-8f", "-0x1.a3f700p-11f",
-    "0x1.496a30p-14f",
+    "0x1.06eba8p-3f", "-0x1.81273ep-2f", "0x1.ce2cf8p-4f", "-0x1.b7f90ep-6f", "0x1.5405b2p-8f",
+    "-0x1.a3f700p-11f", "0x1.496a30p-14f",
 )  # fmt: skip
 # log(erfc(t)) = p(t) for 0.98 <= t <= 4; beyond, erf is 1.
 _LOG_ERFC = (
-    "-0x1.3b0824p-12f", "-0x1.20938cp+0f", "-0x1.46989ep-1f", "-0x1.a73a84p-4f", "0x1.6778b4p-6f", "-0x1.859a56p-9f",
-    "0x1.8bfd72p-13f",
+    "-0x1.3b0824p-12f", "-0x1.20938cp+0f", "-0x1.46989ep-1f", "-0x1.a73a84p-4f", "0x1.6778b4p-6f",
+    "-0x1.859a56p-9f", "0x1.8bfd72p-13f",
 )  # fmt: skip
 
 
-# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the coefficients of u^j
-# for k = 0..15, the last row what rounding c0 lost.
+# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the
+# coefficients of u^j for k = 0..15, the last row what rounding c0 lost.
 _ERF_ROWS = (
     (
         "0x1.20dd76p+0f", "0x1.1a6004p+0f", "0x1.086b2cp+0f", "0x1.ddbad4p-1f",
@@ -91,10 +91,13 @@ def _polynomial(x: str, coefficients: tuple[str, ...]) -> str:
 
 
 def elementary(isa: Isa) -> dict[str, str]:
-    """Definitions by the names of the prelude's maths functions. Empty without fused multiply-add."""
+    """Definitions by the names of the prelude's maths functions. Empty without fused
+    multiply-add."""
     if not isa.sleef:
         return {}
-    scale_gcc = "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
+    scale_gcc = (
+        "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
+    )
     scale = """\
   vi32 k = cvt_f32_i32(n), h = k >> 1;
   return p * (vf32)((h + 127) << 23) * (vf32)((k - h + 127) << 23);"""
@@ -140,7 +143,8 @@ static inline vf32 m_tanh_f32(vf32 x) {{
 
 
 def _erf(isa: Isa) -> str:
-    """Two ranges, or for AVX-512 under g++ 16 intervals whose coefficients lie in registers' lanes."""
+    """Two ranges, or for AVX-512 under g++ 16 intervals whose coefficients lie in registers'
+    lanes."""
     two_ranges = f"""\
 static inline vf32 m_erf_f32(vf32 x) {{
   vf32 t = v_abs_f32(x), s = x * x;
@@ -151,7 +155,9 @@ static inline vf32 m_erf_f32(vf32 x) {{
 }}"""
     if isa.name != "avx512":
         return two_ranges
-    rows = "\n".join(f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS))
+    rows = "\n".join(
+        f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS)
+    )
     p = "__builtin_shuffle(c5, k)"
     for row in (4, 3, 2, 1, 6):
         p = f"v_fma_f32({p}, u, __builtin_shuffle(c{row}, k))"

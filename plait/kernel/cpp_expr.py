@@ -1,9 +1,11 @@
-"""Op tables of the C++ target: one expression an op, for scalars and for vectors of whole registers.
+"""Op tables of the C++ target: one expression an op, for scalars and for vectors of whole
+registers.
 
-A value of dtype d is one C++ expression, or two in vector code when d has 64 bits (each half of the lanes has a
-register of its own). Bools are `bool` in scalar code and a vi32 of 0 / -1 in vector code; f16 and bf16 are their bits
-in a u16 and are computed in f32. Functions named here are defined in `cpp_prelude.py`, which is asked for by name. Rows
-are templates over {0}, {1}, {2} (arguments), {t} (dtype name) or functions of (dtype, arguments).
+A value of dtype d is one C++ expression, or two in vector code when d has 64 bits (each half of the
+lanes has a register of its own). Bools are `bool` in scalar code and a vi32 of 0 / -1 in vector
+code; f16 and bf16 are their bits in a u16 and are computed in f32. Functions named here are defined
+in `cpp_prelude.py`, which is asked for by name. Rows are templates over {0}, {1}, {2} (arguments),
+{t} (dtype name) or functions of (dtype, arguments).
 """
 
 from __future__ import annotations
@@ -30,14 +32,20 @@ def _bool_or(scalar_bool: str, other: str) -> Row:
 
 
 SCALAR: dict[str, Row] = {
-    **{op: f"({{0}} {sign} {{1}})" for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()},
+    **{
+        op: f"({{0}} {sign} {{1}})"
+        for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()
+    },
     **{op: f"({{0}} {sign} {{1}})" for op, sign in {"and": "&", "or": "|", "xor": "^"}.items()},
     **{op: f"({{0}} {sign} {{1}})" for op, sign in _COMPARE.items()},
     **_MATH,
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
     "max_first": "s_max({0}, {1})",
-    **{op: f"s_{op}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")},
+    **{
+        op: f"s_{op}({{0}})"
+        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")
+    },
     "not": _bool_or("!{0}", "~{0}"),
     "neg": "-{0}",
     "abs": "s_abs({0})",
@@ -50,14 +58,20 @@ SCALAR: dict[str, Row] = {
     "philox": "philox({0}, {1}, {2})",
 }
 
-# Rows of vector code work on one register of 32- or 64-bit lanes at a time; compares, where, casts and narrow
-# types are below.
+# Rows of vector code work on one register of 32- or 64-bit lanes at a time; compares, where, casts
+# and narrow types are below.
 VECTOR: dict[str, Row] = {
     **SCALAR,
     **_VMATH,
-    **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
+    **{
+        op: f"v_{op}_{{t}}({{0}}, {{1}})"
+        for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")
+    },
     **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    **{op: f"v_{op}_{{t}}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")},
+    **{
+        op: f"v_{op}_{{t}}({{0}})"
+        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")
+    },
     "min": _bool_or("({0} & {1})", "v_min_{t}({0}, {1})"),
     "max": _bool_or("({0} | {1})", "v_max_{t}({0}, {1})"),
     "max_first": _bool_or("({0} | {1})", "v_max_{t}({1}, {0})"),
@@ -102,7 +116,7 @@ def _render(row: Row, d: DType, args: tuple[str, ...]) -> str:
     return row.format(*args, t=d.name, inf=inf, i=i)
 
 
-# --------------------------------------------------------------------------------------------- literals
+# ----------------------------------------------------------------------------------------- literals
 def literal(value: Const, d: DType) -> str:
     """A constant as a C++ expression of the scalar type."""
     if d == b1:
@@ -158,7 +172,7 @@ def half_bits(x: float, d: DType) -> int:
     return int((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
-# -------------------------------------------------------------------------------------------- scalar code
+# -------------------------------------------------------------------------------------- scalar code
 def scalar_op(op: str, d: DType, args: tuple[str, ...], out: DType) -> str:
     """One op of the table on scalars. d: dtype of the (last) argument; out: of the result."""
     if d.name in ("f16", "bf16") and op != "where":
@@ -187,11 +201,14 @@ def scalar_cast(x: str, src: DType, dst: DType) -> str:
     return f"({dst.name}){x}"
 
 
-# -------------------------------------------------------------------------------------------- vector code
+# -------------------------------------------------------------------------------------- vector code
 def vector_op(op: str, d: DType, args: tuple[Parts, ...], out: DType) -> Parts:
     """One op of the table on vectors. d: dtype of the last argument."""
     if op == "where":
-        return tuple(f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})" for k in range(n_parts(d)))
+        return tuple(
+            f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})"
+            for k in range(n_parts(d))
+        )
     if d.name in ("f16", "bf16"):
         wide = tuple(vector_cast(a, d, f32) for a in args)
         text = vector_op(op, f32, wide, f32 if out == d else out)
@@ -271,8 +288,8 @@ def vector_cast(x: Parts, src: DType, dst: DType) -> Parts:
 
 
 def convert(x: str, src: str, dst: str) -> str:
-    """One register converted lane by lane (prelude functions cvt_*). src, dst: type names, h<type> for half of the
-    lanes."""
+    """One register converted lane by lane (prelude functions cvt_*). src, dst: type names, h<type>
+    for half of the lanes."""
     return f"cvt_{src}_{dst}({x})"
 
 

@@ -1,9 +1,9 @@
 """Writes one kernel's loop nest as C++: the body of a function (tid, nthreads, bufs, syms).
 
-Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A value is
-written once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses
-are split the same way. Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector
-uses lanes < n only (`tail`).
+Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector,
+inner loops. A value is written once, in the outermost block where all that it depends on is known;
+that is all the hoisting there is. Addresses are split the same way. Vector values run over `lanes`
+consecutive values of the nest's axis; the last, partial vector uses lanes < n only (`tail`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ SHORT = 8
 MANY = 64
 """Rows that are enough for all threads."""
 UNROLLED = 100
-"""The most nodes, times vectors, in a loop over a short row that is unrolled: then its masks are constants."""
+"""The most nodes, times vectors, in a loop over a short row that is unrolled: then its masks are
+constants."""
 
 
 def kernel_body(kernel: Kernel, nest: Nest, isa: Isa, instead: str = "") -> str:
-    """The statements of the kernel's function. instead: the function to call where row buffers are too small."""
+    """The statements of the kernel's function. instead: the function to call where row buffers are
+    too small."""
     return NestWriter(kernel, nest, isa).text(instead)
 
 
 class NestWriter:
-    """Loops and passes of one kernel. Values, memory accesses and accumulators have writers of their own."""
+    """Loops and passes of one kernel. Values, memory accesses and accumulators have writers of
+    their own."""
 
     def __init__(self, kernel: Kernel, nest: Nest, isa: Isa) -> None:
         self.kernel, self.nest = kernel, nest
@@ -46,7 +49,9 @@ class NestWriter:
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
         apart = {v.symbol for v in kernel.apart} if nest.sequential else set()
-        self.by_row = bool(self.outer) and self.outer[0] in apart  # threads share a sequential nest so, or by column
+        self.by_row = (
+            bool(self.outer) and self.outer[0] in apart
+        )  # threads share a sequential nest so, or by column
         self.by_column = not self.by_row and not nest.inner and nest.axis in apart
         n_vectors = _short_row(nest)
         self.whole_rows = n_vectors is not None or self.by_column
@@ -61,7 +66,9 @@ class NestWriter:
         if nest.tile is not None:
             block = symbol(f"{nest.tile.name}'", extent=blocks(extent(nest.tile), nest.lanes))
             self.tile_block = block.symbol
-            self.outer = tuple(self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer)
+            self.outer = tuple(
+                self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer
+            )
 
     def text(self, instead: str) -> str:
         """The function's body."""
@@ -93,11 +100,13 @@ class NestWriter:
         if self.tile_block is not None:
             v.names[self.tile_block] = "xt"
 
-    # ---------------------------------------------------------------------------------- split over threads
+    # --------------------------------------------------------------------------- split over threads
     def _share(self) -> None:
-        """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors of one)."""
+        """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors
+        of one)."""
         v, nest = self.v, self.nest
-        # Nothing below runs for a kernel without points, so that what reads may stand outside of loops.
+        # Nothing below runs for a kernel without points, so that what reads may stand outside of
+        # loops.
         if maybe := [v.integer(n) for n in map(extent, nest.space.vars) if may_be_zero(n)]:
             v.line(f"if ({' || '.join(f'{n} <= 0' for n in maybe)}) return 0;")
         units: Size = product(extent(a) for a in self.outer)
@@ -107,9 +116,12 @@ class NestWriter:
             assert nest.axis is not None
             step, n = nest.lanes * nest.unroll, extent(nest.axis)
             share = f"({v.integer(blocks(n, step))}) * {{}} / nthreads * {step}"
-            v.line(f"const i64 first = {share.format('tid')}, beyond = {share.format('(tid + 1)')};")
             v.line(
-                f"const i64 end = beyond < {v.integer(n)} ? beyond : {v.integer(n)}, lo = 0, hi = {v.integer(units)};"
+                f"const i64 first = {share.format('tid')}, beyond = {share.format('(tid + 1)')};"
+            )
+            v.line(
+                f"const i64 end = beyond < {v.integer(n)} ? beyond : {v.integer(n)}, lo = 0, hi = "
+                f"{v.integer(units)};"
             )
             v.line("if (first >= end) return 0;")
             return
@@ -135,7 +147,11 @@ class NestWriter:
         vector = nest.axis is not None and not nest.inner and not self.whole_rows
         if self.outer or vector:
             v.line("i64 u = lo;")
-        per_row = v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll)) if vector and nest.axis else "1"
+        per_row = (
+            v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll))
+            if vector and nest.axis
+            else "1"
+        )
         if self.outer:
             self._first_point(per_row, vector)
         elif vector:
@@ -187,10 +203,10 @@ class NestWriter:
             text += f"if (++{x} == {v.integer(extent(a))}) {{ {x} = 0; "
         v.line(f"{text}++{v.names[self.outer[0]]};{' }' * (len(self.outer) - 1)}")
 
-    # ------------------------------------------------------------------------------------ loops and passes
+    # ----------------------------------------------------------------------------- loops and passes
     def segments(self, end: str, first: str = "") -> Iterator[None]:
-        """The loops over the axis from its present value to `end`: several vectors, one vector, the lanes left over.
-        For each, the block is open while the caller writes its contents."""
+        """The loops over the axis from its present value to `end`: several vectors, one vector, the
+        lanes left over. For each, the block is open while the caller writes its contents."""
         v, nest = self.v, self.nest
         assert nest.axis is not None
         x, lanes, n = v.names[nest.axis], nest.lanes, extent(nest.axis)
@@ -200,9 +216,13 @@ class NestWriter:
             return
         for reps in dict.fromkeys((nest.unroll, 1)):
             step = lanes * reps
-            if isinstance(n, int) and (n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)):
+            if isinstance(n, int) and (
+                n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)
+            ):
                 continue
-            with self._segment(f"{self.unroll}for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
+            with self._segment(
+                f"{self.unroll}for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False
+            ):
                 yield
         if not isinstance(n, int) or n % lanes:
             with self._segment(f"if ({x} < {end}) {{", 1, True):
@@ -239,7 +259,10 @@ class NestWriter:
     def _tiles(self, along: Atom, block: Atom) -> None:
         """Turns one tile of every tiled load around, then runs the stores over the tile."""
         v, lanes, n, x = self.v, self.nest.lanes, v_size(self.v, along), self.v.names[along]
-        v.line(f"const i64 first = xt * {lanes}, beyond = first + {lanes} < {n} ? first + {lanes} : {n};")
+        v.line(
+            f"const i64 first = xt * {lanes}, beyond = first + {lanes} < {n} ? first + {lanes} : "
+            f"{n};"
+        )
         for load in self.nest.tiled:
             self.access.fill_tile(load, along, block)
         with v.loop(f"for (i64 {x} = first; {x} < beyond; ++{x}) {{", (along,)):
@@ -253,7 +276,10 @@ class NestWriter:
         self.accs.begin(reduces, reps)
         loops = [a for a in nest.order if not (nest.inner and a == nest.axis)]
         innermost = nest.axis if nest.inner else loops.pop() if loops else None
-        opened = [(a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v_size(v, a)}; ++{v.names[a]}) {{") for a in loops]
+        opened = [
+            (a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v_size(v, a)}; ++{v.names[a]}) {{")
+            for a in loops
+        ]
         with v.unless_empty(nest.order), v.nested(opened):
             if innermost is None:
                 self._statements(stmts)
@@ -261,8 +287,11 @@ class NestWriter:
                 self._innermost(innermost, stmts, reduces, reps)
         self.accs.finish(reduces, reps)
 
-    def _innermost(self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int) -> None:
-        """The innermost loop, cut into chunks where sums need a second level of accumulators to stay accurate."""
+    def _innermost(
+        self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int
+    ) -> None:
+        """The innermost loop, cut into chunks where sums need a second level of accumulators to
+        stay accurate."""
         v, nest = self.v, self.nest
         x, n = v.names[a], v.integer(extent(a))
         chunk = self.accs.chunk(reduces, a)
@@ -313,7 +342,9 @@ def _short_row(nest: Nest) -> int | None:
     if a is None or nest.inner or nest.lanes == 1 or nest.tile is not None:
         return None
     n, rows = extent(a), product(extent(b) for b in nest.space.vars if b != a)
-    if nest.passes and not (isinstance(rows, int) and rows >= MANY):  # loops in a row: vectors are work to share
+    if nest.passes and not (
+        isinstance(rows, int) and rows >= MANY
+    ):  # loops in a row: vectors are work to share
         return None
     return n // nest.lanes if isinstance(n, int) and n <= SHORT * nest.lanes * nest.unroll else None
 

@@ -1,7 +1,8 @@
-"""Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept between passes,
-the vector axis.
+"""Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept
+between passes, the vector axis.
 
-Comes in: a `Space`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs are those of the op table.
+Comes in: a `Space`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs are those
+of the op table.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from plait.schedule.plan import Reduce, Stmt, Store
 ROW_BUFFER_BYTES = 131072
 """The most that one kernel keeps on the stack between passes."""
 KEEP_COST = 3.0
-"""A value that costs more cycles than this is kept for a later pass, a cheaper one is computed again."""
+"""A value that costs more cycles than this is kept for a later pass, a cheaper one is computed
+again."""
 
 
 @dataclass(frozen=True)
 class Nest:
     """A kernel with its loop structure decided.
 
-    axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis. lanes:
-    vector length, 1 for scalar code.
-    unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept: full-level node ->
-    pass that computes it and keeps it in a row buffer; keep_limit: with sizes that are not known now, the points that
-    such a buffer holds (0: sizes are known). order: the reduction axes, outermost first, as they are looped over.
-    tile: an outer variable along which the loads `tiled` are contiguous while the axis is not: these go
-    through lanes x lanes tiles."""
+    axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis.
+    lanes: vector length, 1 for scalar code. unroll: vectors in flight. passes: full-level
+    statements a pass. last: outer-level stores. kept: full-level node -> pass that computes it and
+    keeps it in a row buffer; keep_limit: with sizes that are not known now, the points that such a
+    buffer holds (0: sizes are known). order: the reduction axes, outermost first, as they are
+    looped over. tile: an outer variable along which the loads `tiled` are contiguous while the axis
+    is not: these go through lanes x lanes tiles."""
 
     space: Space
     axis: Atom | None
@@ -60,11 +62,13 @@ class Nest:
 
 
 def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> Nest:
-    """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar code.
-    keep: may use row buffers."""
+    """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar
+    code. keep: may use row buffers."""
     deps = dependences(space)
     passes, last = passes_of(space, deps)
-    axis, inner = (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
+    axis, inner = (
+        (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
+    )
     if axis is None:
         lanes, axis = 1, space.vars[-1] if space.vars else None
         inner = False
@@ -78,15 +82,23 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
     limit = 0
     if kept and not all(isinstance(extent(r), int) for r in space.rvars):
         limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
-    tile, tiled = (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
-    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled)
+    tile, tiled = (
+        (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
+    )
+    return Nest(
+        space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled
+    )
 
 
-# ---------------------------------------------------------------------------------------------- values kept
+# -------------------------------------------------------------------------------------- values kept
 def _kept(
-    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...], width: int
+    space: Space,
+    deps: Callable[[Node], frozenset[object]],
+    passes: tuple[tuple[Stmt, ...], ...],
+    width: int,
 ) -> dict[Node, int]:
-    """Full-level values needed by several passes and too dear to compute twice, with the pass that computes them."""
+    """Full-level values needed by several passes and too dear to compute twice, with the pass that
+    computes them."""
     points = trip_count(space.rvars)
     if len(passes) < 2 or points == 0:
         return {}
@@ -122,11 +134,11 @@ def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[o
     return sum(OPS[n.op].cost for n in walk((root,)) if n.op in OPS and deps(n) & inner)
 
 
-# ------------------------------------------------------------------------------------------------ axis
+# --------------------------------------------------------------------------------------------- axis
 @dataclass(frozen=True)
 class Access:
-    """One load or store: its offset, element size, what its data-dependent index depends on, and whether it
-    is at full level."""
+    """One load or store: its offset, element size, what its data-dependent index depends on, and
+    whether it is at full level."""
 
     offset: Size
     nbytes: int
@@ -167,7 +179,12 @@ def _axis(
         inner = space.rvars[-1:] if positions else space.rvars
         candidates += [(a, True) for a in inner]
     found = list(accesses(space, deps))
-    best: tuple[float, int, Atom | None, bool] = (_scalar_cost(found, bool(space.rvars)), 0, None, False)
+    best: tuple[float, int, Atom | None, bool] = (
+        _scalar_cost(found, bool(space.rvars)),
+        0,
+        None,
+        False,
+    )
     for k, (a, is_inner) in enumerate(candidates):
         cost = _axis_cost(a, is_inner, found, lanes, bool(space.rvars))
         if (cost, -k) < best[:2]:
@@ -214,14 +231,19 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
 
 
 def _tiles(space: Space, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
-    """The variable along which most loads that are strided along the axis are contiguous, and these loads."""
+    """The variable along which most loads that are strided along the axis are contiguous, and these
+    loads."""
     found: dict[Atom, list[Node]] = {}
     for n in walk(space.roots()):
         if n.op != "load" or n.args or coefficient(offset_of(n), axis) in (None, 0, 1):
             continue
         for b in space.vars:
             size = extent(b)
-            if b != axis and coefficient(offset_of(n), b) == 1 and not (isinstance(size, int) and size < 4):
+            if (
+                b != axis
+                and coefficient(offset_of(n), b) == 1
+                and not (isinstance(size, int) and size < 4)
+            ):
                 found.setdefault(b, []).append(n)
                 break
     if not found:
@@ -234,13 +256,21 @@ def _unroll(
     space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...],
     last: tuple[Store, ...], axis: Atom | None, inner: bool, lanes: int,
 ) -> int:  # fmt: skip
-    """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else one."""
+    """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else
+    one."""
     reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
-    if axis is None or lanes == 1 or not reduces or any(isinstance(s, Reduce) and s.running for p in passes for s in p):
+    if (
+        axis is None
+        or lanes == 1
+        or not reduces
+        or any(isinstance(s, Reduce) and s.running for p in passes for s in p)
+    ):
         return 1
     if inner:  # a pass has its own loop; what lies outside of it is not copied
         loops = frozenset(space.rvars)
-        cost = max(sum(_cost(root, loops, deps) for s in p for root in stmt_nodes(s)) for p in passes)
+        cost = max(
+            sum(_cost(root, loops, deps) for s in p for root in stmt_nodes(s)) for p in passes
+        )
     else:
         cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
     most = max(sum(isinstance(s, Reduce) for s in p) for p in passes)
@@ -262,8 +292,8 @@ def buffer_points(nest: Nest) -> Size:
 
 
 def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list[tuple[Atom, Size]]:
-    """Strides of a row buffer over the reduction axes, the innermost padded to whole vectors where it is
-    the vector axis."""
+    """Strides of a row buffer over the reduction axes, the innermost padded to whole vectors where
+    it is the vector axis."""
     out: list[tuple[Atom, Size]] = []
     step: Size = 1
     for a in reversed(order):

@@ -1,9 +1,10 @@
-"""The fixed text that kernels build on: types, loads and stores, conversions, and functions that are no C++ operator.
+"""The fixed text that kernels build on: types, loads and stores, conversions, and functions that
+are no C++ operator.
 
-A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the entries that a text
-names, with what these name in turn, in table order: a library holds only what it uses. No header is included and
-nothing is linked: functions of SLEEF and libm are pointers that `plait_init` takes from the table of
-`plait/runtime/mathtable.py`.
+A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the
+entries that a text names, with what these name in turn, in table order: a library holds only what
+it uses. No header is included and nothing is linked: functions of SLEEF and libm are pointers that
+`plait_init` takes from the table of `plait/runtime/mathtable.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ template <class T> static inline T s_{0}(T a, T b) {{ // of equal ones (0. and -
 _SCALAR: dict[str, str] = {
     "s_min": _FIRST.format("min", "<"),
     "s_max": _FIRST.format("max", ">"),
-    "s_fmin": "template <class T> static inline T s_fmin(T a, T b) { return a <= b || b != b ? a : b; }",
-    "s_fmax": "template <class T> static inline T s_fmax(T a, T b) { return a >= b || b != b ? a : b; }",
+    "s_fmin": (
+        "template <class T> static inline T s_fmin(T a, T b) { return a <= b || b != b ? a : b; }"
+    ),
+    "s_fmax": (
+        "template <class T> static inline T s_fmax(T a, T b) { return a >= b || b != b ? a : b; }"
+    ),
     "s_abs": """\
 static inline f32 s_abs(f32 a) { return __builtin_fabsf(a); }
 static inline f64 s_abs(f64 a) { return __builtin_fabs(a); }
@@ -53,7 +58,8 @@ static inline f64 s_copysign(f64 a, f64 b) { return __builtin_copysign(a, b); }"
     "s_rem": "template <class T> static inline T s_rem(T a, T b) "
     "{ return b == 0 || ((T)-1 < 0 && b == (T)-1) ? 0 : (T)(a % b); }",
     "s_floordiv": "template <class T> static inline T s_floordiv(T a, T b) "
-    "{ T q = s_truncdiv(a, b), r = s_rem(a, b); return r != 0 && (r < 0) != (b < 0) ? (T)(q - 1) : q; }",
+    "{ T q = s_truncdiv(a, b), r = s_rem(a, b); return r != 0 && (r < 0) != (b < 0) ? (T)(q - 1) "
+    ": q; }",
     "s_mod": "template <class T> static inline T s_mod(T a, T b) "
     "{ T r = s_rem(a, b); return r != 0 && (r < 0) != (b < 0) ? (T)(r + b) : r; }",
     "s_shl": "template <class T> static inline T s_shl(T a, T b) "
@@ -62,8 +68,12 @@ static inline f64 s_copysign(f64 a, f64 b) { return __builtin_copysign(a, b); }"
     "{ return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)(a < 0 ? -1 : 0) : (T)(a >> b); }",
     "s_pymod": "template <class T> static inline T s_pymod(T m, T b) "
     "{ return m != 0 && (m < 0) != (b < 0) ? m + b : m; }",
-    "div_floor": "static inline i64 div_floor(i64 a, i64 b) { i64 q = a / b; return q - (a % b < 0); }",
-    "mod_floor": "static inline i64 mod_floor(i64 a, i64 b) { i64 r = a % b; return r < 0 ? r + b : r; }",
+    "div_floor": (
+        "static inline i64 div_floor(i64 a, i64 b) { i64 q = a / b; return q - (a % b < 0); }"
+    ),
+    "mod_floor": (
+        "static inline i64 mod_floor(i64 a, i64 b) { i64 r = a % b; return r < 0 ? r + b : r; }"
+    ),
     "from_bf16": "static inline f32 from_bf16(u16 x) "
     "{ u32 b = (u32)x << 16; f32 r; __builtin_memcpy(&r, &b, 4); return r; }",
     "to_bf16": """\
@@ -87,15 +97,19 @@ static inline u16 to_f16(f32 x) {
   u32 b, r; __builtin_memcpy(&b, &x, 4);
   u32 s = b >> 16 & 0x8000; b &= 0x7fffffff;
   if (b >= 0x47800000u) return (u16)(s | (b > 0x7f800000u ? 0x7e00 : 0x7c00));
-  if (b < 0x38800000u) { f32 m; __builtin_memcpy(&m, &b, 4); m += 0.5f; __builtin_memcpy(&r, &m, 4); return
+  if (b < 0x38800000u) {
+    f32 m; __builtin_memcpy(&m, &b, 4); m += 0.5f; __builtin_memcpy(&r, &m, 4); return
   (u16)(s | (r - 0x3f000000u)); }
   return (u16)(s | ((b - 0x38000000u + 0xfff + (b >> 13 & 1)) >> 13));
 }""",
-    # Without it g++ takes the lanes out of the register one by one, which is slower than to read them back.
-    "in_memory": 'template <class T> static inline void in_memory(T& array) { asm("" : "+m"(array)); }',
+    # Without it g++ takes the lanes out of the register one by one, which is slower than to read
+    # them back.
+    "in_memory": """\
+template <class T> static inline void in_memory(T& array) { asm("" : "+m"(array)); }""",
     "philox": """\
 static inline i64 philox(i64 seed, i64 counter, i64 word) {
-  u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c0 = (u32)counter, c1 = (u32)((u64)counter >> 32);
+  u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32);
+  u32 c0 = (u32)counter, c1 = (u32)((u64)counter >> 32);
   u32 c2 = (u32)(word >> 2), c3 = 0;
   for (int i = 0; i < 10; ++i) {
     u64 a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
@@ -107,7 +121,8 @@ static inline i64 philox(i64 seed, i64 counter, i64 word) {
     "atomic_update": """\
 template <class T, class F> static inline void atomic_update(T* p, F f) {
   T old, now; __atomic_load(p, &old, __ATOMIC_RELAXED);
-  do now = f(old); while (!__atomic_compare_exchange(p, &old, &now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  do now = f(old);
+  while (!__atomic_compare_exchange(p, &old, &now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }""",
 }
 
@@ -128,7 +143,8 @@ def _builtins() -> dict[str, str]:
 
 
 def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
-    """Declarations of maths functions and their places in the table. Vector ones fall back to lanes without SLEEF."""
+    """Declarations of maths functions and their places in the table. Vector ones fall back to lanes
+    without SLEEF."""
     text: dict[str, str] = {}
     places: dict[str, int] = {}
     for op in SLEEF:
@@ -145,7 +161,8 @@ def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
                 lanes = ", ".join(f"{x}[k]" for x in "abc"[:arity])
                 text[f"m_{op}_{d}"] = (
                     f"static v{d} m_{op}_{d}({params}) "
-                    f"{{ v{d} r; for (int k = 0; k < {n}; ++k) r[k] = s_{op}_{d}({lanes}); return r; }}"
+                    f"{{ v{d} r; for (int k = 0; k < {n}; ++k) r[k] = s_{op}_{d}({lanes}); return "
+                    "r; }"
                 )
     return text, places
 
@@ -156,7 +173,12 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
     math, places = _math_pointers(isa)
     vectors = simd(isa)
     places = {name: k for name, k in places.items() if name not in vectors}
-    table = {**{k: t for k, t in math.items() if k not in vectors}, **_builtins(), **_SCALAR, **vectors}
+    table = {
+        **{k: t for k, t in math.items() if k not in vectors},
+        **_builtins(),
+        **_SCALAR,
+        **vectors,
+    }
     return table, places
 
 
@@ -177,7 +199,8 @@ def prelude_for(text: str, isa: Isa) -> str:
 
 
 def _vector_types(isa: Isa) -> str:
-    """v<type>: one register's worth of lanes (all lanes for narrow types), h<type>: half of the lanes."""
+    """v<type>: one register's worth of lanes (all lanes for narrow types), h<type>: half of the
+    lanes."""
     out = []
     for name in ("f32", "i32", "u32", "f64", "i64", "u64", "i16", "u16", "i8", "u8"):
         d = DTYPES[name]

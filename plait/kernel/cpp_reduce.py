@@ -1,7 +1,8 @@
 """Accumulators of one kernel: declaration, update, combination over vectors and lanes.
 
-One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a position. Long f32 sums
-have two levels: a chunk is summed on its own and then added to an f64, so that the error does not grow with the length.
+One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a
+position. Long f32 sums have two levels: a chunk is summed on its own and then added to an f64, so
+that the error does not grow with the length.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from plait.schedule.plan import Reduce
 
 CHUNK = 32
 """Additions to one accumulator before it is emptied into the second level."""
-_OP = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or", "all": "and", "xor": "xor"}
+_OP = {
+    "sum": "add",
+    "prod": "mul",
+    "max": "max",
+    "min": "min",
+    "any": "or",
+    "all": "and",
+    "xor": "xor",
+}
 _ARG = {"argmax": "gt", "argmin": "lt"}
 
 
@@ -76,7 +85,7 @@ class Accumulators:
             v.line(f"{vtype(d) if vector else ctype(d)} {name} = {text};")
         return names
 
-    # ---------------------------------------------------------------------------------------------- chunks
+    # --------------------------------------------------------------------------------------- chunks
     def chunk(self, reduces: Sequence[Reduce], innermost: Atom) -> int:
         """Points of the innermost loop in one chunk; 0 to leave the loop whole."""
         n, step = extent(innermost), self._points_an_addition()
@@ -112,7 +121,7 @@ class Accumulators:
             for whole, x in zip(self.whole[s.name, rep], wide, strict=True):
                 self.v.line(f"{whole} += {x};")
 
-    # ---------------------------------------------------------------------------------------------- update
+    # --------------------------------------------------------------------------------------- update
     def update(self, s: Reduce) -> None:
         """Combines the present value (of copy v.rep) into the accumulator."""
         v, d = self.v, s.value.dtype
@@ -141,8 +150,9 @@ class Accumulators:
         if s.running and v.nest.inner:
             self._scan(s, acc, value)
             return
-        # The value first: min and max test their first argument for NaNs, which then need not wait for the accumulator.
-        # Of equal ones (0. and -0.) they give the second, which is the last one that a running minimum wants.
+        # The value first: min and max test their first argument for NaNs, which then need not wait
+        # for the accumulator. Of equal ones (0. and -0.) they give the second, which is the last
+        # one that a running minimum wants.
         pair = (acc, value) if s.running else (value, acc)
         for name, text in zip(acc, vector_op(_OP[s.kind], d, pair, d), strict=True):
             v.line(f"{name} = {text};")
@@ -154,7 +164,8 @@ class Accumulators:
         return is_sum and "fma" in v.isa.cpu and not (v.tail and v.nest.inner)
 
     def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:
-        """Running results over the lanes; carry holds the last one in every lane, from vector to vector."""
+        """Running results over the lanes; carry holds the last one in every lane, from vector to
+        vector."""
         v, d = self.v, s.value.dtype
         before, found = carry[0], []
         for part in value:
@@ -194,7 +205,7 @@ class Accumulators:
             out = add(mul(out, extent(a)), Expr(0, (((a,), 1),)))
         return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
 
-    # ---------------------------------------------------------------------------------------------- finish
+    # --------------------------------------------------------------------------------------- finish
     def finish(self, reduces: Sequence[Reduce], reps: int) -> None:
         """Makes the results known to later statements, in the innermost block."""
         v = self.v
@@ -206,7 +217,9 @@ class Accumulators:
             if not (vector and v.nest.inner):
                 for rep in range(reps if vector else 1):
                     found = self.positions if s.kind in _ARG else self.now
-                    v.acc_values[s.name, rep] = self._rounded(s, rep) if self._is_long(s) else found[s.name, rep]
+                    v.acc_values[s.name, rep] = (
+                        self._rounded(s, rep) if self._is_long(s) else found[s.name, rep]
+                    )
             elif s.kind in _ARG:
                 v.acc_values[s.name, 0] = (self._first_best(s, reps),)
             else:
@@ -216,7 +229,9 @@ class Accumulators:
         """All copies, registers and lanes combined into one scalar."""
         v, op, long = self.v, _OP[s.kind], self._is_long(s)
         d = f64 if long else s.value.dtype
-        parts = [(p,) for rep in range(reps) for p in (self.whole if long else self.now)[s.name, rep]]
+        parts = [
+            (p,) for rep in range(reps) for p in (self.whole if long else self.now)[s.name, rep]
+        ]
         while len(parts) > 1:
             pairs = list(zip(parts[::2], parts[1::2], strict=True))
             parts = [(v.define(vtype(d), _one_register(op, d, a[0], b[0])),) for a, b in pairs]
@@ -240,7 +255,10 @@ class Accumulators:
         best, at = v.name("g"), v.name("g")
         v.line(f"{t} {best}[{n}]; i64 {at}[{n}];")
         for rep in range(reps):
-            for array, type_, parts in ((best, t, self.now[s.name, rep]), (at, "i64", self.positions[s.name, rep])):
+            for array, type_, parts in (
+                (best, t, self.now[s.name, rep]),
+                (at, "i64", self.positions[s.name, rep]),
+            ):
                 for k, p in enumerate(parts):
                     v.line(f"st_{type_}({array} + {rep * v.lanes + k * v.lanes // 2}, {p});")
         value, where = v.name("a"), v.name("a")

@@ -1,8 +1,8 @@
 """Vector functions of the prelude, one table an instruction set.
 
-Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and an
-instruction exists, an instruction's builtin is used under g++. vT is one register of T (see cpp_prelude). m: a mask,
-lanes 0 or -1.
+Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow
+code of it and an instruction exists, an instruction's builtin is used under g++. vT is one register
+of T (see cpp_prelude). m: a mask, lanes 0 or -1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _shape(isa: Isa) -> dict[str, str]:
     for t in ("f32", "i32", "u32"):
         every = ", ".join(map(str, range(n)))
         shuffles = "#if __has_builtin(__builtin_shufflevector)\n" + "\n".join((
-            _fn(f"v{t}", f"cat_{t}", f"h{t} a, h{t} b", f"return __builtin_shufflevector(a, b, {every});"),
+            _fn(f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
+                f"return __builtin_shufflevector(a, b, {every});"),
         )) + "\n#else\n" + _fn(
             f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
             f"v{t} r; __builtin_memcpy(&r, &a, sizeof a); "
@@ -74,15 +75,20 @@ def _shape(isa: Isa) -> dict[str, str]:
             picks = ", ".join(map(str, range(start, start + n // 2)))
             out[f"{half}_{t}"] = "\n".join((
                 "#if __has_builtin(__builtin_shufflevector)",
-                _fn(f"h{t}", f"{half}_{t}", f"v{t} a", f"return __builtin_shufflevector(a, a, {picks});"),
+                _fn(f"h{t}", f"{half}_{t}", f"v{t} a",
+                    f"return __builtin_shufflevector(a, a, {picks});"),
                 "#else",
                 _fn(f"h{t}", f"{half}_{t}", f"v{t} a",
                     f"h{t} r; __builtin_memcpy(&r, (char*)&a + {4 * start}, sizeof r); return r;"),
                 "#endif",
             ))  # fmt: skip
     numbers = ", ".join(map(str, range(n)))
-    out["lane_mask"] = _fn("vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));")
-    out["lanes_below"] = _fn("vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});")
+    out["lane_mask"] = _fn(
+        "vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
+    )
+    out["lanes_below"] = _fn(
+        "vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});"
+    )
     for half, start in (("lo", 0), ("hi", n // 2)):
         steps = ", ".join(map(str, range(start, start + n // 2)))
         body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
@@ -93,27 +99,37 @@ def _shape(isa: Isa) -> dict[str, str]:
     elif isa.name == "avx2":
         gcc = _fn("bool", "any", "vi32 m", "return __builtin_ia32_movmskps256((vf32)m) != 0;")
     out["any"] = _either(
-        gcc, _fn("bool", "any", "vi32 m", f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;")
+        gcc,
+        _fn(
+            "bool",
+            "any",
+            "vi32 m",
+            f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;",
+        ),
     )
     return out
 
 
 def _conversions(isa: Isa) -> dict[str, str]:
-    """cvt_<from>_<to>: lanes converted; h<type> is half of the lanes of a 32-bit type. join_i64: two registers of
-    64-bit masks as one of 32-bit ones. mask_of_u8, u8_of_mask: bools in memory. Left alone, g++ takes loaded bytes
-    apart one by one and does some conversions in two halves."""
+    """cvt_<from>_<to>: lanes converted; h<type> is half of the lanes of a 32-bit type. join_i64:
+    two registers of 64-bit masks as one of 32-bit ones. mask_of_u8, u8_of_mask: bools in memory.
+    Left alone, g++ takes loaded bytes apart one by one and does some conversions in two halves."""
     fast = _conversion_builtins() if isa.name == "avx512" else {}
     full, narrow, words = ("f32", "i32", "u32"), ("i16", "u16", "i8", "u8"), ("f64", "i64", "u64")
     pairs = [(a, b) for a in (*full, *narrow) for b in (*full, *narrow)]
     pairs += [(a, b) for a in words for b in words]
-    pairs += [(a, f"h{b}") for a in words for b in full] + [(f"h{a}", b) for a in full for b in words]
+    pairs += [(a, f"h{b}") for a in words for b in full] + [
+        (f"h{a}", b) for a in full for b in words
+    ]
     out = {}
     for a, b in pairs:
         result, param = (t if t[0] == "h" else f"v{t}" for t in (b, a))
         name = f"cvt_{a}_{b}"
         plain = _fn(result, name, f"{param} x", f"return __builtin_convertvector(x, {result});")
         builtin = fast.get((a, b))
-        out[name] = _either(builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain)
+        out[name] = _either(
+            builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain
+        )
     out["cvt_f64_u64"] = _fn(  # as s_to_u64
         "vu64", "cvt_f64_u64", "vf64 x",
         "const vi64 far = (vi64)(x >= 0x1p63); "
@@ -124,7 +140,8 @@ def _conversions(isa: Isa) -> dict[str, str]:
     both = ", ".join(f"cvt_i64_hi32({x})" for x in "ab")
     out["join_i64"] = "\n".join((
         "#if __has_builtin(__builtin_shufflevector)",
-        _fn("vi32", "join_i64", "vi64 a, vi64 b", f"return __builtin_shufflevector((vi32)a, (vi32)b, {evens});"),
+        _fn("vi32", "join_i64", "vi64 a, vi64 b",
+            f"return __builtin_shufflevector((vi32)a, (vi32)b, {evens});"),
         "#else",
         _fn("vi32", "join_i64", "vi64 a, vi64 b", f"return cat_i32({both});"),
         "#endif",
@@ -136,7 +153,9 @@ def _conversions(isa: Isa) -> dict[str, str]:
         wide = "long long __attribute__((vector_size(64)))"
         calls = (f"__builtin_ia32_pmovsqd512_mask(({wide}){x}, (hi32){{}}, -1)" for x in "ab")
         sat = _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({', '.join(calls)});")
-    out["sat_i32"] = _either(sat, _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});"))
+    out["sat_i32"] = _either(
+        sat, _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});")
+    )
     out["mask_of_u8"] = _fn("vi32", "mask_of_u8", "vu8 x", "return (vi32)(cvt_u8_i32(x) != 0);")
     out["u8_of_mask"] = _fn("vu8", "u8_of_mask", "vi32 m", "return cvt_i32_u8(m) & 1;")
     return out
@@ -144,7 +163,10 @@ def _conversions(isa: Isa) -> dict[str, str]:
 
 def _conversion_builtins() -> dict[tuple[str, str], str]:
     """Conversions of AVX-512 as g++'s builtins."""
-    bytes_, wide = ("char __attribute__((vector_size(16)))", "long long __attribute__((vector_size(64)))")
+    bytes_, wide = (
+        "char __attribute__((vector_size(16)))",
+        "long long __attribute__((vector_size(64)))",
+    )
     out = {}
     for s, extend in (("i", "s"), ("u", "z")):
         for t in ("i32", "u32"):
@@ -161,8 +183,8 @@ def _conversion_builtins() -> dict[tuple[str, str], str]:
 
 
 def _memory(isa: Isa) -> dict[str, str]:
-    """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm, stm: where
-    the mask holds."""
+    """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm,
+    stm: where the mask holds."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
@@ -171,11 +193,13 @@ def _memory(isa: Isa) -> dict[str, str]:
         fast = _masked_builtins(isa, t)
         plain = {
             "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n",
-                       f"{v} r = {{}}; for (i64 k = 0; k < {n} && k < n; ++k) r[k] = p[k]; return r;"),
+                       f"{v} r = {{}}; for (i64 k = 0; k < {n} && k < n; ++k) r[k] = p[k]; "
+                       "return r;"),
             "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n",
                        f"for (i64 k = 0; k < {n} && k < n; ++k) p[k] = x[k];"),
             "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m",
-                       f"{v} r = {{}}; for (int k = 0; k < {n}; ++k) if (m[k]) r[k] = p[k]; return r;"),
+                       f"{v} r = {{}}; for (int k = 0; k < {n}; ++k) if (m[k]) r[k] = p[k]; "
+                       "return r;"),
             "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m",
                        f"for (int k = 0; k < {n}; ++k) if (m[k]) p[k] = x[k];"),
         }  # fmt: skip
@@ -198,8 +222,12 @@ def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
         k = "u16" if nbytes == 4 else "u8"
         count = f"n >= {n} ? -1 : n <= 0 ? 0 : (1 << n) - 1"
         lanes = "__builtin_ia32_cvtd2mask512(m)" if nbytes == 4 else (
-            "__builtin_ia32_cvtq2mask512((long long __attribute__((vector_size(64))))m)")  # fmt: skip
-        load = f"return ({v})__builtin_ia32_loadup{letter}512_mask((const {f}*)p, (v{f}){{}}, ({k})(MASK));"
+            "__builtin_ia32_cvtq2mask512("
+            "(long long __attribute__((vector_size(64))))m)")  # fmt: skip
+        load = (
+            f"return ({v})__builtin_ia32_loadup{letter}512_mask((const {f}*)p, (v{f}){{}}, "
+            f"({k})(MASK));"
+        )
         store = f"__builtin_ia32_storeup{letter}512_mask(({f}*)p, (v{f})x, ({k})(MASK));"
     else:
         wide = "vi32" if nbytes == 4 else "long long __attribute__((vector_size(32)))"
@@ -212,7 +240,9 @@ def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
         "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n", load.replace("MASK", count)),
         "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n", store.replace("MASK", count)),
         "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m", load.replace("MASK", lanes)),
-        "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)),
+        "stm": _fn(
+            "void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)
+        ),
     }
 
 
@@ -224,13 +254,18 @@ def _narrow_masked_builtins(t: str) -> dict[str, str]:
     test = "cvtb2mask128" if nbytes == 1 else "cvtw2mask256"
     mask = f"__builtin_ia32_{test}(({lanes})m)"
     count = "n >= 16 ? -1 : n <= 0 ? 0 : (1 << n) - 1"
-    load = f"return ({v})__builtin_ia32_loaddqu{letters}{size}_mask((const {one}*)p, ({lanes}){{}}, (u16)(MASK));"
+    load = (
+        f"return ({v})__builtin_ia32_loaddqu{letters}{size}_mask((const {one}*)p, ({lanes}){{}}, "
+        "(u16)(MASK));"
+    )
     store = f"__builtin_ia32_storedqu{letters}{size}_mask(({one}*)p, ({lanes})x, (u16)(MASK));"
     return {
         f"ld{kind}": _fn(v, f"ld{kind}_{t}", f"const {t}* p, {more}", load.replace("MASK", text))
         for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
     } | {
-        f"st{kind}": _fn("void", f"st{kind}_{t}", f"{t}* p, {v} x, {more}", store.replace("MASK", text))
+        f"st{kind}": _fn(
+            "void", f"st{kind}_{t}", f"{t}* p, {v} x, {more}", store.replace("MASK", text)
+        )
         for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
     }
 
@@ -252,37 +287,61 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
                 out[f"v_{op}_{t}"] = _fn(v, f"v_{op}_{t}", two, body)
             out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
             out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
-            out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});")
+            out[f"v_abs_{t}"] = _fn(
+                v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});"
+            )
             out[f"v_copysign_{t}"] = _fn(
-                v, f"v_copysign_{t}", two, f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});"
+                v,
+                f"v_copysign_{t}",
+                two,
+                f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});",
             )
             one = f"splat_{t}(1)"
             zero = f"({v}){{}}"
-            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});")
+            out[f"v_sign_{t}"] = _fn(
+                v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});"
+            )
             out[f"v_pymod_{t}"] = _fn(
-                v, f"v_pymod_{t}", f"{v} m, {v} b", "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;"
+                v,
+                f"v_pymod_{t}",
+                f"{v} m, {v} b",
+                "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;",
             )
         else:
             out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return a < b ? a : b;")
             out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return a > b ? a : b;")
             out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", "return a < 0 ? -a : a;")
-            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);")
+            out[f"v_sign_{t}"] = _fn(
+                v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);"
+            )
             inside = f"(vu{bits})b < {bits}"
             shift = f"({v})((vu{bits})b & {bits - 1})"
-            out[f"v_shl_{t}"] = _fn(v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};")
+            out[f"v_shl_{t}"] = _fn(
+                v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};"
+            )
             rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
-            out[f"v_shr_{t}"] = _fn(v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};")
+            out[f"v_shr_{t}"] = _fn(
+                v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};"
+            )
     return out
 
 
 def _rounding(isa: Isa) -> dict[str, str]:
-    """Square root, rounding to integers, fused multiply-add: an instruction each where there is one."""
+    """Square root, rounding to integers, fused multiply-add: an instruction each where there is
+    one."""
     out = {}
-    modes = {"floor": ("floor", 9), "ceil": ("ceil", 10), "trunc": ("trunc", 11), "round": ("rint", 8)}
+    modes = {
+        "floor": ("floor", 9),
+        "ceil": ("ceil", 10),
+        "trunc": ("trunc", 11),
+        "round": ("rint", 8),
+    }
     for t in _FLOATS:
         v, n, f, s = f"v{t}", _lanes(isa, t), "f" if t == "f32" else "", "s" if t == "f32" else "d"
         for op, name, mode in (("sqrt", "sqrt", 0), *((op, *m) for op, m in modes.items())):
-            plain = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
+            plain = (
+                f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
+            )
             fast = None
             if isa.name == "avx512" and op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}512_mask(a, a, -1, 4);"
@@ -294,7 +353,8 @@ def _rounding(isa: Isa) -> dict[str, str]:
             elif op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}(a);"
             out[f"v_{op}_{t}"] = _either(
-                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast), _fn(v, f"v_{op}_{t}", f"{v} a", plain)
+                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast),
+                _fn(v, f"v_{op}_{t}", f"{v} a", plain),
             )
         three = f"{v} a, {v} b, {v} c"
         plain = _fn(v, f"v_fma_{t}", three,
@@ -307,19 +367,23 @@ def _rounding(isa: Isa) -> dict[str, str]:
 
 
 def _lanewise(isa: Isa) -> dict[str, str]:
-    """Integer division: no vector instruction exists, so lane by lane; of numbers below 2^52 that of f64, which is one
-    off at most, and in floordiv and mod the sign of the remainder tells."""
+    """Integer division: no vector instruction exists, so lane by lane; of numbers below 2^52 that
+    of f64, which is one off at most, and in floordiv and mod the sign of the remainder tells."""
     out = {}
     for t in _NUMBERS:
         if t in _FLOATS:
             continue
         for op in ("floordiv", "truncdiv", "mod", "rem"):
-            body = f"v{t} r; for (int k = 0; k < {_lanes(isa, t)}; ++k) r[k] = s_{op}(a[k], b[k]); return r;"
+            body = (
+                f"v{t} r; for (int k = 0; k < {_lanes(isa, t)}; ++k) r[k] = s_{op}(a[k], b[k]); "
+                "return r;"
+            )
             if isa.name == "avx512" and t == "i64" and op in ("floordiv", "mod"):
                 body = f"""
   const vu64 low = splat_u64(1ul << 52), top = splat_u64(1ul << 53);
   if (any((vi32)(((vu64)a + low >= top) | ((vu64)b + low >= top) | (b == 0)))) {{ {body} }}
-  const vi64 q = cvt_f64_i64(cvt_i64_f64(a) / cvt_i64_f64(b)), r = a - q * b, off = (r != 0) & ((r ^ b) < 0);
+  const vi64 q = cvt_f64_i64(cvt_i64_f64(a) / cvt_i64_f64(b)), r = a - q * b;
+  const vi64 off = (r != 0) & ((r ^ b) < 0);
   return {"q + off" if op == "floordiv" else "r + (off & b)"};
 """
             out[f"v_{op}_{t}"] = _fn(f"v{t}", f"v_{op}_{t}", f"v{t} a, v{t} b", body)
@@ -333,8 +397,18 @@ def _halves(isa: Isa) -> dict[str, str]:
         "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
         "b = x != x ? splat_u32(0x7fc0) : b; return cvt_u32_u16(b);"
     )
-    up = _fn("vf32", "v_from_f16", "vu16 x", f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;")
-    down = _fn("vu16", "v_to_f16", "vf32 x", f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;")
+    up = _fn(
+        "vf32",
+        "v_from_f16",
+        "vu16 x",
+        f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;",
+    )
+    down = _fn(
+        "vu16",
+        "v_to_f16",
+        "vf32 x",
+        f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;",
+    )
     fast_up = {
         "avx512": "return __builtin_ia32_vcvtph2ps512_mask((vi16)x, (vf32){}, -1, 4);",
         "avx2": "return __builtin_ia32_vcvtph2ps256((vi16)x);",
@@ -352,15 +426,15 @@ def _halves(isa: Isa) -> dict[str, str]:
 
 
 _COMBINE = {
-    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "v_max_{t}({0}, {1})", "min": "v_min_{t}({0}, {1})",
-    "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
+    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "v_max_{t}({0}, {1})",
+    "min": "v_min_{t}({0}, {1})", "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
 }  # fmt: skip
 
 
 def _gathers(isa: Isa) -> dict[str, str]:
-    """gather_<type>(p, at): lane k is p[at[k]]; lanes that lie within one register's width, as they do when an image is
-    resized or padded, are loaded at once. mod_lanes, div_lanes(x, c, n): (x + c * k) % n and (x + c * k) // n for lanes
-    k, of which one at most starts anew."""
+    """gather_<type>(p, at): lane k is p[at[k]]; lanes that lie within one register's width, as they
+    do when an image is resized or padded, are loaded at once. mod_lanes, div_lanes(x, c, n): (x + c
+    * k) % n and (x + c * k) // n for lanes k, of which one at most starts anew."""
     n = isa.lanes
     numbers = f"(vi32){{{', '.join(map(str, range(n)))}}}"
     out = {}
@@ -391,8 +465,8 @@ def _gathers(isa: Isa) -> dict[str, str]:
 
 
 def _rearranged(isa: Isa) -> dict[str, str]:
-    """turned_<type>: lanes backwards. evens_<type>(a, b): every second of the elements in memory that a starts at and b
-    ends at."""
+    """turned_<type>: lanes backwards. evens_<type>(a, b): every second of the elements in memory
+    that a starts at and b ends at."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
@@ -400,13 +474,15 @@ def _rearranged(isa: Isa) -> dict[str, str]:
         second = ", ".join(str(2 * k if 2 * k < n else 2 * k + 1) for k in range(n))
         for name, params, text, loop in (
             ("turned", f"{v} a", f"a, a, {back}", f"a[{n - 1} - k]"),
-            ("evens", f"{v} a, {v} b", f"a, b, {second}", f"2 * k < {n} ? a[2 * k] : b[2 * k + 1 - {n}]"),
+            ("evens", f"{v} a, {v} b", f"a, b, {second}",
+             f"2 * k < {n} ? a[2 * k] : b[2 * k + 1 - {n}]"),
         ):  # fmt: skip
             out[f"{name}_{t}"] = "\n".join((
                 "#if __has_builtin(__builtin_shufflevector)",
                 _fn(v, f"{name}_{t}", params, f"return __builtin_shufflevector({text});"),
                 "#else",
-                _fn(v, f"{name}_{t}", params, f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = {loop}; return r;"),
+                _fn(v, f"{name}_{t}", params,
+                    f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = {loop}; return r;"),
                 "#endif",
             ))  # fmt: skip
     return out
@@ -458,8 +534,8 @@ def _halved(n: int, size: int, how: str) -> str:
 
 
 def _scans(isa: Isa) -> dict[str, str]:
-    """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the last
-    lane in every lane."""
+    """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the
+    last lane in every lane."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
@@ -469,13 +545,19 @@ def _scans(isa: Isa) -> dict[str, str]:
             how, steps = _COMBINE[kind], []
             for s in (1 << k for k in range(n.bit_length() - 1)):
                 picks = ", ".join(str(k if k < s else n + k - s) for k in range(n))
-                steps.append(f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};")
-            loop = f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = {_scalar_combine(kind)}; return a;"
+                steps.append(
+                    f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};"
+                )
+            loop = (
+                f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = "
+                f"{_scalar_combine(kind)}; return a;"
+            )
             name = f"scan_{kind}_{t}"
             out[name] = "\n".join((
                 "#if __has_builtin(__builtin_shufflevector)",
                 _fn(v, name, f"{v} a, {v} carry",
-                    f"const {v} e = splat_{t}({first}); {' '.join(steps)} return {how.format('carry', 'a', t=t)};"),
+                    f"const {v} e = splat_{t}({first}); {' '.join(steps)} "
+                    f"return {how.format('carry', 'a', t=t)};"),
                 "#else", _fn(v, name, f"{v} a, {v} carry", loop), "#endif",
             ))  # fmt: skip
     return out
@@ -486,12 +568,15 @@ def _scalar_combine(kind: str) -> str:
 
 
 def _tiles(isa: Isa) -> dict[str, str]:
-    """turn_<type>(p, step, out, na, nb): out[b * lanes + a] = p[a * step + b] for a < na, b < nb; whole
-    tiles in registers."""
+    """turn_<type>(p, step, out, na, nb): out[b * lanes + a] = p[a * step + b] for a < na, b < nb;
+    whole tiles in registers."""
     out = {}
     n = isa.lanes
     for t in _NUMBERS:
-        loop = f"for (i64 a = 0; a < na; ++a) for (i64 b = 0; b < nb; ++b) out[b * {n} + a] = p[a * step + b];"
+        loop = (
+            f"for (i64 a = 0; a < na; ++a) for (i64 b = 0; b < nb; ++b) out[b * {n} + a] = p[a * "
+            "step + b];"
+        )
         params = f"const {t}* p, i64 step, {t}* out, i64 na, i64 nb"
         whole = _fn_lines(t, n) if DTYPES[t].nbytes in (2, 4) else ""
         out[f"turn_{t}"] = f"static void turn_{t}({params}) {{\n{whole}  {loop}\n}}"
@@ -517,7 +602,10 @@ def _fn_lines(t: str, n: int) -> str:
     lines += [f"  st_{t}(out + {k * n}, r{k});" for k in range(n)]
     body = "\n".join(lines)
     test = f"na == {n} && nb == {n}"
-    return f"#if __has_builtin(__builtin_shufflevector)\n  if ({test}) {{\n{body}\n  return; }}\n#endif\n"
+    return (
+        f"#if __has_builtin(__builtin_shufflevector)\n  if ({test}) {{\n{body}\n  return; "
+        "}\n#endif\n"
+    )
 
 
 def _random(isa: Isa) -> dict[str, str]:
@@ -563,20 +651,25 @@ FAR = {"f32": "88.0f", "f64": "709.0"}
 
 
 def _extremes(isa: Isa) -> dict[str, str]:
-    """Functions of SLEEF that lose at the ends of a dtype, with what they lose made good: fmod takes a few steps of a
-    long division, sinh and cosh overflow with exp(x), log1p takes subnormals for 0."""
+    """Functions of SLEEF that lose at the ends of a dtype, with what they lose made good: fmod
+    takes a few steps of a long division, sinh and cosh overflow with exp(x), log1p takes subnormals
+    for 0."""
     out = {}
     for t in _FLOATS:
         least = {"f32": "0x1p-100f", "f64": "0x1p-1000"}[t]
         out[f"v_log1p_{t}"] = _fn(
-            f"v{t}", f"v_log1p_{t}", f"v{t} x", f"return v_abs_{t}(x) < {least} ? x : m_log1p_{t}(x);"
+            f"v{t}",
+            f"v_log1p_{t}",
+            f"v{t} x",
+            f"return v_abs_{t}(x) < {least} ? x : m_log1p_{t}(x);",
         )
         n, v, m = _lanes(isa, t), f"v{t}", _mask(t)
         some = "any(far)" if t == "f32" else "any(join_i64(far, far))"
         out[f"v_fmod_{t}"] = _fn(
             v, f"v_fmod_{t}", f"{v} a, {v} b",
             f"{v} r = m_fmod_{t}(a, b); const {m} far = ({m})(v_abs_{t}(a / b) >= 0x1p20); "
-            f"if ({some}) for (int k = 0; k < {n}; ++k) if (far[k]) r[k] = s_fmod_{t}(a[k], b[k]); return r;",
+            f"if ({some}) for (int k = 0; k < {n}; ++k) "
+            f"if (far[k]) r[k] = s_fmod_{t}(a[k], b[k]); return r;",
         )  # fmt: skip
         for op, sign in (("sinh", f"v_copysign_{t}(e * half * e, x)"), ("cosh", "e * half * e")):
             half = f"const {v} half = splat_{t}(0.5)"

@@ -1,8 +1,9 @@
-"""Values and integer expressions of one kernel as C++ variables, each defined once in the outermost block that can.
+"""Values and integer expressions of one kernel as C++ variables, each defined once in the outermost
+block that can.
 
-A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a node's block
-is the deepest one that binds something that the node depends on. `rep` numbers the vectors that are in flight at once:
-a vector value has one copy for each.
+A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting
+level; a node's block is the deepest one that binds something that the node depends on. `rep`
+numbers the vectors that are in flight at once: a vector value has one copy for each.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Values:
         self.loader: Loader
         self._n_names = 0
 
-    # ---------------------------------------------------------------------------------------------- blocks
+    # --------------------------------------------------------------------------------------- blocks
     @property
     def here(self) -> Block:
         """The innermost open block."""
@@ -151,7 +152,8 @@ class Values:
         return f"{prefix}{self._n_names}"
 
     def depth(self, n: Node) -> int:
-        """The block in which a node is computed: the outermost one that knows what it depends on."""
+        """The block in which a node is computed: the outermost one that knows what it depends
+        on."""
         known = max((self.depth_of[d] for d in self.deps(n)), default=0)
         return max(known, self.entered) if self.entered > known and self._may_fault(n) else known
 
@@ -171,7 +173,7 @@ class Values:
         """What a node's value is remembered by."""
         return (n, self.rep) if self.is_vector(n) else (n, 0)
 
-    # ---------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
     def get(self, root: Node) -> Parts:
         """The value of a node: scalar (one part) unless is_vector(root)."""
         stack = [root]
@@ -240,7 +242,8 @@ class Values:
         return self.define_parts(n.dtype, self._vector(n), depth)
 
     def _acc(self, n: Node) -> Parts:
-        """The present value of an accumulator; a running one is copied, because it goes on changing."""
+        """The present value of an accumulator; a running one is copied, because it goes on
+        changing."""
         assert isinstance(n.attr, str)
         vector = self.is_vector(n)
         parts = self.acc_values[n.attr, self.rep if vector else 0]
@@ -295,7 +298,8 @@ class Values:
         if key not in memo:
             pairs = zip(self.vector(seed), self.vector(counter), strict=True)
             memo[key] = tuple(
-                self.define("vphilox", f"v_philox4({s}, {c}, splat_i64({block}l))", depth) for s, c in pairs
+                self.define("vphilox", f"v_philox4({s}, {c}, splat_i64({block}l))", depth)
+                for s, c in pairs
             )
         return tuple(f"{p}.word[{word & 3}]" for p in memo[key])
 
@@ -305,7 +309,10 @@ class Values:
             c = n.args[other]
             if c.op == "const" and c.attr == c.attr:
                 name = {"min": "least", "max": "most"}[n.op]
-                return tuple(f"{name}_{n.dtype.name}({y}, {x})" for x, y in zip(args[k], args[other], strict=True))
+                return tuple(
+                    f"{name}_{n.dtype.name}({y}, {x})"
+                    for x, y in zip(args[k], args[other], strict=True)
+                )
         return vector_op(n.op, n.dtype, args, n.dtype)
 
     def _bounded(self, n: Node) -> Parts:
@@ -326,7 +333,11 @@ class Values:
         self._fail_if(n, bad_lanes)
         zero = "(vi64){}"
         return self.define_parts(
-            n.dtype, tuple(f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)), depth
+            n.dtype,
+            tuple(
+                f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)
+            ),
+            depth,
         )
 
     def _bounded_short(self, n: Node, size: int) -> Parts:
@@ -350,7 +361,8 @@ class Values:
         return found[0] if found else None
 
     def _nonzero(self, n: Node) -> Parts:
-        """The run-time check of a divisor; the value stays what it is, since dividing by 0 gives 0 here."""
+        """The run-time check of a divisor; the value stays what it is, since dividing by 0 gives 0
+        here."""
         parts = self.get(n.args[0])
         if not self.is_vector(n):
             self._fail_if(n, f"{parts[0]} == 0")
@@ -383,9 +395,11 @@ class Values:
             return self.loader.lane_values(e)
         first = self.define("i64", f"{self.integer(e)}{self.rep_offset(step)}", depth)
         c = self.integer(step)
-        return self.define_parts(n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth)
+        return self.define_parts(
+            n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth
+        )
 
-    # ------------------------------------------------------------------------------------ integer expressions
+    # -------------------------------------------------------------------------- integer expressions
     @property
     def axis(self) -> Atom:
         """The vectorised loop variable."""
@@ -399,7 +413,8 @@ class Values:
         return self.nest.tile
 
     def rep_offset(self, step: Size) -> str:
-        """Text that moves an index by `step` a lane from the first vector in flight to the present one."""
+        """Text that moves an index by `step` a lane from the first vector in flight to the present
+        one."""
         if self.rep == 0 or step == 0:
             return ""
         moved = step * (self.rep * self.lanes)
@@ -419,7 +434,8 @@ class Values:
         return self.depth_of.get(a, 0) if node is None else self.depth(node)
 
     def integer(self, e: Size) -> str:
-        """An expression as C++ text of type i64. Divisions and the like are computed once, as early as possible."""
+        """An expression as C++ text of type i64. Divisions and the like are computed once, as early
+        as possible."""
         if isinstance(e, int):
             return f"{e}l" if abs(e) >> 31 else str(e)
         parts = []
@@ -440,7 +456,9 @@ class Values:
         depth = self.expr_depth(e)
         memo = self.chain[depth].memo
         if e not in memo:
-            memo[e] = (self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),)
+            memo[e] = (
+                self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),
+            )
         return memo[e][0]
 
 

@@ -1,6 +1,7 @@
 """The null target: renders every statement of every kernel as text and runs nothing.
 
-It needs no compiler and no knowledge of a machine; it is the first target that a new op goes through.
+It needs no compiler and no knowledge of a machine; it is the first target that a new op goes
+through.
 """
 
 from __future__ import annotations
@@ -41,5 +42,7 @@ class NullTarget:
         for n in walk((root,)):
             args = [text[a] for a in n.args]
             row = self.table[n.op]
-            text[n] = row.format(*args) if n.op in OPS else row.format(attr=n.attr, args=", ".join(args))
+            text[n] = (
+                row.format(*args) if n.op in OPS else row.format(attr=n.attr, args=", ".join(args))
+            )
         return text[root]

@@ -1,4 +1,5 @@
-"""Which kernels are the same but for names, and the symbols that they get: equal ones are written and built once."""
+"""Which kernels are the same but for names, and the symbols that they get: equal ones are written
+and built once."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ def part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple[
     """Which buffers and which sizes of a kernel are those of its part."""
     names = [b.name for b in kernel.args]
     sizes = [str(s) for s in kernel.sizes]
-    return (tuple(names.index(b.name) for b in part.args), tuple(sizes.index(str(s)) for s in part.sizes))
+    return (
+        tuple(names.index(b.name) for b in part.args),
+        tuple(sizes.index(str(s)) for s in part.sizes),
+    )
 
 
 def structure(kernel: Kernel) -> object:
-    """A hashable value that is equal for kernels that differ only in the names of kernel, buffers and reductions."""
+    """A hashable value that is equal for kernels that differ only in the names of kernel, buffers
+    and reductions."""
     if kernel.parts:
         return tuple((structure(p), part_operands(kernel, p)) for p in kernel.parts)
     buffers = {b.name: k for k, b in enumerate(kernel.args)}
@@ -51,6 +56,16 @@ def structure(kernel: Kernel) -> object:
         if isinstance(s, Reduce):
             stmts.append((accs[s.name], s.kind, nodes, s.running))
         else:
-            stmts.append((buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic))
+            stmts.append(
+                (buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic)
+            )
     layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
-    return (kernel.vars, kernel.rvars, tuple(rows), tuple(stmts), layout, kernel.sizes, kernel.sequential)
+    return (
+        kernel.vars,
+        kernel.rvars,
+        tuple(rows),
+        tuple(stmts),
+        layout,
+        kernel.sizes,
+        kernel.sequential,
+    )

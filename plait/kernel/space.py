@@ -1,9 +1,9 @@
 """A kernel in linear form: what the emitters work on.
 
-Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-dependent
-indices have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks
-through as one are merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows a
-language.
+Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element
+offset, data-dependent indices have symbols that are unique in the kernel, axes of size 1 are gone,
+adjacent axes that every access walks through as one are merged, and Welford reductions and scans of
+f32 are rewritten into plain sums. Nothing here knows a language.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import f32, f64, i32, i64
 from plait.ir.loops import Buffer, Load, Node, cast, const, is_arg, node, rewrite, walk, with_args
-from plait.ir.sizes import Atom, Expr, Size, add, floordiv, free_symbols, mul, product, substitute, symbol, total
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    floordiv,
+    free_symbols,
+    mul,
+    product,
+    substitute,
+    symbol,
+    total,
+)
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
 @dataclass(frozen=True)
 class Space:
-    """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear) indices.
-    indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position in the
-    argument list. hints: plausible values of size symbols."""
+    """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear)
+    indices. indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name,
+    position in the argument list. hints: plausible values of size symbols."""
 
     vars: tuple[Atom, ...]
     rvars: tuple[Atom, ...]
@@ -56,7 +68,8 @@ def extent(a: Atom) -> Size:
 
 
 def coefficient(e: Size, a: Atom) -> Size | None:
-    """c where e == c*a + (terms without a); None where a is inside a division, a product with itself or the like."""
+    """c where e == c*a + (terms without a); None where a is inside a division, a product with
+    itself or the like."""
     if isinstance(e, int):
         return 0
     out: Size = 0
@@ -78,8 +91,8 @@ def atom_expr(a: Atom) -> Size:
 
 
 def without_mod(e: Size) -> Size:
-    """e with every x % n written as x - n * (x // n) where fewer divisions are left then: views of views often
-    cancel."""
+    """e with every x % n written as x - n * (x // n) where fewer divisions are left then: views of
+    views often cancel."""
     if isinstance(e, int) or not any(a.kind == "mod" for mono, _ in e.terms for a in mono):
         return e
     out = _expanded(e)
@@ -173,10 +186,10 @@ def _linearise(kernel: Kernel) -> Space:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ reductions
+# --------------------------------------------------------------------------------------- reductions
 def _plain_reductions(space: Space) -> Space:
-    """Welford -> sum for the mean, then sum of squared deviations; running f32 sums and products carry f64;
-    16-bit floats and bools are compared as f32 and i32."""
+    """Welford -> sum for the mean, then sum of squared deviations; running f32 sums and products
+    carry f64; 16-bit floats and bools are compared as f32 and i32."""
     if not any(isinstance(s, Reduce) and _is_rewritten(s) for s in space.stmts):
         return space
     count = product(extent(r) for r in space.rvars)
@@ -194,7 +207,12 @@ def _plain_reductions(space: Space) -> Space:
         s = _mapped(s, lambda n: rewrite(n, fn, memo))
         if isinstance(s, Reduce) and s.kind == "welford":
             stmts.extend(_welford(s, count, accs))
-        elif isinstance(s, Reduce) and s.running and s.value.dtype == f32 and s.kind in ("sum", "prod"):
+        elif (
+            isinstance(s, Reduce)
+            and s.running
+            and s.value.dtype == f32
+            and s.kind in ("sum", "prod")
+        ):
             # Eager's cumsum and cumprod of float32 accumulate in double.
             stmts.append(replace(s, value=cast(s.value, f64)))
             accs[s.name] = cast(node("acc", (), s.name, f64), f32)
@@ -232,7 +250,11 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     themselves is what rounding left out of the mean: without it, the mean of equal numbers may be
     an ulp off, which is not small beside their deviations of 0."""
     dtype = s.value.dtype
-    n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
+    n = (
+        const(count, dtype)
+        if isinstance(count, int)
+        else cast(node("index", (), count, i64), dtype)
+    )
     zero = const(0, dtype)
 
     def per_point(total: Node, divisor: Node) -> Node:
@@ -246,9 +268,14 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     if _is_widened(s.value):  # such means are exact enough
         mean = accs[f"{s.name}.mean"] = per_point(total, n)
         off = node("sub", (s.value, mean))
-        return [Reduce(f"{s.name}.sum", "sum", s.value), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
+        return [
+            Reduce(f"{s.name}.sum", "sum", s.value),
+            Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
+        ]
     # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
-    scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
+    scale = const(
+        2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype
+    )
     mean = per_point(total, node("mul", (n, scale)))
     off = node("sub", (s.value, mean))
     more = per_point(rest, n)
@@ -282,7 +309,7 @@ def _rebuilt(space: Space, stmts: tuple[Stmt, ...], fn: Callable[[Node], Node]) 
     return replace(space, stmts=stmts, indirect={a: fn(n) for a, n in space.indirect.items()})
 
 
-# ------------------------------------------------------------------------------------------------ axes
+# --------------------------------------------------------------------------------------------- axes
 def _offsets(space: Space) -> list[Size]:
     """Every integer expression over loop variables in the kernel."""
     out = [s.index[0] for s in space.stmts if isinstance(s, Store)]
@@ -295,14 +322,22 @@ def _offsets(space: Space) -> list[Size]:
     return list(dict.fromkeys(out))
 
 
-def _substituted(space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None) -> Space:
-    """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis becomes `put`."""
+def _substituted(
+    space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None
+) -> Space:
+    """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis
+    becomes `put`."""
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
             assert isinstance(n.attr, Load)
-            return node("load", args, Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked), n.dtype)
+            return node(
+                "load",
+                args,
+                Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked),
+                n.dtype,
+            )
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             return node("index", args, substitute(n.attr, env), n.dtype)
@@ -327,7 +362,8 @@ def _substituted(space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom |
 
 
 def _merge_axes(space: Space) -> Space:
-    """Merges axis pairs (a, b) that every access walks as one: stride(a) == stride(b) * extent(b)."""
+    """Merges axis pairs (a, b) that every access walks as one: stride(a) == stride(b) *
+    extent(b)."""
     exprs = _offsets(space)
     for which in ("vars", "rvars"):
         k = len(getattr(space, which)) - 2
@@ -348,7 +384,8 @@ def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
 
 
 def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
-    """A function from a node to what it depends on: loop variables (Atoms) and accumulators (their names)."""
+    """A function from a node to what it depends on: loop variables (Atoms) and accumulators (their
+    names)."""
     loops = frozenset((*space.vars, *space.rvars))
     memo: dict[Node, frozenset[object]] = {}
 
@@ -380,8 +417,8 @@ def passes_of(
 ) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
     """Cuts the full-level statements into passes by their dependence on finished reductions.
 
-    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input.
-    A running reduction is part of every pass that uses it."""
+    Full stores go into the last pass and outer stores after all passes: an output may share memory
+    with an input. A running reduction is part of every pass that uses it."""
     full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
     used = [{d for n in stmt_nodes(s) for d in deps(n) if isinstance(d, str)} for s in full]
     scans = {s.name: k for k, s in enumerate(full) if isinstance(s, Reduce) and s.running}

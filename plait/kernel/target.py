@@ -1,6 +1,8 @@
-"""What a kernel target is: a name, one table with a row for every op, and the ways from kernels to a file that runs.
+"""What a kernel target is: a name, one table with a row for every op, and the ways from kernels to
+a file that runs.
 
-A new target is one entry module and a row in `targets.TARGETS`. A test proves that no target's table has a hole.
+A new target is one entry module and a row in `targets.TARGETS`. A test proves that no target's
+table has a hole.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from plait.schedule.plan import Kernel
 
 @dataclass(frozen=True)
 class Source:
-    """The kernels of one kind of device. text: what people read. entry_points: kernel name -> symbol; kernels that are
-    equal but for names share one. grids: kernel name -> programs of a launch. units: what the target compiles, where
-    that is not the text as a whole. notes: a line a kernel that was to be tuned."""
+    """The kernels of one kind of device. text: what people read. entry_points: kernel name ->
+    symbol; kernels that are equal but for names share one. grids: kernel name -> programs of a
+    launch. units: what the target compiles, where that is not the text as a whole. notes: a line a
+    kernel that was to be tuned."""
 
     text: str
     entry_points: Mapping[str, str]
@@ -29,15 +32,15 @@ class Source:
 
 
 class Target(Protocol):
-    """Turns kernels into source and source into a file. table: op name (of ops.OPS and ops.SPECIAL) -> how the target
-    writes it."""
+    """Turns kernels into source and source into a file. table: op name (of ops.OPS and ops.SPECIAL)
+    -> how the target writes it."""
 
     name: str
     table: Mapping[str, object]
 
     def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
-        """The source of all kernels: equal input gives byte-identical text. unaligned: buffers that may start anywhere,
-        the others start at multiples of 16 bytes."""
+        """The source of all kernels: equal input gives byte-identical text. unaligned: buffers that
+        may start anywhere, the others start at multiples of 16 bytes."""
         ...
 
     def build(self, source: Source, cfg: Config) -> Built:

@@ -1,4 +1,5 @@
-"""The Triton target: a kernel -> a Python module with one Triton function, and what a launch of it needs.
+"""The Triton target: a kernel -> a Python module with one Triton function, and what a launch of it
+needs.
 
 The module stands alone (a reader can import and run it) and depends on the kernel's data alone.
 """
@@ -45,10 +46,11 @@ EARLY = 90
 class TritonKernel:
     """One kernel of a GPU program.
 
-    text: a module that defines function `name`. signature: Triton's type of each argument: pointers in the order of
-    Kernel.args, then one i64 a size symbol. grid: number of programs, an expression over the size symbols.
-    checks: it holds run-time checks, which are compiled in with debug=True. early: it may start before what is ahead of
-    it in its stream has ended, for which it waits. aligned: positions of pointers that are multiples of 16.
+    text: a module that defines function `name`. signature: Triton's type of each argument: pointers
+    in the order of Kernel.args, then one i64 a size symbol. grid: number of programs, an expression
+    over the size symbols. checks: it holds run-time checks, which are compiled in with debug=True.
+    early: it may start before what is ahead of it in its stream has ended, for which it waits.
+    aligned: positions of pointers that are multiples of 16.
     """
 
     name: str
@@ -73,18 +75,25 @@ class TritonTarget:
         keys = [_key(k, unaligned) for k in kernels]
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
-        capability = {device: compute_capability(device, cfg) for device in {k.device for k in kernels}}
+        capability = {
+            device: compute_capability(device, cfg) for device in {k.device for k in kernels}
+        }
         ptx = cfg.gpu_arch.startswith("ptx")
         taken: set[str] = set()
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
         tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
-        made = {key: _unit(k, symbols[key], key, tuned.get(key), capability) for key, k in distinct.items()}
+        made = {
+            key: _unit(k, symbols[key], key, tuned.get(key), capability)
+            for key, k in distinct.items()
+        }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
         return Source(
             text="\n\n".join(unit.text for unit in made.values()),
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
-            units=tuple(replace(_job(unit, capability[key.device]), ptx=ptx) for key, unit in made.items()),
+            units=tuple(
+                replace(_job(unit, capability[key.device]), ptx=ptx) for key, unit in made.items()
+            ),
             notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
         )
 
@@ -94,7 +103,8 @@ class TritonTarget:
 
 
 class Key(NamedTuple):
-    """What kernels share their module by: their structure, which pointers are aligned, and the device."""
+    """What kernels share their module by: their structure, which pointers are aligned, and the
+    device."""
 
     structure: object
     aligned: tuple[int, ...]
@@ -106,25 +116,34 @@ def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
     return Key(structure(kernel), aligned, kernel.device)
 
 
-def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None, capability: Mapping[str, int]) -> TritonKernel:
+def _unit(
+    kernel: Kernel, symbol: str, key: Key, tile: Tile | None, capability: Mapping[str, int]
+) -> TritonKernel:
     early = capability[key.device] >= EARLY
     return replace(emit_kernel(kernel, symbol, tile, early), aligned=key.aligned)
 
 
 def _tuned(
-    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], capability: Mapping[str, int], cfg: Config
+    kernels: Mapping[Key, Kernel],
+    symbols: Mapping[Key, str],
+    capability: Mapping[str, int],
+    cfg: Config,
 ) -> tuple[dict[Key, Tile], dict[Key, str]]:
     """The measured tile of each kernel, and a line on how it was found."""
     tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
     contests = {
-        key: _contest(k, symbols[key], key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1
+        key: _contest(k, symbols[key], key, tiles[key], capability)
+        for key, k in kernels.items()
+        if len(tiles[key]) > 1
     }
     outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
     chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}
     return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
 
 
-def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: Mapping[str, int]) -> Contest:
+def _contest(
+    kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: Mapping[str, int]
+) -> Contest:
     hints = kernel.hint_of
 
     def version(k: int) -> tuple[Job, int]:
@@ -163,11 +182,15 @@ KNOWN_GPUS = f"numbers are {', '.join(map(str, CAPABILITIES))}"
 
 
 def compute_capability(device: str, cfg: Config) -> int:
-    """What kernels for a device are compiled for: 90 for sm_90. Raises UserError for an option that is no such name."""
+    """What kernels for a device are compiled for: 90 for sm_90. Raises UserError for an option that
+    is no such name."""
     if cfg.gpu_arch == "auto":
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
-    if not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch) or machine_capability(cfg.gpu_arch) not in CAPABILITIES:
+    if (
+        not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch)
+        or machine_capability(cfg.gpu_arch) not in CAPABILITIES
+    ):
         hint = f"auto, or a name such as sm_90 or ptx_80; {KNOWN_GPUS}"
         raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
     return machine_capability(cfg.gpu_arch)
@@ -178,9 +201,11 @@ def machine_capability(machine: str) -> int:
     return int(machine.partition("_")[2])
 
 
-def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None, early: bool = False) -> TritonKernel:
-    """The module of one kernel. tile: other than the planned one. Raises Unsupported where points collide in a way
-    that Triton has no atomic for."""
+def emit_kernel(
+    kernel: Kernel, symbol: str, tile: Tile | None = None, early: bool = False
+) -> TritonKernel:
+    """The module of one kernel. tile: other than the planned one. Raises Unsupported where points
+    collide in a way that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
         if not isinstance(s, Store) or s.mode in ("store", "sum"):
@@ -201,14 +226,18 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None, early: bo
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.
     plain = f"(do_not_specialize={[*names.values()]})" if names else ""
-    function = f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
+    function = (
+        f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
+    )
     prelude = prelude_for(function)
     text = _HEAD + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},
         **dict.fromkeys(names.values(), "i64"),
     }
-    return TritonKernel(symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks, early)
+    return TritonKernel(
+        symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks, early
+    )
 
 
 def _space(kernel: Kernel) -> Space:

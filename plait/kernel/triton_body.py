@@ -1,9 +1,10 @@
 """The body of one Triton kernel, written from a `Space` and a `Tile`.
 
-A value is one Triton variable of the block's rank, broadcast only where it must be. Text grows in two levels: what does
-not depend on the reduced index is written outside the loop over it, once; the rest inside the loop of its pass. A block
-that holds whole rows has no such loop, so nothing is read twice; it may walk along rows, in one loop for all passes,
-outside of which is what does not depend on the row.
+A value is one Triton variable of the block's rank, broadcast only where it must be. Text grows in
+two levels: what does not depend on the reduced index is written outside the loop over it, once; the
+rest inside the loop of its pass. A block that holds whole rows has no such loop, so nothing is read
+twice; it may walk along rows, in one loop for all passes, outside of which is what does not depend
+on the row.
 """
 
 from __future__ import annotations
@@ -16,8 +17,28 @@ from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, bf16, f32, i64
 from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_nonneg, mod, mul, substitute, symbol
-from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    bounds,
+    free_symbols,
+    known_nonneg,
+    mod,
+    mul,
+    substitute,
+    symbol,
+)
+from plait.kernel.space import (
+    Space,
+    atom_expr,
+    coefficient,
+    dependences,
+    extent,
+    offset_of,
+    stmt_nodes,
+)
 from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import offset_from, peak_of, plan_passes, rescales, scale_of
@@ -35,7 +56,8 @@ _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
 class Writer:
-    """Writes one kernel. wide: indices have 64 bits. Raises Unsupported for what Triton has no atomic for."""
+    """Writes one kernel. wide: indices have 64 bits. Raises Unsupported for what Triton has no
+    atomic for."""
 
     def __init__(self, space: Space, tile: Tile, wide: bool, size_names: dict[str, str]) -> None:
         self.space, self.tile = space, tile
@@ -54,7 +76,10 @@ class Writer:
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
         self.along = "x" if tile.walkers else "r"  # the dimension of the loop
-        self.groups: tuple[Group, ...] = (*tile.groups, *((tile.programs,) if tile.programs else ()))
+        self.groups: tuple[Group, ...] = (
+            *tile.groups,
+            *((tile.programs,) if tile.programs else ()),
+        )
         self.group_of = {a: g for g in self.groups for a in g.axes}
         self.passes = plan_passes(space, tile.looped)
         self.later: frozenset[Node] | None = None  # loads that passes after this one repeat
@@ -62,13 +87,17 @@ class Writer:
         self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
         self.inside = False  # of blocks that lie inside their rows as a whole
         self.begin: tuple[Size, int] | None = None  # see _begin
-        self.begun: dict[tuple[Size, int], tuple[str, str]] = {}  # what the first block begins at, and how far before
+        self.begun: dict[
+            tuple[Size, int], tuple[str, str]
+        ] = {}  # what the first block begins at, and how far before
         self.n = 0
         self.checks = False
-        self.scaled: dict[Node, tuple[str, str]] = {}  # divisor -> two numbers in its place, see _quotient
+        self.scaled: dict[
+            Node, tuple[str, str]
+        ] = {}  # divisor -> two numbers in its place, see _quotient
         self.halves: dict[Node, tuple[str, str]] = {}  # as well, see _share
 
-    # ------------------------------------------------------------------------------------------ levels
+    # --------------------------------------------------------------------------------------- levels
     def _fresh(self, prefix: str) -> str:
         self.n += 1
         return f"{prefix}{self.n}"
@@ -106,12 +135,17 @@ class Writer:
         covered = {g.name for g in self.tile.groups if g.full or (g.name == "r" and self.inside)}
         return [f"{g.name}mask" for g in self.tile.groups if g.name in names - covered]
 
-    # -------------------------------------------------------------------------------------- kernel body
+    # ---------------------------------------------------------------------------------- kernel body
     def write(self) -> list[str]:
         """All lines of the body."""
         heads = self._heads()
-        lines, self.outer_lines = self.outer_lines + heads, []  # first the sizes that heads are written with
-        loaded = [{n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops]
+        lines, self.outer_lines = (
+            self.outer_lines + heads,
+            [],
+        )  # first the sizes that heads are written with
+        loaded = [
+            {n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops
+        ]
         if self.tile.walkers:
             self._walk()
             return lines + self.outer_lines
@@ -140,7 +174,11 @@ class Writer:
             if g.name == self.along and (self.tile.looped or self.tile.walkers):
                 lines.append(f"{g.name}base = {span}")
                 continue
-            lines.append(f"r = {span}" if g.name == "r" else f"{g.name} = ({pids[g.name]}) * {g.block} + {span}")
+            lines.append(
+                f"r = {span}"
+                if g.name == "r"
+                else f"{g.name} = ({pids[g.name]}) * {g.block} + {span}"
+            )
             lines += self._mask_of(g)
         return lines
 
@@ -185,26 +223,36 @@ class Writer:
             self.inside = True
             self._block_of(stmts, begun)
             self.inside = False
-            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines])
+            self._loop(
+                0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines]
+            )
         self._block_of(stmts, begun)
         if self.begin is not None:  # the two ends
             self._loop(0, str(last + 1), last, [*head, mask, *self.loop_lines])
         elif cut:
             self.outer_lines += [f"offset = {last}", *head, mask, *self.loop_lines]
         else:
-            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines])
+            self._loop(
+                0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines]
+            )
         self.begin = None
         for s, names in started:
             self._finish(s, names)
 
     def _loop(self, first: int, end: str, step: int, lines: Sequence[str]) -> None:
-        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
+        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks
+        ahead."""
         n = self.tile.num_stages
-        span = f"range({first}, {end}, {step})" if n == 1 else f"tl.range({first}, {end}, {step}, num_stages={n})"
+        span = (
+            f"range({first}, {end}, {step})"
+            if n == 1
+            else f"tl.range({first}, {end}, {step}, num_stages={n})"
+        )
         self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
 
     def _walk(self) -> None:
-        """All passes for a block of rows after the other, and the sums of their columns, stored at the end."""
+        """All passes for a block of rows after the other, and the sums of their columns, stored at
+        the end."""
         everything = self.shape(frozenset(g.name for g in self.tile.groups))
         sums = [s for s in self.space.stmts if isinstance(s, Store) and s.mode == "sum"]
         for s in sums:
@@ -219,7 +267,9 @@ class Writer:
         x, n = self.tile.groups[0], self.tile.walkers
         even = isinstance(x.points, int) and x.points % n == 0
         rows = f"{x.points // n}" if even else f"tl.cdiv({self._points(x)} - pid, {n})"
-        self._loop(0, rows, x.block, [f"x = (xbase + offset) * {n} + pid", *self._mask_of(x), *lines])
+        self._loop(
+            0, rows, x.block, [f"x = (xbase + offset) * {n} + pid", *self._mask_of(x), *lines]
+        )
         for s in sums:
             value = self._define(f"tl.sum({self.accs[s.buf]}, 0)[None, :]", False)
             at = self._offset(s.index[0], frozenset("r"))
@@ -228,25 +278,44 @@ class Writer:
 
     def _sum(self, s: Store) -> None:
         """Adds a block of rows to the sums of their columns."""
-        value = f"tl.broadcast_to({self.value(s.value)}, {self.shape(frozenset(g.name for g in self.tile.groups))})"
+        value = (
+            f"tl.broadcast_to({self.value(s.value)}, "
+            f"{self.shape(frozenset(g.name for g in self.tile.groups))})"
+        )
         for mask in self.mask(frozenset("x")):
             value = f"tl.where({mask}, {value}, 0)"
         self.loop_lines.append(f"{self.accs[s.buf]} = {self.accs[s.buf]} + {value}")
 
     def _contiguous(self, stmts: Sequence[Reduce | Store]) -> list[tuple[Size, int]]:
-        """Where statements load and store along memory, and how many elements a vector has there."""
-        loads = [(offset_of(n), n.dtype) for n in walk([m for s in stmts for m in stmt_nodes(s)]) if n.op == "load"]
-        stores = [(s.index[0], self.space.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)]
+        """Where statements load and store along memory, and how many elements a vector has
+        there."""
+        loads = [
+            (offset_of(n), n.dtype)
+            for n in walk([m for s in stmts for m in stmt_nodes(s)])
+            if n.op == "load"
+        ]
+        stores = [
+            (s.index[0], self.space.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)
+        ]
         along = [(e, 16 // d.nbytes) for e, d in (*loads, *stores)]
         return [(e, n) for e, n in along if any(coefficient(e, a) == 1 for a in self.space.rvars)]
 
-    def _begin(self, stmts: Sequence[Reduce | Store], length: int, last: int) -> tuple[Size, int] | None:
-        """Where a row begins, if that may be anywhere, and how many elements a line of memory has. Then blocks begin
-        where lines do, before the row, so that but for the two ends of the row there are vectors, and lines are written
-        whole."""
+    def _begin(
+        self, stmts: Sequence[Reduce | Store], length: int, last: int
+    ) -> tuple[Size, int] | None:
+        """Where a row begins, if that may be anywhere, and how many elements a line of memory has.
+        Then blocks begin where lines do, before the row, so that but for the two ends of the row
+        there are vectors, and lines are written whole."""
         block = self.tile.groups[-1].block
-        ordered = any(isinstance(s, Reduce) and (s.running or s.name in self.passes.spread) for s in stmts)
-        if ordered or len(self.space.rvars) > 1 or any(g.block > 1 for g in self.tile.outer) or last < 3 * block:
+        ordered = any(
+            isinstance(s, Reduce) and (s.running or s.name in self.passes.spread) for s in stmts
+        )
+        if (
+            ordered
+            or len(self.space.rvars) > 1
+            or any(g.block > 1 for g in self.tile.outer)
+            or last < 3 * block
+        ):
             return None
         (r,) = self.space.rvars
         rows = [(substitute(e, {r: 0}), n) for e, n in self._contiguous(stmts)]
@@ -256,20 +325,27 @@ class Writer:
         if len(begins) != 1 or length - last + line > block:
             return None
         (begin,) = begins
-        return (begin, line) if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0 else None
+        return (
+            (begin, line)
+            if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0
+            else None
+        )
 
     def _lead(self, begin: tuple[Size, int]) -> str:
         """How many elements before its row a program's first block begins."""
         e, each = begin
         if begin not in self.begun:
             at = self._define(self.expr(e), False, "i")
-            whole = self._define(f"{at} // {each} * {each}", False, "i")  # so that Triton sees what divides it
+            whole = self._define(
+                f"{at} // {each} * {each}", False, "i"
+            )  # so that Triton sees what divides it
             self.begun[begin] = whole, self._define(f"{at} - {whole}", False, "i")
         return self.begun[begin][1]
 
     def _keeps_from_vectors(self, stmts: Sequence[Reduce | Store], length: Size) -> bool:
-        """Whether rows that begin where vectors may are so long that a mask, which ends in the middle of a vector,
-        would forbid them all along. Then the rest of a row is a block of its own."""
+        """Whether rows that begin where vectors may are so long that a mask, which ends in the
+        middle of a vector, would forbid them all along. Then the rest of a row is a block of its
+        own."""
         for offset, each in self._contiguous(stmts):
             if mod(length, each) == 0:
                 continue
@@ -299,7 +375,7 @@ class Writer:
         if not begun.keys().isdisjoint(self.passes.spread):
             self.loop_lines.append(f"{self.seen} = {self.seen} + 1")
 
-    # --------------------------------------------------------------------------------------- reductions
+    # ----------------------------------------------------------------------------------- reductions
     def _block(self, s: Reduce) -> str:
         """The value of a reduction over the whole block, identity outside the tensor."""
         everything = frozenset(g.name for g in self.tile.groups)
@@ -362,8 +438,9 @@ class Writer:
         return acc, self._define(f"tl.full({everything}, {2**63 - 1}, tl.int64)", False, "a")
 
     def _folds(self) -> list[int]:
-        """[rows, n, lanes, vector] of a block whose rows are folded n times, and whose vectors are folded too, so that
-        what lies on one another belongs to one thread, which then keeps one maximum for it."""
+        """[rows, n, lanes, vector] of a block whose rows are folded n times, and whose vectors are
+        folded too, so that what lies on one another belongs to one thread, which then keeps one
+        maximum for it."""
         r = next(g for g in self.tile.groups if g.name == "r")
         rows = math.prod(g.block for g in self.tile.outer)
         if rows > 1:
@@ -402,9 +479,13 @@ class Writer:
             if with_it := [n for n, first in self.passes.rescaled.items() if first is s]:
                 block = self._define(f"tl.reshape({block}, {self._folds()})", True)
                 fn = combiner(s.kind, s.value.dtype)
-                new = self._define(f"{fn}({names[0]}, tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn}))", True)
+                new = self._define(
+                    f"{fn}({names[0]}, tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn}))", True
+                )
             for n in with_it:
-                self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
+                self.loop_lines.append(
+                    f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})"
+                )
             self.loop_lines.append(f"{names[0]} = {new}")
 
     def _deviate(
@@ -444,7 +525,10 @@ class Writer:
             first = self.passes.rescaled[s.name].name
             lane = f"{names[0]} * p_exp_below({self.lanes[first]}, {self.accs[first]})"
             # A row of nothing but -inf: its differences from its maximum are NaN.
-            nan = f"tl.where({self.accs[first]} == float('-inf'), float('nan'), tl.sum({lane}, 1)[:, None])"
+            nan = (
+                f"tl.where({self.accs[first]} == float('-inf'), float('nan'), tl.sum({lane}, "
+                "1)[:, None])"
+            )
             self.accs[s.name] = self._define(nan, False, "a")
         elif s.name in self.passes.spread:
             text = self._gathered(s, self.passes.spread[s.name], names[0])
@@ -459,7 +543,7 @@ class Writer:
             text = self._reduced(s, lanes, position, inner=False)
             self.accs[s.name] = self._define(text, False, "a")
 
-    # ------------------------------------------------------------------------------------------- stores
+    # --------------------------------------------------------------------------------------- stores
     def _store(self, s: Store, inner: bool) -> None:
         level = frozenset(g.name for g in (self.tile.groups if inner else self.tile.outer))
         value, moves = self.value(s.value), self._names(self._expr_deps(s.index[0]))
@@ -487,7 +571,8 @@ class Writer:
         return f"p{list(self.space.buffers).index(buf)}"
 
     def _offset(self, e: Size, level: frozenset[str], whole: bool = False) -> str:
-        """An offset of the shape that `level` asks for. whole: a block even where that is one point."""
+        """An offset of the shape that `level` asks for. whole: a block even where that is one
+        point."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
         if self.begin is not None and e == add(self.begin[0], atom_expr(self.space.rvars[0])):
@@ -496,7 +581,7 @@ class Writer:
             return f"({text})"
         return f"({text} + tl.full({self.shape(level)}, 0, {self.index_type}))"
 
-    # ------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
     def value(self, root: Node) -> str:
         """The variable that holds a node's value."""
         stack = [root]
@@ -516,7 +601,8 @@ class Writer:
         return self.values.get(root) or self.loop_values[root]
 
     def _needs(self, n: Node) -> tuple[Node, ...]:
-        """Nodes whose values must exist before this one: its arguments and what its index is made of."""
+        """Nodes whose values must exist before this one: its arguments and what its index is made
+        of."""
         found = n.args[0].args if self._is_narrow_quotient(n) else n.args
         if (below := self._under(n)) is not None:
             found = (below[1],)
@@ -527,7 +613,11 @@ class Writer:
             e = offset_of(n)
         elif n.op == "index" and isinstance(n.attr, Expr):
             e = n.attr
-        extra = [self.space.indirect[a] for a in sorted(free_symbols(e), key=str) if a in self.space.indirect]
+        extra = [
+            self.space.indirect[a]
+            for a in sorted(free_symbols(e), key=str)
+            if a in self.space.indirect
+        ]
         return (*found, *extra)
 
     def _all_deps(self, n: Node) -> frozenset[object]:
@@ -564,8 +654,8 @@ class Writer:
         return _constant(n.attr, n.dtype)
 
     def _under(self, n: Node) -> tuple[str, Node] | None:
-        """tanh and u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which has no branch and
-        loses nothing below 0; or erf, for a 16-bit float."""
+        """tanh and u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which
+        has no branch and loses nothing below 0; or erf, for a 16-bit float."""
         if n.op != "add" or n.dtype != f32:
             return None
         for a, one in (n.args, n.args[::-1]):
@@ -575,26 +665,34 @@ class Writer:
         return None
 
     def _is_narrow_quotient(self, n: Node) -> bool:
-        """Whether it is a quotient that becomes a 16-bit float, but for those that `_share` writes."""
+        """Whether it is a quotient that becomes a 16-bit float, but for those that `_share`
+        writes."""
         if n.op != "cast" or n.dtype.name not in ("f16", "bf16"):
             return False
         (a,) = n.args
         return a.op == "truediv" and a.dtype == f32 and not self._is_softmax(*a.args)
 
     def _quotient(self, n: Node) -> str:
-        """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its reciprocal is: one
-        rounding of 24 bits more does not show in 11. A small divisor is scaled, so that its reciprocal is finite."""
+        """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row,
+        its reciprocal is: one rounding of 24 bits more does not show in 11. A small divisor is
+        scaled, so that its reciprocal is finite."""
         a, b = n.args[0].args
         if "r" not in self._names(self._all_deps(a)) or "r" in self._names(self._all_deps(b)):
             return cast(render("truediv", f32, (self.value(a), self.value(b))), f32, n.dtype)
         if b not in self.scaled:
             inner = self.along in self._names(self._all_deps(b))
-            scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", inner)
-            self.scaled[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner)
+            scale = self._define(
+                f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", inner
+            )
+            self.scaled[b] = (
+                scale,
+                self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner),
+            )
         return cast(f"({' * '.join((self.value(a), *self.scaled[b]))})", f32, n.dtype)
 
     def _is_softmax(self, a: Node, total: Node) -> bool:
-        """Whether it is a / sum a, a = exp(x - max x) in float32: a divisor from 1 to the length of a row."""
+        """Whether it is a / sum a, a = exp(x - max x) in float32: a divisor from 1 to the length of
+        a row."""
         sums = {s.name: s for s in self.space.stmts if isinstance(s, Reduce)}
         s = sums.get(str(total.attr)) if total.op == "acc" else None
         if s is None or s.kind != "sum" or s.running or s.value is not a or a.dtype != f32:
@@ -603,8 +701,8 @@ class Writer:
         return peak is not None and rescales(s, peak)
 
     def _share(self, a: Node, total: Node) -> str:
-        """A quotient by its divisor's reciprocal, in two parts: the nearest float32 but where the quotient is within
-        2**-22 of the middle of two."""
+        """A quotient by its divisor's reciprocal, in two parts: the nearest float32 but where the
+        quotient is within 2**-22 of the middle of two."""
         if total not in self.halves:
             b, inner = self.value(total), self.along in self._names(self._all_deps(total))
             high = self._define(f"tl.div_rn(1.0, {b})", inner)
@@ -637,8 +735,9 @@ class Writer:
         return f"({text}).to(tl.int64)" if isinstance(n.attr, Expr) else _constant(n.attr, i64)
 
     def _bounded(self, n: Node, args: tuple[str, ...]) -> str:
-        """Asserts on the device that the index is in range at every point of the tensor where its mask holds. The value
-        is in range everywhere: other checks are hung on it (`keep_checks`), and other indices are computed from it."""
+        """Asserts on the device that the index is in range at every point of the tensor where its
+        mask holds. The value is in range everywhere: other checks are hung on it (`keep_checks`),
+        and other indices are computed from it."""
         assert isinstance(n.attr, Bound)
         self.checks = True
         names = self._names(self._all_deps(n))
@@ -647,7 +746,11 @@ class Writer:
         outside = self.mask(names)
         if n in self.inner_only and "r" not in names:
             outside.append(self._has_points())
-        held = [good, *(f"~{mask}" for mask in args[1:]), *([f"~({_and(outside)})"] if outside else [])]
+        held = [
+            good,
+            *(f"~{mask}" for mask in args[1:]),
+            *([f"~({_and(outside)})"] if outside else []),
+        ]
         check = check_of(n)
         assert check is not None
         lines = self.loop_lines if inner else self.outer_lines
@@ -655,7 +758,8 @@ class Writer:
         return f"tl.where({good}, {args[0]}, 0)"
 
     def _nonzero(self, n: Node, args: tuple[str, ...]) -> str:
-        """No check: an integer that eager divides by 0 on a GPU is no error, and its quotient any number."""
+        """No check: an integer that eager divides by 0 on a GPU is no error, and its quotient any
+        number."""
         return f"tl.where({args[0]} == 0, 1, {args[0]})"
 
     def _has_points(self) -> str:
@@ -665,18 +769,22 @@ class Writer:
     def _acc(self, n: Node, args: tuple[str, ...]) -> str:
         return self.accs[str(n.attr)]
 
-    # --------------------------------------------------------------------------------------- integers
+    # ------------------------------------------------------------------------------------- integers
     def expr(self, e: Size) -> str:
         """An integer expression over loop variables, sizes and values."""
         return self._text(self._linear(e), {})
 
     def _linear(self, e: Size) -> Size:
-        """e with axes that it walks in the order of their group as one: the group's index itself, undivided."""
+        """e with axes that it walks in the order of their group as one: the group's index itself,
+        undivided."""
         for g in self.groups:
             if isinstance(e, int) or len(g.axes) < 2:
                 continue
             step = coefficient(e, g.axes[-1])
-            steps = [None if step is None else mul(step, _product(g.axes[k + 1 :])) for k in range(len(g.axes))]
+            steps = [
+                None if step is None else mul(step, _product(g.axes[k + 1 :]))
+                for k in range(len(g.axes))
+            ]
             if step not in (None, 0) and all(
                 c is not None and coefficient(e, a) == c for a, c in zip(g.axes, steps, strict=True)
             ):
@@ -699,7 +807,11 @@ class Writer:
         if e.const:
             parts.append(str(e.const))
         text = " + ".join(parts)
-        return text if len(parts) == 1 and len(e.terms[0][0]) == 1 and e.terms[0][1] == 1 else f"({text})"
+        return (
+            text
+            if len(parts) == 1 and len(e.terms[0][0]) == 1 and e.terms[0][1] == 1
+            else f"({text})"
+        )
 
     def _atom(self, a: Atom) -> str:
         key = Expr(0, (((a,), 1),))
@@ -745,20 +857,24 @@ class Writer:
 
 
 def narrow(space: Space) -> frozenset[Node]:
-    """The float32 values that show in nothing but 16-bit floats: errors of a few of their last bits do not matter."""
+    """The float32 values that show in nothing but 16-bit floats: errors of a few of their last bits
+    do not matter."""
     found: set[Node] = set()
     shown = {n for n in space.roots() if n.dtype == f32}
     for n in reversed(list(walk(space.roots()))):
         if n.dtype == f32 and n not in shown:
             found.add(n)
         ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
-        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")):
+        if not ends and not (
+            n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")
+        ):
             shown.update(n.args)
     return frozenset(found)
 
 
 def _inner_only(space: Space) -> frozenset[Node]:
-    """What only points of rows need, where rows may have none: elsewhere it may not be read or checked."""
+    """What only points of rows need, where rows may have none: elsewhere it may not be read or
+    checked."""
     if all(bounds(extent(r))[0] > 0 for r in space.rvars):
         return frozenset()
     inner: list[Node] = []

@@ -1,8 +1,10 @@
-"""Op table of the Triton target: one expression an op, and the helper functions that expressions may call.
+"""Op table of the Triton target: one expression an op, and the helper functions that expressions
+may call.
 
-Rows are templates over {0}, {1}, {2} (arguments) and {t} (Triton's name of the first argument's dtype), or functions of
-(dtype, arguments). A name that begins with `p_` is a helper of `PRELUDE`, written into a module only where it is used.
-Elementary functions are libdevice's, which eager's kernels use too; `/` and sqrt round as IEEE asks.
+Rows are templates over {0}, {1}, {2} (arguments) and {t} (Triton's name of the first argument's
+dtype), or functions of (dtype, arguments). A name that begins with `p_` is a helper of `PRELUDE`,
+written into a module only where it is used. Elementary functions are libdevice's, which eager's
+kernels use too; `/` and sqrt round as IEEE asks.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ _INFIX = {
 }  # fmt: skip
 _LIBDEVICE = {
     **{name: name for name in (
-        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
-        "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "pow", "atan2", "fmod", "copysign",
-        "nextafter", "hypot", "trunc", "rsqrt",
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin",
+        "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma",
+        "pow", "atan2", "fmod", "copysign", "nextafter", "hypot", "trunc", "rsqrt",
     )},
     "round": "nearbyint",
 }  # fmt: skip
@@ -83,18 +85,23 @@ TABLE: dict[str, Row] = {
     "sign": "p_sign({0})",
     "isnan": "({0} != {0})",
     "isinf": "(tl.abs({0}) == float('inf'))",
-    "signbit": _f32_or("({0}.to(tl.int32, bitcast=True) < 0)", "({0}.to(tl.int64, bitcast=True) < 0)"),
+    "signbit": _f32_or(
+        "({0}.to(tl.int32, bitcast=True) < 0)", "({0}.to(tl.int64, bitcast=True) < 0)"
+    ),
     "fma": "tl.fma({0}, {1}, {2})",
     "philox": "p_philox({0}, {1}, {2})",
 }
 SPECIAL_ROWS: dict[str, str] = {
-    "const": "literal", "index": "Writer._index", "cast": "cast", "bitcast": "bitcast", "load": "Writer._load",
-    "bounded": "Writer._bounded", "nonzero": "Writer._nonzero", "acc": "Writer._acc",
+    "const": "literal", "index": "Writer._index", "cast": "cast", "bitcast": "bitcast",
+    "load": "Writer._load", "bounded": "Writer._bounded", "nonzero": "Writer._nonzero",
+    "acc": "Writer._acc",
 }  # fmt: skip
 """Ops with an attribute -> what writes them."""
 
 
-_OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "mod", "rem", "shl"})
+_OVERFLOWS = frozenset(
+    {"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "mod", "rem", "shl"}
+)
 """Ops of integers that can leave the range of 16 bits."""
 
 
@@ -108,7 +115,8 @@ def render(op: str, d: DType, args: tuple[str, ...]) -> str:
 
 
 def literal(value: Const, d: DType) -> str:
-    """A scalar of exactly that dtype. Triton makes 0 of small bfloat16 constants: a cast rounds those."""
+    """A scalar of exactly that dtype. Triton makes 0 of small bfloat16 constants: a cast rounds
+    those."""
     if d.is_float:
         x = float(value)
         text = repr(x) if math.isfinite(x) else f"float('{x}')"
@@ -146,8 +154,8 @@ _COMBINE = {
 
 
 def combiner(kind: str, d: DType, running: bool = False) -> str:
-    """The helper that combines two values of a reduction, in any order; of a running one in theirs, so
-    that of -0.0 and 0.0 the later is the extreme, as in eager."""
+    """The helper that combines two values of a reduction, in any order; of a running one in theirs,
+    so that of -0.0 and 0.0 the later is the extreme, as in eager."""
     name = _COMBINE[kind]
     if running and d.is_float and kind in ("max", "min"):
         return f"{name}_last"
@@ -168,7 +176,7 @@ def identity(kind: str, d: DType) -> str:
     return literal(low if greatest else high, d)
 
 
-# ------------------------------------------------------------------------------------------------ helpers
+# ------------------------------------------------------------------------------------------ helpers
 _TWO = "def {name}(a, b):\n    return {body}\n"
 
 
@@ -263,21 +271,26 @@ _FUNCTIONS: dict[str, str] = dict((
     tail = p * t * p_ex2(u * u * -1.4426950408889634)
     return tl.where(x < 0, tail, 2.0 - tail)
 """),
-    # Arithmetic of 16-bit integers is done in 32 bits, and the compiler may not see that half of them will do, since
-    # ptxas (12.8 to 13.0) is wrong there: it takes neg.s16 and abs.s16 of -32768 for 32768 where the result is widened,
-    # and adds 0 where only half of a pair of sums with a constant is used.
+    # Arithmetic of 16-bit integers is done in 32 bits, and the compiler may not see that half of
+    # them will do, since ptxas (12.8 to 13.0) is wrong there: it takes neg.s16 and abs.s16 of
+    # -32768 for 32768 where the result is widened, and adds 0 where only half of a pair of sums
+    # with a constant is used.
     ("p_low_half", """def p_low_half(x):
-    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [x.to(tl.int32)], tl.int16, True, 1)
+    wide = x.to(tl.int32)
+    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [wide], tl.int16, True, 1)
 """),
     ("p_as_bf16", """def p_as_bf16(x):
-    both = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1)
+    both = tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1
+    )
     return both.to(tl.float32, bitcast=True)
 """),
     ("p_exp_below", """def p_exp_below(x, peak):
     return tl.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),
     ("p_exp_sum", """def p_exp_sum(total, old, x, peak):
-    return total * p_exp_below(old, peak) + tl.sum(tl.sum(p_exp_below(x, peak[:, None, :, None]), 3), 1)
+    more = tl.sum(tl.sum(p_exp_below(x, peak[:, None, :, None]), 3), 1)
+    return total * p_exp_below(old, peak) + more
 """),
     ("p_argmax", """def p_argmax(a, i, b, j):
     better = (a > b) | ((a != a) & (b == b))
@@ -313,4 +326,6 @@ def prelude_for(body: str) -> str:
             if name in _FUNCTIONS and name not in wanted:
                 wanted.add(name)
                 todo.append(_FUNCTIONS[name])
-    return "\n\n".join(f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted)
+    return "\n\n".join(
+        f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted
+    )

@@ -1,7 +1,9 @@
-"""The passes of a Triton kernel over its rows: which statements run in which, and which reductions share one.
+"""The passes of a Triton kernel over its rows: which statements run in which, and which reductions
+share one.
 
-Rows too long for a block are read once a pass. Two kinds of sums that use an earlier reduction need no pass of their
-own: each lane of the block keeps its own partial results, and they are brought together once, after the loop.
+Rows too long for a block are read once a pass. Two kinds of sums that use an earlier reduction need
+no pass of their own: each lane of the block keeps its own partial results, and they are brought
+together once, after the loop.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class Passes:
     x - c or of (x - c)^2, where c comes from the sum of x -> that sum, in whose place a lane keeps
     its mean, and beside it the squares of deviations from that.
 
-    Milakov and Gimelshein, Online normalizer calculation for softmax, 2018. Chan, Golub and LeVeque, Algorithms for
-    computing the sample variance, 1983.
+    Milakov and Gimelshein, Online normalizer calculation for softmax, 2018. Chan, Golub and
+    LeVeque, Algorithms for computing the sample variance, 1983.
     """
 
     loops: tuple[tuple[Reduce | Store, ...], ...]
@@ -39,7 +41,8 @@ class Passes:
 
 
 def without_picks(space: Space) -> Space:
-    """The space with the sum of what is 0 but at one point (the gradient of a choice) as that, which takes no pass."""
+    """The space with the sum of what is 0 but at one point (the gradient of a choice) as that,
+    which takes no pass."""
     for s in space.stmts:
         if isinstance(s, Reduce) and (value := _picked(s, space, dependences(space))) is not None:
             return without_picks(replaced(space, s.name, value))
@@ -63,7 +66,11 @@ def _picked(s: Reduce, space: Space, deps: Callable[[Node], frozenset[object]]) 
             todo += n.args
             continue
         sides = n.args if n.op == "eq" else ()
-        here = [k for k, a in enumerate(sides) if a.op == "index" and isinstance(a.attr, Expr) and a.attr.symbol == r]
+        here = [
+            k
+            for k, a in enumerate(sides)
+            if a.op == "index" and isinstance(a.attr, Expr) and a.attr.symbol == r
+        ]
         if here and sides[0].dtype == i64:
             found.append(sides[1 - here[0]])
         else:
@@ -84,7 +91,12 @@ def plan_passes(space: Space, looped: bool) -> Passes:
     found, last = passes_of(space, deps)
     if not looped:
         return Passes(found, last)
-    level = {s.name: (k, s) for k, p in enumerate(found) for s in p if isinstance(s, Reduce) and not s.running}
+    level = {
+        s.name: (k, s)
+        for k, p in enumerate(found)
+        for s in p
+        if isinstance(s, Reduce) and not s.running
+    }
     loops = [list(p) for p in found]
     rescaled: dict[str, Reduce] = {}
     spread: dict[str, Reduce] = {}

@@ -1,7 +1,8 @@
-"""Decisions about a Triton kernel's tile, made on data: which axes a program's block spans, how large it is, and
-whether a reduction fits one block.
+"""Decisions about a Triton kernel's tile, made on data: which axes a program's block spans, how
+large it is, and whether a reduction fits one block.
 
-Comes in: a `Space`. Goes out: a `Tile`. Every choice is a function of extents, strides and element sizes alone.
+Comes in: a `Space`. Goes out: a `Tile`. Every choice is a function of extents, strides and element
+sizes alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, mod, product, substitute
+from plait.ir.sizes import (
+    Atom,
+    Size,
+    bounds,
+    ceildiv,
+    free_symbols,
+    is_contiguous,
+    mod,
+    product,
+    substitute,
+)
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store, walkers
@@ -26,14 +37,15 @@ BLOCK_POINTS = 1024
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
 AGAIN_POINTS = 8192
-"""The same where rows are read again: more threads a row, so that the rows in flight fit the cache. And where rows are
-too few for a device."""
+"""The same where rows are read again: more threads a row, so that the rows in flight fit the cache.
+And where rows are too few for a device."""
 WALK_POINTS = 1024
 """Points of a block that walks along rows shorter than that."""
 WALK_EACH = 16
 """Points of a thread of such a block: it holds sums of columns besides."""
 WALK_AHEAD = 1 << 14
-"""Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
+"""Bytes of rows that are on their way to such a block while it works on others: at least two blocks
+of rows."""
 MAX_WARPS = 32
 """Warps that a block may have."""
 BUSY = 264
@@ -44,8 +56,9 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Group:
-    """Axes that one dimension of a block walks as a single index, the last one fastest. block: a power of two.
-    walkers: so many programs walk along it, each through every so manieth point (0: programs have a block each)."""
+    """Axes that one dimension of a block walks as a single index, the last one fastest. block: a
+    power of two. walkers: so many programs walk along it, each through every so manieth point (0:
+    programs have a block each)."""
 
     name: str
     axes: tuple[Atom, ...]
@@ -69,8 +82,8 @@ class Group:
 @dataclass(frozen=True)
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
-    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point.
-    Where programs walk along x, their blocks hold whole rows."""
+    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a
+    program has one point. Where programs walk along x, their blocks hold whole rows."""
 
     groups: tuple[Group, ...]
     looped: bool
@@ -131,11 +144,12 @@ def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
 class _Rows:
     """What the tile of a reduction depends on.
 
-    outer, inner: the axes of a result and those it is reduced along, in the order in which a block walks them.
-    programs: axes of results of which a program has one point. rows, length: how many results there are, and points a
-    result; known: length is no guess. column: neighbours in memory belong to different results. again: a block that
-    walks along a row reads some of it twice. held: dtypes of what is loaded at every point. stores: something is stored
-    at every point. one: there is one reduction. ragged: rows begin in the middle of vectors.
+    outer, inner: the axes of a result and those it is reduced along, in the order in which a block
+    walks them. programs: axes of results of which a program has one point. rows, length: how many
+    results there are, and points a result; known: length is no guess. column: neighbours in memory
+    belong to different results. again: a block that walks along a row reads some of it twice. held:
+    dtypes of what is loaded at every point. stores: something is stored at every point. one: there
+    is one reduction. ragged: rows begin in the middle of vectors.
     """
 
     outer: tuple[Atom, ...]
@@ -163,7 +177,12 @@ class _Rows:
 
     def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
         """The tile with blocks of x results and r points of each."""
-        return Tile((Group("x", self.outer, x), Group("r", self.inner, r)), looped, num_warps, programs=self.programs)
+        return Tile(
+            (Group("x", self.outer, x), Group("r", self.inner, r)),
+            looped,
+            num_warps,
+            programs=self.programs,
+        )
 
 
 def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
@@ -179,7 +198,9 @@ def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
     ordered = any(s.running or s.kind in ("argmax", "argmin") for s in reductions)
     inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
     rows = _known(trip_count(outer))
-    column = sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner) and rows >= 16
+    column = (
+        sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner) and rows >= 16
+    )
     programs = None
     if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
         # What is the same for neighbouring results is then one value for a program, or one a row.
@@ -187,8 +208,9 @@ def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
     return _Rows(
         outer, inner, programs, rows, _known(trip_count(inner)),
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(space),
-        held=held_dtypes(space, outer), stores=any(isinstance(s, Store) and s.full for s in space.stmts),
-        one=len(reductions) == 1, ragged=_is_ragged(space),
+        held=held_dtypes(space, outer),
+        stores=any(isinstance(s, Store) and s.full for s in space.stmts), one=len(reductions) == 1,
+        ragged=_is_ragged(space),
     )  # fmt: skip
 
 
@@ -221,7 +243,9 @@ def _columns(f: _Rows) -> Tile:
     x = min(_power(f.rows), _column_width(f.rows, TILE, f.held))
     several = f.stores or not f.one
     r = _column_points(f, x, several)
-    return f.tile(x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32))
+    return f.tile(
+        x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32)
+    )
 
 
 def _column_points(f: _Rows, x: int, several: bool) -> int:
@@ -235,7 +259,11 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
     r = max(1, points // x)
     # Rows that are not there cost arithmetic, and time where programs wait for one another.
     crowded = f.known and f.rows // x >= 4 * BUSY
-    return r // 2 if crowded and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2) else r
+    return (
+        r // 2
+        if crowded and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2)
+        else r
+    )
 
 
 def _long_rows(f: _Rows) -> Tile:
@@ -260,8 +288,8 @@ def _walk(space: Space, n: int, votes: dict[Atom, int]) -> Tile:
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:
-    """Neighbouring results of a block that reduces columns: fewer, down to what memory gives at once, where there would
-    be too few programs."""
+    """Neighbouring results of a block that reduces columns: fewer, down to what memory gives at
+    once, where there would be too few programs."""
     nbytes = max((d.nbytes for d in held), default=4)
     while rows // most < BUSY // 2 and most * nbytes > 32:
         most //= 2
@@ -299,9 +327,10 @@ def _is_ragged(space: Space) -> bool:
 
 
 def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int:
-    """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
-    small or the device hardly filled. of_columns: points of a thread where columns are reduced (else 0): more, since
-    threads give each other a result a column, but where it has other results at every point."""
+    """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight;
+    fewer where the block is small or the device hardly filled. of_columns: points of a thread where
+    columns are reduced (else 0): more, since threads give each other a result a column, but where
+    it has other results at every point."""
     if programs < BUSY:
         return _warps(points, max(of_columns // 2, 16) if of_columns else 4)
     if of_columns:
@@ -310,14 +339,15 @@ def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:
-    """Rows of a block that holds whole rows: enough for its threads, few enough to occupy the device."""
+    """Rows of a block that holds whole rows: enough for its threads, few enough to occupy the
+    device."""
     x = max(least, 1)
     while x * length < 1024 and rows // (2 * x) >= 264:
         x *= 2
     return min(x, _power(rows))
 
 
-# ----------------------------------------------------------------------------------------- memory access
+# ------------------------------------------------------------------------------------ memory access
 def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
     for n in walk(space.roots()):
         if n.op == "load" and not _indirect(n):
@@ -328,8 +358,8 @@ def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
 
 
 def held_dtypes(space: Space, outer: tuple[Atom, ...]) -> list[DType]:
-    """The dtypes of what a block loads at every point, and not only once a row or once a column. outer: the axes of
-    its rows."""
+    """The dtypes of what a block loads at every point, and not only once a row or once a column.
+    outer: the axes of its rows."""
     return [n.dtype for n in walk(space.roots()) if n.op == "load" and _along_rows(space, outer, n)]
 
 
@@ -343,7 +373,8 @@ def _indirect(n: Node) -> bool:
 
 
 def _unit_strides(space: Space) -> dict[Atom, int]:
-    """Bytes of the accesses that are contiguous along each axis: what is one value a row counts once a row."""
+    """Bytes of the accesses that are contiguous along each axis: what is one value a row counts
+    once a row."""
     votes: dict[Atom, int] = {}
     axes = (*space.vars, *space.rvars)
     for offset, dtype in _accesses(space):

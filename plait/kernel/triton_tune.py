@@ -1,7 +1,7 @@
 """Tiles worth measuring for a Triton kernel: the planned one, and others around it.
 
-Comes in: a `Space`. Goes out: `Tile`s, a function of the same facts as the plan. Which of them is fastest,
-`runtime/tune.py` finds out.
+Comes in: a `Space`. Goes out: `Tile`s, a function of the same facts as the plan. Which of them is
+fastest, `runtime/tune.py` finds out.
 """
 
 from __future__ import annotations
@@ -36,15 +36,22 @@ def describe(tile: Tile) -> str:
 
 
 def _pointwise(first: Tile) -> Iterator[Tile]:
-    """Blocks of half to eight times the size, narrower and wider where there are two dimensions; first the number of
-    warps, which changes most."""
+    """Blocks of half to eight times the size, narrower and wider where there are two dimensions;
+    first the number of warps, which changes most."""
     yield from _with_warps(first)
     if len(first.groups) == 1:
         x = first.groups[0].block
         blocks: list[tuple[int, ...]] = [(2 * x,), (4 * x,), (x // 2,), (8 * x,)]
     else:
         y, x = (g.block for g in first.groups)
-        blocks = [(y // 2, x), (y, x // 2), (y // 2, x // 2), (y // 4, x), (y // 2, 2 * x), (2 * y, x // 2)]
+        blocks = [
+            (y // 2, x),
+            (y, x // 2),
+            (y // 2, x // 2),
+            (y // 4, x),
+            (y // 2, 2 * x),
+            (2 * y, x // 2),
+        ]
     for block in blocks:
         sized = _sized(first, block, first.looped)
         yield sized
@@ -52,7 +59,8 @@ def _pointwise(first: Tile) -> Iterator[Tile]:
 
 
 def _reductions(first: Tile) -> Iterator[Tile]:
-    """More and fewer rows a block; whole rows in place of pieces, and pieces in place of whole rows."""
+    """More and fewer rows a block; whole rows in place of pieces, and pieces in place of whole
+    rows."""
     yield from _with_warps(first)
     rows, r = (g.block for g in first.groups)
     length = first.groups[1].points
@@ -61,7 +69,13 @@ def _reductions(first: Tile) -> Iterator[Tile]:
         shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
         yield replace(first, num_stages=2)
     elif first.looped:
-        shapes = [(rows, 2 * r), (rows, r // 2), (2 * rows, r // 2), (rows // 2, r), (rows // 2, 2 * r)]
+        shapes = [
+            (rows, 2 * r),
+            (rows, r // 2),
+            (2 * rows, r // 2),
+            (rows // 2, r),
+            (rows // 2, 2 * r),
+        ]
         yield replace(first, num_stages=3)
     else:
         shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
@@ -76,7 +90,9 @@ def _reductions(first: Tile) -> Iterator[Tile]:
 
 
 def _with_warps(tile: Tile) -> Iterator[Tile]:
-    yield from (_on_warps(tile, n) for n in (tile.num_warps // 2, 2 * tile.num_warps, tile.num_warps // 4))
+    yield from (
+        _on_warps(tile, n) for n in (tile.num_warps // 2, 2 * tile.num_warps, tile.num_warps // 4)
+    )
 
 
 def _on_warps(tile: Tile, n: int) -> Tile:

@@ -1,4 +1,5 @@
-"""Rules for convolution and attention: calls of ATen with eager's memory formats, and what they cost."""
+"""Rules for convolution and attention: calls of ATen with eager's memory formats, and what they
+cost."""
 
 from __future__ import annotations
 
@@ -21,15 +22,19 @@ aten = torch.ops.aten
 
 @lower(aten.convolution.default)
 def convolution(
-    ctx: Lowering, x: View, weight: View, bias: View | None, stride: Sequence[Size], padding: Sequence[Size],
-    dilation: Sequence[Size], transposed: bool, output_padding: Sequence[Size], groups: Size,
+    ctx: Lowering, x: View, weight: View, bias: View | None, stride: Sequence[Size],
+    padding: Sequence[Size], dilation: Sequence[Size], transposed: bool,
+    output_padding: Sequence[Size], groups: Size,
 ) -> Any:  # fmt: skip
     assert ctx.node is not None
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
     flops = sz.product((2, *points, *weight.shape[1:]))
-    # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with what follows.
-    apart = bias if ctx.device() != "cpu" and ctx.cfg.kernels and x.dtype in (f16, bf16, f32) else None
+    # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with
+    # what follows.
+    apart = (
+        bias if ctx.device() != "cpu" and ctx.cfg.kernels and x.dtype in (f16, bf16, f32) else None
+    )
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
     out = call_extern(ctx, ctx.node, args, {}, fallback=False, flops=flops)
@@ -74,7 +79,9 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
-def attention_backward(ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
+def attention_backward(
+    ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any
+) -> Any:
     assert ctx.node is not None
     flops = sz.product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)

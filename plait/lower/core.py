@@ -1,8 +1,10 @@
-"""The lowering machine: walks an ATen graph and calls one rule per op; rules record loops or extern calls.
+"""The lowering machine: walks an ATen graph and calls one rule per op; rules record loops or extern
+calls.
 
-Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing fused. A tensor
-value is a `View`: a buffer and a map from its logical indices to the buffer's; view ops build new Views and record
-nothing. A rule that raises, and an op without a rule, becomes a counted extern call (`lower/extern.py`).
+Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing
+fused. A tensor value is a `View`: a buffer and a map from its logical indices to the buffer's; view
+ops build new Views and record nothing. A rule that raises, and an op without a rule, becomes a
+counted extern call (`lower/extern.py`).
 """
 
 from __future__ import annotations
@@ -48,17 +50,24 @@ Index = Sequence[Size]
 Body = Callable[[Recorder, tuple[Expr, ...]], Node]
 ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
 _MAX_ORDERED = 4  # dimensions whose orders are tried to find a copy that holds the same
-_OF_NOTHING = {"sum": 0, "prod": 1, "any": 0, "all": 1, "xor": 0}  # what reductions of no elements give
+_OF_NOTHING = {
+    "sum": 0,
+    "prod": 1,
+    "any": 0,
+    "all": 1,
+    "xor": 0,
+}  # what reductions of no elements give
 
 
 class NoRule(Exception):
-    """A rule declines this use of its op (dtype, layout, argument); the op becomes an extern call. The text says
-    why."""
+    """A rule declines this use of its op (dtype, layout, argument); the op becomes an extern call.
+    The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor value: element (vars...) is element (index...) of buffer buf. vars have the extents of shape.
+    """A tensor value: element (vars...) is element (index...) of buffer buf. vars have the extents
+    of shape.
 
     Views of one buffer share its memory. dtype is the buffer's."""
 
@@ -90,7 +99,9 @@ class View:
         return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
 
 
-Value = Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
+Value = (
+    Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
+)
 Rule = Callable[..., Any]
 RULES: dict[object, Rule] = {}
 ANY_DTYPE: set[object] = set()
@@ -100,11 +111,11 @@ NO_LOOPS: set[object] = set()
 def lower(*ops: object, any_dtype: bool = False, no_loops: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule for OpOverloads (or HOPs).
 
-    It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints (other
-    arguments as they are), and returns a View, a Size, None, or a tuple of these for several results. It raises
-    NoRule to decline. any_dtype: the rule can take tensors that no loop touches (complex, float8), which otherwise
-    go to an extern call before the rule is asked. no_loops: the rule makes no kernel, so it is asked even where
-    there can be none."""
+    It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints
+    (other arguments as they are), and returns a View, a Size, None, or a tuple of these for several
+    results. It raises NoRule to decline. any_dtype: the rule can take tensors that no loop touches
+    (complex, float8), which otherwise go to an extern call before the rule is asked. no_loops: the
+    rule makes no kernel, so it is asked even where there can be none."""
 
     def register(rule: Rule) -> Rule:
         for op in ops:
@@ -134,22 +145,31 @@ class Lowering:
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self._steps: dict[str, Fallback] = {}
         self.input_buffers: set[str] = set()
-        self.from_host: set[str] = set()  # buffers that hold a copy of a number in the host's memory
+        self.from_host: set[str] = (
+            set()
+        )  # buffers that hold a copy of a number in the host's memory
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
-        self.functions: Mapping[str, tuple[Expr, Expr]] = {}  # symbols that stand for functions of sizes
+        self.functions: Mapping[
+            str, tuple[Expr, Expr]
+        ] = {}  # symbols that stand for functions of sizes
         self.found: set[str] = set()  # symbols whose values are found at run time
         self.computed: dict[str, Size] = {}  # such numbers, by name, that a rule computes
-        self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
+        self.floats: dict[
+            str, View
+        ] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
         self.bases: dict[str, str] = {}  # buffers that are memory of others, by `alias`
-        self.copies: dict[str, list[tuple[View, View, int]]] = {}  # buffer -> [(copied, copy, ops before)]
+        self.copies: dict[
+            str, list[tuple[View, View, int]]
+        ] = {}  # buffer -> [(copied, copy, ops before)]
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
 
     # ---- steps down the ladder
     def fell_back(self, rung: Rung, op: str, reason: str) -> None:
-        """The current node's operator is called, for want of a rule. The first time of each operator is kept."""
+        """The current node's operator is called, for want of a rule. The first time of each
+        operator is kept."""
         where = self.origin[0].rpartition(" ")[0] if self.origin else ""
         self._steps.setdefault(op, Fallback(rung, op, reason, where))
 
@@ -186,8 +206,8 @@ class Lowering:
         return "cpu" if found is None else device_name(found.device)
 
     def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
-        """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard: what sizes are
-        does not become a condition of the program."""
+        """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard:
+        what sizes are does not become a condition of the program."""
         meta = self.out_meta(k)
         return None if is_contiguous_or_false(meta) else tuple(to_size(s) for s in meta.stride())
 
@@ -200,7 +220,8 @@ class Lowering:
         fixed: bool = False,
         device: str | None = None,
     ) -> str:
-        """Declares a buffer. Its strides are row-major, and it is where the current node's result is, unless given."""
+        """Declares a buffer. Its strides are row-major, and it is where the current node's result
+        is, unless given."""
         name = f"buf{len(self.buffers)}"
         strides = strides or sz.contiguous_strides(shape)
         self.buffers[name] = Buffer(name, dtype, shape, strides, device or self.device(), fixed)
@@ -227,10 +248,16 @@ class Lowering:
 
     # ---- recording
     def pointwise(
-        self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None, like: str = ""
+        self,
+        shape: tuple[Size, ...],
+        dtype: DType,
+        body: Body,
+        strides: tuple[Size, ...] | None = None,
+        like: str = "",
     ) -> View:
-        """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise). It is where the
-        first buffer is that the body reads, or `like`, or the current node's result.
+        """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError
+        otherwise). It is where the first buffer is that the body reads, or `like`, or the current
+        node's result.
 
         Raises NoRule for elements that loops cannot hold."""
         if dtype not in LOOP_DTYPES:
@@ -241,7 +268,9 @@ class Lowering:
         if value.dtype != dtype:
             raise TypeError(f"the body gives {value.dtype}, not {dtype}")
         read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), like)
-        buf = self.new_buffer(dtype, shape, strides, device=self.buffers[read].device if read else None)
+        buf = self.new_buffer(
+            dtype, shape, strides, device=self.buffers[read].device if read else None
+        )
         self.ops.append(Pointwise(buf, vars_, value, origin=self.origin))
         return self.whole(buf)
 
@@ -253,21 +282,29 @@ class Lowering:
         body: ReduceBody,
         outs: Sequence[bool] = (True,),
     ) -> tuple[View | None, ...]:
-        """New tensors of shape `shape`: body(ops, i, r) combined by `kind` over all r of rshape. outs: which results
-        are wanted (welford has 3).
+        """New tensors of shape `shape`: body(ops, i, r) combined by `kind` over all r of rshape.
+        outs: which results are wanted (welford has 3).
 
         The result dtype is the body's, i64 for argmax and argmin."""
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
         ops = Recorder()
         value = ops.kept(body(ops, vars_, rvars))
-        if 0 in rshape and kind in _OF_NOTHING:  # a loop that reads nothing might still touch memory
-            return (self.pointwise(shape, value.dtype, lambda ops, _: ops.const(_OF_NOTHING[kind], value.dtype)),)
+        if (
+            0 in rshape and kind in _OF_NOTHING
+        ):  # a loop that reads nothing might still touch memory
+            return (
+                self.pointwise(
+                    shape, value.dtype, lambda ops, _: ops.const(_OF_NOTHING[kind], value.dtype)
+                ),
+            )
         dtype = i64 if kind in ("argmax", "argmin") else value.dtype
         names = tuple(self.new_buffer(dtype, shape) if want else None for want in outs)
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
         return tuple(None if n is None else self.whole(n) for n in names)
 
-    def reduce(self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody) -> View:
+    def reduce(
+        self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody
+    ) -> View:
         """A reduction with one result."""
         (out,) = self.reduction(shape, rshape, kind, body)
         assert out is not None
@@ -295,16 +332,25 @@ class Lowering:
         into = self._called(x, "aten::new_empty_strided", (given, *sizes), (), strides)
         return self._called(x, "aten::copy", (self.tensor_arg(into), given), (), strides)
 
-    def _called(self, like: View, op: str, args: tuple[ExternArg, ...], named: Any, strides: tuple[Size, ...]) -> View:
+    def _called(
+        self,
+        like: View,
+        op: str,
+        args: tuple[ExternArg, ...],
+        named: Any,
+        strides: tuple[Size, ...],
+    ) -> View:
         """The result of an operator, of like's sizes and dtype."""
         out = self.new_buffer(like.dtype, like.shape, strides, True, self.buffers[like.buf].device)
-        self.ops.append(Extern((out,), op, args, named, may_keep=False, fallback=False, origin=self.origin))
+        self.ops.append(
+            Extern((out,), op, args, named, may_keep=False, fallback=False, origin=self.origin)
+        )
         return self.whole(out)
 
     # ---- strided memory, for extern operands, outputs and as_strided
     def strided(self, x: View) -> TensorArg | None:
-        """x as strides and an offset into its buffer (whose layout is fixed by this), or None where no strides
-        describe it."""
+        """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
+        no strides describe it."""
         b = self.buffers[x.buf]
         flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, b.strides, strict=True))
         strides: list[Size] = []
@@ -319,7 +365,8 @@ class Lowering:
             rest = sz.add(rest, sz.mul(sz.mul(v, k), -1))
         if any(v.symbol in sz.free_symbols(rest) for v in x.vars):
             return None
-        # A dimension of size 1 has a variable that is always 0: give it a stride that keeps contiguity checks happy.
+        # A dimension of size 1 has a variable that is always 0: give it a stride that keeps
+        # contiguity checks happy.
         for d in range(len(strides) - 1, -1, -1):
             if x.shape[d] == 1:
                 strides[d] = sz.mul(x.shape[d + 1], strides[d + 1]) if d + 1 < len(strides) else 1
@@ -328,9 +375,12 @@ class Lowering:
         self.fix_layout(x.buf)
         return TensorArg(x.buf, x.shape, tuple(strides), rest)
 
-    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None, shared: bool = False) -> TensorArg:
-        """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a
-        copy. shared: which may be one that other operands read too, of the same elements in any order of dimensions."""
+    def tensor_arg(
+        self, x: View, strides: tuple[Size, ...] | None = None, shared: bool = False
+    ) -> TensorArg:
+        """x as an extern operand: its own memory where strides describe it (and equal `strides` if
+        given), else a copy. shared: which may be one that other operands read too, of the same
+        elements in any order of dimensions."""
         self._lay_out(x, strides)
         for y in (x, *(self._copies_of(x) if shared else ())):
             found = self.strided(y)
@@ -342,35 +392,55 @@ class Lowering:
         if strides is not None and 0 in strides:
             return self._expanded_copy(x, strides)
         wanted = strides or self._natural(x)
-        made = self.strided(self.copied_once(x, wanted) if shared else self.copy(x, wanted, fixed=True))
+        made = self.strided(
+            self.copied_once(x, wanted) if shared else self.copy(x, wanted, fixed=True)
+        )
         assert made is not None
         return made if strides is None else replace(made, strides=strides)
 
     def lay_out(self, x: View, strides: tuple[Size, ...]) -> bool:
-        """Whether x is memory with these strides, or has now become it. The layout of its buffer is fixed by this."""
+        """Whether x is memory with these strides, or has now become it. The layout of its buffer is
+        fixed by this."""
         self._lay_out(x, strides)
         found = self.strided(x)
         return found is not None and _same_layout(x.shape, found.strides, strides)
 
     def _lay_out(self, x: View, strides: tuple[Size, ...] | None) -> None:
-        """Gives x's buffer, if its layout is still free and x is all of it, the strides with which x is memory as it
-        stands, so that nothing needs a copy. Neighbours stay neighbours. Kernels of a GPU do not mind the rest."""
+        """Gives x's buffer, if its layout is still free and x is all of it, the strides with which
+        x is memory as it stands, so that nothing needs a copy. Neighbours stay neighbours. Kernels
+        of a GPU do not mind the rest."""
         b = self.buffers[x.buf]
-        if b.device == "cpu" or b.fixed or x.dtype not in LOOP_DTYPES or b.strides != sz.contiguous_strides(b.shape):
+        if (
+            b.device == "cpu"
+            or b.fixed
+            or x.dtype not in LOOP_DTYPES
+            or b.strides != sz.contiguous_strides(b.shape)
+        ):
             return
         target = strides or self._natural(x)
-        if not isinstance(n := sz.numel(x.shape), int) or n != sz.numel(b.shape) or not _is_dense(x.shape, target):
+        if (
+            not isinstance(n := sz.numel(x.shape), int)
+            or n != sz.numel(b.shape)
+            or not _is_dense(x.shape, target)
+        ):
             return
-        new = [_stride_of(e, x.vars, target) if size != 1 else 1 for e, size in zip(x.index, b.shape, strict=True)]
+        new = [
+            _stride_of(e, x.vars, target) if size != 1 else 1
+            for e, size in zip(x.index, b.shape, strict=True)
+        ]
         flat = sz.total(sz.mul(v, t) for v, t in zip(x.vars, target, strict=True))
         laid = sz.total(sz.mul(e, s) for e, s in zip(x.index, new, strict=True))
-        kept = all(t == 1 for s, t, size in zip(b.strides, new, b.shape, strict=True) if s == 1 and size != 1)
+        kept = all(
+            t == 1
+            for s, t, size in zip(b.strides, new, b.shape, strict=True)
+            if s == 1 and size != 1
+        )
         if laid == flat and kept:
             self.buffers[x.buf] = replace(b, strides=tuple(new))
 
     def _natural(self, x: View) -> tuple[Size, ...]:
-        """Strides for x's elements side by side: row-major, or column-major where neighbours in memory are those along
-        the last dimension but one."""
+        """Strides for x's elements side by side: row-major, or column-major where neighbours in
+        memory are those along the last dimension but one."""
         rows = sz.contiguous_strides(x.shape)
         if len(x.shape) < 2:
             return rows
@@ -407,7 +477,9 @@ class Lowering:
     def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
         """A copy of x whose dimensions of stride 0 are stored once."""
         thin = tuple(1 if st == 0 else s for s, st in zip(x.shape, strides, strict=True))
-        once = x.remap(thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True)))
+        once = x.remap(
+            thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True))
+        )
         made = self.copy(once, tuple(1 if st == 0 else st for st in strides), fixed=True)
         return TensorArg(made.buf, x.shape, strides, 0)
 
@@ -420,8 +492,8 @@ class Lowering:
         offset: Size,
         relative: bool = True,
     ) -> View:
-        """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or
-        its storage's start)."""
+        """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's
+        first element (or its storage's start)."""
         self.fix_layout(x.buf)
         out = self.new_buffer(dtype, shape, strides, True, self.buffers[x.buf].device)
         self.ops.append(Alias(out, x.buf, offset, relative))
@@ -446,32 +518,41 @@ class Lowering:
         return value
 
     def define_functions(self) -> None:
-        """Gives the symbols that stand for functions of known sizes their values. That a function of what is found at
-        run time has the range that tracing gives it is asserted."""
+        """Gives the symbols that stand for functions of known sizes their values. That a function
+        of what is found at run time has the range that tracing gives it is asserted."""
         for name, (symbol, value) in self.functions.items():
-            if name in self.symbols or any(a.name not in self.symbols for a in sz.free_symbols(value)):
+            if name in self.symbols or any(
+                a.name not in self.symbols for a in sz.free_symbols(value)
+            ):
                 continue
             self.symbols[name] = value
             if self.is_found(value):
                 self.found.add(name)
-                found, said = sz.symbol(name, lo=-sz._INF), f"found {{}} where {{}} to {{}} was traced: {value}"
+                found, said = (
+                    sz.symbol(name, lo=-sz._INF),
+                    f"found {{}} where {{}} to {{}} was traced: {value}",
+                )
                 lo, hi = (int(max(min(b, 2**63 - 1), -(2**63))) for b in sz.bounds(symbol))
                 if (lo, hi) != (-(2**63), 2**63 - 1):
                     inside = sz.mul(sz.compare("le", lo, found), sz.compare("le", found, hi))
                     self.assert_true(inside, said, (found, lo, hi))
 
-    def assert_true(self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError") -> None:
+    def assert_true(
+        self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError"
+    ) -> None:
         """A run-time assertion. values: what the first marks {} of message stand for."""
         if not (isinstance(expr, int) and expr):
             self.ops.append(Assert(expr, message, values, error))
 
     def is_found(self, *sizes: Size) -> bool:
-        """Whether one of sizes depends on numbers that are found at run time: no guard has looked at it."""
+        """Whether one of sizes depends on numbers that are found at run time: no guard has looked
+        at it."""
         return any(a.name in self.found for e in sizes for a in sz.free_symbols(e))
 
     def require_index(self, index: Size, dim: int, size: Size) -> None:
-        """Asserts that an index into dimension dim, of this size, is in [-size, size), unless what was checked says so:
-        torch 2.11 traces `x[1]` without a guard. Raises NoRule for one that never is, which ATen refuses."""
+        """Asserts that an index into dimension dim, of this size, is in [-size, size), unless what
+        was checked says so: torch 2.11 traces `x[1]` without a guard. Raises NoRule for one that
+        never is, which ATen refuses."""
         inside = sz.mul(sz.compare("le", sz.mul(size, -1), index), sz.compare("lt", index, size))
         if inside == 0:
             raise NoRule(f"index {index} is out of bounds for dimension {dim} with size {size}")
@@ -482,14 +563,16 @@ class Lowering:
             self.assert_true(inside, said, (index, size), "IndexError")
 
     def mutate(self, target: str, source: View) -> None:
-        """Input buffer `target` takes the value of source (dtype and shape already agree), after all else: values
-        made from the input are views of what it held before."""
+        """Input buffer `target` takes the value of source (dtype and shape already agree), after
+        all else: values made from the input are views of what it held before."""
         self.mutations.append((target, source))
 
     def finish_mutations(self) -> None:
         """Records the mutations, once everything that reads old contents is recorded."""
         sources = [
-            t if self.is_whole(source) and source.buf == t else self._own(source)  # written in place
+            t
+            if self.is_whole(source) and source.buf == t
+            else self._own(source)  # written in place
             for t, source in self.mutations
         ]
         pairs = zip(self.mutations, sources, strict=True)
@@ -531,7 +614,8 @@ def _is_dense(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
 
 
 def _stride_of(e: Size, vars_: tuple[Expr, ...], strides: tuple[Size, ...]) -> Size:
-    """The address, in strides of vars_, of where e first is 1; 0 if no single variable takes it there."""
+    """The address, in strides of vars_, of where e first is 1; 0 if no single variable takes it
+    there."""
     zero: dict[sz.Atom, Size] = dict.fromkeys(sz.free_symbols(e), 0)
     for v, stride in zip(vars_, strides, strict=True):
         for at in (1, *sz.divisors(e)):
@@ -545,5 +629,6 @@ def _scalar_reader(x: View) -> Callable[[Recorder], Node]:
 
 
 def _same_layout(shape: tuple[Size, ...], a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
-    """Whether two strides place the elements alike: dimensions of size 1 and empty tensors do not count."""
+    """Whether two strides place the elements alike: dimensions of size 1 and empty tensors do not
+    count."""
     return 0 in shape or all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))

@@ -39,10 +39,12 @@ def device_name(device: torch.device) -> str:
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The IR's name of a torch dtype; `opaque` for those that only extern calls understand (quantised ones...)."""
+    """The IR's name of a torch dtype; `opaque` for those that only extern calls understand
+    (quantised ones...)."""
     return FROM_TORCH.get(dtype, ir.opaque)
 
 
 def compute_dtype(dtype: DType) -> DType:
-    """The dtype that arithmetic on `dtype` happens in: f32 for f16 and bf16, itself otherwise (ATen's opmath)."""
+    """The dtype that arithmetic on `dtype` happens in: f32 for f16 and bf16, itself otherwise
+    (ATen's opmath)."""
     return ir.f32 if dtype in (ir.f16, ir.bf16) else dtype

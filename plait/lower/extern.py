@@ -37,7 +37,8 @@ _RETURNS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
-# ATen ops that count from the start of an argument's storage, which in an arena is not the tensor's own.
+# ATen ops that count from the start of an argument's storage, which in an arena is not the tensor's
+# own.
 _READS_STORAGE = frozenset(("aten::as_strided_scatter", "aten::as_strided_copy"))
 
 
@@ -70,7 +71,9 @@ def op_name(op: OpOverload) -> str:
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an operator; they do not depend on its arguments."""
     schema = op._schema
-    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = tuple(
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     shared = tuple(a.name for a in schema.arguments if a.alias_info is not None)
     random = torch.Tag.nondeterministic_seeded in op.tags
     aten = schema.name.startswith(("aten::", "prims::"))
@@ -79,7 +82,10 @@ def op_facts(op: OpOverload) -> OpFacts:
         effectful=random or schema.is_mutable or not schema.returns or op in _side_effects(),
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
-        may_keep=not aten or bool(shared) or schema.name in _RETURNS_ARGUMENT or schema.name in _READS_STORAGE,
+        may_keep=not aten
+        or bool(shared)
+        or schema.name in _RETURNS_ARGUMENT
+        or schema.name in _READS_STORAGE,
         out_op=out_op,
         out_names=out_names,
     )
@@ -90,7 +96,10 @@ def _side_effects() -> set[Any]:
 
 
 def _returns_alias(op: OpOverload) -> bool:
-    return any(r.alias_info is not None for r in op._schema.returns) or op._schema.name in _RETURNS_ARGUMENT
+    return (
+        any(r.alias_info is not None for r in op._schema.returns)
+        or op._schema.name in _RETURNS_ARGUMENT
+    )
 
 
 def _out_variant(op: OpOverload) -> tuple[str, tuple[str, ...]]:
@@ -127,10 +136,9 @@ def call_extern(
 ) -> Any:
     """Records the call of node's own op on these arguments and returns its results as a rule would.
 
-    fallback: no rule exists or it declined, for `reason`: counted.
-    any_strides: operands need not have eager's strides. Products read operands of any strides. Others
-    do not: the median of elements that share memory is wrong in torch 2.13.
-    flops: its cost.
+    fallback: no rule exists or it declined, for `reason`: counted. any_strides: operands need not
+    have eager's strides. Products read operands of any strides. Others do not: the median of
+    elements that share memory is wrong in torch 2.13. flops: its cost.
 
     Raises Unsupported for results that no program can hold (Python floats and bools).
     """
@@ -141,7 +149,9 @@ def call_extern(
         ctx.fell_back("aten" if plain else "python", op_name(op), reason or "no lowering rule")
     if not is_plain((args, kwargs)) or _is_number_for_tensor(op, args):
         effectful = op_facts(op).effectful
-        return call_python(ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful)
+        return call_python(
+            ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful
+        )
     given = node.args, node.kwargs
     return call_op(
         ctx,
@@ -171,9 +181,9 @@ def call_op(
 ) -> Any:
     """Records a call of any op whose result has the fake value `val`.
 
-    given: the FX arguments, whose fake strides the operands must have. used: positions of results that somebody reads
-    (None: all).
-    effectful: it must run, in program order, whatever its schema says."""
+    given: the FX arguments, whose fake strides the operands must have. used: positions of results
+    that somebody reads (None: all). effectful: it must run, in program order, whatever its schema
+    says."""
     facts = op_facts(op)
     fake_args, fake_kwargs = given if given is not None else ((), {})
     operands: dict[str, ExternArg] = {}
@@ -219,7 +229,8 @@ def call_op(
 
 
 def _is_number_for_tensor(op: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether a primitive gets a number for a tensor. Its kernel is Python and only a call from Python hands it on."""
+    """Whether a primitive gets a number for a tensor. Its kernel is Python and only a call from
+    Python hands it on."""
     if op.namespace != "prims":
         return False
     pairs = zip(op._schema.arguments, args, strict=False)

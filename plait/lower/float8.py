@@ -1,8 +1,8 @@
 """Casts between floats of 8 bits and others, bit for bit as eager's, in fused loops.
 
-A float8 tensor is memory of bytes: a rule sees its buffer as u8, and takes the codes apart or puts them together with
-integer operations, which every kernel target has. Whatever else is done with float8 tensors is a view or a call of
-ATen.
+A float8 tensor is memory of bytes: a rule sees its buffer as u8, and takes the codes apart or puts
+them together with integer operations, which every kernel target has. Whatever else is done with
+float8 tensors is a view or a call of ATen.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SIGN, _NAN, _INFINITY = 0x80000000, 0x7FC00000, 0x7F800000
 class Format:
     """A float of 8 bits: 1 of sign, then exponent, then `mantissa` bits; `bias` of the exponent.
 
-    limit: what is not below it has no code and becomes `over`. nan: the code of NaN. signed_zero: there is a -0,
-    and NaN has codes of either sign; else NaN is the code that -0 would have. infinity: its code, None if there is
-    none.
+    limit: what is not below it has no code and becomes `over`. nan: the code of NaN. signed_zero:
+    there is a -0, and NaN has codes of either sign; else NaN is the code that -0 would have.
+    infinity: its code, None if there is none.
     """
 
     mantissa: int
@@ -49,7 +49,8 @@ FORMATS: dict[DType, Format] = {
 
 @cache
 def _saturating() -> bool:
-    """Whether the installed torch gives numbers beyond the largest of float8_e4m3fn that one, and not NaN."""
+    """Whether the installed torch gives numbers beyond the largest of float8_e4m3fn that one, and
+    not NaN."""
     with compat.untraced_operators():
         return bool(torch.full((), 1000.0).to(torch.float8_e4m3fn).float() == 448.0)
 
@@ -57,13 +58,19 @@ def _saturating() -> bool:
 def _format(dtype: DType) -> Format | None:
     form = FORMATS.get(dtype)
     if dtype == f8e4m3fn and form is not None and _saturating():
-        return replace(form, limit=464.0, over=0x7E)  # 464 lies between the largest number and what would follow it
+        return replace(
+            form, limit=464.0, over=0x7E
+        )  # 464 lies between the largest number and what would follow it
     return form
 
 
 def convert_float8(ctx: Lowering, x: View, want: DType) -> View:
-    """x as dtype `want`, one of which is a float of 8 bits. Raises NoRule for formats without a rule."""
-    if any(d.kind == "8" and d not in FORMATS for d in (x.dtype, want)) or "c" in (x.dtype.kind, want.kind):
+    """x as dtype `want`, one of which is a float of 8 bits. Raises NoRule for formats without a
+    rule."""
+    if any(d.kind == "8" and d not in FORMATS for d in (x.dtype, want)) or "c" in (
+        x.dtype.kind,
+        want.kind,
+    ):
         raise NoRule(f"{x.dtype} to {want}")
     given, codes = _format(x.dtype), _format(want)
     source = x if given is None else _bytes(ctx, x)
@@ -112,7 +119,8 @@ def encoded(ops: Recorder, value: Node, form: Format) -> Node:
     bits = ops.bitcast(value, u32)
     sign = ops.op("and", bits, number(_SIGN))
     size = ops.op("xor", bits, sign)
-    # Below the least normal number codes are a fixed point: adding a power of two lets the addition round.
+    # Below the least normal number codes are a fixed point: adding a power of two lets the addition
+    # round.
     magic = (bias + shift + 1) << 23
     added = ops.op("add", ops.bitcast(size, f32), ops.const(2.0 ** ((magic >> 23) - 127), f32))
     small = ops.op("sub", ops.bitcast(added, u32), number(magic))
@@ -120,7 +128,9 @@ def encoded(ops: Recorder, value: Node, form: Format) -> Node:
     half = ops.op("add", ops.op("sub", size, number(bias << 23)), number((1 << (shift - 1)) - 1))
     normal = ops.op("shr", ops.op("add", half, odd), number(shift))
     code = ops.op("where", ops.op("lt", size, number((bias + 1) << 23)), small, normal)
-    over = ops.op("where", ops.op("gt", size, number(_INFINITY)), number(form.nan), number(form.over))
+    over = ops.op(
+        "where", ops.op("gt", size, number(_INFINITY)), number(form.nan), number(form.over)
+    )
     limit = ops.bitcast(ops.const(form.limit, f32), u32)
     code = ops.op("where", ops.op("ge", size, limit), over, code)
     signed = ops.op("or", code, ops.op("shr", sign, number(24)))

@@ -1,10 +1,10 @@
-"""Numbers that are found when the program runs (sizes of `nonzero`, values of `item`), against what tracing takes them
-for.
+"""Numbers that are found when the program runs (sizes of `nonzero`, values of `item`), against what
+tracing takes them for.
 
-Tracing equates such a number with others (in `x[x > 0] * y` with as many as y has), gives it a range and takes
-conditions for granted, and the graph that it leaves says none of it. Here each becomes an assertion right behind the
-node that makes the number: a symbol has the value that is found, and all else that kernels rely on is checked against
-it.
+Tracing equates such a number with others (in `x[x > 0] * y` with as many as y has), gives it a
+range and takes conditions for granted, and the graph that it leaves says none of it. Here each
+becomes an assertion right behind the node that makes the number: a symbol has the value that is
+found, and all else that kernels rely on is checked against it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _INF = float("inf")
 
 
 class Found:
-    """What is known of such numbers so far. values: what the program finds, by the names that tracing has for it."""
+    """What is known of such numbers so far. values: what the program finds, by the names that
+    tracing has for it."""
 
     def __init__(self, ctx: Lowering) -> None:
         self.ctx = ctx
@@ -63,13 +64,16 @@ class Found:
             self._check_conditions(shape_env_of(node.meta["val"]), origin)
 
     def in_own_memory(self, node: torch.fx.Node, value: Value) -> Value:
-        """The value of a node, copied where a view of it begins at a number that the program finds. Such
-        a number counts in the memory that eager makes here, and rules may show that of something else."""
+        """The value of a node, copied where a view of it begins at a number that the program finds.
+        Such a number counts in the memory that eager makes here, and rules may show that of
+        something else."""
         if is_view(node):
             return value
         if isinstance(value, tuple):
             parts = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-            return tuple(self._copied(parts[k], x) if k in parts else x for k, x in enumerate(value))
+            return tuple(
+                self._copied(parts[k], x) if k in parts else x for k, x in enumerate(value)
+            )
         return self._copied(node, value)
 
     def _copied(self, node: torch.fx.Node, value: Value) -> Value:
@@ -78,16 +82,21 @@ class Found:
         return self.ctx.copy(value, tuple(map(to_size, node.meta["val"].stride())))
 
     def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
-        """Asserts that a rule's result has the sizes that were traced, where these depend on numbers found at run
-        time; guards look at all others."""
+        """Asserts that a rule's result has the sizes that were traced, where these depend on
+        numbers found at run time; guards look at all others."""
         self.ctx.define_functions()
         for a, b in zip(made, traced, strict=True):
             if a != b and self.ctx.is_found(a, b):
                 origin = "; ".join(self.ctx.origin)
-                self._assert(sz.compare("eq", a, b), f"found {{}} where {{}} was traced: a size of {origin}", (a, b))
+                self._assert(
+                    sz.compare("eq", a, b),
+                    f"found {{}} where {{}} was traced: a size of {origin}",
+                    (a, b),
+                )
 
     def _read(self, node: torch.fx.Node, value: Value, b: Binding) -> Size | None:
-        """What the program finds for a number; None for the offset of a copy, which nobody reads."""
+        """What the program finds for a number; None for the offset of a copy, which nobody
+        reads."""
         symbols, name = self.ctx.symbols, _atom(b.found).name
         if name in self.ctx.computed:
             return self.ctx.computed[name]
@@ -109,8 +118,9 @@ class Found:
         return b.found
 
     def _offset(self, node: torch.fx.Node, value: Value) -> Size | None:
-        """Where a view begins in eager's storage; None where it is a copy. The tensor that it is a part of is the
-        nearest source that is all of its buffer: a source further up may be another buffer's (`view(torch.int32)`)."""
+        """Where a view begins in eager's storage; None where it is a copy. The tensor that it is a
+        part of is the nearest source that is all of its buffer: a source further up may be another
+        buffer's (`view(torch.int32)`)."""
         source = node
         while is_view(source) and isinstance(source.args[0], torch.fx.Node):
             source = source.args[0]
@@ -119,8 +129,13 @@ class Found:
                 continue
             if self.ctx.is_whole(whole):
                 like = source.meta["val"]
-                first = zip(value.at((0,) * len(value.shape)), map(to_size, like.stride()), strict=True)
-                return sz.add(to_size(like.storage_offset()), sz.total(sz.mul(i, stride) for i, stride in first))
+                first = zip(
+                    value.at((0,) * len(value.shape)), map(to_size, like.stride()), strict=True
+                )
+                return sz.add(
+                    to_size(like.storage_offset()),
+                    sz.total(sz.mul(i, stride) for i, stride in first),
+                )
         return None
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
@@ -132,8 +147,8 @@ class Found:
         self.waiting = [t for t in todo if not self._relate(*t)]
 
     def _relate(self, found: Size, traced: Size, natural: float, what: str) -> bool:
-        """Defines a symbol of what tracing has for a number, or asserts that the two are equal; False where too little
-        is known yet. natural: the least that the number can be."""
+        """Defines a symbol of what tracing has for a number, or asserts that the two are equal;
+        False where too little is known yet. natural: the least that the number can be."""
         symbols = self.ctx.symbols
         whole, own = (e.symbol if isinstance(e, Expr) else None for e in (traced, found))
         if whole is not None and own is not None and own.name == whole.name:
@@ -154,7 +169,11 @@ class Found:
             self.ctx.found.add(atom.name)
             value = symbols[atom.name] = sz.floordiv(found - sz.substitute(traced, {atom: 0}), k)
             self._check_range(value, atom, -_INF, what)
-        self._assert(sz.compare("eq", found, traced), f"found {{}} where {{}} was traced: {what}", (found, traced))
+        self._assert(
+            sz.compare("eq", found, traced),
+            f"found {{}} where {{}} was traced: {what}",
+            (found, traced),
+        )
         return True
 
     def _check_range(self, found: Size, atom: Atom, natural: float, what: str) -> None:
@@ -214,13 +233,15 @@ class Found:
 def truth(ctx: Lowering, condition: sympy.Basic, env: Any) -> Size:
     """A condition of floats that are found at run time, as 0 or 1: a loop compares them."""
     floats = ctx.float_readers()
-    holds = ctx.pointwise((), i64, lambda ops, i: ops.cast(to_truth(ops, condition, env, floats), i64))
+    holds = ctx.pointwise(
+        (), i64, lambda ops, i: ops.cast(to_truth(ops, condition, env, floats), i64)
+    )
     return ctx.item(holds, sz.symbol(f"{holds.buf}_holds", lo=0, hi=1))
 
 
 def _begins_at_found(node: torch.fx.Node) -> bool:
-    """Whether a view of a node's value begins at a number found at run time, and its memory shows: as
-    a result, or in what `as_strided` makes of it."""
+    """Whether a view of a node's value begins at a number found at run time, and its memory shows:
+    as a result, or in what `as_strided` makes of it."""
     for u in node.users:
         if u.op != "call_function" or not is_view(u) or u.args[0] is not node:
             continue

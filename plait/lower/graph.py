@@ -1,8 +1,9 @@
 """Walks a captured ATen graph, asks the rules, and gives back one LoopProgram.
 
-Comes in: `Captured`. Goes out: `Lowered`: the program, the tensors and callables that it refers to by number, and what
-fell back to extern calls and why. A rule that declines or fails leaves no trace but an extern call with the reason.
-Integers that the graph computes are not lowered: their value is the size expression that their fake value names.
+Comes in: `Captured`. Goes out: `Lowered`: the program, the tensors and callables that it refers to
+by number, and what fell back to extern calls and why. A rule that declines or fails leaves no trace
+but an extern call with the reason. Integers that the graph computes are not lowered: their value is
+the size expression that their fake value names.
 """
 
 from __future__ import annotations
@@ -38,30 +39,40 @@ from plait.lower.extern import call_extern
 from plait.lower.found import Found, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.operands import is_object_input, object_input
-from plait.lower.symbols import definitions, is_found_float, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.symbols import (
+    definitions,
+    is_found_float,
+    is_ragged,
+    is_symbolic,
+    size_hints,
+    to_scalar_node,
+    to_size,
+)
 from plait.lower.view import dense_order
 from plait.lower.wide import take_out_wide
 
 aten = torch.ops.aten
 
-# What a rule may raise and still leave the compiler standing: the op becomes an extern call, with the error as reason.
+# What a rule may raise and still leave the compiler standing: the op becomes an extern call, with
+# the error as reason.
 _RULE_ERRORS = (
     NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
 
 
-# A process that compiles without end must not grow without end: about 100 MB of expressions and nodes.
+# A process that compiles without end must not grow without end: about 100 MB of expressions and
+# nodes.
 _MAX_INTERNED = 200_000
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and
-    callables.
+    """program, and what stands behind its numbers: constants (tensors, in the order of
+    program.constants) and callables.
 
-    fallbacks: how often each op became an extern call for want of a rule; steps: the first of each op, and why. nodes:
-    buffer -> the FX node whose value it is."""
+    fallbacks: how often each op became an extern call for want of a rule; steps: the first of each
+    op, and why. nodes: buffer -> the FX node whose value it is."""
 
     program: LoopProgram
     constants: tuple[torch.Tensor, ...]
@@ -86,8 +97,8 @@ def load_rules() -> None:
 
 
 def lower_graph(captured: Captured, cfg: Config) -> Lowered:
-    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call
-    will do."""
+    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule
+    nor an extern call will do."""
     load_rules()
     if sz.interned() > _MAX_INTERNED:
         sz.forget()
@@ -133,22 +144,32 @@ class _Walk:
                 self.outputs = self._output(node)
             else:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
-        donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
+        donated = tuple(
+            name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str)
+        )
         ctx.define_functions()
         ops, wide = take_out_wide(ctx.ops, ctx.buffers.values(), ctx.symbols)
         ctx.symbols |= wide
         program = LoopProgram(
-            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ops), self.outputs, ctx.symbols, donated,
-            self._hints(wide),
+            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ops), self.outputs,
+            ctx.symbols, donated, self._hints(wide),
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         values = reversed(self.env.items())  # of nodes with one value the first counts
         nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
-        return Lowered(program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), ctx.steps(), nodes)
+        return Lowered(
+            program,
+            tuple(ctx.constant_tensors),
+            tuple(ctx.callables),
+            dict(counts),
+            ctx.steps(),
+            nodes,
+        )
 
     def _hints(self, wide: Mapping[str, Expr]) -> dict[str, int]:
-        """What symbols are in the example, as far as that is known. wide: those that were taken out of loops."""
+        """What symbols are in the example, as far as that is known. wide: those that were taken out
+        of loops."""
         hints = size_hints((n.meta.get("val") for n in self.placeholders), self.ctx.symbols)
         given = [(e, source) for e, source in self.facts if isinstance(source, str)]
         functions = {name: e for name, (_, e) in self.ctx.functions.items()}
@@ -171,7 +192,9 @@ class _Walk:
         if isinstance(val, torch.SymBool) and (bit := _bit(to_size(val))) is not None:
             return self._int_input(bit)
         if is_symbolic(val) and not is_ragged(val):
-            raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
+            raise Unsupported(
+                f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor"
+            )
         self.inputs.append(None)
         if val is None and not node.users or isinstance(val, (bool, int, float, str, torch.SymInt)):
             return val
@@ -183,7 +206,9 @@ class _Walk:
         dense = val.layout == torch.strided
         strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(val.dtype) if dense else opaque
-        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(val.device), fixed=True)
+        self.ctx.buffers[name] = Buffer(
+            name, dtype, shape, strides, device=device_name(val.device), fixed=True
+        )
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
@@ -211,8 +236,9 @@ class _Walk:
         return size
 
     def _define_symbols(self) -> None:
-        """Finds a source for every symbol of the inputs: first those that are a size by themselves, then those that
-        an expression with one unknown determines, in sweeps, since each may make another one known."""
+        """Finds a source for every symbol of the inputs: first those that are a size by themselves,
+        then those that an expression with one unknown determines, in sweeps, since each may make
+        another one known."""
         symbols = self.ctx.symbols
         for e, source in self.facts:
             atom = e.symbol if isinstance(e, Expr) else None
@@ -276,9 +302,13 @@ class _Walk:
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(device), fixed=True)
+        ctx.buffers[name] = Buffer(
+            name, dtype, shape, strides, device=device_name(device), fixed=True
+        )
         ctx.constants.append(name)
-        ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
+        ctx.constant_tensors.append(
+            value.detach() if isinstance(value, torch.nn.Parameter) else value
+        )
         return ctx.whole(name)
 
     # ---- calls
@@ -328,11 +358,15 @@ class _Walk:
         return a
 
     def _size(self, value: int | torch.SymInt | torch.SymBool) -> Size:
-        if isinstance(value, torch.SymBool) and any(map(is_found_float, value.node.expr.free_symbols)):
+        if isinstance(value, torch.SymBool) and any(
+            map(is_found_float, value.node.expr.free_symbols)
+        ):
             return truth(self.ctx, value.node.expr, value.node.shape_env)
         return to_size(value)
 
-    def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def _lower(
+        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> Value:
         target: Any = node.target
         rule = RULES.get(target)
         if not self.ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
@@ -343,11 +377,16 @@ class _Walk:
             return self._extern(node, args, kwargs, "no lowering rule")
         if target not in ANY_DTYPE:
             foreign = (
-                _foreign_dtype(args) or _foreign_dtype(tuple(kwargs.values())) or _foreign_meta(node.meta.get("val"))
+                _foreign_dtype(args)
+                or _foreign_dtype(tuple(kwargs.values()))
+                or _foreign_meta(node.meta.get("val"))
             )
             if foreign:
                 return self._extern(node, args, kwargs, f"{foreign} elements")
-        near, named = self._beside(args), self._beside(kwargs)  # others share the copies: before what may be undone
+        near, named = (
+            self._beside(args),
+            self._beside(kwargs),
+        )  # others share the copies: before what may be undone
         mark = self.ctx.mark()
         try:
             value = self._settle(rule(self.ctx, *near, **named), node.meta.get("val"))
@@ -358,11 +397,18 @@ class _Walk:
             self.ctx.undo(mark)
             if not isinstance(target, OpOverload):
                 raise
-            said = str(e) if isinstance(e, NoRule) else e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
+            said = (
+                str(e)
+                if isinstance(e, NoRule)
+                else e.what
+                if isinstance(e, PlaitError)
+                else f"rule failed: {e!r}"
+            )
             return self._extern(node, args, kwargs, said)
 
     def _beside(self, values: Any) -> Any:
-        """Arguments of a rule: numbers that lie in the host's memory come to where the result is."""
+        """Arguments of a rule: numbers that lie in the host's memory come to where the result
+        is."""
         where = self.ctx.device()
         if where == "cpu":
             return values
@@ -370,7 +416,11 @@ class _Walk:
             return {k: self._beside(v) for k, v in values.items()}
         if isinstance(values, (list, tuple)):
             return type(values)(self._beside(v) for v in values)
-        if isinstance(values, View) and not values.shape and self.ctx.buffers[values.buf].device == "cpu":
+        if (
+            isinstance(values, View)
+            and not values.shape
+            and self.ctx.buffers[values.buf].device == "cpu"
+        ):
             return self._moved(values, where)
         return values
 
@@ -381,7 +431,9 @@ class _Walk:
             given = self.ctx.tensor_arg(x)
             out = self.ctx.new_buffer(x.dtype, (), device=where, fixed=True)
             device = (("device", Scalar("device", where)),)
-            self.ctx.ops.append(Extern((out,), "aten::_to_copy", (given,), device, may_keep=False, fallback=False))
+            self.ctx.ops.append(
+                Extern((out,), "aten::_to_copy", (given,), device, may_keep=False, fallback=False)
+            )
             found = self.moved[x, where] = self.ctx.whole(out)
             self.ctx.from_host.add(out)
         return found
@@ -393,12 +445,18 @@ class _Walk:
                 continue
             nodes = [op.body, *op.index_args] if isinstance(op, loops.Scatter) else [op.body]
             names = [n.attr.buf for n in loops.walk(nodes) if isinstance(n.attr, loops.Load)]
-            names += [op.out] if isinstance(op, (loops.Pointwise, loops.Scatter)) else [o for o in op.outs if o]
+            names += (
+                [op.out]
+                if isinstance(op, (loops.Pointwise, loops.Scatter))
+                else [o for o in op.outs if o]
+            )
             touched = {self.ctx.buffers[b].device for b in names}
             if len(touched) > 1:
                 raise NoRule(f"operands on {' and '.join(sorted(touched))}")
 
-    def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
+    def _extern(
+        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str
+    ) -> Value:
         if not isinstance(node.target, OpOverload):
             raise Unsupported(f"no lowering for {node.target}", where=_where(node))
         if reason == SHARED:  # ATen copies nothing to there
@@ -406,16 +464,21 @@ class _Walk:
         return call_extern(self.ctx, node, args, kwargs, fallback=True, reason=reason)
 
     def _settle(self, value: Value, val: Any) -> Value:
-        """A rule's result, checked against the fake value: same dtype and shape (spelled as the fake value does)."""
+        """A rule's result, checked against the fake value: same dtype and shape (spelled as the
+        fake value does)."""
         if isinstance(val, torch.Tensor):
             if not isinstance(value, View):
                 raise TypeError(f"the rule gave {type(value).__name__}, not a tensor")
             shape = tuple(to_size(s) for s in val.shape)
             dtype = from_torch(val.dtype)
             if value.dtype != dtype or len(value.shape) != len(shape):
-                raise TypeError(f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}")
+                raise TypeError(
+                    f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
+                )
             if value.shape != shape:
-                if any(sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
+                if any(
+                    sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)
+                ):
                     raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
                 self.found.check_shape(value.shape, shape)
                 value = value.remap(shape, lambda v: v)
@@ -425,7 +488,9 @@ class _Walk:
         if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):
             if len(value) != len(val):
                 raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
-            return tuple(v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True))
+            return tuple(
+                v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True)
+            )
         return value
 
     # ---- outputs
@@ -435,7 +500,9 @@ class _Walk:
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
         first = items[: self.captured.n_results]  # what a backward graph reads may lie anywhere
-        own = [a for k, a in enumerate(first) if _is_strided(a) and k not in self.captured.input_views]
+        own = [
+            a for k, a in enumerate(first) if _is_strided(a) and k not in self.captured.input_views
+        ]
         roots = {a: _root(a) for a in own}
         views = {root for a, root in roots.items() if root is not a}
         for root in roots.values():
@@ -478,20 +545,25 @@ class _Walk:
         raise Unsupported(f"a graph output of type {type(value).__name__}")
 
     def _own_memory(self, root: torch.fx.Node, owners: dict[str, int], seen: bool) -> None:
-        """Copies a value that is a result, or that results are views of, where a rule left it in memory of another
-        tensor or in a part of memory: in eager it has its own, which the results that are views of it share.
-        seen: there are such results, so the memory must be laid out as eager's."""
+        """Copies a value that is a result, or that results are views of, where a rule left it in
+        memory of another tensor or in a part of memory: in eager it has its own, which the results
+        that are views of it share. seen: there are such results, so the memory must be laid out as
+        eager's."""
         view, like = self.env[root], root.meta["val"]
         if root.op != "call_function" or not isinstance(view, View) or not self.ctx.cfg.kernels:
             return
         storage = _storage(like)
         memory = self.ctx.memory(view.buf)
-        part = not sz.known_eq(self._nbytes(memory), sz.mul(sz.numel(view.shape), view.dtype.nbytes))
+        part = not sz.known_eq(
+            self._nbytes(memory), sz.mul(sz.numel(view.shape), view.dtype.nbytes)
+        )
         if not part and not seen:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
         taken = not part and owners.setdefault(memory, storage) != storage
-        if dense_order(shape, strides) is None or not (taken or part or not self.ctx.lay_out(view, strides)):
+        if dense_order(shape, strides) is None or not (
+            taken or part or not self.ctx.lay_out(view, strides)
+        ):
             return
         self.env[root] = self.ctx.copy(view, strides, fixed=True)
         owners[self.env[root].buf] = storage
@@ -501,7 +573,8 @@ class _Walk:
         return sz.mul(sz.numel(b.shape), b.dtype.nbytes)
 
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
-        """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an integer."""
+        """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an
+        integer."""
         floats = self.ctx.float_readers()
         if isinstance(val, torch.SymFloat):
             found = self.ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, val, floats))
@@ -510,9 +583,9 @@ class _Walk:
         return Number(found.buf, (), (), 0)
 
     def _tensor_result(self, x: View, node: torch.fx.Node, owners: dict[str, int]) -> TensorArg:
-        """x with the fake value's strides. Results share memory with inputs and with each other only where the fake
-        values do: what is a copy in eager is one here. owners: the fake storage that each buffer given out stands
-        for."""
+        """x with the fake value's strides. Results share memory with inputs and with each other
+        only where the fake values do: what is a copy in eager is one here. owners: the fake storage
+        that each buffer given out stands for."""
         val = node.meta["val"]
         if val.layout != torch.strided:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
@@ -538,19 +611,30 @@ class _Walk:
         shape, strides = tuple(map(to_size, view.shape)), tuple(map(to_size, view.strides))
         at = TensorArg(name, shape, strides, offset)
         if not self._knows(at):  # numbers found while the function was traced the first time
-            offset = _behind(base_val, val.storage_offset(), val) if relative else to_size(val.storage_offset())
-            at = TensorArg(name, tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride())), offset)
+            offset = (
+                _behind(base_val, val.storage_offset(), val)
+                if relative
+                else to_size(val.storage_offset())
+            )
+            at = TensorArg(
+                name, tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride())), offset
+            )
         return self._aliased(name, from_torch(val.dtype), at, relative)
 
     def _knows(self, at: TensorArg) -> bool:
         """Whether every symbol of a view has a source in this graph."""
         exprs = (*at.shape, *at.strides, at.offset)
-        return all(a.name in self.ctx.symbols for e in exprs if isinstance(e, Expr) for a in sz.free_symbols(e))
+        return all(
+            a.name in self.ctx.symbols
+            for e in exprs
+            if isinstance(e, Expr)
+            for a in sz.free_symbols(e)
+        )
 
     def _in_root(self, x: View, node: torch.fx.Node) -> TensorArg | None:
-        """A result in the memory of the value at the root of the views that lead to it, which it is a view of in
-        eager: rules may compute a view anew, or see memory that is laid out in another way. None where there is no
-        such root, or its memory is not known to be as eager's."""
+        """A result in the memory of the value at the root of the views that lead to it, which it is
+        a view of in eager: rules may compute a view anew, or see memory that is laid out in another
+        way. None where there is no such root, or its memory is not known to be as eager's."""
         val = node.meta["val"]
         root = _root(node)
         view, like = self.env[root], root.meta["val"]
@@ -563,7 +647,10 @@ class _Walk:
         strides = tuple(map(to_size, like.stride()))
         if root.op != "call_function" and view.buf == x.buf:
             return None
-        if root.op != "placeholder" and dense_order(tuple(map(to_size, like.shape)), strides) is None:
+        if (
+            root.op != "placeholder"
+            and dense_order(tuple(map(to_size, like.shape)), strides) is None
+        ):
             return None
         memory = self.ctx.tensor_arg(view, strides)
         within = sz.mul(memory.offset, view.dtype.nbytes)
@@ -571,17 +658,21 @@ class _Walk:
         offset = sz.add(sz.floordiv(within, dtype.nbytes), _behind(like, val.storage_offset(), val))
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
         at = TensorArg(memory.buf, shape, strides, offset)
-        return at if dtype == self.ctx.buffers[memory.buf].dtype else self._aliased(memory.buf, dtype, at)
+        return (
+            at
+            if dtype == self.ctx.buffers[memory.buf].dtype
+            else self._aliased(memory.buf, dtype, at)
+        )
 
     def _aliased(self, buf: str, dtype: DType, at: TensorArg, relative: bool = True) -> TensorArg:
-        """Memory of a buffer as a new tensor of this element type. relative: the offset counts from its first
-        element."""
+        """Memory of a buffer as a new tensor of this element type. relative: the offset counts from
+        its first element."""
         view = self.ctx.alias(self.ctx.whole(buf), dtype, at.shape, at.strides, at.offset, relative)
         return TensorArg(view.buf, at.shape, at.strides, 0)
 
     def _distinct(self, node: torch.fx.Node, out: TensorArg) -> TensorArg:
-        """out as a tensor of its own where another node's result, or an input, is the same memory seen alike: eager
-        makes a new object for every view."""
+        """out as a tensor of its own where another node's result, or an input, is the same memory
+        seen alike: eager makes a new object for every view."""
         b = self.ctx.buffers[out.buf]
         whole = TensorArg(b.name, b.shape, b.strides, 0)
         is_input = node.op != "placeholder" and b.name in self.input_storages and out == whole
@@ -591,7 +682,8 @@ class _Walk:
 
 
 def _bit(condition: Size) -> Expr | None:
-    """The symbol of a bool that is found, 0 or 1: tracing has it as a condition, that the symbol is 1."""
+    """The symbol of a bool that is found, 0 or 1: tracing has it as a condition, that the symbol is
+    1."""
     for a in sz.free_symbols(condition):
         if (a.lo, a.hi) == (0, 1) and [sz.substitute(condition, {a: k}) for k in (0, 1)] == [0, 1]:
             return sz.symbol(a.name, 0, 1)
@@ -617,7 +709,11 @@ def _is_strided(node: Any) -> bool:
 def _root(node: torch.fx.Node) -> torch.fx.Node:
     """The value that a result is a view of: as far up as views share one storage."""
     root = node
-    while node.op == "call_function" and is_view(node) and isinstance(source := node.args[0], torch.fx.Node):
+    while (
+        node.op == "call_function"
+        and is_view(node)
+        and isinstance(source := node.args[0], torch.fx.Node)
+    ):
         if _is_strided(source):
             if _storage(root.meta["val"]) not in map(_storage, memory_of(source)):
                 break
@@ -627,8 +723,8 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
-    """How far `offset`, in elements of like from the start of base's storage, lies behind base's first
-    element, in elements of like."""
+    """How far `offset`, in elements of like from the start of base's storage, lies behind base's
+    first element, in elements of like."""
     item = like.element_size()
     first = sz.mul(to_size(base.storage_offset()), base.element_size())
     return sz.floordiv(sz.add(sz.mul(to_size(offset), item), sz.mul(first, -1)), item)
@@ -670,7 +766,7 @@ def _check_symbols(program: LoopProgram) -> None:
                     )
 
 
-# ---------------------------------------------------------------------------------------------- where things come from
+# --------------------------------------------------------------------------- where things come from
 def _where(node: torch.fx.Node) -> str:
     return last_frame(node.meta.get("stack_trace") or "")
 

@@ -1,8 +1,10 @@
-"""Rules for higher-order operators: their subgraphs run as Python on real tensors, counted as fallback.
+"""Rules for higher-order operators: their subgraphs run as Python on real tensors, counted as
+fallback.
 
-Tensors and symbolic sizes among the arguments become operands; everything else (subgraphs, operators, names,
-numbers) is kept in a `PythonCall`, which goes to the program's table of callables. A functionalised mutable
-operator becomes a call in place, on a copy of what it mutates where somebody needs the old value.
+Tensors and symbolic sizes among the arguments become operands; everything else (subgraphs,
+operators, names, numbers) is kept in a `PythonCall`, which goes to the program's table of
+callables. A functionalised mutable operator becomes a call in place, on a copy of what it mutates
+where somebody needs the old value.
 """
 
 from __future__ import annotations
@@ -33,16 +35,19 @@ hop = torch.ops.higher_order
 
 
 _NAMES = (
-    "cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl", "invoke_subgraph",
-    "auto_functionalized", "run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state",
-    "out_dtype", "wrap", "wrap_activation_checkpoint", "tag_activation_checkpoint", "wrap_with_autocast",
-    "wrap_with_set_grad_enabled", "strict_mode", "hints_wrapper", "flex_attention", "flex_attention_backward",
-    "foreach_map", "local_map_hop", "triton_kernel_wrapper_functional",
-    "invoke_quant", "invoke_quant_packed", "invoke_leaf_function", "call_torchbind", "print",
+    "cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl",
+    "invoke_subgraph", "auto_functionalized", "run_and_save_rng_state", "run_with_rng_state",
+    "graphsafe_run_with_rng_state", "out_dtype", "wrap", "wrap_activation_checkpoint",
+    "tag_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled", "strict_mode",
+    "hints_wrapper", "flex_attention", "flex_attention_backward", "foreach_map", "local_map_hop",
+    "triton_kernel_wrapper_functional", "invoke_quant", "invoke_quant_packed",
+    "invoke_leaf_function", "call_torchbind", "print",
 )  # fmt: skip
 
 
-def call_higher_order(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_higher_order(
+    ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Records the call of a higher-order operator as the current node."""
     name = f"{op.namespace}::{op.__name__}"
     return call_python(ctx, op, name, args, kwargs, fallback=True, effectful=True)
@@ -65,15 +70,20 @@ for _op in filter(None, map(_known, _NAMES)):
     lower(_op, any_dtype=True)(_rule_for(_op))
 
 
-# ------------------------------------------------------------------------------------------- mutable operators
+# -------------------------------------------------------------------------------- mutable operators
 @lower(hop.triton_kernel_wrapper_mutation, any_dtype=True)
 def triton_kernel_in_place(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    # AOTAutograd makes the functional operator of it. Our operands may be copies, which nobody would read.
-    raise Unsupported("a Triton kernel that writes to its arguments, in a graph that is not functional")
+    # AOTAutograd makes the functional operator of it. Our operands may be copies, which nobody
+    # would read.
+    raise Unsupported(
+        "a Triton kernel that writes to its arguments, in a graph that is not functional"
+    )
 
 
 @lower(hop.auto_functionalized_v2, any_dtype=True)
-def auto_functionalized(ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any) -> Any:
+def auto_functionalized(
+    ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any
+) -> Any:
     try:
         return _copy_and_mutate(ctx, op, _all_bases, kwargs)
     except NoRule:
@@ -81,10 +91,14 @@ def auto_functionalized(ctx: Lowering, op: Any, *, _all_bases: Sequence[View], *
         return call_higher_order(ctx, hop.auto_functionalized_v2, (op,), rest)
 
 
-def _copy_and_mutate(ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(results of op, bases as it leaves them): op runs on its bases themselves or on copies of them.
+def _copy_and_mutate(
+    ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """(results of op, bases as it leaves them): op runs on its bases themselves or on copies of
+    them.
 
-    Raises NoRule, before anything is recorded, if op or the views of bases that it takes are unusual."""
+    Raises NoRule, before anything is recorded, if op or the views of bases that it takes are
+    unusual."""
     if not isinstance(op, OpOverload) or any(b.dtype not in LOOP_DTYPES for b in bases):
         raise NoRule("an unusual mutable operator")
     assert ctx.node is not None
@@ -112,7 +126,8 @@ def _copy_and_mutate(ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapp
 
 
 def _target(ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[Any]) -> View:
-    """Where an operator does its work on x: in place if nobody can tell, else in a copy. args: all its arguments."""
+    """Where an operator does its work on x: in place if nobody can tell, else in a copy. args: all
+    its arguments."""
     if count_uses(ctx, args, x.buf) == 1 and may_write(ctx, x, strides):
         ctx.fix_layout(x.buf)
         return x
@@ -138,7 +153,7 @@ def _view_of(view: Any, copies: Sequence[View]) -> Any:
     return base.remap(shape, lambda v: (*v[:dim], v[dim] + start, *v[dim + 1 :]))
 
 
-# ------------------------------------------------------------------------------------------- ordered effects
+# ---------------------------------------------------------------------------------- ordered effects
 @lower(hop.with_effects, any_dtype=True)
 def with_effects(ctx: Lowering, token: Any, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Calls keep their program order, so the token carries nothing."""

@@ -1,8 +1,8 @@
-"""Rules that read at computed positions: index, gather, index_select, embedding, take, and the slice and diagonal
-scatters.
+"""Rules that read at computed positions: index, gather, index_select, embedding, take, and the
+slice and diagonal scatters.
 
-An index tensor becomes part of the load's index, checked at run time as eager checks it. Boolean masks, whose number of
-hits nobody knows beforehand, stay extern calls.
+An index tensor becomes part of the load's index, checked at run time as eager checks it. Boolean
+masks, whose number of hits nobody knows beforehand, stay extern calls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ aten = torch.ops.aten
 # x[i, j]
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose dimensions start at
-    position `at` of the result; `shape` is the shape of the result."""
+    """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose
+    dimensions start at position `at` of the result; `shape` is the shape of the result."""
 
     tensors: dict[int, View]
     common: tuple[Size, ...]
@@ -81,22 +81,30 @@ def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def require_elements(ctx: Lowering, x: View, how: Indexing) -> None:
-    """Asserts, as eager does before it looks at an index, that none picks from a size of 0. Kernels look only where
-    there is something to read or to write."""
+    """Asserts, as eager does before it looks at an index, that none picks from a size of 0. Kernels
+    look only where there is something to read or to write."""
     picked = sz.product(s for d, s in enumerate(x.shape) if d in how.tensors)
-    require_some(ctx, picked, sz.numel(how.common), "index is out of bounds for dimension with size 0", "IndexError")
+    require_some(
+        ctx,
+        picked,
+        sz.numel(how.common),
+        "index is out of bounds for dimension with size 0",
+        "IndexError",
+    )
 
 
 def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, says: str) -> None:
-    """Asserts that all indices are positions along dimension d of x where its other dimensions have no elements:
-    eager looks at them then too, and a kernel does not."""
+    """Asserts that all indices are positions along dimension d of x where its other dimensions have
+    no elements: eager looks at them then too, and a kernel does not."""
     size, rest = x.shape[d], sz.numel(x.shape[:d] + x.shape[d + 1 :])
     if not sz.may_be_zero(rest):
         return
 
     def is_outside(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         at = ops.cast(index.load(ops, r), i64)
-        inside = all_of(ops, [ops.op("ge", at, ops.const(0, i64)), ops.op("lt", at, ops.index(size))])
+        inside = all_of(
+            ops, [ops.op("ge", at, ops.const(0, i64)), ops.op("lt", at, ops.index(size))]
+        )
         return ops.op("where", inside, ops.const(0, i64), ops.const(1, i64))
 
     index = at_least_1d(index)
@@ -108,11 +116,14 @@ def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, 
 def require_some(ctx: Lowering, size: Size, count: Size, says: str, error: str) -> None:
     """Asserts that there is something to pick from, or nothing is picked."""
     if sz.may_be_zero(size):
-        ctx.assert_true(sz.smax(from_zero(size), sz.compare("eq", from_zero(count), 0)), says, error=error)
+        ctx.assert_true(
+            sz.smax(from_zero(size), sz.compare("eq", from_zero(count), 0)), says, error=error
+        )
 
 
 def from_zero(size: Size) -> Size:
-    """A size without what its range does not tell: one that varies from 1 on may be 0, see `capture/least.py`."""
+    """A size without what its range does not tell: one that varies from 1 on may be 0, see
+    `capture/least.py`."""
     least = {a: sz.symbol(a.name, hi=a.hi) for a in sz.free_symbols(size) if a.lo == 1}
     return sz.substitute(size, least)
 
@@ -225,7 +236,13 @@ _UNEQUAL = "expected src to have a size equal to the slice of self"
 
 @lower(aten.slice_scatter.default)
 def slice_scatter(
-    ctx: Lowering, x: View, src: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
+    ctx: Lowering,
+    x: View,
+    src: View,
+    dim: int = 0,
+    start: Size | None = None,
+    end: Size | None = None,
+    step: Size = 1,
 ) -> View:
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d]
@@ -235,7 +252,9 @@ def slice_scatter(
     src = fit(ctx, src, (*x.shape[:d], length, *x.shape[d + 1 :]), _UNEQUAL)
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
-    written = _written(ctx, x, src, lambda i: (*i[:d], sz.add(first, sz.mul(i[d], step)), *i[d + 1 :]))
+    written = _written(
+        ctx, x, src, lambda i: (*i[:d], sz.add(first, sz.mul(i[d], step)), *i[d + 1 :])
+    )
     if written is not None:
         return written
 
@@ -266,16 +285,21 @@ def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, a
     return ops.op("where", hit, new, x.load(ops, i))
 
 
-def _written(ctx: Lowering, x: View, src: View, point: Callable[[tuple[Expr, ...]], Index]) -> View | None:
-    """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites in the end (of a
-    cache little changes) and what comes of it. None for others: readers inline a choice between x and src."""
+def _written(
+    ctx: Lowering, x: View, src: View, point: Callable[[tuple[Expr, ...]], Index]
+) -> View | None:
+    """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites
+    in the end (of a cache little changes) and what comes of it. None for others: readers inline a
+    choice between x and src."""
     mine = is_scattered(ctx, x.buf) or ctx.is_input(x.buf)
     if not mine or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
         return None
     ops, vars_ = Recorder(), loop_vars("i", src.shape)
     out = ctx.new_buffer(x.dtype, x.shape, strides_like(ctx, x.buf))
     value = ops.cast(src.load(ops, vars_), x.dtype)
-    ctx.ops.append(Scatter(out, x.buf, vars_, tuple(point(vars_)), (), value, "store", origin=ctx.origin))
+    ctx.ops.append(
+        Scatter(out, x.buf, vars_, tuple(point(vars_)), (), value, "store", origin=ctx.origin)
+    )
     return ctx.whole(out)
 
 
@@ -296,7 +320,9 @@ def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> 
 
 
 @lower(aten.diagonal_scatter.default)
-def diagonal_scatter(ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1) -> View:
+def diagonal_scatter(
+    ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> View:
     rank = len(x.shape)
     d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
     others = tuple(n for d, n in enumerate(x.shape) if d not in (d1, d2))
@@ -315,7 +341,11 @@ def diagonal_scatter(ctx: Lowering, x: View, src: View, offset: int = 0, dim1: i
 @lower(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        new = ops.cast(value.load(ops, ()), x.dtype) if isinstance(value, View) else scalar(ctx, ops, value, x.dtype)
+        new = (
+            ops.cast(value.load(ops, ()), x.dtype)
+            if isinstance(value, View)
+            else scalar(ctx, ops, value, x.dtype)
+        )
         hit = ops.cast(seen(mask).load(ops, i), b1)
         return ops.op("where", hit, new, seen(x).load(ops, i))
 
@@ -327,10 +357,13 @@ def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
 
 # -------------------------------------------------------------------------------------------
 # unknown numbers of hits
-@lower(aten.nonzero.default, aten.masked_select.default, aten.unique_consecutive.default, aten._unique2.default,
-       aten.unique_dim.default, aten.nonzero_static.default, aten.repeat_interleave.Tensor, aten.bincount.default,
-       any_dtype=True)  # fmt: skip
+@lower(
+    aten.nonzero.default, aten.masked_select.default, aten.unique_consecutive.default,
+    aten._unique2.default, aten.unique_dim.default, aten.nonzero_static.default,
+    aten.repeat_interleave.Tensor, aten.bincount.default, any_dtype=True,
+)  # fmt: skip
 def data_dependent(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Results whose size depends on values: ATen makes them, plait reads the size off the result."""
+    """Results whose size depends on values: ATen makes them, plait reads the size off the
+    result."""
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

@@ -1,8 +1,9 @@
 """Whether an operator that writes its arguments may write a value itself instead of a copy of it.
 
-Asked while a functionalised mutable operator is lowered. Views of a buffer are views of its memory here, and so are
-buffers that are that memory seen as another type: nobody may read the old contents later, and nobody outside may see
-the write, but for an input that the graph overwrites in the end anyway.
+Asked while a functionalised mutable operator is lowered. Views of a buffer are views of its memory
+here, and so are buffers that are that memory seen as another type: nobody may read the old contents
+later, and nobody outside may see the write, but for an input that the graph overwrites in the end
+anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ aten = torch.ops.aten
 
 
 def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
-    """Whether the current node may write the memory of x, one of its arguments, as a tensor of these strides."""
+    """Whether the current node may write the memory of x, one of its arguments, as a tensor of
+    these strides."""
     if not ctx.is_whole(x) or ctx.buffers[x.buf].strides != strides:
         return False
     if ctx.is_input(x.buf):
@@ -38,10 +40,15 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
 
 
 def strides_like(ctx: Lowering, buf: str) -> tuple[Size, ...] | None:
-    """The strides of a changed copy of a buffer: those of the buffer where they are dense, or where the copy may take
-    its place (an input that is overwritten, and what comes of it). Else None: elements may overlap or lie apart."""
+    """The strides of a changed copy of a buffer: those of the buffer where they are dense, or where
+    the copy may take its place (an input that is overwritten, and what comes of it). Else None:
+    elements may overlap or lie apart."""
     b = ctx.buffers[buf]
-    kept = dense_order(b.shape, b.strides) is not None or is_scattered(ctx, buf) or _is_overwritten(ctx, buf)
+    kept = (
+        dense_order(b.shape, b.strides) is not None
+        or is_scattered(ctx, buf)
+        or _is_overwritten(ctx, buf)
+    )
     return b.strides if kept else None
 
 
@@ -93,7 +100,10 @@ def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
 
 def _read_later(ctx: Lowering, node: torch.fx.Node) -> bool:
     """Whether a node that is not lowered yet, besides the current one, reads this one's value."""
-    return any(user not in ctx.env and user is not ctx.node and not _overwrites(user, node) for user in node.users)
+    return any(
+        user not in ctx.env and user is not ctx.node and not _overwrites(user, node)
+        for user in node.users
+    )
 
 
 def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -103,6 +113,7 @@ def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 def _is_overwritten(ctx: Lowering, buf: str) -> bool:
     """Whether the graph gives an input a new value later on."""
     return any(
-        node.op == "placeholder" and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
+        node.op == "placeholder"
+        and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
         for node in _holders(ctx, buf)
     )

@@ -1,5 +1,6 @@
-"""What ATen's libraries do and no loop nest of ours would do as well: factorisations and solvers (LAPACK), Fourier
-transforms, recurrent layers (oneDNN), bags of embeddings (parallel over bags), and the order of streams.
+"""What ATen's libraries do and no loop nest of ours would do as well: factorisations and solvers
+(LAPACK), Fourier transforms, recurrent layers (oneDNN), bags of embeddings (parallel over bags),
+and the order of streams.
 
 These are calls by choice: `explain` does not count them as missing rules.
 """
@@ -18,21 +19,22 @@ aten = torch.ops.aten
 
 _LINEAR_ALGEBRA = (
     "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "cholesky",
-    "cholesky_inverse", "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_householder_product",
-    "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex",
-    "linalg_lu_solve", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "ormqr", "triangular_solve",
+    "cholesky_inverse", "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig",
+    "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve",
+    "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp",
+    "linalg_qr", "linalg_solve_triangular", "ormqr", "triangular_solve",
 )  # fmt: skip
 _TRANSFORMS = ("_fft_c2c", "_fft_c2r", "_fft_r2c")
 _RECURRENT = ("mkldnn_rnn_layer",)
 _BAGS = (
-    "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward",
-    "_embedding_bag_per_sample_weights_backward",
+    "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward",
+    "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward",
 )  # fmt: skip
 
 
 def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """A call of the operator as it stands, on operands with eager's strides: oneDNN's layers read memory as if it were
-    row-major."""
+    """A call of the operator as it stands, on operands with eager's strides: oneDNN's layers read
+    memory as if it were row-major."""
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
 
@@ -43,13 +45,15 @@ for _name in dir(torch.ops.streams):
 
 for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
     _packet = getattr(aten, _name)
-    lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(by_library)
+    lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(
+        by_library
+    )
 
 
 @lower(aten._conj.default, any_dtype=True)
 def _conjugate(ctx: Lowering, x: View) -> Any:
-    """The conjugate in memory: nothing in a program has lazy bits, which views and kernels do not know. Of a view whose
-    elements share memory it is a tensor whose elements do not."""
+    """The conjugate in memory: nothing in a program has lazy bits, which views and kernels do not
+    know. Of a view whose elements share memory it is a tensor whose elements do not."""
     made = torch.empty_like(ctx.out_meta())
     return call_op(ctx, aten.conj_physical.default, (x,), {}, made, fallback=False)
 

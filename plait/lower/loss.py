@@ -1,5 +1,5 @@
-"""The negative log likelihood: a gather along the classes and weighted sums, which fuse with the log_softmax before;
-and the gradients of smooth_l1_loss and soft_margin_loss.
+"""The negative log likelihood: a gather along the classes and weighted sums, which fuse with the
+log_softmax before; and the gradients of smooth_l1_loss and soft_margin_loss.
 
 Targets are checked at run time as eager checks them, but for those that are ignored.
 """
@@ -42,7 +42,9 @@ def nll_loss(
         """value(class of target i), 0 where it is ignored."""
         t = ops.cast(target.load(ops, i), i64)
         counts = ops.op("ne", t, ops.index(ignore_index))
-        return ops.masked(counts, lambda: value(ops.checked(t, x.shape[1], wrap=False, check=_TARGET)), 0)
+        return ops.masked(
+            counts, lambda: value(ops.checked(t, x.shape[1], wrap=False, check=_TARGET)), 0
+        )
 
     def weight_of(ops: Recorder, at: Expr) -> Node:
         return ops.const(1, i64) if weight is None else ops.cast(weight.load(ops, (at,)), compute)
@@ -58,7 +60,9 @@ def nll_loss(
         each = result(ctx, lambda ops, i: ops.cast(loss(ops, i), x.dtype), 0)
         return each, result(ctx, lambda ops, i: ops.const(0, x.dtype), 1)
     total = ctx.reduce((), target.shape, "sum", lambda ops, i, r: loss(ops, r))
-    weights = ctx.reduce((), target.shape, "sum", lambda ops, i, r: at_target(ops, r, lambda at: weight_of(ops, at)))
+    weights = ctx.reduce(
+        (), target.shape, "sum", lambda ops, i, r: at_target(ops, r, lambda at: weight_of(ops, at))
+    )
 
     def total_weight(ops: Recorder) -> Node:
         return ops.cast(weights.load(ops, ()), compute)
@@ -69,16 +73,18 @@ def nll_loss(
             value = ops.op("truediv", value, total_weight(ops))
         return ops.cast(value, x.dtype)
 
-    return result(ctx, combined, 0), result(ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1)
+    return result(ctx, combined, 0), result(
+        ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1
+    )
 
 
 @lower(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(
-    ctx: Lowering, grad: View, x: View, target: View, weight: View | None, reduction: int, ignore_index: Size,
-    total_weight: View,
+    ctx: Lowering, grad: View, x: View, target: View, weight: View | None, reduction: int,
+    ignore_index: Size, total_weight: View,
 ) -> View:  # fmt: skip
-    """The gradient of x: a choice for every class, which fuses with the gradient of log_softmax. What a scatter into
-    zeros would write and read again is never in memory."""
+    """The gradient of x: a choice for every class, which fuses with the gradient of log_softmax.
+    What a scatter into zeros would write and read again is never in memory."""
     compute = compute_dtype(x.dtype)
     rows = len(x.shape) > 1
     target = target if rows else at_least_1d(target)
@@ -87,7 +93,9 @@ def nll_loss_backward(
         row, c = ((i[0], *i[2:]), i[1]) if rows else ((0,), i[0])
         t = ops.cast(target.load(ops, row), i64)
         hit = ops.op("and", ops.op("eq", t, ops.index(c)), ops.op("ne", t, ops.index(ignore_index)))
-        g = ops.cast(grad.load(ops, row if grad.shape and rows else (0,) * len(grad.shape)), compute)
+        g = ops.cast(
+            grad.load(ops, row if grad.shape and rows else (0,) * len(grad.shape)), compute
+        )
         if reduction == _MEAN:
             g = ops.op("truediv", g, ops.cast(total_weight.load(ops, ()), compute))
         g = ops.op("neg", g)
@@ -99,7 +107,9 @@ def nll_loss_backward(
 
 
 @lower(aten.smooth_l1_loss_backward.default)
-def smooth_l1_loss_backward(ctx: Lowering, grad: View, x: View, target: View, reduction: int, beta: float) -> View:
+def smooth_l1_loss_backward(
+    ctx: Lowering, grad: View, x: View, target: View, reduction: int, beta: float
+) -> View:
     """The gradient of x."""
 
     def formula(m: Maths, g: Node, a: Node, b: Node) -> Node:

@@ -1,7 +1,9 @@
-"""masked_scatter and its gradient: a running count of the mask says which element of the source goes where.
+"""masked_scatter and its gradient: a running count of the mask says which element of the source
+goes where.
 
-Tensors are seen row-major and flat. A mask that is broadcast along its last dimensions (one bit a token) is counted
-once for all of them. The count is a Scan; the rest are loops that fuse with what is around.
+Tensors are seen row-major and flat. A mask that is broadcast along its last dimensions (one bit a
+token) is counted once for all of them. The count is a Scan; the rest are loops that fuse with what
+is around.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ _TOO_FEW = Check("RuntimeError", "masked_scatter: the source has too few element
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The ones of a mask, numbered. rows: the part of the shape along which the mask differs; counts: per row, how many
-    rows of ones there are up to and including it."""
+    """The ones of a mask, numbered. rows: the part of the shape along which the mask differs;
+    counts: per row, how many rows of ones there are up to and including it."""
 
     mask: View
     rows: tuple[Size, ...]

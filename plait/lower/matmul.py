@@ -1,8 +1,8 @@
-"""Rules for matrix products: calls of ATen, which writes straight into given memory, or loops where the call itself
-would dominate.
+"""Rules for matrix products: calls of ATen, which writes straight into given memory, or loops where
+the call itself would dominate.
 
-Small products are reductions over k with the products accumulated in f32 (f64 for f64), so that bias and activation
-fuse with them.
+Small products are reductions over k with the products accumulated in f32 (f64 for f64), so that
+bias and activation fuse with them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ _ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
 _MANY = 1 << 17  # elements of a matrix that is worth it
 _LONG = 64  # elements of a row that grows by an eighth at most
 _FLOPS = 512  # an element, that pay for one more copy of the matrix
-_MANY_ROWS = 1024  # from here on that copy costs more than writing the product in parts: native/core/parts.h
+_MANY_ROWS = (
+    1024  # from here on that copy costs more than writing the product in parts: native/core/parts.h
+)
 
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
-    """Whether a product over k costs so little that a loop of ours beats a call. A short k fills no vector."""
+    """Whether a product over k costs so little that a loop of ours beats a call. A short k fills no
+    vector."""
     if not isinstance(flops, int) or not isinstance(k, int):
         return False
     return flops * max(_LANES, k) <= ctx.cfg.small_matmul_flops * max(k, 1)
@@ -55,35 +58,44 @@ def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
 
 
 def _aligned(ctx: Lowering, x: View, flops: Size) -> View:
-    """An operand with aligned rows where that pays: what lies fixed is copied, once for all who read it."""
+    """An operand with aligned rows where that pays: what lies fixed is copied, once for all who
+    read it."""
     b = ctx.buffers[x.buf]
     strides = _aligned_strides(b)
     if strides is None:
         return x
     pays = _pays_a_copy(b, flops)
     if b.fixed:
-        return replace(x, buf=ctx.copied_once(ctx.whole(x.buf), strides).buf) if pays and ctx.cfg.kernels else x
-    if pays or not _leaves(ctx, lambda n: isinstance(made := ctx.env.get(n), View) and made.buf == x.buf):
+        return (
+            replace(x, buf=ctx.copied_once(ctx.whole(x.buf), strides).buf)
+            if pays and ctx.cfg.kernels
+            else x
+        )
+    if pays or not _leaves(
+        ctx, lambda n: isinstance(made := ctx.env.get(n), View) and made.buf == x.buf
+    ):
         ctx.buffers[x.buf] = replace(b, strides=strides)
     return x
 
 
 def _align_result(ctx: Lowering, buf: str, flops: Size) -> None:
-    """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the strides that eager
-    gives it, so there the product must be long."""
+    """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the
+    strides that eager gives it, so there the product must be long."""
     node, b = ctx.node, ctx.buffers[buf]
     assert node is not None
     strides = _aligned_strides(b)
     if strides is None:
         return
-    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not _leaves(ctx, lambda n: n is node):
+    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not _leaves(
+        ctx, lambda n: n is node
+    ):
         ctx.buffers[buf] = replace(b, strides=strides)
 
 
 def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
-    """On a GPU, those with which every row of a large matrix of half precision starts at a multiple of 16 bytes:
-    otherwise tensor cores get their operands, and give back their result, at a fraction of their speed. None where rows
-    are fine or the matrix is another."""
+    """On a GPU, those with which every row of a large matrix of half precision starts at a multiple
+    of 16 bytes: otherwise tensor cores get their operands, and give back their result, at a
+    fraction of their speed. None where rows are fine or the matrix is another."""
     each = _ROW_NBYTES // b.dtype.nbytes
     n = sz.numel(b.shape)
     if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2:
@@ -103,7 +115,8 @@ def _pays_a_copy(b: Buffer, flops: Size) -> bool:
 
 
 def _fits_in_parts(node: torch.fx.Node) -> bool:
-    """Whether the executor computes a product with odd rows in parts, each with rows that are aligned."""
+    """Whether the executor computes a product with odd rows in parts, each with rows that are
+    aligned."""
     if node.target is not aten.mm.default:
         return False
     a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
@@ -142,8 +155,8 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
 
 
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:
-    """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the bias, NaNs
-    included."""
+    """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
+    bias, NaNs included."""
     out, shape, compute = ctx.out_dtype(), product.shape, product.dtype
     added = None if bias is None or beta == 0 else broadcast(bias, shape)
 
@@ -162,7 +175,8 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
 
 
 def _is_unread(x: View, alpha: Any) -> bool:
-    """Whether BLAS reads no factor of a product that is multiplied by alpha: NaNs in x do not count."""
+    """Whether BLAS reads no factor of a product that is multiplied by alpha: NaNs in x do not
+    count."""
     return x.dtype.is_float and bool(alpha == 0)
 
 
@@ -205,11 +219,13 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
 
 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
-    """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows: on a GPU in full
-    float32, where vendors' kernels that add a bias are the slow ones."""
+    """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows:
+    on a GPU in full float32, where vendors' kernels that add a bias are the slow ones."""
     if ctx.device() == "cpu" or not ctx.cfg.kernels or a.dtype != f32:
         return False
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":  # says what the older switches chose, too
+    if (
+        torch.backends.cuda.matmul.fp32_precision == "tf32"
+    ):  # says what the older switches chose, too
         return False
     return len(bias.shape) == 1 or bias.shape[0] == 1
 
@@ -238,8 +254,10 @@ def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: 
     return _finished(ctx, ctx.reduce(a.shape[:1], a.shape[1:], "sum", body), bias, beta, alpha)
 
 
-@lower(aten.addbmm.default, aten._scaled_mm.default, aten._int_mm.default, aten._trilinear.default,
-       aten._grouped_mm.default, aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, any_dtype=True)  # fmt: skip
+@lower(
+    aten.addbmm.default, aten._scaled_mm.default, aten._int_mm.default, aten._trilinear.default,
+    aten._grouped_mm.default, aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, any_dtype=True,
+)  # fmt: skip
 def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """Products that only ATen knows."""
     assert ctx.node is not None

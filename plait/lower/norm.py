@@ -1,7 +1,7 @@
 """Layer, group and batch norm: one Welford reduction and one pointwise loop each.
 
-Statistics are computed in f32 for half inputs; means and reciprocal deviations come out in the dtype that the fake
-results have.
+Statistics are computed in f32 for half inputs; means and reciprocal deviations come out in the
+dtype that the fake results have.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:
 
 
 def _scale_shift(
-    ops: Recorder, x: Node, mean: Node, rstd: Node, weight: View | None, bias: View | None, at: Sequence[Size]
+    ops: Recorder,
+    x: Node,
+    mean: Node,
+    rstd: Node,
+    weight: View | None,
+    bias: View | None,
+    at: Sequence[Size],
 ) -> Node:
     """(x - mean) * rstd * weight[at] + bias[at], in x's dtype."""
     m = Maths(ops)
@@ -51,13 +57,19 @@ def _scale_shift(
 
 
 def _stat(ctx: Lowering, x: View, k: int) -> View:
-    """A statistic as the current node's k-th result: its dtype, and its shape with dimensions of size 1."""
+    """A statistic as the current node's k-th result: its dtype, and its shape with dimensions of
+    size 1."""
     return reshape(convert(ctx, x, ctx.out_dtype(k)), ctx.out_shape(k))
 
 
 @lower(aten.native_layer_norm.default)
 def _layer_norm(
-    ctx: Lowering, x: View, normalized_shape: Sequence[Size], weight: View | None, bias: View | None, eps: float
+    ctx: Lowering,
+    x: View,
+    normalized_shape: Sequence[Size],
+    weight: View | None,
+    bias: View | None,
+    eps: float,
 ) -> tuple[View, View, View]:
     first = len(x.shape) - len(normalized_shape)
     compute = compute_dtype(x.dtype)
@@ -67,7 +79,9 @@ def _layer_norm(
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
-        value = _scale_shift(ops, e, mean.load(ops, v[:first]), rstd.load(ops, v[:first]), weight, bias, v[first:])
+        value = _scale_shift(
+            ops, e, mean.load(ops, v[:first]), rstd.load(ops, v[:first]), weight, bias, v[first:]
+        )
         return ops.cast(value, ctx.out_dtype(0))
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
@@ -76,7 +90,15 @@ def _layer_norm(
 
 @lower(aten.native_group_norm.default)
 def _group_norm(
-    ctx: Lowering, x: View, weight: View | None, bias: View | None, N: Size, C: Size, HxW: Size, group: int, eps: float
+    ctx: Lowering,
+    x: View,
+    weight: View | None,
+    bias: View | None,
+    N: Size,
+    C: Size,
+    HxW: Size,
+    group: int,
+    eps: float,
 ) -> tuple[View, View, View]:
     compute = compute_dtype(x.dtype)
     per_group = sz.floordiv(C, group)
@@ -88,7 +110,9 @@ def _group_norm(
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
         point = (v[0], sz.floordiv(v[1], per_group))
-        value = _scale_shift(ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2])
+        value = _scale_shift(
+            ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2]
+        )
         return ops.cast(value, ctx.out_dtype(0))
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
@@ -161,21 +185,27 @@ def _group_norm_backward(
         return ops.cast(m("mul", scale, across), ctx.out_dtype(0))
 
     return (
-        ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0)) if output_mask[0] else None,
+        ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0))
+        if output_mask[0]
+        else None,
         over_batch(1, of_weight),
         over_batch(2, lambda ops, i, r: sums.load(ops, (*r, *i))),
     )
 
 
-# ---------------------------------------------------------------------------------------------- batch norm
-def _apply(ctx: Lowering, x: View, mean: View, rstd: View, weight: View | None, bias: View | None) -> View:
+# --------------------------------------------------------------------------------------- batch norm
+def _apply(
+    ctx: Lowering, x: View, mean: View, rstd: View, weight: View | None, bias: View | None
+) -> View:
     compute = compute_dtype(x.dtype)
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         channel = v[1:2]
         e = ops.cast(x.load(ops, v), compute)
         middle, scale = (ops.cast(s.load(ops, channel), compute) for s in (mean, rstd))
-        return ops.cast(_scale_shift(ops, e, middle, scale, weight, bias, channel), ctx.out_dtype(0))
+        return ops.cast(
+            _scale_shift(ops, e, middle, scale, weight, bias, channel), ctx.out_dtype(0)
+        )
 
     return ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
 
@@ -197,8 +227,11 @@ def _given_stats(ctx: Lowering, x: View, mean: View, var: View, eps: float) -> t
     return convert(ctx, mean, compute), ctx.pointwise(var.shape, compute, rstd)
 
 
-def _blend(ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Size, Size], k: int) -> View:
-    """old * (1 - momentum) + new * scale * momentum as the k-th result. scale: a fraction of sizes."""
+def _blend(
+    ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Size, Size], k: int
+) -> View:
+    """old * (1 - momentum) + new * scale * momentum as the k-th result. scale: a fraction of
+    sizes."""
     compute: DType = new.dtype
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
@@ -217,18 +250,23 @@ def _batch_stats(ctx: Lowering, x: View, eps: float) -> tuple[View, View, View, 
     """Mean, rstd, sum of squared deviations over all but the channel dimension."""
     axes = Axes(x, [d for d in range(len(x.shape)) if d != 1])
     mean, m2 = moments(ctx, axes, spread(ctx, x))
-    mean, rstd, m2 = (convert(ctx, v, compute_dtype(x.dtype)) for v in (mean, _rstd(ctx, m2, axes.numel, eps), m2))
+    mean, rstd, m2 = (
+        convert(ctx, v, compute_dtype(x.dtype)) for v in (mean, _rstd(ctx, m2, axes.numel, eps), m2)
+    )
     return mean, rstd, m2, axes
 
 
 @lower(aten._native_batch_norm_legit_functional.default)
 def _batch_norm(
-    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View, running_var: View,
-    training: bool, momentum: float, eps: float,
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View,
+    running_var: View, training: bool, momentum: float, eps: float,
 ) -> tuple[View, ...]:  # fmt: skip
     if not training:
         out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
-        kept = (convert(ctx, running_mean, ctx.out_dtype(3)), convert(ctx, running_var, ctx.out_dtype(4)))
+        kept = (
+            convert(ctx, running_mean, ctx.out_dtype(3)),
+            convert(ctx, running_var, ctx.out_dtype(4)),
+        )
         return out, _nothing(ctx, 1), _nothing(ctx, 2), *kept
     mean, rstd, m2, axes = _batch_stats(ctx, x, eps)
     out = _apply(ctx, x, mean, rstd, weight, bias)
@@ -239,7 +277,13 @@ def _batch_norm(
 
 @lower(aten._native_batch_norm_legit.no_stats)
 def _batch_norm_no_stats(
-    ctx: Lowering, x: View, weight: View | None, bias: View | None, training: bool, momentum: float, eps: float
+    ctx: Lowering,
+    x: View,
+    weight: View | None,
+    bias: View | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[View, ...]:
     mean, rstd, _, _ = _batch_stats(ctx, x, eps)
     return _apply(ctx, x, mean, rstd, weight, bias), _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
@@ -247,8 +291,8 @@ def _batch_norm_no_stats(
 
 @lower(aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
 def _batch_norm_inference(
-    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View, running_var: View,
-    momentum: float, eps: float,
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View,
+    running_var: View, momentum: float, eps: float,
 ) -> tuple[View, ...]:  # fmt: skip
     assert ctx.node is not None
     out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
@@ -257,7 +301,8 @@ def _batch_norm_inference(
 
 @lower(aten._batch_norm_with_update_functional.default)
 def _batch_norm_with_update(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """A call of ATen. The new running statistics have the dtypes of the old ones; tracing says another."""
+    """A call of ATen. The new running statistics have the dtypes of the old ones; tracing says
+    another."""
     assert ctx.node is not None
     *others, mean, var = ctx.node.meta["val"]
     old = [ctx.node.args[k].meta["val"].dtype for k in (3, 4)]  # type: ignore[union-attr]
@@ -265,10 +310,13 @@ def _batch_norm_with_update(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
 
 
-# ---------------------------------------------------------------------------------------------- weight norm
+# -------------------------------------------------------------------------------------- weight norm
 @lower(aten._weight_norm_interface_backward.default)
-def _weight_norm_backward(ctx: Lowering, grad: View, v: View, g: View, norms: View, dim: int) -> tuple[View, View]:
-    """The gradients of v and g, where w = v * g / norms has the gradient `grad`. norms: over all dimensions but dim."""
+def _weight_norm_backward(
+    ctx: Lowering, grad: View, v: View, g: View, norms: View, dim: int
+) -> tuple[View, View]:
+    """The gradients of v and g, where w = v * g / norms has the gradient `grad`. norms: over all
+    dimensions but dim."""
     if len(v.shape) < 2:
         raise NoRule("the norm of each element")
     axes = Axes(v, [d for d in range(len(v.shape)) if d != dim])
@@ -281,7 +329,9 @@ def _weight_norm_backward(ctx: Lowering, grad: View, v: View, g: View, norms: Vi
     (total,) = ctx.reduction(axes.shape, axes.rshape, "sum", product)
     assert total is not None
     along = ctx.pointwise(
-        axes.shape, norms.dtype, lambda ops, i: ops.op("truediv", total.load(ops, i), norm.load(ops, i))
+        axes.shape,
+        norms.dtype,
+        lambda ops, i: ops.op("truediv", total.load(ops, i), norm.load(ops, i)),
     )
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:

@@ -1,5 +1,5 @@
-"""Operands and results of calls: values of rules become operands, fake results become buffers with exactly their
-strides."""
+"""Operands and results of calls: values of rules become operands, fake results become buffers with
+exactly their strides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NO = Scalar("none")
 
 
 def object_input(k: int) -> Scalar:
-    """Input number k of the program, which is neither tensor nor number, as a value and an operand: it is handed on."""
+    """Input number k of the program, which is neither tensor nor number, as a value and an operand:
+    it is handed on."""
     return Scalar("object", str(k))
 
 
@@ -31,8 +32,8 @@ def is_object_input(value: object) -> bool:
 
 
 def is_plain(values: Any) -> bool:
-    """Whether instructions can carry every value in nested lists, tuples and dicts (a generator or an exotic dtype
-    they cannot)."""
+    """Whether instructions can carry every value in nested lists, tuples and dicts (a generator or
+    an exotic dtype they cannot)."""
     if isinstance(values, Mapping):
         return all(map(is_plain, values.values()))
     if isinstance(values, (list, tuple)):
@@ -40,23 +41,52 @@ def is_plain(values: Any) -> bool:
     if isinstance(values, torch.dtype):
         return values in FROM_TORCH
     return values is None or isinstance(
-        values, (View, Expr, bool, int, float, complex, str, torch.device, torch.layout, torch.memory_format)
+        values,
+        (
+            View,
+            Expr,
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+        ),
     )
 
 
 def operand(
-    ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False, shared: bool = False
+    ctx: Lowering,
+    value: Any,
+    fake: Any = None,
+    *,
+    is_float: bool = False,
+    in_place: bool = False,
+    shared: bool = False,
 ) -> ExternArg:
-    """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None: any strides will do).
-    shared: a copy of it may be one that others read too.
+    """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None:
+    any strides will do). shared: a copy of it may be one that others read too.
 
     Raises Unsupported for a value that no instruction can carry, such as a generator."""
     if isinstance(value, View):
-        return _tensor_operand(ctx, value, None if in_place else _fake_strides(fake), in_place, shared)
+        return _tensor_operand(
+            ctx, value, None if in_place else _fake_strides(fake), in_place, shared
+        )
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        fakes = fake if isinstance(fake, (list, tuple)) and len(fake) == len(value) else [None] * len(value)
+        fakes = (
+            fake
+            if isinstance(fake, (list, tuple)) and len(fake) == len(value)
+            else [None] * len(value)
+        )
         items = zip(value, fakes, strict=True)
-        return ListArg(tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place, shared=shared) for v, f in items))
+        return ListArg(
+            tuple(
+                operand(ctx, v, f, is_float=is_float, in_place=in_place, shared=shared)
+                for v, f in items
+            )
+        )
     if isinstance(value, torch.Size):
         return ListArg(tuple(int(v) for v in value))
     return _scalar_operand(value, is_float)
@@ -87,7 +117,9 @@ def _scalar_operand(value: Any, is_float: bool) -> ExternArg:
         return Scalar("layout", str(value).removeprefix("torch."))
     if isinstance(value, torch.memory_format):
         return Scalar("memory_format", str(value).removeprefix("torch."))
-    raise Unsupported(f"an operand of type {type(value).__name__} cannot be part of a compiled program")
+    raise Unsupported(
+        f"an operand of type {type(value).__name__} cannot be part of a compiled program"
+    )
 
 
 def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
@@ -105,7 +137,9 @@ def _tensor_operand(
     if in_place or x.dtype not in LOOP_DTYPES:
         found = ctx.strided(x)
         if found is None:
-            raise Unsupported(f"an operator needs the memory of a view of {x.buf} that no strides describe")
+            raise Unsupported(
+                f"an operator needs the memory of a view of {x.buf} that no strides describe"
+            )
         return found
     return ctx.tensor_arg(x, strides, shared)
 
@@ -115,8 +149,8 @@ def _tensor_operand(
 def results(
     ctx: Lowering, val: Any, used: frozenset[int] | None = None
 ) -> tuple[tuple[str | None, ...], tuple[tuple[int, str], ...], Any]:
-    """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs, Extern.symbols, what a rule
-    returns).
+    """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs,
+    Extern.symbols, what a rule returns).
 
     Results are numbered as `runtime.generated.flat` has them."""
     outs: list[str | None] = []
@@ -143,10 +177,14 @@ def results(
             return to_size(v)
         if v is None:
             return None
-        raise Unsupported(f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold")
+        raise Unsupported(
+            f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold"
+        )
 
     if isinstance(val, (tuple, list)):
-        result: Any = tuple(one(v, used is None or k in used, (("item", k),)) for k, v in enumerate(val))
+        result: Any = tuple(
+            one(v, used is None or k in used, (("item", k),)) for k, v in enumerate(val)
+        )
     elif val is None:
         result = None
     else:
@@ -158,7 +196,9 @@ def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
     """A buffer with exactly the strides of a fake result."""
     dtype, where = from_torch(val.dtype), device_name(val.device)
     if val.layout != torch.strided:
-        return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), None, True, where))
+        return ctx.whole(
+            ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), None, True, where)
+        )
     shape = tuple(to_size(s) for s in val.shape)
     strides = tuple(to_size(s) for s in val.stride())
     return ctx.whole(ctx.new_buffer(dtype, shape, strides, True, where))

@@ -1,8 +1,9 @@
-"""Elementwise ATen ops: type promotion, broadcasting, and the rules of arithmetic, comparison and logic.
+"""Elementwise ATen ops: type promotion, broadcasting, and the rules of arithmetic, comparison and
+logic.
 
-Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted. Half types are
-computed in f32 and rounded where eager rounds: at the result of every op. Activations and special functions are in
-pointwise_nn.py and pointwise_special.py.
+Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted.
+Half types are computed in f32 and rounded where eager rounds: at the result of every op.
+Activations and special functions are in pointwise_nn.py and pointwise_special.py.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Maths:
 
 Formula = Callable[..., Node]  # (Maths, *nodes) -> Node
 
-# ---------------------------------------------------------------------------------------------- promotion
+# ---------------------------------------------------------------------------------------- promotion
 KEEP = "keep"  # the common dtype of the inputs
 FLOAT = "float"  # integers and bools become the default float dtype
 
@@ -74,18 +75,26 @@ def default_float() -> DType:
 
 @lru_cache(maxsize=4096)
 def _promote(parts: tuple[tuple[DType, int], ...]) -> DType:
-    """PyTorch's result type of (dtype, rank) parts. rank: 2 a tensor with dimensions, 1 without, 0 a Python number.
+    """PyTorch's result type of (dtype, rank) parts. rank: 2 a tensor with dimensions, 1 without, 0
+    a Python number.
 
-    A part of lower rank counts only if its kind (bool < int < float) is above those of higher rank."""
+    A part of lower rank counts only if its kind (bool < int < float) is above those of higher
+    rank."""
     result: torch.dtype | None = None
     for rank in (2, 1, 0):
         mine: torch.dtype | None = None
         for dtype, r in parts:
             if r == rank:
-                mine = TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
+                mine = (
+                    TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
+                )
         if result is None:
             result = mine
-        elif mine is not None and not result.is_floating_point and (result == torch.bool or mine.is_floating_point):
+        elif (
+            mine is not None
+            and not result.is_floating_point
+            and (result == torch.bool or mine.is_floating_point)
+        ):
             result = torch.promote_types(result, mine)
     assert result is not None
     return from_torch(result)
@@ -109,11 +118,14 @@ def _part(x: Operand) -> tuple[DType, int]:
     raise NoRule(f"an operand of type {type(x).__name__}")
 
 
-# ---------------------------------------------------------------------------------------------- operands
+# ----------------------------------------------------------------------------------------- operands
 def spread(x: View, point: Sequence[Expr], shape: tuple[Size, ...]) -> list[Size]:
     """The index into x for a point of `shape`, which x broadcasts to."""
     skip = len(shape) - len(x.shape)
-    return [0 if s == 1 and n != 1 else p for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)]
+    return [
+        0 if s == 1 and n != 1 else p
+        for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)
+    ]
 
 
 def wrap(value: Const, dtype: DType) -> Const:
@@ -167,8 +179,8 @@ def operand(
     common: DType,
     rounded: bool | None = None,
 ) -> Node:
-    """Element i of x, brought to the compute dtype of the dtype `common`. rounded: to `common` before that; None: if x
-    is a tensor."""
+    """Element i of x, brought to the compute dtype of the dtype `common`. rounded: to `common`
+    before that; None: if x is a tensor."""
     compute = compute_dtype(common)
     if rounded is None:
         rounded = isinstance(x, View)
@@ -193,8 +205,8 @@ def elementwise(
     common: DType | None = None,
     rounds: Rounds = rounds_tensors,
 ) -> View:
-    """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the
-    fake result."""
+    """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast
+    to that of the fake result."""
     dtype = common or common_dtype(xs, kind)
     out, shape = ctx.out_dtype(), ctx.out_shape()
     compute, rounded = compute_dtype(dtype), rounds(ctx, xs)
@@ -209,7 +221,9 @@ def elementwise(
     return ctx.pointwise(shape, out, body, ctx.out_strides())
 
 
-def register(ops: Sequence[object], formula: Formula, kind: str = KEEP, rounds: Rounds = rounds_tensors) -> None:
+def register(
+    ops: Sequence[object], formula: Formula, kind: str = KEEP, rounds: Rounds = rounds_tensors
+) -> None:
     """A rule for ops whose arguments are all tensors or numbers and take part in promotion."""
 
     def rule(ctx: Lowering, *xs: Operand) -> View:
@@ -219,7 +233,8 @@ def register(ops: Sequence[object], formula: Formula, kind: str = KEEP, rounds: 
 
 
 def overloads(name: str, *which: str) -> list[object]:
-    """Overloads of an aten op: those named, or the functional ones whose tensors and numbers are all that they take."""
+    """Overloads of an aten op: those named, or the functional ones whose tensors and numbers are
+    all that they take."""
     packet = getattr(aten, name)
     return [getattr(packet, w) for w in which or ("default",)]
 
@@ -229,10 +244,10 @@ def row(op: str) -> Formula:
     return lambda m, *nodes: m(op, *nodes)
 
 
-# ---------------------------------------------------------------------------------------------- one argument
+# ------------------------------------------------------------------------------------- one argument
 for _name in (
-    "acos asin atan atanh cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
-    "sin sinh sqrt tan tanh"
+    "acos asin atan atanh cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 reciprocal "
+    "rsqrt sin sinh sqrt tan tanh"
 ).split():
     register(overloads(_name), row(_name), FLOAT)
 
@@ -293,7 +308,13 @@ register(overloads("isnan"), _test("isnan"))
 register(overloads("isinf"), _test("isinf"))
 register(
     overloads("signbit"),
-    lambda m, x: m("signbit", x) if x.dtype.is_float else m.const(False, b1) if x.dtype.kind in "ub" else m("lt", x, 0),
+    lambda m, x: (
+        m("signbit", x)
+        if x.dtype.is_float
+        else m.const(False, b1)
+        if x.dtype.kind in "ub"
+        else m("lt", x, 0)
+    ),
 )
 
 
@@ -317,7 +338,7 @@ def _angle(ctx: Lowering, x: View) -> View:
     return elementwise(ctx, formula, (x,), FLOAT)
 
 
-# ---------------------------------------------------------------------------------------------- arithmetic
+# --------------------------------------------------------------------------------------- arithmetic
 def _add(m: Maths, a: Node, b: Node) -> Node:
     return m("or", a, b) if a.dtype == b1 else m("add", a, b)
 
@@ -341,7 +362,11 @@ def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scal
         return elementwise(ctx, formula, (a, b), rounds=_rounds_terms)
     common = common_dtype((a, b))
     return elementwise(
-        ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common, rounds=_rounds_terms
+        ctx,
+        lambda m, x, y, s: formula(m, x, _mul(m, y, s)),
+        (a, b, alpha),
+        common=common,
+        rounds=_rounds_terms,
     )
 
 
@@ -360,7 +385,10 @@ def _addcmul(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> 
     """Rounded like eager's kernel: after value * y and at the end."""
     common = common_dtype((x, y, z))
     return elementwise(
-        ctx, lambda m, a, b, c, v: _multiply_add(m, _mul(m, b, v), c, a), (x, y, z, value), common=common
+        ctx,
+        lambda m, a, b, c, v: _multiply_add(m, _mul(m, b, v), c, a),
+        (x, y, z, value),
+        common=common,
     )
 
 
@@ -368,7 +396,10 @@ def _addcmul(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> 
 def _addcdiv(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> View:
     common = common_dtype((x, y, z))
     return elementwise(
-        ctx, lambda m, a, b, c, v: m("add", a, m("truediv", m("mul", b, v), c)), (x, y, z, value), common=common
+        ctx,
+        lambda m, a, b, c, v: m("add", a, m("truediv", m("mul", b, v), c)),
+        (x, y, z, value),
+        common=common,
     )
 
 
@@ -391,15 +422,15 @@ def _by_exact_reciprocal(m: Maths, a: Node, b: Node) -> Node:
 
 
 def _divided(ctx: Lowering, b: Operand) -> Formula:
-    """How eager's kernel divides floats by b: those of a GPU multiply by the reciprocal of a number, which
-    may be a last bit off."""
+    """How eager's kernel divides floats by b: those of a GPU multiply by the reciprocal of a
+    number, which may be a last bit off."""
     number = not any(_rounds_factors(ctx, (b,)))
     return _by_reciprocal if number and ctx.device() != "cpu" else _truediv
 
 
 def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula, held: DType) -> Node:
-    """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it. held: what eager
-    holds the floor in."""
+    """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it.
+    held: what eager holds the floor in."""
     if not a.dtype.is_float:
         return m.divide("floordiv", a, b)
     quotient = divided(m, a, b)
@@ -427,9 +458,13 @@ def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
         formula = _by_exact_reciprocal if exact else divided
         return elementwise(ctx, formula, (a, b), FLOAT, rounds=_rounds_dividend)
     if mode == "trunc":
-        return elementwise(ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend)
+        return elementwise(
+            ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend
+        )
     held = ctx.out_dtype() if divided is _by_reciprocal else compute_dtype(ctx.out_dtype())
-    return elementwise(ctx, lambda m, x, y: _floor_divide(m, x, y, divided, held), (a, b), rounds=_rounds_dividend)
+    return elementwise(
+        ctx, lambda m, x, y: _floor_divide(m, x, y, divided, held), (a, b), rounds=_rounds_dividend
+    )
 
 
 @lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
@@ -512,7 +547,9 @@ def _pow_any(ctx: Lowering, x: Operand, exponent: Operand) -> View:
 def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
     if not common_dtype((x, exponent)).is_float:
         raise NoRule("an integer power with an exponent that is not constant")
-    doubles = common_dtype((x, exponent)) == f64 and ctx.device() != "cpu"  # pow is the nearer there
+    doubles = (
+        common_dtype((x, exponent)) == f64 and ctx.device() != "cpu"
+    )  # pow is the nearer there
     if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2 and not doubles:
         return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))
     return elementwise(ctx, row("pow"), (x, exponent), rounds=rounds_all)
@@ -540,8 +577,8 @@ def _nextafter(ctx: Lowering, a: View, b: View) -> View:
 
 @lower(aten.ldexp.Tensor)
 def _ldexp(ctx: Lowering, a: Operand, b: Operand) -> View:
-    """a * 2 ** b. Where b is an integer, 2 ** b may overflow and the product not: it is made in three
-    steps. All products of larger exponents are 0 or infinite."""
+    """a * 2 ** b. Where b is an integer, 2 ** b may overflow and the product not: it is made in
+    three steps. All products of larger exponents are 0 or infinite."""
     most = 2200.0 if common_dtype((a, b), FLOAT) == f64 else 378.0
 
     def in_steps(m: Maths, a: Node, b: Node) -> Node:
@@ -551,7 +588,9 @@ def _ldexp(ctx: Lowering, a: Operand, b: Operand) -> View:
         return m("mul", m("mul", m("mul", a, step), step), rest)
 
     whole = not common_dtype((b,)).is_float
-    return elementwise(ctx, in_steps if whole else lambda m, a, b: m("mul", a, m("exp2", b)), (a, b), FLOAT)
+    return elementwise(
+        ctx, in_steps if whole else lambda m, a, b: m("mul", a, m("exp2", b)), (a, b), FLOAT
+    )
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor)
@@ -566,7 +605,7 @@ def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | No
     return elementwise(ctx, formula, (x, *(lim for _, lim in limits)))
 
 
-# ---------------------------------------------------------------------------------------------- comparison and logic
+# ----------------------------------------------------------------------------- comparison and logic
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     register(overloads(_name, "Tensor", "Scalar"), row(_name), rounds=rounds_all)
 
@@ -619,7 +658,7 @@ def _where(ctx: Lowering, cond: View, a: View, b: View) -> View:
     return ctx.pointwise(shape, dtype, body, ctx.out_strides())
 
 
-# ---------------------------------------------------------------------------------------------- copies and conversion
+# ---------------------------------------------------------------------------- copies and conversion
 def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None = None) -> View:
     """x (broadcast to `shape`) as another dtype; x itself where nothing changes."""
     to = x.shape if shape is None else shape
@@ -629,7 +668,9 @@ def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None
 
 
 @lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
-def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+def _to_copy(
+    ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
     want = ctx.out_dtype()
     if ctx.device() != ctx.buffers[x.buf].device:
         assert ctx.node is not None
@@ -644,8 +685,8 @@ def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: A
 
 
 @lower(
-    aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default,
-    aten.alias_copy.default, any_dtype=True,
+    aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
+    aten.contiguous.default, aten.alias_copy.default, any_dtype=True,
 )  # fmt: skip
 def _clone(ctx: Lowering, x: View, **_: Any) -> View:
     if x.dtype not in LOOP_DTYPES:

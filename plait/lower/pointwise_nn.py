@@ -39,7 +39,9 @@ def _gelu(ctx: Lowering, x: View, *, approximate: str = "none") -> View:
 
 
 @lower(aten.elu.default)
-def _elu(ctx: Lowering, x: View, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> View:
+def _elu(
+    ctx: Lowering, x: View, alpha: float = 1, scale: float = 1, input_scale: float = 1
+) -> View:
     def formula(m: Maths, a: Node) -> Node:
         low = m("mul", m("expm1", m("mul", a, input_scale)), float(alpha) * float(scale))
         return m("where", m("le", a, 0), low, m("mul", a, scale))
@@ -49,7 +51,9 @@ def _elu(ctx: Lowering, x: View, alpha: float = 1, scale: float = 1, input_scale
 
 @lower(aten.leaky_relu.default)
 def _leaky_relu(ctx: Lowering, x: View, negative_slope: float = 0.01) -> View:
-    return elementwise(ctx, lambda m, a: m("where", m("gt", a, 0), a, m("mul", a, negative_slope)), (x,))
+    return elementwise(
+        ctx, lambda m, a: m("where", m("gt", a, 0), a, m("mul", a, negative_slope)), (x,)
+    )
 
 
 @lower(aten.hardtanh.default)
@@ -66,7 +70,7 @@ def _threshold(ctx: Lowering, x: View, threshold: float, value: float) -> View:
     return elementwise(ctx, formula, (x, *numbers), common=x.dtype)
 
 
-# ------------------------------------------------------------------------------- gradients, as eager's are for NaNs
+# --------------------------------------------------------------- gradients, as eager's are for NaNs
 @lower(aten.hardtanh_backward.default)
 def _hardtanh_backward(ctx: Lowering, grad: View, x: View, min_val: float, max_val: float) -> View:
     def formula(m: Maths, g: Node, a: Node) -> Node:
@@ -86,14 +90,24 @@ def _hardswish_backward(ctx: Lowering, grad: View, x: View) -> View:
 
 @lower(aten.elu_backward.default)
 def _elu_backward(
-    ctx: Lowering, grad: View, alpha: float, scale: float, input_scale: float, is_result: bool, x: View
+    ctx: Lowering,
+    grad: View,
+    alpha: float,
+    scale: float,
+    input_scale: float,
+    is_result: bool,
+    x: View,
 ) -> View:
     def formula(m: Maths, g: Node, a: Node) -> Node:
         low = m("mul", g, float(input_scale))
         if is_result:
             low = m("mul", low, m("add", a, float(alpha) * float(scale)))
         else:
-            low = m("mul", m("mul", low, float(alpha) * float(scale)), m("exp", m("mul", a, float(input_scale))))
+            low = m(
+                "mul",
+                m("mul", low, float(alpha) * float(scale)),
+                m("exp", m("mul", a, float(input_scale))),
+            )
         return m("where", m("gt", a, 0.0), m("mul", g, float(scale)), low)
 
     return elementwise(ctx, formula, (grad, x))

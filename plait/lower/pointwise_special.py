@@ -1,8 +1,9 @@
-"""Special functions that scalar arithmetic can express: digamma, trigamma, erfinv, the Bessel functions i0 and i1.
+"""Special functions that scalar arithmetic can express: digamma, trigamma, erfinv, the Bessel
+functions i0 and i1.
 
-Each is a fixed number of steps for every element (both sides of a `where` are computed). Series are cut where their
-terms no longer reach the compute dtype. The Chebyshev coefficients below are cosine sums of the functions at 64
-points, worked out with 40 digits.
+Each is a fixed number of steps for every element (both sides of a `where` are computed). Series are
+cut where their terms no longer reach the compute dtype. The Chebyshev coefficients below are cosine
+sums of the functions at 64 points, worked out with 40 digits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from plait.ir.dtypes import f32, f64
 from plait.ir.loops import Node
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import FLOAT, Formula, Maths, common_dtype, elementwise, overloads, register
+from plait.lower.pointwise import (
+    FLOAT,
+    Formula,
+    Maths,
+    common_dtype,
+    elementwise,
+    overloads,
+    register,
+)
 
 aten = torch.ops.aten
 
 _EPS = {f32: 2.0**-23, f64: 2.0**-52}
 
 
-# ---------------------------------------------------------------------------------------------- digamma
+# ------------------------------------------------------------------------------------------ digamma
 _STEPS = 10  # the recurrence lifts arguments to 10 and more, where the asymptotic series holds
 # B(2k) / 2k, k = 1, 2, ...: the series of digamma in 1 / x^2.
 _DIGAMMA = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
@@ -40,7 +49,8 @@ def _horner(m: Maths, z: Node, coefficients: Sequence[float]) -> Node:
 
 
 def digamma(m: Maths, x: Node) -> Node:
-    """The logarithmic derivative of the gamma function: NaN at negative integers, -copysign(inf, x) at zeros."""
+    """The logarithmic derivative of the gamma function: NaN at negative integers, -copysign(inf, x)
+    at zeros."""
     negative = m("lt", x, 0)
     y, total = m("where", negative, m("sub", 1.0, x), x), m.const(0.0, x.dtype)
     for _ in range(_STEPS):
@@ -87,16 +97,16 @@ def _polygamma(ctx: Lowering, n: int, x: View) -> View:
     return elementwise(ctx, trigamma if n else digamma, (x,), FLOAT)
 
 
-# ---------------------------------------------------------------------------------------------- erfinv
-# Polynomials in w = -log(1 - x^2) of erfinv(x) / x: for w < 5 in w - 2.5, else in sqrt(w) - 3. Good to 1e-6; one
-# step of Newton's method does the rest.
+# ------------------------------------------------------------------------------------------- erfinv
+# Polynomials in w = -log(1 - x^2) of erfinv(x) / x: for w < 5 in w - 2.5, else in sqrt(w) - 3. Good
+# to 1e-6; one step of Newton's method does the rest.
 _ERFINV_CENTRE = (
-    1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06, -3.5233877e-06,
-    3.43273939e-07, 2.81022636e-08,
+    1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087, -4.39150654e-06,
+    -3.5233877e-06, 3.43273939e-07, 2.81022636e-08,
 )  # fmt: skip
 _ERFINV_TAIL = (
-    2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0.00367342844, 0.00134934322, 0.000100950558,
-    -0.000200214257,
+    2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0.00367342844,
+    0.00134934322, 0.000100950558, -0.000200214257,
 )  # fmt: skip
 
 
@@ -108,7 +118,9 @@ def erfinv(m: Maths, x: Node) -> Node:
     tail = _horner(m, m("sub", m("sqrt", m("max", w, 5.0)), 3.0), _ERFINV_TAIL)
     y = m("mul", m("where", m("lt", w, 5.0), centre, tail), a)
     # Near 1 the distance to 1 is exact and erf(y) is not: compare the complements.
-    off = m("where", m("gt", a, 0.5), m("sub", m("sub", 1.0, a), m("erfc", y)), m("sub", m("erf", y), a))
+    off = m(
+        "where", m("gt", a, 0.5), m("sub", m("sub", 1.0, a), m("erfc", y)), m("sub", m("erf", y), a)
+    )
     y = m("sub", y, m("mul", m("mul", off, 0.5 * math.sqrt(math.pi)), m("exp", m("mul", y, y))))
     y = m("where", m("eq", a, 1.0), m.const(math.inf, x.dtype), y)
     return m("copysign", m("where", m("gt", a, 1.0), m.const(math.nan, x.dtype), y), x)
@@ -121,9 +133,9 @@ def _erfinv(ctx: Lowering, x: View) -> View:
     return elementwise(ctx, erfinv, (x,), FLOAT)
 
 
-# ---------------------------------------------------------------------------------------------- Bessel functions
-# Chebyshev series of exp(-x) I(x) (divided by x for I1) on [0, 8] in x/4 - 1, and of exp(-x) sqrt(x) I(x) beyond
-# in 16/x - 1.
+# --------------------------------------------------------------------------------- Bessel functions
+# Chebyshev series of exp(-x) I(x) (divided by x for I1) on [0, 8] in x/4 - 1, and of exp(-x)
+# sqrt(x) I(x) beyond in 16/x - 1.
 _I0_NEAR = (
     0.33839763720473803, -0.3046826723431984, 0.17162090152220877, -0.09490109704804764,
     0.04930528423967071, -0.02373741480589947, 0.010546460394594998, -0.004324309995050576,

@@ -1,7 +1,7 @@
 """Rules for pooling: windows small enough are written out, larger ones are reductions.
 
-Gradients gather: each input element sums over the windows that hold it, so nothing collides and any number of
-threads may run.
+Gradients gather: each input element sums over the windows that hold it, so nothing collides and any
+number of threads may run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _inside(ops: Recorder, at: Point, bounds: Bounds) -> list[Node]:
     return out
 
 
-def _tap(ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int) -> Node:
+def _tap(
+    ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int
+) -> Node:
     """x[lead, at] in its compute dtype, `other` outside of bounds."""
     compute = compute_dtype(x.dtype)
     conditions = _inside(ops, at, bounds)
@@ -87,16 +89,24 @@ def _sum(ops: Recorder, values: Iterator[Node]) -> Node:
     return reduce(partial(ops.op, "add"), values, first)
 
 
-# ------------------------------------------------------------------------------------------- windows
+# ------------------------------------------------------------------------------------------ windows
 class _Window:
-    """The geometry of n-dimensional pooling: the window at output point o begins at o*stride - padding and has a tap
-    every `dilation` positions.
+    """The geometry of n-dimensional pooling: the window at output point o begins at o*stride -
+    padding and has a tap every `dilation` positions.
 
-    counts: how many taps of a window are looked at. Where a window is longer than the input, these begin at the
-    window's first position in the input, and there are as many as the input has room for."""
+    counts: how many taps of a window are looked at. Where a window is longer than the input, these
+    begin at the window's first position in the input, and there are as many as the input has room
+    for."""
 
     def __init__(
-        self, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, sizes: Sequence[Size], outs: Sequence[Size]
+        self,
+        n: int,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        sizes: Sequence[Size],
+        outs: Sequence[Size],
     ) -> None:
         self.kernel = _spread(kernel, n)
         self.stride = _spread(stride, n) if stride != [] and stride != () else self.kernel
@@ -124,7 +134,9 @@ class _Window:
 
     def start(self, o: Point) -> Point:
         """Where the window begins, which may be before the input."""
-        return tuple(sz.add(sz.mul(e, s), -p) for e, s, p in zip(o, self.stride, self.padding, strict=True))
+        return tuple(
+            sz.add(sz.mul(e, s), -p) for e, s, p in zip(o, self.stride, self.padding, strict=True)
+        )
 
     def bounds(self, o: Point) -> Bounds:
         """The positions of the input that the window may reach."""
@@ -146,15 +158,21 @@ class _Window:
     def first(self, o: Point) -> Point:
         """The input position of the first tap that lies in the input."""
         return tuple(
-            sz.smax(b, 0) if d == 1 else sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
+            sz.smax(b, 0)
+            if d == 1
+            else sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
             for b, d in zip(self.start(o), self.dilation, strict=True)
         )
 
     def holders(self, i: Point) -> Iterator[tuple[Point, Bounds]]:
-        """Output points whose window may hold input position i, each with the bounds that say whether it does."""
+        """Output points whose window may hold input position i, each with the bounds that say
+        whether it does."""
         spans = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
         reach = [-(-span // s) for span, s in zip(spans, self.stride, strict=True)]
-        counts = [min(n, size) if isinstance(size, int) else n for n, size in zip(reach, self.outs, strict=True)]
+        counts = [
+            min(n, size) if isinstance(size, int) else n
+            for n, size in zip(reach, self.outs, strict=True)
+        ]
         if prod(counts) > _MAX_TAPS:
             raise NoRule("windows that overlap too much")
         for back in product(*map(range, counts)):
@@ -173,11 +191,11 @@ class _Window:
             yield tuple(o), tuple(bounds)
 
 
-# ------------------------------------------------------------------------------------------- maximum
+# ------------------------------------------------------------------------------------------ maximum
 @_of_images("max_pool{}d_with_indices")
 def _max_pool(
-    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
-    ceil_mode: bool = False,
+    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0,
+    dilation: Any = 1, ceil_mode: bool = False,
 ) -> tuple[View, View]:  # fmt: skip
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
@@ -196,8 +214,8 @@ def _maximum(
     taps: Callable[[Point], list[tuple[Point, Bounds]]],
     first: Callable[[Point], Point],
 ) -> tuple[View, View]:
-    """The greatest tap of each window and its position in the input, row-major; the first one of equals, a NaN
-    before all."""
+    """The greatest tap of each window and its position in the input, row-major; the first one of
+    equals, a NaN before all."""
     low = _lowest(x.dtype)
     strides = sz.contiguous_strides(x.shape[lead:])
 
@@ -225,8 +243,8 @@ def _maximum(
 
 @_of_images("max_pool{}d_with_indices_backward")
 def _max_pool_backward(
-    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, dilation: Any,
-    ceil_mode: bool, indices: View,
+    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any,
+    dilation: Any, ceil_mode: bool, indices: View,
 ) -> View:  # fmt: skip
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
@@ -235,9 +253,15 @@ def _max_pool_backward(
 
 
 def _chosen(
-    ctx: Lowering, grad: View, x: View, indices: View, lead: int, holders: Callable[[Point], list[tuple[Point, Bounds]]]
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    indices: View,
+    lead: int,
+    holders: Callable[[Point], list[tuple[Point, Bounds]]],
 ) -> View:
-    """The gradient of a maximum: each input element sums over the windows that hold it and chose it."""
+    """The gradient of a maximum: each input element sums over the windows that hold it and chose
+    it."""
     strides = sz.contiguous_strides(x.shape[lead:])
     compute = compute_dtype(grad.dtype)
 
@@ -254,13 +278,15 @@ def _chosen(
     return result(ctx, body)
 
 
-# ------------------------------------------------------------------------------------------- average
+# ------------------------------------------------------------------------------------------ average
 def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None) -> Size:
     """By how much the sum of the window at o is divided."""
     if override is not None:
         return override
     out: Size = 1
-    for b, k, p, size in zip(window.start(o), window.kernel, window.padding, window.sizes, strict=True):
+    for b, k, p, size in zip(
+        window.start(o), window.kernel, window.padding, window.sizes, strict=True
+    ):
         end = sz.smin(sz.add(b, k), sz.add(size, p))
         if not include_pad:
             b, end = sz.smax(b, 0), sz.smin(end, size)
@@ -275,8 +301,8 @@ def _divided(ops: Recorder, value: Node, divisor: Size) -> Node:
 
 @_of_images("avg_pool{}d")
 def _avg_pool(
-    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-    include_pad: bool = True, override: int | None = None,
+    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0,
+    ceil_mode: bool = False, include_pad: bool = True, override: int | None = None,
 ) -> View:  # fmt: skip
     lead = len(x.shape) - n
     window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], ctx.out_shape()[lead:])
@@ -292,15 +318,17 @@ def _avg_pool(
             total = summed.load(ops, i)
         else:
             total = _sum(ops, (tap(ops, i, k) for k in window.taps))
-        return ops.cast(_divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype)
+        return ops.cast(
+            _divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype
+        )
 
     return result(ctx, body)
 
 
 @_of_images("avg_pool{}d_backward")
 def _avg_pool_backward(
-    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
-    include_pad: bool, override: int | None,
+    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any,
+    ceil_mode: bool, include_pad: bool, override: int | None,
 ) -> View:  # fmt: skip
     lead = len(x.shape) - n
     window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], grad.shape[lead:])
@@ -308,14 +336,16 @@ def _avg_pool_backward(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def share(o: Point, bounds: Bounds) -> Node:
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
-            return _divided(ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1))
+            return _divided(
+                ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1)
+            )
 
         return ops.cast(_sum(ops, (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype)
 
     return result(ctx, body)
 
 
-# ------------------------------------------------------------------------------------------- adaptive windows
+# --------------------------------------------------------------------------------- adaptive windows
 class _Parts:
     """`of` positions cut into `into` equal, overlapping parts by dimension: part i holds those from
     floor(i*of/into) up to ceil((i+1)*of/into)."""
@@ -358,9 +388,11 @@ def _most(of: Size, into: Size) -> Size:
     return sz.add(sz.ceildiv(of, into), 1) if whole is None else whole
 
 
-def _sum_of_parts(ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool) -> View:
-    """The sum of x over each part. weigh: every element is first divided by the number of parts' elements it was
-    averaged with (a gradient), instead of the whole sum by the size of the part."""
+def _sum_of_parts(
+    ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool
+) -> View:
+    """The sum of x over each part. weigh: every element is first divided by the number of parts'
+    elements it was averaged with (a gradient), instead of the whole sum by the size of the part."""
     back = _Parts(parts.into, parts.of)
 
     def tap(ops: Recorder, i: Point, at: Point) -> Node:
@@ -369,7 +401,9 @@ def _sum_of_parts(ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point
 
     summed = None
     if not parts.is_small:
-        summed = ctx.reduce(shape, parts.counts, "sum", lambda ops, i, r: tap(ops, i, parts.at(i[lead:], r)))
+        summed = ctx.reduce(
+            shape, parts.counts, "sum", lambda ops, i, r: tap(ops, i, parts.at(i[lead:], r))
+        )
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         if summed is not None:
@@ -399,7 +433,9 @@ def _adaptive_avg_backward(n: int, ctx: Lowering, grad: View, x: View) -> View:
 def _adaptive_max(n: int, ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
     lead = len(x.shape) - n
     parts = _Parts(x.shape[lead:], ctx.out_shape(0)[lead:])
-    return _maximum(ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n))
+    return _maximum(
+        ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n)
+    )
 
 
 @_of_images("adaptive_max_pool{}d_backward")
@@ -409,7 +445,7 @@ def _adaptive_max_backward(n: int, ctx: Lowering, grad: View, x: View, indices: 
     return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))
 
 
-# ---------------------------------------------------------------------------------------------- unpooling
+# ---------------------------------------------------------------------------------------- unpooling
 @lower(aten.max_unpool2d.default, aten.max_unpool3d.default)
 def _max_unpool(ctx: Lowering, x: View, indices: View, size: Sequence[Size], *_: Any) -> View:
     lead = len(x.shape) - len(size)

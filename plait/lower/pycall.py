@@ -1,9 +1,9 @@
-"""Calls of Python callables: what no instruction can spell (subgraphs, generators, exotic dtypes) is kept in a
-`PythonCall`.
+"""Calls of Python callables: what no instruction can spell (subgraphs, generators, exotic dtypes)
+is kept in a `PythonCall`.
 
-Tensors, symbolic integers and objects that the graph is given become operands, symbolic floats one-element tensors
-that are read when the call happens; everything else stays in the callable, which goes to the program's table of
-callables.
+Tensors, symbolic integers and objects that the graph is given become operands, symbolic floats
+one-element tensors that are read when the call happens; everything else stays in the callable,
+which goes to the program's table of callables.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from plait.runtime.generated import flat, settled
 
 
 class PythonCall:
-    """A callable of real tensors and ints: fills them into the arguments of an operator and calls it.
+    """A callable of real tensors and ints: fills them into the arguments of an operator and calls
+    it.
 
-    holes: which leaves of the argument tree are filled at run time; of those, `items` take the value of a
-    one-element tensor. strides: of each flat result that is a tensor of known sizes, else None; a result that came
-    out with others is copied."""
+    holes: which leaves of the argument tree are filled at run time; of those, `items` take the
+    value of a one-element tensor. strides: of each flat result that is a tensor of known sizes,
+    else None; a result that came out with others is copied."""
 
     def __init__(
         self,
@@ -40,7 +41,12 @@ class PythonCall:
         tree: pytree.TreeSpec,
         strides: Sequence[tuple[int, ...] | None],
     ) -> None:
-        self.op, self.leaves, self.holes, self.items = (op, tuple(leaves), tuple(holes), frozenset(items))
+        self.op, self.leaves, self.holes, self.items = (
+            op,
+            tuple(leaves),
+            tuple(holes),
+            frozenset(items),
+        )
         self.tree, self.strides = tree, tuple(strides)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -72,7 +78,8 @@ def call_python(
     fallback: bool,
     effectful: bool,
 ) -> Any:
-    """Records a call of `op`, the current node's operator, from Python, and returns its results as a rule would.
+    """Records a call of `op`, the current node's operator, from Python, and returns its results as
+    a rule would.
 
     Raises Unsupported for arguments that cannot be found and results that no program can hold."""
     assert ctx.node is not None
@@ -88,7 +95,9 @@ def call_python(
     operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
     kept = [None if k in holes else v for k, v in enumerate(leaves)]
     outs, symbols, result = results(ctx, val)
-    ctx.callables.append(PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in flat(val)]))
+    ctx.callables.append(
+        PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in flat(val)])
+    )
     given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
     if fallback:
         ctx.fell_back("python", name, "runs as Python")

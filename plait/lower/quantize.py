@@ -1,4 +1,5 @@
-"""Fake quantisation: what quantising and reading back makes of a tensor, and where it was not cut off."""
+"""Fake quantisation: what quantising and reading back makes of a tensor, and where it was not cut
+off."""
 
 from __future__ import annotations
 
@@ -66,7 +67,13 @@ def per_tensor(
 
 @lower(aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default)
 def per_tensor_by_tensors(
-    ctx: Lowering, x: View, scale: View, zero_point: View, fake_quant_enabled: View, quant_min: int, quant_max: int
+    ctx: Lowering,
+    x: View,
+    scale: View,
+    zero_point: View,
+    fake_quant_enabled: View,
+    quant_min: int,
+    quant_max: int,
 ) -> tuple[View, View]:
     if any(len(v.shape) != 1 for v in (scale, zero_point, fake_quant_enabled)):
         raise NoRule("parameters of another rank")

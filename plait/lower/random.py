@@ -1,8 +1,8 @@
 """Rules for plait's own random operators; plait/runtime/philox.py says which bits belong to which
 element.
 
-`plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise functions of seed and
-position.
+`plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise
+functions of seed and position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def within(ctx: Lowering, x: View, low: float, high: float, message: str) -> Vie
     def body(ops: Recorder, i: tuple[Size, ...]) -> Node:
         value = x.load(ops, i)
         wide = ops.cast(value, compute_dtype(x.dtype))
-        ends = (ops.op(op, wide, ops.const(end, wide.dtype)) for op, end in (("ge", low), ("le", high)))
+        ends = (
+            ops.op(op, wide, ops.const(end, wide.dtype)) for op, end in (("ge", low), ("le", high))
+        )
         holds = ops.nonzero(ops.cast(ops.op("and", *ends), i64), Check("RuntimeError", message))
         return ops.op("where", ops.op("eq", holds, ops.const(1, i64)), value, ops.const(0, x.dtype))
 
@@ -60,7 +62,8 @@ def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:
         drawn = key.load(ops, ())
 
         def word(k: int) -> Node:
-            # The op's third argument holds the word number in its low two bits and the counter's third word above them.
+            # The op's third argument holds the word number in its low two bits and the counter's
+            # third word above them.
             return ops.op("philox", drawn, linear, ops.const(k | (offset & _M32) << 2, i64))
 
         return ops.cast(formula(ops, word), dtype)
@@ -107,7 +110,9 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
             a = ops.op("add", _double(ops, word(0), word(1)), ops.const(2.0**-53, f64))
             b = _double(ops, word(2), word(3))
         else:
-            a = _scaled(ops, ops.op("add", _shifted(ops, word(0), 8), ops.const(1, i64)), -24, False)
+            a = _scaled(
+                ops, ops.op("add", _shifted(ops, word(0), 8), ops.const(1, i64)), -24, False
+            )
             b = _scaled(ops, _shifted(ops, word(1), 8), -24, False)
         radius = ops.op("sqrt", ops.op("mul", ops.const(-2.0, work), ops.op("log", a)))
         return ops.op("mul", radius, ops.op("cos", ops.op("mul", ops.const(2 * math.pi, work), b)))
@@ -116,9 +121,13 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
 
 
 @lower(torch.ops.plait.philox_randint.default)
-def philox_randint(ctx: Lowering, key: View, offset: int, low: Size, high: Size, size: Any, dtype: torch.dtype) -> View:
+def philox_randint(
+    ctx: Lowering, key: View, offset: int, low: Size, high: Size, size: Any, dtype: torch.dtype
+) -> View:
     span = sz.add(high, sz.mul(low, -1))
-    ctx.assert_true(sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})")
+    ctx.assert_true(
+        sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})"
+    )
 
     def formula(ops: Recorder, word: Words) -> Node:
         upper = ops.op("and", word(1), ops.const(0x7FFFFFFF, i64))

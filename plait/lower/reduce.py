@@ -1,7 +1,8 @@
-"""Reductions: sums, products, extrema, tests, positions, variances and norms over any set of dimensions.
+"""Reductions: sums, products, extrema, tests, positions, variances and norms over any set of
+dimensions.
 
-Half types accumulate in f32, integers and bools in i64 (sum, prod); results are rounded once at the end. A keepdim
-result is a view of the reduced one.
+Half types accumulate in f32, integers and bools in i64 (sum, prod); results are rounded once at the
+end. A keepdim result is a view of the reduced one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Axes:
     def __init__(self, x: View, dims: int | Sequence[int] | None) -> None:
         rank = len(x.shape)
         given = [dims] if isinstance(dims, int) else dims
-        self.reduced = sorted({wrap_dim(d, rank) for d in given} if given else range(rank)) if rank else []
+        self.reduced = (
+            sorted({wrap_dim(d, rank) for d in given} if given else range(rank)) if rank else []
+        )
         self.kept = [d for d in range(rank) if d not in self.reduced]
         self.x = x
         self.shape = tuple(x.shape[d] for d in self.kept)
@@ -56,12 +59,15 @@ class Axes:
         return out
 
     def reduce(self, ctx: Lowering, kind: str, value: Value) -> View:
-        """x reduced by kind; `value` gives the term of an element, in the dtype to accumulate in."""
+        """x reduced by kind; `value` gives the term of an element, in the dtype to accumulate
+        in."""
         (out,) = self.reduce_many(ctx, kind, value, (True,))
         assert out is not None
         return out
 
-    def reduce_many(self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]) -> tuple[View | None, ...]:
+    def reduce_many(
+        self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]
+    ) -> tuple[View | None, ...]:
         """As reduce, for kinds with several results."""
         x = self.x
 
@@ -86,7 +92,10 @@ class Axes:
         same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
         if kind == "welford":  # x - x is 0 for numbers and NaN for NaN and infinities
             off = ctx.pointwise((), dtype, lambda ops, i: ops.op("sub", *[same.load(ops, ())] * 2))
-            return tuple(v if want else None for v, want in zip((same, off, fill(1, dtype)), outs, strict=True))
+            return tuple(
+                v if want else None
+                for v, want in zip((same, off, fill(1, dtype)), outs, strict=True)
+            )
         return (same,)
 
 
@@ -95,13 +104,16 @@ def _plain(ops: Recorder, x: Node) -> Node:
 
 
 def accumulate_in(x: View, out: DType) -> Value:
-    """The element brought to the result's dtype, as eager does, and from there to what it is accumulated in."""
+    """The element brought to the result's dtype, as eager does, and from there to what it is
+    accumulated in."""
     return lambda ops, e: ops.cast(ops.cast(e, out), compute_dtype(out))
 
 
-# ---------------------------------------------------------------------------------------------- sums and products
+# -------------------------------------------------------------------------------- sums and products
 @lower(aten.sum.default, aten.sum.dim_IntList)
-def _sum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
+def _sum(
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
     total = axes.reduce(ctx, "sum", accumulate_in(x, out))
@@ -109,7 +121,9 @@ def _sum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool
 
 
 @lower(aten.mean.default, aten.mean.dim)
-def _mean(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
+def _mean(
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
     total = axes.reduce(ctx, "sum", accumulate_in(x, out))
@@ -128,7 +142,7 @@ def _prod(ctx: Lowering, x: View, dim: int | None = None, keepdim: bool = False,
     return axes.restore(convert(ctx, axes.reduce(ctx, "prod", accumulate_in(x, out)), out), keepdim)
 
 
-# ---------------------------------------------------------------------------------------------- extrema and tests
+# -------------------------------------------------------------------------------- extrema and tests
 def _extremum(ctx: Lowering, axes: Axes, kind: str) -> View:
     dtype = axes.x.dtype
     if dtype == b1:
@@ -142,11 +156,23 @@ def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
     return axes.reduce(ctx, kind, lambda ops, e: ops.cast(e, compute))
 
 
-_OF_SOMETHING = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linalg_vector_norm", "norm", "dist")
+_OF_SOMETHING = (
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "aminmax",
+    "argmax",
+    "argmin",
+    "linalg_vector_norm",
+    "norm",
+    "dist",
+)
 
 
 def _need_elements(ctx: Lowering, axes: Axes) -> None:
-    """Fails where nothing is reduced, which has no extremum. Decompositions look after that themselves."""
+    """Fails where nothing is reduced, which has no extremum. Decompositions look after that
+    themselves."""
     assert ctx.node is not None
     asked: Any = ctx.node.meta.get("original_aten", ctx.node.target)
     name = asked._schema.name.removeprefix("aten::")
@@ -154,14 +180,19 @@ def _need_elements(ctx: Lowering, axes: Axes) -> None:
         return
     if axes.numel == 0:
         raise NoRule("an extremum of nothing")  # eager's own error
-    # Sizes that were 2 or more when the graph was traced can be 0 in a program that torch.export made.
+    # Sizes that were 2 or more when the graph was traced can be 0 in a program that torch.export
+    # made.
     sizes = {a: sz.symbol(a.name, 0, a.hi) for a in sz.free_symbols(axes.numel) if 0 < a.lo <= 2}
     numel = sz.substitute(axes.numel, sizes)
-    ctx.assert_true(sz.compare("ne", numel, 0), f"{name}(): Expected a reduction of one or more elements")
+    ctx.assert_true(
+        sz.compare("ne", numel, 0), f"{name}(): Expected a reduction of one or more elements"
+    )
 
 
 def _register_extrema(kind: str) -> None:
-    def extremum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False) -> View:
+    def extremum(
+        ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False
+    ) -> View:
         axes = Axes(x, dim)
         _need_elements(ctx, axes)
         return axes.restore(_extremum(ctx, axes, kind), keepdim)
@@ -187,7 +218,9 @@ _register_extrema("min")
 
 
 def _register_test(kind: str) -> None:
-    def rule(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> View:
+    def rule(
+        ctx: Lowering, x: View, dim: int | Sequence[int] | None = None, keepdim: bool = False
+    ) -> View:
         if isinstance(dim, (list, tuple)) and not dim:
             return convert(ctx, convert(ctx, x, b1), ctx.out_dtype())
         axes = Axes(x, dim)
@@ -202,15 +235,19 @@ _register_test("any")
 _register_test("all")
 
 
-# ---------------------------------------------------------------------------------------------- variance and norms
+# ------------------------------------------------------------------------------- variance and norms
 def moments(ctx: Lowering, axes: Axes, compute: DType) -> tuple[View, View]:
     """Mean and sum of squared deviations, in `compute`."""
-    mean, m2, _ = axes.reduce_many(ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False))
+    mean, m2, _ = axes.reduce_many(
+        ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False)
+    )
     assert mean is not None and m2 is not None
     return mean, m2
 
 
-def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out: DType, root: bool) -> View:
+def _variance(
+    ctx: Lowering, axes: Axes, m2: View, correction: float | None, out: DType, root: bool
+) -> View:
     by = 1.0 if correction is None else float(correction)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
@@ -223,7 +260,8 @@ def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out
 
 
 def spread(ctx: Lowering, x: View) -> DType:
-    """What variances are computed in: on a CPU in double, as eager's are, where a square does not overflow."""
+    """What variances are computed in: on a CPU in double, as eager's are, where a square does not
+    overflow."""
     return f64 if ctx.buffers[x.buf].device == "cpu" else compute_dtype(x.dtype)
 
 
@@ -264,7 +302,9 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         lost = ops.op("isnan", m2.load(ops, i))
         if sz.may_be_zero(axes.numel):
-            count = ops.cast(ops.index(axes.numel), mean.dtype)  # a float: of integers their ranges would decide
+            count = ops.cast(
+                ops.index(axes.numel), mean.dtype
+            )  # a float: of integers their ranges would decide
             lost = ops.op("or", lost, ops.op("eq", count, ops.const(0, mean.dtype)))
         nan = ops.const(float("nan"), mean.dtype)
         return ops.cast(ops.op("where", lost, nan, mean.load(ops, i)), out)
@@ -274,7 +314,12 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
 
 @lower(aten.linalg_vector_norm.default)
 def _vector_norm(
-    ctx: Lowering, x: View, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+    ctx: Lowering,
+    x: View,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    **_: Any,
 ) -> View:
     out = ctx.out_dtype()
     compute = compute_dtype(out)
@@ -297,7 +342,9 @@ def _vector_norm(
         return ops.op("abs", ops.cast(ops.cast(e, out), compute))
 
     powers = kind == "sum" and p not in (0, 1)
-    if powers and axes.numel == 1:  # the norm of one element is its size, of which no power overflows
+    if (
+        powers and axes.numel == 1
+    ):  # the norm of one element is its size, of which no power overflows
         return axes.restore(convert(ctx, axes.reduce(ctx, "max", size), out), keepdim)
     total = axes.reduce(ctx, kind, term)
     one = axes.reduce(ctx, "max", size) if powers and not sz.known_lt(1, axes.numel) else None

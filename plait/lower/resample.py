@@ -1,7 +1,8 @@
 """Rules for resampling: nearest, linear and cubic interpolation, gradients of replicated borders.
 
-A gradient gathers: each input element sums over the outputs that were made from it, one dimension at a time, with
-the weights of the forward pass, so nothing collides and any number of threads may run.
+A gradient gathers: each input element sums over the outputs that were made from it, one dimension
+at a time, with the weights of the forward pass, so nothing collides and any number of threads may
+run.
 """
 
 from __future__ import annotations
@@ -48,20 +49,27 @@ def _load(ops: Recorder, x: View, at: Sequence[Size], d: int) -> Node:
     return ops.masked(all_of(ops, conditions), load, 0) if conditions else load()
 
 
-# ------------------------------------------------------------------------------------------- nearest
+# ------------------------------------------------------------------------------------------ nearest
 @lower(
     aten.upsample_nearest1d_backward.default,
     aten.upsample_nearest2d_backward.default,
     aten.upsample_nearest3d_backward.default,
 )
 def upsample_nearest_backward(
-    ctx: Lowering, grad: View, output_size: Sequence[Size], input_size: Sequence[Size], *scales: float | None
+    ctx: Lowering,
+    grad: View,
+    output_size: Sequence[Size],
+    input_size: Sequence[Size],
+    *scales: float | None,
 ) -> View:
-    """Where every input element was repeated a whole number of times, its gradient is the sum over its copies."""
+    """Where every input element was repeated a whole number of times, its gradient is the sum over
+    its copies."""
     lead = 2
     times = [sz.exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
     whole = [t for t in times if isinstance(t, int)]
-    if len(whole) < len(times) or any(s is not None and s != t for s, t in zip(scales, whole, strict=False)):
+    if len(whole) < len(times) or any(
+        s is not None and s != t for s, t in zip(scales, whole, strict=False)
+    ):
         raise NoRule("resampling by a factor that is not whole")
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
@@ -76,13 +84,13 @@ def upsample_nearest_backward(
     return result(ctx, body)
 
 
-# ------------------------------------------------------------------------------------------- interpolation
+# ------------------------------------------------------------------------------------ interpolation
 @lower(aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default)
 def upsample_linear(
     ctx: Lowering, x: View, output_size: Sequence[Size], align_corners: bool, *scales: float | None
 ) -> View:
-    """Neighbours are mixed from the last dimension to the first, as ATen does it (of floats: bytes it weighs in fixed
-    point and rounds after each dimension)."""
+    """Neighbours are mixed from the last dimension to the first, as ATen does it (of floats: bytes
+    it weighs in fixed point and rounds after each dimension)."""
     if not x.dtype.is_float:
         raise NoRule("linear interpolation of integers")
     compute = f64 if x.dtype == f64 else f32
@@ -186,8 +194,9 @@ class _Axis:
         return out
 
     def readers(self, reach: int) -> tuple[Callable[[Recorder, Expr], Size], int]:
-        """The first output position that may have been made from an input position, where positions less than `reach`
-        away count, and how many there are. Raises NoRule where that is unknown or too much."""
+        """The first output position that may have been made from an input position, where positions
+        less than `reach` away count, and how many there are. Raises NoRule where that is unknown or
+        too much."""
         if not isinstance(self.size, int) or not isinstance(self.out, int):
             raise NoRule("the gradient of resampling between unknown sizes")
         times = sz.exact_div(self.out, self.size)
@@ -229,13 +238,16 @@ def _times(ops: Recorder, j: Expr, times: int, lead: int) -> Size:
     return sz.add(sz.mul(j, times), -lead)
 
 
-def _axes(sizes: Sequence[Size], outs: Sequence[Size], align: bool, scales: Sequence[float | None]) -> list[_Axis]:
+def _axes(
+    sizes: Sequence[Size], outs: Sequence[Size], align: bool, scales: Sequence[float | None]
+) -> list[_Axis]:
     given = [*scales, *[None] * (len(sizes) - len(scales))]
     return [_Axis(s, o, align, f) for s, o, f in zip(sizes, outs, given, strict=True)]
 
 
 def _cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
-    """The weights of the four positions around a point that lies t after the second (a cubic convolution, A=-0.75)."""
+    """The weights of the four positions around a point that lies t after the second (a cubic
+    convolution, A=-0.75)."""
 
     def polynomial(x: Node, *coefficients: float) -> Node:
         out = ops.const(coefficients[0], compute)
@@ -275,13 +287,18 @@ def _upsample_backward(
 
         def share(ops: Recorder, i: tuple[Expr, ...], o: Size) -> Node:
             mine, zero = ops.index(i[d]), ops.const(0.0, compute)
-            mixed = (ops.op("where", ops.op("eq", at, mine), w, zero) for at, w in weigh(axis, ops, o, compute))
+            mixed = (
+                ops.op("where", ops.op("eq", at, mine), w, zero)
+                for at, w in weigh(axis, ops, o, compute)
+            )
             value = _load(ops, x, (*i[:d], o, *i[d + 1 :]), d)
             return ops.op("mul", value, _sum(ops, mixed))
 
         def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
             first = start(ops, i[d])
-            return ops.cast(_sum(ops, (share(ops, i, sz.add(first, k)) for k in range(count))), dtype)
+            return ops.cast(
+                _sum(ops, (share(ops, i, sz.add(first, k)) for k in range(count))), dtype
+            )
 
         return body
 
@@ -297,7 +314,11 @@ lower(aten.upsample_bicubic2d_backward.default)(partial(_upsample_backward, 2, _
 
 
 def _by_dimension(
-    ctx: Lowering, x: View, first: int, sizes: Sequence[Size], along: Callable[[View, int, DType], Body]
+    ctx: Lowering,
+    x: View,
+    first: int,
+    sizes: Sequence[Size],
+    along: Callable[[View, int, DType], Body],
 ) -> View:
     """x with its dimensions from `first` on made `sizes` long, one by one from the last."""
     for d in reversed(range(first, len(x.shape))):
@@ -310,14 +331,15 @@ def _by_dimension(
     return x
 
 
-# ------------------------------------------------------------------------------------------- borders
+# ------------------------------------------------------------------------------------------ borders
 @lower(
     aten.replication_pad1d_backward.default,
     aten.replication_pad2d_backward.default,
     aten.replication_pad3d_backward.default,
 )
 def replication_pad_backward(ctx: Lowering, grad: View, x: View, padding: Sequence[Size]) -> View:
-    """Inner elements were copied once, those at the ends once more for every border element beyond them."""
+    """Inner elements were copied once, those at the ends once more for every border element beyond
+    them."""
     pads = [p for p in padding if isinstance(p, int)]
     if len(pads) < len(padding) or max(pads) > _MAX_TAPS:
         raise NoRule("the gradient of a wide border")

@@ -39,12 +39,18 @@ def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
 
 
 @lower(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, no_loops=True)
-def _constrain(ctx: Lowering, size: Size, *, min: int | None = None, max: int | None = None) -> None:
+def _constrain(
+    ctx: Lowering, size: Size, *, min: int | None = None, max: int | None = None
+) -> None:
     if isinstance(size, Expr):
         if min is not None:
-            ctx.assert_true(sz.compare("le", min, size), f"Invalid value range: a size is below {min}")
+            ctx.assert_true(
+                sz.compare("le", min, size), f"Invalid value range: a size is below {min}"
+            )
         if max is not None:
-            ctx.assert_true(sz.compare("le", size, max), f"Invalid value range: a size is above {max}")
+            ctx.assert_true(
+                sz.compare("le", size, max), f"Invalid value range: a size is above {max}"
+            )
 
 
 @lower(aten._assert_tensor_metadata.default, any_dtype=True, no_loops=True)

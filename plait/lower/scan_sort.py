@@ -1,4 +1,5 @@
-"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and searching, which ATen does.
+"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and
+searching, which ATen does.
 
 Sums and products run in ATen's accumulation type (f64 for f32) and are rounded once an element.
 """
@@ -23,12 +24,16 @@ aten = torch.ops.aten
 _ACCUMULATE: dict[DType, DType] = {f32: f64, f16: f32, bf16: f32}
 
 
-def _scan(ctx: Lowering, x: View, dim: int, kind: str, dtype: DType, outs: tuple[bool, ...]) -> tuple[View | None, ...]:
+def _scan(
+    ctx: Lowering, x: View, dim: int, kind: str, dtype: DType, outs: tuple[bool, ...]
+) -> tuple[View | None, ...]:
     """The scan of x, cast to dtype, along dim. outs: which results are wanted."""
     ops, vars_ = Recorder(), loop_vars("i", x.shape)
     body = ops.cast(x.load(ops, vars_), dtype)
     dtypes = (dtype, i64)[: len(outs)]
-    names = tuple(ctx.new_buffer(t, x.shape) if want else None for t, want in zip(dtypes, outs, strict=True))
+    names = tuple(
+        ctx.new_buffer(t, x.shape) if want else None for t, want in zip(dtypes, outs, strict=True)
+    )
     ctx.ops.append(Scan(names, vars_, wrap_dim(dim, len(x.shape)), kind, body, origin=ctx.origin))
     return tuple(None if n is None else ctx.whole(n) for n in names)
 
@@ -85,10 +90,13 @@ def cummin(ctx: Lowering, x: View, dim: int) -> tuple[View | None, ...]:
     return _extreme(ctx, x, dim, "min")
 
 
-@lower(aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.default,
-       aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default, aten.searchsorted.Tensor,
-       aten.searchsorted.Scalar, aten.bucketize.Tensor, aten.bucketize.Scalar, aten.histc.default,
-       aten._logcumsumexp.default, aten.logcumsumexp.default)  # fmt: skip
+@lower(
+    aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default,
+    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
+    aten.mode.default, aten.searchsorted.Tensor, aten.searchsorted.Scalar,
+    aten.bucketize.Tensor, aten.bucketize.Scalar, aten.histc.default,
+    aten._logcumsumexp.default, aten.logcumsumexp.default,
+)  # fmt: skip
 def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """ATen sorts and searches better than a loop nest would."""
     assert ctx.node is not None

@@ -1,8 +1,8 @@
 """Rules that write at computed positions: scatter in its kinds, index_put, index_add, index_copy,
 index_fill, index_reduce.
 
-Goes out: `Scatter` loops over the points of the source, in row-major order, so that results do not depend on the number
-of threads. Indices are checked at run time as eager checks them.
+Goes out: `Scatter` loops over the points of the source, in row-major order, so that results do not
+depend on the number of threads. Indices are checked at run time as eager checks them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
-from plait.lower.index import at_least_1d, from_zero, indexing, require_all_inside, require_elements, require_some
+from plait.lower.index import (
+    at_least_1d,
+    from_zero,
+    indexing,
+    require_all_inside,
+    require_elements,
+    require_some,
+)
 from plait.lower.inplace import strides_like
 from plait.lower.pointwise import convert
 from plait.lower.shape import fit, result, scalar
@@ -35,10 +42,15 @@ ScatterBody = Callable[[Recorder, tuple[Expr, ...]], tuple[Index, Node]]
 
 
 def scatter_loop(
-    ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody, once: bool = True
+    ctx: Lowering,
+    base: View,
+    shape: tuple[Size, ...],
+    mode: str,
+    body: ScatterBody,
+    once: bool = True,
 ) -> View:
-    """A copy of base into which body's values go for every point of `shape`. mode as in Scatter. once: sums and
-    products of half types are rounded at their end, not at every step."""
+    """A copy of base into which body's values go for every point of `shape`. mode as in Scatter.
+    once: sums and products of half types are rounded at their end, not at every step."""
     if 0 in base.shape:
         mode = "store"  # there is nothing to add to, but there are indices to check
     compute = compute_dtype(base.dtype)
@@ -50,7 +62,9 @@ def scatter_loop(
             return at, ops.cast(value, compute)
 
         total = scatter_loop(ctx, convert(ctx, base, compute), shape, mode, widened)
-        return ctx.pointwise(base.shape, base.dtype, lambda ops, i: ops.cast(total.load(ops, i), base.dtype), kept)
+        return ctx.pointwise(
+            base.shape, base.dtype, lambda ops, i: ops.cast(total.load(ops, i), base.dtype), kept
+        )
     start = base if ctx.is_whole(base) else ctx.copy(base)
     ops, vars_ = Recorder(), loop_vars("i", shape)
     point, value = body(ops, vars_)
@@ -60,14 +74,19 @@ def scatter_loop(
     out = ctx.new_buffer(base.dtype, base.shape, strides_like(ctx, start.buf))
     if mode == "add" and base.dtype == b1:
         mode = "max"
-    if mode != "store" and ctx.buffers[out].device != "cpu" and base.dtype.name not in ATOMICS.get(mode, ()):
+    if (
+        mode != "store"
+        and ctx.buffers[out].device != "cpu"
+        and base.dtype.name not in ATOMICS.get(mode, ())
+    ):
         raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
     return ctx.whole(out)
 
 
 def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Size, ...]:
-    """Points to go over, of this shape (rank 1 or more), none where `size` is 0: eager looks at no index then."""
+    """Points to go over, of this shape (rank 1 or more), none where `size` is 0: eager looks at no
+    index then."""
     if not sz.may_be_zero(size):
         return shape
     some = sz.symbol(f"some_{len(ctx.symbols)}", hi=1)
@@ -86,7 +105,8 @@ def _along(x: View, d: int, index: View, i: tuple[Expr, ...], ops: Recorder) -> 
 
 
 def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str) -> View:
-    """x with src (a View or a number) put at index along dim. Results of rank 0 come back as such."""
+    """x with src (a View or a number) put at index along dim. Results of rank 0 come back as
+    such."""
     flat, index = at_least_1d(x), at_least_1d(index)
     src = at_least_1d(src) if isinstance(src, View) else src
     d = wrap_dim(dim, len(flat.shape))
@@ -101,7 +121,14 @@ def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str)
     return out if x.shape else out.remap((), lambda _: (0,))
 
 
-_REDUCE = {"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
+_REDUCE = {
+    "add": "add",
+    "multiply": "mul",
+    "sum": "add",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+}
 
 
 @lower(aten.scatter.src, aten.scatter.value)
@@ -121,10 +148,22 @@ def scatter_add(ctx: Lowering, x: View, dim: int, index: View, src: View) -> Vie
 
 @lower(aten.scatter_reduce.two)
 def scatter_reduce(
-    ctx: Lowering, x: View, dim: int, index: View, src: View, reduce: str, *, include_self: bool = True
+    ctx: Lowering,
+    x: View,
+    dim: int,
+    index: View,
+    src: View,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> View:
     return _reduced(
-        ctx, x, reduce, include_self, lambda base, value, mode: _scatter(ctx, base, dim, index, value, mode), src
+        ctx,
+        x,
+        reduce,
+        include_self,
+        lambda base, value, mode: _scatter(ctx, base, dim, index, value, mode),
+        src,
     )
 
 
@@ -138,21 +177,34 @@ def _identity(reduce: str, dtype: DType) -> int | float:
         return float("-inf") if reduce == "amax" else float("inf")
     bits = 8 * dtype.nbytes
     low, high = (
-        (0, 1) if dtype == b1 else (0, 2**bits - 1) if dtype.kind == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        (0, 1)
+        if dtype == b1
+        else (0, 2**bits - 1)
+        if dtype.kind == "u"
+        else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     )
     return low if reduce == "amax" else high
 
 
 def _reduced(
-    ctx: Lowering, x: View, reduce: str, include_self: bool, put: Callable[[View, Any, str], View], src: View
+    ctx: Lowering,
+    x: View,
+    reduce: str,
+    include_self: bool,
+    put: Callable[[View, Any, str], View],
+    src: View,
 ) -> View:
     """The reductions of scatter_reduce and index_reduce. put(base, value, mode) scatters value into
     base."""
     base = x if include_self else put(x, _identity(reduce, x.dtype), "store")
-    if reduce != "mean" or 0 in x.shape:  # the mean of nothing would drop the sum, and its check of indices
+    if (
+        reduce != "mean" or 0 in x.shape
+    ):  # the mean of nothing would drop the sum, and its check of indices
         return put(base, src, _REDUCE.get(reduce, "add"))
     total = put(base, src, "add")
-    ones = ctx.pointwise(x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype))
+    ones = ctx.pointwise(
+        x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype)
+    )
     count = put(ones, 1, "add")
     compute = compute_dtype(x.dtype)
 
@@ -170,7 +222,9 @@ _MISMATCH = "shape mismatch: value tensor cannot be broadcast to indexing result
 
 
 @lower(aten.index_put.default, aten._unsafe_index_put.default)
-def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False) -> Any:
+def index_put(
+    ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
+) -> Any:
     assert ctx.node is not None
     masks = [t for t in indices if t is not None and t.dtype in (b1, u8)]
     if masks:
@@ -190,7 +244,8 @@ def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: Vi
 
 
 def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: View) -> View | None:
-    """x[mask] = v as a choice between v and x, where v does not depend on how many elements were hit; else None."""
+    """x[mask] = v as a choice between v and x, where v does not depend on how many elements were
+    hit; else None."""
     first = next(d for d, t in enumerate(indices) if t is not None)
     mask = indices[first]
     assert mask is not None
@@ -204,7 +259,9 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
     if hits >= 0 and values.shape[hits] != 1:
         return None
     if hits >= 0:
-        values = values.remap(values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:]))
+        values = values.remap(
+            values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:])
+        )
     if len(values.shape) > len(tail):
         return None
     given = fit(ctx, values, tail, _MISMATCH, ones=True)
@@ -231,14 +288,19 @@ def _index_along(
     check: Check = OUT_OF_RANGE,
     drop: bool = False,
 ) -> View:
-    """x into which src, times alpha, goes at index. wrap: negative indices count from the end. drop: no index is looked
-    at where the size along dim is 0."""
+    """x into which src, times alpha, goes at index. wrap: negative indices count from the end.
+    drop: no index is looked at where the size along dim is 0."""
     flat, index = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, len(flat.shape))
     shape = (*flat.shape[:d], index.shape[0], *flat.shape[d + 1 :])
     compute = compute_dtype(x.dtype)
     if isinstance(src, View) and src.shape:
-        src = fit(ctx, src, shape, "source tensor shape must match self tensor shape, excluding one dimension")
+        src = fit(
+            ctx,
+            src,
+            shape,
+            "source tensor shape must match self tensor shape, excluding one dimension",
+        )
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         at = ops.checked(index.load(ops, (i[d],)), flat.shape[d], wrap, check)
@@ -252,13 +314,16 @@ def _index_along(
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
     points = unless_empty(ctx, shape, flat.shape[d]) if drop else shape
-    # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is added to it.
+    # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is
+    # added to it.
     out = scatter_loop(ctx, flat, points, mode, body, once=ctx.buffers[x.buf].device == "cpu")
     return out if x.shape else out.remap((), lambda _: (0,))
 
 
 @lower(aten.index_add.default)
-def index_add(ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1) -> View:
+def index_add(
+    ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1
+) -> View:
     if 0 in x.shape:  # eager looks at no index then
         return x
     rank = len(x.shape)
@@ -288,7 +353,14 @@ def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> Vie
 
 @lower(aten.index_reduce.default)
 def index_reduce(
-    ctx: Lowering, x: View, dim: int, index: View, source: View, reduce: str, *, include_self: bool = True
+    ctx: Lowering,
+    x: View,
+    dim: int,
+    index: View,
+    source: View,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> View:
     d = wrap_dim(dim, len(x.shape))
     if len(x.shape) > 1 and ctx.device() == "cpu":
@@ -306,11 +378,18 @@ def index_reduce(
 # embedding's gradient
 @lower(aten.embedding_dense_backward.default)
 def embedding_dense_backward(
-    ctx: Lowering, grad: View, indices: View, num_weights: Size, padding_idx: Size, scale_grad_by_freq: bool
+    ctx: Lowering,
+    grad: View,
+    indices: View,
+    num_weights: Size,
+    padding_idx: Size,
+    scale_grad_by_freq: bool,
 ) -> View:
     if scale_grad_by_freq:
         raise NoRule("gradients scaled by frequency")
-    zeros = ctx.pointwise((num_weights, grad.shape[-1]), grad.dtype, lambda ops, i: ops.const(0, grad.dtype))
+    zeros = ctx.pointwise(
+        (num_weights, grad.shape[-1]), grad.dtype, lambda ops, i: ops.const(0, grad.dtype)
+    )
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         number = ops.cast(indices.load(ops, i[:-1]), i64)

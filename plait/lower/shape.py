@@ -1,8 +1,8 @@
-"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack, pad, flip, roll,
-tril, repeat.
+"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack,
+pad, flip, roll, tril, repeat.
 
-Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also the small helpers
-that the rules of index, scatter and pooling share.
+Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also
+the small helpers that the rules of index, scatter and pooling share.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def broadcast(x: View, shape: tuple[Size, ...]) -> View:
 
 
 def fit(ctx: Lowering, x: View, shape: tuple[Size, ...], said: str, ones: bool = False) -> View:
-    """x, which is about to be read at all points of shape: tracing has not compared the two. ones: sizes of 1 are
-    repeated, and missing ones. Raises NoRule where x does not fit, for ATen raises eager's error; what only the call
-    tells is asserted, in the words said."""
+    """x, which is about to be read at all points of shape: tracing has not compared the two. ones:
+    sizes of 1 are repeated, and missing ones. Raises NoRule where x does not fit, for ATen raises
+    eager's error; what only the call tells is asserted, in the words said."""
     lead = len(shape) - len(x.shape)
     if lead < 0 or (lead and not ones):
         raise NoRule(said)
@@ -79,8 +79,8 @@ def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
 
 
 def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
-    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at once where ranges
-    allow."""
+    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at
+    once where ranges allow."""
     if op == "ge":
         return compare(ops, "le", b, a)
     known = sz.compare(op, a, b)
@@ -103,11 +103,15 @@ def full(ctx: Lowering, *args: Any, **kwargs: Any) -> View:
     return _fill(ctx, kwargs["fill_value"] if "fill_value" in kwargs else args[-1])
 
 
-@lower(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format,
-       aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default, aten.new_empty.default,
-       aten.new_empty_strided.default, aten._efficientzerotensor.default)  # fmt: skip
+@lower(
+    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten._efficientzerotensor.default,
+)  # fmt: skip
 def zeros(ctx: Lowering, *_: Any, **__: Any) -> View:
-    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines them."""
+    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines
+    them."""
     return _fill(ctx, 0)
 
 
@@ -179,16 +183,25 @@ def iota(ctx: Lowering, length: Size, *, start: Size, step: Size, **kw: Any) -> 
 
 @lower(aten.tril.default)
 def tril(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal))
+    return _triangle(
+        ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal)
+    )
 
 
 @lower(aten.triu.default)
 def triu(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal))
+    return _triangle(
+        ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal)
+    )
 
 
 def _triangle(ctx: Lowering, x: View, keep: Callable[[Recorder, Size, Size], Node]) -> View:
-    return result(ctx, lambda ops, i: ops.op("where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)))
+    return result(
+        ctx,
+        lambda ops, i: ops.op(
+            "where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)
+        ),
+    )
 
 
 # -------------------------------------------------------------------------------------------
@@ -212,8 +225,8 @@ def _only(at: Size) -> Callable[[Size], Size]:
 
 
 def _in_runs(ctx: Lowering, runs: Sequence[Sequence[Run]]) -> bool:
-    """Whether a gather is better written run by run, each with an affine index: it is a tensor of its own then, which
-    readers that are loops could not inline."""
+    """Whether a gather is better written run by run, each with an affine index: it is a tensor of
+    its own then, which readers that are loops could not inline."""
     assert ctx.node is not None
     lengths = [n for of_dim in runs for n, _ in of_dim]
     known = all(isinstance(n, int) and n >= 0 for n in lengths)
@@ -290,7 +303,8 @@ def _rolled(ctx: Lowering, x: View, shift: Size, d: int, strides: tuple[Size, ..
 
 @lower(aten.repeat.default)
 def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
-    """A copy with a dimension of its own for every repetition (so that no index divides), seen with these joined."""
+    """A copy with a dimension of its own for every repetition (so that no index divides), seen with
+    these joined."""
     lead = len(repeats) - len(x.shape)
     sizes = (*(1,) * lead, *x.shape)
     apart = tuple(n for pair in zip(repeats, sizes, strict=True) for n in pair)
@@ -298,7 +312,9 @@ def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
 
     def fn(v: tuple[Expr, ...]) -> Index:
         return tuple(
-            e for p, s in zip(v, sizes, strict=True) for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
+            e
+            for p, s in zip(v, sizes, strict=True)
+            for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
         )
 
     return made.remap(ctx.out_shape(), fn)
@@ -363,7 +379,9 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     return _gathered(ctx, x, fn)
 
 
-@lower(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+@lower(
+    aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default
+)
 def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     lows, highs = _pads(len(x.shape), padding)
     runs: list[list[Run]] = [
@@ -401,7 +419,16 @@ _VIEWS = frozenset(
     )
 )
 _EXTERN_READERS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu", "sort", "topk")
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "sort",
+        "topk",
+    )
 )
 _MAX_CHAIN = 4
 
@@ -412,8 +439,8 @@ def cat(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
 
 
 def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
-    """A chain of masked loads where few pieces are read by loops (which then inline it), else one loop a piece, all
-    writing one buffer."""
+    """A chain of masked loads where few pieces are read by loops (which then inline it), else one
+    loop a piece, all writing one buffer."""
     rank = len(ctx.out_shape())
     parts = [t for t in tensors if len(t.shape) == rank and t.shape[wrap_dim(dim, rank)] != 0]
     dim = wrap_dim(dim, rank)
@@ -428,11 +455,19 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
 @lower(aten.stack.default)
 def stack(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
     d = wrap_dim(dim, len(tensors[0].shape) + 1)
-    return join(ctx, [t.remap((*t.shape[:d], 1, *t.shape[d:]), lambda v: (*v[:d], *v[d + 1 :])) for t in tensors], d)
+    return join(
+        ctx,
+        [
+            t.remap((*t.shape[:d], 1, *t.shape[d:]), lambda v: (*v[:d], *v[d + 1 :]))
+            for t in tensors
+        ],
+        d,
+    )
 
 
 def _read_by_loops(node: torch.fx.Node) -> bool:
-    """Whether some reader of node is probably a loop (and neither an extern call nor the caller)."""
+    """Whether some reader of node is probably a loop (and neither an extern call nor the
+    caller)."""
     for user in node.users:
         name = getattr(getattr(user.target, "overloadpacket", None), "__name__", "output")
         if user.op == "output" or name in _EXTERN_READERS:
@@ -465,7 +500,9 @@ def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = piece(ops, i, len(parts) - 1)
         for k in reversed(range(len(parts) - 1)):
-            value = ops.op("where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value)
+            value = ops.op(
+                "where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value
+            )
         return value
 
     return result(ctx, body)

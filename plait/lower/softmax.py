@@ -18,7 +18,9 @@ from plait.lower.view import add_dim, drop_dims
 
 aten = torch.ops.aten
 
-Finish = Callable[[Maths, Node, Node, Node], Node]  # (m, x, greatest, sum of exp(x - greatest)) -> result
+Finish = Callable[
+    [Maths, Node, Node, Node], Node
+]  # (m, x, greatest, sum of exp(x - greatest)) -> result
 
 
 def _softmax_like(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
@@ -42,19 +44,27 @@ def _over(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
     def result(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         point = axes.kept_of(v)
         e = ops.cast(x.load(ops, v), compute)
-        return ops.cast(finish(Maths(ops), e, greatest.load(ops, point), total.load(ops, point)), out)
+        return ops.cast(
+            finish(Maths(ops), e, greatest.load(ops, point), total.load(ops, point)), out
+        )
 
-    return ctx.pointwise(x.shape, out, result, ctx.out_strides() if ctx.out_meta().dim() == len(x.shape) else None)
+    return ctx.pointwise(
+        x.shape, out, result, ctx.out_strides() if ctx.out_meta().dim() == len(x.shape) else None
+    )
 
 
 @lower(aten._softmax.default)
 def _softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
-    return _softmax_like(ctx, x, dim, lambda m, e, top, total: m("truediv", m("exp", m("sub", e, top)), total))
+    return _softmax_like(
+        ctx, x, dim, lambda m, e, top, total: m("truediv", m("exp", m("sub", e, top)), total)
+    )
 
 
 @lower(aten._log_softmax.default)
 def _log_softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
-    return _softmax_like(ctx, x, dim, lambda m, e, top, total: m("sub", m("sub", e, top), m("log", total)))
+    return _softmax_like(
+        ctx, x, dim, lambda m, e, top, total: m("sub", m("sub", e, top), m("log", total))
+    )
 
 
 @lower(aten._softmax_backward_data.default)

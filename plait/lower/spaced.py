@@ -1,7 +1,8 @@
-"""linspace, with the arithmetic of ATen: from both ends to the middle, each element with one rounding.
+"""linspace, with the arithmetic of ATen: from both ends to the middle, each element with one
+rounding.
 
-For integers this decides which one a quotient is truncated to, so the steps are taken in f64 with fused
-multiply-adds, as ATen's compiled loop takes them.
+For integers this decides which one a quotient is truncated to, so the steps are taken in f64 with
+fused multiply-adds, as ATen's compiled loop takes them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from plait.lower.shape import compare, result, scalar
 aten = torch.ops.aten
 
 
-@lower(aten.linspace.default, aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
+@lower(
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+)
 def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View:
     dtype = ctx.out_dtype()
     if dtype not in LOOP_DTYPES:

@@ -1,9 +1,10 @@
 """The border to ShapeEnv and the only file of plait that meets SymPy.
 
-Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer expressions (`to_size`),
-with the ranges that the ShapeEnv knows, or a float64 node of a loop body (`to_scalar_node`). An expression that has no
-counterpart raises `Unsupported`. What functions other than sums, products, quotients and bounds make (`int(n ** 0.5)`,
-`n & 3`) is a symbol of its own, whose value is a call of `runtime/functions.py`: see `definitions`.
+Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer
+expressions (`to_size`), with the ranges that the ShapeEnv knows, or a float64 node of a loop body
+(`to_scalar_node`). An expression that has no counterpart raises `Unsupported`. What functions other
+than sums, products, quotients and bounds make (`int(n ** 0.5)`, `n & 3`) is a symbol of its own,
+whose value is a call of `runtime/functions.py`: see `definitions`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from plait.runtime.functions import FUNCTIONS, bits
 SymScalar = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
 _Memo = dict[sympy.Basic, Size]
 
-# One table a ShapeEnv: a symbol keeps the range that it had when it was first met, so that two graphs of one
-# ShapeEnv (forward and backward) and two expressions of one graph name the same atom.
+# One table a ShapeEnv: a symbol keeps the range that it had when it was first met, so that two
+# graphs of one ShapeEnv (forward and backward) and two expressions of one graph name the same atom.
 _memos: WeakKeyDictionary[object, _Memo] = WeakKeyDictionary()
 
-_made: WeakKeyDictionary[object, dict[str, tuple[Expr, Expr]]] = WeakKeyDictionary()  # symbols of our own, and values
+_made: WeakKeyDictionary[object, dict[str, tuple[Expr, Expr]]] = (
+    WeakKeyDictionary()
+)  # symbols of our own, and values
 
 _FAR = 2**62  # ranges this wide say nothing
 
@@ -49,8 +52,8 @@ _FAR = 2**62  # ranges this wide say nothing
 def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     """The Size of an int, a SymInt or a SymBool (0 or 1).
 
-    shape_env: needed only for a bare SymPy expression. Raises InexpressibleSize for what sizes cannot express, and
-    Unsupported for what is no number."""
+    shape_env: needed only for a bare SymPy expression. Raises InexpressibleSize for what sizes
+    cannot express, and Unsupported for what is no number."""
     if isinstance(value, int):
         return int(value)
     if isinstance(value, (torch.SymInt, torch.SymBool)):
@@ -85,13 +88,15 @@ def forget(shape_env: object) -> None:
 
 
 def _is_one(size: torch.SymInt) -> bool:
-    """Whether tracing found that an expression of symbols is 1. It broadcasts then, so it must not pass for a size that
-    varies. Symbols are replaced by what they are found to be, expressions are not."""
+    """Whether tracing found that an expression of symbols is 1. It broadcasts then, so it must not
+    pass for a size that varies. Symbols are replaced by what they are found to be, expressions are
+    not."""
     return size.node.hint in (1, None) and statically_known_true(size == 1)
 
 
 def unranged(condition: torch.SymBool) -> Size:
-    """A condition as 0 or 1, decided by nothing that the ShapeEnv knows: it may know that from the condition."""
+    """A condition as 0 or 1, decided by nothing that the ShapeEnv knows: it may know that from the
+    condition."""
     return _size(condition.node.expr, {}, None)
 
 
@@ -126,7 +131,8 @@ def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
     rule = _RULES.get(type(e))
     if rule is None:
         raise Unsupported(
-            f"a size that is {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
+            f"a size that is {e} ({type(e).__name__})",
+            hint="compute it outside of the compiled function",
         )
     found = rule(e, lambda a: _size(a, memo, env))
     if env is None or not isinstance(found, Expr) or not (set(_kinds(found)) & FUNCTIONS.keys()):
@@ -145,14 +151,22 @@ def _range(e: sympy.Basic, env: Any) -> tuple[float, float]:
     """What the ShapeEnv knows of the value of an expression."""
     try:
         found = bound_sympy(e, env.var_to_range)
-    except (ArithmeticError, AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        KeyError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ):
         return -sz._INF, sz._INF
     return _bound(found.lower, -1), _bound(found.upper, 1)
 
 
 def definitions(vals: Iterable[Any]) -> Mapping[str, tuple[Expr, Expr]]:
-    """The symbols that stand for functions of sizes, by name, each with the function, and those to come: `to_size`
-    adds to it.
+    """The symbols that stand for functions of sizes, by name, each with the function, and those to
+    come: `to_size` adds to it.
 
     vals: fake inputs."""
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
@@ -160,22 +174,24 @@ def definitions(vals: Iterable[Any]) -> Mapping[str, tuple[Expr, Expr]]:
 
 
 def _holds(about: sympy.Basic, value: int, env: Any) -> bool:
-    """Whether tracing found that an expression has this value. Only a guard that speaks of it can say so."""
+    """Whether tracing found that an expression has this value. Only a guard that speaks of it can
+    say so."""
     if not any(guard.expr.has(about) for guard in env.guards):
         return False
     return statically_known_true(env.create_symboolnode(sympy.Eq(about, value)))
 
 
 def _pinned(s: sympy.Symbol, env: Any) -> int:
-    """The value of a symbol that tracing found to be a multiple of a number, once it; 0 for others. Tracing replaces
-    only what is found to be equal to a number."""
+    """The value of a symbol that tracing found to be a multiple of a number, once it; 0 for others.
+    Tracing replaces only what is found to be equal to a number."""
     found = None if env is None else compat.backed_values(env).get(s)
     n = int(found) if isinstance(found, int | sympy.Integer) else 0
     return n if n > 1 and _holds(sf.FloorDiv(s, n), 1, env) and _holds(sf.Mod(s, n), 0, env) else 0
 
 
 def _by_factors(e: Any, env: Any) -> sympy.Basic:
-    """A quotient of a product as one of its factor that the divisor is known to divide, times the others."""
+    """A quotient of a product as one of its factor that the divisor is known to divide, times the
+    others."""
     factors, n = sympy.Mul.make_args(e.args[0]), e.args[1]
     varying = [f for f in factors if not f.is_number] if len(factors) > 1 else []
     divided = next((f for f in varying if _holds(sf.Mod(f, n), 0, env)), None)
@@ -213,7 +229,9 @@ def _mul(e: Any, sub: Sub) -> Size:
             out, den = sz.mul(out, int(a.p)), den * int(a.q)
         else:
             out = sz.mul(out, sub(a))
-    return out if den == 1 else sz.floordiv(out, den)  # a size is integral, so this division is exact
+    return (
+        out if den == 1 else sz.floordiv(out, den)
+    )  # a size is integral, so this division is exact
 
 
 def _pow(e: Any, sub: Sub) -> Size:
@@ -282,7 +300,8 @@ def _shift(name: str) -> Callable[[Any, Sub], Size]:
 
 
 def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
-    """Integers out of a float expression: by integers alone where it is exactly p/q of integer sizes."""
+    """Integers out of a float expression: by integers alone where it is exactly p/q of integer
+    sizes."""
 
     def rule(e: Any, sub: Sub) -> Size:
         try:
@@ -313,7 +332,9 @@ def _real(e: Any, sub: Sub) -> Size:
         return reduce(lambda a, b: sz.call(name, a, b), (_real(a, sub) for a in e.args))
     if _is_whole(e):
         return sz.call("real", sub(e))
-    raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+    raise Unsupported(
+        f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
+    )
 
 
 def _is_whole(e: Any) -> bool:
@@ -352,8 +373,8 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
 
 
 def _ratio(c: float) -> Fraction:
-    """The simple fraction that the float c stands for (17/10 for 1.7), if integers times c round to integers where
-    integers times the fraction are some. Raises Unsupported otherwise."""
+    """The simple fraction that the float c stands for (17/10 for 1.7), if integers times c round to
+    integers where integers times the fraction are some. Raises Unsupported otherwise."""
     ratio = Fraction(c).limit_denominator(1024)
     p, q = ratio.numerator, ratio.denominator
     if p / q != c or any(float(k * q) * c != k * p for k in range(1, 2049)):
@@ -366,12 +387,18 @@ def _bool_not(e: Any, sub: Sub) -> Size:
 
 
 _REAL_UNARY = {
-    **{getattr(sf, f"OpaqueUnaryFn_{name}"): name for name in FUNCTIONS if hasattr(sf, f"OpaqueUnaryFn_{name}")},
-    sympy.Abs: "real_abs", sf.TruncToFloat: "real_trunc",
-}  # fmt: skip
+    **{
+        getattr(sf, f"OpaqueUnaryFn_{name}"): name
+        for name in FUNCTIONS
+        if hasattr(sf, f"OpaqueUnaryFn_{name}")
+    },
+    sympy.Abs: "real_abs",
+    sf.TruncToFloat: "real_trunc",
+}
 _REAL_BINARY = {
-    sympy.Add: "real_add", sympy.Mul: "real_mul", sf.FloatTrueDiv: "real_div", sf.FloatPow: "real_power",
-    sympy.Pow: "real_power", sf.Max: "real_max", sf.Min: "real_min", sympy.Max: "real_max", sympy.Min: "real_min",
+    sympy.Add: "real_add", sympy.Mul: "real_mul", sf.FloatTrueDiv: "real_div",
+    sf.FloatPow: "real_power", sympy.Pow: "real_power", sf.Max: "real_max", sf.Min: "real_min",
+    sympy.Max: "real_max", sympy.Min: "real_min",
 }  # fmt: skip
 _FLOATS = (
     sympy.Float, sf.ToFloat, sf.IntTrueDiv, sf.RoundDecimal, sf.FloatTrueDiv, sf.FloatPow,
@@ -424,21 +451,22 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
 
 
 def size_hints(vals: Iterable[Any], names: Iterable[str]) -> dict[str, int]:
-    """What the symbols of these names are in the example inputs, as far as that is known. vals: fake inputs."""
+    """What the symbols of these names are in the example inputs, as far as that is known. vals:
+    fake inputs."""
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
     known = {} if env is None else compat.size_hints(env)
     return {name: known[name] for name in names if name in known}
 
 
-# ---------------------------------------------------------------------------------------------- unbacked symbols
+# --------------------------------------------------------------------------------- unbacked symbols
 @dataclass(frozen=True)
 class Binding:
     """A number that a graph node makes when it runs.
 
-    names: what tracing calls it. path: where in the node's result it is found: steps ('item', k), ('size', dim),
-    ('stride', dim), ('offset', 0), ('divided', by), or none for a result that is the number itself.
-    found: a symbol for what is found there, which may be any number. traced: what tracing takes it for: a symbol with a
-    range, a constant or another expression."""
+    names: what tracing calls it. path: where in the node's result it is found: steps ('item', k),
+    ('size', dim), ('stride', dim), ('offset', 0), ('divided', by), or none for a result that is the
+    number itself. found: a symbol for what is found there, which may be any number. traced: what
+    tracing takes it for: a symbol with a range, a constant or another expression."""
 
     names: tuple[str, ...]
     path: tuple[tuple[str, int], ...]
@@ -482,8 +510,8 @@ def is_found_float(symbol: sympy.Basic) -> bool:
 
 
 def with_found(e: sympy.Basic, found: Mapping[sympy.Basic, Size]) -> Size:
-    """A condition as 0 or 1 where all of its symbols are what is found at run time, so that nothing that the ShapeEnv
-    concludes from the condition decides it."""
+    """A condition as 0 or 1 where all of its symbols are what is found at run time, so that nothing
+    that the ShapeEnv concludes from the condition decides it."""
     return _size(e, dict(found), None)
 
 
@@ -503,7 +531,7 @@ def _steps(path: Any) -> tuple[tuple[str, int], ...]:
     return tuple(out)
 
 
-# ---------------------------------------------------------------------------------------------- floats
+# ------------------------------------------------------------------------------------------- floats
 def to_word(e: Any, env: Any) -> Size:
     """The word of a float that sizes make, as a symbol."""
     return _size(_Word(e), _memos.setdefault(env, {}), env)
@@ -529,12 +557,14 @@ _FLOAT_UNARY = {
 }  # fmt: skip
 _FLOAT_BINARY = {
     sympy.Add: "add", sympy.Mul: "mul", sf.IntTrueDiv: "truediv", sf.FloatTrueDiv: "truediv",
-    sf.FloatPow: "pow", sympy.Pow: "pow", sf.Max: "max", sf.Min: "min", sympy.Max: "max", sympy.Min: "min",
+    sf.FloatPow: "pow", sympy.Pow: "pow", sf.Max: "max", sf.Min: "min", sympy.Max: "max",
+    sympy.Min: "min",
 }  # fmt: skip
 
 
 def to_scalar_node(ops: Recorder, value: SymScalar, floats: Floats | None = None) -> Node:
-    """value as an f64 node. floats: how to read float symbols that are values of tensors (`x.item()`).
+    """value as an f64 node. floats: how to read float symbols that are values of tensors
+    (`x.item()`).
 
     Raises InexpressibleSize for what loop bodies cannot express."""
     if isinstance(value, (bool, int, float)):
@@ -564,7 +594,9 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
     if type(e) in _FLOAT_BINARY:
         args = [_float_node(ops, a, env, floats) for a in e.args]
         return reduce(lambda a, b: ops.op(_FLOAT_BINARY[type(e)], a, b), args)
-    raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+    raise Unsupported(
+        f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
+    )
 
 
 _COMPARED = {
@@ -581,7 +613,9 @@ def to_truth(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
     if isinstance(e, sympy.Not):
         return ops.op("not", to_truth(ops, e.args[0], env, floats))
     if type(e) in _JOINED:
-        return reduce(partial(ops.op, _JOINED[type(e)]), (to_truth(ops, a, env, floats) for a in e.args))
+        return reduce(
+            partial(ops.op, _JOINED[type(e)]), (to_truth(ops, a, env, floats) for a in e.args)
+        )
     if type(e) in _COMPARED:
         return ops.op(_COMPARED[type(e)], *(_float_node(ops, a, env, floats) for a in e.args))
     return ops.cast(ops.index(to_size(e, env)), b1)

@@ -1,8 +1,8 @@
 """Views: every rule here only rewrites an index and records no loop.
 
-A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's. Reshapes of any tensor
-are views too (eager may copy there): the index is cut into groups of dimensions of equal size, and only within a group
-is it taken apart by division and remainder.
+A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's.
+Reshapes of any tensor are views too (eager may copy there): the index is cut into groups of
+dimensions of equal size, and only within a group is it taken apart by division and remainder.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def wrap_dim(dim: int, rank: int) -> int:
     return dim % max(rank, 1)
 
 
-# ---------------------------------------------------------------------------------------------- reshape
-def reshape_index(old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]) -> tuple[Size, ...]:
-    """The index into shape `old` of the element that is at index `at` of shape `new` (same number of elements,
-    row-major)."""
+# ------------------------------------------------------------------------------------------ reshape
+def reshape_index(
+    old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]
+) -> tuple[Size, ...]:
+    """The index into shape `old` of the element that is at index `at` of shape `new` (same number
+    of elements, row-major)."""
     index: list[Size] = [0] * len(old)
     if 0 in old or 0 in new:
         return tuple(index)
@@ -48,8 +50,8 @@ def reshape_index(old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Siz
 
 
 def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
-    """How many trailing dimensions of each make the smallest group with provably equal products; all if none can be
-    proved."""
+    """How many trailing dimensions of each make the smallest group with provably equal products;
+    all if none can be proved."""
     if not new:
         return len(old), 0
     a, b, n_a, n_b = old[-1], new[-1], 1, 1
@@ -66,7 +68,8 @@ def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
 
 
 def flatten(shape: tuple[Size, ...], at: Sequence[Size]) -> Size:
-    """The row-major position of an index. A shape with a dimension of size 0 has no index, so no step is guarded."""
+    """The row-major position of an index. A shape with a dimension of size 0 has no index, so no
+    step is guarded."""
     flat: Size = 0
     for s, e in zip(shape, at, strict=True):
         flat = sz.add(sz.mul(flat, s), e)
@@ -87,8 +90,10 @@ def reshape(x: View, shape: tuple[Size, ...]) -> View:
     return x if shape == x.shape else x.remap(shape, lambda v: reshape_index(x.shape, shape, v))
 
 
-@lower(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default,
-       aten.view_copy.default, any_dtype=True)  # fmt: skip
+@lower(
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+    aten._reshape_alias.default, aten.view_copy.default, any_dtype=True,
+)  # fmt: skip
 def _view(ctx: Lowering, x: View, *_: object, **__: object) -> View:
     return reshape(x, ctx.out_shape())
 
@@ -99,12 +104,14 @@ def _same(ctx: Lowering, x: View) -> View:
     return x
 
 
-# ---------------------------------------------------------------------------------------------- permuting
+# ---------------------------------------------------------------------------------------- permuting
 def permute(x: View, dims: Sequence[int]) -> View:
     """Dimension k of the result is dimension dims[k] of x."""
     order = [wrap_dim(d, len(x.shape)) for d in dims]
     place = {d: k for k, d in enumerate(order)}
-    return x.remap(tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order))))
+    return x.remap(
+        tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order)))
+    )
 
 
 @lower(aten.permute.default, aten.permute_copy.default, any_dtype=True)
@@ -135,14 +142,17 @@ def _movedim(ctx: Lowering, x: View, source: Sequence[int], destination: Sequenc
     return permute(x, [to[k] if k in to else next(rest) for k in range(rank)])
 
 
-# -------------------------------------------------------------------------- adding and dropping dims
+# ------------------------------------------------------------------------- adding and dropping dims
 @lower(aten.expand.default, aten.expand_copy.default, any_dtype=True)
 def _expand(ctx: Lowering, x: View, size: Sequence[Size], implicit: bool = False) -> View:
     shape = ctx.out_shape()
     skip = len(shape) - len(x.shape)
     return x.remap(
         shape,
-        lambda v: tuple(0 if s == 1 and n != 1 else e for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True)),
+        lambda v: tuple(
+            0 if s == 1 and n != 1 else e
+            for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True)
+        ),
     )
 
 
@@ -151,7 +161,8 @@ def drop_dims(x: View, dims: set[int]) -> View:
     kept = [d for d in range(len(x.shape)) if d not in dims]
     place = {d: k for k, d in enumerate(kept)}
     return x.remap(
-        tuple(x.shape[d] for d in kept), lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape)))
+        tuple(x.shape[d] for d in kept),
+        lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape))),
     )
 
 
@@ -159,7 +170,9 @@ def drop_dims(x: View, dims: set[int]) -> View:
 def _squeeze(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None) -> View:
     rank = len(x.shape)
     dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    return drop_dims(x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1})
+    return drop_dims(
+        x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1}
+    )
 
 
 def add_dim(x: View, dim: int) -> View:
@@ -172,7 +185,7 @@ def _unsqueeze(ctx: Lowering, x: View, dim: int) -> View:
     return add_dim(x, dim % (len(x.shape) + 1))
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# -------------------------------------------------------------------------------------------- parts
 def part(x: View, dim: int, start: Size, size: Size, step: Size = 1) -> View:
     """Elements start, start + step, ... of x along dim, `size` of them."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
@@ -180,22 +193,32 @@ def part(x: View, dim: int, start: Size, size: Size, step: Size = 1) -> View:
 
 
 def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Size:
-    """Where a slice of a dimension of `size` begins. length: of the slice (-1: not known), which often
-    proves that nothing needs clamping."""
+    """Where a slice of a dimension of `size` begins. length: of the slice (-1: not known), which
+    often proves that nothing needs clamping."""
     if start is None:
         return 0
     if sz.bounds(start)[1] < 0 or (isinstance(start, int) and start < 0):
         start = sz.add(size, start)
     elif sz.bounds(start)[0] < 0:
         start = sz.add(start, sz.mul(size, sz.compare("lt", start, 0)))
-    if length != -1 and step == 1 and sz.known_le(sz.add(start, length), size) and sz.known_le(0, start):
+    if (
+        length != -1
+        and step == 1
+        and sz.known_le(sz.add(start, length), size)
+        and sz.known_le(0, start)
+    ):
         return start
     return sz.smin(sz.smax(start, 0), size)
 
 
 @lower(aten.slice.Tensor, any_dtype=True)
 def _slice(
-    ctx: Lowering, x: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
+    ctx: Lowering,
+    x: View,
+    dim: int = 0,
+    start: Size | None = None,
+    end: Size | None = None,
+    step: Size = 1,
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
@@ -212,7 +235,9 @@ def _slice(
 def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
     if ctx.is_found(start, length, x.shape[dim]):
-        raise NoRule("a part of a tensor that depends on its values")  # ATen checks that there is one
+        raise NoRule(
+            "a part of a tensor that depends on its values"
+        )  # ATen checks that there is one
     return part(x, dim, wrap_index(start, x.shape[dim]), length)
 
 
@@ -275,16 +300,22 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
     d = wrap_dim(dimension, len(x.shape))
     if not x.shape:
         return x.remap(ctx.out_shape(), lambda v: ())
-    return x.remap(ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1]))
+    return x.remap(
+        ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1])
+    )
 
 
-# -------------------------------------------------------------------------- memory seen in another way
+# ----------------------------------------------------------------------- memory seen in another way
 @lower(aten.as_strided.default, aten.as_strided_copy.default, any_dtype=True)
 def _as_strided(
-    ctx: Lowering, x: View, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
+    ctx: Lowering,
+    x: View,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
 ) -> View:
-    """A map of positions in the storage: through the memory order of the tensor that owns all of it, where there is
-    one."""
+    """A map of positions in the storage: through the memory order of the tensor that owns all of
+    it, where there is one."""
     assert ctx.node is not None
     node = _owner(ctx)
     meta, given = node.meta["val"], node.op == "placeholder"
@@ -296,10 +327,12 @@ def _as_strided(
     first = to_size(meta.storage_offset())
     inside = sz.add(offset, sz.mul(first, -1))
     span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
-    # An input's storage may be larger than the input; memory of our own making is never left (eager checks that).
-    # Where an input begins in its storage, nobody checks.
+    # An input's storage may be larger than the input; memory of our own making is never left (eager
+    # checks that). Where an input begins in its storage, nobody checks.
     fits = not given or (
-        storage_offset is None and sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
+        storage_offset is None
+        and sz.known_le(0, inside)
+        and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
     )
     order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
     if order is not None and fits and owner.dtype == x.dtype:
@@ -312,7 +345,9 @@ def _as_strided(
 
         return owner.remap(shape, at)
     if not given:
-        raise Unsupported("as_strided beyond the tensor that it is given", hint="use slicing and views instead")
+        raise Unsupported(
+            "as_strided beyond the tensor that it is given", hint="use slicing and views instead"
+        )
     if storage_offset is None:
         return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
@@ -337,14 +372,17 @@ def _owner(ctx: Lowering) -> torch.fx.Node:
 
 
 def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int] | None:
-    """The dimensions from outermost to innermost in memory if a tensor fills its memory without gaps, else None.
+    """The dimensions from outermost to innermost in memory if a tensor fills its memory without
+    gaps, else None.
 
     Where a size may be 0, PyTorch counts it as 1 in strides."""
     order: list[int] = [d for d, s in enumerate(shape) if s == 1]
     left = [d for d, s in enumerate(shape) if s != 1]
     wanted: tuple[Size, ...] = (1,)
     while left:
-        inner = next((d for d in reversed(left) if any(sz.known_eq(strides[d], n) for n in wanted)), None)
+        inner = next(
+            (d for d in reversed(left) if any(sz.known_eq(strides[d], n) for n in wanted)), None
+        )
         if inner is None:
             return None
         order.append(inner)

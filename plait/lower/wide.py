@@ -1,9 +1,10 @@
 """Integers that may need more than 64 bits, taken out of loops.
 
-A kernel computes in 64 bits and does not look whether they suffice; whatever runs the program looks at every expression
-of sizes that it evaluates. Comes in: the loops of a program. Goes out: the same loops, in which a part of an integer
-value that no loop variable changes, and that might overflow, is a symbol, which the program defines. Memory bounds the
-sizes of tensors, so what is computed from them mostly stays in the loops.
+A kernel computes in 64 bits and does not look whether they suffice; whatever runs the program looks
+at every expression of sizes that it evaluates. Comes in: the loops of a program. Goes out: the same
+loops, in which a part of an integer value that no loop variable changes, and that might overflow,
+is a symbol, which the program defines. Memory bounds the sizes of tensors, so what is computed from
+them mostly stays in the loops.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class _Overflow(Exception):
 def take_out_wide(
     ops: Sequence[Op], buffers: Iterable[Buffer], symbols: Mapping[str, object]
 ) -> tuple[list[Op], dict[str, Expr]]:
-    """The ops of a program, and the symbols that they need beside those of `symbols`, with their values."""
+    """The ops of a program, and the symbols that they need beside those of `symbols`, with their
+    values."""
     taken = _Taken(_Bounds(b.shape for b in buffers), symbols)
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
@@ -45,7 +47,9 @@ def take_out_wide(
             op = replace(op, body=rewrite(op.body, fn, memo))
         if isinstance(op, Scatter):
             mask = None if op.mask is None else rewrite(op.mask, fn, memo)
-            op = replace(op, index_args=tuple(rewrite(a, fn, memo) for a in op.index_args), mask=mask)
+            op = replace(
+                op, index_args=tuple(rewrite(a, fn, memo) for a in op.index_args), mask=mask
+            )
         out.append(op)
     return (out, taken.values) if taken.values else (list(ops), {})
 
@@ -90,7 +94,12 @@ class _Taken:
         x, y = self._part(a.a), self._part(a.b)
         if a.kind in _COMPARISONS:
             return sz.compare(a.kind, x, y)
-        make: Callable[[Size, Size], Size] = {"div": sz.floordiv, "mod": sz.mod, "min": sz.smin, "max": sz.smax}[a.kind]
+        make: Callable[[Size, Size], Size] = {
+            "div": sz.floordiv,
+            "mod": sz.mod,
+            "min": sz.smin,
+            "max": sz.smax,
+        }[a.kind]
         return make(x, y)
 
     def _is_fixed(self, e: Expr) -> bool:
@@ -102,7 +111,9 @@ class _Taken:
             lo, hi = sz.bounds(e)
             name = f"wide{len(self.values)}"
             self.values[name] = e
-            self._names[e] = sz.symbol(name, lo if lo > _LEAST else -sz._INF, hi if hi < _MOST else sz._INF)
+            self._names[e] = sz.symbol(
+                name, lo if lo > _LEAST else -sz._INF, hi if hi < _MOST else sz._INF
+            )
         return self._names[e]
 
 

@@ -1,8 +1,9 @@
-"""Operators written with Triton kernels, launched from C++ (native/ops; docs/operators.md says what each does).
+"""Operators written with Triton kernels, launched from C++ (native/ops; docs/operators.md says what
+each does).
 
-Importing this module loads their library, which registers `torch.ops.plait.*`; the public ones are functions here, too.
-plait's compiler does not call them: it takes each apart into the ATen operators that its composition is of, which fuse
-with what is around them.
+Importing this module loads their library, which registers `torch.ops.plait.*`; the public ones are
+functions here, too. plait's compiler does not call them: it takes each apart into the ATen
+operators that its composition is of, which fuse with what is around them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ KERNELS = Path(__file__).parent / "kernels" / "operators.py"
 
 _LIBRARY = Path(__file__).parents[1] / "lib" / "libplait_ops.so"
 _PRIMITIVES = (
-    "add", "softmax", "rotary", "_softmax_backward", "_rms_norm", "_rms_norm_backward", "_cross_entropy",
-    "_cross_entropy_backward", "_bmm",
+    "add", "softmax", "rotary", "_softmax_backward", "_rms_norm", "_rms_norm_backward",
+    "_cross_entropy", "_cross_entropy_backward", "_bmm",
 )  # fmt: skip
 
 _torch_ops: Any = torch.ops
@@ -39,18 +40,21 @@ rotary, cross_entropy, matmul = _ops.rotary, _ops.cross_entropy, _ops.matmul
 
 
 def use_pack(path: str | Path) -> None:
-    """Kernels come from this pack (`python -m plait.tools.pack`) from now on, in the whole process."""
+    """Kernels come from this pack (`python -m plait.tools.pack`) from now on, in the whole
+    process."""
     _ops._use_pack(str(path))
 
 
 def use_python(python: str = sys.executable) -> None:
-    """Kernels are compiled, and cached, by this Python from now on: the default, with the Python that runs."""
+    """Kernels are compiled, and cached, by this Python from now on: the default, with the Python
+    that runs."""
     _ops._use_python(python)
 
 
 def use_tiles(how: Literal["tune", "first", "error"]) -> None:
-    """What happens to a product of a size that was not met before: its tiles are timed, and the choice kept on disk
-    (the default); the first ones are taken; or it is an error. For all kernels with @triton.autotune in the process."""
+    """What happens to a product of a size that was not met before: its tiles are timed, and the
+    choice kept on disk (the default); the first ones are taken; or it is an error. For all kernels
+    with @triton.autotune in the process."""
     _ops._use_tiles(how)
 
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from plait.config import Config
 from plait.errors import warn_once
 from plait.runtime.store import Built, CacheWarning, Store, in_scratch, key_of
-from plait.runtime.toolchain import Toolchain, ToolchainFailed, ToolchainMissing, find_toolchain, flaw_of
+from plait.runtime.toolchain import (
+    Toolchain,
+    ToolchainFailed,
+    ToolchainMissing,
+    find_toolchain,
+    flaw_of,
+)
 
 
 def cache_key(source: str, toolchain: Toolchain) -> str:
@@ -21,7 +27,9 @@ def cache_key(source: str, toolchain: Toolchain) -> str:
     return key_of((source, *toolchain.flags, toolchain.compiler, toolchain.version))
 
 
-def get_or_build(source: str, toolchain: Toolchain, cfg: Config, symbols: Collection[str] = ()) -> Built:
+def get_or_build(
+    source: str, toolchain: Toolchain, cfg: Config, symbols: Collection[str] = ()
+) -> Built:
     """The shared object of a source. symbols: what must be in it.
 
     Raises ToolchainError if the compiler refuses it, ToolchainMissing if no compiler works or
@@ -33,7 +41,10 @@ def get_or_build(source: str, toolchain: Toolchain, cfg: Config, symbols: Collec
         flaw = flaw_of(found.name, symbols)
         if not flaw:
             return Built(found, True)
-        warn_once(f"plait builds a cache entry in {store.folder} again that does not load ({flaw})", CacheWarning)
+        warn_once(
+            f"plait builds a cache entry in {store.folder} again that does not load ({flaw})",
+            CacheWarning,
+        )
 
     def build(scratch: Path) -> bytes:
         with tempfile.TemporaryDirectory(prefix="plait-", dir=scratch) as folder:
@@ -45,7 +56,11 @@ def get_or_build(source: str, toolchain: Toolchain, cfg: Config, symbols: Collec
         return Built(store.put(key, in_scratch(build)), False)
     except ToolchainFailed:
         raise
-    except ToolchainMissing:  # it answers, but cannot compile: the next one is asked, if there is one
+    except (
+        ToolchainMissing
+    ):  # it answers, but cannot compile: the next one is asked, if there is one
         return get_or_build(source, find_toolchain(cfg), cfg, symbols)
     except OSError as error:
-        raise ToolchainMissing(f"no folder to build kernels in ({error.strerror})", hint="another TMPDIR") from error
+        raise ToolchainMissing(
+            f"no folder to build kernels in ({error.strerror})", hint="another TMPDIR"
+        ) from error

@@ -1,9 +1,9 @@
 """From Triton sources to cubins: a store on disk, and before it a pool of worker processes.
 
-`start_early` may be called long before the first kernel exists: Triton is loaded while Dynamo still traces. A worker
-that dies is replaced and its job tried once more; one that has nothing to do ends; jobs that are equal are compiled
-once. Comes in: `Job`. Goes out: `Cubin`, everything that a launch needs besides its arguments. Nothing here needs a
-GPU.
+`start_early` may be called long before the first kernel exists: Triton is loaded while Dynamo still
+traces. A worker that dies is replaced and its job tried once more; one that has nothing to do ends;
+jobs that are equal are compiled once. Comes in: `Job`. Goes out: `Cubin`, everything that a launch
+needs besides its arguments. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -46,22 +46,34 @@ SERVER_IDLE_S = 600.0
 STOP_S = 2.0
 """How long that process may take to end when told to."""
 
-_VARIABLES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_LLVM_", "DISABLE_PTXAS_", "DISABLE_MMA_")
+_VARIABLES = (
+    "TRITON_",
+    "PTXAS_",
+    "NVPTX_",
+    "MLIR_",
+    "LLVM_",
+    "DISABLE_LLVM_",
+    "DISABLE_PTXAS_",
+    "DISABLE_MMA_",
+)
 _OTHER_VARIABLES = {
-    "TRITON_HOME", "TRITON_INTERPRET", "TRITON_CACHE_MANAGER", "TRITON_CACHE_AUTOTUNING", "TRITON_PRINT_AUTOTUNING",
-    "TRITON_LIBCUDA_PATH", "TRITON_STORE_BINARY_ONLY", "TRITON_DISABLE_LINE_INFO",
+    "TRITON_HOME", "TRITON_INTERPRET", "TRITON_CACHE_MANAGER", "TRITON_CACHE_AUTOTUNING",
+    "TRITON_PRINT_AUTOTUNING", "TRITON_LIBCUDA_PATH", "TRITON_STORE_BINARY_ONLY",
+    "TRITON_DISABLE_LINE_INFO",
 }  # fmt: skip
 
 NUMBERS = {"enable_reflect_ftz": False}
-"""The option that has Triton's library of functions keep subnormal numbers, as eager's kernels do."""
+"""The option that has Triton's library of functions keep subnormal numbers, as eager's kernels
+do."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile. text: a module that defines function `name`. signature: Triton's type of each argument.
-    aligned: positions of pointers that are multiples of 16. capability: such as 90 for sm_90. ptx: its image is the
-    assembler's input, which the driver of any newer GPU takes too. early: launches say that it waits by itself for what
-    is ahead of it in its stream (programmatic dependent launch)."""
+    """One kernel to compile. text: a module that defines function `name`. signature: Triton's type
+    of each argument. aligned: positions of pointers that are multiples of 16. capability: such as
+    90 for sm_90. ptx: its image is the assembler's input, which the driver of any newer GPU takes
+    too. early: launches say that it waits by itself for what is ahead of it in its stream
+    (programmatic dependent launch)."""
 
     name: str
     text: str
@@ -82,8 +94,8 @@ class Job:
         }  # fmt: skip
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),
-            "capability": self.capability, "aligned": list(self.aligned), "options": options, "env": _variables(),
-            "image": "ptx" if self.ptx else "cubin",
+            "capability": self.capability, "aligned": list(self.aligned), "options": options,
+            "env": _variables(), "image": "ptx" if self.ptx else "cubin",
         }  # fmt: skip
         return json.dumps(facts, sort_keys=True)
 
@@ -111,7 +123,11 @@ def _compiler() -> tuple[str, ...]:
     """What compiles: Triton, what we make of it, and the assemblers that come with it."""
     spec = find_spec("triton")
     tools = Path((spec and spec.origin) or "").parent / "backends" / "nvidia" / "bin"
-    return triton_version(), WORKER.read_text(), *(_size(tools / name) for name in ("ptxas", "ptxas-blackwell"))
+    return (
+        triton_version(),
+        WORKER.read_text(),
+        *(_size(tools / name) for name in ("ptxas", "ptxas-blackwell")),
+    )
 
 
 def _size(file: str | Path) -> str:
@@ -124,10 +140,10 @@ def _size(file: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel. symbol: its entry point. num_warps: after compilation, which may change it. shared: bytes of
-    dynamic shared memory. global_scratch, profile_scratch: bytes a program and alignment of the two pointers that
-    follow the arguments. cooperative, pdl: attributes that a launch must set. descriptors: how a launch makes tensor
-    maps (native/jit/specialize.h)."""
+    """A compiled kernel. symbol: its entry point. num_warps: after compilation, which may change
+    it. shared: bytes of dynamic shared memory. global_scratch, profile_scratch: bytes a program and
+    alignment of the two pointers that follow the arguments. cooperative, pdl: attributes that a
+    launch must set. descriptors: how a launch makes tensor maps (native/jit/specialize.h)."""
 
     image: bytes
     symbol: str
@@ -154,13 +170,16 @@ class Cubin:
     @staticmethod
     def of(facts: Mapping[str, Any], image: bytes) -> Cubin:
         """A worker's answer."""
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
+        known: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()
+        }
         return Cubin(image=image, **known)
 
 
 @lru_cache
 def triton_version() -> str:
-    """The version of the installed Triton, without importing it. Raises ToolchainMissing if there is none."""
+    """The version of the installed Triton, without importing it. Raises ToolchainMissing if there
+    is none."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -171,8 +190,8 @@ class _Server:
     """The process that workers are forked from."""
 
     def __init__(self, capability: int) -> None:
-        # It finds Triton where this process does, and nothing of this process's folder. What tells the compiler
-        # something comes with each job.
+        # It finds Triton where this process does, and nothing of this process's folder. What tells
+        # the compiler something comes with each job.
         env = {k: os.environ[k] for k in os.environ.keys() - _variables().keys()}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         env.pop("TRITON_INTERPRET", None)
@@ -195,7 +214,8 @@ class _Server:
                 raise
 
     def fork(self) -> socket.socket:
-        """What a new worker listens to, from now on or once the server is ready. Raises OSError if the server died."""
+        """What a new worker listens to, from now on or once the server is ready. Raises OSError if
+        the server died."""
         mine, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.requests, [b"w"], [theirs.fileno()])
@@ -229,7 +249,8 @@ def _scratch_folders() -> list[str]:
 
 
 class _Process:
-    """A worker process, there from its first job on. fork: gives what a new one listens to, or raises OSError."""
+    """A worker process, there from its first job on. fork: gives what a new one listens to, or
+    raises OSError."""
 
     def __init__(self, fork: Callable[[], socket.socket]) -> None:
         self.fork = fork
@@ -238,8 +259,8 @@ class _Process:
         self.pid = 0  # of it and its process group, once it has said so
 
     def compile(self, task: _Task) -> Cubin:
-        """The cubin of a task. Raises ToolchainError for a source that is refused, ToolchainFailed for one that ends
-        process after process or takes too long."""
+        """The cubin of a task. Raises ToolchainError for a source that is refused, ToolchainFailed
+        for one that ends process after process or takes too long."""
         failure: Exception | None = None
         for _ in range(2):  # if it dies: once more, in a new one
             try:
@@ -251,12 +272,17 @@ class _Process:
                 if self.pid:
                     end_group(self.pid)
                 self.close()
-                text = f"kernel {task.name} took Triton longer than {task.seconds} s (PLAIT_COMPILER_SECONDS)"
+                text = (
+                    f"kernel {task.name} took Triton longer than {task.seconds} s "
+                    "(PLAIT_COMPILER_SECONDS)"
+                )
                 raise ToolchainFailed(text) from error
             except Exception as error:  # noqa: BLE001  (whatever it is, nothing sensible can be read any more)
                 failure = error
                 self.close()
-        raise ToolchainFailed(f"the process that compiled kernel {task.name} died twice ({failure})") from failure
+        raise ToolchainFailed(
+            f"the process that compiled kernel {task.name} died twice ({failure})"
+        ) from failure
 
     def close(self) -> None:
         """Ends the process when it has done its job."""
@@ -293,8 +319,8 @@ def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
 
 @dataclass(frozen=True)
 class _Task:
-    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the store. seconds: that
-    it may take."""
+    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the
+    store. seconds: that it may take."""
 
     name: str
     frame: str
@@ -305,15 +331,16 @@ class _Task:
 
 
 def _n_workers() -> int:
-    """As many as there are processors for each of the processes that a launcher started beside this one."""
+    """As many as there are processors for each of the processes that a launcher started beside this
+    one."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     mine = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
     return max(1, min(MAX_WORKERS, mine))
 
 
 class CubinPool:
-    """Worker processes that compile kernels: a server, started when first needed or before, and workers that it forks
-    as jobs come in. Threads may share one pool."""
+    """Worker processes that compile kernels: a server, started when first needed or before, and
+    workers that it forks as jobs come in. Threads may share one pool."""
 
     def __init__(self, n_workers: int = 0) -> None:
         self.n_workers = n_workers or _n_workers()
@@ -324,13 +351,15 @@ class CubinPool:
         self._lock = threading.Lock()
 
     def start(self, capability: int = 90) -> None:
-        """Starts the server, if it is not there yet. capability: what it is likely to compile for."""
+        """Starts the server, if it is not there yet. capability: what it is likely to compile
+        for."""
         with self._lock:
             if self._server is None:
                 self._server = _Server(capability)
 
     def compile(self, jobs: Sequence[Job], cfg: Config) -> list[Cubin]:
-        """The cubins of jobs, in their order: from the store, or compiled now, as many at once as there are workers.
+        """The cubins of jobs, in their order: from the store, or compiled now, as many at once as
+        there are workers.
 
         Raises ToolchainError with the compiler's words for the first job that it refuses.
         """
@@ -353,7 +382,9 @@ class CubinPool:
                 return task.result
             if len(self._threads) < min(self.n_workers, len(self._pending) + 1):
                 args = (self._jobs, job.capability)
-                thread = threading.Thread(target=self._serve, args=args, name="plait-triton", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=args, name="plait-triton", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
             self._pending[task.key] = task.result
@@ -417,14 +448,25 @@ _PACK_VERSION = 2
 
 
 def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) -> bytes:
-    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it. A kernel's
-    descriptors are the text of its name."""
+    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads
+    it. A kernel's descriptors are the text of its name."""
     parts = [b"PLAITCUB", struct.pack("<2q", _PACK_VERSION, len(cubins))]
     for name, c in cubins.items():
         words = (name.encode(), c.symbol.encode(), c.image)
-        facts = (c.num_warps, c.num_ctas, c.shared, *c.global_scratch, *c.profile_scratch, c.cooperative, c.pdl)
+        facts = (
+            c.num_warps,
+            c.num_ctas,
+            c.shared,
+            *c.global_scratch,
+            *c.profile_scratch,
+            c.cooperative,
+            c.pdl,
+        )
         parts += [_PACK.pack(*map(len, words), *facts), *words]
-    texts = {**(texts or {}), **{name: c.descriptors for name, c in cubins.items() if c.descriptors}}
+    texts = {
+        **(texts or {}),
+        **{name: c.descriptors for name, c in cubins.items() if c.descriptors},
+    }
     parts.append(struct.pack("<q", len(texts)))
     for name, text in texts.items():
         pair = (name.encode(), text.encode())
@@ -433,7 +475,8 @@ def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) ->
 
 
 def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
-    """The kernels and texts that pack was given. Raises ValueError for what is no such file, or damaged."""
+    """The kernels and texts that pack was given. Raises ValueError for what is no such file, or
+    damaged."""
     stream = BytesIO(data)
 
     def words(n: int) -> tuple[int, ...]:
@@ -451,8 +494,8 @@ def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
             name, symbol, image = (_exactly(stream, n) for n in sizes[:3])
             warps, ctas, shared, *scratch, cooperative, pdl = sizes[3:]
             cubins[name.decode()] = Cubin(
-                image, symbol.decode(), warps, ctas, shared, (scratch[0], scratch[1]), (scratch[2], scratch[3]),
-                bool(cooperative), bool(pdl),
+                image, symbol.decode(), warps, ctas, shared, (scratch[0], scratch[1]),
+                (scratch[2], scratch[3]), bool(cooperative), bool(pdl),
             )  # fmt: skip
         for _ in range(*words(1)):
             name, text = (_exactly(stream, n) for n in words(2))
@@ -464,14 +507,17 @@ def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
 
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
-    """The file with all kernels, each under its job's name. Raises ToolchainError for the first that Triton refuses."""
+    """The file with all kernels, each under its job's name. Raises ToolchainError for the first
+    that Triton refuses."""
     store = Store.of(cfg, "kernels", ".cubins")
     key = key_of([f"pack {_PACK_VERSION}", *(f"{job.name} {job.key()}" for job in jobs)])
     found = store.find(key)
     if found is not None:
         return Built(found, True)
     cubins = pool().compile(jobs, cfg)
-    return Built(store.put(key, pack({job.name: c for job, c in zip(jobs, cubins, strict=True)})), False)
+    return Built(
+        store.put(key, pack({job.name: c for job, c in zip(jobs, cubins, strict=True)})), False
+    )
 
 
 _pools: dict[int, CubinPool] = {}
@@ -492,8 +538,9 @@ def _stop() -> None:
 
 
 def start_early() -> None:
-    """Starts the pool's server where a GPU and Triton seem to be there, so that it has loaded the compiler by the time
-    that the first kernel is written. Neither CUDA nor Triton is touched in this process."""
+    """Starts the pool's server where a GPU and Triton seem to be there, so that it has loaded the
+    compiler by the time that the first kernel is written. Neither CUDA nor Triton is touched in
+    this process."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if DEVICE.exists() and not hidden and find_spec("triton") is not None:
         with suppress(OSError):  # the first job will say so

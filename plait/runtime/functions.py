@@ -1,8 +1,10 @@
-"""Functions of sizes that are no polynomial, quotient or bound: what Python's operators and `math` make of them.
+"""Functions of sizes that are no polynomial, quotient or bound: what Python's operators and `math`
+make of them.
 
-A float is written as the 64 bits of its double, read as an integer: `real(3)` is the word of 3.0. So every
-expression of sizes stays one of integers, and a target needs nothing but a call for each name. The order of the table
-is the numbering in plans; `native/core/functions.cpp` computes the same.
+A float is written as the 64 bits of its double, read as an integer: `real(3)` is the word of 3.0.
+So every expression of sizes stays one of integers, and a target needs nothing but a call for each
+name. The order of the table is the numbering in plans; `native/core/functions.cpp` computes the
+same.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "shift_left": operator.lshift, "shift_right": operator.rshift,
     "power": lambda a, b: int(a ** _natural(b)),
 }  # fmt: skip
-_OF_INTEGERS: dict[str, Callable[[int, int], float]] = {"real": lambda a, _: float(a), "true_div": operator.truediv}
+_OF_INTEGERS: dict[str, Callable[[int, int], float]] = {
+    "real": lambda a, _: float(a),
+    "true_div": operator.truediv,
+}
 _OF_ONE: dict[str, Callable[[float], float]] = {
-    "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "log2": math.log2, "sin": math.sin, "cos": math.cos,
-    "tan": math.tan, "asin": math.asin, "acos": math.acos, "atan": math.atan, "sinh": math.sinh, "cosh": math.cosh,
-    "tanh": math.tanh, "asinh": math.asinh, "real_abs": abs, "real_trunc": lambda x: float(math.trunc(x)),
+    "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "log2": math.log2, "sin": math.sin,
+    "cos": math.cos, "tan": math.tan, "asin": math.asin, "acos": math.acos, "atan": math.atan,
+    "sinh": math.sinh, "cosh": math.cosh, "tanh": math.tanh, "asinh": math.asinh, "real_abs": abs,
+    "real_trunc": lambda x: float(math.trunc(x)),
 }  # fmt: skip
 _OF_TWO: dict[str, Callable[[float, float], float]] = {
-    "real_add": operator.add, "real_mul": operator.mul, "real_div": operator.truediv, "real_power": math.pow,
-    "real_min": min, "real_max": max,
+    "real_add": operator.add, "real_mul": operator.mul, "real_div": operator.truediv,
+    "real_power": math.pow, "real_min": min, "real_max": max,
 }  # fmt: skip
 _TO_INTEGER: dict[str, Callable[[float], int]] = {
     "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round,
@@ -57,7 +63,8 @@ def _rounded(word: int, digits: int) -> int:
 
 
 def _named(name: str, function: Callable[[int, int], int]) -> Callable[[int, int], int]:
-    """A function of two words that fits into one. Raises OverflowError where the result does not."""
+    """A function of two words that fits into one. Raises OverflowError where the result does
+    not."""
 
     def call(a: int, b: int) -> int:
         result = int(function(a, b))

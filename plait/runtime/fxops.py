@@ -1,17 +1,24 @@
-"""What an FX graph of plait calls besides public operators: the meaning of nodes that torch has no operator for.
+"""What an FX graph of plait calls besides public operators: the meaning of nodes that torch has no
+operator for.
 
     plait::launch(library, kernel, reads, writes, order, sizes, work_ns, parallel, checks)
-        Runs a CPU kernel of the library at a path. Its tensors are `reads` followed by `writes`, in the order that the
-        positions `order` give ([]: as they stand); `sizes` are its integers. work_ns, parallel: how it is split over
-        threads. checks: 'Error: message' of each of its run-time checks.
-    plait::require(holds, message, values, error)           Error unless holds; marks {} of message are values
+        Runs a CPU kernel of the library at a path. Its tensors are `reads` followed by `writes`, in
+        the order that the positions `order` give ([]: as they stand); `sizes` are its integers.
+        work_ns, parallel: how it is split over threads. checks: 'Error: message' of each of its
+        run-time checks.
+    plait::require(holds, message, values, error)
+        Error unless holds; marks {} of message are values.
     plait::require_layout(x, name, dtype, shape, strides, origin)
         RuntimeError unless x is so. origin: what made x, for the error.
-    plait::require_aligned(x, name, nbytes)                 RuntimeError unless x starts at a multiple of nbytes
-    plait::require_finite(x, name, origin, infinities)      RuntimeError if x holds a NaN or, if they count, an infinity
-    plait::bump_version(x)                                  x was written: its autograd version goes up
+    plait::require_aligned(x, name, nbytes)
+        RuntimeError unless x starts at a multiple of nbytes.
+    plait::require_finite(x, name, origin, infinities)
+        RuntimeError if x holds a NaN or, if they count, an infinity.
+    plait::bump_version(x)
+        x was written: its autograd version goes up.
 
-All run as in the Python target, by `runtime/generated.py`. No graph optimisation of torch.fx drops them.
+All run as in the Python target, by `runtime/generated.py`. No graph optimisation of torch.fx drops
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +41,8 @@ _outer: ContextVar[generated.Keys | None] = ContextVar("plait_fx_outer", default
 
 @contextmanager
 def python_below_autograd() -> Iterator[None]:
-    """`generated.below_autograd`, with Python functions of graphs called in the dispatch state of who enters."""
+    """`generated.below_autograd`, with Python functions of graphs called in the dispatch state of
+    who enters."""
     token = _outer.set(generated.dispatch_state())
     try:
         with generated.below_autograd():
@@ -62,14 +70,17 @@ class PythonFunction(torch.nn.Module):
 
 @lru_cache(maxsize=1024)
 def triton_function(name: str, text: str) -> Any:
-    """Function `name` of a module of Triton's language. Imports Triton; equal texts give one function."""
+    """Function `name` of a module of Triton's language. Imports Triton; equal texts give one
+    function."""
     return executed(text, name, {"__name__": name}, name)
 
 
 @lru_cache(maxsize=4096)
 def _kernel(library: str, name: str, checks: tuple[str, ...]) -> generated.Kernel:
     split = [check.split(": ", 1) for check in checks]
-    return generated.kernel(library, name, [(getattr(builtins, error), message) for error, message in split])
+    return generated.kernel(
+        library, name, [(getattr(builtins, error), message) for error, message in split]
+    )
 
 
 def _launch(
@@ -90,19 +101,22 @@ def _launch(
     run([tensors[at] for at in order], sizes, work_ns, parallel, written)
 
 
-def _require(holds: int, message: str, values: Sequence[int] = (), error: str = "RuntimeError") -> None:
+def _require(
+    holds: int, message: str, values: Sequence[int] = (), error: str = "RuntimeError"
+) -> None:
     generated.require(holds, message, *values, error=getattr(builtins, error))
 
 
 _OPERATORS: dict[str, Callable[..., None]] = {
-    "launch(str library, str kernel, Tensor[] reads, Tensor(a!)[] writes, int[] order=[], SymInt[] sizes=[], "
-    "SymInt work_ns=0, bool parallel=True, str[]? checks=None) -> ()": _launch,
-    "require(SymInt holds, str message, SymInt[] values=[], str error='RuntimeError') -> ()": _require,
-    "require_layout(Tensor x, str name, ScalarType? dtype, SymInt[] shape, SymInt[] strides, str origin='') -> ()": (
-        generated.require_layout
-    ),
+    "launch(str library, str kernel, Tensor[] reads, Tensor(a!)[] writes, int[] order=[], "
+    "SymInt[] sizes=[], SymInt work_ns=0, bool parallel=True, str[]? checks=None) -> ()": _launch,
+    "require(SymInt holds, str message, SymInt[] values=[], "
+    "str error='RuntimeError') -> ()": _require,
+    "require_layout(Tensor x, str name, ScalarType? dtype, SymInt[] shape, SymInt[] strides, "
+    "str origin='') -> ()": generated.require_layout,
     "require_aligned(Tensor x, str name, int nbytes) -> ()": generated.require_aligned,
-    "require_finite(Tensor x, str name, str origin, bool infinities) -> ()": generated.require_finite,
+    "require_finite(Tensor x, str name, str origin, "
+    "bool infinities) -> ()": generated.require_finite,
     "bump_version(Tensor(a!) x) -> ()": generated.bump_version,
 }
 
@@ -114,7 +128,9 @@ def _register() -> Any:
         library.define(schema)
         library.impl(name, run, "CompositeExplicitAutograd")
         for lazy in ("Conjugate", "Negative"):
-            library.impl(name, torch.library.fallthrough_kernel, lazy)  # kernels are handed values by `generated`
+            library.impl(
+                name, torch.library.fallthrough_kernel, lazy
+            )  # kernels are handed values by `generated`
         torch.library.register_fake(f"plait::{name}", lambda *args, **kwargs: None, lib=library)
         has_side_effect(getattr(torch.ops.plait, name).default)
     return library

@@ -1,7 +1,9 @@
-"""What a generated Python module calls: kernels by data pointer, memory, checks, and the timing of its main part.
+"""What a generated Python module calls: kernels by data pointer, memory, checks, and the timing of
+its main part.
 
-The module that `wrapper/python.py` writes imports torch and this file only. Each function is the meaning of one
-instruction of `wrapper/instructions.py`; nothing here knows the compiler. Offsets and strides are in elements.
+The module that `wrapper/python.py` writes imports torch and this file only. Each function is the
+meaning of one instruction of `wrapper/instructions.py`; nothing here knows the compiler. Offsets
+and strides are in elements.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from plait.runtime.trust import Library, loadable
 _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it saves
 
 
-# ---------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 Checks = Sequence[tuple[type[Exception], str]]  # what a kernel that returns 1, 2, ... fails with
 
 
@@ -51,8 +53,8 @@ class Kernel:
         parallel: bool = True,
         writes: Sequence[int] = (),
     ) -> None:
-        """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
-        writes: positions of tensors that it writes and that the caller may hold.
+        """Runs all of it. work_ns: the estimate that decides whether it is split over torch's
+        number of threads. writes: positions of tensors that it writes and that the caller may hold.
 
         Raises what the first of the kernel's run-time checks that failed says."""
         if torch.autograd.profiler._is_profiler_enabled:
@@ -61,7 +63,12 @@ class Kernel:
         return self.run(tensors, sizes, work_ns, parallel, writes)
 
     def run(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool, writes: Sequence[int]
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        work_ns: int,
+        parallel: bool,
+        writes: Sequence[int],
     ) -> None:
         """The same, unseen by a profiler."""
         plain = [without_lazy_bits(t) for t in tensors]
@@ -87,7 +94,8 @@ class Kernel:
 
 
 class GpuKernel:
-    """A kernel of a pack of cubins: called with tensors and integers, it is put on the device's current stream."""
+    """A kernel of a pack of cubins: called with tensors and integers, it is put on the device's
+    current stream."""
 
     def __init__(self, pack: Library, name: str, device: str) -> None:
         self.pack: Library | None = pack  # until it is loaded, at the first call
@@ -95,14 +103,20 @@ class GpuKernel:
         self.loaded: object = None
 
     def __call__(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int] = (),
+        grid: int = 1,
+        writes: Sequence[int] = (),
     ) -> None:
-        """Runs `grid` programs. Copies of tensors are used that do not start at a multiple of 16 bytes; those at the
-        positions `writes` are copied back."""
+        """Runs `grid` programs. Copies of tensors are used that do not start at a multiple of 16
+        bytes; those at the positions `writes` are copied back."""
         used = [self.readable(t) for t in tensors]
         with torch.cuda.device(self.device):
             if (pack := self.pack) is not None:
-                self.loaded = load_cubin(loadable(pack), self.name, self.device.index, len(used) + len(sizes))
+                self.loaded = load_cubin(
+                    loadable(pack), self.name, self.device.index, len(used) + len(sizes)
+                )
                 self.pack = None
             launch_cubin(self.loaded, [t.data_ptr() for t in used], list(sizes), grid)
         for k in writes:
@@ -111,13 +125,15 @@ class GpuKernel:
 
     @staticmethod
     def readable(t: Tensor) -> Tensor:
-        """t, or a copy that starts at a multiple of 16 bytes and has the strides of t, which the kernel goes by."""
+        """t, or a copy that starts at a multiple of 16 bytes and has the strides of t, which the
+        kernel goes by."""
         plain = without_lazy_bits(t)
         return plain if plain.data_ptr() % 16 == 0 else _copied(plain)
 
 
 def without_lazy_bits(t: Tensor) -> Tensor:
-    """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels know no such bits."""
+    """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels
+    know no such bits."""
     return _copied(t) if t.is_neg() or t.is_conj() else t
 
 
@@ -135,11 +151,13 @@ def _pool(n: int) -> ThreadPoolExecutor:
 
 
 _libraries: dict[str, ctypes.CDLL] = {}
-"""By path; they stay loaded, since an FX graph knows them by their paths and files may be gone later."""
+"""By path; they stay loaded, since an FX graph knows them by their paths and files may be gone
+later."""
 
 
 def load_library(library: Library) -> ctypes.CDLL:
-    """Opens a kernel library and hands it the table of maths functions. Raises OSError if it cannot be opened."""
+    """Opens a kernel library and hands it the table of maths functions. Raises OSError if it cannot
+    be opened."""
     known = _libraries.get(str(library))
     if known is not None:
         return known
@@ -153,9 +171,13 @@ def load_library(library: Library) -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _math_table() -> ctypes.Array[ctypes.c_void_p]:
-    """Addresses in the order of mathtable.NAMES, null where libtorch has none. Never freed: kernels keep it."""
+    """Addresses in the order of mathtable.NAMES, null where libtorch has none. Never freed: kernels
+    keep it."""
     found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    addresses = [ctypes.cast(getattr(found, n), ctypes.c_void_p).value if hasattr(found, n) else None for n in NAMES]
+    addresses = [
+        ctypes.cast(getattr(found, n), ctypes.c_void_p).value if hasattr(found, n) else None
+        for n in NAMES
+    ]
     return (ctypes.c_void_p * len(NAMES))(*addresses)
 
 
@@ -172,14 +194,15 @@ def kernel(library: Library, name: str, checks: Checks = ()) -> Kernel:
     return Kernel(function, name, checks)
 
 
-# ---------------------------------------------------------------------------------------------- the call
+# ----------------------------------------------------------------------------------------- the call
 def require_operators(names: Sequence[str]) -> None:
-    """Raises RuntimeError for operators 'namespace::name' or 'namespace::name.overload' that this process does not
-    know."""
+    """Raises RuntimeError for operators 'namespace::name' or 'namespace::name.overload' that this
+    process does not know."""
     unknown = [n for n in names if not torch._C._dispatch_has_kernel(n)]
     if unknown:
         raise RuntimeError(
-            f"there is no operator {', '.join(unknown)}: import the module, or load the library, that defines it "
+            f"there is no operator {', '.join(unknown)}: import the module, or load the library, "
+            "that defines it "
             "before the program is called"
         )
 
@@ -217,14 +240,18 @@ def dispatch_state() -> Keys:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def python_call(outer: Keys, function: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Calls a user's Python function in the dispatch state of the program's caller, gradients off."""
+def python_call(
+    outer: Keys, function: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    """Calls a user's Python function in the dispatch state of the program's caller, gradients
+    off."""
     with torch._C._ForceDispatchKeyGuard(*outer):
         return function(*args, **kwargs)
 
 
 def flat(result: object) -> list[object]:
-    """The results of a call from left to right, lists laid open; those with names in the order of the names."""
+    """The results of a call from left to right, lists laid open; those with names in the order of
+    the names."""
     if isinstance(result, Mapping):
         return [x for name in sorted(result) for x in flat(result[name])]
     if isinstance(result, (tuple, list)):
@@ -244,9 +271,11 @@ def _with_strides(value: object, strides: Sequence[int] | None) -> object:
     return made.copy_(value)
 
 
-def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str | None] | None]) -> None:
-    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device (None: any) than
-    promised."""
+def check_inputs(
+    args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str | None] | None]
+) -> None:
+    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device (None:
+    any) than promised."""
     if len(args) != len(promised):
         raise TypeError(f"expected {len(promised)} inputs, got {len(args)}")
     for value, want in zip(args, promised, strict=True):
@@ -258,16 +287,21 @@ def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dty
         if value.dtype != dtype:
             raise TypeError(f"input '{name}': expected dtype {dtype}, got {value.dtype}")
         if device is not None and value.device != torch.device(device):
-            raise TypeError(f"input '{name}': expected a plain tensor on device {device}, got one on {value.device}")
+            raise TypeError(
+                f"input '{name}': expected a plain tensor on device {device}, got one on "
+                f"{value.device}"
+            )
 
 
-# ---------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 def arena(nbytes: int, device: str) -> Tensor:
     """A block of bytes for the intermediates of one call."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def place(block: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+def place(
+    block: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     """The tensor at byte `offset` of an arena."""
     at = block.storage_offset() + offset
     return _over(block, dtype, at // dtype.itemsize, shape, strides)
@@ -279,16 +313,24 @@ def reuse(old: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequen
 
 
 def view(
-    base: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, relative: bool = True
+    base: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    relative: bool = True,
 ) -> Tensor:
-    """base's memory seen in another way; offset from base's first element, or from its storage's start."""
+    """base's memory seen in another way; offset from base's first element, or from its storage's
+    start."""
     at = base.storage_offset() * base.itemsize // dtype.itemsize if relative else 0
     if dtype == base.dtype:
         return torch.as_strided(base, shape, strides, at + offset)
     return _over(base, dtype, at + offset, shape, strides)
 
 
-def _over(t: Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _over(
+    t: Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     made = torch.empty(0, dtype=dtype, device=t.device)
     return made.set_(t.untyped_storage(), at, tuple(shape), tuple(strides))
 
@@ -306,7 +348,7 @@ def bump_version(t: Tensor) -> None:
         torch.autograd.graph.increment_version(t)
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 def require(holds: int, message: str, *values: int, error: type[Exception] = RuntimeError) -> None:
     """Raises error(message) unless holds; its first marks {} stand for values."""
     if not holds:
@@ -316,19 +358,30 @@ def require(holds: int, message: str, *values: int, error: type[Exception] = Run
 
 
 def require_layout(
-    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str = ""
+    t: Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    origin: str = "",
 ) -> None:
-    """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free in dimensions of
-    size 1, in empty tensors and where a layout has none). origin: what made t, for the error."""
+    """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free
+    in dimensions of size 1, in empty tensors and where a layout has none). origin: what made t, for
+    the error."""
     if not _has_layout(t, name, dtype, shape, strides, origin):
         _refuse_layout(t, name, shape, strides, origin)
 
 
 def with_layout(
-    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str = ""
+    t: Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    origin: str = "",
 ) -> Tensor:
-    """t, or a copy with these strides where t has others. Raises RuntimeError unless t has this dtype (None: any) and
-    these sizes."""
+    """t, or a copy with these strides where t has others. Raises RuntimeError unless t has this
+    dtype (None: any) and these sizes."""
     if _has_layout(t, name, dtype, shape, strides, origin):
         return t
     if tuple(t.shape) != tuple(shape):
@@ -338,10 +391,17 @@ def with_layout(
 
 
 def _has_layout(
-    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str
+    t: Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    origin: str,
 ) -> bool:
     if dtype is not None and t.dtype != dtype:
-        raise RuntimeError(f"{_named(name, origin)} has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}")
+        raise RuntimeError(
+            f"{_named(name, origin)} has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}"
+        )
     if t.is_nested:
         return True
     if tuple(t.shape) != tuple(shape):
@@ -355,11 +415,14 @@ def _named(name: str, origin: str) -> str:
     return f"'{name}', made by {origin}," if origin else f"'{name}'"
 
 
-def _refuse_layout(t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int], origin: str) -> NoReturn:
+def _refuse_layout(
+    t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int], origin: str
+) -> NoReturn:
     found = f" and strides {list(t.stride())}" if t.layout == torch.strided else ""
     traced = " when it was traced" if origin else ""
     raise RuntimeError(
-        f"{_named(name, origin)} has sizes {list(t.shape)}{found}, expected {list(shape)} and {list(strides)}{traced}"
+        f"{_named(name, origin)} has sizes {list(t.shape)}{found}, expected {list(shape)} and "
+        f"{list(strides)}{traced}"
     )
 
 
@@ -370,7 +433,8 @@ def require_aligned(t: Tensor, name: str, nbytes: int) -> None:
 
 
 def item(t: Tensor, name: str) -> int:
-    """The value of a one-element tensor as an integer. Raises RuntimeError for another number of elements."""
+    """The value of a one-element tensor as an integer. Raises RuntimeError for another number of
+    elements."""
     if t.numel() != 1:
         raise RuntimeError(f"'{name}' has {t.numel()} elements, one was expected")
     return int(t.item())

@@ -1,8 +1,10 @@
-"""CUDA graphs as torch makes them: recording with torch's memory pools and random numbers; the executor does the rest.
+"""CUDA graphs as torch makes them: recording with torch's memory pools and random numbers; the
+executor does the rest.
 
-The recordings of a device are made on one stream and run one after another, so they share a pool of memory for what
-lives no longer than a run of theirs. What outlives a run, such as tensors that are saved for a backward pass, lies in a
-pool of the recording's own. What is not recorded, and why, is said once a program and kept for `plait.explain`.
+The recordings of a device are made on one stream and run one after another, so they share a pool of
+memory for what lives no longer than a run of theirs. What outlives a run, such as tensors that are
+saved for a backward pass, lies in a pool of the recording's own. What is not recorded, and why, is
+said once a program and kept for `plait.explain`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from plait.log import logger
 SHARE = 2
 """The recordings of a device may hold one part in so many of its memory."""
 SPARE_NBYTES = 256 << 20
-"""Unused memory of torch's allocator from which on it is given back before recording, for a pool takes none of it."""
+"""Unused memory of torch's allocator from which on it is given back before recording, for a pool
+takes none of it."""
 
 refusals: dict[str, dict[int, str]] = {}
-"""Program -> number of a part -> why it, or some call of it, is not recorded though it was to be."""
+"""Program -> number of a part -> why it, or some call of it, is not recorded though it was to
+be."""
 
 
 def refused(program: str, part: int, why: str) -> None:
@@ -35,7 +39,8 @@ def refused(program: str, part: int, why: str) -> None:
 
 @cache
 def _stream(device: int) -> Any:
-    """Where a device's work is recorded: of the streams with priority, which hardly anyone else takes."""
+    """Where a device's work is recorded: of the streams with priority, which hardly anyone else
+    takes."""
     new_stream: Any = torch.cuda.Stream
     return new_stream(device, priority=-1)
 
@@ -54,7 +59,9 @@ class _Pool:
         return sum(int(s["total_size"]) for s in snapshot(self.id))
 
 
-_shared: WeakValueDictionary[int, _Pool] = WeakValueDictionary()  # by device; goes with the last recording
+_shared: WeakValueDictionary[int, _Pool] = (
+    WeakValueDictionary()
+)  # by device; goes with the last recording
 
 
 def _shared_pool(device: int) -> _Pool:
@@ -65,13 +72,16 @@ def _shared_pool(device: int) -> _Pool:
 
 
 class Capture:
-    """From its making until `end`, what this thread puts on the current stream is recorded instead of run. What it
-    allocates serves other recordings as well, but for what is allocated after `keep(True)` and before `keep(False)`."""
+    """From its making until `end`, what this thread puts on the current stream is recorded instead
+    of run. What it allocates serves other recordings as well, but for what is allocated after
+    `keep(True)` and before `keep(False)`."""
 
     def __init__(self, device: int) -> None:
         backend: Any = torch.cuda.get_allocator_backend
         if backend() != "native":
-            raise RuntimeError(f"recordings need the pools of PyTorch's own allocator, and this one is {backend()}")
+            raise RuntimeError(
+                f"recordings need the pools of PyTorch's own allocator, and this one is {backend()}"
+            )
         self._device, self._kept = device, _Pool(device)
         self._shared = _shared_pool(device)
         # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.
@@ -103,12 +113,14 @@ class Capture:
         before, now = (self._shared, self._kept) if kept else (self._kept, self._shared)
         torch._C._cuda_endAllocateToPool(self._device, before.id)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, now.id)
-        torch._C._cuda_releasePool(self._device, now.id)  # the pool counts who holds it, and this is no holder
+        torch._C._cuda_releasePool(
+            self._device, now.id
+        )  # the pool counts who holds it, and this is no holder
 
     def end(self) -> tuple[int, int, int, int]:
-        """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of what it shares with
-        others, and how many all recordings of the device may hold. Raises RuntimeError where something in it could not
-        be recorded."""
+        """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of
+        what it shares with others, and how many all recordings of the device may hold. Raises
+        RuntimeError where something in it could not be recorded."""
         self._end()
         self._graph.instantiate()
         limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
@@ -125,13 +137,16 @@ class Capture:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # torch stops at the first thing that a broken recording refuses; the rest is undone here.
+            # torch stops at the first thing that a broken recording refuses; the rest is undone
+            # here.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device, self._shared.id)
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._device, self._shared.id)
             generator = torch.cuda.default_generators[self._device]
-            generator.graphsafe_set_state(generator.clone_state())  # the old state waits for an end that never came
+            generator.graphsafe_set_state(
+                generator.clone_state()
+            )  # the old state waits for an end that never came
             raise
         finally:
             self._leave()

@@ -1,7 +1,7 @@
 """Plan bytes, a kernel library and the tables beside them become a callable program.
 
-This is all that a compiled program needs: nothing of the compiler is imported here. The classes live in the
-extension `plait._native`; docs/native-interface.md says what they take and return.
+This is all that a compiled program needs: nothing of the compiler is imported here. The classes
+live in the extension `plait._native`; docs/native-interface.md says what they take and return.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from plait._native import Library as NativeLibrary
 from plait.runtime import mathtable
 from plait.runtime.trust import Library, loadable
 
-__all__ = ["Bound", "Libraries", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
+__all__ = [
+    "Bound",
+    "Libraries",
+    "LoadError",
+    "PlanError",
+    "Program",
+    "arena_stats",
+    "load",
+    "trim_arenas",
+]
 
 Libraries = Mapping[str, Library]
 """Kind of device ('cpu', 'cuda') -> the file with a program's kernels for it."""
@@ -34,10 +43,11 @@ def load(
 ) -> Program:
     """Verifies the plan and binds it to this process.
 
-    constants, callables: the tables that the plan numbers. generated: a library that `wrapper/cpp.py` made; its
-    function `entry`, which is the same program, then runs instead.
+    constants, callables: the tables that the plan numbers. generated: a library that
+    `wrapper/cpp.py` made; its function `entry`, which is the same program, then runs instead.
 
-    Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is missing.
+    Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is
+    missing.
     """
     host, gpu, code = (
         None if library is None else loadable(library)

@@ -1,9 +1,11 @@
-"""The table of maths functions that a kernel library receives: names, in the order of `plait_init`'s pointers.
+"""The table of maths functions that a kernel library receives: names, in the order of
+`plait_init`'s pointers.
 
-A kernel library links to nothing. After dlopen its `plait_init(void* const* table)` is called once; table[k] is the
-address of NAMES[k]. Vector functions are the SLEEF ones that libtorch_cpu exports (AVX-512 and AVX2 only), scalar ones
-are libm's; both are found through a handle of libtorch_cpu, of which libm is a dependency. An entry that cannot be
-found may be null: a library uses only the functions of its own instruction set.
+A kernel library links to nothing. After dlopen its `plait_init(void* const* table)` is called once;
+table[k] is the address of NAMES[k]. Vector functions are the SLEEF ones that libtorch_cpu exports
+(AVX-512 and AVX2 only), scalar ones are libm's; both are found through a handle of libtorch_cpu, of
+which libm is a dependency. An entry that cannot be found may be null: a library uses only the
+functions of its own instruction set.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ NAMES: tuple[str, ...] = tuple(
     name
     for op in SLEEF
     for dtype in ("f32", "f64")
-    for name in (scalar_name(op, dtype), vector_name(op, dtype, "avx512"), vector_name(op, dtype, "avx2"))
+    for name in (
+        scalar_name(op, dtype),
+        vector_name(op, dtype, "avx512"),
+        vector_name(op, dtype, "avx2"),
+    )
 )
 INDEX: dict[str, int] = {name: k for k, name in enumerate(NAMES)}

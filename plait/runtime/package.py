@@ -1,7 +1,8 @@
 """`plait.load`: runs what `plait.package` wrote, with nothing of the compiler in the process.
 
-The native half (native/core/package.cpp) verifies the file before anything in it runs; here arguments and results get
-back their nesting and weights can be exchanged. A package holds machine code: load only what you trust.
+The native half (native/core/package.cpp) verifies the file before anything in it runs; here
+arguments and results get back their nesting and weights can be exchanged. A package holds machine
+code: load only what you trust.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def load(
 ) -> Package:
     """The program in a package, ready to be called.
 
-    device: which GPU a GPU's package runs on, without it the current one. verify_weights: read all of the weights and
-    compare them with their checksum; everything else is always verified. machine: which of the package's kernels,
-    without it the best that run here. Raises PackageError, which says what is wrong with the file, or what this machine
-    or process lacks.
+    device: which GPU a GPU's package runs on, without it the current one. verify_weights: read all
+    of the weights and compare them with their checksum; everything else is always verified.
+    machine: which of the package's kernels, without it the best that run here. Raises PackageError,
+    which says what is wrong with the file, or what this machine or process lacks.
     """
     name, place = _path(path), None if device is None else str(device)
     return Package(NativePackage(name, place, verify_weights, _machine(machine)), name)
@@ -61,7 +62,8 @@ def _machine(machine: Any) -> str | None:
 
 
 def _signature(native: NativePackage, path: str) -> signatures.Signature:
-    """How arguments and results are nested. Raises PackageError where that is not to be had or fits nothing."""
+    """How arguments and results are nested. Raises PackageError where that is not to be had or fits
+    nothing."""
     try:
         signature = signatures.read(json.loads(native.python))
     except signatures.UnknownClass as error:
@@ -71,8 +73,13 @@ def _signature(native: NativePackage, path: str) -> signatures.Signature:
     except Exception as error:  # noqa: BLE001 - what damaged text does to its readers is theirs
         why = f"{type(error).__name__}: {error}"
         raise PackageError(f"{path}: damaged section 'python': {why}") from None
-    if signature.tensors != list(native.names) or signatures.result_names(signature) != tuple(native.outputs):
-        raise PackageError(f"{path}: damaged section 'python': it names other arguments or results than the program")
+    if signature.tensors != list(native.names) or signatures.result_names(signature) != tuple(
+        native.outputs
+    ):
+        raise PackageError(
+            f"{path}: damaged section 'python': it names other arguments or results than the "
+            "program"
+        )
     return signature
 
 
@@ -97,7 +104,10 @@ class Package:
         return self.call(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<plait package for {self.machine}: {', '.join(self.inputs)} -> {', '.join(self.outputs)}>"
+        return (
+            f"<plait package for {self.machine}: {', '.join(self.inputs)} -> "
+            f"{', '.join(self.outputs)}>"
+        )
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies values over weights, by name; the others keep theirs. Nothing is changed if one

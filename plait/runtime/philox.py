@@ -1,23 +1,31 @@
 """The pure random operators of plait, their bits, and their slow reference.
 
-    plait::seed(device) -> Tensor           one int64 on the device, drawn from torch's default generator there
-    plait::philox_uniform(seed, offset, size, dtype) -> Tensor            floats in [0, 1)
-    plait::philox_normal(seed, offset, size, dtype) -> Tensor             standard normal floats
-    plait::philox_randint(seed, offset, low, high, size, dtype) -> Tensor integers in [low, high)
-    plait::within(x, low, high, message) -> Tensor                        x; RuntimeError if an element is outside
+    plait::seed(device) -> Tensor
+        One int64 on the device, drawn from torch's default generator there.
+    plait::philox_uniform(seed, offset, size, dtype) -> Tensor
+        Floats in [0, 1).
+    plait::philox_normal(seed, offset, size, dtype) -> Tensor
+        Standard normal floats.
+    plait::philox_randint(seed, offset, low, high, size, dtype) -> Tensor
+        Integers in [low, high).
+    plait::within(x, low, high, message) -> Tensor
+        x; RuntimeError if an element is outside.
 
-All results are contiguous, on the seed's device. `plait::seed(d)` equals `aten::randint(2**63 - 1, [], device=d)`, and
-may be run as that.
-`offset` tells the random operators of one graph apart.
+All results are contiguous, on the seed's device. `plait::seed(d)` equals `aten::randint(2**63 - 1,
+[], device=d)`, and may be run as that. `offset` tells the random operators of one graph apart.
 
-The bits, for whoever emits kernels: let `i` be the linear (row-major) index of an element. Its four words are
-    (w0, w1, w2, w3) = Philox4x32-10(key = (seed & M, seed >> 32 & M), counter = (i & M, i >> 32 & M, offset, 0))
-with M = 2**32 - 1, multipliers 0xD2511F53 and 0xCD9E8D57 and key increments 0x9E3779B9 and 0xBB67AE85. Then
+The bits, for whoever emits kernels: let `i` be the linear (row-major) index of an element. Its four
+words are
+    (w0, w1, w2, w3) = Philox4x32-10(key, counter)
+        with key = (seed & M, seed >> 32 & M), counter = (i & M, i >> 32 & M, offset, 0)
+with M = 2**32 - 1, multipliers 0xD2511F53 and 0xCD9E8D57 and key increments 0x9E3779B9 and
+0xBB67AE85. Then
     uniform  f32: (w0 >> 8) * 2**-24      f64: ((w0 >> 5) * 2**26 + (w1 >> 6)) * 2**-53
              f16: (w0 >> 21) * 2**-11     bf16: (w0 >> 24) * 2**-8
     normal   f32, f16, bf16 (in f32, rounded at the end): sqrt(-2 * log(a)) * cos(2 * pi * b)
              with a = ((w0 >> 8) + 1) * 2**-24 and b = (w1 >> 8) * 2**-24
-             f64: the same with a = u(w0, w1) + 2**-53 and b = u(w2, w3), u being the f64 uniform above
+             f64: the same with a = u(w0, w1) + 2**-53 and b = u(w2, w3), u being the f64
+             uniform above
     randint  low + ((w1 & 0x7fffffff) << 32 | w0) % (high - low), converted to dtype
 """
 
@@ -70,7 +78,9 @@ def _double(w0: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
 _UNIFORM_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def _uniform(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _uniform(
+    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     w0, w1, _, _ = _words(seed, offset, size)
     if dtype == torch.float64:
         return _double(w0, w1)
@@ -78,7 +88,9 @@ def _uniform(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.
     return ((w0 >> (32 - bits)).to(torch.float32) * 2.0**-bits).to(dtype)
 
 
-def _normal(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _normal(
+    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     w0, w1, w2, w3 = _words(seed, offset, size)
     if dtype == torch.float64:
         a, b = _double(w0, w1) + 2.0**-53, _double(w2, w3)
@@ -116,7 +128,9 @@ def _fake_seed(device: torch.device) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
-def _fake_float(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _fake_float(
+    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     return seed.new_empty(size, dtype=dtype)
 
 
@@ -129,7 +143,10 @@ def _fake_randint(
 def _register() -> Any:
     library: Any = torch.library.Library("plait", "DEF")  # type: ignore[no-untyped-call]
     floats = "(Tensor seed, int offset, SymInt[] size, ScalarType dtype) -> Tensor"
-    ints = "(Tensor seed, int offset, SymInt low, SymInt high, SymInt[] size, ScalarType dtype) -> Tensor"
+    ints = (
+        "(Tensor seed, int offset, SymInt low, SymInt high, SymInt[] size, ScalarType dtype) -> "
+        "Tensor"
+    )
     checked = "(Tensor x, float low, float high, str message) -> Tensor"
     library.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
     library.impl("seed", _seed, "CompositeExplicitAutograd")

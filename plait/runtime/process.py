@@ -57,7 +57,9 @@ class _Children:
         self._process = os.getpid()
         _blocks.add(self)
 
-    def start(self, command: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str] | None
+    ) -> subprocess.Popen[bytes]:
         """Raises Stopped, OSError."""
         with self._lock:
             if self._stopped:
@@ -80,7 +82,9 @@ class _Children:
         """Ends all that run; no other starts."""
         with self._lock:
             self._stopped = True
-            for child in self._running if self._process == os.getpid() else ():  # a fork leaves them alone
+            for child in (
+                self._running if self._process == os.getpid() else ()
+            ):  # a fork leaves them alone
                 end_group(child.pid)
 
 
@@ -119,7 +123,9 @@ class Workers:
     def __init__(self, n: int) -> None:
         self._children = _Children()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name="plait-build", daemon=True) for _ in range(n)]
+        self._threads = [
+            threading.Thread(target=self._work, name="plait-build", daemon=True) for _ in range(n)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -170,8 +176,9 @@ def workers(n: int) -> Iterator[Workers]:
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends compilers. Threads that wait for them go on waiting: one that woke after the interpreter's end would be
-    unwound by Python, which torch's C++ code on its stack answers by ending the process."""
+    """Ends compilers. Threads that wait for them go on waiting: one that woke after the
+    interpreter's end would be unwound by Python, which torch's C++ code on its stack answers by
+    ending the process."""
     _over.set()
     for children in list(_blocks):
         children.stop()

@@ -1,7 +1,9 @@
-"""How a call's arguments and results map to a program's tensors, and the Python around programs that need some.
+"""How a call's arguments and results map to a program's tensors, and the Python around programs
+that need some.
 
-A `Signature` is made when a function is traced; `with_trees` and `with_checks` wrap what the native callable does not
-do. `dump` and `read` are its form in a package: JSON, in which nothing but data can stand.
+A `Signature` is made when a function is traced; `with_trees` and `with_checks` wrap what the native
+callable does not do. `dump` and `read` are its form in a package: JSON, in which nothing but data
+can stand.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Signature:
 
     leaves: the example's argument leaves, VALUE where a tensor goes. names: one for each leaf.
     out_leaves: result leaves, VALUE where a tensor or size of the graph goes, otherwise a constant.
-    any_order: dicts of arguments may have their keys in any order. loose: keyword arguments that have to come in this
-    order; all others may come in any.
+    any_order: dicts of arguments may have their keys in any order. loose: keyword arguments that
+    have to come in this order; all others may come in any.
     """
 
     in_spec: pytree.TreeSpec
@@ -96,12 +98,15 @@ class Layers:
 
 
 Check = tuple[str, Callable[..., bool]]
-"""A condition that arguments must meet: its text, in which they are args[0], args[1] and so on, and whether it holds
-for them."""
+"""A condition that arguments must meet: its text, in which they are args[0], args[1] and so on, and
+whether it holds for them."""
 
 
-def as_called(call: Callable[..., Any], signature: Signature, checks: Sequence[Check] = ()) -> Callable[..., Any]:
-    """call itself, a callable of tensors, or call behind what it does not do: checks, nested arguments and results."""
+def as_called(
+    call: Callable[..., Any], signature: Signature, checks: Sequence[Check] = ()
+) -> Callable[..., Any]:
+    """call itself, a callable of tensors, or call behind what it does not do: checks, nested
+    arguments and results."""
     if checks:
         call = Layers(_with_checks(call, signature.tensors, checks))
     if signature.takes_tensors and (signature.single or signature.returns_tuple):
@@ -114,7 +119,9 @@ def named_in(text: str, names: Sequence[str]) -> str:
     return re.sub(r"args\[(\d+)\]", lambda m: names[int(m[1])], text)
 
 
-def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequence[Check]) -> Callable[..., Any]:
+def _with_checks(
+    call: Callable[..., Any], names: Sequence[str], checks: Sequence[Check]
+) -> Callable[..., Any]:
     """call, after conditions on sizes and strides that go beyond equality and ranges."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +135,8 @@ def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequenc
 
 
 def _breaks(args: Sequence[Any], holds: Callable[..., bool]) -> bool:
-    """Whether a condition does not hold. Arguments of another kind break none: the call itself refuses them."""
+    """Whether a condition does not hold. Arguments of another kind break none: the call itself
+    refuses them."""
     try:
         return not holds(*args)
     except ZeroDivisionError:
@@ -141,25 +149,36 @@ _IN_MEMORY = re.compile(r"(args\[(\d+)\]\.(stride|storage_offset)\((\d*)\))")
 
 
 def _broken(text: str, names: Sequence[str], args: Sequence[Any]) -> str:
-    """What is wrong with arguments that break a condition: their sizes, and what it reads of their strides."""
+    """What is wrong with arguments that break a condition: their sizes, and what it reads of their
+    strides."""
     sizes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
     found = [f"{n} {size}" for n, size in zip(names, sizes, strict=True)]
     in_memory = dict.fromkeys(_IN_MEMORY.findall(text))
-    found += [f"{spelled} = {getattr(args[int(k)], fact)(*map(int, dim))}" for spelled, k, fact, dim in in_memory]
+    found += [
+        f"{spelled} = {getattr(args[int(k)], fact)(*map(int, dim))}"
+        for spelled, k, fact, dim in in_memory
+    ]
     what = "strides" if in_memory else "sizes"
     return named_in(f"{what} break a condition of the program, {text}: {', '.join(found)}", names)
 
 
 def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """call behind nested arguments and results; arguments that are no tensors must equal the example's."""
+    """call behind nested arguments and results; arguments that are no tensors must equal the
+    example's."""
     tensors = [i for i, x in enumerate(signature.leaves) if x is VALUE]
     constants = [(i, x) for i, x in enumerate(signature.leaves) if x is not VALUE]
     out_leaves, out_spec = signature.out_leaves, signature.out_spec
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
-            if signature.loose and tuple(name for name in kwargs if name in signature.loose) != signature.loose:
-                raise InputError(f"the program goes by the order of keyword arguments, {', '.join(signature.loose)}")
+            if (
+                signature.loose
+                and tuple(name for name in kwargs if name in signature.loose) != signature.loose
+            ):
+                raise InputError(
+                    "the program goes by the order of keyword arguments, "
+                    f"{', '.join(signature.loose)}"
+                )
             kwargs = {name: kwargs[name] for name in signature.keywords}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != signature.in_spec:
@@ -167,14 +186,21 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
         for i, want in constants:
             got = leaves[i]
             if type(got) is not type(want) or _differ(got, want):
-                given = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else reprlib.repr(got)
+                given = (
+                    f"a {type(got).__name__}"
+                    if isinstance(got, torch.Tensor)
+                    else reprlib.repr(got)
+                )
                 raise InputError(
-                    f"input '{signature.names[i]}': the program was compiled for {reprlib.repr(want)}, got {given}",
+                    f"input '{signature.names[i]}': the program was compiled for "
+                    f"{reprlib.repr(want)}, got {given}",
                     hint="compile once for each value, or pass a tensor",
                 )
         result = call(*(leaves[i] for i in tensors))
         values = iter((result,) if signature.single else result)
-        return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
+        return pytree.tree_unflatten(
+            [next(values) if x is VALUE else x for x in out_leaves], out_spec
+        )
 
     return compiled
 
@@ -185,8 +211,8 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def _by_keys(signature: Signature, given: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """The leaves of arguments whose dicts have their keys in another order than the example's, or are of another kind
-    (dict, OrderedDict, defaultdict)."""
+    """The leaves of arguments whose dicts have their keys in another order than the example's, or
+    are of another kind (dict, OrderedDict, defaultdict)."""
     what = f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}"
     try:
         leaves = signature.in_spec.flatten_up_to(given)
@@ -201,10 +227,12 @@ def result_names(signature: Signature) -> tuple[str, ...]:
     """Names of the results that are no constants: their place in what is returned."""
     marks = pytree.tree_unflatten(list(range(len(signature.out_leaves))), signature.out_spec)
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(marks)[0]]
-    return tuple(f"result{p}" for p, x in zip(paths, signature.out_leaves, strict=True) if x is VALUE)
+    return tuple(
+        f"result{p}" for p, x in zip(paths, signature.out_leaves, strict=True) if x is VALUE
+    )
 
 
-# ---------------------------------------------------------------------------------------------- as data
+# ------------------------------------------------------------------------------------------ as data
 _NAMED = {
     str(x): x
     for kind in (torch.dtype, torch.layout, torch.memory_format)
@@ -214,10 +242,14 @@ _NAMED = {
 
 
 def dump(signature: Signature) -> dict[str, Any]:
-    """The signature as JSON has it. Raises Unsupported for a container or constant that has no such form."""
+    """The signature as JSON has it. Raises Unsupported for a container or constant that has no such
+    form."""
     return {
         "inputs": _dump_spec(signature.in_spec, "arguments"),
-        "leaves": [_dump_leaf(x, f"argument {n!r}") for x, n in zip(signature.leaves, signature.names, strict=True)],
+        "leaves": [
+            _dump_leaf(x, f"argument {n!r}")
+            for x, n in zip(signature.leaves, signature.names, strict=True)
+        ],
         "names": list(signature.names),
         "positional": signature.n_args,
         "keywords": list(signature.keywords),
@@ -229,8 +261,9 @@ def dump(signature: Signature) -> dict[str, Any]:
 
 
 def read(data: dict[str, Any]) -> Signature:
-    """What `dump` wrote. Raises UnknownClass for a container that this process does not know, ValueError for parts that
-    do not fit each other, and whatever Python raises for what `dump` never writes."""
+    """What `dump` wrote. Raises UnknownClass for a container that this process does not know,
+    ValueError for parts that do not fit each other, and whatever Python raises for what `dump`
+    never writes."""
     signature = Signature(
         _read_spec(data["inputs"]),
         tuple(map(_read_leaf, data["leaves"])),
@@ -243,8 +276,13 @@ def read(data: dict[str, Any]) -> Signature:
         tuple(data.get("loose", ())),
     )
     n_leaves, n_results = len(signature.leaves), len(signature.out_leaves)
-    if not (signature.in_spec.num_leaves == n_leaves == len(signature.names) and _all_texts(signature.names)):
-        raise ValueError(f"{signature.in_spec.num_leaves} arguments, {n_leaves} values, names {signature.names}")
+    if not (
+        signature.in_spec.num_leaves == n_leaves == len(signature.names)
+        and _all_texts(signature.names)
+    ):
+        raise ValueError(
+            f"{signature.in_spec.num_leaves} arguments, {n_leaves} values, names {signature.names}"
+        )
     if signature.out_spec.num_leaves != n_results:
         raise ValueError(f"{signature.out_spec.num_leaves} results, {n_results} values")
     if not _all_texts((*signature.keywords, *signature.loose)) or type(signature.n_args) is not int:
@@ -278,7 +316,8 @@ def _read_spec(data: Any) -> pytree.TreeSpec:
         raise UnknownClass(str(error)) from None
 
 
-# What x.sort() returns has a class that torch does not write: it stands as a dict with one key, the name of the class.
+# What x.sort() returns has a class that torch does not write: it stands as a dict with one key, the
+# name of the class.
 _RETURN_TYPES = "torch.return_types."
 
 
@@ -292,17 +331,26 @@ def _without_return_types(spec: pytree.TreeSpec) -> pytree.TreeSpec:
 
 
 def _with_return_types(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """spec with the classes that such dicts stand for. Raises UnknownClass for one that this torch lacks."""
+    """spec with the classes that such dicts stand for. Raises UnknownClass for one that this torch
+    lacks."""
     if spec.is_leaf():
         return spec
-    if spec.type is dict and len(spec.context) == 1 and str(spec.context[0]).startswith(_RETURN_TYPES):
+    if (
+        spec.type is dict
+        and len(spec.context) == 1
+        and str(spec.context[0]).startswith(_RETURN_TYPES)
+    ):
         name = spec.context[0].removeprefix(_RETURN_TYPES)
         found = getattr(torch.return_types, name, None)
         if not isinstance(found, type):
             raise UnknownClass(spec.context[0])
         (values,) = spec.children()
-        return pytree.TreeSpec(found, None, [_with_return_types(child) for child in values.children()])
-    return pytree.TreeSpec(spec.type, spec.context, [_with_return_types(child) for child in spec.children()])
+        return pytree.TreeSpec(
+            found, None, [_with_return_types(child) for child in values.children()]
+        )
+    return pytree.TreeSpec(
+        spec.type, spec.context, [_with_return_types(child) for child in spec.children()]
+    )
 
 
 def _dump_leaf(x: Any, what: str) -> list[Any]:
@@ -321,7 +369,9 @@ def _dump_leaf(x: Any, what: str) -> list[Any]:
         return ["device", str(x)]
     if str(x) in _NAMED:
         return ["named", str(x)]
-    raise Unsupported(f"a package of a program of which {what} is {x!r}", hint="pass a number or a string")
+    raise Unsupported(
+        f"a package of a program of which {what} is {x!r}", hint="pass a number or a string"
+    )
 
 
 def _read_leaf(data: Sequence[Any]) -> Any:

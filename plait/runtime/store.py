@@ -77,8 +77,8 @@ def content(entry: Entry) -> bytes:
 
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as '.so'. trust: whose
-    files are taken."""
+    """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as
+    '.so'. trust: whose files are taken."""
 
     folder: Path
     suffix: str
@@ -90,8 +90,8 @@ class Store:
         return Store(Path(cfg.cache_dir) / kind, suffix, trust_of(cfg.trust))
 
     def find(self, key: str) -> Entry | None:
-        """The file of an entry (its content, then the checksum), or None; a damaged entry, or one that others could
-        have written, counts as missing."""
+        """The file of an entry (its content, then the checksum), or None; a damaged entry, or one
+        that others could have written, counts as missing."""
         try:
             path = self._path(key)
             if not _may_load(path):
@@ -119,8 +119,8 @@ class Store:
         return None if found is None else content(found)
 
     def put(self, key: str, data: bytes) -> Entry:
-        """Writes an entry and gives its file. A folder that cannot be used is a warning, and an error (OSError) only if
-        no other folder of this machine can be."""
+        """Writes an entry and gives its file. A folder that cannot be used is a warning, and an
+        error (OSError) only if no other folder of this machine can be."""
         try:
             path = self._path(key)
             make_folder(path.parent)
@@ -129,22 +129,30 @@ class Store:
         except Untrusted as error:
             self.reject(error)
         except OSError as error:
-            text = f"plait cannot write kernels to {self.folder} ({error.strerror}): this process builds its own"
+            text = (
+                f"plait cannot write kernels to {self.folder} ({error.strerror}): this process "
+                "builds its own"
+            )
             warn_once(text, CacheWarning)
         else:
-            if key.startswith("0"):  # looking through the folder takes time: one build in sixteen does
+            if key.startswith(
+                "0"
+            ):  # looking through the folder takes time: one build in sixteen does
                 self.trim(MAX_BYTES)
             return made
         return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))
 
     def reject(self, error: Untrusted) -> None:
         """Warns that the folder, or an entry in it, is not used."""
-        text = f"plait does not use what is in {self.folder} ({error.strerror}): this process builds its own"
+        text = (
+            f"plait does not use what is in {self.folder} ({error.strerror}): this process builds "
+            "its own"
+        )
         warn_once(text, CacheWarning)
 
     def trim(self, max_bytes: int) -> None:
-        """Drops the entries used longest ago until the folder holds at most max_bytes. Other processes may do so at
-        the same time."""
+        """Drops the entries used longest ago until the folder holds at most max_bytes. Other
+        processes may do so at the same time."""
         entries: list[tuple[float, int, Path]] = []
         for path in self.folder.expanduser().glob(f"*/*{self.suffix}"):
             try:
@@ -171,8 +179,8 @@ class Store:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those on the way to it that are missing, as the umask says but never so that others can
-    write. Raises OSError."""
+    """Makes a folder and those on the way to it that are missing, as the umask says but never so
+    that others can write. Raises OSError."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -194,7 +202,8 @@ def in_scratch(work: Callable[[Path], T]) -> T:
 
 
 def _may_load(path: Path) -> bool:
-    """No library loads where the filesystem of its folder lets nothing be executed. Raises OSError."""
+    """No library loads where the filesystem of its folder lets nothing be executed. Raises
+    OSError."""
     return path.suffix != ".so" or not os.statvfs(path.parent).f_flag & os.ST_NOEXEC
 
 

@@ -1,8 +1,10 @@
-"""Times of a program's kernels, one by one, over the buffers of real calls; and the main part of a generated module.
+"""Times of a program's kernels, one by one, over the buffers of real calls; and the main part of a
+generated module.
 
-In: the `call` of a generated module (its kernels are in its closure) and what makes its inputs. Out: a `KernelTime`
-for each launch, and text. A kernel runs on one core and is timed within whole calls, so that its data lies where the
-program leaves it; the call of it from Python is in its time, about a microsecond.
+In: the `call` of a generated module (its kernels are in its closure) and what makes its inputs.
+Out: a `KernelTime` for each launch, and text. A kernel runs on one core and is timed within whole
+calls, so that its data lies where the program leaves it; the call of it from Python is in its time,
+about a microsecond.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Boxed = Callable[[list[object]], tuple[object, ...]]
 
 @dataclass
 class KernelTime:
-    """One launch. nbytes: of its arguments, each counted once. estimate_ns: what the compiler thought, on one core.
-    best_ns: the fastest of all calls, on one core."""
+    """One launch. nbytes: of its arguments, each counted once. estimate_ns: what the compiler
+    thought, on one core. best_ns: the fastest of all calls, on one core."""
 
     name: str
     nbytes: int
@@ -32,7 +34,8 @@ class KernelTime:
 
 @dataclass
 class Watch:
-    """What the kernels of one program tell while it is timed. at: number of the next launch of the call."""
+    """What the kernels of one program tell while it is timed. at: number of the next launch of the
+    call."""
 
     launches: list[KernelTime] = field(default_factory=list)
     at: int = 0
@@ -61,8 +64,11 @@ def touched_nbytes(t: Tensor) -> int:
     return n
 
 
-def time_kernels(call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5) -> list[KernelTime]:
-    """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches in order.
+def time_kernels(
+    call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5
+) -> list[KernelTime]:
+    """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches in
+    order.
 
     inputs: makes the inputs of one call. Raises what the program raises."""
     cells = getattr(call, "__closure__", None) or ()
@@ -84,14 +90,18 @@ def time_kernels(call: Boxed, inputs: Callable[[], list[object]], seconds: float
 
 
 def table(launches: Sequence[KernelTime]) -> list[str]:
-    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum of several."""
+    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum of
+    several."""
     if not launches:
         return ["no kernels"]
     width = max(len(k.name) for k in launches)
     lines = [f"{'kernel':<{width}}  best of calls      memory         speed    estimate"]
     for k in launches:
         speed = k.nbytes / max(k.best_ns, 1)
-        lines.append(f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  {_us(k.estimate_ns)}")
+        lines.append(
+            f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  "
+            f"{_us(k.estimate_ns)}"
+        )
     if len(launches) == 1:
         return lines
     total, guess = sum(k.best_ns for k in launches), sum(k.estimate_ns for k in launches)
@@ -107,9 +117,12 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:6.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:6.2f} KiB"
 
 
-# ---------------------------------------------------------------------------------------------- running a module alone
-def random_tensor(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str) -> Tensor:
-    """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are two rows)."""
+# --------------------------------------------------------------------------- running a module alone
+def random_tensor(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str
+) -> Tensor:
+    """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are
+    two rows)."""
     out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
     if dtype.is_floating_point or dtype.is_complex:
         return out.normal_()
@@ -125,11 +138,13 @@ def load_constants(path: str, beside: str) -> list[Tensor]:
 
 
 def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> None:
-    """Calls once, then for about a second, and prints the outputs' shapes, the fastest and the median time; then calls
-    for half a second more to time each kernel, and prints these times."""
+    """Calls once, then for about a second, and prints the outputs' shapes, the fastest and the
+    median time; then calls for half a second more to time each kernel, and prints these times."""
     given = inputs()
     outs = call(list(given))
-    shapes = [f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs]
+    shapes = [
+        f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs
+    ]
     times: list[int] = []
     end = time.perf_counter_ns() + 1_000_000_000
     while time.perf_counter_ns() < end and len(times) < 10_000:
@@ -139,5 +154,9 @@ def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> Non
     times.sort()
     middle = times[len(times) // 2]
     print(f"{name}: {', '.join(shapes)}")
-    print(f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls")
-    print("\n".join(["", "each kernel on one core:", *table(time_kernels(call, lambda: list(given)))]))
+    print(
+        f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls"
+    )
+    print(
+        "\n".join(["", "each kernel on one core:", *table(time_kernels(call, lambda: list(given)))])
+    )

@@ -1,8 +1,10 @@
-"""The machine's C++ compiler and vector instructions, and the way from kernel source to a shared object.
+"""The machine's C++ compiler and vector instructions, and the way from kernel source to a shared
+object.
 
-`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but libc. Raises
-ToolchainMissing where no compiler works, which becomes one warning and a fallback, and ToolchainError where it refuses
-a source. Whether a compiler works is asked when a kernel fails, as that takes as long as building one.
+`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs
+nothing but libc. Raises ToolchainMissing where no compiler works, which becomes one warning and a
+fallback, and ToolchainError where it refuses a source. Whether a compiler works is asked when a
+kernel fails, as that takes as long as building one.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ class ToolchainMissing(ToolchainError):
 
 
 class ToolchainFailed(ToolchainMissing):
-    """A compiler that works did not come to an end with one source: for these kernels there is none."""
+    """A compiler that works did not come to an end with one source: for these kernels there is
+    none."""
 
 
 @dataclass(frozen=True)
 class Isa:
-    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef: whose SLEEF
-    functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show. libraries: linked last."""
+    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler.
+    sleef: whose SLEEF functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show.
+    libraries: linked last."""
 
     name: str
     lanes: int
@@ -47,7 +51,8 @@ class Isa:
     libraries: tuple[str, ...] = ()
 
     def lanes_of(self, nbytes: int) -> int:
-        """Lanes of one register of a value with elements of that size: 64-bit values take two registers."""
+        """Lanes of one register of a value with elements of that size: 64-bit values take two
+        registers."""
         return self.lanes // 2 if nbytes == 8 else self.lanes
 
 
@@ -55,18 +60,29 @@ ISAS: dict[str, Isa] = {
     i.name: i
     for i in (
         Isa(
-            "avx512", 16,
-            ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
-            "avx512", frozenset(("avx512f", "avx512dq", "avx512bw", "avx512vl", "fma", "f16c")),
+            "avx512",
+            16,
+            (
+                "-mavx512f",
+                "-mavx512dq",
+                "-mavx512bw",
+                "-mavx512vl",
+                "-mfma",
+                "-mf16c",
+                "-mprefer-vector-width=512",
+            ),
+            "avx512",
+            frozenset(("avx512f", "avx512dq", "avx512bw", "avx512vl", "fma", "f16c")),
         ),
         Isa("avx2", 8, ("-mavx2", "-mfma", "-mf16c"), "avx2", frozenset(("avx2", "fma", "f16c"))),
         Isa("portable", 4, (), "", libraries=("-lm",)),  # rounding is a call of libm before SSE4.1
     )
-}  # fmt: skip
+}
 
 BASE_FLAGS = (
-    "-std=c++17", "-shared", "-fPIC", "-pipe", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-    "-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-nostdlib",
+    "-std=c++17", "-shared", "-fPIC", "-pipe", "-w", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti",
+    "-nostdlib",
 )  # fmt: skip
 
 # What of -O2 makes kernels faster: as fast as all of it, in four fifths of its time.
@@ -75,8 +91,8 @@ _GCC_LEVEL_2 = ("-O1", "-fgcse", "-fpeephole2", "-frerun-cse-after-loop", "-fsch
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A C++ compiler. compiler: the command, quoted as for a shell. version: its first line of --version. isa: what it
-    compiles for."""
+    """A C++ compiler. compiler: the command, quoted as for a shell. version: its first line of
+    --version. isa: what it compiles for."""
 
     compiler: str
     version: str
@@ -91,13 +107,15 @@ class Toolchain:
             level = _GCC_LEVEL_2
         return (*level, *BASE_FLAGS, *self.isa.flags)
 
-    def compile(self, source: str, path: Path, symbols: Collection[str] = (), seconds: float = MAX_SECONDS) -> None:
-        """Writes the shared object of a source at path, whose folder it may use. symbols: what must be in it.
-        seconds: how long the compiler may take.
+    def compile(
+        self, source: str, path: Path, symbols: Collection[str] = (), seconds: float = MAX_SECONDS
+    ) -> None:
+        """Writes the shared object of a source at path, whose folder it may use. symbols: what must
+        be in it. seconds: how long the compiler may take.
 
-        Raises ToolchainError with the compiler's own words; ToolchainMissing (and is not found again) if it fails for
-        every source; ToolchainFailed if it works, but not for this one, and does not say why; OSError if the folder is
-        full.
+        Raises ToolchainError with the compiler's own words; ToolchainMissing (and is not found
+        again) if it fails for every source; ToolchainFailed if it works, but not for this one, and
+        does not say why; OSError if the folder is full.
         """
         failure = self._attempt(source, path, symbols, seconds)
         if failure is not None and failure.again:
@@ -121,12 +139,21 @@ class Toolchain:
             hint="PLAIT_DEBUG=4 writes the source; PLAIT_CXX chooses another compiler",
         )
 
-    def _attempt(self, source: str, path: Path, symbols: Collection[str], seconds: float) -> _Failure | None:
+    def _attempt(
+        self, source: str, path: Path, symbols: Collection[str], seconds: float
+    ) -> _Failure | None:
         """Why there is no library at path, or None."""
         cpp = path.with_suffix(".cpp")
         cpp.write_text(source)
         path.unlink(missing_ok=True)
-        command = [*shlex.split(self.compiler), *self.flags, str(cpp), *self.isa.libraries, "-o", str(path)]
+        command = [
+            *shlex.split(self.compiler),
+            *self.flags,
+            str(cpp),
+            *self.isa.libraries,
+            "-o",
+            str(path),
+        ]
         done = run(command, seconds, {**os.environ, "TMPDIR": str(path.parent)})
         if done.code is None:
             return _Failure(f"it took longer than {seconds:g} s (PLAIT_COMPILER_SECONDS)")
@@ -192,7 +219,13 @@ def find_toolchain(cfg: Config) -> Toolchain:
     """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that works.
 
     Each may have arguments. Raises ToolchainMissing."""
-    return _find(cfg.cpp_compiler, os.environ.get("CXX", ""), os.environ.get("PATH", ""), cfg.isa, cfg.opt_level)
+    return _find(
+        cfg.cpp_compiler,
+        os.environ.get("CXX", ""),
+        os.environ.get("PATH", ""),
+        cfg.isa,
+        cfg.opt_level,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -220,7 +253,8 @@ def _find(named: str, cxx: str, path: str, isa: str, opt_level: int) -> Toolchai
 
 
 def _command(name: str, path: str) -> list[str] | None:
-    """The words of a command such as "ccache g++", the first with its folder; None if there is no such program."""
+    """The words of a command such as "ccache g++", the first with its folder; None if there is no
+    such program."""
     try:
         words = [name] if shutil.which(name, path=path) else shlex.split(name)
     except ValueError:  # an open quote

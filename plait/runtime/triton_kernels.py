@@ -1,10 +1,10 @@
-"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`, or `answer` in a
-process that runs Python itself.
+"""Compiles functions of a user's files for C++ (native/jit): `python -m
+plait.runtime.triton_kernels`, or `answer` in a process that runs Python itself.
 
-Requests come in over the socket that is standard input, answers go out, and processes are forked that do the same at
-the same time; native/jit/providers.cpp says how requests are framed, native/jit/specialize.h how signatures and
-specializations are written. It uses Triton's own cache. Only functions load Triton: who imports this module to read a
-specialization does not.
+Requests come in over the socket that is standard input, answers go out, and processes are forked
+that do the same at the same time; native/jit/providers.cpp says how requests are framed,
+native/jit/specialize.h how signatures and specializations are written. It uses Triton's own cache.
+Only functions load Triton: who imports this module to read a specialization does not.
 """
 
 from __future__ import annotations
@@ -38,12 +38,27 @@ LOCKS = 64
 """Files in Triton's cache that processes lock while they compile."""
 
 SHAPES = ("launch_cooperative_grid", "launch_pdl", "num_ctas", "num_stages", "num_warps")
-"""Options whose defaults nothing in the environment changes: to name one with its default is to leave it out."""
+"""Options whose defaults nothing in the environment changes: to name one with its default is to
+leave it out."""
 
-_DTYPES = {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") for n in (8, 16, 32, 64)} | {
-    k: k
-    for k in ("fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16")
-} | {"u1": "int1"}  # fmt: skip
+_DTYPES = (
+    {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") for n in (8, 16, 32, 64)}
+    | {
+        k: k
+        for k in (
+            "fp16",
+            "bf16",
+            "fp32",
+            "fp64",
+            "fp8e4nv",
+            "fp8e5",
+            "fp8e4b15",
+            "fp8e4b8",
+            "fp8e5b16",
+        )
+    }
+    | {"u1": "int1"}
+)
 
 
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:,\d+)*)\]>")
@@ -65,8 +80,8 @@ class Callee:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """How one argument is specialized. type: Triton's, 'constexpr', or a tuple's items. value: of a constant;
-    Ellipsis: the parameter's default."""
+    """How one argument is specialized. type: Triton's, 'constexpr', or a tuple's items. value: of a
+    constant; Ellipsis: the parameter's default."""
 
     type: str | tuple[Item, ...]
     value: Any = None
@@ -129,8 +144,13 @@ class _Reader:
             return Item(word)
         kind, _, hint = word.partition(":")
         bare = kind.removeprefix("*")
-        if (bare.removeprefix("k") if bare != kind else bare) not in _DTYPES or hint not in ("", "D"):
-            raise ValueError(f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's")
+        if (bare.removeprefix("k") if bare != kind else bare) not in _DTYPES or hint not in (
+            "",
+            "D",
+        ):
+            raise ValueError(
+                f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's"
+            )
         return Item(kind, divisible=hint == "D")
 
 
@@ -147,7 +167,10 @@ def read_specialization(text: str) -> list[Item]:
 
 def read_options(text: str) -> dict[str, Any]:
     """Options that are written as `num_warps=8;num_stages=2`."""
-    return {name: _Reader(value).value() for name, _, value in (o.partition("=") for o in text.split(";") if o)}
+    return {
+        name: _Reader(value).value()
+        for name, _, value in (o.partition("=") for o in text.split(";") if o)
+    }
 
 
 def write_value(value: Any) -> str:
@@ -178,9 +201,10 @@ def write_item(item: Item) -> str:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The module that a file is, imported once: as part of its package, or under a name that no other module has, since
-    this may be the user's own process. What lies beside it is found first while it is imported, as by a script, and
-    last afterwards. Raises FileNotFoundError, and whatever the file raises."""
+    """The module that a file is, imported once: as part of its package, or under a name that no
+    other module has, since this may be the user's own process. What lies beside it is found first
+    while it is imported, as by a script, and last afterwards. Raises FileNotFoundError, and
+    whatever the file raises."""
     root, name = path.parent, path.stem
     while (root / "__init__.py").exists():  # so that its relative imports are found
         root, name = root.parent, f"{root.name}.{name}"
@@ -214,8 +238,8 @@ def _module_of(path: Path) -> ModuleType:
 
 @lru_cache(None)
 def load(file: str, function: str) -> tuple[Any, list[Any]]:
-    """The @triton.jit function of that name, and its decorators, the outermost first. Raises AttributeError where there
-    is none, TypeError for anything else."""
+    """The @triton.jit function of that name, and its decorators, the outermost first. Raises
+    AttributeError where there is none, TypeError for anything else."""
     import triton
     from triton.runtime.autotuner import Autotuner, Heuristics
 
@@ -227,7 +251,9 @@ def load(file: str, function: str) -> tuple[Any, list[Any]]:
         layers.append(found)
         found = found.fn
     if not isinstance(found, triton.runtime.jit.JITFunction):
-        raise TypeError(f"{function} of {file} is no plain @triton.jit function: it is a {type(found).__name__}")
+        raise TypeError(
+            f"{function} of {file} is no plain @triton.jit function: it is a {type(found).__name__}"
+        )
     if sum(isinstance(layer, Autotuner) for layer in layers) > 1:
         raise TypeError(f"{function} of {file} has two @triton.autotune")
     return found, layers
@@ -241,12 +267,17 @@ def describe(fn: Any, layers: Sequence[Any] = ()) -> str:
     lines = [";".join(f"{k}={getattr(CUDAOptions, k)}" for k in SHAPES)]
     for p in fn.params:
         flags = {
-            "c": p.is_constexpr, "k": p.is_const, "s": p.do_not_specialize, "a": p.do_not_specialize_on_alignment,
+            "c": p.is_constexpr, "k": p.is_const, "s": p.do_not_specialize,
+            "a": p.do_not_specialize_on_alignment,
         }  # fmt: skip
         default = _write_default(p.default) if p.has_default else ""
-        lines.append(f"{p.name}|{p.annotation_type}|{''.join(k for k, v in flags.items() if v)}|{default}")
+        lines.append(
+            f"{p.name}|{p.annotation_type}|{''.join(k for k, v in flags.items() if v)}|{default}"
+        )
     if layers:
-        lines.append("#" + hashlib.sha256(f"{fn.cache_key} {triton.__version__}".encode()).hexdigest())
+        lines.append(
+            "#" + hashlib.sha256(f"{fn.cache_key} {triton.__version__}".encode()).hexdigest()
+        )
     for layer in layers:
         lines += _write_layer(layer)
     return "\n".join(lines)
@@ -276,7 +307,9 @@ def _write_default(value: Any) -> str:
     value = value.value if isinstance(value, tl.constexpr) else value
     short = {long: k for k, long in _DTYPES.items()}
     try:
-        return write_value(DType(short.get(str(value), str(value))) if isinstance(value, tl.dtype) else value)
+        return write_value(
+            DType(short.get(str(value), str(value))) if isinstance(value, tl.dtype) else value
+        )
     except TypeError:
         return "?"
 
@@ -292,9 +325,17 @@ class _Memory:
     def dtype(self) -> Any:
         import torch
 
-        names = {"u1": "bool", "fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2", "fp8e4b8": "float8_e4m3fnuz",
-                 "fp8e5b16": "float8_e5m2fnuz", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
-                 "fp64": "float64"}  # fmt: skip
+        names = {
+            "u1": "bool",
+            "fp8e4nv": "float8_e4m3fn",
+            "fp8e5": "float8_e5m2",
+            "fp8e4b8": "float8_e4m3fnuz",
+            "fp8e5b16": "float8_e5m2fnuz",
+            "bf16": "bfloat16",
+            "fp16": "float16",
+            "fp32": "float32",
+            "fp64": "float64",
+        }
         return getattr(torch, names.get(self.triton_dtype) or _DTYPES[self.triton_dtype])
 
     def element_size(self) -> int:
@@ -302,7 +343,9 @@ class _Memory:
         return size
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"C++ tells a decorator's function the dtype of a tensor, not its {name}")
+        raise AttributeError(
+            f"C++ tells a decorator's function the dtype of a tensor, not its {name}"
+        )
 
 
 class _Hooked(_Memory):
@@ -322,7 +365,8 @@ def _descriptor(dtype: str, block_shape: list[int]) -> Any:
 
 
 class _Watched(dict[str, Any]):
-    """A call's arguments, for functions that say what they depend on by reading it. What they add is their own."""
+    """A call's arguments, for functions that say what they depend on by reading it. What they add
+    is their own."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(given)
@@ -365,7 +409,8 @@ class _Watched(dict[str, Any]):
 
 
 def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
-    """What a decorator makes of a call: names that it depends on, and on a second line the answer."""
+    """What a decorator makes of a call: names that it depends on, and on a second line the
+    answer."""
     layer = layers[int(kind.lstrip(string.ascii_letters))]
     positional, keywords = _read_arguments(fn, arguments)
     if kind.startswith("heuristics"):
@@ -377,11 +422,18 @@ def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
         return f"{','.join(given.read)}\n{';'.join(found)}"
     if kind.startswith("hook"):
         config = max(
-            (c for c in layer.configs if set(write_config(c).split(";")) <= {*arguments.split(";")}),
+            (
+                c
+                for c in layer.configs
+                if set(write_config(c).split(";")) <= {*arguments.split(";")}
+            ),
             key=lambda c: len(c.all_kwargs()),
         )
         memory = {n: v for n, v in {**positional, **keywords}.items() if isinstance(v, _Memory)}
-        memory = {n: v if hasattr(v, "block_shape") else _Hooked(v.triton_dtype) for n, v in memory.items()}
+        memory = {
+            n: v if hasattr(v, "block_shape") else _Hooked(v.triton_dtype)
+            for n, v in memory.items()
+        }
         given = _Watched({**positional, **keywords, **memory})
         if config.pre_hook is not None:
             config.pre_hook(given)
@@ -403,19 +455,25 @@ def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
 def _write_set(name: str, value: Any) -> str:
     """A value that a heuristic set. Raises TypeError for what C++ cannot say."""
     if (text := _write_default(value)) == "?":
-        raise TypeError(f"@triton.heuristics makes {name} a {type(value).__name__}, which C++ cannot pass")
+        raise TypeError(
+            f"@triton.heuristics makes {name} a {type(value).__name__}, which C++ cannot pass"
+        )
     return text
 
 
 def _read_arguments(fn: Any, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments as C++ writes them: those by position, and those by name, which follow an item `*`."""
+    """Arguments as C++ writes them: those by position, and those by name, which follow an item
+    `*`."""
 
     def value(text: str) -> Any:
         found = _Reader(text).value(pointers=True)
         return _for_triton(found, fn)
 
     first, _, second = (f";{text};").partition(";*;")
-    parts = [dict(i.split("=", 1) for i in part.split(";") if i and i[0] != "@") for part in (first, second)]
+    parts = [
+        dict(i.split("=", 1) for i in part.split(";") if i and i[0] != "@")
+        for part in (first, second)
+    ]
     positional, keywords = ({k: value(v) for k, v in part.items()} for part in parts)
     return positional, keywords
 
@@ -439,7 +497,9 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
 
     items = read_specialization(specialization)
     if len(items) != len(fn.params):
-        raise ValueError(f"{fn.__name__} has {len(fn.params)} parameters, {specialization!r} has {len(items)}")
+        raise ValueError(
+            f"{fn.__name__} has {len(fn.params)} parameters, {specialization!r} has {len(items)}"
+        )
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -447,15 +507,22 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
         if isinstance(item.type, tuple):
             return tuple(signature(x, (*path, k)) for k, x in enumerate(item.type))
         if item.type == "constexpr":
-            constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value, fn)
+            constants[path] = (
+                fn.params[path[0]].default if item.value is ... else _for_triton(item.value, fn)
+            )
         if item.divisible:
             attributes[path] = [["tt.divisibility", 16]]
         return item.type.replace(",", ", ")  # a descriptor's
 
-    types = {p.name: signature(item, (k,)) for k, (p, item) in enumerate(zip(fn.params, items, strict=True))}
+    types = {
+        p.name: signature(item, (k,))
+        for k, (p, item) in enumerate(zip(fn.params, items, strict=True))
+    }
     chosen = read_options(options)
     chosen["debug"] = chosen.get("debug", fn.debug) or triton.knobs.runtime.debug
-    unknown = sorted(chosen.keys() - set(triton.backends.nvidia.compiler.CUDAOptions.__dataclass_fields__))
+    unknown = sorted(
+        chosen.keys() - set(triton.backends.nvidia.compiler.CUDAOptions.__dataclass_fields__)
+    )
     if unknown:
         raise ValueError(f"Triton has no option {', '.join(unknown)}")
     source = ASTSource(fn, types, constants, attributes)
@@ -478,7 +545,8 @@ def _write_descriptor(meta: dict[str, Any]) -> str:
 
 @contextmanager
 def _alone(key: str) -> Iterator[None]:
-    """No two processes compile the same kernel at once: the second one finds it in Triton's cache."""
+    """No two processes compile the same kernel at once: the second one finds it in Triton's
+    cache."""
     import triton
 
     folder = Path(triton.knobs.cache.dir)

@@ -1,6 +1,6 @@
-"""Compiles Triton kernels outside of the process that wants them. Run as a script by `plait/runtime/cubin.py`, with a
-socket's number, the number of its parent process, the capability of a GPU, how long it does without workers in seconds,
-and empty folders.
+"""Compiles Triton kernels outside of the process that wants them. Run as a script by
+`plait/runtime/cubin.py`, with a socket's number, the number of its parent process, the capability
+of a GPU, how long it does without workers in seconds, and empty folders.
 
 It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a
 worker for every socket that comes in over its own: a worker is ready in milliseconds, and what all
@@ -53,7 +53,8 @@ def first(p0, s0):
 
 
 def load_module(name: str, text: str, folder: Path) -> ModuleType:
-    """The module of that text, imported from a file in `folder`, from which Triton reads a function's source."""
+    """The module of that text, imported from a file in `folder`, from which Triton reads a
+    function's source."""
     path = folder / f"{name}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -74,7 +75,9 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
     target = GPUTarget("cuda", job["capability"], 32)
     # Triton reads this variable once, when loaded.
-    made = triton.compile(source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]})
+    made = triton.compile(
+        source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]}
+    )
     image = made.asm[job["image"]]
     text = image if isinstance(image, bytes) else image.encode() + b"\0"  # as the driver wants it
     return facts_of(made.metadata), text
@@ -95,14 +98,20 @@ def facts_of(m: Any) -> dict[str, Any]:
 
 
 def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], bytes]:
-    """What goes out for a job: its cubin, or what the compiler says against it. The folders are empty afterwards, and
-    the environment is what it was."""
+    """What goes out for a job: its cubin, or what the compiler says against it. The folders are
+    empty afterwards, and the environment is what it was."""
     env = dict(os.environ)
     try:
         with tempfile.TemporaryDirectory(dir=roomy(folders), ignore_cleanup_errors=True) as name:
             tempfile.tempdir = name
-            only_last = str(int(job["image"] == "cubin"))  # the caller keeps what is made: no other stages on disk
-            ours = {**_OURS, "TRITON_STORE_BINARY_ONLY": only_last, "TRITON_CACHE_DIR": f"{name}/cache"}
+            only_last = str(
+                int(job["image"] == "cubin")
+            )  # the caller keeps what is made: no other stages on disk
+            ours = {
+                **_OURS,
+                "TRITON_STORE_BINARY_ONLY": only_last,
+                "TRITON_CACHE_DIR": f"{name}/cache",
+            }
             os.environ.update({**job["env"], **ours})
             facts, cubin = compile_job(job, Path(name))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
@@ -142,20 +151,21 @@ def work(jobs: socket.socket, folders: Sequence[Path]) -> None:
 
 
 def prepare(capability: int, folders: Sequence[Path]) -> None:
-    """Loads the compiler and all that it loads when first used. What fails here will fail with a job too, and be
-    told."""
+    """Loads the compiler and all that it loads when first used. What fails here will fail with a
+    job too, and be told."""
     try:
         import triton.runtime.cache
 
-        # The caller has the version of Triton in its keys: no second one, which is a hash of all of Triton's files.
+        # The caller has the version of Triton in its keys: no second one, which is a hash of all of
+        # Triton's files.
         triton.runtime.cache.triton_key = lambda: triton.__version__
     except ImportError:
         return
     options = {"num_warps": 4, "num_stages": 1}
     signature = {"p0": "*fp32", "s0": "i64"}
     job = {
-        "name": "first", "text": _FIRST, "signature": signature, "capability": capability, "aligned": [0],
-        "options": options, "env": {}, "image": "cubin",
+        "name": "first", "text": _FIRST, "signature": signature, "capability": capability,
+        "aligned": [0], "options": options, "env": {}, "image": "cubin",
     }  # fmt: skip
     answer(job, folders)
 

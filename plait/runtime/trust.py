@@ -1,4 +1,5 @@
-"""Whose files are loaded: a cache holds machine code, and whoever can write there can run it as you.
+"""Whose files are loaded: a cache holds machine code, and whoever can write there can run it as
+you.
 
 A folder is used if nobody but its user, root and those named by the option `trust` can change what
 lies in it or put another in its place: every folder on the way to it belongs to one of them and is

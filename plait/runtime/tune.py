@@ -1,9 +1,11 @@
-"""Which of several versions of a GPU kernel is fastest on the device at hand: measured once, then known on disk.
+"""Which of several versions of a GPU kernel is fastest on the device at hand: measured once, then
+known on disk.
 
-Comes in: a `Contest` a kernel. Goes out: an `Outcome` each. Outcomes lie in the cache folder by content (versions,
-sizes, device), also that a kernel stays as planned because time or memory was short, and one process of a machine
-measures at a time: whoever waited finds the outcome. So processes that share the folder run the same versions and
-compute the same numbers, except where `obstacle` kept one from measuring before another did.
+Comes in: a `Contest` a kernel. Goes out: an `Outcome` each. Outcomes lie in the cache folder by
+content (versions, sizes, device), also that a kernel stays as planned because time or memory was
+short, and one process of a machine measures at a time: whoever waited finds the outcome. So
+processes that share the folder run the same versions and compute the same numbers, except where
+`obstacle` kept one from measuring before another did.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from plait.runtime.cubin import Cubin, Job, pack, pool
 from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
 KERNEL_S = 0.1
-"""Time on the device for one kernel, all versions together, once each has run twice; two rounds are run at least."""
+"""Time on the device for one kernel, all versions together, once each has run twice; two rounds are
+run at least."""
 GRAPH_S = 20.0
-"""Time for the kernels of a graph: versions that are not with the compiler by then stay there as they are."""
+"""Time for the kernels of a graph: versions that are not with the compiler by then stay there as
+they are."""
 AHEAD = 2
 """Kernels whose versions compile while another is measured."""
 LOCK_S = 60.0
@@ -41,12 +45,14 @@ LOCK_S = 60.0
 MAX_REPEATS = 25
 MARGIN = 0.97
 MARGIN_US = 0.3
-"""How much faster than the first a version must be to take its place: what events cannot tell apart is no gain."""
+"""How much faster than the first a version must be to take its place: what events cannot tell apart
+is no gain."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A buffer that a kernel is measured with. Numbers that are no floats are 0, since they may be indices."""
+    """A buffer that a kernel is measured with. Numbers that are no floats are 0, since they may be
+    indices."""
 
     dtype: str
     nbytes: int
@@ -54,9 +60,9 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Contest:
-    """Versions of one kernel. labels: what each is called. version: the job of the one at a position, and how many
-    programs it is launched with; the first is what is taken unless another is faster. buffers, sizes: the arguments.
-    device: such as 'cuda:0'."""
+    """Versions of one kernel. labels: what each is called. version: the job of the one at a
+    position, and how many programs it is launched with; the first is what is taken unless another
+    is faster. buffers, sizes: the arguments. device: such as 'cuda:0'."""
 
     labels: tuple[str, ...]
     version: Callable[[int], tuple[Job, int]]
@@ -74,14 +80,21 @@ class Contest:
         """The name of its outcome in the store, whatever the kernel is called."""
         job, grid = self.planned
         job = replace(job, name="kernel", text=job.text.replace(f"def {job.name}(", "def kernel("))
-        facts = (torch.cuda.get_device_name(self.device), torch.version.cuda, job.key(), grid, self.buffers, self.sizes)
+        facts = (
+            torch.cuda.get_device_name(self.device),
+            torch.version.cuda,
+            job.key(),
+            grid,
+            self.buffers,
+            self.sizes,
+        )
         return key_of((*map(repr, facts), *self.labels))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which version to take. us: microseconds of each, infinite where one did not run. known: from the store. reason:
-    why nothing was measured (us is empty then), or ""."""
+    """Which version to take. us: microseconds of each, infinite where one did not run. known: from
+    the store. reason: why nothing was measured (us is empty then), or ""."""
 
     choice: int = 0
     us: tuple[float, ...] = ()
@@ -94,7 +107,11 @@ class Outcome:
             return f"not tuned: {self.reason}"
         best = f"{contest.labels[self.choice]} of {len(self.us)} versions"
         first = f"{self.us[0]:.1f} us, {contest.labels[0]}"
-        said = f"{first}: the best" if self.choice == 0 else f"{first} -> {self.us[self.choice]:.1f} us, {best}"
+        said = (
+            f"{first}: the best"
+            if self.choice == 0
+            else f"{first} -> {self.us[self.choice]:.1f} us, {best}"
+        )
         return said + (", measured before" if self.known else "")
 
 
@@ -117,7 +134,9 @@ def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
 def missing_device(contest: Contest) -> str:
     """Why its versions can never be measured by this process, or ""."""
     capability = contest.planned[0].capability
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(contest.device) == divmod(capability, 10):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(contest.device) == divmod(
+        capability, 10
+    ):
         return ""
     return f"no device with sm_{capability} at hand"
 
@@ -128,7 +147,8 @@ def obstacle() -> str:
         return "a CUDA graph is being recorded"
     ranks = torch.distributed
     if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-        return "other ranks may wait for this one"  # the device too, for a collective that they take part in
+        # The device too, for a collective that they take part in.
+        return "other ranks may wait for this one"
     return ""
 
 
@@ -138,7 +158,11 @@ def _measured(contests: Sequence[Contest], store: Store, cfg: Config) -> Iterato
     submitted: deque[Versions] = deque()
     rest = iter(contests)
     for contest in contests:
-        while len(submitted) <= AHEAD and time.monotonic() < deadline and (another := next(rest, None)):
+        while (
+            len(submitted) <= AHEAD
+            and time.monotonic() < deadline
+            and (another := next(rest, None))
+        ):
             submitted.append(_submitted(another, cfg))
         if submitted:
             outcome = _measure(contest, submitted.popleft())
@@ -197,8 +221,8 @@ def _found(contest: Contest, store: Store) -> Outcome | None:
 
 @contextmanager
 def _alone(store: Store) -> Iterator[str]:
-    """No other process of this machine measures inside, unless the store's folder cannot be written or has no locks.
-    Gives a reason not to measure if another does for too long."""
+    """No other process of this machine measures inside, unless the store's folder cannot be written
+    or has no locks. Gives a reason not to measure if another does for too long."""
     try:
         folder = store.folder.expanduser()
         make_folder(folder)
@@ -212,7 +236,9 @@ def _alone(store: Store) -> Iterator[str]:
         yield "" if _locked(handle) else f"another process has measured for {LOCK_S:.0f} s"
     finally:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a child that was forked inside has it open
+            fcntl.flock(
+                handle, fcntl.LOCK_UN
+            )  # closing is not enough: a child that was forked inside has it open
         os.close(handle)
 
 
@@ -233,22 +259,30 @@ def _locked(handle: int) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------- on the device
+# ------------------------------------------------------------------------------------ on the device
 def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]) -> list[float]:
     """Microseconds of each version with cold caches, infinite for one that does not run."""
     device = torch.device(contest.device)
-    with torch.utils._python_dispatch._disable_current_modes(), torch.cuda.device(device), torch.no_grad():
+    with (
+        torch.utils._python_dispatch._disable_current_modes(),
+        torch.cuda.device(device),
+        torch.no_grad(),
+    ):
         buffers = _buffers(contest.buffers, device)
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         sweep = torch.empty(4 * cache, dtype=torch.int8, device=device)
         pointers = [b.data_ptr() for b in buffers]
         runs: dict[int, Callable[[], None]] = {}
-        with _file({str(k): cubin for k, (_, _, cubin) in enumerate(versions) if cubin is not None}) as path:
+        with _file(
+            {str(k): cubin for k, (_, _, cubin) in enumerate(versions) if cubin is not None}
+        ) as path:
             for k, (_, grid, cubin) in enumerate(versions):
                 if cubin is None:
                     continue
                 try:
-                    kernel = load_cubin(path, str(k), device.index or 0, len(pointers) + len(contest.sizes))
+                    kernel = load_cubin(
+                        path, str(k), device.index or 0, len(pointers) + len(contest.sizes)
+                    )
                     run = partial(launch_cubin, kernel, pointers, contest.sizes, grid)
                     run()
                     runs[k] = run
@@ -271,7 +305,9 @@ def _buffers(wanted: Sequence[Scratch], device: torch.device) -> list[torch.Tens
             made.append(torch.zeros(b.nbytes, dtype=torch.uint8, device=device))
         else:
             made.append(
-                torch.empty(b.nbytes // dtype.itemsize, dtype=dtype, device=device).normal_(generator=generator)
+                torch.empty(b.nbytes // dtype.itemsize, dtype=dtype, device=device).normal_(
+                    generator=generator
+                )
             )
     return made
 
@@ -286,7 +322,8 @@ def _file(cubins: Mapping[str, Cubin]) -> Iterator[str]:
 
 
 def _race(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[int, float]:
-    """The median time of each. Those that are far behind after a first round run no more; the first always does."""
+    """The median time of each. Those that are far behind after a first round run no more; the first
+    always does."""
     times = {k: [us] for k, us in _round(runs, sweep).items()}
     if not times:
         return {}

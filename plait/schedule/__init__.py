@@ -1,7 +1,7 @@
 """From loops to kernels: dependences, inlining, fusion, order, memory.
 
-Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and gives data that can be
-looked at.
+Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and
+gives data that can be looked at.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     loops = log("normal form", normalise, loops, bodies)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead, loops, bodies)
-    loops = log("settle layouts", settle_layouts, loops, bodies)  # before splitting, which asks what is contiguous
+    loops = log(
+        "settle layouts", settle_layouts, loops, bodies
+    )  # before splitting, which asks what is contiguous
     split = log("split reductions", split_reductions, loops, bodies)
     draft = log("form kernels", form, split, bodies)
     draft = log("fuse", fuse, draft, cfg)

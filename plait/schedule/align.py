@@ -1,9 +1,9 @@
 """Making two iteration spaces one: which axis of the one is which axis of the other.
 
-Two loops that touch one buffer say through their indices how their axes belong together. Axes are split where their
-cuts differ (an axis of 64*16 against axes of 64 and of 16): a variable becomes an affine combination of finer ones, so
-no division appears. Axes that no buffer ties are matched in order where their sizes agree. What comes out is a
-proposal: the caller checks every dependence.
+Two loops that touch one buffer say through their indices how their axes belong together. Axes are
+split where their cuts differ (an axis of 64*16 against axes of 64 and of 16): a variable becomes an
+affine combination of finer ones, so no division appears. Axes that no buffer ties are matched in
+order where their sizes agree. What comes out is a proposal: the caller checks every dependence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import is_arg
-from plait.ir.sizes import Atom, Expr, Size, add, floordiv, free_symbols, mul, numel, product, substitute, symbol
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    floordiv,
+    free_symbols,
+    mul,
+    numel,
+    product,
+    substitute,
+    symbol,
+)
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]
@@ -31,8 +43,9 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """One space for a host and a guest. host, guest: their variables in terms of the new ones (those that stay are left
-    out). full: a guest without reduced axes runs at every point of vars x rvars."""
+    """One space for a host and a guest. host, guest: their variables in terms of the new ones
+    (those that stay are left out). full: a guest without reduced axes runs at every point of vars x
+    rvars."""
 
     space: Space
     host: Env
@@ -80,9 +93,17 @@ class _Matcher:
 
     # ---- state
     def save(self) -> tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]:
-        return (dict(self.env), set(self.free_host), set(self.free_guest), dict(self.pieces), self.splits)
+        return (
+            dict(self.env),
+            set(self.free_host),
+            set(self.free_guest),
+            dict(self.pieces),
+            self.splits,
+        )
 
-    def restore(self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]) -> None:
+    def restore(
+        self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]
+    ) -> None:
         self.env, self.free_host, self.free_guest, self.pieces, self.splits = saved
 
     def host_at(self, e: Size) -> Size:
@@ -105,7 +126,8 @@ class _Matcher:
         self.env[a] = value
 
     def split(self, a: Atom, inner: Size) -> tuple[Atom, Atom]:
-        """Cuts an axis into an outer and an inner one. Raises _Conflict where inner does not divide it."""
+        """Cuts an axis into an outer and an inner one. Raises _Conflict where inner does not divide
+        it."""
         assert a.extent is not None
         outer = divided(a.extent, inner)
         if outer is None or self.splits >= MAX_SPLITS:
@@ -185,7 +207,13 @@ class _Matcher:
         """Pairs the axes of host and guest variables that are still free, in order."""
         hs = [_atom(p) for v in host for p in self.parts(v) if _atom(p) in self.free_host]
         renamed = [self.rename[_atom(v)] for v in guest]
-        gs = [_atom(p) for v in renamed if isinstance(v, Expr) for p in self.parts(v) if _atom(p) in self.free_guest]
+        gs = [
+            _atom(p)
+            for v in renamed
+            if isinstance(v, Expr)
+            for p in self.parts(v)
+            if _atom(p) in self.free_guest
+        ]
         if not gs and not hs:
             return True
         saved = self.save()
@@ -207,8 +235,8 @@ def _var(a: Atom) -> Expr:
 
 
 def radix(e: Size) -> list[Atom] | None:
-    """The variables of an index that counts through a range without gaps (8*a + b with b < 8), innermost first; None
-    for any other."""
+    """The variables of an index that counts through a range without gaps (8*a + b with b < 8),
+    innermost first; None for any other."""
     if isinstance(e, int):
         return [] if e == 0 else None
     if e.const != 0:
@@ -241,7 +269,8 @@ def radix(e: Size) -> list[Atom] | None:
 
 
 def _first_cut(e: Size) -> tuple[Atom, Size] | None:
-    """(variable, inner extent) of a split that removes a division or remainder from e; None where there is none."""
+    """(variable, inner extent) of a split that removes a division or remainder from e; None where
+    there is none."""
     for a in _atoms(e):
         if a.kind not in ("div", "mod"):
             continue
@@ -274,10 +303,15 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
 
 
 def align(
-    host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh: Fresh, across: bool = False
+    host: Space,
+    guest: Space,
+    ties: Sequence[tuple[Index, Index]],
+    fresh: Fresh,
+    across: bool = False,
 ) -> Alignment | None:
-    """One space for both, or None. A guest without reduced axes may have the host's outer space or its full one; with
-    them, it reduces what the host does, or (across) outer axes of it, as the ties say.
+    """One space for both, or None. A guest without reduced axes may have the host's outer space or
+    its full one; with them, it reduces what the host does, or (across) outer axes of it, as the
+    ties say.
 
     ties: indices with which host and guest touch a common buffer, the most binding first."""
     full = False
@@ -320,12 +354,14 @@ def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:
 
 
 def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space, across: bool) -> bool:
-    """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones, or (across) outer
-    ones."""
+    """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones, or
+    (across) outer ones."""
     if not guest.rvars:  # it has one level, which align chose
         return True
     outer = {_atom(v) for v in vars_}
-    for vs, want in ((guest.rvars, True),) if across else ((guest.vars, True), (guest.rvars, False)):
+    for vs, want in (
+        ((guest.rvars, True),) if across else ((guest.vars, True), (guest.rvars, False))
+    ):
         for v in vs:
             used = free_symbols(m.guest_at(v))
             if any((a in outer) != want for a in used if a.extent is not None):

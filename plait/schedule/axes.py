@@ -1,8 +1,9 @@
-"""The axes of a finished kernel: in memory order, as few and as long as can be, under canonical names.
+"""The axes of a finished kernel: in memory order, as few and as long as can be, under canonical
+names.
 
-Two axes that lie side by side become one where every access, linearised with its buffer's strides, sees them as one
-range; so a contiguous pointwise loop of any rank ends in one axis. The last axis is the one with the smallest strides
-for most bytes.
+Two axes that lie side by side become one where every access, linearised with its buffer's strides,
+sees them as one range; so a contiguous pointwise loop of any rank ends in one axis. The last axis
+is the one with the smallest strides for most bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.ir.sizes import Atom, Expr, Size, add, coefficient, floordiv, free_symbols, mod, mul, substitute, symbol
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    coefficient,
+    floordiv,
+    free_symbols,
+    mod,
+    mul,
+    substitute,
+    symbol,
+)
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 
@@ -19,8 +32,8 @@ Env = dict[Atom, Size]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Something that depends on the variables: the linear address of a load or store, or an integer that a body
-    computes (nbytes 0). nbytes: of an element; a store counts twice."""
+    """Something that depends on the variables: the linear address of a load or store, or an integer
+    that a body computes (nbytes 0). nbytes: of an element; a store counts twice."""
 
     flat: Size
     nbytes: int
@@ -51,12 +64,17 @@ class _Table:
         self.strides: list[dict[Atom, Size | None]] = []
         atoms = {_atom(v): v for v in vars_}
         for a in unique:
-            used = [x for x in free_symbols(a.flat) if x in atoms] if not isinstance(a.flat, int) else []
+            used = (
+                [x for x in free_symbols(a.flat) if x in atoms]
+                if not isinstance(a.flat, int)
+                else []
+            )
             self.strides.append({x: coefficient(a.flat, x) for x in used})
             self.weights.append(a.nbytes * hint_numel((extent(atoms[x]) for x in used), hints))
 
     def before(self, a: Atom, b: Atom) -> int:
-        """> 0 if a belongs outside of b: bytes for which a has the larger stride less those for which b has."""
+        """Positive if a belongs outside of b: bytes for which a has the larger stride, less those
+        for which b has it."""
         votes = 0
         for strides, weight in zip(self.strides, self.weights, strict=True):
             x, y = strides.get(a), strides.get(b)
@@ -103,11 +121,17 @@ def _divisions(e: Size) -> int:
     """How many divisions, remainders and the like an expression holds."""
     if isinstance(e, int):
         return 0
-    return sum(1 + _divisions(a.a) + _divisions(a.b) for mono, _ in e.terms for a in mono if a.kind != "sym")
+    return sum(
+        1 + _divisions(a.a) + _divisions(a.b)
+        for mono, _ in e.terms
+        for a in mono
+        if a.kind != "sym"
+    )
 
 
 def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
-    """Variables from the largest strides to the smallest, by insertion so that ties keep their order."""
+    """Variables from the largest strides to the smallest, by insertion so that ties keep their
+    order."""
     out: list[Expr] = []
     for v in vars_:
         k = len(out)
@@ -118,7 +142,11 @@ def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
 
 
 def choose_axes(
-    vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool, hints: Hints
+    vars_: Sequence[Expr],
+    rvars: Sequence[Expr],
+    accesses: Sequence[Access],
+    ordered: bool,
+    hints: Hints,
 ) -> Axes:
     """The axes of a kernel. ordered: reduced axes must keep their order."""
     table = _Table((*vars_, *rvars), accesses, hints)

@@ -1,6 +1,7 @@
 """What things cost: bytes and cycles from loop bodies, as numbers to decide with.
 
-Sizes may be symbolic: `hint` puts what the program's hints say, or else a plausible number, in place of every symbol.
+Sizes may be symbolic: `hint` puts what the program's hints say, or else a plausible number, in
+place of every symbol.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def buffer_nbytes(b: Buffer, hints: Hints) -> int:
 
 
 def evaluations(vars_: Sequence[Expr], load: Node, hints: Hints) -> int:
-    """How often the value behind a load is needed in a loop over vars: values that do not depend on inner variables are
-    made once outside."""
+    """How often the value behind a load is needed in a loop over vars: values that do not depend on
+    inner variables are made once outside."""
     if load.args:
         return hint_numel(map(extent, vars_), hints)
     used = {a for e in index_exprs(load) if not isinstance(e, int) for a in free_symbols(e)}

@@ -1,9 +1,9 @@
 """Who reads and writes what: the dependences between the ops of a LoopProgram.
 
-Comes in: ops in program order, which gives meaning to buffers that are written more than once (pieces, updates in
-place, mutated inputs). Goes out: for every op the ops that must run before it. Buffers that share memory (Alias,
-results of view-like externs) count as one. `Bodies` remembers what was found out about loop bodies; it is made once a
-program and handed around.
+Comes in: ops in program order, which gives meaning to buffers that are written more than once
+(pieces, updates in place, mutated inputs). Goes out: for every op the ops that must run before it.
+Buffers that share memory (Alias, results of view-like externs) count as one. `Bodies` remembers
+what was found out about loop bodies; it is made once a program and handed around.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def node_cost(n: ir.Node) -> float:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a body does at one point. loads: its load nodes, each once; indices: its index nodes.
-    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size: number of nodes."""
+    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size: number
+    of nodes."""
 
     loads: tuple[ir.Node, ...]
     indices: tuple[ir.Node, ...]
@@ -158,7 +159,8 @@ def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
 
 
 def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
-    """For every buffer that may share memory with another one, the name that stands for that memory."""
+    """For every buffer that may share memory with another one, the name that stands for that
+    memory."""
     root: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -252,8 +254,9 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
 
 
 def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
-    """Adds what comes from integers that are found at run time, and from assertions on them: what depends on such an
-    integer, or on the op that brings it, waits for all that the program asserts of it before."""
+    """Adds what comes from integers that are found at run time, and from assertions on them: what
+    depends on such an integer, or on the op that brings it, waits for all that the program asserts
+    of it before."""
     brings = _integers(program)
     if not brings:
         return
@@ -271,8 +274,8 @@ def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int
 
 
 def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:
-    """The symbols whose values ops bring: of the ops that bring some, by place. A symbol that is computed comes with
-    the last of its own symbols."""
+    """The symbols whose values ops bring: of the ops that bring some, by place. A symbol that is
+    computed comes with the last of its own symbols."""
     definer: dict[str, int] = {}  # the first: others write into what it made
     for k, op in enumerate(program.ops):
         for name in defines(op):
@@ -309,8 +312,8 @@ def read_for_symbols(program: ir.LoopProgram) -> dict[str, frozenset[str]]:
 
 
 def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
-    """The program without loops, views and effect-free calls whose results nobody uses; unused results of other ops
-    become None."""
+    """The program without loops, views and effect-free calls whose results nobody uses; unused
+    results of other ops become None."""
     needed = set(output_buffers(program))
     sources = read_for_symbols(program)
     kept: list[ir.Op] = []

@@ -1,4 +1,5 @@
-"""From ordered units to a Plan: kernels are made, and buffers get the step after which nobody needs them."""
+"""From ordered units to a Plan: kernels are made, and buffers get the step after which nobody needs
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from dataclasses import replace
 
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import Access, choose_axes
-from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, read_for_symbols, roots
+from plait.schedule.deps import (
+    load_of,
+    loop_outs,
+    memory_roots,
+    output_buffers,
+    read_for_symbols,
+    roots,
+)
 from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
@@ -64,12 +72,16 @@ class _Finisher:
             for n in facts.loads
             if load_of(n).buf not in made or isinstance(m.loop, Scatter)
         ]
-        self.stores = [both for m in self.group.members for both in m.stored if both[0] in unit.writes]
+        self.stores = [
+            both for m in self.group.members for both in m.stored if both[0] in unit.writes
+        ]
 
     def kernel(self, names: Names) -> Kernel:
         """The kernel, on the best axes."""
         g = self.group
-        axes = choose_axes(g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)), self.hints)
+        axes = choose_axes(
+            g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)), self.hints
+        )
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
         stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.unit.writes]

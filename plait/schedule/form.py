@@ -1,7 +1,7 @@
 """The draft of a plan: which loops run together, and what must come before what.
 
-A unit is what the order is made of: one group of loops, or one op that is no loop. `form` starts with a group a loop.
-Once the order is known, `pack` may join units to one.
+A unit is what the order is made of: one group of loops, or one op that is no loop. `form` starts
+with a group a loop. Once the order is known, `pack` may join units to one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from plait.schedule.plan import Refusal
 @dataclass(slots=True)
 class Draft:
     """A program cut into groups. preds: of every op. groups: in program order of their first loops.
-    walks: buffers of partial sums -> the sums as they were before they were cut. refusals: why loops stayed apart."""
+    walks: buffers of partial sums -> the sums as they were before they were cut. refusals: why
+    loops stayed apart."""
 
     program: LoopProgram
     bodies: Bodies
@@ -30,8 +31,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A step in the making. item: a group, several in a pack, or an op that is no loop. ops: places in the program.
-    preds: units that come before it. reads, writes: buffers (an update is a write)."""
+    """A step in the making. item: a group, several in a pack, or an op that is no loop. ops:
+    places in the program. preds: units that come before it. reads, writes: buffers (an update is
+    a write)."""
 
     item: Group | Pack | Op
     ops: tuple[int, ...]
@@ -64,10 +66,12 @@ def form(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> 
 
 
 def units(draft: Draft) -> list[Unit]:
-    """The units of a draft in the order of their first ops, which need not be an order that works once groups are
-    fused."""
+    """The units of a draft in the order of their first ops, which need not be an order that works
+    once groups are fused."""
     ops = draft.program.ops
-    items: list[tuple[int, Group | Op, tuple[int, ...]]] = [(g.members[0].op, g, tuple(g.ops)) for g in draft.groups]
+    items: list[tuple[int, Group | Op, tuple[int, ...]]] = [
+        (g.members[0].op, g, tuple(g.ops)) for g in draft.groups
+    ]
     items += [(k, op, (k,)) for k, op in enumerate(ops) if as_loop(op) is None]
     items.sort(key=lambda t: t[0])
     unit_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}

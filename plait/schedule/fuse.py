@@ -1,9 +1,10 @@
 """Fusion: groups that share data become one kernel.
 
-Each group, in program order, is offered to the groups that made what it reads and to those that read the same; the pair
-that saves most bytes goes first. Two groups fuse when `align` finds one space for both, every dependence between them
-is at the same point (or on a reduction's result at its outer point), no step outside lies between them, and the kernel
-stays within limits. Each refusal is a Reason.
+Each group, in program order, is offered to the groups that made what it reads and to those that
+read the same; the pair that saves most bytes goes first. Two groups fuse when `align` finds one
+space for both, every dependence between them is at the same point (or on a reduction's result at
+its outer point), no step outside lies between them, and the kernel stays within limits. Each
+refusal is a Reason.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
-from plait.ir.sizes import Atom, Expr, Size, add, free_symbols, is_contiguous, mul, substitute, symbol
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    free_symbols,
+    is_contiguous,
+    mul,
+    substitute,
+    symbol,
+)
 from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
@@ -28,7 +39,9 @@ MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
-MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
+MAX_DISTANCE = (
+    128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
+)
 TINY_NBYTES = 4096  # whatever moves no more keeps nothing alive that matters
 NEAR = 24  # ops between groups that are joined though they are not as tiny
 LARGE_NUMEL = 1 << 16
@@ -36,8 +49,8 @@ LARGE_NUMEL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece', 'update' or 'sum' (over outer
-    variables, so it is known at the end). full: at full level."""
+    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece', 'update'
+    or 'sum' (over outer variables, so it is known at the end). full: at full level."""
 
     kind: str
     index: Index
@@ -45,8 +58,8 @@ class _Write:
 
 
 class _Node:
-    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run before it (bit k is op
-    k)."""
+    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run
+    before it (bit k is op k)."""
 
     def __init__(self, draft: Draft, group: Group) -> None:
         self.group = group
@@ -136,8 +149,8 @@ class _Fuser:
         return replace(self.draft, groups=groups, refusals=refusals)
 
     def _join_tiny(self) -> None:
-        """Fuses groups of one shape that are not worth a launch each, whatever they read (also where one reduces and
-        the other runs at its outer points)."""
+        """Fuses groups of one shape that are not worth a launch each, whatever they read (also
+        where one reduces and the other runs at its outer points)."""
         last: dict[tuple[Size, ...], int] = {}
         for k in sorted(self.nodes):
             node = self.nodes[k]
@@ -160,7 +173,9 @@ class _Fuser:
 
     def _drop_unit_axes(self, node: _Node) -> None:
         g = node.group
-        unit: Env = {v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1}
+        unit: Env = {
+            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
+        }
         if not unit:
             return
         g.vars = tuple(v for v in g.vars if v.symbol not in unit)
@@ -168,8 +183,8 @@ class _Fuser:
         self._rebase(node, unit, False)
 
     def _grow(self, k: int, sharing: bool) -> None:
-        """Fuses group k with the best of its candidates until none is left. sharing: also with those that only read the
-        same."""
+        """Fuses group k with the best of its candidates until none is left. sharing: also with
+        those that only read the same."""
         tried: set[int] = set()
         fused = True
         while fused:
@@ -227,7 +242,9 @@ class _Fuser:
         if isinstance(found, Reason):
             for k, rows in ((b, x), (a, y)):
                 columns = self._across(rows, self.nodes[k])
-                if columns is not None and isinstance(across := self._align(rows, columns), Alignment):
+                if columns is not None and isinstance(
+                    across := self._align(rows, columns), Alignment
+                ):
                     self.nodes[k] = columns
                     host, guest, found = rows, columns, across
                     break
@@ -239,7 +256,13 @@ class _Fuser:
     def _across(self, rows: _Node, columns: _Node) -> _Node | None:
         """A group of one sum as what runs across rows, if it may."""
         whole = self.draft.walks.get(columns.group.name)
-        if whole is None or len(columns.members) > 1 or rows.running or rows.ordered or not rows.group.rvars:
+        if (
+            whole is None
+            or len(columns.members) > 1
+            or rows.running
+            or rows.ordered
+            or not rows.group.rvars
+        ):
             return None
         if any(w.kind == "update" for w in rows.writes.values()):
             return None
@@ -318,22 +341,30 @@ class _Fuser:
         why = self._walks(found.space, {**new_host, **new_guest})
         if why is not None:
             return why
-        for w, r, makers, users in ((host, guest, new_host, new_guest), (guest, host, new_guest, new_host)):
+        for w, r, makers, users in (
+            (host, guest, new_host, new_guest),
+            (guest, host, new_guest, new_host),
+        ):
             why = self._dependences(w, r, makers, users)
             if why is not None:
                 return why
         return found
 
     def _walks(self, space: Space, members: Mapping[int, Member]) -> Reason | None:
-        """A Reason if there are members across, and no program of the device can walk the rows for them."""
+        """A Reason if there are members across, and no program of the device can walk the rows for
+        them."""
         sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
         if not sums:
             return None
         outer = {v.symbol for v in space.vars}
         rows = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
-        if len({m.parts for m, _ in sums}) > 1 or any({a for a in r if a.extent is not None} != outer for r in rows):
+        if len({m.parts for m, _ in sums}) > 1 or any(
+            {a for a in r if a.extent is not None} != outer for r in rows
+        ):
             return Reason("sums run over different rows")
-        sites = [(m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads]
+        sites = [
+            (m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads
+        ]
         m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
         flat = flat_index(self.buffers[load.buf], m.at(load.index))
         if not any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in space.rvars):
@@ -418,7 +449,8 @@ class _Fuser:
                 todo += self.users[u]
 
     def _rebase(self, node: _Node, env: Env, full: bool) -> None:
-        """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""
+        """Moves a group's members to new variables. full: pointwise ones are at full level from now
+        on."""
         members = [moved(m, env, full) for m in node.group.members]
         node.group.members = members
         node.members = {m.op: m for m in members}

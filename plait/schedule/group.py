@@ -1,9 +1,9 @@
 """Groups: kernels in the making.
 
-A group is one iteration space and the loops that run in it, each with a map from its own variables to the group's.
-Fusing two groups joins their members and composes the maps; bodies are rewritten once, when `statements` turns the
-finished group into the statements of a Kernel. Members stay in program order, so a value is always there before it is
-used.
+A group is one iteration space and the loops that run in it, each with a map from its own variables
+to the group's. Fusing two groups joins their members and composes the maps; bodies are rewritten
+once, when `statements` turns the finished group into the statements of a Kernel. Members stay in
+program order, so a value is always there before it is used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Index = tuple[Size, ...]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A loop in a group. op: its place in the program. env: its variables in terms of the group's (those that keep
-    their name are left out). full: it runs at every point of vars x rvars, otherwise once a point of vars. parts: a
-    Reduction runs across the group, at full level: what it reduces are the outer variables, in so many parts."""
+    """A loop in a group. op: its place in the program. env: its variables in terms of the group's
+    (those that keep their name are left out). full: it runs at every point of vars x rvars,
+    otherwise once a point of vars. parts: a Reduction runs across the group, at full level: what it
+    reduces are the outer variables, in so many parts."""
 
     op: int
     loop: Loop
@@ -58,8 +59,8 @@ class Member:
 
 @dataclass(slots=True)
 class Group:
-    """One kernel in the making. name: of its first result, for messages. reads, writes: buffers, in order of first
-    use."""
+    """One kernel in the making. name: of its first result, for messages. reads, writes: buffers, in
+    order of first use."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -85,7 +86,8 @@ def new_group(op: int, loop: Loop) -> Group:
 
 
 def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
-    """A member after its group's variables became env. full: what is pointwise is at full level now."""
+    """A member after its group's variables became env. full: what is pointwise is at full level
+    now."""
     full = m.full or (full and not isinstance(m.loop, Reduction))
     if not env:
         return m if full == m.full else replace(m, full=full)
@@ -119,8 +121,8 @@ def store_index(loop: Pointwise | Scatter) -> Index:
 
 
 class _Body:
-    """Rewrites bodies of members into the group's variables, with loads of values that the group itself made replaced
-    by their nodes."""
+    """Rewrites bodies of members into the group's variables, with loads of values that the group
+    itself made replaced by their nodes."""
 
     def __init__(self) -> None:
         self.made: dict[str, tuple[Index, Node]] = {}

@@ -1,10 +1,12 @@
 """Inlining: a pointwise loop vanishes into the loops that read it.
 
-Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only where recomputing is
-cheaper than writing the result to memory and reading it back, within Config.max_recompute, and where no reader has more
-memory to keep alive than before. A buffer that must exist anyway (output, operand of an extern) may still be read
-around, where its loop hardly does more than move data. What is stored after all, and ends in a cast that keeps the
-value, is stored before the cast. Interning makes common subexpressions of what meets in one body the same node.
+Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only
+where recomputing is cheaper than writing the result to memory and reading it back, within
+Config.max_recompute, and where no reader has more memory to keep alive than before. A buffer that
+must exist anyway (output, operand of an extern) may still be read around, where its loop hardly
+does more than move data. What is stored after all, and ends in a cast that keeps the value, is
+stored before the cast. Interning makes common subexpressions of what meets in one body the same
+node.
 """
 
 from __future__ import annotations
@@ -103,11 +105,13 @@ class _Inliner:
         return replace(self.program, ops=tuple(self.ops), buffers=self.buffers)
 
     def _narrowed(self, k: int, loop: Pointwise) -> Pointwise:
-        """What makes the cast that a loop ends in, for all readers: of the value, which is stored without it, or of
-        where it is read."""
+        """What makes the cast that a loop ends in, for all readers: of the value, which is stored
+        without it, or of where it is read."""
         (value,) = loop.body.args
         facts = self.bodies.of((loop.body,))
-        if value.op == "load" and all(self._may(k, facts, r) for r in self.readers.get(loop.out, [])):
+        if value.op == "load" and all(
+            self._may(k, facts, r) for r in self.readers.get(loop.out, [])
+        ):
             return loop
         self.ops[k] = replace(loop, body=value)
         self.buffers[loop.out] = replace(self.buffers[loop.out], dtype=value.dtype)
@@ -182,7 +186,8 @@ class _Inliner:
         evaluated = sum(self._evaluations(r) for r in readers)
         nbytes = self._nbytes(loop.out)
         if len(readers) == 1 and evaluated <= points:
-            # Far from its reader, a result is put into memory if it is smaller than what it is made of.
+            # Far from its reader, a result is put into memory if it is smaller than what it is made
+            # of.
             return readers[0].op - k <= FAR or self._read_nbytes(facts, self.given) <= nbytes
         if not facts.loads and facts.cost <= COPY_COST:
             return True
@@ -201,7 +206,11 @@ class _Inliner:
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
         kind = kind_of(self.buffers[loop.out])
-        saved = kind.moved_ns(nbytes) * (1 + len(readers)) + kind.moved_ns(self._read_nbytes(facts)) + kind.launch_ns
+        saved = (
+            kind.moved_ns(nbytes) * (1 + len(readers))
+            + kind.moved_ns(self._read_nbytes(facts))
+            + kind.launch_ns
+        )
         return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
 
     def _evaluations(self, reader: _Reader) -> int:
@@ -212,9 +221,14 @@ class _Inliner:
 
 def _widens(n: Node) -> bool:
     """Whether a value is a cast of one that takes less memory and is equal to it."""
-    return n.op == "cast" and n.args[0].dtype.nbytes < n.dtype.nbytes and preserves(n.args[0].dtype, n.dtype)
+    return (
+        n.op == "cast"
+        and n.args[0].dtype.nbytes < n.dtype.nbytes
+        and preserves(n.args[0].dtype, n.dtype)
+    )
 
 
 def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:
-    """The program with pointwise loops inlined where that pays; those that nobody reads any more are still there."""
+    """The program with pointwise loops inlined where that pays; those that nobody reads any more
+    are still there."""
     return _Inliner(program, cfg, bodies).run() if cfg.fusion else program

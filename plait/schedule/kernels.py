@@ -1,6 +1,7 @@
 """From finished groups to Kernels: arguments, size symbols and names.
 
-Equal kernels (up to the names of buffers) get equal content hashes; a name is telling and unique in its program.
+Equal kernels (up to the names of buffers) get equal content hashes; a name is telling and unique in
+its program.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def make_kernel(
     origin: tuple[str, ...],
     hints: Hints,
 ) -> Kernel:
-    """A Kernel with its arguments and size symbols found in the statements: loaded buffers first, then stored ones."""
+    """A Kernel with its arguments and size symbols found in the statements: loaded buffers first,
+    then stored ones."""
     nodes = all_nodes(stmts)
     loaded = [load_of(n).buf for n in nodes if n.op == "load"]
     stored = [s.buf for s in stmts if isinstance(s, Store)]
@@ -42,7 +44,9 @@ def make_kernel(
     sizes = size_symbols(vars_ + rvars, stmts, nodes, args)
     work_ns = kernel_work_ns(vars_, rvars, stmts, nodes, buffers)
     values = tuple(hint(s, hints) for s in sizes)
-    return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin, (), values)
+    return Kernel(
+        name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin, (), values
+    )
 
 
 def packed(parts: Sequence[Kernel], names: Names) -> Kernel:
@@ -110,7 +114,11 @@ def size_symbols(
     found: dict[str, Atom] = {}
     for e in exprs:
         if not isinstance(e, int):
-            found.update((a.name, a) for a in free_symbols(e) if a not in loop and a.name != PART and not is_arg(a))
+            found.update(
+                (a.name, a)
+                for a in free_symbols(e)
+                if a not in loop and a.name != PART and not is_arg(a)
+            )
     return tuple(symbol(a.name, a.lo, a.hi, a.extent) for _, a in sorted(found.items()))
 
 
@@ -119,7 +127,8 @@ _MAX_WORDS = 4
 
 
 def origin_words(origins: Sequence[tuple[str, ...]]) -> list[str]:
-    """Names of ATen ops found in the origins of loops ('model.py:31 aten.softmax.int'), each once."""
+    """Names of ATen ops found in the origins of loops ('model.py:31 aten.softmax.int'), each
+    once."""
     words: dict[str, None] = {}
     for origin in origins:
         for text in origin:
@@ -148,7 +157,8 @@ class Names:
 def content_text(
     vars_: tuple[Expr, ...], rvars: tuple[Expr, ...], stmts: Sequence[Stmt], args: Sequence[Buffer]
 ) -> str:
-    """Everything that decides a kernel's code, with buffers and results of reductions named by position."""
+    """Everything that decides a kernel's code, with buffers and results of reductions named by
+    position."""
     bufs = {b.name: f"b{k}" for k, b in enumerate(args)}
     accs = {s.name: f"a{k}" for k, s in enumerate(s for s in stmts if isinstance(s, Reduce))}
     lines = [f"{v}<{extent(v)}" for v in vars_] + [f"r {v}<{extent(v)}" for v in rvars]
@@ -164,7 +174,9 @@ def content_text(
         else:
             rest = [number[a] for a in s.index_args]
             mask = None if s.mask is None else number[s.mask]
-            lines.append(f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}")
+            lines.append(
+                f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}"
+            )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """Layouts of intermediates: a buffer whose strides are free follows the memory order of what it is
 computed from.
 
-So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to extern calls are fixed
-before. Chosen before anything is decided that depends on which axis is contiguous.
+So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to
+extern calls are fixed before. Chosen before anything is decided that depends on which axis is
+contiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ..
 def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with the layouts of all its buffers chosen, producers before consumers."""
     buffers = dict(program.buffers)
-    for op in program.ops:  # what an input is overwritten with is computed in its layout, so that it can be there
+    for op in (
+        program.ops
+    ):  # what an input is overwritten with is computed in its layout, so that it can be there
         if isinstance(op, Mutate):
             new, old = buffers[op.source], buffers[op.target]
             if not new.fixed and new.shape == old.shape:
@@ -49,7 +52,9 @@ def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
         loop = as_loop(op)
         if loop is None:
             continue
-        sources = [(buffers[load_of(n).buf], load_of(n).index) for n in bodies.of(roots(loop)).loads]
+        sources = [
+            (buffers[load_of(n).buf], load_of(n).index) for n in bodies.of(roots(loop)).loads
+        ]
         for out, index in stored(loop):
             if out not in settled:
                 settled.add(out)
@@ -57,8 +62,11 @@ def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, buffers=buffers)
 
 
-def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]], hints: Hints) -> Buffer:
-    """out with the memory order of the largest source that is read at every point of out's index, if there is one.
+def follow(
+    out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]], hints: Hints
+) -> Buffer:
+    """out with the memory order of the largest source that is read at every point of out's index,
+    if there is one.
 
     index, sources: where out is stored and sources are loaded, over the same variables."""
     if out.fixed or len(out.shape) < 2:
@@ -89,7 +97,8 @@ def _only_var(e: Size) -> Atom | None:
 
 
 def _strides_of(vars_: Sequence[Atom | None], flat: Size, hints: Hints) -> list[int] | None:
-    """The strides of variables in an address; None where one of them (of more than one value) does not count."""
+    """The strides of variables in an address; None where one of them (of more than one value) does
+    not count."""
     out = []
     for v in vars_:
         if v is None:
@@ -103,8 +112,8 @@ def _strides_of(vars_: Sequence[Atom | None], flat: Size, hints: Hints) -> list[
 
 
 def unaligned(plan: Plan) -> frozenset[str]:
-    """Buffers that may start at any multiple of their element, since they are seen through a view with an offset. All
-    others start at multiples of 16 bytes."""
+    """Buffers that may start at any multiple of their element, since they are seen through a view
+    with an offset. All others start at multiples of 16 bytes."""
     found: set[str] = set()
     for step in plan.steps:
         if isinstance(step, Alias):

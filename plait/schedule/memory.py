@@ -1,9 +1,9 @@
-"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory, allocations of their own for
-the rest.
+"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory,
+allocations of their own for the rest.
 
-An arena is held for a whole call, so it can cost more than allocations that come and go: the peak of both is computed,
-and where the arena is worse its largest buffers are taken out of it. A kernel may write over a buffer that it reads for
-the last time, element by element.
+An arena is held for a whole call, so it can cost more than allocations that come and go: the peak
+of both is computed, and where the arena is worse its largest buffers are taken out of it. A kernel
+may write over a buffer that it reads for the last time, element by element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from functools import reduce
 
 from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate, fences
-from plait.ir.sizes import Expr, Mono, Size, add, ceildiv, floordiv, free_symbols, known_nonneg, mul, smax, total
+from plait.ir.sizes import (
+    Expr,
+    Mono,
+    Size,
+    add,
+    ceildiv,
+    floordiv,
+    free_symbols,
+    known_nonneg,
+    mul,
+    smax,
+    total,
+)
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
@@ -63,8 +75,8 @@ def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def lives(plan: Plan) -> dict[str, Life]:
-    """The lives of all buffers that the program makes; those that share memory with others end with the last of
-    them."""
+    """The lives of all buffers that the program makes; those that share memory with others end with
+    the last of them."""
     memory = memory_roots(plan.program.ops)
     start: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -78,12 +90,15 @@ def lives(plan: Plan) -> dict[str, Life]:
             end[memory.get(name, name)] = k
     for name in output_buffers(plan.program):
         end[memory.get(name, name)] = len(plan.steps)
-    return {n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)]) for n, k in start.items()}
+    return {
+        n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)])
+        for n, k in start.items()
+    }
 
 
 def donated(plan: Plan) -> list[Life]:
-    """The lives of the inputs that are freed after their last use. Each counts what it holds itself:
-    several may be views of one storage, between whose elements lie those of the others."""
+    """The lives of the inputs that are freed after their last use. Each counts what it holds
+    itself: several may be views of one storage, between whose elements lie those of the others."""
     last: dict[str, int] = {}
     for k, step in enumerate(plan.steps):
         last.update(dict.fromkeys(touched(step)[0], k))
@@ -95,8 +110,8 @@ def donated(plan: Plan) -> list[Life]:
 
 
 def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
-    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what may keep them, no
-    outputs, nothing that shares memory."""
+    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what
+    may keep them, no outputs, nothing that shares memory."""
     memory = memory_roots(plan.program.ops)
     barred = {*output_buffers(plan.program), *memory, *memory.values()}
     known = _known_at_start(plan.program)
@@ -125,17 +140,20 @@ def _known_at_start(program: LoopProgram) -> set[str]:
         if isinstance(source, tuple):
             if source[0] in inputs:
                 known.add(name)
-        elif source is not None and (isinstance(source, int) or all(a.name in known for a in free_symbols(source))):
+        elif source is not None and (
+            isinstance(source, int) or all(a.name in known for a in free_symbols(source))
+        ):
             known.add(name)
     return known
 
 
-# ------------------------------------------------------------------------------------------- takeovers
+# ---------------------------------------------------------------------------------------- takeovers
 def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
-    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers meant for the
-    arena.
+    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers
+    meant for the arena.
 
-    Both are in the arena, or both are allocations; a call's own result is not handed on to an output."""
+    Both are in the arena, or both are allocations; a call's own result is not handed on to an
+    output."""
     memory = memory_roots(plan.program.ops)
     outputs = set(output_buffers(plan.program))
     kept = {*outputs, *memory, *memory.values()}
@@ -186,10 +204,11 @@ def _held(e: Extern) -> tuple[str, ...]:
     return extern_reads(e) if e.may_keep else ()
 
 
-# ------------------------------------------------------------------------------------------- the arena
+# ---------------------------------------------------------------------------------------- the arena
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory for one buffer, or for several that take it over from each other. names: the first one gets the offset."""
+    """Memory for one buffer, or for several that take it over from each other. names: the first one
+    gets the offset."""
 
     names: tuple[str, ...]
     nbytes: Size
@@ -206,13 +225,16 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
         head = first[old] if old is not None and old in first else life.name
         first[life.name] = head
         chains.setdefault(head, []).append(life)
-    return [Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c)) for c in chains.values()]
+    return [
+        Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c))
+        for c in chains.values()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A block in the arena of the example. nbytes: what is counted for it. ends: it ends at the largest of these,
-    whatever the sizes are."""
+    """A block in the arena of the example. nbytes: what is counted for it. ends: it ends at the
+    largest of these, whatever the sizes are."""
 
     block: Block
     nbytes: Size
@@ -224,8 +246,9 @@ class _Placed:
 def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], Size]:
     """Offsets of the first name of every block, and the arena's size.
 
-    The sizes of the example decide which block lies above which. A block then starts where those below it end that live
-    at one time with it: two such blocks never meet, whatever the sizes are."""
+    The sizes of the example decide which block lies above which. A block then starts where those
+    below it end that live at one time with it: two such blocks never meet, whatever the sizes
+    are."""
     packed = _packed(all_blocks, hints)
     if all(isinstance(x.nbytes, int) for x in packed):
         return {x.block.names[0]: x.at for x in packed}, max((x.end for x in packed), default=0)
@@ -239,7 +262,8 @@ def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], S
 
 
 def _packed(some: Sequence[Block], hints: Hints) -> list[_Placed]:
-    """The blocks from the lowest to the highest: each in turn, the largest first, got the tightest gap that fits."""
+    """The blocks from the lowest to the highest: each in turn, the largest first, got the tightest
+    gap that fits."""
     placed: list[_Placed] = []
     busy = Timeline(max((b.end for b in some), default=0))
     largest = max((hint(b.nbytes, hints) for b in some), default=0)
@@ -267,8 +291,9 @@ def _right_below(x: _Placed, placed: Sequence[_Placed]) -> list[_Placed]:
 
 
 def _padded(nbytes: Size, hints: Hints, spare: int) -> Size:
-    """What to count for so many bytes if starts are rounded down to multiples of ALIGN: a sum of products that are not
-    negative. Each is a multiple of ALIGN itself, which spares divisions, if that costs no more than spare bytes."""
+    """What to count for so many bytes if starts are rounded down to multiples of ALIGN: a sum of
+    products that are not negative. Each is a multiple of ALIGN itself, which spares divisions, if
+    that costs no more than spare bytes."""
     if isinstance(nbytes, int):
         return _aligned(nbytes + ALIGN - 1)
     if not all(known_nonneg(_product(mono)) for mono, _ in nbytes.terms):
@@ -292,7 +317,8 @@ def _terms(e: Size) -> dict[Mono, int]:
 
 
 def _largest(some: Iterable[Size]) -> tuple[Size, ...]:
-    """Those that can be the largest of sums of products that are not negative; where that may be many, a bound."""
+    """Those that can be the largest of sums of products that are not negative; where that may be
+    many, a bound."""
     out: list[dict[Mono, int]] = [{}]
     for e in map(_terms, dict.fromkeys(some)):
         if not any(_covers(o, e) for o in out):
@@ -308,7 +334,8 @@ def _covers(a: Mapping[Mono, int], b: Mapping[Mono, int]) -> bool:
 
 
 def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
-    """The offset of the tightest gap of at least size bytes between busy ranges, sorted by start."""
+    """The offset of the tightest gap of at least size bytes between busy ranges, sorted by
+    start."""
     best: tuple[int, int] | None = None
     reach = 0
     for start, end in busy:
@@ -320,9 +347,11 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- peaks
-def peak_nbytes(all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: Mapping[int, int] | None = None) -> int:
-    """The most bytes alive at any step when each buffer is allocated and freed by itself (with hints for unknown
-    sizes). scratch: bytes that a step holds besides."""
+def peak_nbytes(
+    all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: Mapping[int, int] | None = None
+) -> int:
+    """The most bytes alive at any step when each buffer is allocated and freed by itself (with
+    hints for unknown sizes). scratch: bytes that a step holds besides."""
     change = [0] * (n_steps + 2)
     for life in all_lives:
         size = max(hint(life.nbytes, hints), 0)
@@ -336,8 +365,8 @@ def peak_nbytes(all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: 
 
 
 def convolution_scratch(plan: Plan) -> dict[int, int]:
-    """Step -> the bytes that a convolution may hold while it runs: its operands and results once more, in the layout of
-    the library that computes it."""
+    """Step -> the bytes that a convolution may hold while it runs: its operands and results once
+    more, in the layout of the library that computes it."""
     out = {}
     for k, step in enumerate(plan.steps):
         if isinstance(step, Extern) and "convolution" in step.op:
@@ -380,7 +409,8 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
 
 
 def _in_results(plan: Plan, alive: Mapping[str, Life]) -> set[str]:
-    """The buffers that can live on in the memory of a call's result: they need none of the arena."""
+    """The buffers that can live on in the memory of a call's result: they need none of the
+    arena."""
     results = fresh_results(plan)
     placed = {life.name for life in placeable(plan, alive)} & results
     out: set[str] = set()
@@ -396,13 +426,15 @@ def _merged(separate: Sequence[Life], over: Mapping[str, str]) -> list[Life]:
 
 
 def _into_inputs(plan: Plan) -> dict[str, str]:
-    """Mutated inputs whose new value a kernel can write over the old one: source -> target of the Mutate."""
+    """Mutated inputs whose new value a kernel can write over the old one: source -> target of the
+    Mutate."""
     program = plan.program
     memory = memory_roots(program.ops)
     kept = {*output_buffers(program), *memory, *memory.values(), *program.constants}
     kept.update(i for i in program.inputs if isinstance(i, str))
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
-    # The first kernel that writes counts (a fill before a scatter): from then on the old value is gone.
+    # The first kernel that writes counts (a fill before a scatter): from then on the old value is
+    # gone.
     maker: dict[str, int] = {}
     for k, made in enumerate(plan.steps):
         for name in made.outs if isinstance(made, Kernel) else ():
@@ -426,7 +458,9 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
         last = last_read.get(step.target, -1)
         if not same or last > k:
             continue
-        others = any(memory.get(b.name) == step.target for b in kernel.args)  # the same memory, seen otherwise
+        others = any(
+            memory.get(b.name) == step.target for b in kernel.args
+        )  # the same memory, seen otherwise
         if last < k or not others and overwritable(kernel, step.source, step.target, plan.buffers):
             out[step.source] = step.target
             taken.add(step.target)

@@ -1,8 +1,9 @@
 """Loops in normal form: scatters update in place, and reductions over nothing are pointwise.
 
-A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its base becomes a
-Pointwise of its own, which can be inlined into and fused like any other. One that adds to zeros, of which a sum with
-something else is all that is needed, adds to that instead: the gradient of an embedding whose weights are used twice.
+A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its
+base becomes a Pointwise of its own, which can be inlined into and fused like any other. One that
+adds to zeros, of which a sum with something else is all that is needed, adds to that instead: the
+gradient of an embedding whose weights are used twice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import TypeVar
 from plait.ir import loops as ir
 from plait.ir.dtypes import i64
 from plait.ir.sizes import Atom, Size
-from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots, updates
+from plait.schedule.deps import (
+    Bodies,
+    extent,
+    load_of,
+    memory_roots,
+    output_buffers,
+    reads,
+    roots,
+    updates,
+)
 
 T = TypeVar("T")
 
@@ -43,29 +53,51 @@ def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
 
 
 def _without_zeros(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
-    """The program with x + (zeros with something scattered into them) as x with that scattered into it."""
-    scatters = {op.out: k for k, op in enumerate(program.ops) if isinstance(op, ir.Scatter) and op.mode == "add"}
+    """The program with x + (zeros with something scattered into them) as x with that scattered into
+    it."""
+    scatters = {
+        op.out: k
+        for k, op in enumerate(program.ops)
+        if isinstance(op, ir.Scatter) and op.mode == "add"
+    }
     if not scatters:
         return program
     ops: list[ir.Op | None] = list(program.ops)
-    zeros = {op.out for op in program.ops if isinstance(op, ir.Pointwise) and op.index is None and _is_zero(op.body)}
+    zeros = {
+        op.out
+        for op in program.ops
+        if isinstance(op, ir.Pointwise) and op.index is None and _is_zero(op.body)
+    }
     uses = Counter(b for op in program.ops for b in {*reads(op, bodies)})
     uses.update(output_buffers(program))
     for k, op in enumerate(program.ops):
         if not isinstance(op, ir.Pointwise) or op.index is not None or op.body.op != "add":
             continue
-        terms = [load_of(n) for n in op.body.args if n.op == "load" and load_of(n).index == op.vars and not n.args]
-        if len(terms) < 2 or op.body.dtype.name not in ("f32", "f64"):  # which rounds no more coarsely than it did
+        terms = [
+            load_of(n)
+            for n in op.body.args
+            if n.op == "load" and load_of(n).index == op.vars and not n.args
+        ]
+        if len(terms) < 2 or op.body.dtype.name not in (
+            "f32",
+            "f64",
+        ):  # which rounds no more coarsely than it did
             continue
         for scattered, rest in (terms, reversed(terms)):
             at = scatters.get(scattered.buf, k)
             scatter = ops[at]
-            if not isinstance(scatter, ir.Scatter) or scatter.base not in zeros or scattered.buf == rest.buf:
+            if (
+                not isinstance(scatter, ir.Scatter)
+                or scatter.base not in zeros
+                or scattered.buf == rest.buf
+            ):
                 continue
             shapes = {program.buffers[b].shape for b in (op.out, scattered.buf, rest.buf)}
             if uses[scattered.buf] > 1 or len(shapes) > 1:  # of a larger one the loop reads a part
                 continue
-            if not {b for p in program.ops[at:k] for b in updates(p)}.isdisjoint(reads(scatter, bodies)):
+            if not {b for p in program.ops[at:k] for b in updates(p)}.isdisjoint(
+                reads(scatter, bodies)
+            ):
                 continue
             origin = tuple(dict.fromkeys((*scatter.origin, *op.origin)))
             ops[at], ops[k] = None, replace(scatter, out=op.out, base=rest.buf, origin=origin)
@@ -95,18 +127,25 @@ class _Takeovers:
         self.plain = {o.out for o in program.ops if isinstance(o, ir.Pointwise)}
         self.called = {n for o in program.ops if isinstance(o, ir.Extern) for n in o.outs}
         # An op that keeps its arguments may keep its results too.
-        self.held = {n for o in program.ops if isinstance(o, ir.Extern) and o.may_keep for n in o.outs}
+        self.held = {
+            n for o in program.ops if isinstance(o, ir.Extern) and o.may_keep for n in o.outs
+        }
         self.last_read: dict[str, int] = {}
         if any(isinstance(o, ir.Scatter) for o in program.ops):
             for k, op in enumerate(program.ops):
                 self.last_read.update(dict.fromkeys(reads(op, bodies), k))
 
     def may(self, k: int, op: ir.Scatter) -> bool:
-        """Whether a scatter may write over its base. What a pointwise loop fills is better filled under the new name,
-        by inlining."""
+        """Whether a scatter may write over its base. What a pointwise loop fills is better filled
+        under the new name, by inlining."""
         base = op.base
         old, new = self.program.buffers[base], self.program.buffers[op.out]
-        if base in self.plain or base in self.held or base in self.shared or base in self.shared.values():
+        if (
+            base in self.plain
+            or base in self.held
+            or base in self.shared
+            or base in self.shared.values()
+        ):
             return False
         if self.last_read[base] > k or base in self.outputs or old.strides != new.strides:
             return False
@@ -149,7 +188,9 @@ class _Takeovers:
     def _node(self, root: ir.Node) -> ir.Node:
         def fn(n: ir.Node, args: tuple[ir.Node, ...]) -> ir.Node:
             if n.op == "load" and load_of(n).buf in self.names:
-                return ir.node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
+                return ir.node(
+                    "load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype
+                )
             return ir.with_args(n, args)
 
         return ir.rewrite(root, fn)
@@ -186,10 +227,14 @@ def _single(op: ir.Reduction) -> list[ir.Op]:
 def _alone(op: ir.Reduction | ir.Scan) -> ir.Node:
     """The combination of one element: a sum begins at 0, so that of -0 is 0."""
     x = op.body
-    return ir.node("add", (x, ir.const(0.0, x.dtype))) if op.kind == "sum" and x.dtype.is_float else x
+    return (
+        ir.node("add", (x, ir.const(0.0, x.dtype))) if op.kind == "sum" and x.dtype.is_float else x
+    )
 
 
-def _pointwise(op: ir.Reduction | ir.Scan, env: dict[Atom, Size], values: tuple[ir.Node, ...]) -> list[ir.Op]:
+def _pointwise(
+    op: ir.Reduction | ir.Scan, env: dict[Atom, Size], values: tuple[ir.Node, ...]
+) -> list[ir.Op]:
     return [
         ir.Pointwise(out, op.vars, ir.substitute_vars(value, env), origin=op.origin)
         for out, value in zip(op.outs, values, strict=True)

@@ -18,7 +18,8 @@ CLEARLY_LESS = 0.97  # of the peak of the program's order, which keeps data warm
 
 
 def program_order(all_units: Sequence[Unit]) -> list[int]:
-    """A topological order that stays as near to the program's as it can. Raises InternalError on a cycle."""
+    """A topological order that stays as near to the program's as it can. Raises InternalError on a
+    cycle."""
     waiting = [len(u.preds) for u in all_units]
     users = _users(all_units)
     ready = [k for k, n in enumerate(waiting) if n == 0]
@@ -38,8 +39,8 @@ def program_order(all_units: Sequence[Unit]) -> list[int]:
 
 
 def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
-    """The units with the readers of an input's old value before the group that makes its new one, where that is
-    possible: then the new value can be written over the old one."""
+    """The units with the readers of an input's old value before the group that makes its new one,
+    where that is possible: then the new value can be written over the old one."""
     out = list(all_units)
     maker: dict[str, int] = {}  # the first group that writes
     for k, made in enumerate(out):
@@ -118,8 +119,8 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
 
 
 def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
-    """The most bytes alive at once when units run in a sequence and memory is freed after its last use. Inputs count
-    only if donated."""
+    """The most bytes alive at once when units run in a sequence and memory is freed after its last
+    use. Inputs count only if donated."""
     t = traffic(draft, all_units)
     left = {n: len(users) for n, users in t.users.items()}
     best = now = t.at_start
@@ -164,7 +165,9 @@ def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
 
 def _growth(t: Traffic, left: dict[str, set[int]], k: int) -> int:
     """By how many bytes more are alive after a unit ran."""
-    return sum(t.nbytes[n] for n in t.made[k]) - sum(t.nbytes[n] for n in t.used[k] if len(left[n]) == 1)
+    return sum(t.nbytes[n] for n in t.made[k]) - sum(
+        t.nbytes[n] for n in t.used[k] if len(left[n]) == 1
+    )
 
 
 def _users(all_units: Sequence[Unit]) -> list[list[int]]:
@@ -176,8 +179,8 @@ def _users(all_units: Sequence[Unit]) -> list[list[int]]:
 
 
 def order(draft: Draft) -> list[Unit]:
-    """The units in the order in which they will run: the program's own, unless a greedy one needs clearly less memory.
-    Their preds are places in that order."""
+    """The units in the order in which they will run: the program's own, unless a greedy one needs
+    clearly less memory. Their preds are places in that order."""
     all_units = readers_first(units(draft))
     best = program_order(all_units)
     if len(all_units) <= MAX_GREEDY:

@@ -1,7 +1,8 @@
 """Whether a kernel may write one buffer over another that it reads.
 
-It may where each element is read only at the point that stores there, and where every pass that reads the old buffer
-comes before the store: the store depends on the result of every reduction that reads it, and no later statement does.
+It may where each element is read only at the point that stores there, and where every pass that
+reads the old buffer comes before the store: the store depends on the result of every reduction that
+reads it, and no later statement does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
 
 def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffer]) -> bool:
-    """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it. Both have the same
-    size in bytes."""
+    """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it.
+    Both have the same size in bytes."""
     users = [p for p in kernel.parts if any(b.name in (new, old) for b in p.args)]
     if len(users) > 1:  # these run at one time
         return False

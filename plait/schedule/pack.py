@@ -1,8 +1,9 @@
 """Packing: loops that need nothing of each other run in one launch, one nest after the other.
 
-Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to Packs. A group
-moves up to an earlier one, or an earlier one down to it, where every dependence and the peak of memory allow it; past a
-call only if what it touches stays in a cache. Each answer is Fused or a Reason.
+Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to
+Packs. A group moves up to an earlier one, or an earlier one down to it, where every dependence and
+the peak of memory allow it; past a call only if what it touches stays in a cache. Each answer is
+Fused or a Reason.
 """
 
 from __future__ import annotations
@@ -114,9 +115,12 @@ class _Packer:
 
     # ---- one unit
     def may_pack(self, k: int) -> bool:
-        """Whether a unit may share a launch: loops on the CPU whose points may run on any thread."""
+        """Whether a unit may share a launch: loops on the CPU whose points may run on any
+        thread."""
         u = self.units[k]
-        if not isinstance(u.item, Group) or any(isinstance(m.loop, Scatter) for m in u.item.members):
+        if not isinstance(u.item, Group) or any(
+            isinstance(m.loop, Scatter) for m in u.item.members
+        ):
             return False
         buffers = self.draft.program.buffers
         return all(buffers[b].device == "cpu" for b in (*u.reads, *u.writes))
@@ -169,8 +173,8 @@ class _Packer:
         return sum(buffer_nbytes(program.buffers[b], program.hints) for b in names)
 
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
-        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to k are all that can
-        change."""
+        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to
+        k are all that can change."""
         now = self.alive[i : k + 1]
         roots = {r for m in moving for r in (*self.made[m], *self.used[m])}
         new = {root: self._new_life(root, moving, to) for root in roots}

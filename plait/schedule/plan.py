@@ -1,7 +1,8 @@
-"""What the scheduler hands on: kernels to emit, calls to make, in order, with the memory each buffer gets.
+"""What the scheduler hands on: kernels to emit, calls to make, in order, with the memory each
+buffer gets.
 
-A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into source,
-`wrapper/build.py` turns the whole `Plan` into instructions. Nothing here knows a target.
+A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into
+source, `wrapper/build.py` turns the whole `Plan` into instructions. Nothing here knows a target.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
-from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, LoopProgram, Mutate, Node, check_of, walk
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    Item,
+    LoopProgram,
+    Mutate,
+    Node,
+    check_of,
+    walk,
+)
 from plait.ir.sizes import Expr, Size, free_symbols, symbol
 
 
@@ -18,9 +30,9 @@ from plait.ir.sizes import Expr, Size, free_symbols, symbol
 class Reduce:
     """Combines `value` over all rvars into the result `name`, one value per point of vars.
 
-    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name + '.mean'], '.m2',
-    '.count'). running=True (kinds sum, prod, max, min; one rvar): a scan: acc[name] at full level is the combination
-    of values up to and including this point."""
+    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name +
+    '.mean'], '.m2', '.count'). running=True (kinds sum, prod, max, min; one rvar): a scan:
+    acc[name] at full level is the combination of values up to and including this point."""
 
     name: str
     kind: str
@@ -30,13 +42,14 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max', or (mode 'sum', at
-    full level) the sums of value over the outer points, which are dealt out to as many parts as `part` of an index has
-    values: a program walks the rows of one. Which they are is the target's choice.
+    """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min',
+    'max', or (mode 'sum', at full level) the sums of value over the outer points, which are dealt
+    out to as many parts as `part` of an index has values: a program walks the rows of one. Which
+    they are is the target's choice.
 
-    full: executed at every point of vars x rvars; otherwise once per point of vars. index is LOGICAL, over vars, rvars
-    and Arg symbols $k, which mean index_args[k]. mask: nothing is stored where it is false. atomic: points of different
-    threads may collide."""
+    full: executed at every point of vars x rvars; otherwise once per point of vars. index is
+    LOGICAL, over vars, rvars and Arg symbols $k, which mean index_args[k]. mask: nothing is stored
+    where it is false. atomic: points of different threads may collide."""
 
     buf: str
     index: tuple[Size, ...]
@@ -62,7 +75,9 @@ def part_of(parts: Size) -> Expr:
 def walkers(stmts: Iterable[Stmt]) -> Size | None:
     """How many programs walk the outer points of a kernel, a part each."""
     sums = (s for s in stmts if isinstance(s, Store) and s.mode == "sum")
-    return next((a.extent for s in sums for e in s.index for a in free_symbols(e) if a.name == PART), None)
+    return next(
+        (a.extent for s in sums for e in s.index for a in free_symbols(e) if a.name == PART), None
+    )
 
 
 def stmt_roots(s: Stmt) -> tuple[Node, ...]:
@@ -75,20 +90,22 @@ def stmt_roots(s: Stmt) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One loop nest: for every point of vars (independent of each other, any order, may be split over threads), run
-    stmts; those at full level and the Reduces run over all points of rvars (row-major).
+    """One loop nest: for every point of vars (independent of each other, any order, may be split
+    over threads), run stmts; those at full level and the Reduces run over all points of rvars
+    (row-major).
 
-    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier statement of the
-    kernel is never loaded again: later statements hold its node. vars are in the memory order the scheduler chose: the
-    last of (vars, rvars) is meant to be innermost, but an emitter may vectorise any axis.
-    name: telling and unique in the program. args: buffers in the order of the pointer arguments (each once; an in-place
-    pair is two args). outs: those written.
-    sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of them. sequential:
-    points must run in row-major order on one thread (scatters that collide, ordered).
-    work_ns: estimate on one core. origin: source lines and ATen ops.
-    parts: nests that one launch runs one after the other with nothing in between, since none needs what another makes;
-    such a kernel has no axes and statements of its own, and its args, outs and sizes are those of all. grid: programs
-    of a launch, on devices that launch grids; known once the kernel is emitted."""
+    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier
+    statement of the kernel is never loaded again: later statements hold its node. vars are in the
+    memory order the scheduler chose: the last of (vars, rvars) is meant to be innermost, but an
+    emitter may vectorise any axis. name: telling and unique in the program. args: buffers in the
+    order of the pointer arguments (each once; an in-place pair is two args). outs: those written.
+    sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of
+    them. sequential: points must run in row-major order on one thread (scatters that collide,
+    ordered). work_ns: estimate on one core. origin: source lines and ATen ops. parts: nests that
+    one launch runs one after the other with nothing in between, since none needs what another
+    makes; such a kernel has no axes and statements of its own, and its args, outs and sizes are
+    those of all. grid: programs of a launch, on devices that launch grids; known once the kernel is
+    emitted."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -121,8 +138,8 @@ class Kernel:
 
     @property
     def apart(self) -> tuple[Expr, ...]:
-        """Of the first and last of vars, those along which no two points store to one element: a sequential kernel may
-        be shared by threads along either."""
+        """Of the first and last of vars, those along which no two points store to one element: a
+        sequential kernel may be shared by threads along either."""
         stores = [s for s in self.stmts if isinstance(s, Store)]
         ends = dict.fromkeys((*self.vars[:1], *self.vars[-1:]))
         return tuple(v for v in ends if all(v in s.index for s in stores))
@@ -164,9 +181,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or intermediate -> the
-    dying buffer whose memory it takes over (Reuse). Buffers in none of these are allocated by themselves (outputs,
-    extern results)."""
+    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or
+    intermediate -> the dying buffer whose memory it takes over (Reuse). Buffers in none of these
+    are allocated by themselves (outputs, extern results)."""
 
     arena_nbytes: Size = 0
     offsets: Mapping[str, Size] = field(default_factory=dict)

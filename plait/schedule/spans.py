@@ -1,7 +1,8 @@
 """Sets of bytes as ranges in order: what is taken of an arena, what launches have touched.
 
-A range is added or looked up by bisection, so that thousands of buffers cost little more than one each. `Timeline`
-knows what is taken at which step. Numbers only: ranges with symbolic ends are compared one by one by whoever has them.
+A range is added or looked up by bisection, so that thousands of buffers cost little more than one
+each. `Timeline` knows what is taken at which step. Numbers only: ranges with symbolic ends are
+compared one by one by whoever has them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _START, _END = itemgetter(0), itemgetter(1)
 
 
 class Spans:
-    """Bytes, as ranges from a first byte to one past the last, in order; those that touch are one."""
+    """Bytes, as ranges from a first byte to one past the last, in order; those that touch are
+    one."""
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -36,12 +38,14 @@ class Spans:
 
 
 class Timeline:
-    """Which bytes are taken at which steps. A binary tree over the steps: node 1 is all of them, the halves of node k
-    are nodes 2k and 2k + 1."""
+    """Which bytes are taken at which steps. A binary tree over the steps: node 1 is all of them,
+    the halves of node k are nodes 2k and 2k + 1."""
 
     def __init__(self, last_step: int) -> None:
         self.leaves = 1 << last_step.bit_length()
-        self.throughout: dict[int, Spans] = defaultdict(Spans)  # of a node: taken at all of its steps
+        self.throughout: dict[int, Spans] = defaultdict(
+            Spans
+        )  # of a node: taken at all of its steps
         self.anywhere: dict[int, Spans] = defaultdict(Spans)  # taken at some of its steps
 
     def take(self, first: int, last: int, start: int, end: int) -> None:
@@ -53,7 +57,8 @@ class Timeline:
             self.anywhere[k].add(start, end)
 
     def taken(self, first: int, last: int) -> list[Range]:
-        """The bytes that are taken at any step from a first to a last, as ranges by their start, which may overlap."""
+        """The bytes that are taken at any step from a first to a last, as ranges by their start,
+        which may overlap."""
         found = {r for k in self._parts(first, last) for r in self.anywhere[k].ranges}
         return sorted(found.union(*(self.throughout[k].ranges for k in self._above(first, last))))
 

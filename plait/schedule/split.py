@@ -1,7 +1,8 @@
 """Long reductions to few results are cut in two stages, so that all of a device shares them.
 
-The outermost reduced axes (or a part of one) become outer axes of a first reduction, whose partial results a second,
-short one combines. What it takes to be worth a second kernel is the device's (`device.KINDS`).
+The outermost reduced axes (or a part of one) become outer axes of a first reduction, whose partial
+results a second, short one combines. What it takes to be worth a second kernel is the device's
+(`device.KINDS`).
 """
 
 from __future__ import annotations
@@ -48,22 +49,32 @@ from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
 
-MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
+MERGED = (
+    "sum",
+    "prod",
+    "max",
+    "min",
+    "any",
+    "all",
+    "xor",
+)  # kinds that a partial result of any length serves
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the extent of the next,
-    or 1 where that one stays."""
+    """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the
+    extent of the next, or 1 where that one stays."""
 
     whole: int
     chunks: Size = 1
     rest: Size = 1
 
 
-def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram, dict[str, Reduction]]:
-    """The program with long reductions in two stages, and the sums that kernels which walk rows could make on the way:
-    what they were before they were cut, by the buffer of partial sums."""
+def split_reductions(
+    program: LoopProgram, bodies: Bodies
+) -> tuple[LoopProgram, dict[str, Reduction]]:
+    """The program with long reductions in two stages, and the sums that kernels which walk rows
+    could make on the way: what they were before they were cut, by the buffer of partial sums."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
     walks: dict[str, Reduction] = {}
@@ -75,7 +86,9 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram,
         if isinstance(op, Reduction) and _asks_rows(op, bodies, results):
             value, op = _valued(op, buffers)
             ops.append(value)
-        found = _chunks(op, buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
+        found = (
+            _chunks(op, buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
+        )
         if found is None:
             ops.append(op)
             continue
@@ -88,8 +101,8 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram,
 
 
 def _of_rows(program: LoopProgram, bodies: Bodies) -> tuple[set[tuple[str, int]], dict[str, int]]:
-    """What reductions along memory read, and what is computed from their results at every point, each with the length
-    of their rows; and the results."""
+    """What reductions along memory read, and what is computed from their results at every point,
+    each with the length of their rows; and the results."""
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
     for op in program.ops:
@@ -107,11 +120,15 @@ def _of_rows(program: LoopProgram, bodies: Bodies) -> tuple[set[tuple[str, int]]
 
 
 def _asks_rows(op: Reduction, bodies: Bodies, results: Mapping[str, int]) -> bool:
-    """Whether a reduction over rows looks something up in each, and asks for what the row was reduced to: work for the
-    many programs that had the rows."""
+    """Whether a reduction over rows looks something up in each, and asks for what the row was
+    reduced to: work for the many programs that had the rows."""
     loads = [(n, load_of(n)) for n in bodies.of(roots(op)).loads]
     looked_up = any(len(n.args) > load.masked for n, load in loads)
-    return not op.vars and looked_up and any(x.buf in results and x.index == op.rvars for _, x in loads)
+    return (
+        not op.vars
+        and looked_up
+        and any(x.buf in results and x.index == op.rvars for _, x in loads)
+    )
 
 
 def _valued(op: Reduction, buffers: dict[str, Buffer]) -> tuple[Pointwise, Reduction]:
@@ -125,10 +142,14 @@ def _valued(op: Reduction, buffers: dict[str, Buffer]) -> tuple[Pointwise, Reduc
 
 
 def _chunks(
-    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[tuple[str, int]]
+    op: Reduction,
+    buffers: Mapping[str, Buffer],
+    bodies: Bodies,
+    hints: Hints,
+    rows: Set[tuple[str, int]],
 ) -> tuple[Reduction, Parts, bool] | None:
-    """A reduction, perhaps over fewer axes, how it is cut, and whether for programs that walk rows, or None where it
-    stays whole."""
+    """A reduction, perhaps over fewer axes, how it is cut, and whether for programs that walk rows,
+    or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -145,10 +166,16 @@ def _chunks(
     units = outer if along else outer // kind.neighbours
     if points * nbytes < kind.split_nbytes or units >= kind.min_units:
         return None
-    largest = max((buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints))
-    if points * largest.dtype.nbytes < kind.unit_nbytes * units:  # a mean a column adds nothing to it
+    largest = max(
+        (buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints)
+    )
+    if (
+        points * largest.dtype.nbytes < kind.unit_nbytes * units
+    ):  # a mean a column adds nothing to it
         return None
-    least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
+    least, aligned = (
+        (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
+    )
     aim = kind.units if along or nbytes > 2 else kind.narrow_units
     want = min(aim // max(units, 1), points // max(outer, 1) // least)
     if want < 2:
@@ -162,8 +189,8 @@ def _chunks(
 
 
 def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints) -> Parts | None:
-    """So many parts as programs walk the rows, or None where sums of columns are better made apart. row: points of
-    one. Where no kernel walks them, parts are equal if they can be."""
+    """So many parts as programs walk the rows, or None where sums of columns are better made apart.
+    row: points of one. Where no kernel walks them, parts are equal if they can be."""
     if op.kind != "sum" or op.body.dtype.nbytes < 4 or len(op.rvars) > 1:
         return None
     size = extent(op.rvars[0])
@@ -200,10 +227,12 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
-def _cut(op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, int], hints: Hints) -> Parts | None:
-    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points. Across
-    memory, where what is summed may be stored on the way, equal parts matter more. near: how many times fewer or more
-    such parts may be."""
+def _cut(
+    op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, int], hints: Hints
+) -> Parts | None:
+    """Parts with about `want` partial results for a result, each beginning at a multiple of
+    `aligned` points. Across memory, where what is summed may be stored on the way, equal parts
+    matter more. near: how many times fewer or more such parts may be."""
     fewer, more = near
     sizes = [extent(v) for v in op.rvars]
     whole = 0
@@ -218,7 +247,10 @@ def _cut(op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, i
     if want < 2 or not isinstance(size, int) or (position and whole):
         return kept
     last = whole == len(sizes) - 1
-    counts = (*range(want, min(more * want, size - 1) + 1), *range(want - 1, max(want // fewer, 2) - 1, -1))
+    counts = (
+        *range(want, min(more * want, size - 1) + 1),
+        *range(want - 1, max(want // fewer, 2) - 1, -1),
+    )
     exact = [d for d in counts if size % d == 0]
     even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
@@ -233,8 +265,8 @@ def _cut(op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, i
 
 
 def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> bool:
-    """Whether neighbours in memory are reduced together (and not neighbouring results). What is read once a result (a
-    mean, a scale) says nothing of it."""
+    """Whether neighbours in memory are reduced together (and not neighbouring results). What is
+    read once a result (a mean, a scale) says nothing of it."""
     inner = [v.symbol for v in op.rvars]
     for n in loads:
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
@@ -248,7 +280,9 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
 class _Split:
     """One reduction in two stages. Partial results have the axes of chunks first."""
 
-    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer], hints: Hints) -> None:
+    def __init__(
+        self, op: Reduction, parts: Parts, buffers: dict[str, Buffer], hints: Hints
+    ) -> None:
         self.op, self.parts, self.buffers = op, parts, buffers
         sizes = tuple(extent(v) for v in op.rvars)
         self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
@@ -261,7 +295,9 @@ class _Split:
         self.value = self._first_value()
         loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
         free = Buffer("", self.value.dtype, self.shape, contiguous_strides(self.shape))
-        self.strides = follow(free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints).strides
+        self.strides = follow(
+            free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints
+        ).strides
 
     def _first_value(self) -> Node:
         """The body over the first stage's variables."""
@@ -269,7 +305,9 @@ class _Split:
         producer = {"body": (self.op.vars + self.op.rvars, self.op.body)}
         dtype = self.op.body.dtype
         if self.parts.chunks == 1:
-            return inline(node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer)
+            return inline(
+                node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer
+            )
         at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
         index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
         size = extent(self.op.rvars[self.parts.whole])
@@ -309,7 +347,10 @@ class _Split:
         if self.op.kind in ("argmax", "argmin"):
             return self._position()
         partial = self.buffer("part", self.value.dtype, self.shape)
-        return [self.first(self.op.kind, (partial,)), self.second(self.op.kind, self.op.outs, partial)]
+        return [
+            self.first(self.op.kind, (partial,)),
+            self.second(self.op.kind, self.op.outs, partial),
+        ]
 
     def _position(self) -> list[Op]:
         """The chunk with the best value, then the position in it."""
@@ -330,7 +371,8 @@ class _Split:
         ]
 
     def _welford(self) -> list[Op]:
-        """Means of equal chunks: the deviations inside of the chunks, and of their means from the whole."""
+        """Means of equal chunks: the deviations inside of the chunks, and of their means from the
+        whole."""
         dtype = self.value.dtype
         mean, m2, count = self.op.outs
         means = self.buffer("means", dtype, self.shape)

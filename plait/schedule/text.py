@@ -1,9 +1,11 @@
-"""Kernels and plans as text: what was fused and why not more, in which order it runs, where buffers lie.
+"""Kernels and plans as text: what was fused and why not more, in which order it runs, where buffers
+lie.
 
-In: the data of `schedule/plan.py`. Out: Python-like text that reads back (`read_plan(plan_text(p), p.program) == p`,
-`read_kernel(kernel_text(k)) == k`), or a summary with one line a kernel or call; the same for equal plans. A kernel is
-a function of its loop variables, inner ones after `*`: `m = max(t0)` reduces over all inner points, `y[i0] = store(t1)`
-writes, with full=True at every inner point.
+In: the data of `schedule/plan.py`. Out: Python-like text that reads back (`read_plan(plan_text(p),
+p.program) == p`, `read_kernel(kernel_text(k)) == k`), or a summary with one line a kernel or call;
+the same for equal plans. A kernel is a function of its loop variables, inner ones after `*`: `m =
+max(t0)` reduces over all inner points, `y[i0] = store(t1)` writes, with full=True at every inner
+point.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from collections.abc import Sequence
 
 from plait.ir.loops import Buffer, Extern, LoopProgram
 from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import Scope, keywords, name_of, name_text, positional, text_of, tuple_text, word, wrong
+from plait.ir.symtext import (
+    Scope,
+    keywords,
+    name_of,
+    name_text,
+    positional,
+    text_of,
+    tuple_text,
+    word,
+    wrong,
+)
 from plait.ir.text import (
     Body,
     BodyReader,
@@ -32,7 +44,8 @@ from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusa
 
 
 def plan_text(plan: Plan) -> str:
-    """Buffers and memory, then every step, then what was not fused and why (the program is a text of its own)."""
+    """Buffers and memory, then every step, then what was not fused and why (the program is a text
+    of its own)."""
     scope = _scope(tuple(s for s in plan.steps if isinstance(s, Kernel)), frozenset(plan.buffers))
     lines = [buffer_line(b, scope) for b in plan.buffers.values()]
     lines += [*_memory(plan.memory, scope), ""]
@@ -51,7 +64,8 @@ def kernel_text(k: Kernel) -> str:
 
 
 def read_plan(text: str, program: LoopProgram) -> Plan:
-    """The plan of a program that a text describes. Raises TextError or SyntaxError, with the line."""
+    """The plan of a program that a text describes. Raises TextError or SyntaxError, with the
+    line."""
     reader = _PlanReader()
     for s in ast.parse(text).body:
         reader.statement(s)
@@ -71,7 +85,7 @@ def read_kernel(text: str) -> Kernel:
     return reader.steps[0]
 
 
-# ---------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 def _scope(kernels: Sequence[Kernel], buffers: frozenset[str]) -> Scope:
     nests = [n for k in kernels for n in k.nests]
     return Scope(buffers | {str(v) for n in nests for v in (*n.vars, *n.rvars)})
@@ -93,7 +107,8 @@ def step_lines(step: Step, scope: Scope) -> list[str]:
 
 
 def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
-    """A kernel as a function of its loop variables, the statements in order; its parts stand in it."""
+    """A kernel as a function of its loop variables, the statements in order; its parts stand in
+    it."""
     facts = [
         *map(name_text, (b.name for b in k.args)),
         f"writes={tuple_text(list(map(name_text, k.outs)))}",
@@ -114,7 +129,9 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
 
 def _reduce(s: Reduce, body: Body) -> str:
     value = body.value(s.value)
-    return f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
+    return (
+        f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
+    )
 
 
 def _store(s: Store, body: Body) -> str:
@@ -124,7 +141,7 @@ def _store(s: Store, body: Body) -> str:
     return f"{name_text(s.buf)}[{body.inner.index(s.index)}] = {s.mode}({', '.join(facts)})"
 
 
-# ---------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 class _PlanReader:
     """Takes the statements of a plan's text one after the other."""
 
@@ -227,14 +244,15 @@ def _statement(s: ast.stmt, body: BodyReader) -> Stmt | None:
             return None
 
 
-# ---------------------------------------------------------------------------------------------- summaries
+# ---------------------------------------------------------------------------------------- summaries
 def summary_lines(plan: Plan) -> list[str]:
     """One line a kernel or call."""
     return [line for step in plan.steps if (line := step_summary(step))]
 
 
 def step_summary(step: Step) -> str:
-    """What a kernel reads and writes, its space and its estimated work; how a call came about; '' for other steps."""
+    """What a kernel reads and writes, its space and its estimated work; how a call came about; ''
+    for other steps."""
     if isinstance(step, Extern):
         return f"extern {step.op}: {'fell back' if step.fallback else 'by choice'}"
     if not isinstance(step, Kernel):
@@ -262,7 +280,8 @@ def time_text(ns: int) -> str:
 
 
 def refused_pairs(plan: Plan) -> list[tuple[str, str]]:
-    """("a and b", reason) of everything that was not fused; a buffer stands for the kernel that computes it."""
+    """("a and b", reason) of everything that was not fused; a buffer stands for the kernel that
+    computes it."""
     maker: dict[str, str] = {}
     for k in (n for s in plan.steps if isinstance(s, Kernel) for n in s.nests):
         maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})

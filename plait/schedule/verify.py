@@ -1,8 +1,8 @@
 """The legality of Plans: what kernel targets and the wrapper may rely on.
 
-Comes in: a Plan. Raises InternalError that names the kernel or step and the rule that it breaks; gives back nothing.
-Costs one walk over all nodes, so the pipeline runs it in tests and when debugging. Overlaps in memory are checked on
-instructions, by `wrapper/verify.py`.
+Comes in: a Plan. Raises InternalError that names the kernel or step and the rule that it breaks;
+gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when
+debugging. Overlaps in memory are checked on instructions, by `wrapper/verify.py`.
 """
 
 from __future__ import annotations
@@ -56,16 +56,22 @@ def verify_plan(plan: Plan) -> None:
 
 
 def _check_layouts(names: Iterable[str], plan: Plan, where: str) -> None:
-    """What anything but a kernel sees of a buffer was settled before the schedule, which may choose no other layout;
-    kernels see what the plan says (see _Kernel.run)."""
+    """What anything but a kernel sees of a buffer was settled before the schedule, which may choose
+    no other layout; kernels see what the plan says (see _Kernel.run)."""
     for name in names:
         new, old = plan.buffers[name], plan.program.buffers[name]
-        if (new.dtype, new.shape, new.strides, new.device) != (old.dtype, old.shape, old.strides, old.device):
+        if (new.dtype, new.shape, new.strides, new.device) != (
+            old.dtype,
+            old.shape,
+            old.strides,
+            old.device,
+        ):
             raise InternalError(f"{where} sees {name} as {old}, kernels as {new}")
 
 
 def _check_taken_over(step: Mutate, plan: Plan) -> None:
-    """A buffer that is computed in the memory of the input that it replaces lies there as the input does."""
+    """A buffer that is computed in the memory of the input that it replaces lies there as the input
+    does."""
     new, old = plan.buffers[step.source], plan.buffers[step.target]
     taken = plan.memory.in_place.get(step.source) == step.target
     if taken and (new.dtype, new.shape, new.strides) != (old.dtype, old.shape, old.strides):
@@ -154,7 +160,11 @@ class _Kernel:
                 raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")
             if s.mode == "sum":
                 n = walkers([s])
-                mine = n is not None and n == walkers(self.kernel.stmts) and not self.vars & _symbols(s.index)
+                mine = (
+                    n is not None
+                    and n == walkers(self.kernel.stmts)
+                    and not self.vars & _symbols(s.index)
+                )
                 if s.mask or s.index_args or not mine:
                     raise self.fail(f"{s.buf} is no sum of the rows that a program walks")
             return

@@ -1,7 +1,8 @@
-"""How long a kernel takes: cycles of its arithmetic, loads and stores, each as often as it is executed.
+"""How long a kernel takes: cycles of its arithmetic, loads and stores, each as often as it is
+executed.
 
-The constants are those of a core with AVX-512 whose data lies in its caches; the estimate decides how many threads a
-launch is worth, and is printed.
+The constants are those of a core with AVX-512 whose data lies in its caches; the estimate decides
+how many threads a launch is worth, and is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def kernel_work_ns(
     nodes: Sequence[Node],
     buffers: Mapping[str, Buffer],
 ) -> Size:
-    """An estimate of a kernel's time on one core. nodes: all of the statements', arguments first."""
+    """An estimate of a kernel's time on one core. nodes: all of the statements', arguments
+    first."""
     axes = [a for v in (*vars_, *rvars) if (a := v.symbol) is not None]
     place = {a: k for k, a in enumerate(axes, 1)}
     running = {s.name for s in stmts if isinstance(s, Reduce) and s.running}
@@ -53,7 +55,9 @@ def kernel_work_ns(
             load = load_of(n)
             indirect = len(n.args) > load.masked
             other = INDIRECT if indirect else MASKED_STRIDED if load.masked else STRIDED
-            cycles[deepest] += _access(buffers[load.buf], load.index, axes, axes, indirect, (TURNED, other))
+            cycles[deepest] += _access(
+                buffers[load.buf], load.index, axes, axes, indirect, (TURNED, other)
+            )
         else:
             wide = max(1, n.args[0].dtype.nbytes // 4) if n.op in OPS and n.args else 1
             cycles[deepest] += wide * node_cost(n)
@@ -65,7 +69,9 @@ def kernel_work_ns(
             inside = axes if s.full else axes[: len(vars_)]
             indirect = bool(s.index_args) or s.atomic
             other = INDIRECT_STORE if indirect else STRIDED_STORE
-            cycles[len(inside)] += _access(buffers[s.buf], s.index, inside, axes, indirect, (TURNED_STORE, other))
+            cycles[len(inside)] += _access(
+                buffers[s.buf], s.index, inside, axes, indirect, (TURNED_STORE, other)
+            )
     # Thousandths of a nanosecond, so that the estimate stays an integer expression.
     sizes = [extent(v) for v in (*vars_, *rvars)]
     spent = [mul(numel(sizes[:k]), round(1000 * c / CPU.cycles_a_ns)) for k, c in enumerate(cycles)]
@@ -77,11 +83,11 @@ def _free(e: Size) -> frozenset[Atom]:
 
 
 def _access(
-    b: Buffer, index: tuple[Size, ...], inside: Sequence[Atom], axes: Sequence[Atom], indirect: bool,
-    apart: tuple[float, float],
+    b: Buffer, index: tuple[Size, ...], inside: Sequence[Atom], axes: Sequence[Atom],
+    indirect: bool, apart: tuple[float, float],
 ) -> float:  # fmt: skip
-    """Cycles of one element. apart: where it is contiguous along another axis than the last of `inside`, or along
-    none."""
+    """Cycles of one element. apart: where it is contiguous along another axis than the last of
+    `inside`, or along none."""
     flat = flat_index(b, index)
     stride = coefficient(flat, inside[-1]) if inside and not indirect else 0
     if not indirect and stride in (0, 1):

@@ -1,8 +1,9 @@
 """`plait.explain(fn, *args)`: compiles and runs fn once and says what became of it.
 
-In: a function or module with example arguments. Out: a `Report` with a record of every graph: inference graphs, or
-forward and backward graphs where gradients are needed, and why Dynamo broke a graph. fn is called once; what was
-compiled before stays compiled. What plait.compile returned is not called: its record is shown.
+In: a function or module with example arguments. Out: a `Report` with a record of every graph:
+inference graphs, or forward and backward graphs where gradients are needed, and why Dynamo broke a
+graph. fn is called once; what was compiled before stays compiled. What plait.compile returned is
+not called: its record is shown.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ def explain(
 ) -> Report:
     """Compiles fn, calls it with these arguments once, prints the report and returns it.
 
-    options, mode: as for torch.compile; a keyword argument of fn that has one of the four names here is given through
-    functools.partial. details: print every kernel, call and refusal of every graph after the summary.
-    quiet: do not print. Where a result needs gradients that fn did not take itself, the backward graphs are compiled
-    and run as well, and no `.grad` changes. Raises what fn or the compiler raises, after printing what was compiled
-    before, and UserError for wrong arguments.
+    options, mode: as for torch.compile; a keyword argument of fn that has one of the four names
+    here is given through functools.partial. details: print every kernel, call and refusal of every
+    graph after the summary. quiet: do not print. Where a result needs gradients that fn did not
+    take itself, the backward graphs are compiled and run as well, and no `.grad` changes. Raises
+    what fn or the compiler raises, after printing what was compiled before, and UserError for wrong
+    arguments.
     """
     Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.explain")
     if record := record_of(fn):
-        return _shown([record], [], "compiled by plait.compile before, not run again", details, quiet)
+        return _shown(
+            [record], [], "compiled by plait.compile before, not run again", details, quiet
+        )
     records: list[CompileRecord] = []
     breaks: list[str] = []
 
@@ -55,10 +59,13 @@ def explain(
         return plait_backend(gm, inputs, options=options, mode=mode)
 
     refused = dynamo.refusals()
-    original = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
+    original = (
+        getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
+    )
     try:
         with _listening(records.append):
-            # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is compiled already.
+            # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is
+            # compiled already.
             result = torch.compile(_fresh_caller(original), backend=backend)(*args, **kwargs)
             if not any(r.kind == "backward" for r in records):
                 _run_backward(result, original, (args, kwargs))
@@ -72,9 +79,17 @@ def explain(
     return _shown(records, breaks, note, details, quiet)
 
 
-def _shown(records: Sequence[CompileRecord], breaks: Sequence[str], note: str, details: bool, quiet: bool) -> Report:
-    given_up = [f"{name}, part {k}: {why}" for name, parts in refusals.items() for k, why in sorted(parts.items())]
-    report = Report(tuple(records), tuple(breaks), note, tuple(given_up), tuple(dynamo.left_to_eager))
+def _shown(
+    records: Sequence[CompileRecord], breaks: Sequence[str], note: str, details: bool, quiet: bool
+) -> Report:
+    given_up = [
+        f"{name}, part {k}: {why}"
+        for name, parts in refusals.items()
+        for k, why in sorted(parts.items())
+    ]
+    report = Report(
+        tuple(records), tuple(breaks), note, tuple(given_up), tuple(dynamo.left_to_eager)
+    )
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))
     return report
@@ -90,7 +105,8 @@ def _listening(observer: Callable[[CompileRecord], None]) -> Iterator[None]:
 
 
 def _fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls fn and whose code object nobody has seen: Dynamo keeps what it compiles by code object."""
+    """A function that calls fn and whose code object nobody has seen: Dynamo keeps what it compiles
+    by code object."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -103,6 +119,10 @@ def _run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
     """Backward graphs are compiled when they are first run."""
     outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     parameters = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-    inputs = [t for t in (*tree_leaves(given), *parameters) if isinstance(t, torch.Tensor) and t.requires_grad]
+    inputs = [
+        t
+        for t in (*tree_leaves(given), *parameters)
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     if outs and inputs:
         torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs], allow_unused=True)

@@ -1,4 +1,5 @@
-"""`plait info FILE`: what is in a package (plait.package), or in a pack of kernels (plait.tools.pack).
+"""`plait info FILE`: what is in a package (plait.package), or in a pack of kernels
+(plait.tools.pack).
 
 The file is read and verified; nothing of it is loaded or run, so it may be for another machine.
 """
@@ -15,9 +16,13 @@ from plait.runtime.cubin import unpack
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="plait info", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="plait info", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--weights", action="store_true", help="list a package's weights, and verify their checksum")
+    parser.add_argument(
+        "--weights", action="store_true", help="list a package's weights, and verify their checksum"
+    )
     given = parser.parse_args(arguments)
     try:
         with given.file.open("rb") as file:

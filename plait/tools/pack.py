@@ -1,10 +1,11 @@
-"""Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python (docs/triton-cpp.md).
+"""Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python
+(docs/triton-cpp.md).
 
 `plait pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
-function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. `@FILE` stands
-for a file of them, a line each. "FUNCTION @heuristics0 n=100" is a question that a decorator's Python function is
-asked now, because C++ cannot; with " -> " and an answer behind it, as for @tuned, it is stored as it is. Triton runs in
-processes of its own.
+function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints
+them. `@FILE` stands for a file of them, a line each. "FUNCTION @heuristics0 n=100" is a question
+that a decorator's Python function is asked now, because C++ cannot; with " -> " and an answer
+behind it, as for @tuned, it is stored as it is. Triton runs in processes of its own.
 """
 
 from __future__ import annotations
@@ -45,10 +46,16 @@ class _Line:
         """An answer. Raises UserError, which begins with `who`, if it is no."""
         self.send("\n".join(lines).encode())
         size = self.stream.read(8)
-        said: bytes = self.stream.read(*struct.unpack("<Q", size)) if len(size) == 8 else b"eits process ended"
+        said: bytes = (
+            self.stream.read(*struct.unpack("<Q", size))
+            if len(size) == 8
+            else b"eits process ended"
+        )
         if said[:1] == b"k":
             return said[1:]
-        raise UserError(f"{who}: {said[1:].decode().rstrip()}")  # the reason, and Python's traceback
+        raise UserError(
+            f"{who}: {said[1:].decode().rstrip()}"
+        )  # the reason, and Python's traceback
 
     def fork(self) -> _Line:
         """Another process that has loaded what this one has."""
@@ -79,26 +86,35 @@ def _compiler() -> Iterator[_Line]:
 
 
 def triton_pack(
-    path: str | Path, file: str | Path, signatures: Sequence[str], capabilities: Sequence[int] = (90,),
-    all_configs: bool = False,
+    path: str | Path, file: str | Path, signatures: Sequence[str],
+    capabilities: Sequence[int] = (90,), all_configs: bool = False,
 ) -> None:  # fmt: skip
     """Compiles functions of a Python file and writes them to `path`.
 
-    signatures: each a function's name, its specialization and perhaps options, with spaces between them; or a name and
-    a fact about its decorators; one that begins with "?" was only timed, and counts with all_configs alone.
-    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton refuses.
+    signatures: each a function's name, its specialization and perhaps options, with spaces between
+    them; or a name and a fact about its decorators; one that begins with "?" was only timed, and
+    counts with all_configs alone. capabilities: of the GPUs, such as 90. Raises UserError for what
+    cannot be read, or what Triton refuses.
     """
     file = str(Path(file).resolve())
-    signatures = [s.lstrip().removeprefix("?") for s in signatures if all_configs or not s.lstrip().startswith("?")]
+    signatures = [
+        s.lstrip().removeprefix("?")
+        for s in signatures
+        if all_configs or not s.lstrip().startswith("?")
+    ]
     facts = [s for s in dict.fromkeys(signatures) if _is_fact(s)]
     wanted = [_read(s) for s in dict.fromkeys(signatures) if not _is_fact(s)]
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
     with _compiler() as first, ThreadPoolExecutor(n) as threads, ExitStack() as stack:
-        functions = dict.fromkeys([*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)])
+        functions = dict.fromkeys(
+            [*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)]
+        )
         texts = {f: first.ask(f, "describe", file, f).decode() for f in functions}
         for fact in facts:
             function, _, what = fact.strip().partition(" @")
-            texts[function] += f"\n>{what if ' -> ' in what else _answer(first, file, function, what)}"
+            texts[function] += (
+                f"\n>{what if ' -> ' in what else _answer(first, file, function, what)}"
+            )
         compilers = [stack.enter_context(closing(first.fork())) for _ in range(n)]
         jobs = list(product(wanted, capabilities))
         shares = [jobs[k::n] for k in range(n)]
@@ -120,7 +136,9 @@ def _answer(compiler: _Line, file: str, function: str, question: str) -> str:
     kind, _, arguments = question.partition(" ")
     if kind.startswith("tuned"):
         raise UserError(f"{function} @{question}: ' -> ' and a configuration are missing")
-    answer = compiler.ask(f"{function} @{question}", "evaluate", file, function, kind, arguments).decode()
+    answer = compiler.ask(
+        f"{function} @{question}", "evaluate", file, function, kind, arguments
+    ).decode()
     names, _, result = answer.partition("\n")
     told = dict(item.split("=", 1) for item in arguments.split(";") if "=" in item)
     conditions = ";".join(f"{name}={told.get(name, '-')}" for name in names.split(",") if name)
@@ -128,7 +146,8 @@ def _answer(compiler: _Line, file: str, function: str, question: str) -> str:
 
 
 def _read(signature: str) -> tuple[str, str, str]:
-    """The function, specialization and options of a signature, the latter two as C++ writes them."""
+    """The function, specialization and options of a signature, the latter two as C++ writes
+    them."""
     function, _, rest = signature.strip().partition(" ")
     # Options begin with a name, which a specialization has nowhere.
     specialization, options = rest, ""
@@ -143,7 +162,10 @@ def _read(signature: str) -> tuple[str, str, str]:
 
 
 def _compile(
-    file: str, texts: dict[str, str], compiler: _Line, jobs: Sequence[tuple[tuple[str, str, str], int]]
+    file: str,
+    texts: dict[str, str],
+    compiler: _Line,
+    jobs: Sequence[tuple[tuple[str, str, str], int]],
 ) -> dict[str, Cubin]:
     """Kernels by the names under which C++ looks for them."""
     found = {}
@@ -151,7 +173,9 @@ def _compile(
         defaults = texts[function].partition("\n")[0].split(";")
         differing = ";".join(o for o in options.split(";") if o not in defaults)
         who = f"{function} {specialization}{' ' * bool(options)}{options} (sm_{capability})"
-        answer = compiler.ask(who, "cubin", file, function, str(capability), specialization, differing)
+        answer = compiler.ask(
+            who, "cubin", file, function, str(capability), specialization, differing
+        )
         found[f"{function}|{specialization}|{differing}|{capability}"] = Cubin.from_bytes(answer)
     return found
 
@@ -159,7 +183,9 @@ def _compile(
 def _capability(text: str) -> int:
     if text.isdecimal() and int(text) >= OLDEST_CAPABILITY:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no compute capability from {OLDEST_CAPABILITY} on, such as 90")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no compute capability from {OLDEST_CAPABILITY} on, such as 90"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,11 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("file", help="the Python file with the functions")
     parser.add_argument("--signatures", nargs="+", required=True, metavar="SIGNATURE")
     parser.add_argument(
-        "--tune-table", metavar="FILE", help="a tuned program's list of signatures: what was decided is taken from it"
+        "--tune-table",
+        metavar="FILE",
+        help="a tuned program's list of signatures: what was decided is taken from it",
     )
     parser.add_argument(
         "--all-configs", action="store_true",
-        help="also what a recorded run timed and did not choose: then a pack is enough to tune anew",
+        help=(
+            "also what a recorded run timed and did not choose: then a pack is enough to tune anew"
+        ),
     )  # fmt: skip
     parser.add_argument(
         "--arch", nargs="+", type=_capability, default=[90], metavar="N",

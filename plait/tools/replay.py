@@ -1,11 +1,12 @@
 """`plait replay`: what a compile was given and what it made, recorded, made again, and compared.
 
-    plait replay record FOLDER -- python train.py      a folder a graph for everything that is compiled
-    plait replay rerun FOLDER                          compile these graphs again: what has changed since?
-    plait replay compare BEFORE AFTER                  the same of two folders
+    plait replay record FOLDER -- python train.py   a folder a graph, for all that is compiled
+    plait replay rerun FOLDER                       compile these again: what has changed since?
+    plait replay compare BEFORE AFTER               the same of two folders
 
-A change that is meant to change no program shows nothing. Nothing that is compared was built or run, and a graph
-recorded beside a GPU is compiled again without one. Graphs that are equal are recorded once.
+A change that is meant to change no program shows nothing. Nothing that is compared was built or
+run, and a graph recorded beside a GPU is compiled again without one. Graphs that are equal are
+recorded once.
 """
 
 from __future__ import annotations
@@ -41,23 +42,35 @@ _KERNEL = re.compile(r"\b(plait_\w+?)_[0-9a-f]{4,}\b")
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="plait replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="plait replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    recorded = commands.add_parser("record", help="run a command, and record every graph that it compiles")
+    recorded = commands.add_parser(
+        "record", help="run a command, and record every graph that it compiles"
+    )
     recorded.add_argument("folder", type=Path)
     recorded.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     again = commands.add_parser("rerun", help="compile recorded graphs again, and compare")
     again.add_argument("folder", type=Path)
-    again.add_argument("--out", type=Path, help="where to leave what was made; a temporary folder if not given")
-    again.add_argument("--load", action="append", default=[], metavar="FILE.py", help="defines operators of graphs")
+    again.add_argument(
+        "--out", type=Path, help="where to leave what was made; a temporary folder if not given"
+    )
+    again.add_argument(
+        "--load", action="append", default=[], metavar="FILE.py", help="defines operators of graphs"
+    )
     again.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     compared = commands.add_parser("compare", help="compare two folders")
     compared.add_argument("before", type=Path)
     compared.add_argument("after", type=Path)
     for command in (again, compared):
-        command.add_argument("--renames", type=Path, help="a file of lines `old new`: words that changed their name")
-        command.add_argument("--details", metavar="GRAPH", default="", help="show the differences of one graph")
+        command.add_argument(
+            "--renames", type=Path, help="a file of lines `old new`: words that changed their name"
+        )
+        command.add_argument(
+            "--details", metavar="GRAPH", default="", help="show the differences of one graph"
+        )
     given = parser.parse_args(arguments)
     if given.command == "record":
         program = given.program[given.program[:1] == ["--"] :]
@@ -76,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_print(given.folder, out, renames, given.details))
 
 
-# ---------------------------------------------------------------------------------------------- record
+# ------------------------------------------------------------------------------------------- record
 def record(folder: Path, program: Sequence[str]) -> int:
-    """Runs a command and moves what its compiles left into `folder`, a folder a graph, named after what was given.
-    Returns the command's exit status."""
+    """Runs a command and moves what its compiles left into `folder`, a folder a graph, named after
+    what was given. Returns the command's exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as raw:
         status = subprocess.call(program, env={**os.environ, "PLAIT_DEBUG_DIR": f"{raw}/%p"})
@@ -108,14 +121,16 @@ def _renamed(text: str, old: str, new: str) -> str:
     return re.sub(rf"\b{old}\b", new, text)
 
 
-# ---------------------------------------------------------------------------------------------- rerun
+# -------------------------------------------------------------------------------------------- rerun
 def rerun(folder: Path, out: Path, load: Sequence[str], jobs: int) -> None:
     """Compiles every recorded graph of `folder` again, into folders of the same names in `out`.
 
     load: Python files that define operators, run first. jobs: processes."""
     graphs = _graphs(folder)
     jobs = max(1, min(jobs, len(graphs)))
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(list(load),)) as pool:
+    with ProcessPoolExecutor(
+        jobs, get_context("spawn"), initializer=_begin, initargs=(list(load),)
+    ) as pool:
         list(pool.map(_again, graphs, [out] * len(graphs), chunksize=4))
 
 
@@ -141,7 +156,9 @@ def _again(recorded: Path, out: Path) -> None:
     text, tensors = (recorded / GIVEN).read_text(), recorded / GIVEN_TENSORS
     torch.set_default_dtype(getattr(torch, json.loads(text)["machine"]["default_dtype"]))
     try:
-        captured, cfg = read_given(text, torch.load(tensors, weights_only=True) if tensors.is_file() else {})
+        captured, cfg = read_given(
+            text, torch.load(tensors, weights_only=True) if tensors.is_file() else {}
+        )
         captured = replace(captured, name=recorded.name)
         program, parts = compile_texts(captured, cfg.with_options({"debug_dir": str(out)}))
     except (PlaitError, ValueError) as error:
@@ -153,40 +170,55 @@ def _again(recorded: Path, out: Path) -> None:
     (target / "7_graph.py").write_text(make_fx(program, unbuilt).code)
 
 
-# ---------------------------------------------------------------------------------------------- compare
-def compare(before: Path, after: Path, renames: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Every graph of both folders -> file -> what differs, as a diff, or who lacks it. Equal graphs give {}.
-    renames: words of `before` -> words of `after`."""
+# ------------------------------------------------------------------------------------------ compare
+def compare(
+    before: Path, after: Path, renames: Mapping[str, str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every graph of both folders -> file -> what differs, as a diff, or who lacks it. Equal graphs
+    give {}. renames: words of `before` -> words of `after`."""
     for name in sorted({g.name for folder in (before, after) for g in _graphs(folder)}):
         one, other = before / name, after / name
         absent = next((str(g.parent) for g in (one, other) if not g.is_dir()), "")
-        yield name, {"": f"{absent} lacks it"} if absent else dict(_differences(one, other, renames))
+        yield (
+            name,
+            {"": f"{absent} lacks it"} if absent else dict(_differences(one, other, renames)),
+        )
 
 
-def _differences(before: Path, after: Path, renames: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _differences(
+    before: Path, after: Path, renames: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     files = sorted({f.name for folder in (before, after) for f in folder.glob(_MADE)})
     both = (n for n in _TARGETS if (before / n).is_file() and (after / n).is_file())
     for name in (*files, *both):
-        absent = next((str(folder) for folder in (before, after) if not (folder / name).is_file()), "")
+        absent = next(
+            (str(folder) for folder in (before, after) if not (folder / name).is_file()), ""
+        )
         if absent:
             yield name, f"{absent} lacks it"
             continue
         old = _canonical(_with_names((before / name).read_text(), renames))
         new = _canonical((after / name).read_text())
         if old != new:
-            lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "before", "after", lineterm="", n=2)
+            lines = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), "before", "after", lineterm="", n=2
+            )
             yield name, "\n".join(lines)
 
 
 def _canonical(text: str) -> str:
-    """The text with kernels numbered: the digest in a name follows the kernel's text, which is compared itself."""
+    """The text with kernels numbered: the digest in a name follows the kernel's text, which is
+    compared itself."""
     numbers: dict[str, int] = {}
     return _KERNEL.sub(lambda m: f"{m[1]}_{numbers.setdefault(m[0], len(numbers))}", text)
 
 
 def read_renames(path: Path) -> dict[str, str]:
-    """A file of lines `old new`; lines that start with # are comments. Raises ValueError for any other line."""
-    pairs = [line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    """A file of lines `old new`; lines that start with # are comments. Raises ValueError for any
+    other line."""
+    pairs = [
+        line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")
+    ]
     if wrong := [pair for pair in pairs if len(pair) != 2]:
         raise ValueError(f"{path}: {' '.join(wrong[0])!r} is no line `old new`")
     return dict(pairs)
@@ -200,7 +232,8 @@ def _with_names(text: str, renames: Mapping[str, str]) -> str:
 
 
 def _print(before: Path, after: Path, renames: Mapping[str, str], details: str) -> int:
-    """Prints a line a graph that differs, and a sum; 1 if any does. details: the graph that is shown whole."""
+    """Prints a line a graph that differs, and a sum; 1 if any does. details: the graph that is
+    shown whole."""
     graphs, differing = 0, 0
     for name, found in compare(before, after, renames):
         graphs += 1
@@ -216,4 +249,6 @@ def _print(before: Path, after: Path, renames: Mapping[str, str], details: str) 
 
 
 def _graphs(folder: Path) -> list[Path]:
-    return sorted(g for g in folder.iterdir() if (g / GIVEN).is_file() or (g / "5_wrapper.txt").is_file())
+    return sorted(
+        g for g in folder.iterdir() if (g / GIVEN).is_file() or (g / "5_wrapper.txt").is_file()
+    )

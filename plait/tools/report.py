@@ -1,8 +1,9 @@
 """What was compiled, for people: the data that `plait.explain` returns and its text.
 
-In: a `CompileRecord` of every graph. Out: counts and two texts. `text` is a summary: what each graph became, kernels of
-one source counted together, calls of PyTorch's own operators by choice or for want of a rule, reasons against fusion
-counted by kind. `details` is a page a graph: which kernels were made of which source lines, every refusal.
+In: a `CompileRecord` of every graph. Out: counts and two texts. `text` is a summary: what each
+graph became, kernels of one source counted together, calls of PyTorch's own operators by choice or
+for want of a rule, reasons against fusion counted by kind. `details` is a page a graph: which
+kernels were made of which source lines, every refusal.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ MAX_NAMES = 8  # of one list in a line
 class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
-    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or "".
-    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were none, and why.
-    left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled too often."""
+    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there
+    is to say, or "". given_up: parts of programs of this process that were to be CUDA graphs and,
+    once they ran, were none, and why. left_to_eager: functions of this process that Dynamo compiles
+    no more, since they were compiled too often."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
@@ -42,8 +44,8 @@ class Report:
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:
-        """What has no kernel, by graph: operators that are called, sizes that became numbers, graphs that eager
-        runs; each with the reason. Every operator is there once a graph."""
+        """What has no kernel, by graph: operators that are called, sizes that became numbers,
+        graphs that eager runs; each with the reason. Every operator is there once a graph."""
         return tuple(step for g in self.graphs for step in g.ladder)
 
     @property
@@ -63,7 +65,8 @@ class Report:
 
     @property
     def refusals(self) -> dict[str, int]:
-        """Pairs that were not fused, by kind of reason: what is special about a pair is left out."""
+        """Pairs that were not fused, by kind of reason: what is special about a pair is left
+        out."""
         found = Counter(_kind(reason) for g in self.graphs for _, reason in refused_pairs(g.plan))
         return dict(found.most_common())
 
@@ -87,16 +90,17 @@ class Report:
 
     @property
     def details(self) -> str:
-        """A page a graph: kernels and calls in order with the lines they come from, refusals, memory."""
+        """A page a graph: kernels and calls in order with the lines they come from, refusals,
+        memory."""
         return "\n\n".join("\n".join(_graph(g)) for g in self.graphs) + "\n"
 
     def _head(self) -> str:
         aten = sum(g.aten_ops for g in self.graphs)
         return (
-            f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> {_count(self.kernels, 'kernel')}, "
-            f"{_count(sum(self.extern_calls.values()), 'call')} of PyTorch's own operators, "
-            f"{sum(self.fallbacks.values())} of them for want of a rule; "
-            f"{_count(sum(self.refusals.values()), 'pair')} not fused"
+            f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> "
+            f"{_count(self.kernels, 'kernel')}, {_count(sum(self.extern_calls.values()), 'call')} "
+            f"of PyTorch's own operators, {sum(self.fallbacks.values())} of them for want of a "
+            f"rule; {_count(sum(self.refusals.values()), 'pair')} not fused"
         )
 
     def _steps(self, rung: Rung) -> list[str]:
@@ -112,7 +116,10 @@ class Report:
         for g in self.graphs:
             for pair, reason in refused_pairs(g.plan):
                 examples.setdefault(_kind(reason), f"{pair}: {reason}")
-        return [f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})" for kind, n in self.refusals.items()]
+        return [
+            f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})"
+            for kind, n in self.refusals.items()
+        ]
 
     def __str__(self) -> str:
         return self.text
@@ -152,9 +159,10 @@ def _kind(reason: str) -> str:
     return _ONE.sub("..", reason)
 
 
-# ---------------------------------------------------------------------------------------------- the summary
+# -------------------------------------------------------------------------------------- the summary
 def _graph_head(g: CompileRecord) -> list[str]:
-    """What became of a graph: counts, time to compile, how it is called, sizes that vary, memory."""
+    """What became of a graph: counts, time to compile, how it is called, sizes that vary,
+    memory."""
     if g.target == "eager":
         return [f"{g.name}: {_count(g.aten_ops, 'operator')}, run by eager"]
     launches = sum(isinstance(i, Launch) for i in g.wrapper.body)
@@ -171,7 +179,8 @@ def _graph_head(g: CompileRecord) -> list[str]:
 
 
 def recorded_lines(program: WrapperProgram) -> list[str]:
-    """What of a program is replayed as CUDA graphs, what becomes of its inputs then, and why the rest is not."""
+    """What of a program is replayed as CUDA graphs, what becomes of its inputs then, and why the
+    rest is not."""
     parts = [i for i in program.body if isinstance(i, Partition)]
     if not parts:
         return []
@@ -179,8 +188,9 @@ def recorded_lines(program: WrapperProgram) -> list[str]:
     direct, copied = recorded_results(program)
     lines = [
         f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
-        f"{_inputs(free)} patched if moved, {_inputs(fixed)} that operators see copied or recorded again; "
-        f"{_count(len(direct), 'result')} written where it belongs, {len(copied)} copied inside the graph"
+        f"{_inputs(free)} patched if moved, {_inputs(fixed)} that operators see copied or "
+        f"recorded again; {_count(len(direct), 'result')} written where it belongs, {len(copied)} "
+        "copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
 
@@ -191,7 +201,8 @@ def _inputs(names: Sequence[str]) -> str:
 
 
 def _dynamic(g: CompileRecord) -> list[str]:
-    """The symbols in the shapes of the inputs, with the ranges that the program was compiled for."""
+    """The symbols in the shapes of the inputs, with the ranges that the program was compiled
+    for."""
     atoms = {
         a.name: a
         for i in g.wrapper.inputs
@@ -200,13 +211,14 @@ def _dynamic(g: CompileRecord) -> list[str]:
         for a in free_symbols(e)
     }
     return [
-        f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "") for _, a in sorted(atoms.items())
+        f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "")
+        for _, a in sorted(atoms.items())
     ]
 
 
 def _kernels(graphs: Sequence[CompileRecord]) -> list[str]:
-    """Kernels of the same operators in one line, with their launches and how many sources they have; the most work
-    first."""
+    """Kernels of the same operators in one line, with their launches and how many sources they
+    have; the most work first."""
     alike: dict[tuple[str, str], list[Kernel]] = {}
     for g in graphs:
         for s in g.plan.steps:
@@ -233,9 +245,12 @@ def _ops(k: Kernel) -> str:
     return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-# ---------------------------------------------------------------------------------------------- the details
+# -------------------------------------------------------------------------------------- the details
 def _graph(g: CompileRecord) -> list[str]:
-    lines = [*_graph_head(g), *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung in ("eager", "specialise"))]
+    lines = [
+        *_graph_head(g),
+        *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung in ("eager", "specialise")),
+    ]
     lines += [f"  {line}" for s in g.plan.steps for line in _step(s, g)]
     return lines + [f"  {line}" for line in refusal_lines(g.plan)]
 

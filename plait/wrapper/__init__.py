@@ -1,1 +1,2 @@
-"""The wrapper IR: a program as a typed list of instructions, and the targets that run or print it."""
+"""The wrapper IR: a program as a typed list of instructions, and the targets that run or print
+it."""

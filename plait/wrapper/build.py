@@ -1,8 +1,9 @@
 """A Plan becomes a program of typed instructions.
 
-In: `schedule.plan.Plan` (kernels and calls in order, memory decided). Out: a `WrapperProgram` that names every tensor
-and symbol once, with the memory and the views of extern operands spelled out. Decides nothing that costs time: fusion,
-order and memory are the scheduler's. Symbols are defined as soon as what they come from exists.
+In: `schedule.plan.Plan` (kernels and calls in order, memory decided). Out: a `WrapperProgram` that
+names every tensor and symbol once, with the memory and the views of extern operands spelled out.
+Decides nothing that costs time: fusion, order and memory are the scheduler's. Symbols are defined
+as soon as what they come from exists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from typing import assert_never
 from plait.config import Config
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
-from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListArg, Mutate, Number, Scalar, TensorArg
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    ExternArg,
+    Item,
+    ListArg,
+    Mutate,
+    Number,
+    Scalar,
+    TensorArg,
+)
 from plait.ir.sizes import Expr, Size, contiguous_strides, free_symbols
 from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
@@ -26,14 +39,18 @@ _GPU_ALIGNMENT = 16  # bytes, for which kernels are compiled; arguments with les
 
 
 def build(
-    plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None, guarded: bool = True
+    plan: Plan,
+    name: str,
+    bumped_inputs: tuple[int, ...] = (),
+    cfg: Config | None = None,
+    guarded: bool = True,
 ) -> ins.WrapperProgram:
     """The program of a plan. Nothing is freed yet: `passes/place_frees.py` does it.
 
-    bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
-    cfg: says which checks it makes beyond the necessary ones; None: none. guarded: whether others look at the strides
-    of inputs before a call.
-    Raises InternalError if the plan contradicts itself.
+    bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others,
+    the caller does). cfg: says which checks it makes beyond the necessary ones; None: none.
+    guarded: whether others look at the strides of inputs before a call. Raises InternalError if the
+    plan contradicts itself.
     """
     b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
     for k, entry in enumerate(plan.program.inputs):
@@ -51,7 +68,9 @@ def build(
         b.check_results(step)  # sizes that only the results tell are symbols by now
     b.add_return()
     callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
-    origins = [(s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin]
+    origins = [
+        (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
+    ]
     return ins.WrapperProgram(
         name=name,
         inputs=tuple(b.inputs),
@@ -63,8 +82,8 @@ def build(
 
 
 def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
-    """A body without the symbols that nobody reads and that need no more than other symbols: a function of sizes may
-    have no value where eager never asks for one."""
+    """A body without the symbols that nobody reads and that need no more than other symbols: a
+    function of sizes may have no value where eager never asks for one."""
     read: set[str] = set()
     kept: list[ins.Instr] = []
     for i in reversed(body):
@@ -75,13 +94,15 @@ def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
 
 
 def _definition(k: Kernel) -> ins.DefineKernel:
-    # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is returned.
+    # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is
+    # returned.
     checks = k.checks if k.device == "cpu" else ()
     return ins.DefineKernel(k.name, len(k.args), len(k.sizes), checks, k.device)
 
 
 def _read_as_memory(plan: Plan) -> set[str]:
-    """The buffers whose element type something relies on: kernels, views, and what is read or copied by itself."""
+    """The buffers whose element type something relies on: kernels, views, and what is read or
+    copied by itself."""
     found: set[str] = set()
     args: list[ExternArg | Scalar] = list(plan.program.outputs)
     for step in plan.steps:
@@ -114,7 +135,9 @@ def _read_as_memory(plan: Plan) -> set[str]:
 
 def _is_known(i: ins.TensorInput) -> bool:
     """Whether callers compare all strides with numbers, or ask for a row-major tensor."""
-    return all(isinstance(step, int) for step in i.strides) or i.strides == contiguous_strides(i.shape)
+    return all(isinstance(step, int) for step in i.strides) or i.strides == contiguous_strides(
+        i.shape
+    )
 
 
 class _Builder:
@@ -147,12 +170,15 @@ class _Builder:
             self.how[entry] = "input"
 
     def define_symbols(self) -> None:
-        """Defines every symbol whose source exists by now, in the order of the program's table as far as that goes."""
+        """Defines every symbol whose source exists by now, in the order of the program's table as
+        far as that goes."""
         while ready := [name for name, source in self.pending.items() if self.exists(source)]:
             for name in ready:
                 source = self.pending[name]
                 assert source is not None
-                self.define_symbol(name, ins.SizeOf(*source) if isinstance(source, tuple) else source)
+                self.define_symbol(
+                    name, ins.SizeOf(*source) if isinstance(source, tuple) else source
+                )
 
     def exists(self, source: tuple[str, str, int] | Size | None) -> bool:
         if source is None:
@@ -180,7 +206,9 @@ class _Builder:
         memory = self.plan.memory
         if memory.offsets:
             if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):
-                raise InternalError(f"the arena's size {memory.arena_nbytes} is not known when the program starts")
+                raise InternalError(
+                    f"the arena's size {memory.arena_nbytes} is not known when the program starts"
+                )
             devices = {self.buffer(n).device for n in memory.offsets}
             if len(devices) > 1:
                 raise InternalError(f"an arena on {' and '.join(sorted(devices))}")
@@ -232,7 +260,9 @@ class _Builder:
         into = self.call_into(e)
         if into:
             given = tuple((k, ins.Ref(n)) for k, n in zip(e.out_names, into, strict=True))
-            self.body.append(ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep))
+            self.body.append(
+                ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
+            )
             return
         outs = list(e.outs)
         for k, symbol in e.symbols:
@@ -245,11 +275,13 @@ class _Builder:
         if e.callable_index >= 0:
             self.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
         else:
-            self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence))
+            self.body.append(
+                ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence)
+            )
 
     def check_results(self, step: Step) -> None:
-        """What operators make is what tracing said, before anything reads it. One that shares memory with others is
-        never copied."""
+        """What operators make is what tracing said, before anything reads it. One that shares
+        memory with others is never copied."""
         if isinstance(step, Extern):
             for name in step.outs:
                 if name is not None and self.how.get(name) == "result":
@@ -260,7 +292,9 @@ class _Builder:
     def check_layout(self, name: str, origin: str = "", copies: bool = False) -> None:
         """The check of a tensor that somebody else has made."""
         b = self.buffer(name)
-        dtype = b.dtype if name in self.typed or not origin else opaque  # operators look at the type themselves
+        dtype = (
+            b.dtype if name in self.typed or not origin else opaque
+        )  # operators look at the type themselves
         self.body.append(ins.AssertSizeStride(name, dtype, b.shape, b.strides, origin, copies))
 
     def check_alignment(self, name: str) -> None:
@@ -271,9 +305,12 @@ class _Builder:
             self.body.append(ins.AssertAlignment(name, nbytes))
 
     def call_into(self, e: Extern) -> tuple[str, ...]:
-        """Memory for all results, if the plan has a place for each and the op can write there; else ()."""
+        """Memory for all results, if the plan has a place for each and the op can write there; else
+        ()."""
         memory = self.plan.memory
-        names = [n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)]
+        names = [
+            n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)
+        ]
         if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
             return ()
         for n in names:
@@ -289,7 +326,8 @@ class _Builder:
 
     # ---- memory
     def make(self, b: Buffer) -> None:
-        """Defines a buffer that a kernel or an `out=` call is about to fill, where the memory plan wants it."""
+        """Defines a buffer that a kernel or an `out=` call is about to fill, where the memory plan
+        wants it."""
         memory = self.plan.memory
         old = memory.in_place.get(b.name)
         if old is not None:
@@ -341,11 +379,13 @@ class _Builder:
                 assert_never(a)
 
     def tensor(self, a: TensorArg, exact: bool) -> str:
-        """The name of a strided operand: the buffer itself, or a View that all equal operands share."""
+        """The name of a strided operand: the buffer itself, or a View that all equal operands
+        share."""
         b = self.buffer(a.buf)
         dtype: DType = a.dtype or b.dtype
         if dtype == b.dtype and a.offset == 0 and a.shape == b.shape:
-            # Nothing reads the stride of a dimension of size 1, but callers may compare an output's.
+            # Nothing reads the stride of a dimension of size 1, but callers may compare an
+            # output's.
             dims = zip(a.shape, a.strides, b.strides, strict=True)
             if all(x == y or (s == 1 and not exact) for s, x, y in dims):
                 return a.buf
@@ -369,7 +409,8 @@ class _Builder:
         self.body.append(ins.Return(tuple(values)))
 
     def check_symbols(self) -> None:
-        """Symbols that the table has but nothing defines are wrong only where something needs them: verify tells."""
+        """Symbols that the table has but nothing defines are wrong only where something needs them:
+        verify tells."""
         cyclic = [n for n, source in self.pending.items() if source is not None]
         if cyclic:
             raise InternalError(f"the sources of symbols {', '.join(cyclic)} never come to exist")

@@ -1,7 +1,8 @@
-"""Calls of Python as text, for a module that runs by itself: operators with their subgraphs and constants.
+"""Calls of Python as text, for a module that runs by itself: operators with their subgraphs and
+constants.
 
-In: a program's callables. Out: the source of a function that makes them again. What no text stands for
-(a Triton kernel of the user's, a hook) is named instead.
+In: a program's callables. Out: the source of a function that makes them again. What no text stands
+for (a Triton kernel of the user's, a hook) is named instead.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class CallTexts:
         args = [f"a{k}" for k in range(len(call.holes))]
         texts = dict(zip(call.holes, args, strict=True))
         leaves = [
-            _Text(texts[k] + ".item()" * (k in call.items)) if k in texts else self._value(x, f"g{number}_{k}", before)
+            _Text(texts[k] + ".item()" * (k in call.items))
+            if k in texts
+            else self._value(x, f"g{number}_{k}", before)
             for k, x in enumerate(call.leaves)
         ]
         given, named = pytree.tree_unflatten(leaves, call.tree)
@@ -81,7 +84,15 @@ class CallTexts:
     def _value(self, x: Any, name: str, before: list[str]) -> _Text:
         """One value. before: gets the lines that make a subgraph, of that name."""
         match x:
-            case None | bool() | int() | str() | torch.dtype() | torch.layout() | torch.memory_format():
+            case (
+                None
+                | bool()
+                | int()
+                | str()
+                | torch.dtype()
+                | torch.layout()
+                | torch.memory_format()
+            ):
                 return _Text(repr(x))
             case float() | complex():
                 return _Text(repr(x) if x - x == 0 else f"{type(x).__name__}({str(x)!r})")
@@ -96,7 +107,10 @@ class CallTexts:
             case OpOverload():
                 self._uses(x)
                 return _Text(f"torch.ops.{x}")
-        known = isinstance(x, HigherOrderOperator) and getattr(torch.ops.higher_order, x.__name__, None) is x
+        known = (
+            isinstance(x, HigherOrderOperator)
+            and getattr(torch.ops.higher_order, x.__name__, None) is x
+        )
         if known:
             return _Text(f"torch.ops.higher_order.{x.__name__}")
         raise _NoText(f"an object of class {type(x).__name__}")
@@ -114,10 +128,18 @@ class CallTexts:
             if isinstance(node.target, OpOverload):
                 self._uses(node.target)
         code = gm.graph.python_code("self")
-        init = ["def __init__(self):", "    super().__init__()", *(f"    {a}" for a in dict.fromkeys(attributes))]
+        init = [
+            "def __init__(self):",
+            "    super().__init__()",
+            *(f"    {a}" for a in dict.fromkeys(attributes)),
+        ]
         source = [s for s in code.src.splitlines() if s.strip()]
         body = [*init, "", *source]
-        used = {key: x for key, x in code.globals.items() if re.search(rf"\b{re.escape(key)}\b", code.src)}
+        used = {
+            key: x
+            for key, x in code.globals.items()
+            if re.search(rf"\b{re.escape(key)}\b", code.src)
+        }
         made = [
             f"class {name}(torch.nn.Module):",
             *(f"    {s}" if s else "" for s in body),
@@ -149,7 +171,8 @@ def _nested(x: Any) -> str:
 
 
 def _imports(names: Mapping[str, Any]) -> list[str]:
-    """What makes the names of a subgraph's code known. Raises _NoText for what has no place to be had from."""
+    """What makes the names of a subgraph's code known. Raises _NoText for what has no place to be
+    had from."""
     lines = []
     for name, x in names.items():
         if name == "torch" or getattr(builtins, name, None) is x:
@@ -171,5 +194,8 @@ def header(operators: Sequence[str]) -> list[str]:
     """Lines that tell which operators have to be defined, and by what."""
     homes = {op: compat.operator_home(op.partition(".")[0]) for op in dict.fromkeys(operators)}
     named = [f"    {op}" + (f", defined by {home}" if home else "") for op, home in homes.items()]
-    what = "It calls operators that are not torch's own: import what defines them at the head of this file."
+    what = (
+        "It calls operators that are not torch's own: import what defines them at the head of "
+        "this file."
+    )
     return ["", what, *named] if named else []

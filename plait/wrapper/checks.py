@@ -1,9 +1,9 @@
-"""The options `nan_asserts` and `finite_asserts`: instructions that look for NaNs, or for infinities too, put into a
-program for every target.
+"""The options `nan_asserts` and `finite_asserts`: instructions that look for NaNs, or for
+infinities too, put into a program for every target.
 
-Looked at are floating arguments, what kernels and operators compute, and what is returned, as the caller sees it.
-Memory of ours is looked at once everything is written that lies in it, right before it is read: earlier, parts of it
-may be nothing yet.
+Looked at are floating arguments, what kernels and operators compute, and what is returned, as the
+caller sees it. Memory of ours is looked at once everything is written that lies in it, right before
+it is read: earlier, parts of it may be nothing yet.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from dataclasses import replace
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, operands, refs, root, views_of
 
-_BEFORE = (ins.DefineKernel, ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)
+_BEFORE = (
+    ins.DefineKernel,
+    ins.Symbol,
+    ins.AssertScalar,
+    ins.AssertSizeStride,
+    ins.AssertAlignment,
+)
 
 
 def check_finite(p: ins.WrapperProgram, infinities: bool) -> ins.WrapperProgram:
-    """A program without Free, with the checks; every message names what computed the value, with its source lines."""
+    """A program without Free, with the checks; every message names what computed the value, with
+    its source lines."""
     return replace(p, body=tuple(_Checks(p, infinities).body()))
 
 
 class _Checks:
-    """bases: view -> what it views. last: memory of ours -> position of the last instruction that writes it.
-    makers: memory -> what has written it so far. seen: memory -> tensors looked at since it was written."""
+    """bases: view -> what it views. last: memory of ours -> position of the last instruction that
+    writes it. makers: memory -> what has written it so far. seen: memory -> tensors looked at since
+    it was written."""
 
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p
@@ -43,7 +51,11 @@ class _Checks:
                     self.last[memory] = k
 
     def body(self) -> Iterator[ins.Instr]:
-        given = [i.name for i in self.program.inputs if isinstance(i, ins.TensorInput) and i.dtype.is_float]
+        given = [
+            i.name
+            for i in self.program.inputs
+            if isinstance(i, ins.TensorInput) and i.dtype.is_float
+        ]
         self.makers = {name: ["the caller"] for name in given}
         first = next(k for k, i in enumerate(self.program.body) if not isinstance(i, _BEFORE))
         for k, i in enumerate(self.program.body):
@@ -73,7 +85,10 @@ class _Checks:
         if isinstance(i, ins.Note):
             self.note = i.text
         maker = self.maker(i)
-        for name in (*_writes(i), *(defined(i) if isinstance(i, (ins.CallExtern, ins.CallPython)) else ())):
+        for name in (
+            *_writes(i),
+            *(defined(i) if isinstance(i, (ins.CallExtern, ins.CallPython)) else ()),
+        ):
             memory = root(name, self.bases)
             if memory in self.seen.pop(memory, ()):  # that was fine
                 self.makers[memory] = []

@@ -1,8 +1,9 @@
 """The C++ target: a wrapper program as C++ source that is built once and runs the program.
 
-In: a `WrapperProgram`. Out: source that includes `plait/wrapper.h` alone, and with `load_cpp` the program itself. The
-source says what happens at a call, and in which order; operators with their literals, kernels, constants and callables
-go by their numbers in the native target's plan of the same program. Library files lie beside those of CPU kernels.
+In: a `WrapperProgram`. Out: source that includes `plait/wrapper.h` alone, and with `load_cpp` the
+program itself. The source says what happens at a call, and in which order; operators with their
+literals, kernels, constants and callables go by their numbers in the native target's plan of the
+same program. Library files lie beside those of CPU kernels.
 """
 
 from __future__ import annotations
@@ -33,22 +34,32 @@ from plait.wrapper.walk import operands, symbols, used
 _FUNCTIONS = {name: number for number, name in enumerate(FUNCTIONS)}
 _INCLUDE = '#include "plait/wrapper.h"\n'
 _RESERVED = frozenset(
-    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
-    concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
-    do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable
-    namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
-    requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
-    true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix
-    call kernel plait wrapper div mod min max eq ne lt le require op python run give symbol launch main
-    Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL
-    plait_size plait_stride plait_offset plait_item plait_integer plait_bool plait_real plait_complex""".split()
+    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t
+    char16_t char32_t class compl concept const consteval constexpr constinit const_cast
+    continue co_await co_return co_yield decltype default delete do double dynamic_cast else
+    enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid typename
+    union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix call kernel
+    plait wrapper div mod min max eq ne lt le require op python run give symbol launch main
+    Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL plait_size plait_stride
+    plait_offset plait_item plait_integer plait_bool plait_real plait_complex""".split()
 )
-_MEMORY = (ins.Launch, ins.Place, ins.Reuse, ins.View, ins.AssertAlignment, ins.Free)  # need no more than a pointer
+_MEMORY = (
+    ins.Launch,
+    ins.Place,
+    ins.Reuse,
+    ins.View,
+    ins.AssertAlignment,
+    ins.Free,
+)  # need no more than a pointer
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
 
 
 def load_cpp(program: ins.WrapperProgram, parts: Parts) -> Program:
-    """The program, built or found in the cache. Where no compiler works, the executor runs its plan, with a warning."""
+    """The program, built or found in the cache. Where no compiler works, the executor runs its
+    plan, with a warning."""
     built = None
     try:
         built = build_cpp(make_cpp(program), parts.cfg, (ENTRY,))
@@ -58,8 +69,11 @@ def load_cpp(program: ins.WrapperProgram, parts: Parts) -> Program:
 
 
 def build_cpp(source: str, cfg: Config, symbols: Collection[str] = ()) -> Library:
-    """The library of a generated source. Its text is built with the header in it, which so is part of its key."""
-    return get_or_build(source.replace(_INCLUDE, _header(), 1), find_toolchain(cfg), cfg, symbols).library
+    """The library of a generated source. Its text is built with the header in it, which so is part
+    of its key."""
+    return get_or_build(
+        source.replace(_INCLUDE, _header(), 1), find_toolchain(cfg), cfg, symbols
+    ).library
 
 
 @cache
@@ -110,7 +124,8 @@ class _Names:
 
 @dataclass
 class _Region:
-    """Launches that wait to be run as one, and the tensors that die with them. lines: as they are written."""
+    """Launches that wait to be run as one, and the tensors that die with them. lines: as they are
+    written."""
 
     lines: list[str] = field(default_factory=list)
     dying: list[str] = field(default_factory=list)
@@ -119,8 +134,8 @@ class _Region:
 class _Source:
     """The text of one program.
 
-    headers: tensors that need more than a pointer. base: view -> whose memory it is. last: tensor -> position of the
-    last instruction that needs it or what lies in its memory."""
+    headers: tensors that need more than a pointer. base: view -> whose memory it is. last: tensor
+    -> position of the last instruction that needs it or what lies in its memory."""
 
     def __init__(self, p: ins.WrapperProgram) -> None:
         self.p = p
@@ -146,7 +161,9 @@ class _Source:
 
     def _learn(self, k: int, i: ins.Instr) -> None:
         match i:
-            case ins.View() | ins.Reuse() | ins.Alloc() | ins.Place() | ins.Constant() | ins.Arena():
+            case (
+                ins.View() | ins.Reuse() | ins.Alloc() | ins.Place() | ins.Constant() | ins.Arena()
+            ):
                 self.made[i.name] = i
                 self.last[i.name] = k
             case ins.CallExtern() | ins.CallPython():
@@ -168,9 +185,13 @@ class _Source:
                 name = self.base.get(name, "")
 
     def _dies(self, name: str) -> bool:
-        """Whether the tensor's end gives something back. At the program's end, everything that is left dies."""
+        """Whether the tensor's end gives something back. At the program's end, everything that is
+        left dies."""
         i = self.made[name]
-        if isinstance(i, (ins.Constant, ins.Arena, ins.Place)) or self.last[name] == len(self.p.body) - 1:
+        if (
+            isinstance(i, (ins.Constant, ins.Arena, ins.Place))
+            or self.last[name] == len(self.p.body) - 1
+        ):
             return False
         return name in self.headers or not isinstance(i, (ins.View, ins.Reuse))
 
@@ -224,7 +245,9 @@ class _Source:
         i = self.made[name]
         if name in self.headers or not isinstance(i, (ins.View, ins.Reuse, ins.Place)):
             return False
-        return not isinstance(i, ins.Place) or not any(isinstance(e, Expr) for e in (i.offset, *i.shape, *i.strides))
+        return not isinstance(i, ins.Place) or not any(
+            isinstance(e, Expr) for e in (i.offset, *i.shape, *i.strides)
+        )
 
     def size(self, e: Size) -> str:
         """An integer; what has to be computed for it comes first, once."""
@@ -255,7 +278,9 @@ class _Source:
             return f"function(call, {_FUNCTIONS[a.kind]} /* {a.kind} */, {left}, {right})"
         return f"{a.kind}({left}, {right})"
 
-    def _shape(self, i: ins.Place | ins.Alloc | ins.Reuse | ins.View | ins.AssertSizeStride) -> list[str]:
+    def _shape(
+        self, i: ins.Place | ins.Alloc | ins.Reuse | ins.View | ins.AssertSizeStride
+    ) -> list[str]:
         return [self._list(i.shape), self._list(i.strides)] if i.shape else []
 
     def _list(self, values: Sequence[Size]) -> str:
@@ -331,10 +356,16 @@ class _Source:
                 self._add(f"TRY(require(call, {self.size(i.expr)}, {_string(i.message)}{given}));")
             case ins.AssertSizeStride():
                 dtype = list(DTYPES).index(i.dtype.name)
-                given = ", ".join([_string(i.origin), str(i.copies).lower(), str(dtype), *self._shape(i)])
+                given = ", ".join(
+                    [_string(i.origin), str(i.copies).lower(), str(dtype), *self._shape(i)]
+                )
                 self._add(f"TRY({name[i.tensor]}.require({given}));", i.dtype.name)
             case ins.AssertAlignment():
-                slot = f"Slot(call, {self.numbers.slots[i.tensor]})" if self._is_pointer(i.tensor) else name[i.tensor]
+                slot = (
+                    f"Slot(call, {self.numbers.slots[i.tensor]})"
+                    if self._is_pointer(i.tensor)
+                    else name[i.tensor]
+                )
                 self._add(f"TRY({slot}.require_aligned({self._at(i.tensor)}, {i.nbytes}));")
             case ins.CheckFinite():
                 self._begin()
@@ -346,7 +377,10 @@ class _Source:
                 self._add(f"TRY({name[i.name]}.take({nbytes}));")
             case ins.Place():
                 if self._is_pointer(i.name):
-                    self._add(f"char* const {name[i.name]} = {name[i.arena]}.data() + {i.offset};", i.dtype.name)
+                    self._add(
+                        f"char* const {name[i.name]} = {name[i.arena]}.data() + {i.offset};",
+                        i.dtype.name,
+                    )
                 else:
                     given = ", ".join([self.size(i.offset), *self._shape(i)])
                     self._add(f"const Slot {self._slot(i.name)};", i.dtype.name)
@@ -362,7 +396,12 @@ class _Source:
                 pass  # `last` says the same, of kernels' views too
             case ins.View():
                 start = self._at(i.base) if i.relative else self._storage(i.base)
-                self._view(i, f"{start} + {self.size(i.offset)} * {i.dtype.nbytes}" if i.offset != 0 else start)
+                self._view(
+                    i,
+                    f"{start} + {self.size(i.offset)} * {i.dtype.nbytes}"
+                    if i.offset != 0
+                    else start,
+                )
             case ins.Constant():
                 self._add(f"const Slot {self._slot(i.name)};", f"constant {i.index}")
             case ins.DefineKernel():
@@ -383,7 +422,11 @@ class _Source:
                 self._add(f"TRY({name[i.tensor]}.fill({self._number(i.value)}));")
             case ins.Partition(recorded, reason):
                 self._begin()
-                what = f"at every call: {reason}" if not recorded else "a CUDA graph in the native target"
+                what = (
+                    f"at every call: {reason}"
+                    if not recorded
+                    else "a CUDA graph in the native target"
+                )
                 self.lines += _comment(what)
             case ins.Note():
                 self.notes += _comment(i.text)
@@ -428,14 +471,21 @@ class _Source:
         if self.devices[i.kernel] != "cpu":
             self._begin()
             grid = self.size(i.grid)
-            self._add(f"TRY(launch(call, {kernel}, {grid}, Arguments<{len(i.args)}, {len(i.sizes)}>{{"
-                      f"{{{buffers}}}, {sizes}}}));")  # fmt: skip
+            self._add(
+                f"TRY(launch(call, {kernel}, {grid}, Arguments<{len(i.args)}, {len(i.sizes)}>{{"
+                f"{{{buffers}}}, {sizes}}}));"
+            )
             return
-        flags = " | ".join(f for f, on in (("kWhole", not i.parallel), ("kNoBarrier", not i.barrier)) if on)
+        flags = " | ".join(
+            f for f, on in (("kWhole", not i.parallel), ("kNoBarrier", not i.barrier)) if on
+        )
         if all(isinstance(s, int) for s in i.sizes):
             sizes = f"kSizes<{sizes[1:-1]}>"
         arguments = f"{{{buffers}}}, {sizes}, {self.size(i.work_ns)}, {flags or 0}"
-        self.region.lines += [*self.notes, f"Launch<{len(i.args)}, {len(i.sizes)}>{{{kernel}, {arguments}}},"]
+        self.region.lines += [
+            *self.notes,
+            f"Launch<{len(i.args)}, {len(i.sizes)}>{{{kernel}, {arguments}}},",
+        ]
         self.notes = []
 
     def _call(self, i: ins.CallExtern | ins.CallPython) -> None:
@@ -475,7 +525,8 @@ class _Source:
             if isinstance(o, (ins.Ref, ins.ValueOf)):
                 name = o.name if isinstance(o, ins.Ref) else o.tensor
                 borrowed = isinstance(
-                    self.made[name], (ins.TensorInput, ins.OpaqueInput, ins.Constant, ins.Place, ins.Arena)
+                    self.made[name],
+                    (ins.TensorInput, ins.OpaqueInput, ins.Constant, ins.Place, ins.Arena),
                 )
                 given.append(f"{self.names[name]}{'' if borrowed else '.keep()'}")
             else:

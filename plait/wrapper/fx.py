@@ -1,9 +1,10 @@
-"""The FX target: a wrapper program as a `torch.fx.GraphModule` of public parts, for compilers out of tree to consume.
+"""The FX target: a wrapper program as a `torch.fx.GraphModule` of public parts, for compilers out
+of tree to consume.
 
-In: a `WrapperProgram` and its `Parts`. Out: a module that runs by calling it under no_grad; docs/fx.md says what its
-nodes mean. Memory is plain tensors that die after their last use, as in every FX graph: an arena, a Free and a kernel's
-definition leave no node. `load_fx` runs the module, or what a compiler makes of it, behind the interface of the native
-program.
+In: a `WrapperProgram` and its `Parts`. Out: a module that runs by calling it under no_grad;
+docs/fx.md says what its nodes mean. Memory is plain tensors that die after their last use, as in
+every FX graph: an arena, a Free and a kernel's definition leave no node. `load_fx` runs the module,
+or what a compiler makes of it, behind the interface of the native program.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ _COMPARISONS = ("eq", "ne", "lt", "le")
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")
 
 
-def load_fx(program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler | None = None) -> Loaded:
-    """The program as a callable. compiler: makes a callable of the graph; None: the graph itself runs.
+def load_fx(
+    program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler | None = None
+) -> Loaded:
+    """The program as a callable. compiler: makes a callable of the graph; None: the graph itself
+    runs.
 
     Raises RuntimeError if a library lacks a kernel."""
     for i in program.body:
@@ -64,16 +68,20 @@ def load_fx(program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler |
 class FxProgram:
     """prog(*inputs) -> tuple, prog.boxed(list of inputs) -> tuple (empties the list).
 
-    module: the graph. run: what it became; takes the inputs, in one list if it has a true attribute _boxed_call."""
+    module: the graph. run: what it became; takes the inputs, in one list if it has a true attribute
+    _boxed_call."""
 
-    def __init__(self, program: ins.WrapperProgram, module: GraphModule, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, program: ins.WrapperProgram, module: GraphModule, run: Callable[..., Any]
+    ) -> None:
         self.module = module
         signature = promises(program)
         in_list = getattr(run, "_boxed_call", False)
         gpus = sorted({i.device for i in program.body if isinstance(i, ins.DefineKernel)} - {"cpu"})
         if len(gpus) > 1:  # Triton's operator launches on the current device
             raise Unsupported(
-                f"one FX graph with kernels on {' and '.join(gpus)}", hint="options={'wrapper': 'native'}"
+                f"one FX graph with kernels on {' and '.join(gpus)}",
+                hint="options={'wrapper': 'native'}",
             )
         raw = _read_by_kernels(program) if gpus else []
         python = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in program.body)
@@ -114,12 +122,16 @@ def _read_by_kernels(program: ins.WrapperProgram) -> list[int]:
         k
         for k, given in enumerate(program.inputs)
         if isinstance(given, ins.TensorInput)
-        and all(isinstance(i, ins.Launch) and given.name not in i.outs for i in users.get(given.name, ()))
+        and all(
+            isinstance(i, ins.Launch) and given.name not in i.outs
+            for i in users.get(given.name, ())
+        )
     ]
 
 
 def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
-    """The module's function with its inputs in one list, which it empties: an input dies after its last use."""
+    """The module's function with its inputs in one list, which it empties: an input dies after its
+    last use."""
     made = module.graph.python_code("self")
     tree = ast.parse(made.src)
     (forward,) = (s for s in tree.body if isinstance(s, ast.FunctionDef))
@@ -168,8 +180,8 @@ def _made(program: ins.WrapperProgram, parts: Parts) -> tuple[GraphModule, list[
 
 
 class _Retracer(Tracer):
-    """Makes the graph again that a pickled module's code is of: torch.fx itself would run what makes a tensor out of
-    numbers only, and all calls would get the same one."""
+    """Makes the graph again that a pickled module's code is of: torch.fx itself would run what
+    makes a tensor out of numbers only, and all calls would get the same one."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
         """The graph of root's code."""
@@ -206,7 +218,9 @@ class _Maker:
         self.own: set[str] = set()  # tensors that start where their memory does
         self.promised: dict[str, torch.dtype] = {}  # of results that have no fake value
         self.kernels: dict[str, ins.DefineKernel] = {}
-        self.jobs = {job.name: job for kind, s in parts.sources.items() if kind != "cpu" for job in s.units}
+        self.jobs = {
+            job.name: job for kind, s in parts.sources.items() if kind != "cpu" for job in s.units
+        }
         self.meta: dict[str, Any] = {}  # of the nodes that follow
         self.gpu = ""  # the current one, where the program has chosen one
         self.callers_gpu: Node | None = None
@@ -217,7 +231,11 @@ class _Maker:
 
     # ---- nodes
     def effect(
-        self, function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg] | None = None, name: str | None = None
+        self,
+        function: Any,
+        args: tuple[Arg, ...],
+        kwargs: Mapping[str, Arg] | None = None,
+        name: str | None = None,
     ) -> Node:
         """A node that calls function, whatever that gives."""
         node = self.graph.create_node("call_function", function, args, dict(kwargs or {}), name)
@@ -225,11 +243,17 @@ class _Maker:
         return node
 
     def call(
-        self, function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg] | None = None, name: str | None = None
+        self,
+        function: Any,
+        args: tuple[Arg, ...],
+        kwargs: Mapping[str, Arg] | None = None,
+        name: str | None = None,
     ) -> Node:
         """The same with a value: what function makes of its arguments' values."""
         node = self.effect(function, args, kwargs, name)
-        with contextlib.suppress(Exception):  # a courtesy, and operators may refuse fake tensors in any way
+        with contextlib.suppress(
+            Exception
+        ):  # a courtesy, and operators may refuse fake tensors in any way
             given = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = function(*given[0], **given[1])
         return node
@@ -252,7 +276,9 @@ class _Maker:
     def symbol(self, a: Atom) -> Any:
         """The SymInt of a symbol."""
         if a.name not in self.symbols:
-            self.symbols[a.name] = self.fakes.symbol(a.name, a.lo, a.hi, self.parts.hints.get(a.name))
+            self.symbols[a.name] = self.fakes.symbol(
+                a.name, a.lo, a.hi, self.parts.hints.get(a.name)
+            )
         return self.symbols[a.name]
 
     # ---- instructions
@@ -261,12 +287,18 @@ class _Maker:
         node.target = node.name  # one that Python takes for a variable
         match i:
             case ins.TensorInput():
-                shape, strides = ([_fold(e, self.symbol, _apply) for e in t] for t in (i.shape, i.strides))
+                shape, strides = (
+                    [_fold(e, self.symbol, _apply) for e in t] for t in (i.shape, i.strides)
+                )
                 if i.dtype in TO_TORCH:
                     dtype = TO_TORCH[i.dtype]
-                    node.meta["val"] = torch.empty_strided(shape, strides, dtype=dtype, device=i.device)
+                    node.meta["val"] = torch.empty_strided(
+                        shape, strides, dtype=dtype, device=i.device
+                    )
             case ins.SymbolInput():
-                node.meta["val"] = self.symbol(self.atoms.get(i.name) or Atom("sym", i.name, i.name))
+                node.meta["val"] = self.symbol(
+                    self.atoms.get(i.name) or Atom("sym", i.name, i.name)
+                )
             case ins.OpaqueInput():
                 pass
             case _:
@@ -289,7 +321,9 @@ class _Maker:
             case ins.AssertAlignment():
                 self.effect(plait.require_aligned.default, (env[i.tensor], i.tensor, i.nbytes))
             case ins.CheckFinite():
-                self.effect(plait.require_finite.default, (env[i.tensor], i.tensor, i.origin, i.infinities))
+                self.effect(
+                    plait.require_finite.default, (env[i.tensor], i.tensor, i.origin, i.infinities)
+                )
             case ins.Arena():
                 self.devices[i.name] = i.device
             case ins.Place():
@@ -349,7 +383,9 @@ class _Maker:
             case ins.ItemOf(tensor):
                 item = self.effect(aten.item.default, (self.env[tensor],))
                 node = self.effect(torch.sym_int, (item,), name=i.name)
-                node.meta["val"] = self.symbol(self.atoms.get(i.name) or Atom("sym", i.name, i.name))
+                node.meta["val"] = self.symbol(
+                    self.atoms.get(i.name) or Atom("sym", i.name, i.name)
+                )
                 return node
             case int() | Expr():
                 return self.size(i.value)
@@ -359,13 +395,22 @@ class _Maker:
     def require_layout(self, i: ins.AssertSizeStride) -> None:
         dtype = TO_TORCH.get(i.dtype)
         shape, strides = self.sizes(i.shape), self.sizes(i.strides)
-        args = (self.env[i.tensor], i.tensor, dtype, shape, strides, *([i.origin] if i.origin else []))
+        args = (
+            self.env[i.tensor],
+            i.tensor,
+            dtype,
+            shape,
+            strides,
+            *([i.origin] if i.origin else []),
+        )
         if i.copies:
             before = self.env[i.tensor]
             self.env[i.tensor] = self.effect(generated.with_layout, args)
             if isinstance(val := before.meta.get("val"), torch.Tensor):
                 layout = map_arg((shape, strides), lambda n: n.meta["val"])
-                self.env[i.tensor].meta["val"] = torch.empty_strided(*layout, dtype=val.dtype, device=val.device)
+                self.env[i.tensor].meta["val"] = torch.empty_strided(
+                    *layout, dtype=val.dtype, device=val.device
+                )
         else:
             self.effect(torch.ops.plait.require_layout.default, args)
         if dtype is not None:
@@ -385,17 +430,25 @@ class _Maker:
             self.effect(aten._assert_tensor_metadata.default, (base, None, None, want))
         if have is None or want is None or have == want:
             plain = i.relative and i.offset == 0
-            at = () if plain else (self.size(sz.add(i.offset, self.start(i.base) if i.relative else 0)),)
+            at = (
+                ()
+                if plain
+                else (self.size(sz.add(i.offset, self.start(i.base) if i.relative else 0)),)
+            )
             self.env[i.name] = self.call(aten.as_strided.default, (base, *layout, *at), name=i.name)
             return
         start = self.start(i.base) if i.relative else 0
         first = sz.add(i.offset, sz.floordiv(sz.mul(start, have.itemsize), want.itemsize))
         last = sz.total(sz.mul(n - 1, s) for n, s in zip(i.shape, i.strides, strict=True))
-        end = sz.mul(first + last + 1, sz.product(sz.smin(n, 1) for n in i.shape))  # 0 for no elements
+        end = sz.mul(
+            first + last + 1, sz.product(sz.smin(n, 1) for n in i.shape)
+        )  # 0 for no elements
         room = sz.ceildiv(sz.mul(end, want.itemsize), have.itemsize)
         flat = self.call(aten.as_strided.default, (base, [self.size(room)], [1], 0))
         typed = self.call(aten.view.dtype, (flat, want))
-        self.env[i.name] = self.call(aten.as_strided.default, (typed, *layout, self.size(first)), name=i.name)
+        self.env[i.name] = self.call(
+            aten.as_strided.default, (typed, *layout, self.size(first)), name=i.name
+        )
 
     def dtype(self, name: str) -> torch.dtype | None:
         """A tensor's dtype, as far as that is known."""
@@ -421,7 +474,9 @@ class _Maker:
     # ---- kernels and calls
     def launch(self, i: ins.Launch) -> None:
         names = [*dict.fromkeys(a for a in i.args if a not in i.outs), *dict.fromkeys(i.outs)]
-        reads, writes = ([self.env[n] for n in names if (n in i.outs) is out] for out in (False, True))
+        reads, writes = (
+            [self.env[n] for n in names if (n in i.outs) is out] for out in (False, True)
+        )
         order = [names.index(a) for a in i.args]
         order = [] if order == list(range(len(names))) else order
         more: dict[str, Arg] = {"work_ns": self.size(i.work_ns)}
@@ -429,14 +484,25 @@ class _Maker:
             more["parallel"] = False
         if checks := self.kernels[i.kernel].checks:
             more["checks"] = [f"{c.error}: {c.message}" for c in checks]
-        args = (str(self.parts.libraries["cpu"]), i.kernel, reads, writes, order, self.sizes(i.sizes))
+        args = (
+            str(self.parts.libraries["cpu"]),
+            i.kernel,
+            reads,
+            writes,
+            order,
+            self.sizes(i.sizes),
+        )
         self.effect(torch.ops.plait.launch.default, args, more, i.kernel)
 
     def launch_on_gpu(self, i: ins.Launch) -> None:
         self.set_gpu(self.kernels[i.kernel].device)
         operator_, table = compat.triton_operator()
         job = self.jobs[i.kernel]
-        options: dict[str, Any] = {"num_warps": job.num_warps, "num_stages": job.num_stages, **NUMBERS}
+        options: dict[str, Any] = {
+            "num_warps": job.num_warps,
+            "num_stages": job.num_stages,
+            **NUMBERS,
+        }
         if job.checks:
             options |= {"debug": True, "sanitize_overflow": False}
         values = [*(self.env[a] for a in i.args), *self.sizes(i.sizes)]
@@ -451,7 +517,8 @@ class _Maker:
         self.effect(operator_, (), more, i.kernel)
 
     def set_gpu(self, device: str) -> None:
-        """Makes a device current, which Triton's kernels go to; the end of the program puts the caller's back."""
+        """Makes a device current, which Triton's kernels go to; the end of the program puts the
+        caller's back."""
         if device == self.gpu:
             return
         if self.callers_gpu is None:
@@ -467,7 +534,9 @@ class _Maker:
         op = getattr(packet, overload or "default")
         args, kwargs = self.arguments(i)
         positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
-        while len(args) < len(positional) and positional[len(args)] in kwargs:  # 'from' is no keyword for Python
+        while (
+            len(args) < len(positional) and positional[len(args)] in kwargs
+        ):  # 'from' is no keyword for Python
             args.append(kwargs.pop(positional[len(args)]))
         lists = [isinstance(r.type, torch.ListType) for r in op._schema.returns]
         several = lists != [False]
@@ -483,7 +552,9 @@ class _Maker:
         function = self.parts.callables[i.index]
         args, kwargs = self.arguments(i)
         if isinstance(function, PythonCall) and str(function.op) in _CONTROL_FLOW:
-            node = self.call(generated.settled, (self.control_flow(function, args), function.strides))
+            node = self.call(
+                generated.settled, (self.control_flow(function, args), function.strides)
+            )
         else:
             name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
             self.root.add_module(name, PythonFunction(function))
@@ -535,7 +606,8 @@ def _apply(function: Any, *args: Any) -> Any:
 
 
 def _fold(e: Size, symbol: Callable[[Atom], Any], apply: Callable[..., Any]) -> Any:
-    """The value of an expression where apply(function, *values) computes and symbols have values."""
+    """The value of an expression where apply(function, *values) computes and symbols have
+    values."""
     if not isinstance(e, Expr):
         return e
     terms = []
@@ -573,5 +645,12 @@ def _literal(o: ins.Literal) -> Arg:
 
 def _stack_trace(note: str) -> str | None:
     """Source lines of a note ('model.py:31 aten.relu; ...') as torch.fx writes them."""
-    places = [m for part in note.split("; ") if (m := re.fullmatch(r"(\S+\.\w+):(\d+):? (.+)", part))]
-    return "\n".join(f'File "{m[1]}", line {m[2]}, in {m[3]}\n    {" ".join(note.split())}' for m in places) or None
+    places = [
+        m for part in note.split("; ") if (m := re.fullmatch(r"(\S+\.\w+):(\d+):? (.+)", part))
+    ]
+    return (
+        "\n".join(
+            f'File "{m[1]}", line {m[2]}, in {m[3]}\n    {" ".join(note.split())}' for m in places
+        )
+        or None
+    )

@@ -1,11 +1,13 @@
-"""The wrapper IR: one program is a typed list of frozen instructions that know nothing of any target.
+"""The wrapper IR: one program is a typed list of frozen instructions that know nothing of any
+target.
 
-Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes`, checked by
-`wrapper/verify.py`, printed and read back by `wrapper/text.py`, and handed to one of the targets. The meaning of
-every instruction is written where it is defined. No field holds a string of any programming language.
+Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes`,
+checked by `wrapper/verify.py`, printed and read back by `wrapper/text.py`, and handed to one of the
+targets. The meaning of every instruction is written where it is defined. No field holds a string of
+any programming language.
 
-Names: every tensor and every integer symbol of a program has one unique name; a name is defined once and never
-redefined. Sizes, strides and offsets are in elements, `nbytes` fields are in bytes.
+Names: every tensor and every integer symbol of a program has one unique name; a name is defined
+once and never redefined. Sizes, strides and offsets are in elements, `nbytes` fields are in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from plait.ir.dtypes import DType
 from plait.ir.sizes import Size
 
 
-# ---------------------------------------------------------------------------------------------- operands
+# ----------------------------------------------------------------------------------------- operands
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by its name, as an operand of an extern call or of Return."""
@@ -29,9 +31,10 @@ class Ref:
 class Literal:
     """A constant operand that is no tensor and no size.
 
-    kind says how `text` reads: 'none', 'bool' ('True', 'False'), 'float' (float.hex or inf/nan), 'str',
-    'complex' (two floats, real and imaginary part, with a space between), 'dtype' (DType name, else torch's),
-    'device' ('cpu', 'cuda:0'), 'layout', 'memory_format'. Integers are Sizes and need no Literal.
+    kind says how `text` reads: 'none', 'bool' ('True', 'False'), 'float' (float.hex or inf/nan),
+    'str', 'complex' (two floats, real and imaginary part, with a space between), 'dtype' (DType
+    name, else torch's), 'device' ('cpu', 'cuda:0'), 'layout', 'memory_format'. Integers are Sizes
+    and need no Literal.
     """
 
     kind: str
@@ -56,11 +59,12 @@ class ValueOf:
 Operand = Ref | Literal | ListOf | ValueOf | Size
 
 
-# ---------------------------------------------------------------------------------------------- signature
+# ---------------------------------------------------------------------------------------- signature
 @dataclass(frozen=True, slots=True)
 class TensorInput:
-    """A tensor argument. shape and strides are what was promised at compile time; symbols in them are defined by
-    `Symbol(..., SizeOf(...))` instructions, never implicitly. device: 'cpu' or 'cuda:N'."""
+    """A tensor argument. shape and strides are what was promised at compile time; symbols in them
+    are defined by `Symbol(..., SizeOf(...))` instructions, never implicitly. device: 'cpu' or
+    'cuda:N'."""
 
     name: str
     dtype: DType
@@ -78,7 +82,8 @@ class SymbolInput:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueInput:
-    """An argument that is neither tensor nor int (None, float, generator...). Extern calls may take it by Ref."""
+    """An argument that is neither tensor nor int (None, float, generator...). Extern calls may take
+    it by Ref."""
 
     name: str
 
@@ -86,10 +91,11 @@ class OpaqueInput:
 Input = TensorInput | SymbolInput | OpaqueInput
 
 
-# ---------------------------------------------------------------------------------------------- instructions
+# ------------------------------------------------------------------------------------- instructions
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """Element `dim` of a tensor's sizes (kind='size') or strides ('stride'), or its storage offset ('offset')."""
+    """Element `dim` of a tensor's sizes (kind='size') or strides ('stride'), or its storage offset
+    ('offset')."""
 
     tensor: str
     kind: str
@@ -105,7 +111,8 @@ class ItemOf:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """Defines integer `name`. value: read from a tensor, or an expression over symbols defined before."""
+    """Defines integer `name`. value: read from a tensor, or an expression over symbols defined
+    before."""
 
     name: str
     value: SizeOf | ItemOf | Size
@@ -115,7 +122,8 @@ class Symbol:
 class AssertScalar:
     """The call fails with `message` unless expr != 0. Never dropped by any target.
 
-    values: what the first marks {} of message stand for, in order. error: the class of `checks.ERRORS` that is raised.
+    values: what the first marks {} of message stand for, in order. error: the class of
+    `checks.ERRORS` that is raised.
     """
 
     expr: Size
@@ -126,11 +134,13 @@ class AssertScalar:
 
 @dataclass(frozen=True, slots=True)
 class AssertSizeStride:
-    """The call fails unless tensor has this dtype and exactly these sizes and strides (strides of dimensions of size 1
-    and of empty tensors are free; so are the dtype and all strides if it is `opaque`).
+    """The call fails unless tensor has this dtype and exactly these sizes and strides (strides of
+    dimensions of size 1 and of empty tensors are free; so are the dtype and all strides if it is
+    `opaque`).
 
-    origin: the operator that made the tensor and its source lines, which the error names. copies: strides that are
-    different are no error: from here on the name stands for a copy that has these strides."""
+    origin: the operator that made the tensor and its source lines, which the error names. copies:
+    strides that are different are no error: from here on the name stands for a copy that has these
+    strides."""
 
     tensor: str
     dtype: DType
@@ -150,7 +160,8 @@ class AssertAlignment:
 
 @dataclass(frozen=True, slots=True)
 class CheckFinite:
-    """The call fails, naming `origin`, if tensor holds a NaN or, if they count, an infinity. Non-float tensors pass."""
+    """The call fails, naming `origin`, if tensor holds a NaN or, if they count, an infinity.
+    Non-float tensors pass."""
 
     tensor: str
     origin: str
@@ -159,8 +170,8 @@ class CheckFinite:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call ends. A program has at
-    most one arena per device; two threads in one program hold two blocks."""
+    """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call
+    ends. A program has at most one arena per device; two threads in one program hold two blocks."""
 
     name: str
     nbytes: Size
@@ -183,7 +194,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """Defines tensor `name` with uninitialised memory of its own from the device's allocator. Outputs are made so."""
+    """Defines tensor `name` with uninitialised memory of its own from the device's allocator.
+    Outputs are made so."""
 
     name: str
     dtype: DType
@@ -196,9 +208,9 @@ class Alloc:
 class Reuse:
     """Defines tensor `name` on the memory of `old`, an Alloc'ed tensor that dies.
 
-    The memory of old must be at least as large. The next instruction that uses `name` is the last that may use old: a
-    kernel that reads old and writes `name` elementwise in place. Contents are undefined otherwise. old has a Free of
-    its own."""
+    The memory of old must be at least as large. The next instruction that uses `name` is the last
+    that may use old: a kernel that reads old and writes `name` elementwise in place. Contents are
+    undefined otherwise. old has a Free of its own."""
 
     name: str
     old: str
@@ -209,7 +221,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The tensor is not used after this: an owned reference is dropped, an arena range becomes free."""
+    """The tensor is not used after this: an owned reference is dropped, an arena range becomes
+    free."""
 
     name: str
 
@@ -218,9 +231,9 @@ class Free:
 class View:
     """Names memory that already exists; copies nothing.
 
-    Element (i0, i1, ...) is at base's first element + offset + sum(ik * strides[k]), all in elements of `dtype`.
-    Keeps base's storage alive where base is a tensor of its own. relative=False: offset counts from the start of
-    base's storage instead."""
+    Element (i0, i1, ...) is at base's first element + offset + sum(ik * strides[k]), all in
+    elements of `dtype`. Keeps base's storage alive where base is a tensor of its own.
+    relative=False: offset counts from the start of base's storage instead."""
 
     name: str
     base: str
@@ -233,7 +246,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Defines tensor `name` as constant number `index` of the program's table of tensors (weights, folded values)."""
+    """Defines tensor `name` as constant number `index` of the program's table of tensors (weights,
+    folded values)."""
 
     name: str
     index: int
@@ -241,10 +255,11 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class DefineKernel:
-    """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes integer arguments.
+    """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes
+    integer arguments.
 
-    checks: where a launch returns k > 0, the call fails with checks[k - 1]. device: 'cpu' or 'cuda:N'; each kind of
-    device has a library of its own."""
+    checks: where a launch returns k > 0, the call fails with checks[k - 1]. device: 'cpu' or
+    'cuda:N'; each kind of device has a library of its own."""
 
     name: str
     n_args: int
@@ -257,10 +272,11 @@ class DefineKernel:
 class Launch:
     """Runs a kernel on the data pointers of `args` and the values of `sizes`.
 
-    outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an expression (decides
-    parallelism and whether the GIL is released). parallel: the kernel may be split over threads. barrier: it must not
-    start before all earlier launches of its region ended on every thread (False only where no data flows between
-    them). grid: programs to launch on a GPU, where nothing runs for 0 of them; 1 on a CPU."""
+    outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an
+    expression (decides parallelism and whether the GIL is released). parallel: the kernel may be
+    split over threads. barrier: it must not start before all earlier launches of its region ended
+    on every thread (False only where no data flows between them). grid: programs to launch on a
+    GPU, where nothing runs for 0 of them; 1 on a CPU."""
 
     kernel: str
     args: tuple[str, ...]
@@ -276,12 +292,14 @@ class Launch:
 class CallExtern:
     """Calls a PyTorch operator through the dispatcher and names its tensor results.
 
-    op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema order, then kwargs by
-    name; missing ones take the schema's default. outs: one name per result, None for one that nobody uses; for an op
-    that returns a single TensorList the names are its elements. An int result defines a symbol of that name.
-    into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
-    tensors stand in kwargs too and outs is empty). may_keep: the op may keep or alias its arguments, so none of them
-    lies in an arena. fence: it orders streams or makes another one the current one, and stays where it is."""
+    op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema
+    order, then kwargs by name; missing ones take the schema's default. outs: one name per result,
+    None for one that nobody uses; for an op that returns a single TensorList the names are its
+    elements. An int result defines a symbol of that name. into: names of existing tensors that
+    receive the results (`out=` variants: then `op` is the out overload, the tensors stand in kwargs
+    too and outs is empty). may_keep: the op may keep or alias its arguments, so none of them lies
+    in an arena. fence: it orders streams or makes another one the current one, and stays where it
+    is."""
 
     op: str
     args: tuple[Operand, ...]
@@ -294,9 +312,11 @@ class CallExtern:
 
 @dataclass(frozen=True, slots=True)
 class CallPython:
-    """Calls Python object number `index` of the program's table of callables (higher-order ops, Python custom ops).
+    """Calls Python object number `index` of the program's table of callables (higher-order ops,
+    Python custom ops).
 
-    The GIL is held. outs: one name per element of the tuple that it returns, or a single one for anything else."""
+    The GIL is held. outs: one name per element of the tuple that it returns, or a single one for
+    anything else."""
 
     index: int
     label: str
@@ -307,10 +327,11 @@ class CallPython:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Calls Python object number `index` of the program's table of callables with the words `node` and `label` and the
-    tensor, as it is by now.
+    """Calls Python object number `index` of the program's table of callables with the words `node`
+    and `label` and the tensor, as it is by now.
 
-    The GIL is held. The object keeps and changes nothing of the tensor; what it returns is nobody's."""
+    The GIL is held. The object keeps and changes nothing of the tensor; what it returns is
+    nobody's."""
 
     tensor: str
     index: int
@@ -351,8 +372,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What follows, up to the next Partition, is work of a GPU that may be recorded once and replayed as a whole
-    (recorded=True), or has to run at every call because of `reason`. Changes no result."""
+    """What follows, up to the next Partition, is work of a GPU that may be recorded once and
+    replayed as a whole (recorded=True), or has to run at every call because of `reason`. Changes no
+    result."""
 
     recorded: bool
     reason: str = ""
@@ -367,19 +389,41 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Ends the program. A Ref is a tensor, a Size an int, a ValueOf a float or bool, Literal('none') is None."""
+    """Ends the program. A Ref is a tensor, a Size an int, a ValueOf a float or bool,
+    Literal('none') is None."""
 
     values: tuple[Operand, ...]
 
 
 Instr = (
-    Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free
-    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Hook | Copy | BumpVersion | Fill | Partition
-    | Note | Return
-)  # fmt: skip
+    Symbol
+    | AssertScalar
+    | AssertSizeStride
+    | AssertAlignment
+    | CheckFinite
+    | Arena
+    | Place
+    | Alloc
+    | Reuse
+    | Free
+    | View
+    | Constant
+    | DefineKernel
+    | Launch
+    | CallExtern
+    | CallPython
+    | Hook
+    | Copy
+    | BumpVersion
+    | Fill
+    | Partition
+    | Note
+    | Return
+)
 INSTRUCTIONS: tuple[type, ...] = (
-    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View,
-    Constant, DefineKernel, Launch, CallExtern, CallPython, Hook, Copy, BumpVersion, Fill, Partition, Note, Return,
+    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc,
+    Reuse, Free, View, Constant, DefineKernel, Launch, CallExtern, CallPython, Hook, Copy,
+    BumpVersion, Fill, Partition, Note, Return,
 )  # fmt: skip
 
 
@@ -387,9 +431,9 @@ INSTRUCTIONS: tuple[type, ...] = (
 class WrapperProgram:
     """A whole program: its signature and its instructions.
 
-    Constants and callables are tables held beside it (they are no data); n_constants and n_callables are their lengths.
-    n_results: how many of the first values that it returns are for the caller, the others being kept for a backward
-    pass; None: all of them.
+    Constants and callables are tables held beside it (they are no data); n_constants and
+    n_callables are their lengths. n_results: how many of the first values that it returns are for
+    the caller, the others being kept for a backward pass; None: all of them.
     """
 
     name: str
@@ -398,4 +442,6 @@ class WrapperProgram:
     n_constants: int = 0
     n_callables: int = 0
     n_results: int | None = None
-    origins: tuple[tuple[str, str], ...] = field(default=())  # kernel name -> source lines and ATen ops
+    origins: tuple[tuple[str, str], ...] = field(
+        default=()
+    )  # kernel name -> source lines and ATen ops

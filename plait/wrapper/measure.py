@@ -1,8 +1,10 @@
-"""Kernel times of the debug ladder: a program that, at its first call, times each of its kernels and prints them.
+"""Kernel times of the debug ladder: a program that, at its first call, times each of its kernels
+and prints them.
 
-In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels are timed on copies
-of the first call's inputs, by the Python target of the same program, and the random state is put back: the call itself
-sees nothing of it. A program that calls Python functions is not timed, since those would run once more.
+In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels
+are timed on copies of the first call's inputs, by the Python target of the same program, and the
+random state is put back: the call itself sees nothing of it. A program that calls Python functions
+is not timed, since those would run once more.
 """
 
 from __future__ import annotations
@@ -40,9 +42,14 @@ class MeasuredProgram:
 
 
 def measured(
-    log: PassLog, loaded: Loaded, program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor]
+    log: PassLog,
+    loaded: Loaded,
+    program: WrapperProgram,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor],
 ) -> Loaded:
-    """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at its first call."""
+    """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at
+    its first call."""
     if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):
         return loaded
     if any(isinstance(i, DefineKernel) and i.device != "cpu" for i in program.body):
@@ -67,7 +74,8 @@ def measured(
 
 
 def copies(values: Sequence[Any]) -> list[object]:
-    """Tensors on memory of their own with the same layouts; those that share memory share it again."""
+    """Tensors on memory of their own with the same layouts; those that share memory share it
+    again."""
     memory: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: Any) -> Any:

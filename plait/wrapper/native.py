@@ -1,7 +1,9 @@
-"""The native target: a WrapperProgram becomes the compact plan bytes that the precompiled executor runs.
+"""The native target: a WrapperProgram becomes the compact plan bytes that the precompiled executor
+runs.
 
 Comes from `wrapper/passes`, goes to `runtime/load.py` or into the cache. The layout is written in
-`native/core/plan.cpp`; the executor verifies every plan before it runs it. Nothing is decided here: this is a writer.
+`native/core/plan.cpp`; the executor verifies every plan before it runs it. Nothing is decided here:
+this is a writer.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Encoded:
 def encode(program: ins.WrapperProgram) -> bytes:
     """The plan of a verified program.
 
-    Raises ValueError for an integer that needs more than 64 bits, Unsupported for a dtype literal that plans lack.
+    Raises ValueError for an integer that needs more than 64 bits, Unsupported for a dtype literal
+    that plans lack.
     """
     return encode_numbered(program).plan
 
@@ -61,7 +64,8 @@ def encode_numbered(program: ins.WrapperProgram) -> Encoded:
 
 
 class _Encoder:
-    """Numbers names, strings and expressions as they are met; the words of the body refer to them."""
+    """Numbers names, strings and expressions as they are met; the words of the body refer to
+    them."""
 
     def __init__(self) -> None:
         self._strings: dict[str, int] = {}
@@ -91,7 +95,12 @@ class _Encoder:
             body += [opcode, len(words), *words]
             n_instrs += 1
         # The tables come last: everything above has filled them.
-        head = [self._string(p.name), p.n_constants, p.n_callables, -1 if p.n_results is None else p.n_results]
+        head = [
+            self._string(p.name),
+            p.n_constants,
+            p.n_callables,
+            -1 if p.n_results is None else p.n_results,
+        ]
         head += [len(self._nodes), *(w for node in self._nodes for w in node)]
         head += [len(self.symbols), *(self._string(s) for s in self.symbols)]
         head += [len(self._slot_table)]
@@ -110,7 +119,9 @@ class _Encoder:
             offset += len(t)
         words += [*head, n_instrs, *body]
         payload = struct.pack("<q", len(words)) + _pack(words) + b"".join(texts)
-        return _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
+        return (
+            _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
+        )
 
     # ------------------------------------------------------------------------------------ tables
     def _string(self, text: str) -> int:
@@ -190,12 +201,15 @@ class _Encoder:
                 return [_DTYPE[text]]
             case "dtype":
                 raise Unsupported(
-                    f"the dtype {text} as an operand of a native plan", hint='set the option wrapper="python"'
+                    f"the dtype {text} as an operand of a native plan",
+                    hint='set the option wrapper="python"',
                 )
             case _:
                 return [self._string(text)]
 
-    def _operands(self, args: tuple[ins.Operand, ...], kwargs: tuple[tuple[str, ins.Operand], ...]) -> list[int]:
+    def _operands(
+        self, args: tuple[ins.Operand, ...], kwargs: tuple[tuple[str, ins.Operand], ...]
+    ) -> list[int]:
         words = [len(args)]
         for a in args:
             words += self._operand(a)
@@ -226,19 +240,32 @@ class _Encoder:
             case ins.OpaqueInput():
                 return [2, self._define(i.name, None)]
 
-    # ------------------------------------------------------------------------------------ instructions
+    # --------------------------------------------------------------------------------- instructions
     def _instr(self, i: ins.Instr) -> tuple[int, list[int]]:
-        """(opcode, fields). A slot is defined after its operands were read, so that nothing can refer to itself."""
+        """(opcode, fields). A slot is defined after its operands were read, so that nothing can
+        refer to itself."""
         match i:
             case ins.Symbol():
                 return 0, [self._symbol(i.name), *self._source(i.value)]
             case ins.AssertScalar():
                 values = [self._size(v) for v in i.values]
-                return 1, [self._size(i.expr), self._string(i.message), len(values), *values, ERRORS.index(i.error)]
+                return 1, [
+                    self._size(i.expr),
+                    self._string(i.message),
+                    len(values),
+                    *values,
+                    ERRORS.index(i.error),
+                ]
             case ins.AssertSizeStride():
                 dtype = _DTYPE[i.dtype.name]
                 shape = self._shape(i.shape, i.strides)
-                return 2, [self._slot(i.tensor), dtype, *shape, self._string(i.origin), int(i.copies)]
+                return 2, [
+                    self._slot(i.tensor),
+                    dtype,
+                    *shape,
+                    self._string(i.origin),
+                    int(i.copies),
+                ]
             case ins.AssertAlignment():
                 return 3, [self._slot(i.tensor), i.nbytes]
             case ins.CheckFinite():

@@ -1,9 +1,10 @@
 """Facts have an owner: what stands behind the sizes and strides that a program relies on.
 
-A tensor's layout is owned if it was checked before the program ran (inputs, constants), was decided by the program
-(Alloc, Place, Reuse, View) or was looked at since (AssertSizeStride). The result of a call is not owned: that tracing
-said so is no proof. A symbol that comes from such a result, or is the value of a tensor, may be any number until an
-AssertScalar bounds it; the ranges that expressions rely on must follow.
+A tensor's layout is owned if it was checked before the program ran (inputs, constants), was decided
+by the program (Alloc, Place, Reuse, View) or was looked at since (AssertSizeStride). The result of
+a call is not owned: that tracing said so is no proof. A symbol that comes from such a result, or is
+the value of a tensor, may be any number until an AssertScalar bounds it; the ranges that
+expressions rely on must follow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ _ANY = (-_INF, _INF)
 Range = tuple[float, float]
 
 # These look at a tensor or an integer as it is.
-_LOOKS = (ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment, ins.CheckFinite, ins.Hook, ins.Free)
+_LOOKS = (
+    ins.Symbol,
+    ins.AssertScalar,
+    ins.AssertSizeStride,
+    ins.AssertAlignment,
+    ins.CheckFinite,
+    ins.Hook,
+    ins.Free,
+)
 
 
 class Owners:
@@ -27,20 +36,31 @@ class Owners:
     def __init__(self) -> None:
         self.unowned: set[str] = set()  # results of calls that nothing has looked at
         self.results: set[str] = set()
-        self.found: dict[str, Range | Size] = {}  # symbols found at run time: the least and most, or how it is computed
+        self.found: dict[
+            str, Range | Size
+        ] = {}  # symbols found at run time: the least and most, or how it is computed
         self.bounded: dict[Size, Range] = {}  # what asserts say of expressions
 
     def missing(self, i: ins.Instr) -> str:
-        """What an instruction relies on without an owner, in words. "" if there is nothing: then it is noted."""
+        """What an instruction relies on without an owner, in words. "" if there is nothing: then it
+        is noted."""
         if not isinstance(i, _LOOKS):
             for name in used(i):
                 if name in self.unowned:
-                    return f"nothing stands behind the sizes of {name}, the result of a call: no require_layout"
-            for atom in sorted((a for e in sizes(i) for a in sz.free_symbols(e)), key=lambda a: a.key):
+                    return (
+                        f"nothing stands behind the sizes of {name}, the result of a call: no "
+                        "require_layout"
+                    )
+            for atom in sorted(
+                (a for e in sizes(i) for a in sz.free_symbols(e)), key=lambda a: a.key
+            ):
                 lo, hi = self._range(atom.name)
                 if atom.name in self.found and not (atom.lo <= lo and hi <= atom.hi):
                     relied, known = (_text(r) for r in ((atom.lo, atom.hi), (lo, hi)))
-                    return f"nothing stands behind {atom.name} being {relied}: it is found at run time, {known}"
+                    return (
+                        f"nothing stands behind {atom.name} being {relied}: it is found at run "
+                        f"time, {known}"
+                    )
         self._learn(i)
         return ""
 
@@ -115,4 +135,10 @@ def _both(a: Range, b: Range) -> Range:
 def _text(r: Range) -> str:
     if r == _ANY:
         return "any number"
-    return f"at least {r[0]:g}" if r[1] == _INF else f"at most {r[1]:g}" if r[0] == -_INF else f"{r[0]:g} to {r[1]:g}"
+    return (
+        f"at least {r[0]:g}"
+        if r[1] == _INF
+        else f"at most {r[1]:g}"
+        if r[0] == -_INF
+        else f"{r[0]:g} to {r[1]:g}"
+    )

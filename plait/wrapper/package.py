@@ -1,7 +1,9 @@
-"""Writes a package: a program in one file, which plait.load and C++ (`plait/include/plait/package.h`) run.
+"""Writes a package: a program in one file, which plait.load and C++
+(`plait/include/plait/package.h`) run.
 
-Comes from `capture/package.py` as `Contents`. The bytes are described in native/core/package.cpp, which reads and
-verifies them. Equal contents give equal bytes; a file appears whole or not at all. Nothing is decided here.
+Comes from `capture/package.py` as `Contents`. The bytes are described in native/core/package.cpp,
+which reads and verifies them. Equal contents give equal bytes; a file appears whole or not at all.
+Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -37,7 +39,20 @@ _PAGE = 4096
 _WEIGHT_ALIGN = 64
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _FACTS = ("int", "size", "stride", "offset")
-_OPERATORS = ("const", "fact", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le")
+_OPERATORS = (
+    "const",
+    "fact",
+    "add",
+    "mul",
+    "floordiv",
+    "mod",
+    "min",
+    "max",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+)
 """Both in the order of their numbers in a file."""
 
 
@@ -45,9 +60,9 @@ _OPERATORS = ("const", "fact", "add", "mul", "floordiv", "mod", "min", "max", "e
 class Variant:
     """One way to run the program, on one kind of machine.
 
-    machine: of the CPU "avx512", "avx2" or "portable"; of the GPU "sm_90", or "ptx_80" for that and everything newer;
-    joined with '+' where both have kernels: "avx2+sm_90". plan: of `native.encode`. kernels: a shared object. cubins:
-    of `runtime.cubin.pack`.
+    machine: of the CPU "avx512", "avx2" or "portable"; of the GPU "sm_90", or "ptx_80" for that and
+    everything newer; joined with '+' where both have kernels: "avx2+sm_90". plan: of
+    `native.encode`. kernels: a shared object. cubins: of `runtime.cubin.pack`.
     """
 
     machine: str
@@ -60,9 +75,10 @@ class Variant:
 class Control:
     """What stands for a call of Python: control flow around routines, by number.
 
-    kind: 'call', 'cond' (if it holds, if not), 'loop' (condition, body) or 'scan'. operands: what the routines take,
-    after the condition of a cond: (False, number of an operand of the call) or (True, an integer). carried, scanned:
-    how many of them change from round to round, and come in slices. strides: of the results, where promised.
+    kind: 'call', 'cond' (if it holds, if not), 'loop' (condition, body) or 'scan'. operands: what
+    the routines take, after the condition of a cond: (False, number of an operand of the call) or
+    (True, an integer). carried, scanned: how many of them change from round to round, and come in
+    slices. strides: of the results, where promised.
     """
 
     kind: str
@@ -75,8 +91,8 @@ class Control:
 
 @dataclass(frozen=True)
 class Routine:
-    """A program that others call: operators alone, on any machine. controls: by number in its plan; they run routines
-    that stand before it."""
+    """A program that others call: operators alone, on any machine. controls: by number in its plan;
+    they run routines that stand before it."""
 
     plan: bytes
     constants: Sequence[torch.Tensor]
@@ -88,15 +104,16 @@ class Routine:
 class Contents:
     """A program as it goes into a package.
 
-    inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
-    ("symbol", name). names: of the caller's tensors and ints. outputs: of the results. weights: by name; they live
-    where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where
-    they are.
-    checks: a condition on arguments each: its text, then a formula with operands first. Operands are "const 4" and
-    facts of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension 1), "offset 0" (in its storage), "int 0"
-    (this int itself); operators are "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
-    folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
-    controls: by number in the plans. fixed: constants among the arguments: position among all of them, name, value.
+    inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a
+    size as ("symbol", name). names: of the caller's tensors and ints. outputs: of the results.
+    weights: by name; they live where the plan has its inputs. constants: the plan's table;
+    constant_devices: where they are to live, empty: where they are. checks: a condition on
+    arguments each: its text, then a formula with operands first. Operands are "const 4" and facts
+    of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension 1), "offset 0" (in its
+    storage), "int 0" (this int itself); operators are "add", "mul", "floordiv", "mod", "min",
+    "max", "eq", "ne", "lt", "le". folded: names of weights that others were computed from.
+    variants: best first. python: JSON that plait.load reads. controls: by number in the plans.
+    fixed: constants among the arguments: position among all of them, name, value.
     """
 
     name: str
@@ -118,19 +135,24 @@ class Contents:
 
 
 class Writer:
-    """A file that becomes a package at path: `finish` puts it in the place of what is there. `with` cleans up.
+    """A file that becomes a package at path: `finish` puts it in the place of what is there. `with`
+    cleans up.
 
-    weights: those that it will have, as far as that is known: they are written by a thread, while others compile.
-    Raises Unsupported for one that a package cannot hold.
+    weights: those that it will have, as far as that is known: they are written by a thread, while
+    others compile. Raises Unsupported for one that a package cannot hold.
     """
 
-    def __init__(self, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self._early = _Weights()
         for weight, x in (weights or {}).items():
             self._early.add(weight, x)
         self._early.place()
         self._target = Path(path).absolute()
-        handle, name = tempfile.mkstemp(prefix=".new-", suffix=self._target.suffix, dir=self._target.parent)
+        handle, name = tempfile.mkstemp(
+            prefix=".new-", suffix=self._target.suffix, dir=self._target.parent
+        )
         self._fresh, self._file = Path(name), handle
         self._rest: Future[Iterable[memoryview]] = Future()
         self._stopped = False
@@ -149,7 +171,8 @@ class Writer:
         self._fresh.unlink(missing_ok=True)
 
     def finish(self, contents: Contents) -> None:
-        """Raises Unsupported for what a package cannot hold, OSError where nothing can be written."""
+        """Raises Unsupported for what a package cannot hold, OSError where nothing can be
+        written."""
         weights = _Weights()
         blobs = _Sections(contents, weights).blobs
         early = self._early.places()
@@ -166,7 +189,9 @@ class Writer:
             self._write(blob, start)
             table.append((name, start, len(blob), _native.checksum([blob])))
             end = start + len(blob)
-        entries = b"".join(struct.pack("<48s4Q", name.encode("ascii"), *numbers, 0) for name, *numbers in table)
+        entries = b"".join(
+            struct.pack("<48s4Q", name.encode("ascii"), *numbers, 0) for name, *numbers in table
+        )
         start = _next_page(end)
         head = _MAGIC + struct.pack("<IIQ", VERSION, len(table), start + len(entries))
         self._write(entries, start)
@@ -201,7 +226,8 @@ _Stored = tuple[str, torch.Tensor, tuple[str, int]]
 
 @dataclass
 class _Storage:
-    """Bytes of a storage that tensors use. start: where it begins, first, last: the bytes among it that are kept."""
+    """Bytes of a storage that tensors use. start: where it begins, first, last: the bytes among it
+    that are kept."""
 
     tensor: torch.Tensor
     first: int
@@ -217,18 +243,27 @@ class _Weights:
     nbytes: int = 0
 
     def add(self, name: str, tensor: torch.Tensor, device: str = "") -> _Stored:
-        """Makes room for a tensor, or widens what it shares with another. device: where it is to live, if not where it
-        is."""
+        """Makes room for a tensor, or widens what it shares with another. device: where it is to
+        live, if not where it is."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if not plain or tensor.layout != torch.strided or from_torch(tensor.dtype).name == "opaque":
-            what = f"{name!r}, a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
+            what = (
+                f"{name!r}, a {type(tensor).__name__} of layout {tensor.layout} and dtype "
+                f"{tensor.dtype}"
+            )
             raise Unsupported(f"a package cannot hold {what}", hint="a plain tensor")
         tensor = tensor.detach().resolve_conj().resolve_neg()
         itemsize, start = tensor.element_size(), int(tensor.storage_offset())
-        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        reach = (
+            sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            + 1
+        )
         first = start * itemsize // _WEIGHT_ALIGN * _WEIGHT_ALIGN
         last = (start + reach) * itemsize if tensor.numel() else first
-        key = (device or device_name(tensor.device), tensor.untyped_storage().data_ptr() if tensor.numel() else 0)
+        key = (
+            device or device_name(tensor.device),
+            tensor.untyped_storage().data_ptr() if tensor.numel() else 0,
+        )
         have = self.storages.setdefault(key, _Storage(tensor, first, last))
         if last > have.last:  # another storage object on the same memory may end earlier
             have.tensor, have.last = tensor, last
@@ -243,14 +278,19 @@ class _Weights:
 
     def describe(self, name: str, t: torch.Tensor, key: tuple[str, int]) -> bytes:
         """What the manifest says of a tensor."""
-        offset = t.storage_offset() - self.storages[key].first // t.element_size() if t.numel() else 0
+        offset = (
+            t.storage_offset() - self.storages[key].first // t.element_size() if t.numel() else 0
+        )
         words = (offset, t.dim(), *t.shape, *t.stride())
         number = list(self.storages).index(key)
         return _text(name) + _words(number) + _text(from_torch(t.dtype).name) + _words(*words)
 
     def describe_storages(self) -> list[bytes]:
         """What the manifest says of all storages."""
-        return [_words(s.offset, s.last - s.first) + _text(device) for (device, _), s in self.storages.items()]
+        return [
+            _words(s.offset, s.last - s.first) + _text(device)
+            for (device, _), s in self.storages.items()
+        ]
 
     def places(self) -> list[tuple[tuple[str, int], int, int, int]]:
         """What bytes are where."""
@@ -261,9 +301,13 @@ class _Weights:
         for s in list(self.storages.values())[first:]:
             if s.last == s.first:
                 continue
-            raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(s.tensor.untyped_storage())
+            raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(
+                s.tensor.untyped_storage()
+            )
             kept = raw[s.first : s.last].cpu()
-            yield memoryview((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr())).cast("B")
+            yield memoryview(
+                (ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr())
+            ).cast("B")
 
 
 class _Sections:
@@ -285,14 +329,20 @@ class _Sections:
         weights.place()
         inputs = [self._input(spec) for spec in c.inputs]
         variants = [self._variant(v) for v in c.variants]
-        versions = {"plait": plait.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions = {
+            "plait": plait.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
         self.blobs["manifest"] = b"".join((
             _list(_text(name) + _text(version) for name, version in versions.items()),
-            _text(c.name), _words(c.single), _texts(mathtable.NAMES), _list(weights.describe_storages()),
-            _list(weights.describe(*t) for t in tensors), _list(weights.describe(*t) for t in constants),
-            _texts(c.folded), _list(routines), _list(map(_control, c.controls)), _list(map(_fixed, c.fixed)),
-            _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
-            _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks), _list(variants),
+            _text(c.name), _words(c.single), _texts(mathtable.NAMES),
+            _list(weights.describe_storages()), _list(weights.describe(*t) for t in tensors),
+            _list(weights.describe(*t) for t in constants), _texts(c.folded), _list(routines),
+            _list(map(_control, c.controls)), _list(map(_fixed, c.fixed)), _texts(c.names),
+            _texts(self._symbols), _texts(c.outputs), _list(inputs),
+            _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks),
+            _list(variants),
         ))  # fmt: skip
 
     def _input(self, spec: InputSpec) -> bytes:
@@ -304,7 +354,12 @@ class _Sections:
             case ("int", arg, value):
                 return _words(3, arg) + self._dim(value)
             case ("tensor", arg, dtype, shape, strides, device):
-                head = _words(1, arg) + _text(dtype) + _text(device) + _list(self._dim(d) for d in shape)
+                head = (
+                    _words(1, arg)
+                    + _text(dtype)
+                    + _text(device)
+                    + _list(self._dim(d) for d in shape)
+                )
                 if strides is None or strides == "contiguous":
                     return head + _words(0 if strides is None else 2)
                 return head + _words(1) + _list(self._dim(d) for d in strides)
@@ -320,7 +375,12 @@ class _Sections:
         if isinstance(dim, int):
             return _words(1, dim)
         name, low, high = dim if isinstance(dim, tuple) else (dim, None, None)
-        return _words(2, self._symbol(name), _LOWEST if low is None else low, _HIGHEST if high is None else high)
+        return _words(
+            2,
+            self._symbol(name),
+            _LOWEST if low is None else low,
+            _HIGHEST if high is None else high,
+        )
 
     def _variant(self, v: Variant) -> bytes:
         named = (self._blob("plan", v.machine, v.plan), self._blob("kernels", v.machine, v.kernels))
@@ -355,7 +415,9 @@ def _fixed(constant: tuple[int, str, Any]) -> bytes:
         kind, word = 1 + (type(x) is int), int(x)
     elif type(x) is float:
         kind, (word,) = 3, struct.unpack("<q", struct.pack("<d", x))
-    return _words(position) + _text(name) + _words(kind, word) + _text(text) + _text(reprlib.repr(x))
+    return (
+        _words(position) + _text(name) + _words(kind, word) + _text(text) + _text(reprlib.repr(x))
+    )
 
 
 def _control(c: Control) -> bytes:

@@ -1,11 +1,14 @@
-"""Cuts a program into partitions: work of a GPU that can be recorded as a CUDA graph, and what must run at every call.
+"""Cuts a program into partitions: work of a GPU that can be recorded as a CUDA graph, and what must
+run at every call.
 
-A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it runs (kernels of the
-CPU, Python, sizes that depend on data, operators that wait for the device) is never recorded, and its reason is written
-down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results for the caller that kernels
-alone write are allocated before the recorded work and patched into it. Those of operators have to be copied out of a
-recording: where the last operators make large ones, they run after it instead. Where the first instructions use large
-inputs up, such as the gradient of logits, they run before it: what they make and free is no memory of a recording.
+A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it
+runs (kernels of the CPU, Python, sizes that depend on data, operators that wait for the device) is
+never recorded, and its reason is written down. Seeds are drawn first, so that a replay gets new
+random numbers as any input. Results for the caller that kernels alone write are allocated before
+the recorded work and patched into it. Those of operators have to be copied out of a recording:
+where the last operators make large ones, they run after it instead. Where the first instructions
+use large inputs up, such as the gradient of logits, they run before it: what they make and free is
+no memory of a recording.
 """
 
 from __future__ import annotations
@@ -24,17 +27,19 @@ from plait.wrapper.walk import bases_of, defined, is_fence, operands, refs, root
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
 COPIED_NBYTES = 16 << 20
-"""A result of this size or more takes longer to copy than its operator to be called beside a recording."""
+"""A result of this size or more takes longer to copy than its operator to be called beside a
+recording."""
 SEED = "plait::seed"
 # Operators that wait for the device or ask the host for sizes, though no tag says so.
 _WAITS = frozenset({
     "aten::_local_scalar_dense", "aten::bincount", "aten::equal", "aten::is_nonzero", "aten::item",
-    "aten::linalg_cholesky_ex", "aten::linalg_eig", "aten::linalg_eigh", "aten::_linalg_eigh", "aten::linalg_inv_ex",
-    "aten::linalg_lstsq", "aten::linalg_lu_factor_ex", "aten::_linalg_check_errors", "aten::_linalg_det",
-    "aten::_linalg_slogdet", "aten::_linalg_solve_ex", "aten::_linalg_svd", "aten::masked_select", "aten::multinomial",
-    "aten::nonzero", "aten::repeat_interleave", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
-    "aten::_ctc_loss", "aten::_embedding_bag", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward",
-    "aten::_thnn_fused_lstm_cell",
+    "aten::linalg_cholesky_ex", "aten::linalg_eig", "aten::linalg_eigh", "aten::_linalg_eigh",
+    "aten::linalg_inv_ex", "aten::linalg_lstsq", "aten::linalg_lu_factor_ex",
+    "aten::_linalg_check_errors", "aten::_linalg_det", "aten::_linalg_slogdet",
+    "aten::_linalg_solve_ex", "aten::_linalg_svd", "aten::masked_select", "aten::multinomial",
+    "aten::nonzero", "aten::repeat_interleave", "aten::_unique2", "aten::unique_consecutive",
+    "aten::unique_dim", "aten::_ctc_loss", "aten::_embedding_bag", "aten::_cudnn_rnn",
+    "aten::_cudnn_rnn_backward", "aten::_thnn_fused_lstm_cell",
 })  # fmt: skip
 
 
@@ -47,13 +52,15 @@ def partition(
 ) -> ins.WrapperProgram:
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
-    constants: its table of constants. n_results: as in the program that is returned. nbytes: plausible sizes.
-    spent: inputs that nobody needs after the call."""
+    constants: its table of constants. n_results: as in the program that is returned. nbytes:
+    plausible sizes. spent: inputs that nobody needs after the call."""
     gpus = _gpus(program)
     if not gpus:
         return program
     if len(gpus) > 1 or any(map(is_fence, program.body)):
-        several = f"several GPUs: {', '.join(sorted(gpus))}" if len(gpus) > 1 else "streams of its own"
+        several = (
+            f"several GPUs: {', '.join(sorted(gpus))}" if len(gpus) > 1 else "streams of its own"
+        )
         alone = ins.Partition(False, f"it uses {several}")
         return replace(program, body=(alone, *program.body), n_results=n_results)
     body = _seeds_first(program)
@@ -77,12 +84,21 @@ def partition(
 
 def _gpus(program: ins.WrapperProgram) -> set[str]:
     named = [*program.inputs, *program.body]
-    return {i.device for i in named if isinstance(i, (ins.DefineKernel, ins.TensorInput, ins.Alloc))} - {"cpu"}
+    return {
+        i.device for i in named if isinstance(i, (ins.DefineKernel, ins.TensorInput, ins.Alloc))
+    } - {"cpu"}
 
 
 def _is_early(i: ins.Instr) -> bool:
     """Whether this starts a program: what the host knows of its inputs, and seeds."""
-    host = (ins.Symbol, ins.DefineKernel, ins.Constant, ins.Note, ins.AssertScalar, ins.AssertSizeStride)
+    host = (
+        ins.Symbol,
+        ins.DefineKernel,
+        ins.Constant,
+        ins.Note,
+        ins.AssertScalar,
+        ins.AssertSizeStride,
+    )
     return isinstance(i, host) or _is_seed(i)
 
 
@@ -98,8 +114,8 @@ class _Part:
 
 
 def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
-    """Runs of instructions that agree on whether they can be recorded. What the host computes from what it knows goes
-    with what stands before it, memory and views with what follows."""
+    """Runs of instructions that agree on whether they can be recorded. What the host computes from
+    what it knows goes with what stands before it, memory and views with what follows."""
     parts = [_Part(False)]
     waiting: list[ins.Instr] = []
     for i in body:
@@ -107,12 +123,22 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
         if why is None:
             waiting.append(i)
             continue
-        if isinstance(i, (ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)) and not why:
+        if (
+            isinstance(i, (ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment))
+            and not why
+        ):
             recorded = parts[-1].recorded
         else:
             recorded = not why
-        if recorded and isinstance(i, ins.Symbol) and not {*used(i)} <= {n for j in parts[-1].body for n in defined(j)}:
-            recorded, why = False, f"a size of {used(i)[0]} is read"  # a replay would not see another one
+        if (
+            recorded
+            and isinstance(i, ins.Symbol)
+            and not {*used(i)} <= {n for j in parts[-1].body for n in defined(j)}
+        ):
+            recorded, why = (
+                False,
+                f"a size of {used(i)[0]} is read",
+            )  # a replay would not see another one
         if recorded != parts[-1].recorded:
             parts.append(_Part(recorded))
         parts[-1].body += [*waiting, i]
@@ -138,12 +164,18 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
 
 
 _WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
-_AFTER = (ins.Free, ins.AssertSizeStride, ins.AssertAlignment)  # belong to the work that they follow
+_AFTER = (
+    ins.Free,
+    ins.AssertSizeStride,
+    ins.AssertAlignment,
+)  # belong to the work that they follow
 
 
-def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[str, int]) -> list[_Part]:
-    """The parts, where what the last operators of a recorded one make for the caller is made after it, if it is large:
-    nothing needs to be copied, and the recording holds no memory for it."""
+def _leave_results(
+    parts: list[_Part], n_results: int | None, nbytes: Mapping[str, int]
+) -> list[_Part]:
+    """The parts, where what the last operators of a recorded one make for the caller is made after
+    it, if it is large: nothing needs to be copied, and the recording holds no memory for it."""
     *before, last = parts
     if not last.recorded:
         return parts
@@ -151,7 +183,10 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
     cut, ops = len(last.body), []
     while (at := _last_work(last.body, cut)) >= 0:
         i = last.body[at]
-        if not isinstance(i, ins.CallExtern) or sum(nbytes.get(n, 0) for n in returned & {*defined(i)}) < COPIED_NBYTES:
+        if (
+            not isinstance(i, ins.CallExtern)
+            or sum(nbytes.get(n, 0) for n in returned & {*defined(i)}) < COPIED_NBYTES
+        ):
             break
         ops.append(i.op)
         cut = _last_work(last.body, at) + 1
@@ -159,13 +194,18 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
             cut += 1
     if not ops:
         return parts
-    outside = _Part(False, last.body[cut:], [f"the caller gets what {op} makes" for op in reversed(ops)])
+    outside = _Part(
+        False, last.body[cut:], [f"the caller gets what {op} makes" for op in reversed(ops)]
+    )
     return _joined([*before, _Part(True, last.body[:cut], last.reasons), outside])
 
 
-def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[str, int]) -> list[_Part]:
-    """The parts, where what the first one does with the large inputs that it uses up first, and with what kernels make
-    of them, is done before it: all of that is freed before anything else of the call needs memory."""
+def _leave_inputs(
+    parts: list[_Part], spent: Collection[str], nbytes: Mapping[str, int]
+) -> list[_Part]:
+    """The parts, where what the first one does with the large inputs that it uses up first, and
+    with what kernels make of them, is done before it: all of that is freed before anything else of
+    the call needs memory."""
     first, *others = parts
     work = [k for k, i in enumerate(first.body) if isinstance(i, _WORK)]
     if not first.recorded:
@@ -187,7 +227,9 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
     return _joined([before, _Part(True, first.body[cut:], first.reasons), *others])
 
 
-def _returned(body: Sequence[ins.Instr], bases: Mapping[str, str], n_results: int | None) -> set[str]:
+def _returned(
+    body: Sequence[ins.Instr], bases: Mapping[str, str], n_results: int | None
+) -> set[str]:
     """What holds the memory of the caller's results. bases: of the body."""
     last = body[-1]
     assert isinstance(last, ins.Return)
@@ -203,7 +245,9 @@ class _Facts:
 
     def __init__(self, program: ins.WrapperProgram, constants: Sequence[torch.Tensor]) -> None:
         self.host_kernels: set[str] = set()
-        self.host = {i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"}
+        self.host = {
+            i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"
+        }
         self.objects = {i.name for i in program.inputs if isinstance(i, ins.OpaqueInput)}
         self.constants = constants
 
@@ -228,9 +272,14 @@ class _Facts:
             case ins.Fill() if i.tensor in self.host:
                 return "memory of the host is filled"
             case (
-                ins.Launch() | ins.Copy() | ins.Fill() | ins.Symbol() | ins.AssertScalar() | ins.AssertSizeStride()
+                ins.Launch()
+                | ins.Copy()
+                | ins.Fill()
+                | ins.Symbol()
+                | ins.AssertScalar()
+                | ins.AssertSizeStride()
                 | ins.AssertAlignment()
-            ):  # fmt: skip
+            ):
                 return ""
             case _:
                 return None
@@ -252,7 +301,9 @@ class _Facts:
         tensors = [n for o in operands(i) for n in refs(o)]
         devices = [o.text for o in operands(i) if isinstance(o, ins.Literal) and o.kind == "device"]
         here = [n for n in tensors if n in self.host]
-        if "cpu" in devices or (here and not any(d != "cpu" for d in devices) and len(here) == len(tensors)):
+        if "cpu" in devices or (
+            here and not any(d != "cpu" for d in devices) and len(here) == len(tensors)
+        ):
             self.host.update(defined(i))
         if i.op == SEED:
             return "a seed is drawn"
@@ -262,7 +313,11 @@ class _Facts:
             return f"{i.op} has a tensor on the host"
         name = i.op.partition(".")[0]
         tags = _tags(i.op)
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _WAITS:
+        if (
+            torch.Tag.data_dependent_output in tags
+            or torch.Tag.dynamic_output_shape in tags
+            or name in _WAITS
+        ):
             return f"{name} waits for the device"
         if "attention" in name and not _without_dropout(i):
             return f"{name} draws its seed where it runs, on the host or on the device"
@@ -281,7 +336,9 @@ def _without_dropout(i: ins.CallExtern) -> bool:
         return True
     at = names.index("dropout_p")
     p = i.args[at] if at < len(i.args) else dict(i.kwargs).get("dropout_p", 0)
-    return p == 0 or (isinstance(p, ins.Literal) and p.kind == "float" and float.fromhex(p.text) == 0)
+    return p == 0 or (
+        isinstance(p, ins.Literal) and p.kind == "float" and float.fromhex(p.text) == 0
+    )
 
 
 def _overload(op: str) -> Any:
@@ -309,9 +366,12 @@ def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
 def _outputs_of_kernels(
     program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], n_results: int | None
 ) -> set[str]:
-    """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
+    """Allocations that the caller gets and that nothing but kernels touches, with sizes known
+    before anything runs."""
     bases = bases_of(rest)
-    known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
+    known = {
+        i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))
+    }
     touched = {
         root(n, bases)
         for i in rest
@@ -327,7 +387,8 @@ def _outputs_of_kernels(
 
 
 def _give_arena(parts: list[_Part]) -> list[_Part]:
-    """The parts, where the arena belongs to the one that needs it most: what others use of it is allocated."""
+    """The parts, where the arena belongs to the one that needs it most: what others use of it is
+    allocated."""
     body = [i for p in parts for i in p.body]
     arena = next((i for i in body if isinstance(i, ins.Arena)), None)
     if arena is None:
@@ -354,8 +415,9 @@ def _give_arena(parts: list[_Part]) -> list[_Part]:
 
 
 def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
-    """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and those that have to stay
-    where they are, be copied or be recorded again, because operators see them too."""
+    """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and
+    those that have to stay where they are, be copied or be recorded again, because operators see
+    them too."""
     bases = bases_of(program.body)
     inputs = [i.name for i in program.inputs if isinstance(i, ins.TensorInput)]
     kernels: set[str] = set()
@@ -365,14 +427,16 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
         if isinstance(i, ins.Partition):
             recorded = i.recorded
         elif recorded and not isinstance(i, (ins.View, ins.Reuse, ins.Return)):
-            (kernels if isinstance(i, ins.Launch) else others).update(root(n, bases) for n in used(i))
+            (kernels if isinstance(i, ins.Launch) else others).update(
+                root(n, bases) for n in used(i)
+            )
     anywhere = kernels - others
     return [n for n in inputs if n in anywhere], [n for n in inputs if n in others]
 
 
 def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
-    """Memory of the caller's results that recorded parts write where it belongs, for kernels alone touch it, and memory
-    that they make for themselves and copy from."""
+    """Memory of the caller's results that recorded parts write where it belongs, for kernels alone
+    touch it, and memory that they make for themselves and copy from."""
     bases = bases_of(program.body)
     returned = _returned(program.body, bases, program.n_results)
     made: set[str] = set()
@@ -387,5 +451,7 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
         elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
             copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
         elif recorded and isinstance(i, ins.Launch):
-            direct.update((n, None) for o in i.outs if (n := root(o, bases)) in returned and n in made)
+            direct.update(
+                (n, None) for o in i.outs if (n := root(o, bases)) in returned and n in made
+            )
     return list(direct), list(copied)

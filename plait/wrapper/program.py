@@ -1,7 +1,8 @@
 """What a compilation returns: the callable program, and the record of how it came about.
 
-The pipeline (`plait/compile.py`) fills a `CompileRecord` for every graph and hands it to `observe`; `tools/explain.py`
-listens by setting `observers` around a compile. Nothing on the path of a call reads any of this.
+The pipeline (`plait/compile.py`) fills a `CompileRecord` for every graph and hands it to `observe`;
+`tools/explain.py` listens by setting `observers` around a compile. Nothing on the path of a call
+reads any of this.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from plait.wrapper.walk import used
 class CompileRecord:
     """How one graph was compiled.
 
-    kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python', 'fx').
-    aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
-    kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
-    tuned: a line a kernel that was to be tuned. ladder: what has no kernel of ours, and why: each operator once.
-    wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it got the program.
+    kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python',
+    'fx'). aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline
+    -> milliseconds. kernel_source: the text that the toolchain saw. cache_hit: the kernel library
+    was found on disk (None: no kernels). tuned: a line a kernel that was to be tuned. ladder: what
+    has no kernel of ours, and why: each operator once. wrapper_reason: why Dynamo got AOTAutograd's
+    callable and not the program itself; "" where it got the program.
     """
 
     name: str
@@ -56,9 +58,9 @@ class CompileRecord:
 
 @dataclass(frozen=True)
 class Parts:
-    """What stands beside a program's instructions. libraries: files of built kernels; sources: their text, by kind of
-    device. constants, callables: the tables that the program numbers. hints: what symbols were in the example.
-    cfg: what else is built is built by."""
+    """What stands beside a program's instructions. libraries: files of built kernels; sources:
+    their text, by kind of device. constants, callables: the tables that the program numbers. hints:
+    what symbols were in the example. cfg: what else is built is built by."""
 
     libraries: Libraries
     constants: Sequence[torch.Tensor] = ()
@@ -69,7 +71,8 @@ class Parts:
 
 
 class Loaded(Protocol):
-    """A program that runs: called as loaded(*inputs) -> tuple and as loaded.boxed(list) -> tuple."""
+    """A program that runs: called as loaded(*inputs) -> tuple and as loaded.boxed(list) ->
+    tuple."""
 
     def __call__(self, *args: Any) -> tuple[object, ...]: ...
 
@@ -83,8 +86,9 @@ Target = Callable[[WrapperProgram, Parts], Loaded]
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled graph. call(*inputs) -> tuple of outputs; boxed(list of inputs) -> tuple, which empties the list first
-    and lets inputs die after their last use. Inputs stand in the order of record.wrapper.inputs."""
+    """A compiled graph. call(*inputs) -> tuple of outputs; boxed(list of inputs) -> tuple, which
+    empties the list first and lets inputs die after their last use. Inputs stand in the order of
+    record.wrapper.inputs."""
 
     call: Callable[..., tuple[object, ...]]
     boxed: Callable[[list[object]], tuple[object, ...]]
@@ -92,14 +96,16 @@ class Program:
 
 
 Promise = tuple[str, torch.dtype, str | None] | None
-"""Name, dtype and device of an input; device None: any; None where the input is no tensor of a dtype that is known."""
+"""Name, dtype and device of an input; device None: any; None where the input is no tensor of a
+dtype that is known."""
 
 
 def promises(program: WrapperProgram) -> list[Promise]:
-    """What the Python targets ask of every input, as `Program::misfit` in native/torch/run.cpp asks it.
+    """What the Python targets ask of every input, as `Program::misfit` in native/torch/run.cpp asks
+    it.
 
-    Attention gives the state of its random numbers on the host, though the fake tensors say otherwise: what has no
-    dimensions and is taken by operators only may be anywhere."""
+    Attention gives the state of its random numbers on the host, though the fake tensors say
+    otherwise: what has no dimensions and is taken by operators only may be anywhere."""
     memory = (ins.Launch, ins.View, ins.Reuse, ins.AssertAlignment)
     touched = {name for i in program.body if isinstance(i, memory) for name in used(i)}
     out: list[Promise] = []

@@ -1,8 +1,9 @@
 """The Python target: a wrapper program as a standalone module that people read, run and change.
 
-In: a `WrapperProgram`. Out: source text that imports torch and `plait.runtime.generated` only; `python out.py` makes
-random inputs from the signature and times a call. `load_python` executes such a text and gives a callable with the
-interface of the native program. The kernels are those of the native target, so the bits of the results are too.
+In: a `WrapperProgram`. Out: source text that imports torch and `plait.runtime.generated` only;
+`python out.py` makes random inputs from the signature and times a call. `load_python` executes such
+a text and gives a callable with the interface of the native program. The kernels are those of the
+native target, so the bits of the results are too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ from plait.wrapper.program import Promise, promises
 from plait.wrapper.walk import forks, input_sizes, is_fence, sizes
 
 _RESERVED = frozenset(
-    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
+    {
+        *dir(builtins),
+        *keyword.kwlist,
+        *keyword.softkwlist,
+        "torch",
+        "rt",
+        "args",
+        "outer",
+        "call",
+        "inputs",
+    }
     | {
         "libraries",
         "constants",
@@ -49,12 +60,15 @@ _RESERVED = frozenset(
 
 
 def make_python(
-    program: ins.WrapperProgram, libraries: Libraries, constants: str = "", calls: CallTexts | None = None
+    program: ins.WrapperProgram,
+    libraries: Libraries,
+    constants: str = "",
+    calls: CallTexts | None = None,
 ) -> str:
     """The module's source.
 
-    libraries: paths of the kernel libraries, constants: file of the saved constants beside the module, calls: the
-    callables as text; only its main part uses them."""
+    libraries: paths of the kernel libraries, constants: file of the saved constants beside the
+    module, calls: the callables as text; only its main part uses them."""
     return _Module(program, libraries, constants, calls or CallTexts((), [])).text()
 
 
@@ -70,7 +84,8 @@ def python_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]
 
 
 class PythonProgram:
-    """A loaded module as a callable: prog(*inputs) -> tuple, prog.boxed(list of inputs) -> tuple (empties the list)."""
+    """A loaded module as a callable: prog(*inputs) -> tuple, prog.boxed(list of inputs) -> tuple
+    (empties the list)."""
 
     def __init__(self, call: Callable[[list[object]], tuple[object, ...]], source: str) -> None:
         self._call, self.source = call, source
@@ -85,7 +100,10 @@ class PythonProgram:
 
 
 def load_python(
-    source: str, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Callable[..., object]]
+    source: str,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Callable[..., object]],
 ) -> PythonProgram:
     """Executes a module's source and binds it. Raises RuntimeError if a library lacks a kernel."""
     bind = executed(source, "program", {"__name__": "plait_generated"}, "bind")
@@ -95,7 +113,8 @@ def load_python(
 
 
 class _Names(Scope):
-    """Python variables for tensors, kernels and symbols; a symbol is its name, whatever its range."""
+    """Python variables for tensors, kernels and symbols; a symbol is its name, whatever its
+    range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +149,9 @@ class _Names(Scope):
 class _Module:
     """The text of one module. setup: lines of `bind` before the call, body: lines of the call."""
 
-    def __init__(self, p: ins.WrapperProgram, libraries: Libraries, constants: str, calls: CallTexts) -> None:
+    def __init__(
+        self, p: ins.WrapperProgram, libraries: Libraries, constants: str, calls: CallTexts
+    ) -> None:
         self.p, self.libraries, self.constants, self.calls = p, libraries, constants, calls
         called = [i.op for i in p.body if isinstance(i, ins.CallExtern)]
         foreign = [op for op in called if op.partition("::")[0] not in TORCHS_OWN]
@@ -156,20 +177,27 @@ class _Module:
             "",
             "from plait.runtime import generated as rt",
             "",
-            f"LIBRARIES = {dict(zip(self.libraries, map(str, self.libraries.values()), strict=True))!r}",
+            "LIBRARIES = "
+            f"{dict(zip(self.libraries, map(str, self.libraries.values()), strict=True))!r}",
             f"CONSTANTS = {self.constants!r}",
-            "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device None: any",
+            "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device "
+            "None: any",
             *(f"    {_promise(s)}," for s in promises(p)),
             ")",
             "",
             "",
             "def bind(libraries, constants, callables):",
-            '    """Binds kernels and the tables of constants and callables; gives call(list of inputs)."""',
+            '    """Binds kernels and the tables of constants and callables; '
+            'gives call(list of inputs)."""',
             *(f"    {s}" for s in self.setup),
             "",
             "    def call(args):",
             "        rt.check_inputs(args, SIGNATURE)",
-            *([f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"] if inputs else []),
+            *(
+                [f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"]
+                if inputs
+                else []
+            ),
             "        args.clear()  # an input lives until its last use",
             *(["        outer = rt.dispatch_state()"] if python_calls else []),
             f"        with rt.below_autograd(){', rt.callers_stream()' * bool(forks(p))}:",
@@ -185,12 +213,16 @@ class _Module:
         return "\n".join(lines) + "\n"
 
     def doc(self) -> list[str]:
-        first = f'"""{self.p.name}, compiled by plait: run this file to time a call on random inputs.'
+        first = (
+            f'"""{self.p.name}, compiled by plait: run this file to time a call on random inputs.'
+        )
         more = header(self.operators)
         return [first, *more, '"""'] if more else [f'{first}"""']
 
     def main(self) -> list[str]:
-        atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
+        atoms = {
+            a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)
+        }
         for i in self.p.inputs:
             if isinstance(i, ins.SymbolInput):
                 atoms.setdefault(i.name, Atom("sym", i.name, i.name, lo=0))
@@ -198,7 +230,9 @@ class _Module:
         lines = [f"def example_inputs({', '.join(params)}):", "    return ["]
         for i in self.p.inputs:
             if isinstance(i, ins.TensorInput):
-                kind = f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
+                kind = (
+                    f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
+                )
                 lines.append(f"        rt.random_tensor({kind}, {i.device!r}),  # {i.name}")
             elif isinstance(i, ins.SymbolInput):
                 lines.append(f"        {self.names.variable(i.name)},")
@@ -209,7 +243,10 @@ class _Module:
         missing = self.calls.missing or "Python objects" * unmade
         named = "streams by number" * any(map(is_fence, self.p.body)) or missing
         if named:
-            return [*lines, f"    raise SystemExit('{self.p.name} calls {named}, which no file can hold')"]
+            return [
+                *lines,
+                f"    raise SystemExit('{self.p.name} calls {named}, which no file can hold')",
+            ]
         given = "python_calls(constants)" if self.calls.lines else "[]"
         return [
             *lines,
@@ -254,13 +291,19 @@ class _Module:
             case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
             case ins.CheckFinite():
-                add(f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r}, infinities={i.infinities})")
+                add(
+                    f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r}, "
+                    f"infinities={i.infinities})"
+                )
             case ins.Arena():
                 add(f"{name(i.name)} = rt.arena({size(i.nbytes)}, {i.device!r})")
             case ins.Place():
                 add(f"{name(i.name)} = rt.place({name(i.arena)}, {size(i.offset)}, {self.type(i)})")
             case ins.Alloc():
-                made = f"{sizes(i.shape)}, {sizes(i.strides)}, dtype={_dtype(i.dtype)}, device={i.device!r}"
+                made = (
+                    f"{sizes(i.shape)}, {sizes(i.strides)}, dtype={_dtype(i.dtype)}, "
+                    f"device={i.device!r}"
+                )
                 add(f"{name(i.name)} = torch.empty_strided({made})")
             case ins.Reuse():
                 add(f"{name(i.name)} = rt.reuse({name(i.old)}, {self.type(i)})")
@@ -269,7 +312,10 @@ class _Module:
             case ins.View():
                 self.foreign.add(i.name)
                 relative = "" if i.relative else ", relative=False"
-                add(f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})")
+                add(
+                    f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, "
+                    f"{size(i.offset)}{relative})"
+                )
             case ins.Constant():
                 self.setup.append(f"{name(i.name)} = constants[{i.index}]")
             case ins.DefineKernel():
@@ -293,7 +339,11 @@ class _Module:
             case ins.Fill():
                 add(f"{name(i.tensor)}.fill_({self.operand(i.value)})")
             case ins.Partition(recorded, reason):
-                add(f"# at every call: {reason}" if not recorded else "# a CUDA graph in the native target")
+                add(
+                    f"# at every call: {reason}"
+                    if not recorded
+                    else "# a CUDA graph in the native target"
+                )
             case ins.Note():
                 self.body.extend(f"# {s}" for s in i.text.splitlines())
             case ins.Return():
@@ -339,18 +389,25 @@ class _Module:
         args = [self.operand(o) for o in i.args]
         for key, o in i.kwargs:
             plain = key.isidentifier() and not keyword.iskeyword(key)
-            args.append(f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}")
+            args.append(
+                f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}"
+            )
         if isinstance(i, ins.CallExtern):
             function, several = f"{_operator(i.op)}(", _returns_several(i.op)
         else:
-            function, several = (f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}", True)
+            function, several = (
+                f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}",
+                True,
+            )
             self.body.append(f"# {i.label}")
         made = f"{function}{', '.join(args)})"
         targets = ["_" if n is None else self.names.variable(n) for n in i.outs]
         if not targets:
             self.body.append(made)
         elif several:
-            self.body.append(f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = rt.flat({made})")
+            self.body.append(
+                f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = rt.flat({made})"
+            )
         else:
             self.body.append(f"{targets[0]} = {made}")
 
@@ -400,7 +457,11 @@ def _operator(op: str) -> str:
     name, _, overload = rest.partition(".")
     packet = f"torch.ops.{namespace}.{name}"
     overload = overload or "default"
-    return f"{packet}.{overload}" if not keyword.iskeyword(overload) else f"getattr({packet}, {overload!r})"
+    return (
+        f"{packet}.{overload}"
+        if not keyword.iskeyword(overload)
+        else f"getattr({packet}, {overload!r})"
+    )
 
 
 def _returns_several(op: str) -> bool:
@@ -421,7 +482,11 @@ def _literal(o: ins.Literal) -> str:
             value = float.fromhex(o.text)
             return repr(value) if value - value == 0 else f"float({str(value)!r})"
         case "str" | "device":
-            return json.dumps(o.text, ensure_ascii=False) if o.kind == "str" else f"torch.device({o.text!r})"
+            return (
+                json.dumps(o.text, ensure_ascii=False)
+                if o.kind == "str"
+                else f"torch.device({o.text!r})"
+            )
         case "complex":
             real, imaginary = (float.fromhex(t) for t in o.text.split())
             return f"complex(float({str(real)!r}), float({str(imaginary)!r}))"

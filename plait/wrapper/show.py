@@ -1,9 +1,10 @@
-"""Every stage of a compilation in readable form: files of the debug folder, lines of the debug ladder.
+"""Every stage of a compilation in readable form: files of the debug folder, lines of the debug
+ladder.
 
 In: the data of a stage and the graph's `PassLog`, which knows who wants to see it. The files of one
 graph, in order: 0_given.json with 0_given.pt, which `plait replay` compiles again, 0_captured.py,
-1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp (4_kernels_cuda.py for
-a GPU), 5_wrapper.txt and 6_module.py with 6_constants.pt, which runs by itself. docs/debug.md
+1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp (4_kernels_cuda.py
+for a GPU), 5_wrapper.txt and 6_module.py with 6_constants.pt, which runs by itself. docs/debug.md
 describes them. Nothing is built that nobody reads.
 """
 
@@ -35,7 +36,8 @@ GIVEN, GIVEN_TENSORS = "0_given.json", "0_given.pt"
 
 
 def show_given(log: PassLog, captured: Captured) -> None:
-    """The graph as it came in, before any pass changes it: as data that reads back, and as Python to read."""
+    """The graph as it came in, before any pass changes it: as data that reads back, and as Python
+    to read."""
     if log.folder is not None:
         log.dump(GIVEN, lambda: given_text(captured, log.cfg))
         _save(log, GIVEN_TENSORS, tensors_of(captured.graph))
@@ -46,7 +48,9 @@ def show_graph(log: PassLog, filename: str, graph: torch.fx.GraphModule) -> None
     """An FX graph as the Python that torch prints, with shapes and source lines."""
 
     def readable() -> str:
-        printed: str = graph.print_readable(print_output=False, include_stride=True, include_device=False)
+        printed: str = graph.print_readable(
+            print_output=False, include_stride=True, include_device=False
+        )
         return printed
 
     log.dump(filename, readable)
@@ -75,7 +79,8 @@ def show_plan(log: PassLog, plan: Plan) -> None:
 
 
 def show_sources(log: PassLog, sources: Mapping[str, Source]) -> None:
-    """The kernels' source as their compilers see it, and how they were tuned. sources: by kind of device."""
+    """The kernels' source as their compilers see it, and how they were tuned. sources: by kind of
+    device."""
     for kind, source in sources.items():
         log.dump("4_kernels.cpp" if kind == "cpu" else f"4_kernels_{kind}.py", source.text)
         for line in source.notes:
@@ -97,7 +102,8 @@ def show_wrapper(
     constants: Sequence[torch.Tensor],
     callables: Sequence[Any],
 ) -> None:
-    """The final wrapper program, as a Python module that runs by itself too, and as the C++ that runs if so."""
+    """The final wrapper program, as a Python module that runs by itself too, and as the C++ that
+    runs if so."""
     calls = CallTexts(callables if log.writes else (), list(constants))
     constants = calls.constants
     saved = CONSTANTS if constants else ""

@@ -1,7 +1,9 @@
-"""Memory that one stream made and another one uses: the allocator is told, as it hands memory out in a stream's order.
+"""Memory that one stream made and another one uses: the allocator is told, as it hands memory out
+in a stream's order.
 
-A pass over new instructions, run where streams are ordered. Programs on their caller's stream alone stay as they are.
-In others a call of `streams::record_stream` stands behind the first use of a tensor by each stream but its own.
+A pass over new instructions, run where streams are ordered. Programs on their caller's stream alone
+stay as they are. In others a call of `streams::record_stream` stands behind the first use of a
+tensor by each stream but its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ RECORD = "streams::record_stream"
 
 
 def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.WrapperProgram:
-    """The program where no memory is handed out again while another stream may use it. devices: of tensors."""
+    """The program where no memory is handed out again while another stream may use it. devices: of
+    tensors."""
     changes = forks(p)
     if not changes:
         return p

@@ -1,8 +1,9 @@
-"""docs/instructions.md, written from the code: every instruction, what it means and what each target makes of it, and
-every pass.
+"""docs/instructions.md, written from the code: every instruction, what it means and what each
+target makes of it, and every pass.
 
-`python -m plait.wrapper.table` writes the file; a test proves that it is up to date. Meanings are the docstrings of
-`wrapper/instructions.py`; the rest is one legal program with every instruction in it, put through the targets.
+`python -m plait.wrapper.table` writes the file; a test proves that it is up to date. Meanings are
+the docstrings of `wrapper/instructions.py`; the rest is one legal program with every instruction in
+it, put through the targets.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ _NATIVE: dict[type, str] = {
     ins.DefineKernel: "a row of the kernel table",
     ins.Free: "a bound: memory is given back after the last use",
     ins.Launch: "part of a region: launches that follow each other run as one",
-    ins.Partition: "the steps that follow are recorded as a CUDA graph at their second run and replayed from then on",
+    ins.Partition: (
+        "the steps that follow are recorded as a CUDA graph at their second run and replayed from "
+        "then on"
+    ),
     ins.Note: "left out",
     ins.Alloc: "one step",
 }
@@ -97,15 +101,20 @@ def markdown() -> str:
     encode(p)  # the native target takes all of it
     beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print, print])
     shown: dict[type, tuple[ins.Instr, list[str], list[str], list[str]]] = {}
-    for (i, python), (_, cpp), (_, fx) in zip(python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True):
+    for (i, python), (_, cpp), (_, fx) in zip(
+        python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True
+    ):
         shown.setdefault(type(i), (i, python, cpp, fx))
     parts = [
         "# Wrapper instructions",
         "",
-        "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
+        "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py "
+        "instead. -->",
         "",
-        "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
-        "(`wrapper/text.py`), run by the native executor, and written as Python, C++ or an FX graph.",
+        "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), "
+        "printed and read back",
+        "(`wrapper/text.py`), run by the native executor, and written as Python, C++ or an FX "
+        "graph.",
         "",
         "## Meanings",
         "",
@@ -143,9 +152,18 @@ def _meaning(cls: type) -> str:
 
 
 def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str], fx: list[str]) -> str:
-    made, in_cpp, nodes = ("<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, cpp, fx))
+    made, in_cpp, nodes = (
+        "<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, cpp, fx)
+    )
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
-    cells = (f"`{cls.__name__}`", f"`{_cell(line(i))}`", made, _CPP.get(cls, in_cpp), nodes or _FX[cls], native)
+    cells = (
+        f"`{cls.__name__}`",
+        f"`{_cell(line(i))}`",
+        made,
+        _CPP.get(cls, in_cpp),
+        nodes or _FX[cls],
+        native,
+    )
     return f"| {' | '.join(cells)} |"
 
 

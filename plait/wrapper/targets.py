@@ -1,4 +1,5 @@
-"""The table of wrapper targets: each turns a verified WrapperProgram and its tables into something that runs.
+"""The table of wrapper targets: each turns a verified WrapperProgram and its tables into something
+that runs.
 
 A new target is one new file and one row here.
 """

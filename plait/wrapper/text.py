@@ -1,7 +1,8 @@
 """Wrapper programs as Python text that people read and that reads back: `read(text(p)) == p`.
 
-One line an instruction, in the order of execution. `SYNTAX` says how each instruction is spelled: its word and its
-fields; fields with a default appear only where they differ from it. Python's parser reads the text; nothing runs it.
+One line an instruction, in the order of execution. `SYNTAX` says how each instruction is spelled:
+its word and its fields; fields with a default appear only where they differ from it. Python's
+parser reads the text; nothing runs it.
 """
 
 from __future__ import annotations
@@ -33,31 +34,39 @@ from plait.ir.symtext import (
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes, sizes
 
-# Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size', 'sizes',
-# 'text', 'int', 'bool', 'operand', 'checks' (errors with messages), 'type' (dtype, shape and strides in one:
-# `f32[s0, 8] @ (8, 1)`). Symbol, Return and the calls have rules of their own.
+# Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size',
+# 'sizes', 'text', 'int', 'bool', 'operand', 'checks' (errors with messages), 'type' (dtype, shape
+# and strides in one: `f32[s0, 8] @ (8, 1)`). Symbol, Return and the calls have rules of their own.
 Syntax = tuple[str, tuple[tuple[str, str], ...]]
 _TENSOR = (("name", "new"), ("type", "type"))
 SYNTAX: dict[type, Syntax] = {
     ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"), ("values", "sizes"),
                                   ("error", "text"))),
-    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("type", "type"), ("origin", "text"),
-                                               ("copies", "bool"))),
+    ins.AssertSizeStride: (
+        "require_layout",
+        (("tensor", "name"), ("type", "type"), ("origin", "text"), ("copies", "bool")),
+    ),
     ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
-    ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"), ("infinities", "bool"))),
+    ins.CheckFinite: (
+        "require_finite", (("tensor", "name"), ("origin", "text"), ("infinities", "bool"))),
     ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
-    ins.Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
+    ins.Place: (
+        "place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
     ins.Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
     ins.Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),
     ins.Free: ("free", (("name", "name"),)),
-    ins.View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"), ("relative", "bool"))),
+    ins.View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"),
+                        ("relative", "bool"))),
     ins.Constant: ("constant", (("name", "new"), ("index", "int"))),
-    ins.DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"), ("checks", "checks"),
-                                  ("device", "text"))),
+    ins.DefineKernel: (
+        "kernel",
+        (("name", "text"), ("n_args", "int"), ("n_sizes", "int"), ("checks", "checks"),
+         ("device", "text")),
+    ),
     ins.Launch: (
         "launch",
-        (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"), ("work_ns", "size"),
-         ("parallel", "bool"), ("barrier", "bool"), ("grid", "size")),
+        (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"),
+         ("work_ns", "size"), ("parallel", "bool"), ("barrier", "bool"), ("grid", "size")),
     ),
     ins.Hook: ("hook", (("tensor", "name"), ("index", "int"), ("node", "text"), ("label", "text"))),
     ins.Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
@@ -68,7 +77,8 @@ SYNTAX: dict[type, Syntax] = {
     ins.TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
     ins.SymbolInput: ("int_input", (("name", "new"),)),
     ins.OpaqueInput: ("object_input", (("name", "new"),)),
-    ins.CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"), ("fence", "bool"))),
+    ins.CallExtern: (
+        "call", (("op", "text"), ("into", "names"), ("may_keep", "bool"), ("fence", "bool"))),
     ins.CallPython: ("call_python", (("index", "int"), ("label", "text"))),
 }  # fmt: skip
 _BY_WORD: dict[str, type] = {word: cls for cls, (word, _) in SYNTAX.items()}
@@ -80,12 +90,17 @@ _DEFAULTS: dict[type, dict[str, object]] = {
 def text(p: ins.WrapperProgram) -> str:
     """The program as text, symbols declared first."""
     w = _Writer()
-    for e in (*(e for i in p.inputs for e in input_sizes(i)), *(e for i in p.body for e in sizes(i))):
+    for e in (
+        *(e for i in p.inputs for e in input_sizes(i)),
+        *(e for i in p.body for e in sizes(i)),
+    ):
         w.scope.size(e)  # declared before any tensor is named, so that names cannot be mistaken
     inputs = [w.line(i) for i in p.inputs]
     body = [w.line(i) for i in p.body]
     facts = [repr(p.name)]
-    facts += [f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v]
+    facts += [
+        f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v
+    ]
     facts += [f"n_results={p.n_results}"] if p.n_results is not None else []
     origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
     head = [f"program({', '.join(facts)})", *w.scope.lines]
@@ -98,11 +113,12 @@ def line(i: ins.Instr | ins.Input) -> str:
 
 
 def read(source: str) -> ins.WrapperProgram:
-    """The program that a text describes. Raises TextError (or SyntaxError) where it describes none."""
+    """The program that a text describes. Raises TextError (or SyntaxError) where it describes
+    none."""
     return _Reader().program(ast.parse(source))
 
 
-# ---------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 class _Writer:
     def __init__(self) -> None:
         self.scope = Scope()
@@ -190,12 +206,13 @@ class _Writer:
                 assert_never(o)
 
     def name(self, name: str) -> str:
-        """A tensor; a variable that is taken by a symbol or a word of the text is spelled `ref['x']`."""
+        """A tensor; a variable that is taken by a symbol or a word of the text is spelled
+        `ref['x']`."""
         plain = is_variable(name) and name != "ref" and name not in self.scope.taken
         return name if plain else f"ref[{name!r}]"
 
 
-# ---------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 class _Reader:
     def __init__(self) -> None:
         self.symbols = Reader()
@@ -239,7 +256,9 @@ class _Reader:
         if isinstance(s, ast.Assign):
             left = s.targets[0]
             parts = left.elts if isinstance(left, ast.Tuple) else [left]
-            targets = [None if isinstance(t, ast.Name) and t.id == "_" else name_of(t) for t in parts]
+            targets = [
+                None if isinstance(t, ast.Name) and t.id == "_" else name_of(t) for t in parts
+            ]
         if not isinstance(s, (ast.Assign, ast.Expr)) or not isinstance(s.value, ast.Call):
             raise wrong(s, "an instruction")
         call = s.value
@@ -263,7 +282,9 @@ class _Reader:
             raise wrong(call, "an instruction")
         return cls(**dict(self.fields(cls, call, targets)))
 
-    def fields(self, cls: type, call: ast.Call, targets: list[str | None]) -> Iterator[tuple[str, Any]]:
+    def fields(
+        self, cls: type, call: ast.Call, targets: list[str | None]
+    ) -> Iterator[tuple[str, Any]]:
         given = {k.arg: k.value for k in call.keywords}
         given_in_order = iter(call.args)
         for name, kind in SYNTAX[cls][1]:
@@ -299,7 +320,9 @@ class _Reader:
             case _:
                 return _constant(e)
 
-    def call(self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]) -> ins.CallExtern | ins.CallPython:
+    def call(
+        self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
+    ) -> ins.CallExtern | ins.CallPython:
         cls = _BY_WORD.get(word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
         kwargs: list[tuple[str, ins.Operand]] = []
@@ -312,7 +335,9 @@ class _Reader:
                 raise wrong(call, "arguments with names")
         if cls is ins.CallExtern or cls is ins.CallPython:
             facts: dict[str, Any] = dict(self.fields(cls, head, []))
-            made: ins.CallExtern | ins.CallPython = cls(args=args, kwargs=tuple(kwargs), outs=outs, **facts)
+            made: ins.CallExtern | ins.CallPython = cls(
+                args=args, kwargs=tuple(kwargs), outs=outs, **facts
+            )
             return made
         raise wrong(head, "call or call_python")
 

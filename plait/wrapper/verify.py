@@ -1,8 +1,9 @@
-"""What a legal wrapper program is, written down and checked; run after every pass in tests and when debugging.
+"""What a legal wrapper program is, written down and checked; run after every pass in tests and when
+debugging.
 
-Every name is defined once and before its uses, freed at most once and never used after that (aliases included); every
-output is live, every symbol bound; arena ranges in use together are apart, and nothing in an arena outlives the call;
-every fact has an owner (`wrapper/owners.py`).
+Every name is defined once and before its uses, freed at most once and never used after that
+(aliases included); every output is live, every symbol bound; arena ranges in use together are
+apart, and nothing in an arena outlives the call; every fact has an owner (`wrapper/owners.py`).
 Errors are InternalError and name the pass, the instruction and the rule.
 """
 
@@ -21,7 +22,9 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
 from plait.wrapper.walk import defined, operands, refs, root, sizes, symbols, used
 
-LITERALS = frozenset({"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"})
+LITERALS = frozenset(
+    {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
+)
 
 
 def verify(program: ins.WrapperProgram, after: str = "build") -> None:
@@ -30,12 +33,15 @@ def verify(program: ins.WrapperProgram, after: str = "build") -> None:
 
 
 def verify_kept(before: ins.WrapperProgram, now: ins.WrapperProgram, after: str) -> None:
-    """Raises InternalError if a pass dropped, doubled or invented an assert, a launch, a call or another effect."""
+    """Raises InternalError if a pass dropped, doubled or invented an assert, a launch, a call or
+    another effect."""
     was, has = _effects(before), _effects(now)
     if was != has:
         lost = [str(e) for e in was if was[e] > has[e]]
         new = [str(e) for e in has if has[e] > was[e]]
-        raise InternalError(f"after {after}: effects changed: lost {lost or 'none'}, new {new or 'none'}")
+        raise InternalError(
+            f"after {after}: effects changed: lost {lost or 'none'}, new {new or 'none'}"
+        )
     if before.inputs != now.inputs:
         raise InternalError(f"after {after}: the signature changed")
 
@@ -46,7 +52,13 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
         match i:
             case ins.AssertScalar():
                 out["AssertScalar", i.message] += 1
-            case ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion() | ins.Fill():
+            case (
+                ins.AssertSizeStride()
+                | ins.AssertAlignment()
+                | ins.CheckFinite()
+                | ins.BumpVersion()
+                | ins.Fill()
+            ):
                 out[type(i).__name__, i.tensor] += 1
             case ins.Launch():
                 out["Launch", i.kernel] += 1
@@ -64,8 +76,8 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
 
 
 class _Verifier:
-    """One walk over a program. kind: name -> 'tensor', 'place', 'alloc', 'constant', 'arena', 'symbol', 'opaque' or
-    'result' (of a call: a tensor or a symbol)."""
+    """One walk over a program. kind: name -> 'tensor', 'place', 'alloc', 'constant', 'arena',
+    'symbol', 'opaque' or 'result' (of a call: a tensor or a symbol)."""
 
     def __init__(self, program: ins.WrapperProgram, after: str) -> None:
         self.p, self.after = program, after
@@ -84,7 +96,11 @@ class _Verifier:
 
     def run(self) -> None:
         for entry in self.p.inputs:
-            kinds = {ins.TensorInput: "tensor", ins.SymbolInput: "symbol", ins.OpaqueInput: "opaque"}
+            kinds = {
+                ins.TensorInput: "tensor",
+                ins.SymbolInput: "symbol",
+                ins.OpaqueInput: "opaque",
+            }
             self.define(entry.name, kinds[type(entry)])
             if isinstance(entry, ins.TensorInput):
                 self.ranks(entry.shape, entry.strides)
@@ -115,7 +131,9 @@ class _Verifier:
         while at is not None:
             if at in self.freed:
                 through = "" if at == name else f" (through {name})"
-                self.fail(f"{at} is used after it was freed by instruction {self.freed[at]}{through}")
+                self.fail(
+                    f"{at} is used after it was freed by instruction {self.freed[at]}{through}"
+                )
             at = self.base.get(at)
         memory = root(name, self.base)
         taker = self.spent.get(memory)
@@ -128,7 +146,8 @@ class _Verifier:
             self.fail(f"{name} is no tensor")
 
     def _uses(self) -> dict[str, list[int]]:
-        """Positions at which each tensor, or a view of it, is used; views do not count as uses themselves."""
+        """Positions at which each tensor, or a view of it, is used; views do not count as uses
+        themselves."""
         base: dict[str, str] = {}
         out: dict[str, list[int]] = {}
         for k, i in enumerate(self.p.body):
@@ -230,7 +249,9 @@ class _Verifier:
             self.fail(f"byte {i.offset} is no place for {i.dtype}")
         ranges = self.ranges[i.name] = [_bytes(i, env) for env in self.samples]
         room = self.arenas[i.arena].nbytes
-        if any(end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)):
+        if any(
+            end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
+        ):
             self.fail(f"it ends beyond the {room} bytes of {i.arena}")
         for other in self.placed.values():
             if other.arena == i.arena:
@@ -239,7 +260,8 @@ class _Verifier:
 
     def check_apart(self, i: ins.Place, other: ins.Place) -> None:
         last, first = self.last_use(other.name), self.first_use(i.name)
-        # What a kernel overwrites in place starts at the same byte and is read for the last time by that kernel.
+        # What a kernel overwrites in place starts at the same byte and is read for the last time by
+        # that kernel.
         if last < first or (last == first and i.offset == other.offset):
             return
         if _overlap(self.ranges[i.name], self.ranges[other.name]):
@@ -303,20 +325,25 @@ class _Verifier:
                     self.fail(f"output {name} lies in the arena")
 
 
-# ---------------------------------------------------------------------------------------------- sample values
+# ------------------------------------------------------------------------------------ sample values
 Env = Mapping[str, int]
 Ranges = Sequence[tuple[int, int]]
 _SAMPLES = (0, 1, 2, 3, 5, 8, 17, 64, 127, 1000)
 
 
 def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
-    """Values of all symbols: one set for a program without symbols, else a handful, within the symbols' ranges.
+    """Values of all symbols: one set for a program without symbols, else a handful, within the
+    symbols' ranges.
 
     Those at which a function of sizes has no value, or a size divides by zero, are left out.
 
     A symbol that is an expression takes its value from the others."""
     atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
-    given = {i.name: i.value for i in p.body if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))}
+    given = {
+        i.name: i.value
+        for i in p.body
+        if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))
+    }
     free = [n for n in sorted(atoms) if n not in given]
     placed = [e for i in p.body if isinstance(i, (ins.Arena, ins.Place)) for e in sizes(i)]
     if not atoms:
@@ -350,4 +377,6 @@ def _bytes(i: ins.Place, env: Env) -> tuple[int, int]:
 
 def _overlap(a: Ranges, b: Ranges) -> bool:
     """Whether two ranges share a byte at any of the sample values."""
-    return any(a0 < b1 and b0 < a1 and a0 < a1 and b0 < b1 for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+    return any(
+        a0 < b1 and b0 < a1 and a0 < a1 and b0 < b1 for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )

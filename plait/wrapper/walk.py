@@ -1,7 +1,8 @@
-"""What each instruction defines, uses and computes with: the one place that knows the fields of all instructions.
+"""What each instruction defines, uses and computes with: the one place that knows the fields of all
+instructions.
 
-Passes, the verifier and the builder ask here, so that a new instruction is described once. A name is a tensor, an arena
-or an integer symbol; all of them share one space of names.
+Passes, the verifier and the builder ask here, so that a new instruction is described once. A name
+is a tensor, an arena or an integer symbol; all of them share one space of names.
 """
 
 from __future__ import annotations
@@ -15,16 +16,25 @@ from plait.wrapper import instructions as ins
 
 
 def defined(i: ins.Instr) -> tuple[str, ...]:
-    """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their own."""
+    """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their
+    own."""
     match i:
-        case ins.Symbol() | ins.Arena() | ins.Place() | ins.Alloc() | ins.Reuse() | ins.View() | ins.Constant():
+        case (
+            ins.Symbol()
+            | ins.Arena()
+            | ins.Place()
+            | ins.Alloc()
+            | ins.Reuse()
+            | ins.View()
+            | ins.Constant()
+        ):
             return (i.name,)
         case ins.CallExtern() | ins.CallPython():
             return tuple(n for n in i.outs if n is not None)
         case (
-            ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free()
-            | ins.DefineKernel() | ins.Launch() | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Fill()
-            | ins.Partition() | ins.Note() | ins.Return()
+            ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite()
+            | ins.Free() | ins.DefineKernel() | ins.Launch() | ins.Hook() | ins.Copy()
+            | ins.BumpVersion() | ins.Fill() | ins.Partition() | ins.Note() | ins.Return()
         ):  # fmt: skip
             return ()
         case _:
@@ -73,14 +83,15 @@ def operands(i: ins.Instr) -> tuple[ins.Operand, ...]:
 
 
 def used(i: ins.Instr) -> tuple[str, ...]:
-    """Tensors and arenas that this reads, writes or refers to, each once, in order. Free uses nothing."""
+    """Tensors and arenas that this reads, writes or refers to, each once, in order. Free uses
+    nothing."""
     names: list[str] = []
     match i:
         case ins.Symbol(_, ins.SizeOf(tensor) | ins.ItemOf(tensor)):
             names.append(tensor)
         case (
-            ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Hook() | ins.BumpVersion()
-            | ins.Fill()
+            ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Hook()
+            | ins.BumpVersion() | ins.Fill()
         ):  # fmt: skip
             names.append(i.tensor)
         case ins.Place():
@@ -96,8 +107,9 @@ def used(i: ins.Instr) -> tuple[str, ...]:
         case ins.Copy():
             names.extend((i.dst, i.src))
         case (
-            ins.Symbol() | ins.AssertScalar() | ins.Arena() | ins.Alloc() | ins.Free() | ins.Constant()
-            | ins.DefineKernel() | ins.CallPython() | ins.Partition() | ins.Note() | ins.Return()
+            ins.Symbol() | ins.AssertScalar() | ins.Arena() | ins.Alloc() | ins.Free()
+            | ins.Constant() | ins.DefineKernel() | ins.CallPython() | ins.Partition() | ins.Note()
+            | ins.Return()
         ):  # fmt: skip
             pass
         case _:
@@ -127,8 +139,9 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
         case ins.CallExtern() | ins.CallPython() | ins.Fill() | ins.Return():
             return tuple(s for o in operands(i) for s in operand_sizes(o))
         case (
-            ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant() | ins.DefineKernel()
-            | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Partition() | ins.Note()
+            ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant()
+            | ins.DefineKernel() | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Partition()
+            | ins.Note()
         ):  # fmt: skip
             return ()
         case _:
@@ -151,7 +164,8 @@ def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:
 
 
 def forks(p: ins.WrapperProgram) -> list[ins.CallExtern]:
-    """The calls that make another stream the current one: of the stream before, and the one after."""
+    """The calls that make another stream the current one: of the stream before, and the one
+    after."""
     return [i for i in p.body if isinstance(i, ins.CallExtern) and i.op == "streams::fork"]
 
 
@@ -161,7 +175,8 @@ def bases_of(body: Sequence[ins.Instr]) -> dict[str, str]:
 
 
 def root(name: str, bases: Mapping[str, str]) -> str:
-    """The tensor whose memory a name stands for. bases: names on the memory of another -> that one."""
+    """The tensor whose memory a name stands for. bases: names on the memory of another -> that
+    one."""
     while name in bases:
         name = bases[name]
     return name
@@ -178,7 +193,9 @@ def input_sizes(i: ins.Input) -> tuple[Size, ...]:
             assert_never(i)
 
 
-def map_operand(o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Operand:
+def map_operand(
+    o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]
+) -> ins.Operand:
     """The operand with its tensor names and its integer expressions replaced."""
     match o:
         case ins.Ref(name):
@@ -196,7 +213,8 @@ def map_operand(o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size]
 
 
 def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Instr:
-    """The instruction with used tensors renamed by ref and expressions replaced by size. What it defines stays."""
+    """The instruction with used tensors renamed by ref and expressions replaced by size. What it
+    defines stays."""
 
     def many(values: tuple[Size, ...]) -> tuple[Size, ...]:
         return tuple(map(size, values))

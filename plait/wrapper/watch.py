@@ -1,8 +1,8 @@
-"""`plait.watch`: callbacks on intermediates. What is compiled inside of it shows every result of a kernel or an
-operator, in order, whenever it runs.
+"""`plait.watch`: callbacks on intermediates. What is compiled inside of it shows every result of a
+kernel or an operator, in order, whenever it runs.
 
-A pass puts a `Hook` after the last instruction that writes a result; the callbacks stand in the program's table of
-callables. They are handed copies, since memory of a program is used again.
+A pass puts a `Hook` after the last instruction that writes a result; the callbacks stand in the
+program's table of callables. They are handed copies, since memory of a program is used again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _callbacks: ContextVar[tuple[Callback, ...]] = ContextVar("plait_watch", default
 
 @contextmanager
 def watch(callback: Callback) -> Iterator[None]:
-    """What is compiled inside calls callback(node, label, tensor) for each result of a kernel or an operator, whenever
-    it runs; so does its backward pass.
+    """What is compiled inside calls callback(node, label, tensor) for each result of a kernel or an
+    operator, whenever it runs; so does its backward pass.
 
-    node: the FX node whose value it is (as `0_captured.py` of the debug folder names it), the name of the buffer if it
-    is no node's. label: what computed it, with source lines. tensor: a copy, the callback's to keep."""
+    node: the FX node whose value it is (as `0_captured.py` of the debug folder names it), the name
+    of the buffer if it is no node's. label: what computed it, with source lines. tensor: a copy,
+    the callback's to keep."""
     token = _callbacks.set((*_callbacks.get(), callback))
     try:
         yield
@@ -48,7 +49,8 @@ def watcher() -> Callable[..., None] | None:
 
 
 def add_hooks(p: ins.WrapperProgram, nodes: Mapping[str, str]) -> ins.WrapperProgram:
-    """The program with hooks that call a new last callable. nodes: buffer -> the FX node whose value it is."""
+    """The program with hooks that call a new last callable. nodes: buffer -> the FX node whose
+    value it is."""
     integers = frozenset().union(*(symbols(i) for i in p.body))
     last = {name: k for k, i in enumerate(p.body) for name in _results(i)}
     out: list[ins.Instr] = []
@@ -58,7 +60,9 @@ def add_hooks(p: ins.WrapperProgram, nodes: Mapping[str, str]) -> ins.WrapperPro
         note = i.text if isinstance(i, ins.Note) else note
         for name in _results(i):
             if last[name] == k and name not in integers:
-                out.append(ins.Hook(name, p.n_callables, nodes.get(name, name), f"{_maker(i)} ({note})"))
+                out.append(
+                    ins.Hook(name, p.n_callables, nodes.get(name, name), f"{_maker(i)} ({note})")
+                )
     return replace(p, body=tuple(out), n_callables=p.n_callables + 1)
 
 

@@ -1,11 +1,11 @@
 """`python -m tests.fuzz --count N --state FILE --jobs 2`: a long run that goes on where it stopped.
 
-The state file holds the next seed, how many programs ended how, how many there were of each class, and
-every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros, `--seed N`
-looks at one program, `--report FILE` prints the tables. `--device cuda` compares with eager on a GPU;
-`--device interpreted` compiles the same programs for a GPU without one: Triton's interpreter runs their
-kernels on CPU tensors, and eager is that of the CPU, which divides by a number where a GPU multiplies
-by its reciprocal: the last bits of such quotients differ.
+The state file holds the next seed, how many programs ended how, how many there were of each class,
+and every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros,
+`--seed N` looks at one program, `--report FILE` prints the tables. `--device cuda` compares with
+eager on a GPU; `--device interpreted` compiles the same programs for a GPU without one: Triton's
+interpreter runs their kernels on CPU tensors, and eager is that of the CPU, which divides by a
+number where a GPU multiplies by its reciprocal: the last bits of such quotients differ.
 """
 
 from __future__ import annotations
@@ -30,9 +30,18 @@ from tests.fuzz.program import Program
 BAD = ("fault", "crash", "hang", "checker", "generator")
 
 
-def run(count: int, state: Path | None, jobs: int, first: int, device: str, seconds: float) -> dict[str, Any]:
+def run(
+    count: int, state: Path | None, jobs: int, first: int, device: str, seconds: float
+) -> dict[str, Any]:
     """Runs programs until there were `count`, or the seconds are over; returns the state."""
-    data: dict[str, Any] = {"next": first, "kinds": {}, "classes": {}, "failures": [], "seconds": 0.0, "graphs": 0}
+    data: dict[str, Any] = {
+        "next": first,
+        "kinds": {},
+        "classes": {},
+        "failures": [],
+        "seconds": 0.0,
+        "graphs": 0,
+    }
     if state is not None and state.exists():
         data = json.loads(state.read_text())
     start, before = time.time(), data["seconds"]

@@ -1,8 +1,8 @@
 """Statements with holes: pointwise operations, views, reductions and orders.
 
-{x} is a tensor of the classes that `takes` names, {y} one that computes with it, {s} one of its very
-shape, {d} and {e} are two of its dimensions, {r} is a number, {k} a small int that may vary from call to
-call, {n} a size.
+{x} is a tensor of the classes that `takes` names, {y} one that computes with it, {s} one of its
+very shape, {d} and {e} are two of its dimensions, {r} is a number, {k} a small int that may vary
+from call to call, {n} a size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ class Entry:
 
 
 def _rows(
-    kind: str, takes: str = "n", exact: str = "bits", jumpy: bool = False, ndim: int = 0, texts: str = ""
+    kind: str,
+    takes: str = "n",
+    exact: str = "bits",
+    jumpy: bool = False,
+    ndim: int = 0,
+    texts: str = "",
 ) -> list[Entry]:
-    """Entries of statements that ";" parts. Of one that "~" ends, eager's own vectors and tails differ in the sign of a
-    zero."""
+    """Entries of statements that ";" parts. Of one that "~" ends, eager's own vectors and tails
+    differ in the sign of a zero."""
     found = [t.strip() for t in texts.split(";")]
-    return [Entry(kind, t.rstrip(" ~"), takes, "no" if t.endswith("~") else exact, jumpy, ndim) for t in found if t]
+    return [
+        Entry(kind, t.rstrip(" ~"), takes, "no" if t.endswith("~") else exact, jumpy, ndim)
+        for t in found
+        if t
+    ]
 
 
 POINTWISE = [
@@ -79,9 +88,10 @@ POINTWISE = [
             F.logsigmoid({x});  torch.exp2({x});  torch.log2({x}.abs() + 1);  torch.sinc({x});
             torch.acos({x}.clamp(-1, 1));  torch.special.entr({x});  torch.special.i0e({x});
             torch.logit({x}.sigmoid(), 1e-3);  torch.frac({x});  torch.deg2rad({x});
-            torch.float_power({x}, 2);  torch.xlogy({s}, {x}.abs() + 1);  torch.lgamma({x}.abs() + 1);
-            torch.special.log_ndtr({x});  torch.logaddexp2({x}, {y});  {x}.pow({s});
-            torch.addcdiv({x}, {s}, {s}.abs() + 1);  {x} ** 3;  {x} ** -0.5;  torch.log10({x}.abs());
+            torch.float_power({x}, 2);  torch.xlogy({s}, {x}.abs() + 1);
+            torch.lgamma({x}.abs() + 1);  torch.special.log_ndtr({x});  torch.logaddexp2({x}, {y});
+            {x}.pow({s});  torch.addcdiv({x}, {s}, {s}.abs() + 1);  {x} ** 3;  {x} ** -0.5;
+            torch.log10({x}.abs());
         """,
     ),
     *_rows(
@@ -101,8 +111,8 @@ POINTWISE = [
         jumpy=True,
         texts="""
             torch.floor({x});  torch.ceil({x});  torch.round({x});  torch.trunc({x});
-            torch.sign({x});  torch.remainder({x}, {r});  torch.div({x}, {y}, rounding_mode='trunc');
-            {x} // {r};
+            torch.sign({x});  torch.remainder({x}, {r});
+            torch.div({x}, {y}, rounding_mode='trunc');  {x} // {r};
         """,
     ),
     *_rows(  # eager's vectors lose the remainder where the quotient is huge
@@ -113,7 +123,11 @@ POINTWISE = [
         texts="{x} % {y};  {x} // {y};  torch.fmod({x}, {y});  torch.fmod({x}, 1e-30);",
     ),
     *_rows(
-        "remainders", takes="f", jumpy=True, exact="no", texts="torch.fmod({x} * 1e30, 1e-30);  ({x} * 1e30) % 1e-30"
+        "remainders",
+        takes="f",
+        jumpy=True,
+        exact="no",
+        texts="torch.fmod({x} * 1e30, 1e-30);  ({x} * 1e30) % 1e-30",
     ),
     *_rows(
         "integers",
@@ -269,11 +283,12 @@ REDUCTIONS = [
             {x}.amax({d});  {x}.amin({d});  {x}.max({d}).values;  {x}.min();  {x}.argmax({d});
             {x}.argmin({d});  {x}.max({d}).indices;  {x}.cummax({d}).values;
             {x}.sort(dim={d}, stable=True).values;  {x}.sort(dim={d}, stable=True).indices;
-            {x}.topk(1, {d}).values;  {x}.contiguous().median({d}).values;  {x}.argsort(dim={d}, stable=True);
-            {x}.aminmax().max;  {x}.kthvalue(1, {d}).values;
+            {x}.topk(1, {d}).values;  {x}.contiguous().median({d}).values;
+            {x}.argsort(dim={d}, stable=True);  {x}.aminmax().max;  {x}.kthvalue(1, {d}).values;
             torch.sort({x}, dim={d}, stable=True, descending=True).values;  {x}.argmax();
             torch.cummin({x}, {d}).values;  torch.isin({x}, {y});
-            torch.searchsorted({x}.sort(-1).values, {x});  torch.bucketize({x}, torch.arange(3., device={x}.device));
+            torch.searchsorted({x}.sort(-1).values, {x});
+            torch.bucketize({x}, torch.arange(3., device={x}.device));
         """,
     ),
     *_rows(
@@ -296,10 +311,12 @@ REDUCTIONS = [
             torch.log_softmax({x}, {d});  torch.linalg.vector_norm({x}, 3, {d});
             torch.var_mean({x}, {d})[1];  {x}.logcumsumexp({d});  F.normalize({x}, dim={d});
             torch.cov({x});  {x}.quantile(0.5, {d});  F.softmin({x}, {d});  {x}.nanmean({d});
-            torch.dist({x}, {x} + 1);  torch.renorm({x}, 2, {d}, 1.0);  torch.trapezoid({x}, dim={d});
+            torch.dist({x}, {x} + 1);  torch.renorm({x}, 2, {d}, 1.0);
+            torch.trapezoid({x}, dim={d});
             torch.corrcoef({x});  torch.cdist({x}, {x});  {x}.norm(1);  {x}.norm(float('inf'), {d});
             torch.std_mean({x}, {d})[1];  torch.linalg.matrix_norm({x});  F.glu({x}.repeat(1, 2));
-            F.softmax({x}, {d}, dtype=torch.float64);  {x}.var((0, 1));  {x}.mean((0, 1), dtype=torch.float64);
+            F.softmax({x}, {d}, dtype=torch.float64);  {x}.var((0, 1));
+            {x}.mean((0, 1), dtype=torch.float64);
         """,
     ),
     *_rows(
@@ -314,7 +331,8 @@ REDUCTIONS = [
             F.cosine_similarity({x}, {s}, {d});  F.pairwise_distance({x}, {s});
             F.poisson_nll_loss({x}, {s}.abs());  F.hinge_embedding_loss({x}, {s}.sign());
             F.gaussian_nll_loss({x}, {s}, {s}.abs() + 1);  F.triplet_margin_loss({x}, {s}, {x} * 2);
-            F.margin_ranking_loss({x}, {s}, {x}.sign());  F.binary_cross_entropy({x}.sigmoid(), {s}.sigmoid());
+            F.margin_ranking_loss({x}, {s}, {x}.sign());
+            F.binary_cross_entropy({x}.sigmoid(), {s}.sigmoid());
         """,
     ),
     *_rows(
@@ -352,15 +370,23 @@ def fill(m: Maker, entry: Entry) -> str:
         )
     if "{k}" in entry.text:
         high = max(min((e[x].shape[0] if e[x].ndim else 1) for e in m.env) - 1, 0)
-        holes["k"] = m.integer(0, min(high, 6)) if m.rng.random() < 0.8 else str(m.rng.randint(0, 2))
+        holes["k"] = (
+            m.integer(0, min(high, 6)) if m.rng.random() < 0.8 else str(m.rng.randint(0, 2))
+        )
     if "{z}" in entry.text:
         holes["z"] = (
-            m.other(x, m.rng.choice(("float32", "float64", "int64", "int32", "bool", "float16", "uint8"))) or ""
+            m.other(
+                x,
+                m.rng.choice(("float32", "float64", "int64", "int32", "bool", "float16", "uint8")),
+            )
+            or ""
         )
     for hole in "ys":
         if "{" + hole + "}" in entry.text:
             mixed = m.rng.random() < 0.1
-            holes[hole] = m.other(x, "" if mixed else name_of(m.value(x).dtype), same=hole == "s") or ""
+            holes[hole] = (
+                m.other(x, "" if mixed else name_of(m.value(x).dtype), same=hole == "s") or ""
+            )
     if "" in holes.values():
         return ""
     return m.add(entry.kind, entry.text.format(**holes), exact=entry.exact, jumpy=entry.jumpy)

@@ -1,10 +1,11 @@
 """Runs one program eagerly and by plait, call after call, and compares all that a caller can see.
 
-Values whose bits eager alone decides are compared bit for bit. Others may be twice as far from float64 as
-eager. A call that eager refuses must be refused, by the same kind of error; what eager runs must run.
-What fails is tried with PyTorch's own tracing and no compiler ("aot_eager", torch.export): where that
-differs from eager in the same way, the fault is not plait's. Of infinities and NaN PyTorch's own
-decompositions ("aot_eager_decomp_partition") are asked, too: they multiply in another order.
+Values whose bits eager alone decides are compared bit for bit. Others may be twice as far from
+float64 as eager. A call that eager refuses must be refused, by the same kind of error; what eager
+runs must run. What fails is tried with PyTorch's own tracing and no compiler ("aot_eager",
+torch.export): where that differs from eager in the same way, the fault is not plait's. Of
+infinities and NaN PyTorch's own decompositions ("aot_eager_decomp_partition") are asked, too: they
+multiply in another order.
 """
 
 from __future__ import annotations
@@ -38,29 +39,31 @@ from tests.fuzz.traced import found_sizes, traced_strides
 LOW = ("float32", "float16", "bfloat16")
 _ORDER = {
     "matrices": re.compile(r"@|matmul|einsum|linear|conv|mm\(|mv\(|dot\("),
-    "sums": re.compile(r"@|sum|mean|matmul|einsum|linear|conv|var|std|norm|prod|dot|mm|mv|_add|accumulate"),
+    "sums": re.compile(
+        r"@|sum|mean|matmul|einsum|linear|conv|var|std|norm|prod|dot|mm|mv|_add|accumulate"
+    ),
     "products": re.compile(r"prod"),
     "bounds": re.compile(r"amin|amax|\.min\(|\.max\(|maximum|minimum|fmax|fmin|cl(am|i)p"),
     "steps": re.compile(r"relu6|F\.[sc]?elu\(|hard|shrink"),
 }
-"""Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity or NaN,
-of products whether it meets a zero, of the least and the greatest element which of 0.0 and -0.0 it is (of
-two, eager's vectors and tails differ), of products of matrices whether they begin at 0.0; so are the
-gradients of "steps" at NaN."""
+"""Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity
+or NaN, of products whether it meets a zero, of the least and the greatest element which of 0.0 and
+-0.0 it is (of two, eager's vectors and tails differ), of products of matrices whether they begin at
+0.0; so are the gradients of "steps" at NaN."""
 
 
 _BITS = re.compile(r"\.view\(torch\.")
-"""Bits that are read as another type. Of a tensor in float64 they give other sizes and other numbers, with which an
-index can be out of bounds: on a GPU that ends the process."""
+"""Bits that are read as another type. Of a tensor in float64 they give other sizes and other
+numbers, with which an index can be out of bounds: on a GPU that ends the process."""
 
 _OVER_ITSELF = re.compile(r"(\w+)\[1:\]\.copy_\(\1\[:-1\]\)")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: "ok"; "refused": eager's error was plait's too; "declined": plait.compile and packages turned away
-    arguments that are not as the example; "torch": PyTorch's tracing has this fault; "fault". what: of a fault,
-    its class and text."""
+    """kind: "ok"; "refused": eager's error was plait's too; "declined": plait.compile and packages
+    turned away arguments that are not as the example; "torch": PyTorch's tracing has this fault;
+    "fault". what: of a fault, its class and text."""
 
     kind: str
     what: str = ""
@@ -72,7 +75,8 @@ class Fault(AssertionError):
 
 
 class _ForEager(Exception):
-    """A program is eager's to run: what shares memory among its elements, AOTAutograd gets wrong."""
+    """A program is eager's to run: what shares memory among its elements, AOTAutograd gets
+    wrong."""
 
 
 def check(p: Program) -> Outcome:
@@ -98,7 +102,9 @@ def with_road(p: Program, **changes: Any) -> Program:
     return replace(p, road=replace(p.road, **changes))
 
 
-def check_source(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> None:
+def check_source(
+    source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str
+) -> None:
     """For repros. Raises Fault."""
     found = judge(source, road, grads, inexact, device)
     print(found.kind, found.what)
@@ -106,7 +112,9 @@ def check_source(source: str, road: Road, grads: Sequence[str], inexact: Sequenc
         raise Fault(found.what)
 
 
-def judge(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> Outcome:
+def judge(
+    source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str
+) -> Outcome:
     run = _Run(source, road, grads, inexact, device)
     try:
         return run.outcome("plait")
@@ -116,14 +124,18 @@ def judge(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str],
     except Fault as fault:
         if "InternalError" in str(fault) or str(fault).startswith("internal"):
             return Outcome("fault", str(fault))
-        over_itself = str(fault).startswith("wrong") or "refer to a single memory location" in str(fault)
+        over_itself = str(fault).startswith("wrong") or "refer to a single memory location" in str(
+            fault
+        )
         if over_itself and _OVER_ITSELF.search(
             source
         ):  # refused by strides that tracing gives, which may not be eager's
             return Outcome("declined", "which element is copied first is eager's secret")
         lazy = ": conj is " in str(fault) or road.way != "compile"
         if str(fault).startswith(("metadata", "aliasing")) and lazy and ".conj(" in source:
-            return Outcome("declined", str(fault))  # lazily conjugated views of what was computed come as copies
+            return Outcome(
+                "declined", str(fault)
+            )  # lazily conjugated views of what was computed come as copies
         if road.params and road.way != "compile":
             return Outcome("fault", str(fault))  # an exported module keeps its first parameters
         unordered = str(fault).startswith("wrong") and re.search(r"\b(inf|nan)\b", str(fault))
@@ -151,21 +163,28 @@ class _Seen:
 
 
 class _Run:
-    def __init__(self, source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> None:
+    def __init__(
+        self, source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str
+    ) -> None:
         module = ModuleType("fuzzed")
         sys.modules["fuzzed"] = module  # Dynamo looks globals up there
         scope = vars(module)
         exec(compile(source, "<fuzzed>", "exec"), scope)
         self.scope, self.road, self.device = scope, road, device
-        # Eager takes tangents, views of inputs that are lazily conjugated, and writes to operands that overlap.
+        # Eager takes tangents, views of inputs that are lazily conjugated, and writes to operands
+        # that overlap.
         overlaps = re.search(r"'(expanded|expanded_last|one|overlapping|windows)'", source)
         writes = re.search(r"\w_\(|out=|\] [-+*/|&^]?= ", source)
-        self.strict = road.grad != "forward" and ".conj(" not in source and not (overlaps and writes)
+        self.strict = (
+            road.grad != "forward" and ".conj(" not in source and not (overlaps and writes)
+        )
         self.f, self.calls = scope["f"], scope["CALLS"]
         self.args = list(self.f.__code__.co_varnames[: self.f.__code__.co_argcount])
         self.grads = [a in grads for a in self.args]
         self.outputs, self.truth = _truth(source, set(inexact), promote_all=bool(road.grad))
-        self.changes = _truth(source, set(inexact), promote_all=True)[1]  # the truth of arguments that are written
+        self.changes = _truth(source, set(inexact), promote_all=True)[
+            1
+        ]  # the truth of arguments that are written
         self.inexact = set(inexact)
         self.traced = ""  # the last difference in strides that is PyTorch's tracing
         self.source = source
@@ -201,15 +220,22 @@ class _Run:
             if self.road.grad == "backward":
                 self._backward(seen)
             if self.device != "cpu":
-                torch.accelerator.synchronize()  # what a kernel found wrong is an error of this call
+                # What a kernel found wrong is an error of this call.
+                torch.accelerator.synchronize()
         except Exception as error:  # noqa: BLE001 - compared with eager's
             seen.error = error
         return seen
 
     def _backward(self, seen: _Seen) -> None:
-        used = [x for x in seen.results if isinstance(x, Tensor) and x.requires_grad and not x.is_complex()]
+        used = [
+            x
+            for x in seen.results
+            if isinstance(x, Tensor) and x.requires_grad and not x.is_complex()
+        ]
         if used:
-            ends = [_moved(x.double(), 2.0**-24).sum() if _nudge else x.double().sum() for x in used]
+            ends = [
+                _moved(x.double(), 2.0**-24).sum() if _nudge else x.double().sum() for x in used
+            ]
             sum(ends, torch.zeros((), dtype=torch.float64, device=self.device)).backward()
         leaves = [x for x, wanted in zip(seen.inputs, self.grads, strict=True) if wanted]
         seen.grads = [x.grad if x.is_leaf else None for x in leaves]
@@ -222,7 +248,9 @@ class _Run:
             ]
             out = [forward_ad.unpack_dual(x) if isinstance(x, Tensor) else x for x in run(*args)]
             seen.results = [x.primal if isinstance(x, tuple) else x for x in out]
-            seen.grads = [None if not isinstance(x, tuple) or x.tangent is None else x.tangent for x in out]
+            seen.grads = [
+                None if not isinstance(x, tuple) or x.tangent is None else x.tangent for x in out
+            ]
 
     # -------------------------------------------------------------------------- compiling
     def compiled(self, who: str) -> Callable[..., Any]:
@@ -243,9 +271,16 @@ class _Run:
             example = f.take(example)
         if who == "torch":
             module = f if isinstance(f, torch.nn.Module) else _Function(f)
-            made = torch.export.export(module, tuple(example), dynamic_shapes=self._shapes(example)).module()
+            made = torch.export.export(
+                module, tuple(example), dynamic_shapes=self._shapes(example)
+            ).module()
         elif r.way == "direct":
-            made = plait.compile(f, tuple(example), self._shapes(example), options={"wrapper": r.wrapper, "isa": r.isa})
+            made = plait.compile(
+                f,
+                tuple(example),
+                self._shapes(example),
+                options={"wrapper": r.wrapper, "isa": r.isa},
+            )
         else:
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder) / "fuzzed.plait")
@@ -262,7 +297,10 @@ class _Run:
         if not self.road.dynamic:
             return None
         dim = torch.export.Dim
-        shapes = [dict.fromkeys(range(x.ndim), dim.AUTO) if isinstance(x, Tensor) else dim.AUTO for x in example]
+        shapes = [
+            dict.fromkeys(range(x.ndim), dim.AUTO) if isinstance(x, Tensor) else dim.AUTO
+            for x in example
+        ]
         return tuple(shapes) if not self.road.params else {"args": tuple(shapes)}
 
     def all_calls(self, who: str) -> list[_Seen]:
@@ -271,7 +309,8 @@ class _Run:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch._dynamo.config.patch(
-                capture_scalar_outputs=self.road.capture, capture_dynamic_output_shape_ops=self.road.capture
+                capture_scalar_outputs=self.road.capture,
+                capture_dynamic_output_shape_ops=self.road.capture
             ))  # fmt: skip
             if not self.road.grad:
                 stack.enter_context(torch.no_grad())
@@ -297,11 +336,15 @@ class _Run:
         with warnings.catch_warnings(), grad:
             warnings.simplefilter("ignore")
             held = self.holder() if self.road.held else None
-            eager = [self.call(self.f if held is None else held.around(held), c) for c in self.calls]
+            eager = [
+                self.call(self.f if held is None else held.around(held), c) for c in self.calls
+            ]
         if any(isinstance(e.error, torch.AcceleratorError) for e in eager):
             return Outcome("declined", "eager loses the device")
         if self.device != "cpu" and self._divides_by_zero():
-            return Outcome("declined", "an integer is divided by 0, which gives any number on a GPU")
+            return Outcome(
+                "declined", "an integer is divided by 0, which gives any number on a GPU"
+            )
         got = self.all_calls(who)
         kinds = set()
         if len(got) == 1 and len(self.calls) > 1 and got[0].error is not None:  # at compile time
@@ -338,11 +381,23 @@ class _Run:
             differs = any(call[k] != self.calls[0][k] for k in ("sizes", "ints"))
             if self.road.way != "compile" and isinstance(got, InputError) and differs:
                 return "declined"
-            if self.road.way != "compile" and self.road.grad == "forward" and isinstance(got, InputError):
+            if (
+                self.road.way != "compile"
+                and self.road.grad == "forward"
+                and isinstance(got, InputError)
+            ):
                 return "declined"  # a program drops tangents
-            if self.road.way != "compile" and isinstance(got, Unsupported) and "share memory" in str(got):
+            if (
+                self.road.way != "compile"
+                and isinstance(got, Unsupported)
+                and "share memory" in str(got)
+            ):
                 return "declined"
-            if self.road.params and isinstance(got, PlaitError) and not isinstance(got, InternalError):
+            if (
+                self.road.params
+                and isinstance(got, PlaitError)
+                and not isinstance(got, InternalError)
+            ):
                 return "declined"
             if self.road.way != "compile" and "aliased inputs that are mutated" in str(got):
                 return "declined"  # arguments in one memory, which are written
@@ -352,11 +407,18 @@ class _Run:
                 return "declined"
             if self.strict and isinstance(got, Unsupported) and "share memory" in str(got):
                 raise _ForEager
-            raise Fault(f"raises where eager runs: {where}: {type(got).__name__}: {str(got)[:1200]}")
+            raise Fault(
+                f"raises where eager runs: {where}: {type(got).__name__}: {str(got)[:1200]}"
+            )
         if got is None:
-            raise Fault(f"runs where eager raises: {where}: {type(e.error).__name__}: {str(e.error)[:300]}")
+            raise Fault(
+                f"runs where eager raises: {where}: {type(e.error).__name__}: {str(e.error)[:300]}"
+            )
         if isinstance(got, (InternalError, SystemError)):
-            raise Fault(f"internal error: {where}: {got}; eager {type(e.error).__name__}: {str(e.error)[:300]}")
+            raise Fault(
+                f"internal error: {where}: {got}; eager {type(e.error).__name__}: "
+                f"{str(e.error)[:300]}"
+            )
         if not _same_kind(e.error, got, self.road.way) and not self._also(call, got):
             raise Fault(
                 f"another error: {where}: {type(got).__name__}: {str(got)[:300]}\n"
@@ -365,10 +427,17 @@ class _Run:
         return "refused"
 
     def _also(self, call: dict[str, Any], got: BaseException) -> bool:
-        """Whether eager raises this error too, where it does not stop at the user's checks: two errors of one call come
-        in any order."""
+        """Whether eager raises this error too, where it does not stop at the user's checks: two
+        errors of one call come in any order."""
         scope = dict(self.scope)
-        exec(compile(re.sub(r"(?m)^    torch\._check\(.*$", "    pass", self.source), "<unchecked>", "exec"), scope)
+        exec(
+            compile(
+                re.sub(r"(?m)^    torch\._check\(.*$", "    pass", self.source),
+                "<unchecked>",
+                "exec",
+            ),
+            scope,
+        )
         other = self.call(scope["f"], call).error
         return other is not None and _same_kind(other, got, self.road.way)
 
@@ -376,9 +445,14 @@ class _Run:
         where = f"call {self.calls.index(call)}"
         if len(e.results) != len(g.results):
             raise Fault(f"number of results: {where}: {len(g.results)}, eager {len(e.results)}")
-        rows = [("output", k, a, b) for k, (a, b) in enumerate(zip(e.results, g.results, strict=True))]
+        rows = [
+            ("output", k, a, b) for k, (a, b) in enumerate(zip(e.results, g.results, strict=True))
+        ]
         if self.road.way == "compile" and not (self.road.params or self.road.held):
-            rows += [("argument", k, a, b) for k, (a, b) in enumerate(zip(e.inputs, g.inputs, strict=True))]
+            rows += [
+                ("argument", k, a, b)
+                for k, (a, b) in enumerate(zip(e.inputs, g.inputs, strict=True))
+            ]
 
         @cache
         def truth(what: str, nudge: int) -> _Seen | None:
@@ -386,12 +460,16 @@ class _Run:
             global _nudge
             if not self.inexact and not self.road.grad:
                 return None
-            lost = self.device != "cpu"  # an index beyond such other sizes takes the device from the process
+            lost = (
+                self.device != "cpu"
+            )  # an index beyond such other sizes takes the device from the process
             if _BITS.search(self.source) and (what == "argument" or self.road.grad or lost):
                 return None
             _nudge = nudge
             try:
-                if what == "argument" or "" in self.inexact:  # what a statement writes is in float64 if all is
+                if (
+                    what == "argument" or "" in self.inexact
+                ):  # what a statement writes is in float64 if all is
                     found = self.call(self.changes, call, wide=True)
                 else:
                     found = self.call(self.truth, call, wide=bool(self.road.grad))
@@ -424,7 +502,11 @@ class _Run:
                 if (a is None) != (b is None):
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
                 if a is not None and b is not None:
-                    if "steps" in self.order and self.road.grad == "backward" and bool(leaves[k].isnan().any()):
+                    if (
+                        "steps" in self.order
+                        and self.road.grad == "backward"
+                        and bool(leaves[k].isnan().any())
+                    ):
                         b = b.clone()
                         b[leaves[k].isnan()] = a[leaves[k].isnan()]
                     t = next(iter(truths("output", "grads", k, (0,))), None)
@@ -433,7 +515,8 @@ class _Run:
         self._metadata(call, e, g)
 
     def _in_order(self, call: dict[str, Any], e: _Seen, k: int, x: Any) -> Any:
-        """x, result k of a call of plait, laid out as eager's where its strides are those that tracing promised."""
+        """x, result k of a call of plait, laid out as eager's where its strides are those that
+        tracing promised."""
         want = e.results[k]
         if not isinstance(x, Tensor) or not isinstance(want, Tensor) or x.shape != want.shape:
             return x
@@ -444,11 +527,14 @@ class _Run:
         if promised is None or have != _counting(x, promised):
             return x
         self.traced = f"strides: output {k}: {x.stride()}, as traced, eager {want.stride()}"
-        return torch.empty_strided(want.shape, want.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        return torch.empty_strided(want.shape, want.stride(), dtype=x.dtype, device=x.device).copy_(
+            x
+        )
 
     def _metadata(self, call: dict[str, Any], e: _Seen, g: _Seen) -> None:
-        """Tracing does not know whether there can be a view of what has a size that is found at run time.
-        Where a copy begins in memory of its own that none sees, as those of `select_scatter`, may be 0."""
+        """Tracing does not know whether there can be a view of what has a size that is found at run
+        time. Where a copy begins in memory of its own that none sees, as those of `select_scatter`,
+        may be 0."""
         where = f"call {self.calls.index(call)}"
         direct = self.road.way != "compile"
         shared = {name for pair in _aliases(e) for name in pair}
@@ -456,7 +542,11 @@ class _Run:
             if not isinstance(a, Tensor):
                 continue
             facts: list[tuple[str, Any, Any]] = []
-            if a.numel() and (f"o{k}" in shared or b.storage_offset()) and "_scatter(" not in self.source:
+            if (
+                a.numel()
+                and (f"o{k}" in shared or b.storage_offset())
+                and "_scatter(" not in self.source
+            ):
                 facts.append(("storage offset", a.storage_offset(), b.storage_offset()))
             facts += [("conj", a.is_conj(), b.is_conj()), ("neg", a.is_neg(), b.is_neg())]
             if not direct and self.road.grad != "forward":
@@ -469,7 +559,9 @@ class _Run:
         have, want = _aliases(g), _aliases(e)
         if have != want and set(have) < set(want):
             found = found_sizes(self.f, self.inputs(call), len(e.results))
-            unknown = [pair for pair in want if pair not in have and all(found.get(name) for name in pair)]
+            unknown = [
+                pair for pair in want if pair not in have and all(found.get(name) for name in pair)
+            ]
             if len(have) + len(unknown) == len(want):
                 self.traced = f"aliasing: {where}: a view or a copy, as its size says"
                 return
@@ -479,8 +571,12 @@ class _Run:
 
 def _aliases(seen: _Seen) -> list[tuple[str, str]]:
     """Which results share memory with which results and arguments."""
-    named = [(f"o{k}", x) for k, x in enumerate(seen.results)] + [(f"i{k}", x) for k, x in enumerate(seen.before)]
-    where = [(n, x.untyped_storage().data_ptr()) for n, x in named if isinstance(x, Tensor) and x.numel()]
+    named = [(f"o{k}", x) for k, x in enumerate(seen.results)] + [
+        (f"i{k}", x) for k, x in enumerate(seen.before)
+    ]
+    where = [
+        (n, x.untyped_storage().data_ptr()) for n, x in named if isinstance(x, Tensor) and x.numel()
+    ]
     pairs = []
     for k, (n, p) in enumerate(where):
         pairs += [(n, m) for m, q in where[k + 1 :] if p == q and p and n[0] == "o"]
@@ -502,13 +598,19 @@ def compare(
     nudged: Callable[[], Sequence[Any]] = lambda: (),
     overflows: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Raises Fault where g is not what e is; t is the same from float64, None if it is not known. nudged: t from
-    inputs that are a little off; where it is far from t, rounding alone decides. Nor is there a measure where eager
-    overflows. order: names of `_ORDER`, the calls of the program whose order is free. overflows: whether a sum on the
-    way is infinite in eager: in another order it may be NaN, whatever is made of it then."""
+    """Raises Fault where g is not what e is; t is the same from float64, None if it is not known.
+    nudged: t from inputs that are a little off; where it is far from t, rounding alone decides. Nor
+    is there a measure where eager overflows. order: names of `_ORDER`, the calls of the program
+    whose order is free. overflows: whether a sum on the way is infinite in eager: in another order
+    it may be NaN, whatever is made of it then."""
     if not isinstance(e, Tensor):
         same = type(e) is type(g) and (e == g or e != e and g != g)
-        close = isinstance(e, float) and isinstance(g, float) and not exact and math.isclose(e, g, rel_tol=1e-12)
+        close = (
+            isinstance(e, float)
+            and isinstance(g, float)
+            and not exact
+            and math.isclose(e, g, rel_tol=1e-12)
+        )
         if not (same or close):
             raise Fault(f"wrong: {what}: {g!r}, eager {e!r}")
         return
@@ -516,7 +618,11 @@ def compare(
         raise Fault(f"wrong: {what}: {type(g)}")
     if (g.shape, g.dtype) != (e.shape, e.dtype):
         raise Fault(f"shape: {what}: {g.dtype}{list(g.shape)}, eager {e.dtype}{list(e.shape)}")
-    strides = [(d, a, b) for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True) if d > 1 and e.numel()]
+    strides = [
+        (d, a, b)
+        for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True)
+        if d > 1 and e.numel()
+    ]
     if any(a != b for _, a, b in strides):
         raise Fault(f"strides: {what}: (size, stride, stride of eager): {strides}")
     e, g = _real(e), _real(g)
@@ -527,14 +633,17 @@ def compare(
         return
     if exact:
         bad = ~same
-        raise Fault(f"wrong: {what}: {int(bad.sum())} of {bad.numel()}: {g[bad][:5]}, eager {e[bad][:5]}")
+        raise Fault(
+            f"wrong: {what}: {int(bad.sum())} of {bad.numel()}: {g[bad][:5]}, eager {e[bad][:5]}"
+        )
     if t is None:  # float64 cannot tell
         return
     t = _real(t)
     if t.shape != e.shape:
         return
     dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
-    # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off elsewhere.
+    # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off
+    # elsewhere.
     slack = (
         2e-5
         + (2e-5 + _UNIT.get(e.dtype, 0.0)) * t.abs().double()
@@ -566,8 +675,13 @@ def _low(x: Tensor) -> bool:
 
 
 def _same_kind(want: BaseException, got: BaseException, way: str) -> bool:
-    """Whether this error is the same kind as eager's: its class, or that of tracing or checking arguments."""
-    if isinstance(got, type(want)) or isinstance(want, type(got)) or str(want).startswith("setStorage"):
+    """Whether this error is the same kind as eager's: its class, or that of tracing or checking
+    arguments."""
+    if (
+        isinstance(got, type(want))
+        or isinstance(want, type(got))
+        or str(want).startswith("setStorage")
+    ):
         return True  # eager tripped over memory that is not there
     if type(got).__module__.startswith("torch._dynamo") or isinstance(got, PlaitError):
         return way != "compile" or not isinstance(got, Unsupported)
@@ -575,8 +689,9 @@ def _same_kind(want: BaseException, got: BaseException, way: str) -> bool:
 
 
 def _is_promise(error: BaseException) -> bool:
-    """Whether a result whose size depends on data was not of the size that tracing took for granted, in these
-    words: PyTorch unifies such sizes without a word, and a clear error is all that can be done."""
+    """Whether a result whose size depends on data was not of the size that tracing took for
+    granted, in these words: PyTorch unifies such sizes without a word, and a clear error is all
+    that can be done."""
     return isinstance(error, RuntimeError) and "traced" in str(error)
 
 
@@ -595,7 +710,9 @@ class _Overflow(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if _ORDER["sums"].search(func.name() + "("):
             for x in made if isinstance(made, (tuple, list)) else (made,):
-                self.seen |= isinstance(x, Tensor) and x.is_floating_point() and bool(x.isinf().any())
+                self.seen |= (
+                    isinstance(x, Tensor) and x.is_floating_point() and bool(x.isinf().any())
+                )
         return made
 
 
@@ -619,7 +736,8 @@ class _Wrapped(torch.nn.Module):
 
 
 class _Holder(_Wrapped):
-    """f with argument number `at` as a buffer, which a call assigns: a result like it, or the next number."""
+    """f with argument number `at` as a buffer, which a call assigns: a result like it, or the next
+    number."""
 
     def __init__(self, f: Callable[..., Any], at: int, value: Tensor) -> None:
         super().__init__()
@@ -632,13 +750,16 @@ class _Holder(_Wrapped):
     def forward(self, *args: Any) -> Any:
         old = self.held
         out = self.f(*args[: self.at], old, *args[self.at :])
-        alike = [x for x in out if isinstance(x, Tensor) and (x.dtype, x.shape) == (old.dtype, old.shape)]
+        alike = [
+            x for x in out if isinstance(x, Tensor) and (x.dtype, x.shape) == (old.dtype, old.shape)
+        ]
         self.held = alike[-1] if alike else old + 1
         return out
 
 
 class _Module(_Wrapped):
-    """f with some operands as parameters; `around` puts a call's own parameters in place of the last ones."""
+    """f with some operands as parameters; `around` puts a call's own parameters in place of the
+    last ones."""
 
     def __init__(self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str]) -> None:
         super().__init__()
@@ -659,17 +780,21 @@ _nudge = 0  # which numbers are off, 0: none
 _NUDGES = range(1, 9)  # so many that of two numbers that cancel each is the greater in some
 _HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 _UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""In the last place: where a result of few digits lies between two of them, eager may be nearer by chance."""
+"""In the last place: where a result of few digits lies between two of them, eager may be nearer by
+chance."""
 
 
 def _moved(x: Tensor, most: float) -> Tensor:
     """x with all elements a little larger or smaller: at most by this part of them."""
-    by = torch.rand(x.shape, generator=torch.Generator().manual_seed(_nudge), dtype=torch.float64).to(x.device)
+    by = torch.rand(
+        x.shape, generator=torch.Generator().manual_seed(_nudge), dtype=torch.float64
+    ).to(x.device)
     return x * (1 + (2 * by - 1) * most)
 
 
 def _up(x: Any) -> Any:
-    """A float tensor as float64; all elements a little larger or smaller where they are to be nudged."""
+    """A float tensor as float64; all elements a little larger or smaller where they are to be
+    nudged."""
     if isinstance(x, Tensor) and (_low(x) or _nudge and x.dtype == torch.float64):
         return _moved(x.double(), _HALF.get(x.dtype, 2.0**-24)) if _nudge else x.double()
     return x.to(torch.complex128) if isinstance(x, Tensor) and x.dtype == torch.complex64 else x
@@ -688,7 +813,9 @@ class _Promote(ast.NodeTransformer):
         return node
 
 
-def _truth(source: str, inexact: set[str], promote_all: bool) -> tuple[list[str], Callable[..., Any]]:
+def _truth(
+    source: str, inexact: set[str], promote_all: bool
+) -> tuple[list[str], Callable[..., Any]]:
     """Names of f's results, and f with inexact statements (or all) in float64."""
     tree = ast.parse(source)
     f = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "f")
@@ -699,7 +826,9 @@ def _truth(source: str, inexact: set[str], promote_all: bool) -> tuple[list[str]
             assert isinstance(line.value, ast.Tuple)
             names = [x.id for x in line.value.elts if isinstance(x, ast.Name)]
         elif isinstance(line, ast.Assign) and isinstance(name := line.targets[0], ast.Name):
-            line.value = promote.visit(line.value) if promote_all or name.id in inexact else line.value
+            line.value = (
+                promote.visit(line.value) if promote_all or name.id in inexact else line.value
+            )
         f.body[k] = line
     scope: dict[str, Any] = {"_up": _up}
     exec(compile(ast.fix_missing_locations(tree), "<float64>", "exec"), scope)

@@ -1,7 +1,8 @@
-"""Statements that index: gathers, every accumulating mode of scatters, and writes at data's positions.
+"""Statements that index: gathers, every accumulating mode of scatters, and writes at data's
+positions.
 
-Indices are arguments of every layout (stride 0 and overlapping among them). Where eager's answer would
-depend on which of two writes wins, indices differ or the value is one number.
+Indices are arguments of every layout (stride 0 and overlapping among them). Where eager's answer
+would depend on which of two writes wins, indices differ or the value is one number.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from tests.fuzz.maker import Maker, name_of
 REDUCES = ("sum", "prod", "mean", "amax", "amin")
 
 
-def _target(m: Maker, kinds: str = "n", ndim: int = 1) -> tuple[str, int, str, tuple[str, ...]] | None:
+def _target(
+    m: Maker, kinds: str = "n", ndim: int = 1
+) -> tuple[str, int, str, tuple[str, ...]] | None:
     """(tensor, dimension, its size, shape)."""
     x = m.pick(kinds, ndim)
     shape = m.shape_of(x)
@@ -29,7 +32,9 @@ def _zeros(m: Maker, x: str) -> str:
     return f"torch.zeros_like({x})" if m.rng.random() < 0.4 and x[0] == "a" else x
 
 
-def _index(m: Maker, shape: tuple[str, ...], bound: str, values: str = "index", int32: bool = False) -> str:
+def _index(
+    m: Maker, shape: tuple[str, ...], bound: str, values: str = "index", int32: bool = False
+) -> str:
     dtype = "int32" if int32 and m.rng.random() < 0.2 else "int64"
     if m.rng.random() < 0.03:
         bound = f"{bound} + 1"  # out of range at times
@@ -74,7 +79,10 @@ def scatter_reduce(m: Maker) -> str:
     exact = {"amax": "bits", "amin": "bits", "mean": "no", "prod": "whole", "sum": "whole"}[how]
     if how == "mean" and not m.value(x).is_floating_point():
         exact = "whole"
-    text = f"{_zeros(m, x)}.scatter_reduce({d}, {i}, {v}, {how!r}, include_self={m.rng.random() < 0.5})"
+    text = (
+        f"{_zeros(m, x)}.scatter_reduce({d}, {i}, {v}, {how!r}, "
+        f"include_self={m.rng.random() < 0.5})"
+    )
     return m.add("scatter reduce", text, exact=exact)
 
 
@@ -91,7 +99,10 @@ def index_add(m: Maker) -> str:
     how = m.rng.choice(("add", "add", "add2", "reduce"))
     if how == "reduce":
         mode = m.rng.choice(REDUCES[1:])
-        text = f"{_zeros(m, x)}.index_reduce({d}, {i}, {v}, {mode!r}, include_self={m.rng.random() < 0.5})"
+        text = (
+            f"{_zeros(m, x)}.index_reduce({d}, {i}, {v}, {mode!r}, "
+            f"include_self={m.rng.random() < 0.5})"
+        )
         exact = {"amax": "bits", "amin": "bits", "mean": "no", "prod": "whole"}[mode]
         return m.add("index reduce", text, exact=exact)
     alpha = ", alpha=2" if how == "add2" else ""
@@ -109,7 +120,9 @@ def index_put(m: Maker) -> str:
     bounds = [m.extent(x, k) for k in range(n)]
     if None in bounds:
         return ""
-    picked = ", ".join(_index(m, s if m.rng.random() < 0.8 else s[-1:], str(b), "signed", True) for b in bounds)
+    picked = ", ".join(
+        _index(m, s if m.rng.random() < 0.8 else s[-1:], str(b), "signed", True) for b in bounds
+    )
     dtype = name_of(m.value(x).dtype)
     if m.rng.random() < 0.1:
         dtype = m.rng.choice(("float32", "float64", "float16", "int64"))
@@ -117,10 +130,14 @@ def index_put(m: Maker) -> str:
     v = _written(m, (*s, *rest) if m.rng.random() < 0.8 else rest, dtype)
     if m.rng.random() < 0.3:
         c = m.add("in place", f"{x}.clone()")
-        if not c or not m.add("in place", f"{c}.index_put_(({picked},), {v}, accumulate=True)", exact="whole", out=""):
+        if not c or not m.add(
+            "in place", f"{c}.index_put_(({picked},), {v}, accumulate=True)", exact="whole", out=""
+        ):
             return ""
         return c
-    return m.add("index put", f"{_zeros(m, x)}.index_put(({picked},), {v}, accumulate=True)", exact="whole")
+    return m.add(
+        "index put", f"{_zeros(m, x)}.index_put(({picked},), {v}, accumulate=True)", exact="whole"
+    )
 
 
 def store_once(m: Maker) -> str:
@@ -141,7 +158,9 @@ def store_once(m: Maker) -> str:
         f"torch.index_put({x}, ({i},), {v})" if d == 0 else "",
     ]  # fmt: skip
     if c and m.rng.random() < 0.4:
-        text = m.rng.choice((f"{c}[{colons}{i}] = {v}", f"{c}[{colons}{i}] += {v}", f"{c}[{colons}{i}] = 2"))
+        text = m.rng.choice(
+            (f"{c}[{colons}{i}] = {v}", f"{c}[{colons}{i}] += {v}", f"{c}[{colons}{i}] = 2")
+        )
         return m.add("in place", text, out="") and c
     text = m.rng.choice(texts)
     return m.add("index copy", text) if text else ""
@@ -162,7 +181,8 @@ def masked(m: Maker) -> str:
 
 
 def part(m: Maker) -> str:
-    """A copy of a tensor with a part of it replaced (eager copies elements that share memory as such)."""
+    """A copy of a tensor with a part of it replaced (eager copies elements that share memory as
+    such)."""
     found = _target(m, "a")
     if found is None:
         return ""
@@ -182,7 +202,9 @@ def part(m: Maker) -> str:
         text = f"torch.diagonal_scatter({x}, {_written(m, (m.rng.choice(shape),), dtype)})"
     else:
         at = m.operand(shape, "bool", "bool")
-        text = f"torch.masked_scatter({x}, {at}, {_written(m, (m.rng.choice((bound, '40')),), dtype)})"
+        text = (
+            f"torch.masked_scatter({x}, {at}, {_written(m, (m.rng.choice((bound, '40')),), dtype)})"
+        )
     return m.add("parts", text)
 
 
@@ -201,9 +223,13 @@ def gather(m: Maker) -> str:
     if way == 2:
         return m.add("gather", f"{x}[{colons}{_index(m, (m.dim(),), bound, 'signed')}]")
     if way == 3 and len(shape) == 2:
-        return m.add("gather", f"F.embedding({_index(m, m.shape(m.rng.randint(0, 2)), shape[0])}, {x})")
+        return m.add(
+            "gather", f"F.embedding({_index(m, m.shape(m.rng.randint(0, 2)), shape[0])}, {x})"
+        )
     if way == 4:
-        return m.add("gather", f"torch.take({x}, {_index(m, m.shape(m.rng.randint(0, 2)), '*'.join(shape))})")
+        return m.add(
+            "gather", f"torch.take({x}, {_index(m, m.shape(m.rng.randint(0, 2)), '*'.join(shape))})"
+        )
     return m.add("gather", f"{x}[{colons}{_index(m, (m.dim(), m.dim()), bound)}]")
 
 
@@ -213,7 +239,10 @@ def put(m: Maker) -> str:
         return ""
     x, _, _, shape = found
     s = m.shape(m.rng.randint(1, 2))
-    i, v = _index(m, s, "*".join(f"({n})" for n in shape)), _written(m, s, name_of(m.value(x).dtype))
+    i, v = (
+        _index(m, s, "*".join(f"({n})" for n in shape)),
+        _written(m, s, name_of(m.value(x).dtype)),
+    )
     return m.add("scatter add", f"{_zeros(m, x)}.put({i}, {v}, accumulate=True)", exact="whole")
 
 
@@ -222,24 +251,36 @@ def lone_index(m: Maker) -> str:
     count = m.rng.choice(("17", "40", m.dim(), "1000"))
     i = m.operand((), "int64", "index", "16")
     dtype = m.rng.choice(("float32", "int64", "int32", "float64", m.rng.choice(m.dtypes)))
-    ones = m.rng.choice((f"torch.ones({count}, dtype=torch.{dtype}, device={i}.device)", m.operand((count,), dtype)))
+    ones = m.rng.choice(
+        (f"torch.ones({count}, dtype=torch.{dtype}, device={i}.device)", m.operand((count,), dtype))
+    )
     into = f"torch.zeros(16, dtype=torch.{dtype}, device={i}.device)"
     text = m.rng.choice(
-        (f"{into}.scatter_add(0, {i}.expand({count}), {ones})", f"{into}.index_add(0, {i}.expand({count}), {ones})",
-         f"{into}.index_put(({i}.expand({count}),), {ones}, accumulate=True)",
-         f"{into}.scatter_reduce(0, {i}.expand({count}), {ones}, 'sum')")
-    )  # fmt: skip
-    return m.add("scatter add", text.replace(count, f"({count})") if not count.isalnum() else text, exact="whole")
+        (
+            f"{into}.scatter_add(0, {i}.expand({count}), {ones})",
+            f"{into}.index_add(0, {i}.expand({count}), {ones})",
+            f"{into}.index_put(({i}.expand({count}),), {ones}, accumulate=True)",
+            f"{into}.scatter_reduce(0, {i}.expand({count}), {ones}, 'sum')",
+        )
+    )
+    return m.add(
+        "scatter add",
+        text.replace(count, f"({count})") if not count.isalnum() else text,
+        exact="whole",
+    )
 
 
 def lone_gather(m: Maker) -> str:
     """A row read often: its gradient is accumulated."""
-    x = m.operand((m.rng.choice(("8", "16", "3")), m.rng.choice(("1", "5", "16")))[: m.rng.randint(1, 2)], "float32")
+    x = m.operand(
+        (m.rng.choice(("8", "16", "3")), m.rng.choice(("1", "5", "16")))[: m.rng.randint(1, 2)],
+        "float32",
+    )
     i = m.operand((), "int64", "index", "3")
     return m.add("gather", f"{x}[{i}.expand({m.rng.choice(('16', '33', '3'))})]")
 
 
 MAKERS: tuple[Callable[[Maker], str], ...] = (
-    scatter_add, scatter_reduce, index_add, index_put, store_once, masked, part, gather, put, lone_index,
-    lone_gather,
+    scatter_add, scatter_reduce, index_add, index_put, store_once, masked, part, gather, put,
+    lone_index, lone_gather,
 )  # fmt: skip

@@ -16,8 +16,8 @@ _WEIGHTS = (3, 4, 4, 4, 3, 4, 2, 2, 2, 4, 4, 1, 2, 1, 1)
 
 def generate(seed: int, device: str = "cpu") -> Program:
     """A program that eager runs at its first call, or refuses in its last statement. What the
-    device is called decides about the program: INTERPRETED gives those of "cuda", on a CPU, in one thread and by
-    wrappers that are Python (see tests/interpreted.py)."""
+    device is called decides about the program: INTERPRETED gives those of "cuda", on a CPU, in one
+    thread and by wrappers that are Python (see tests/interpreted.py)."""
     if device == INTERPRETED:
         p = generate(seed, "cuda")
         wrapper = "fx" if p.road.wrapper == "fx" else "python"
@@ -28,7 +28,9 @@ def generate(seed: int, device: str = "cpu") -> Program:
     if rng.random() < 0.5:
         dtypes: tuple[str, ...] = ("float32",)
     else:
-        dtypes = tuple(rng.choice((*FLOATS, *INTS, "float32", "bool", "complex64")) for _ in range(2))
+        dtypes = tuple(
+            rng.choice((*FLOATS, *INTS, "float32", "bool", "complex64")) for _ in range(2)
+        )
     if road.grad:
         dtypes = ("float32", rng.choice(FLOATS))
     m = Maker(rng, calls, dtypes, 0.0 if device != "cpu" else rng.choice((0, 0.2)))
@@ -40,7 +42,9 @@ def generate(seed: int, device: str = "cpu") -> Program:
         statement(m, road)
         if m.ended:
             break
-    p = Program(seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device).pruned()
+    p = Program(
+        seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device
+    ).pruned()
     return _with_held(_with_params(p, rng), rng)
 
 
@@ -101,7 +105,9 @@ def _calls(rng: random.Random, road: Road) -> list[Call]:
 def _alias(m: Maker) -> None:
     """An argument that is a view of another."""
     first = m.operands[0].name
-    text = m.rng.choice((f"{first}[1:]", f"{first}[:1]", f"{first}.view({first}.shape)", f"{first}[..., :1]"))
+    text = m.rng.choice(
+        (f"{first}[1:]", f"{first}[:1]", f"{first}.view({first}.shape)", f"{first}[..., :1]")
+    )
     try:
         m.put(Operand(m.fresh("a"), m.operands[0].dtype, values="alias", alias=text))
     except (RuntimeError, IndexError):
@@ -112,15 +118,22 @@ def _outputs(m: Maker) -> tuple[str, ...]:
     made = [line.out for line in m.lines if line.out]
     read = {n for line in m.lines for n in line.reads}
     keep = [n for n in made if n not in read or m.rng.random() < 0.3]
-    written = [n for line in m.lines if not line.out for n in NAME.findall(line.text) if n[0] == "t"]
-    return tuple(dict.fromkeys([*keep, *(n for n in written if n in made)]))[:12] or tuple(made[-1:])
+    written = [
+        n for line in m.lines if not line.out for n in NAME.findall(line.text) if n[0] == "t"
+    ]
+    return tuple(dict.fromkeys([*keep, *(n for n in written if n in made)]))[:12] or tuple(
+        made[-1:]
+    )
 
 
 def _with_grads(m: Maker, road: Road) -> tuple[Operand, ...]:
     if not road.grad:
         return tuple(m.operands)
     written = {n for line in m.lines if not line.out for n in NAME.findall(line.text)}
-    return tuple(replace(o, grad=o.dtype in FLOATS and o.name not in written and not o.alias) for o in m.operands)
+    return tuple(
+        replace(o, grad=o.dtype in FLOATS and o.name not in written and not o.alias)
+        for o in m.operands
+    )
 
 
 def _with_params(p: Program, rng: random.Random) -> Program:
@@ -132,7 +145,10 @@ def _with_params(p: Program, rng: random.Random) -> Program:
     fit = [
         o.name
         for o in p.operands
-        if o.dtype in FLOATS and o.name not in written | aliased and not o.alias and o.layout == "plain"
+        if o.dtype in FLOATS
+        and o.name not in written | aliased
+        and not o.alias
+        and o.layout == "plain"
     ]
     others = [o for o in p.operands if o.name not in fit[:2]]
     if not fit or not any(o.dtype != "int" for o in others):

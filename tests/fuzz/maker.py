@@ -1,8 +1,9 @@
-"""What the catalogue of statements builds a program with: operands, sizes, and eager itself as judge.
+"""What the catalogue of statements builds a program with: operands, sizes, and eager itself as
+judge.
 
 Every statement is run by eager for all calls as soon as it is made, so shapes and dtypes are never
-worked out twice. A statement that eager refuses is dropped, or (seldom) kept as the last one: plait has
-to refuse it too.
+worked out twice. A statement that eager refuses is dropped, or (seldom) kept as the last one: plait
+has to refuse it too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from tests.fuzz.program import NAME, Call, Line, Operand
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")
 _KINDS = {"f": FLOATS, "i": INTS, "n": FLOATS + INTS, "b": ("bool",), "c": ("complex64",)}
-_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.complex64: 24}
+_DIGITS = {
+    torch.float16: 11,
+    torch.bfloat16: 8,
+    torch.float32: 24,
+    torch.float64: 53,
+    torch.complex64: 24,
+}
 MOST = 20_000  # elements of any value
 FREE = {"torch": torch, "F": F, "math": math}
 
@@ -38,16 +45,19 @@ def takes(kinds: str, dtype: torch.dtype) -> bool:
 
 @dataclass
 class Known:
-    """What is known of a value's bits. exact: eager's are the only right ones. largest: of a whole value, its
-    greatest magnitude in any call; infinity for one that is not whole."""
+    """What is known of a value's bits. exact: eager's are the only right ones. largest: of a whole
+    value, its greatest magnitude in any call; infinity for one that is not whole."""
 
     exact: bool
     largest: float
 
 
 class Maker:
-    def __init__(self, rng: random.Random, calls: list[Call], dtypes: tuple[str, ...], errors: float) -> None:
-        """dtypes: what new operands mostly have. errors: how often a statement that eager refuses is kept."""
+    def __init__(
+        self, rng: random.Random, calls: list[Call], dtypes: tuple[str, ...], errors: float
+    ) -> None:
+        """dtypes: what new operands mostly have. errors: how often a statement that eager refuses
+        is kept."""
         self.rng = rng
         self.calls = calls
         self.dtypes = dtypes
@@ -65,7 +75,12 @@ class Maker:
         return f"{letter}{self._n}"
 
     def operand(
-        self, shape: tuple[str, ...], dtype: str = "", values_: str = "", bound: str = "0", layout: str = ""
+        self,
+        shape: tuple[str, ...],
+        dtype: str = "",
+        values_: str = "",
+        bound: str = "0",
+        layout: str = "",
     ) -> str:
         """A new argument. Empty texts: choose."""
         dtype = dtype or self.rng.choice(self.dtypes)
@@ -74,7 +89,13 @@ class Maker:
             inexact = kind.is_floating_point or kind.is_complex
             values_ = self.rng.choices(
                 ("whole", "normal", "special", "huge", "zeros"),
-                (6, 3 * inexact, 1 if dtype[0] != "c" else 0, 0.4 * inexact, 0.4 * kind.is_floating_point),
+                (
+                    6,
+                    3 * inexact,
+                    1 if dtype[0] != "c" else 0,
+                    0.4 * inexact,
+                    0.4 * kind.is_floating_point,
+                ),
             )[0]
         layout = layout or self.layout(len(shape))
         o = Operand(self.fresh("a"), dtype, shape, layout, values_, bound)
@@ -91,7 +112,13 @@ class Maker:
             else:
                 shape = [eval(d, {}, at) for d in o.shape]
                 env[o.name] = values.tensor(
-                    o.values, shape, o.dtype, o.layout, c.seed * 97 + len(self.operands), c.mood, eval(o.bound, {}, at)
+                    o.values,
+                    shape,
+                    o.dtype,
+                    o.layout,
+                    c.seed * 97 + len(self.operands),
+                    c.mood,
+                    eval(o.bound, {}, at),
                 )
         self.operands.append(o)
         if o.dtype != "int":
@@ -134,13 +161,19 @@ class Maker:
             return self.rng.choice(there[-5:])
         fits = [d for d in self.dtypes if takes(kinds, getattr(torch, d))]
         pool = fits or [d for k in kinds for d in _KINDS.get(k, FLOATS)]
-        return self.operand(self.shape(max(ndim, self.rng.choice((0, 1, 1, 2, 2, 2, 3, 4)))), self.rng.choice(pool))
+        return self.operand(
+            self.shape(max(ndim, self.rng.choice((0, 1, 1, 2, 2, 2, 3, 4)))), self.rng.choice(pool)
+        )
 
     def dim(self) -> str:
         """The size of a new dimension."""
         if self.rng.random() < 0.6 and self.calls[0].sizes:
             return self.rng.choice(sorted(self.calls[0].sizes))
-        return str(self.rng.choices((0, 1, 2, 3, 4, 5, 7, 8, 16, 17, 33), (1, 2, 3, 3, 3, 3, 2, 2, 2, 2, 1))[0])
+        return str(
+            self.rng.choices(
+                (0, 1, 2, 3, 4, 5, 7, 8, 16, 17, 33), (1, 2, 3, 3, 3, 3, 2, 2, 2, 2, 1)
+            )[0]
+        )
 
     def shape(self, n: int) -> tuple[str, ...]:
         big = [k for k, v in self.calls[0].sizes.items() if v > 100]
@@ -162,15 +195,22 @@ class Maker:
         names = sorted(self.calls[0].sizes)
         if len(set(found)) == 1:
             return str(found[0])
-        texts = [t.format(n) for n in names for t in ("{}", "2*{}", "{}+1", "{}-1", "({}+1)//2", "{}+3", "{}*2+1")]
-        texts += [f"{a}*{b}" for a in names for b in names] + [f"{a}+{b}" for a in names for b in names]
+        texts = [
+            t.format(n)
+            for n in names
+            for t in ("{}", "2*{}", "{}+1", "{}-1", "({}+1)//2", "{}+3", "{}*2+1")
+        ]
+        texts += [f"{a}*{b}" for a in names for b in names] + [
+            f"{a}+{b}" for a in names for b in names
+        ]
         for text in texts:
             if [eval(text, {}, c.sizes) for c in self.calls] == found:
                 return text
         return None
 
     def extent(self, name: str, dim: int) -> str | None:
-        """The size of one dimension as an expression, or the least of all calls (as a bound of indices)."""
+        """The size of one dimension as an expression, or the least of all calls (as a bound of
+        indices)."""
         found = [env[name].shape[dim] for env in self.env]
         return self.size_text(found) or (str(min(found)) if min(found) else None)
 
@@ -204,11 +244,14 @@ class Maker:
         return True
 
     # ------------------------------------------------------------------------------ statements
-    def add(self, kind: str, text: str, *, exact: str = "bits", out: str = "t", jumpy: bool = False) -> str:
+    def add(
+        self, kind: str, text: str, *, exact: str = "bits", out: str = "t", jumpy: bool = False
+    ) -> str:
         """Appends `out = text` if eager runs it for every call; its name, or "".
 
-        out: letter of the new name; "" for a statement without a value. exact: "bits" where exact arguments
-        give an exact result, "whole" if they have to be whole too, "no". jumpy: takes exact arguments only.
+        out: letter of the new name; "" for a statement without a value. exact: "bits" where exact
+        arguments give an exact result, "whole" if they have to be whole too, "no". jumpy: takes
+        exact arguments only.
         """
         if self.ended:
             return ""
@@ -232,7 +275,11 @@ class Maker:
         ):
             self._forget(line.out)
             return ""
-        is_exact = exact != "no" and all(self.known[n].exact for n in reads) and self._keeps(exact, reads, results)
+        is_exact = (
+            exact != "no"
+            and all(self.known[n].exact for n in reads)
+            and self._keeps(exact, reads, results)
+        )
         self.lines.append(replace(line, exact=is_exact))
         if line.out:
             self.note(line.out, is_exact)
@@ -250,10 +297,15 @@ class Maker:
         return False
 
     def unruly(self, text: str) -> str:
-        """Ends the program with a statement that eager runs at the first call, if it refuses it at a later one."""
+        """Ends the program with a statement that eager runs at the first call, if it refuses it at
+        a later one."""
         if self.ended:
             return ""
-        line = Line(self.fresh("t") if not text.startswith("torch._check") else "", text, "data-dependent size")
+        line = Line(
+            self.fresh("t") if not text.startswith("torch._check") else "",
+            text,
+            "data-dependent size",
+        )
         found = self._last_resort(line)
         if found[0] is None and any(found) and False not in found:
             self.lines.append(replace(line, exact=False))
@@ -275,7 +327,8 @@ class Maker:
         return env[line.out]
 
     def _last_resort(self, line: Line) -> list[bool | None]:
-        """For each call: None where eager runs, True where it refuses for good reason, False for another one."""
+        """For each call: None where eager runs, True where it refuses for good reason, False for
+        another one."""
         found: list[bool | None] = []
         for env in self.env:
             try:

@@ -1,7 +1,8 @@
 """Worker processes that run programs: a crash or a hang is an answer, never the end of the run.
 
-`Worker.ask` gives the answer of worker.py, or {"kind": "crash"} and {"kind": "hang"}, after which a new
-process takes over. So it does where a program lost the device, and after some hundred programs anyway.
+`Worker.ask` gives the answer of worker.py, or {"kind": "crash"} and {"kind": "hang"}, after which a
+new process takes over. So it does where a program lost the device, and after some hundred programs
+anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ INTERPRETED = "interpreted"
 
 
 class Worker:
-    def __init__(self, seconds: float = 90.0, root: Path = ROOT, cache: str = "", device: str = "") -> None:
+    def __init__(
+        self, seconds: float = 90.0, root: Path = ROOT, cache: str = "", device: str = ""
+    ) -> None:
         """seconds: that one program may take. root: what `plait` and `tests` are imported from."""
         self.seconds, self.root, self.cache = seconds, root, cache
         self.interpreted = device == INTERPRETED
@@ -52,7 +55,12 @@ class Worker:
             self.errors.seek(max(self.errors.tell() - 1500, 0))
             self.process = None
             name = signal.Signals(-code).name if code < 0 else f"exit {code}"
-            return {"kind": "crash", "what": f"crash: {name}\n{self.errors.read()}", "classes": [], "program": ""}
+            return {
+                "kind": "crash",
+                "what": f"crash: {name}\n{self.errors.read()}",
+                "classes": [],
+                "program": "",
+            }
         self.close()
         return {"kind": "hang", "what": f"hang: {seconds} s", "classes": [], "program": ""}
 
@@ -69,7 +77,12 @@ class Worker:
         if self.process is not None and self.n >= PROGRAMS:
             self.close()
         if self.process is None:
-            env = {**os.environ, "PYTHONPATH": str(self.root), "PLAIT_VERIFY": "1", "PYTHONFAULTHANDLER": "1"}
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(self.root),
+                "PLAIT_VERIFY": "1",
+                "PYTHONFAULTHANDLER": "1",
+            }
             env.setdefault("PLAIT_OPT_LEVEL", "1")
             env["OMP_NUM_THREADS"] = "1"
             if self.cache:
@@ -79,7 +92,8 @@ class Worker:
                 env["PYTHONPATH"] += os.pathsep + str(Path(sys.prefix) / "triton")
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fuzz.worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=self.root, env=env,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+                cwd=self.root, env=env,
             )  # fmt: skip
             self.n = 0
         return self.process

@@ -1,8 +1,8 @@
 """A random program as data, and as Python source that stands for itself.
 
-A `Program` has operands (function arguments), lines (statements) and calls (sizes, ints and seeds of
-data, for which it is called one after the other), and a `Road` on which plait compiles it. Everything
-is plain data, so that it can be shrunk, sent to another process and written as a repro.
+A `Program` has operands (function arguments), lines (statements) and calls (sizes, ints and seeds
+of data, for which it is called one after the other), and a `Road` on which plait compiles it.
+Everything is plain data, so that it can be shrunk, sent to another process and written as a repro.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Line:
-    """One statement. kind: the class that it is counted as. exact: eager's bits are the only right ones."""
+    """One statement. kind: the class that it is counted as. exact: eager's bits are the only right
+    ones."""
 
     out: str
     text: str
@@ -66,9 +67,9 @@ class Road:
     """How plait comes to the program.
 
     way: "compile" (torch.compile), "direct" (plait.compile), "package" (plait.package and load).
-    dynamic: of torch.compile; on the other ways True gives every size a Dim. capture: sizes and numbers
-    that depend on data stay in the graph. grad: "", "backward" or "forward". threads: calls run at once.
-    params: operands that are parameters of a module, with new ones for each call.
+    dynamic: of torch.compile; on the other ways True gives every size a Dim. capture: sizes and
+    numbers that depend on data stay in the graph. grad: "", "backward" or "forward". threads: calls
+    run at once. params: operands that are parameters of a module, with new ones for each call.
     held: an operand that is a buffer of a module, which a call assigns anew; "": none.
     """
 
@@ -95,20 +96,27 @@ class Program:
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The names whose values float64 has to judge: of a statement without a value, all that it may write."""
+        """The names whose values float64 has to judge: of a statement without a value, all that it
+        may write."""
         lines = [line for line in self.lines if not line.exact]
-        return tuple(name for line in lines for name in ((line.out,) if line.out else ("", *line.reads)))
+        return tuple(
+            name for line in lines for name in ((line.out,) if line.out else ("", *line.reads))
+        )
 
     def source(self) -> str:
         """A module with f, inputs and CALLS."""
         args = ", ".join(o.name for o in self.operands)
         body = "\n".join(f"    {line.source}" for line in self.lines)
-        made = "\n".join(f"        {_made(o, k)}," for k, o in enumerate(self.operands) if not o.alias)
+        made = "\n".join(
+            f"        {_made(o, k)}," for k, o in enumerate(self.operands) if not o.alias
+        )
         calls = "\n".join(f"    {asdict(c)!r}," for c in self.calls)
         names = ", ".join(o.name for o in self.operands if not o.alias)
         views = "".join(f"    {o.name} = {o.alias}\n" for o in self.operands if o.alias)
         sizes = sorted({s for c in self.calls for s in c.sizes})
-        unpacked = f"    {', '.join(sizes)}, = (c['sizes'][s] for s in {sizes!r})\n" if sizes else ""
+        unpacked = (
+            f"    {', '.join(sizes)}, = (c['sizes'][s] for s in {sizes!r})\n" if sizes else ""
+        )
         returned = "".join(f"{o}, " for o in self.outputs)
         return f"""\
 import math
@@ -143,8 +151,10 @@ def inputs(c, device="cpu"):
         inexact = self.inexact
         return (
             f"{head}\n{self.source()}\n\nif __name__ == '__main__':\n"
-            "    from tests.fuzz.check import check_source\n    from tests.fuzz.program import Road\n\n"
-            f"    road = {self.road!r}\n    grads, inexact, device = {grads!r}, {inexact!r}, {self.device!r}\n"
+            "    from tests.fuzz.check import check_source\n    from tests.fuzz.program import "
+            "Road\n\n"
+            f"    road = {self.road!r}\n    grads, inexact, device = {grads!r}, {inexact!r}, "
+            f"{self.device!r}\n"
             "    check_source(open(__file__).read(), road, grads, inexact, device)\n"
         )
 
@@ -184,18 +194,31 @@ def inputs(c, device="cpu"):
         flat = [n for c in self.calls for n in c.sizes.values()]
         found |= {"sizes change"} if len(set(sizes)) > 1 else set()
         found |= {"empty"} if 0 in flat or any("0" in o.shape for o in self.operands) else set()
-        found |= {"sizes change to or from 0 or 1"} if len(set(sizes)) > 1 and {0, 1} & set(flat) else set()
-        found |= {"positions change"} if len({tuple(c.ints.items()) for c in self.calls}) > 1 else set()
+        found |= (
+            {"sizes change to or from 0 or 1"}
+            if len(set(sizes)) > 1 and {0, 1} & set(flat)
+            else set()
+        )
+        found |= (
+            {"positions change"} if len({tuple(c.ints.items()) for c in self.calls}) > 1 else set()
+        )
         found |= {"data change"} if len({(c.seed, c.mood) for c in self.calls}) > 1 else set()
         return found
 
     def pruned(self) -> Program:
         """Without operands that nothing reads."""
-        used = set(self.outputs).union(*(line.reads for line in self.lines), self.road.params, {self.road.held})
+        used = set(self.outputs).union(
+            *(line.reads for line in self.lines), self.road.params, {self.road.held}
+        )
         for o in self.operands:
             used |= set(NAME.findall(o.alias)) if o.name in used else set()
         operands = tuple(o for o in self.operands if o.name in used)
-        text = " ".join([*(" ".join((*o.shape, o.bound, o.alias)) for o in operands), *(x.text for x in self.lines)])
+        text = " ".join(
+            [
+                *(" ".join((*o.shape, o.bound, o.alias)) for o in operands),
+                *(x.text for x in self.lines),
+            ]
+        )
         named = set(re.findall(r"[a-z]\w*", text)) | {o.name for o in operands}
         calls = tuple(
             replace(
@@ -217,6 +240,7 @@ def _made(o: Operand, k: int) -> str:
     shape = "".join(f"{d}, " for d in o.shape)
     bound = f", bound={o.bound}" if o.values in ("index", "signed", "perm") else ""
     return (
-        f"tensor({o.values!r}, ({shape.strip()}), {o.dtype!r}, {o.layout!r}, seed * 97 + {k}, mood{bound}, "
+        f"tensor({o.values!r}, ({shape.strip()}), {o.dtype!r}, {o.layout!r}, seed * 97 + {k}, "
+        f"mood{bound}, "
         "device=device)"
     )

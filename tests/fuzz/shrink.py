@@ -1,6 +1,8 @@
-"""Makes a failing program small: fewer statements, calls and operands, plain layouts and roads, small sizes.
+"""Makes a failing program small: fewer statements, calls and operands, plain layouts and roads,
+small sizes.
 
-Whatever still fails in the same way is kept. Candidates run in a worker, so that crashes and hangs shrink too.
+Whatever still fails in the same way is kept. Candidates run in a worker, so that crashes and hangs
+shrink too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ SECONDS = 90.0  # for one program
 
 
 def signature(found: dict[str, Any]) -> str:
-    """What makes two failures the same: how, and the words of the error without names and numbers."""
+    """What makes two failures the same: how, and the words of the error without names and
+    numbers."""
     what = re.sub(r"call \d+|output \d+|argument \d+|gradient \d+", "", found["what"])
     label, _, rest = what.partition(":")
     if found["kind"] in ("crash", "hang"):
@@ -53,7 +56,9 @@ def candidates(p: Program) -> Iterator[Program]:
     if len(p.outputs) > 1:
         yield from (_of(replace(p, outputs=(o,))) for o in p.outputs)
     if len(p.calls) > 1:
-        yield from (_of(replace(p, calls=p.calls[:k] + p.calls[k + 1 :])) for k in range(len(p.calls)))
+        yield from (
+            _of(replace(p, calls=p.calls[:k] + p.calls[k + 1 :])) for k in range(len(p.calls))
+        )
     yield from (replace(p, road=r) for r in _roads(p.road))
     for k, o in enumerate(p.operands):
         for simple in _operands(o):
@@ -81,7 +86,9 @@ def _without(p: Program, drop: set[int]) -> Program:
             gone |= {line.out} if line.out else set()
         else:
             lines.append(line)
-    outputs = tuple(o for o in p.outputs if o not in gone) or tuple(x.out for x in lines[-1:] if x.out)
+    outputs = tuple(o for o in p.outputs if o not in gone) or tuple(
+        x.out for x in lines[-1:] if x.out
+    )
     return _of(replace(p, lines=tuple(lines), outputs=outputs))
 
 
@@ -128,5 +135,7 @@ def _sizes(p: Program) -> Iterator[Program]:
     for name in sorted({s for c in p.calls for s in c.sizes}):
         for n in (1, 2, 4):
             if any(c.sizes[name] > n for c in p.calls):
-                calls = tuple(replace(c, sizes={**c.sizes, name: min(c.sizes[name], n)}) for c in p.calls)
+                calls = tuple(
+                    replace(c, sizes={**c.sizes, name: min(c.sizes[name], n)}) for c in p.calls
+                )
                 yield replace(p, calls=calls)

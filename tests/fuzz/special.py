@@ -1,5 +1,5 @@
-"""Statements beyond templates: sizes that depend on data, functions of sizes, writes in place, dtype views,
-products of mixed dtypes, layers."""
+"""Statements beyond templates: sizes that depend on data, functions of sizes, writes in place,
+dtype views, products of mixed dtypes, layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _texts(text: str) -> tuple[str, ...]:
     return tuple(t.strip() for t in text.split(";"))
 
 
-# ------------------------------------------------------------------------------ sizes that depend on data
+# ------------------------------------------------------------------------ sizes that depend on data
 def selected(m: Maker) -> str:
     """A tensor with as many elements as data say, and what computes with it."""
     x = m.pick("nb", 1, exact=True)
@@ -21,9 +21,10 @@ def selected(m: Maker) -> str:
     if shape is None or m.value(x).ndim > 3:
         return ""
     texts = [
-        f"{x}[{x} > 0]", f"torch.masked_select({x}, {x} > 0)", f"{x}.nonzero()", f"torch.unique({x})",
-        f"{x}[{x} != 0]", f"torch.nonzero({x} > 0)[..., 0]", f"{x}[{x}.reshape({x}.shape[0], -1).amax(1) > 0]",
-        f"torch.unique_consecutive({x})", f"torch.argwhere({x} > 0)", f"torch.where({x} > 0)[0]",
+        f"{x}[{x} > 0]", f"torch.masked_select({x}, {x} > 0)", f"{x}.nonzero()",
+        f"torch.unique({x})", f"{x}[{x} != 0]", f"torch.nonzero({x} > 0)[..., 0]",
+        f"{x}[{x}.reshape({x}.shape[0], -1).amax(1) > 0]", f"torch.unique_consecutive({x})",
+        f"torch.argwhere({x} > 0)", f"torch.where({x} > 0)[0]",
     ]  # fmt: skip
     if m.value(x).ndim == 1:
         n = m.operand(shape, "int64", "index", "3")
@@ -48,12 +49,24 @@ def _after(m: Maker, t: str) -> str:
         f"{t}.view({count})",
         f"{t}.view({count}, -1)",
     ]
-    flat += [f"torch.cat([{t}, {t}])", f"{t}.cumsum(0)", f"{t}[:1]", f"{t}.reshape(2, -1)", f"{t} - {t}.sum()"]
+    flat += [
+        f"torch.cat([{t}, {t}])",
+        f"{t}.cumsum(0)",
+        f"{t}[:1]",
+        f"{t}.reshape(2, -1)",
+        f"{t} - {t}.sum()",
+    ]
     if v.ndim == 1:
         w = m.operand((str(count), "3"), dtype)
-        flat += [f"{t} @ {w}", f"torch.cat([{t}, {t}]).view(2, {count})", f"torch.stack([{t}, {other}])"]
+        flat += [
+            f"{t} @ {w}",
+            f"torch.cat([{t}, {t}]).view(2, {count})",
+            f"torch.stack([{t}, {other}])",
+        ]
     if m.rng.random() < 0.3:
-        check = m.rng.choice((f"{t}.size(0) == {count}", f"{t}.size(0) <= {max(count, 2)}", f"{t}.size(0) >= 2"))
+        check = m.rng.choice(
+            (f"{t}.size(0) == {count}", f"{t}.size(0) <= {max(count, 2)}", f"{t}.size(0) >= 2")
+        )
         if not m.add("check", f"torch._check({check})", out="") and not m.ended:
             m.unruly(f"torch._check({check})")
     else:
@@ -85,7 +98,9 @@ def item(m: Maker) -> str:
         m.add("check", f"torch._check({k} < {bound})", out="")
     if m.rng.random() < 0.3:
         c = m.add("in place", f"{x}.clone()")
-        m.add("in place", m.rng.choice((f"{c}[{k}] = 5", f"{c}[{k}] += 1", f"{c}[:{k}] = 2")), out="") if c else ""
+        m.add(
+            "in place", m.rng.choice((f"{c}[{k}] = 5", f"{c}[{k}] += 1", f"{c}[:{k}] = 2")), out=""
+        ) if c else ""
         return c
     return m.add("item", m.rng.choice(ITEMS).format(x=x, k=k), exact="whole")
 
@@ -131,7 +146,11 @@ def size_function(m: Maker) -> str:
             f"torch.ones(3, {s}, device={x}.device).sum(1)",
             f"F.pad({x}, (0, {s}))",
         ]
-    return m.add("sizes", m.rng.choice(texts), exact="no" if " / " in f or "**" in f or "math" in f else "whole")
+    return m.add(
+        "sizes",
+        m.rng.choice(texts),
+        exact="no" if " / " in f or "**" in f or "math" in f else "whole",
+    )
 
 
 # ------------------------------------------------------------------------------ in place
@@ -149,7 +168,14 @@ def in_place(m: Maker) -> str:
     x = m.pick("n", 1)
     y = m.other(x, name_of(m.value(x).dtype)) or "2"
     v = m.rng.choice(
-        (x, f"{x}[:1]", f"{x}[..., 0]", f"{x}.t()" if m.value(x).ndim == 2 else x, f"{x}.view(-1)", f"{x}[1:]")
+        (
+            x,
+            f"{x}[:1]",
+            f"{x}[..., 0]",
+            f"{x}.t()" if m.value(x).ndim == 2 else x,
+            f"{x}.view(-1)",
+            f"{x}[1:]",
+        )
     )
     how = m.rng.choice(IN_PLACE).format(x=x, y=y, v=v)
     return m.add("in place", how, out="", exact="whole")
@@ -167,7 +193,10 @@ def alias(m: Maker) -> str:
     x = m.pick("a", 1)
     t = m.add("aliases", m.rng.choice(ALIASES).format(x=x))
     if t and m.rng.random() < 0.5:
-        m.add("aliases", m.rng.choice((f"{t}[:1]", f"{t}.unfold(0, 2, 1)", f"{x}[:2]", f"{t}.unsqueeze(0)")))
+        m.add(
+            "aliases",
+            m.rng.choice((f"{t}[:1]", f"{t}.unfold(0, 2, 1)", f"{x}[:2]", f"{t}.unsqueeze(0)")),
+        )
     return t
 
 
@@ -186,7 +215,9 @@ def dtype_view(m: Maker) -> str:
     to = m.rng.choice(same[bits] * 3 + ("uint8", "int32", "int64", "int16", "float16"))
     high = max(min(e[x].shape[0] for e in m.env) - 1, 0)
     k = m.integer(0, min(high, 6))
-    part = m.rng.choice(("", f"[{k}]", f"[{k}:]", "[1:]", f"[..., {k}:]", ".mT", f"[{k}]", f"[{k}:]"))
+    part = m.rng.choice(
+        ("", f"[{k}]", f"[{k}:]", "[1:]", f"[..., {k}:]", ".mT", f"[{k}]", f"[{k}:]")
+    )
     then = m.rng.choice(("", "", " + 0", ".clone()", f".view(torch.{name_of(m.value(x).dtype)})"))
     if "float" in to or "float" in then:
         then = "" if then == " + 0" else then
@@ -200,7 +231,11 @@ def product(m: Maker) -> str:
     if shape is None or len(shape) > 3:
         return ""
     d = name_of(m.value(a).dtype)
-    d2 = d if m.rng.random() < 0.75 else m.rng.choice(("float32", "float64", "float16", "int64", "bfloat16"))
+    d2 = (
+        d
+        if m.rng.random() < 0.75
+        else m.rng.choice(("float32", "float64", "float16", "int64", "bfloat16"))
+    )
     b = m.operand((shape[-1], m.dim()), d2)
     n = m.operands[-1].shape[1]
     bias = m.operand((n,), d if m.rng.random() < 0.9 else "float16")
@@ -213,8 +248,13 @@ def product(m: Maker) -> str:
         f"torch.matmul({b}.mT, {a}.mT)",
     ]
     if len(shape) == 2:
-        texts += [f"torch.addmm({bias}, {a}, {b})", f"torch.mv({a}, {v})", f"torch.mm({a}, {b})",
-                  f"torch.addmv({a}[:, 0], {a}, {v})", f"torch.einsum('ij,jk->k', {a}, {b})"]  # fmt: skip
+        texts += [
+            f"torch.addmm({bias}, {a}, {b})",
+            f"torch.mv({a}, {v})",
+            f"torch.mm({a}, {b})",
+            f"torch.addmv({a}[:, 0], {a}, {v})",
+            f"torch.einsum('ij,jk->k', {a}, {b})",
+        ]
     texts += [
         f"{v} @ {v}",
         f"torch.outer({v}, {bias})",
@@ -242,7 +282,10 @@ def layer(m: Maker) -> str:
         return m.add("layers", text, exact="no")
     x = m.operand((m.rng.choice(("1", "2", n)), c, h, w), d)
     k = m.rng.choice((1, 2, 3, 9))
-    weight, bias = m.operand(("3", c, "2", "2"), d2, layout="plain"), m.operand(("3",), d2, layout="plain")
+    weight, bias = (
+        m.operand(("3", c, "2", "2"), d2, layout="plain"),
+        m.operand(("3",), d2, layout="plain"),
+    )
     texts = {
         4: f"F.conv2d({x}, {weight}, {bias}, padding=1)",
         5: f"F.max_pool2d({x}, {k}, stride=1, padding={k // 2})",
@@ -270,25 +313,43 @@ def model(m: Maker) -> str:
         k, v = m.operand(keys, d), m.operand(keys, d)
         mask = m.operand((h, h), m.rng.choice(("bool", d)))
         how = ("", ", is_causal=True", f", {mask}")[way]
-        return m.add("models", f"F.scaled_dot_product_attention({query}, {k}, {v}{how})", exact="no")
+        return m.add(
+            "models", f"F.scaled_dot_product_attention({query}, {k}, {v}{how})", exact="no"
+        )
     if way < 6:
         y, t = m.operand((n, c), d), m.operand((n,), "int64", "index", c)
         w = m.operand((c,), d, "whole", layout="plain")
-        more = m.rng.choice(("", ", ignore_index=0", f", weight={w}.abs()", ", reduction='sum'", ", reduction='none'"))
+        more = m.rng.choice(
+            (
+                "",
+                ", ignore_index=0",
+                f", weight={w}.abs()",
+                ", reduction='sum'",
+                ", reduction='none'",
+            )
+        )
         if way == 3 and m.rng.random() < 0.5:
             more += ", label_smoothing=0.1"
-        loss = (f"cross_entropy({y}, ", f"nll_loss({y}, ", f"cross_entropy({y}.log_softmax(1), ")[way - 3]
+        loss = (f"cross_entropy({y}, ", f"nll_loss({y}, ", f"cross_entropy({y}.log_softmax(1), ")[
+            way - 3
+        ]
         return m.add("models", f"F.{loss}{t}{more})", exact="no")
     if way < 8:
         table, at = m.operand((c, h), d), m.operand((n, "3"), "int64", "index", c)
         mode = m.rng.choice(("sum", "mean", "max"))
-        text = (f"F.embedding({at}, {table}, padding_idx=0)", f"F.embedding_bag({at}, {table}, mode={mode!r})")[way - 6]
+        text = (
+            f"F.embedding({at}, {table}, padding_idx=0)",
+            f"F.embedding_bag({at}, {table}, mode={mode!r})",
+        )[way - 6]
         return m.add("models", text, exact="no")
     k, w1 = m.rng.choice((1, 2, 3)), m.operand(("4", c, "3"), d, layout="plain")
     mode = m.rng.choice(("bilinear", "bicubic", "area", "nearest-exact"))
     corners = m.rng.choice(("", ", align_corners=True")) if mode[:2] == "bi" else ""
     texts = {
-        8: f"F.conv1d({x}[0].mT.transpose(0, 1).flatten(2)[None, :, 0], {w1}, padding=1, dilation=1)",
+        8: (
+            f"F.conv1d({x}[0].mT.transpose(0, 1).flatten(2)[None, :, 0], {w1}, padding=1, "
+            "dilation=1)"
+        ),
         9: f"F.conv1d({x}.flatten(2), {w1}, stride={k}, padding={k}, dilation={k})",
         10: f"F.interpolate({x}, size=({k + 2}, 5), mode={mode!r}{corners})",
         11: f"F.unfold({x}, {k}, padding=1, stride=2)",
@@ -320,7 +381,8 @@ REFUSED = _texts("""
 
 
 def refused(m: Maker) -> str:
-    """What eager refuses for the dtypes or values of its arguments (kept only as the last statement)."""
+    """What eager refuses for the dtypes or values of its arguments (kept only as the last
+    statement)."""
     x = m.pick("n", 2)
     y = m.operand(("4",), m.rng.choice(("float16", "float64", "int64")))
     b = m.operand(("5", "4"), "bool")
@@ -332,6 +394,6 @@ def refused(m: Maker) -> str:
 
 
 MAKERS: tuple[tuple[float, Callable[[Maker], str]], ...] = (
-    (5, selected), (3, item), (4, size_function), (4, in_place), (2, alias), (4, dtype_view), (4, product),
-    (3, layer), (3, model), (2, refused),
+    (5, selected), (3, item), (4, size_function), (4, in_place), (2, alias), (4, dtype_view),
+    (4, product), (3, layer), (3, model), (2, refused),
 )  # fmt: skip

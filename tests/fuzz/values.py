@@ -14,8 +14,36 @@ from torch import Tensor
 
 Make = Callable[[Sequence[int]], Tensor]
 
-SPECIAL = (0.0, -0.0, 1.0, -1.0, inf, -inf, nan, 0.5, -0.5, 1.5, 2.5, 88.8, -88.8, 89.5, -104.0, 1e30, -1e30, 1e-30,
-           3e36, -3e36, 1e-40, -1e-45, 65504.0, 6.0, 3.0, -3.0, 2147483648.0, 1e10)  # fmt: skip
+SPECIAL = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    inf,
+    -inf,
+    nan,
+    0.5,
+    -0.5,
+    1.5,
+    2.5,
+    88.8,
+    -88.8,
+    89.5,
+    -104.0,
+    1e30,
+    -1e30,
+    1e-30,
+    3e36,
+    -3e36,
+    1e-40,
+    -1e-45,
+    65504.0,
+    6.0,
+    3.0,
+    -3.0,
+    2147483648.0,
+    1e10,
+)
 """No number is so large that the order of a sum decides whether it overflows."""
 HUGE = (1e30, -1e30, 3e30, 1e30, 2e30, 0.0, 1.0)
 ZEROS = (0.0, -0.0, -0.0, 0.0, -1.0)
@@ -96,9 +124,9 @@ def tensor(
 ) -> Tensor:
     """A tensor of that shape.
 
-    values: whole (integers of -4..4), normal, special, huge, zeros (of both signs), index (of 0..bound-1),
-    signed (also negative indices), perm (indices that differ), bool. mood: "mixed"; "none" holds nothing
-    above 0 or true, "all" nothing else, "few" little of it.
+    values: whole (integers of -4..4), normal, special, huge, zeros (of both signs), index (of
+    0..bound-1), signed (also negative indices), perm (indices that differ), bool. mood: "mixed";
+    "none" holds nothing above 0 or true, "all" nothing else, "few" little of it.
     """
     gen = torch.Generator().manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
@@ -109,7 +137,9 @@ def tensor(
     return LAYOUTS[layout][1](make, shape)
 
 
-def _flat(values: str, n: int, dtype: torch.dtype, gen: torch.Generator, mood: str, bound: int) -> Tensor:
+def _flat(
+    values: str, n: int, dtype: torch.dtype, gen: torch.Generator, mood: str, bound: int
+) -> Tensor:
     if values in ("index", "signed", "perm"):
         return _indices(values, n, dtype, gen, bound)
     if values == "bool" or dtype == torch.bool:

@@ -15,7 +15,8 @@ import traceback
 import warnings
 from typing import Any
 
-# The plait on the path comes first: where plait is installed as editable, a finder would take the installed one.
+# The plait on the path comes first: where plait is installed as editable, a finder would take the
+# installed one.
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
 
 import torch  # noqa: E402
@@ -34,16 +35,32 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         else:
             p = generate(request["seed"], request.get("device", "cpu"))
     except Exception:  # noqa: BLE001 - a fault of the fuzzer itself
-        return {"kind": "generator", "what": traceback.format_exc()[-1500:], "classes": [], "program": ""}
+        return {
+            "kind": "generator",
+            "what": traceback.format_exc()[-1500:],
+            "classes": [],
+            "program": "",
+        }
     try:
         found = check(p)
     except SkippedHere as skipped:
         return {"kind": "skipped", "what": str(skipped), "classes": [], "program": p.dumps()}
     except Exception:  # noqa: BLE001
-        return {"kind": "checker", "what": traceback.format_exc()[-1500:], "classes": [], "program": p.dumps()}
+        return {
+            "kind": "checker",
+            "what": traceback.format_exc()[-1500:],
+            "classes": [],
+            "program": p.dumps(),
+        }
     program = p.dumps() if found.kind in ("fault", "torch") else ""
     classes = sorted(p.classes())
-    return {"kind": found.kind, "what": found.what, "classes": classes, "program": program, "graphs": found.graphs}
+    return {
+        "kind": found.kind,
+        "what": found.what,
+        "classes": classes,
+        "program": program,
+        "graphs": found.graphs,
+    }
 
 
 def _device_is_lost() -> bool:

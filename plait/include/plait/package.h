@@ -61,9 +61,10 @@ class PLAIT_API Package {
   static Package load(const std::string& path, const Options& options);
 
   // Runs the program on its tensors, in the order of inputs(); constants among these are as they
-  // have to be. A result that is no tensor comes as one without dimensions, None as an undefined one. No gradients are taken. Throws InputError for
-  // inputs that do not fit, and what torch throws (c10::Error) where an operator or a check of a
-  // kernel fails. On a GPU the work is put on torch's current stream.
+  // have to be. A result that is no tensor comes as one without dimensions, None as an undefined
+  // one. No gradients are taken. Throws InputError for inputs that do not fit, and what torch
+  // throws (c10::Error) where an operator or a check of a kernel fails. On a GPU the work is put on
+  // torch's current stream.
   std::vector<at::Tensor> run(at::ArrayRef<at::Tensor> tensors) const;
   // The same on all inputs. Throws InputError too for a constant that is another.
   std::vector<at::Tensor> run_values(at::ArrayRef<Value> inputs) const;

@@ -1,29 +1,35 @@
 // plait/triton.h: Triton kernels from C++ for what a bare launch costs.
 //
-//   auto add = plait::triton::from_pack("kernels.pack", "add_kernel");  // or jit("add.py", "add_kernel")
-//   add[{blocks, stream}](x, y, out, n, plait::constexpr_<1024>);
-//   auto bound = add.bind({blocks}, x, y, out, n, plait::arg<"BLOCK"> = 1024);
-//   bound(stream);
+//   auto add = plait::triton::from_pack("kernels.pack", "add_kernel");  // or jit("add.py",
+//   "add_kernel") add[{blocks, stream}](x, y, out, n, plait::constexpr_<1024>); auto bound =
+//   add.bind({blocks}, x, y, out, n, plait::arg<"BLOCK"> = 1024); bound(stream);
 //
-// Needs neither torch nor Python nor CUDA's headers. docs/triton-cpp.md is for users; here is what goes
-// over the borders between the stages:
+// Needs neither torch nor Python nor CUDA's headers. docs/triton-cpp.md is for users; here is what
+// goes over the borders between the stages:
 //
-//   arguments -> leaves   Each C++ argument becomes one leaf, a tuple one more and those of its elements.
-//                         What the types say is a table made at compile time (Leaf); what values say is
-//                         one byte a leaf (type, "is 1", "divisible by 16", "is None") and the value in
-//                         8-byte words, which are what the launch hands to the driver.
-//   call -> record        A call's words are: context, options, the leaves' bytes, the values. A mask that
-//                         the Python signature gives (constexpr, do_not_specialize, annotations) makes them
-//                         the key. The same types on the same function are a Site: its last record, then its
-//                         table, are looked at without a lock. Sites, records and functions are never freed.
-//   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and attributes
-//                         that Triton itself would find. A Provider makes a cubin and its facts of that.
-//   decorators            What @triton.heuristics and @triton.autotune add to a call is found before, when
-//                         the key is new: Python functions are asked of the provider, configurations timed.
-//                         All values that such an answer depends on are part of the key from then on.
+//   arguments -> leaves   Each C++ argument becomes one leaf, a tuple one more and those of its
+//   elements.
+//                         What the types say is a table made at compile time (Leaf); what values
+//                         say is one byte a leaf (type, "is 1", "divisible by 16", "is None") and
+//                         the value in 8-byte words, which are what the launch hands to the driver.
+//   call -> record        A call's words are: context, options, the leaves' bytes, the values. A
+//   mask that
+//                         the Python signature gives (constexpr, do_not_specialize, annotations)
+//                         makes them the key. The same types on the same function are a Site: its
+//                         last record, then its table, are looked at without a lock. Sites, records
+//                         and functions are never freed.
+//   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and
+//   attributes
+//                         that Triton itself would find. A Provider makes a cubin and its facts of
+//                         that.
+//   decorators            What @triton.heuristics and @triton.autotune add to a call is found
+//   before, when
+//                         the key is new: Python functions are asked of the provider,
+//                         configurations timed. All values that such an answer depends on are part
+//                         of the key from then on.
 //
-// A tensor descriptor has a word for its type and one for each of its fields; of what the compiler made of
-// it, a tensor map or the fields themselves, the launch hands over what the kernel takes.
+// A tensor descriptor has a word for its type and one for each of its fields; of what the compiler
+// made of it, a tensor map or the fields themselves, the launch hands over what the kernel takes.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +65,8 @@ namespace plait::triton {
 
 using Stream = CUstream_st*;  // CUstream, cudaStream_t
 
-// What went wrong with a kernel. argument: its index in the Python signature, or -1. traceback: Python's.
+// What went wrong with a kernel. argument: its index in the Python signature, or -1. traceback:
+// Python's.
 struct PLAIT_API Error : std::runtime_error {
   Error(const std::string& what, std::string kernel, std::string specialization = "",
         int argument = -1, std::string traceback = "");
@@ -73,23 +80,42 @@ struct PLAIT_API Refused : Error {
 };
 
 enum class DType : uint8_t {
-  u1 = 1, i8, i16, i32, i64, u8, u16, u32, u64, fp16, bf16, fp32, fp64,
-  fp8e4nv, fp8e5, fp8e4b15, fp8e4b8, fp8e5b16,
+  u1 = 1,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  u16,
+  u32,
+  u64,
+  fp16,
+  bf16,
+  fp32,
+  fp64,
+  fp8e4nv,
+  fp8e5,
+  fp8e4b15,
+  fp8e4b8,
+  fp8e5b16,
 };
 
 // The element type that a pointer to T has for Triton. Specialize it for types of your own.
 template <class T>
 inline constexpr auto dtype_of = nullptr;
-template <> inline constexpr DType dtype_of<bool> = DType::u1;
-template <> inline constexpr DType dtype_of<float> = DType::fp32;
-template <> inline constexpr DType dtype_of<double> = DType::fp64;
+template <>
+inline constexpr DType dtype_of<bool> = DType::u1;
+template <>
+inline constexpr DType dtype_of<float> = DType::fp32;
+template <>
+inline constexpr DType dtype_of<double> = DType::fp64;
 template <std::integral T>
   requires(!std::same_as<T, bool>)
 inline constexpr DType dtype_of<T> = static_cast<DType>(
     static_cast<int>(std::is_signed_v<T> ? DType::i8 : DType::u8) + std::countr_zero(sizeof(T)));
 
-// Device memory whose element type is known at run time only. nbytes: its length, which @triton.autotune
-// wants of tensors that it resets or restores; 0: unknown.
+// Device memory whose element type is known at run time only. nbytes: its length, which
+// @triton.autotune wants of tensors that it resets or restores; 0: unknown.
 struct Pointer {
   const void* data;
   DType dtype;
@@ -131,14 +157,25 @@ struct Constant {
   T value;
 };
 
-// An argument of Kernel::prepare that stands for all values that make another kernel: 1, multiples of 16,
-// others; aligned memory, other memory.
+// An argument of Kernel::prepare that stands for all values that make another kernel: 1, multiples
+// of 16, others; aligned memory, other memory.
 template <class T>
 struct Varying {
   const T& value;
 };
 
-enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple, descriptor };
+enum class Kind : uint8_t {
+  pointer,
+  integer,
+  floating,
+  boolean,
+  none,
+  dtype,
+  string,
+  function,
+  tuple,
+  descriptor
+};
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
@@ -151,15 +188,16 @@ struct Leaf {
     switch (kind) {
       case Kind::tuple: return 0;
       case Kind::floating: return 2;  // as fp32, as fp64
-      case Kind::descriptor: return 3 + 2 * Extents::max_rank;  // type, base, shape, strides, padding
+      case Kind::descriptor:
+        return 3 + 2 * Extents::max_rank;  // type, base, shape, strides, padding
       default: return 1;
     }
   }
   constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
 
-// What is known of a leaf when it is called, in one byte. What cannot be passed is written all the same: the call
-// that meets it first says which argument it is.
+// What is known of a leaf when it is called, in one byte. What cannot be passed is written all the
+// same: the call that meets it first says which argument it is.
 namespace state {
 inline constexpr DType unknown{0}, not_on_gpu{31};  // what a pointer's or dtype's type is then
 inline constexpr uint8_t aligned = 1, one = 2, none = 0x80, type = 0x7c;
@@ -178,11 +216,12 @@ struct Writer {
   }
 };
 
-// How a type is passed: its leaves, `write`, and perhaps `nbytes` as Pointer has it. Specialize it for
-// types of your own.
+// How a type is passed: its leaves, `write`, and perhaps `nbytes` as Pointer has it. Specialize it
+// for types of your own.
 template <class T>
 struct Traits {
-  static_assert(sizeof(T) == 0, "plait::triton cannot pass this type to a kernel: specialize Traits for it");
+  static_assert(sizeof(T) == 0,
+                "plait::triton cannot pass this type to a kernel: specialize Traits for it");
   // So that nothing else is said of it.
   static constexpr std::array<Leaf, 1> leaves{};
   static void write(Writer&, const T&) {}
@@ -229,7 +268,8 @@ constexpr DType dtype_of_tensor(const T& t) {
   return dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes);
 }
 // Bytes of a tensor; 0 if there are others between its elements.
-PLAIT_API uint64_t dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize);
+PLAIT_API uint64_t dense_nbytes(int n, const int64_t* shape, const int64_t* strides,
+                                size_t itemsize);
 }  // namespace detail
 
 template <std::integral T>
@@ -239,7 +279,8 @@ struct Traits<T> : detail::One<Kind::integer> {
   static void write(Writer& w, T v) {
     const std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t> wide = v;
     DType type = DType::i32;
-    if (!std::in_range<int32_t>(wide)) type = std::in_range<int64_t>(wide) ? DType::i64 : DType::u64;
+    if (!std::in_range<int32_t>(wide))
+      type = std::in_range<int64_t>(wide) ? DType::i64 : DType::u64;
     w.put(state::of(type) | (v == 1 ? state::one : 0) | (v % 16 == 0 ? state::aligned : 0),
           static_cast<uint64_t>(wide));
   }
@@ -264,8 +305,10 @@ template <class T>
 struct Traits<T*> : detail::One<Kind::pointer> {
   static constexpr auto type = dtype_of<std::remove_const_t<T>>;
   static constexpr bool known = std::same_as<std::remove_const_t<decltype(type)>, DType>;
-  static_assert(known, "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype} "
-                       "or specialize dtype_of");
+  static_assert(
+      known,
+      "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype} "
+      "or specialize dtype_of");
   static void write(Writer& w, const T* p) {
     if constexpr (known) detail::put_pointer(w, p, type);
   }
@@ -290,7 +333,8 @@ struct Traits<Pointer> : detail::One<Kind::pointer> {
 template <detail::DlTensor T>
 struct Traits<T> : detail::One<Kind::pointer> {
   static void write(Writer& w, const T& t) {
-    detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset, detail::dtype_of_tensor(t));
+    detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset,
+                        detail::dtype_of_tensor(t));
   }
   static uint64_t nbytes(const T& t)
     requires requires { detail::dense_nbytes(t.ndim, t.shape, t.strides, 1); }
@@ -339,10 +383,15 @@ TensorDescriptor descriptor(const T& t, Extents block_shape, Padding padding = P
   if (t.strides)
     strides = Extents(t.strides, n);
   else
-    for (size_t k = std::min(n, Extents::max_rank), step = 1; k-- > 0; step *= static_cast<size_t>(shape.at[k]))
+    for (size_t k = std::min(n, Extents::max_rank), step = 1; k-- > 0;
+         step *= static_cast<size_t>(shape.at[k]))
       strides.at[k] = static_cast<int64_t>(step);
   return {static_cast<const char*>(t.data) + t.byte_offset,
-          detail::dtype_of_tensor(t), shape, strides, block_shape, padding};
+          detail::dtype_of_tensor(t),
+          shape,
+          strides,
+          block_shape,
+          padding};
 }
 
 template <>
@@ -388,7 +437,8 @@ struct Traits<std::string> : Traits<std::string_view> {};
 template <>
 struct Traits<const char*> : Traits<std::optional<std::string_view>> {
   static void write(Writer& w, const char* s) {
-    Traits<std::optional<std::string_view>>::write(w, s ? std::optional(std::string_view(s)) : std::nullopt);
+    Traits<std::optional<std::string_view>>::write(
+        w, s ? std::optional(std::string_view(s)) : std::nullopt);
   }
 };
 template <>
@@ -406,7 +456,8 @@ template <class... T>
 struct Traits<std::tuple<T...>> {
   static constexpr auto leaves = [] {
     constexpr auto inside = detail::concatenate(TraitsOf<T>::leaves...);
-    return detail::concatenate(std::array{Leaf{.kind = Kind::tuple, .n_inside = inside.size()}}, inside);
+    return detail::concatenate(std::array{Leaf{.kind = Kind::tuple, .n_inside = inside.size()}},
+                               inside);
   }();
   static void write(Writer& w, const std::tuple<T...>& t) {
     *w.states++ = 0;
@@ -471,8 +522,8 @@ struct Traits<detail::Named<N, T>> {
   }
 };
 
-// Options of the compiler that Options does not name, such as {{"enable_fp_fusion", false}}. Equal sets
-// are one: make it once and keep it.
+// Options of the compiler that Options does not name, such as {{"enable_fp_fusion", false}}. Equal
+// sets are one: make it once and keep it.
 class OptionSet;
 struct Option {
   template <class T>
@@ -500,7 +551,8 @@ struct Grid {
   // Beyond int64_t, as a difference of unsigned numbers may be, it is too large, not negative.
   template <class T>
   static constexpr int64_t extent(T n) {
-    if constexpr (std::is_unsigned_v<T>) return static_cast<int64_t>(std::min<uint64_t>(n, INT64_MAX));
+    if constexpr (std::is_unsigned_v<T>)
+      return static_cast<int64_t>(std::min<uint64_t>(n, INT64_MAX));
     return static_cast<int64_t>(n);
   }
 };
@@ -535,9 +587,11 @@ struct Launch {
   Launch(Grid grid, Stream stream = nullptr, Options options = {})
       : grid(grid), stream(stream), options(options) {}
   template <GridRule F>
-  Launch(F f, Stream stream = nullptr, Options options = {}) : grid(1), stream(stream), options(options) {
-    static_assert(std::is_trivially_copyable_v<F> && sizeof(F) <= Rule::n_captured && alignof(F) <= 8,
-                  "a grid's function may capture 64 bytes of plain data: capture the rest by one reference");
+  Launch(F f, Stream stream = nullptr, Options options = {})
+      : grid(1), stream(stream), options(options) {
+    static_assert(
+        std::is_trivially_copyable_v<F> && sizeof(F) <= Rule::n_captured && alignof(F) <= 8,
+        "a grid's function may capture 64 bytes of plain data: capture the rest by one reference");
     rule.call = [](const void* captured, const Meta& meta) -> Grid {
       return (*static_cast<const F*>(captured))(meta);
     };
@@ -569,8 +623,9 @@ struct Request {
   int capability;  // such as 90
 };
 
-// What a decorator's Python function is asked. kind: `heuristics` or `pruned`, and the decorator's number.
-// arguments: names with values or types, `x=*fp32;n=100`; after an item `*`, those given by name.
+// What a decorator's Python function is asked. kind: `heuristics` or `pruned`, and the decorator's
+// number. arguments: names with values or types, `x=*fp32;n=100`; after an item `*`, those given by
+// name.
 struct Question {
   std::string file, function, kind, arguments;
 };
@@ -579,13 +634,16 @@ struct Question {
 class PLAIT_API Provider {
  public:
   virtual ~Provider() = default;
-  // Names that the answer depends on, with commas; a newline; and the answer, as native/jit/specialize.h
-  // has facts. Asked only where there are decorators.
+  // Names that the answer depends on, with commas; a newline; and the answer, as
+  // native/jit/specialize.h has facts. Asked only where there are decorators.
   virtual std::string evaluate(const Question& question);
   // How many kernels it compiles at once.
   virtual unsigned concurrency() const { return 1; }
-  // Locks what may be locked while it is asked. One that takes another lock then says here how to wait.
-  virtual std::unique_lock<std::mutex> hold(std::mutex& mutex) const { return std::unique_lock(mutex); }
+  // Locks what may be locked while it is asked. One that takes another lock then says here how to
+  // wait.
+  virtual std::unique_lock<std::mutex> hold(std::mutex& mutex) const {
+    return std::unique_lock(mutex);
+  }
   // The function's parameters, a line each; native/jit/specialize.h says how.
   virtual std::string describe(const std::string& file, const std::string& function) = 0;
   virtual Binary compile(const Request& request) = 0;
@@ -625,12 +683,14 @@ PLAIT_API void set_scratch(const Scratch* scratch);
 // What happens to a call of an @triton.autotune function whose key was not met before. tune: its
 // configurations are timed. first: it gets the first one.
 enum class Miss : uint8_t { tune, first, error };
-// folder: where choices are kept; null: $PLAIT_CACHE_DIR/tuned or ~/.cache/plait/tuned; "": nowhere.
+// folder: where choices are kept; null: $PLAIT_CACHE_DIR/tuned or ~/.cache/plait/tuned; "":
+// nowhere.
 struct Tuning {
   Miss on_miss = Miss::tune;
   const char* folder = nullptr;
 };
-PLAIT_API void set_tuning(const Tuning* tuning);  // what it points to must stay; null: as by default
+// What it points to must stay; null: as by default.
+PLAIT_API void set_tuning(const Tuning* tuning);
 
 namespace detail {
 class Function;
@@ -670,8 +730,8 @@ struct Frame {
     for (const Leaf& leaf : leaves) n += leaf.n_words();
     return n;
   }();
-  static constexpr size_t n_strings = std::count_if(
-      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.has_text(); });
+  static constexpr size_t n_strings =
+      std::count_if(leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.has_text(); });
   static constexpr size_t first_value = n_head_words + n_state_words(leaves.size());
 
   explicit Frame(const A&... arguments) {
@@ -718,19 +778,23 @@ Option::Option(std::string_view name, const T& value) : name(name) {
   this->value = detail::value_text(frame.leaves, frame.words, frame.strings);
 }
 
-// A launch that is resolved: kernel, arguments and grid are fixed. Threads may share it. Belongs to the
-// context that was current when it was bound: a thread that has none gets this one, in another one it is an error.
+// A launch that is resolved: kernel, arguments and grid are fixed. Threads may share it. Belongs to
+// the context that was current when it was bound: a thread that has none gets this one, in another
+// one it is an error.
 class Bound {
  public:
   explicit Bound(detail::Plan* plan) : plan_(plan, detail::destroy) {}
   void operator()(Stream stream) const { detail::launch(*plan_, stream); }
 
   // A node of a graph that launches it.
-  CUgraphNode_st* add_to(CUgraph_st* graph, std::span<CUgraphNode_st* const> dependencies = {}) const {
+  CUgraphNode_st* add_to(CUgraph_st* graph,
+                         std::span<CUgraphNode_st* const> dependencies = {}) const {
     return detail::add_node(*plan_, graph, dependencies);
   }
   // Makes such a node, or one that capturing it made, launch it as it is now.
-  void update(CUgraphExec_st* graph, CUgraphNode_st* node) const { detail::update_node(*plan_, graph, node); }
+  void update(CUgraphExec_st* graph, CUgraphNode_st* node) const {
+    detail::update_node(*plan_, graph, node);
+  }
 
  protected:
   std::unique_ptr<detail::Plan, void (*)(detail::Plan*)> plan_;
@@ -742,18 +806,23 @@ class BoundTo : public Bound {
  public:
   using Bound::Bound;
 
-  // Gives argument I another value; no thread may launch it meanwhile. A value that another kernel is
-  // compiled for is looked up, and that one compiled if need be. A grid's function is asked again.
+  // Gives argument I another value; no thread may launch it meanwhile. A value that another kernel
+  // is compiled for is looked up, and that one compiled if need be. A grid's function is asked
+  // again.
   template <size_t I, class T>
   void set(const T& value) {
     using Given = std::tuple_element_t<I, std::tuple<TraitsOf<A>...>>;
     constexpr auto& leaves = TraitsOf<T>::leaves;
-    constexpr bool fits = std::equal(leaves.begin(), leaves.end(), Given::leaves.begin(), Given::leaves.end(),
-                                     [](const Leaf& a, const Leaf& b) {
-                                       return a.kind == b.kind && a.constant == b.constant && !a.has_text();
-                                     });
-    static_assert(fits, "a bound argument may only be set to a value of its own kind, and to no string: bind again");
-    constexpr std::pair<size_t, size_t> at = detail::Frame<A...>::before(I), n = detail::Frame<T>::before(1);
+    constexpr bool fits =
+        std::equal(leaves.begin(), leaves.end(), Given::leaves.begin(), Given::leaves.end(),
+                   [](const Leaf& a, const Leaf& b) {
+                     return a.kind == b.kind && a.constant == b.constant && !a.has_text();
+                   });
+    static_assert(fits,
+                  "a bound argument may only be set to a value of its own kind, and to no string: "
+                  "bind again");
+    constexpr std::pair<size_t, size_t> at = detail::Frame<A...>::before(I),
+                                        n = detail::Frame<T>::before(1);
     std::array<uint8_t, n.first> states;
     std::array<uint64_t, n.second> words;
     Writer w{states.data(), words.data(), nullptr};
@@ -795,8 +864,8 @@ class Kernel {
     return BoundTo<A...>(plan ? plan : detail::bind(sites, call));
   }
 
-  // Compiles and loads what such a call launches, for all kinds of values of the arguments that plait::vary
-  // marks. Says how many kernels that are.
+  // Compiles and loads what such a call launches, for all kinds of values of the arguments that
+  // plait::vary marks. Says how many kernels that are.
   template <class... A>
   size_t prepare(const Launch& launch, const A&... arguments) const {
     static constinit detail::Sites sites;
@@ -812,16 +881,20 @@ class Kernel {
 PLAIT_API Kernel jit(const std::string& file, const std::string& function,
                      std::shared_ptr<Provider> provider = worker());
 PLAIT_API Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
-PLAIT_API Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+// A path is opened once.
+PLAIT_API Kernel from_pack(const std::string& path, const std::string& function);
 
-// What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
-// a warmed program's list makes the pack that it needs; what decorators decided is in it, too.
+// What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack`
+// takes it: a warmed program's list makes the pack that it needs; what decorators decided is in it,
+// too.
 PLAIT_API std::vector<std::string> signatures();
-// The same, line by line to a file as it happens; $PLAIT_TRITON_RECORD is one from the start. "": no more.
+// The same, line by line to a file as it happens; $PLAIT_TRITON_RECORD is one from the start. "":
+// no more.
 PLAIT_API void record_to(const std::string& path);
 
-// What calls of this process met. hits: counted from count_hits(true) on. misses: calls whose key was new to
-// their place in the program. last_miss: the kernel and its specialization, and that of the call before it.
+// What calls of this process met. hits: counted from count_hits(true) on. misses: calls whose key
+// was new to their place in the program. last_miss: the kernel and its specialization, and that of
+// the call before it.
 struct Stats {
   uint64_t hits, misses, compiled, loaded, tuned;
   std::string last_miss;

@@ -1,4 +1,5 @@
-/* plait/triton_c.h: Triton kernels from C, and from every language that calls C, for what a bare launch costs.
+/* plait/triton_c.h: Triton kernels from C, and from every language that calls C, for what a bare
+ * launch costs.
  *
  *   plait_triton_kernel* add;
  *   plait_triton_from_pack("kernels.pack", "add_kernel", &add);
@@ -10,10 +11,11 @@
  *   if (plait_triton_launch(add, &config, arguments, 5) != PLAIT_TRITON_OK)
  *     fprintf(stderr, "%s\n", plait_triton_last_error()->message);
  *
- * C11; the library is libplait_core.so, the target plait::core. plait/triton.h is the same for C++, and
- * docs/triton-cpp.md describes both. Threads may call everything here. Text is UTF-8 and ends with a zero; it is
- * copied. What fails returns a status and leaves the rest in plait_triton_last_error(); no exception gets
- * out. Layouts and numbers never change; PLAIT_TRITON_ABI counts what was added. */
+ * C11; the library is libplait_core.so, the target plait::core. plait/triton.h is the same for C++,
+ * and docs/triton-cpp.md describes both. Threads may call everything here. Text is UTF-8 and ends
+ * with a zero; it is copied. What fails returns a status and leaves the rest in
+ * plait_triton_last_error(); no exception gets out. Layouts and numbers never change;
+ * PLAIT_TRITON_ABI counts what was added. */
 #ifndef PLAIT_TRITON_C_H
 #define PLAIT_TRITON_C_H
 
@@ -28,7 +30,8 @@
 extern "C" {
 #endif
 
-/* The PLAIT_TRITON_ABI of the library; a program needs at least that of the header it was made with. */
+/* The PLAIT_TRITON_ABI of the library; a program needs at least that of the header it was made
+ * with. */
 PLAIT_TRITON_C uint32_t plait_triton_abi(void);
 
 typedef struct CUstream_st* plait_triton_stream; /* CUstream, cudaStream_t */
@@ -51,26 +54,42 @@ typedef struct plait_triton_error {
 /* What failed last in this thread, until the next failure; NULL if nothing did. */
 PLAIT_TRITON_C const plait_triton_error* plait_triton_last_error(void);
 
-/* A function of a Python file or of a pack. The same function is the same kernel; it is never freed. Nothing is
- * compiled before the first launch. */
+/* A function of a Python file or of a pack. The same function is the same kernel; it is never
+ * freed. Nothing is compiled before the first launch. */
 typedef struct plait_triton_kernel plait_triton_kernel;
-/* python: the Python that compiles what is missing, in a process of its own; NULL is "python3", "" the Python that runs
- * in this process. */
-PLAIT_TRITON_C plait_triton_status plait_triton_jit(const char* file, const char* function, const char* python,
+/* python: the Python that compiles what is missing, in a process of its own; NULL is "python3", ""
+ * the Python that runs in this process. */
+PLAIT_TRITON_C plait_triton_status plait_triton_jit(const char* file, const char* function,
+                                                    const char* python,
                                                     plait_triton_kernel** kernel);
 PLAIT_TRITON_C plait_triton_status plait_triton_from_pack(const char* path, const char* function,
                                                           plait_triton_kernel** kernel);
 
 typedef enum plait_triton_dtype {
-  PLAIT_TRITON_U1 = 1, PLAIT_TRITON_I8, PLAIT_TRITON_I16, PLAIT_TRITON_I32, PLAIT_TRITON_I64, PLAIT_TRITON_U8,
-  PLAIT_TRITON_U16, PLAIT_TRITON_U32, PLAIT_TRITON_U64, PLAIT_TRITON_FP16, PLAIT_TRITON_BF16, PLAIT_TRITON_FP32,
-  PLAIT_TRITON_FP64, PLAIT_TRITON_FP8E4NV, PLAIT_TRITON_FP8E5, PLAIT_TRITON_FP8E4B15, PLAIT_TRITON_FP8E4B8,
+  PLAIT_TRITON_U1 = 1,
+  PLAIT_TRITON_I8,
+  PLAIT_TRITON_I16,
+  PLAIT_TRITON_I32,
+  PLAIT_TRITON_I64,
+  PLAIT_TRITON_U8,
+  PLAIT_TRITON_U16,
+  PLAIT_TRITON_U32,
+  PLAIT_TRITON_U64,
+  PLAIT_TRITON_FP16,
+  PLAIT_TRITON_BF16,
+  PLAIT_TRITON_FP32,
+  PLAIT_TRITON_FP64,
+  PLAIT_TRITON_FP8E4NV,
+  PLAIT_TRITON_FP8E5,
+  PLAIT_TRITON_FP8E4B15,
+  PLAIT_TRITON_FP8E4B8,
   PLAIT_TRITON_FP8E5B16
 } plait_triton_dtype;
 
 typedef enum plait_triton_kind {
   PLAIT_TRITON_NONE = 0, /* None */
-  PLAIT_TRITON_POINTER,  /* value.pointer: device memory of dtype, of n bytes if @triton.autotune wants to know */
+  PLAIT_TRITON_POINTER,  /* value.pointer: device memory of dtype, of n bytes if @triton.autotune
+                            wants to know */
   PLAIT_TRITON_INTEGER,  /* value.integer */
   PLAIT_TRITON_NATURAL,  /* value.natural: an integer beyond int64_t, perhaps */
   PLAIT_TRITON_NUMBER,   /* value.number */
@@ -111,17 +130,18 @@ typedef struct plait_triton_argument {
   uint64_t n;
 } plait_triton_argument;
 
-/* Options of the compiler that the configuration does not name: arguments with names. Equal sets are one, kept for
- * good. */
+/* Options of the compiler that the configuration does not name: arguments with names. Equal sets
+ * are one, kept for good. */
 typedef struct plait_triton_options plait_triton_options;
-PLAIT_TRITON_C plait_triton_status plait_triton_option_set(const plait_triton_argument* options, size_t n,
+PLAIT_TRITON_C plait_triton_status plait_triton_option_set(const plait_triton_argument* options,
+                                                           size_t n,
                                                            const plait_triton_options** set);
 
 /* The parameters of a kernel, those that decorators set too: what a grid may depend on. */
 typedef struct plait_triton_meta plait_triton_meta;
 /* An integer or bool among them. */
-PLAIT_TRITON_C plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const char* parameter,
-                                                         int64_t* value);
+PLAIT_TRITON_C plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta,
+                                                         const char* parameter, int64_t* value);
 
 /* An empty grid launches nothing. A number that is 0 is left to Triton. */
 typedef struct plait_triton_config {
@@ -132,49 +152,57 @@ typedef struct plait_triton_config {
   plait_triton_stream stream;
   int16_t num_warps, num_stages, num_ctas, maxnreg;
   const plait_triton_options* others; /* or NULL */
-  /* Not NULL: says the grid instead; its grid holds 1, 1, 1 before. What it returns but OK fails the launch. */
+  /* Not NULL: says the grid instead; its grid holds 1, 1, 1 before. What it returns but OK fails
+   * the launch. */
   plait_triton_status (*grid_of)(void* user, const plait_triton_meta* meta, int64_t* grid);
   void* user;
 } plait_triton_config;
 
-/* Allocates nothing and takes no lock where the same types, constants, alignment and so on were launched before. */
+/* Allocates nothing and takes no lock where the same types, constants, alignment and so on were
+ * launched before. */
 PLAIT_TRITON_C plait_triton_status plait_triton_launch(plait_triton_kernel* kernel,
                                                        const plait_triton_config* config,
-                                                       const plait_triton_argument* arguments, size_t n);
+                                                       const plait_triton_argument* arguments,
+                                                       size_t n);
 
-/* Compiles and loads what such a launch needs. An argument that varies stands for all values that make another kernel:
- * 1, multiples of 16 and others; aligned memory and other memory. */
+/* Compiles and loads what such a launch needs. An argument that varies stands for all values that
+ * make another kernel: 1, multiples of 16 and others; aligned memory and other memory. */
 PLAIT_TRITON_C plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel,
                                                         const plait_triton_config* config,
-                                                        const plait_triton_argument* arguments, size_t n);
+                                                        const plait_triton_argument* arguments,
+                                                        size_t n);
 
-/* A launch that is resolved: kernel, arguments and grid are fixed. It belongs to the context that was current: a thread
- * that has none gets this one, in another one it is an error. */
+/* A launch that is resolved: kernel, arguments and grid are fixed. It belongs to the context that
+ * was current: a thread that has none gets this one, in another one it is an error. */
 typedef struct plait_triton_bound plait_triton_bound;
 PLAIT_TRITON_C plait_triton_status plait_triton_bind(plait_triton_kernel* kernel,
                                                      const plait_triton_config* config,
-                                                     const plait_triton_argument* arguments, size_t n,
-                                                     plait_triton_bound** bound);
+                                                     const plait_triton_argument* arguments,
+                                                     size_t n, plait_triton_bound** bound);
 PLAIT_TRITON_C plait_triton_status plait_triton_bound_launch(const plait_triton_bound* bound,
                                                              plait_triton_stream stream);
-/* Gives arguments[index] another value of its kind, but no text or tuple; no thread may launch it meanwhile. */
+/* Gives arguments[index] another value of its kind, but no text or tuple; no thread may launch it
+ * meanwhile. */
 PLAIT_TRITON_C plait_triton_status plait_triton_bound_set(plait_triton_bound* bound, size_t index,
                                                           const plait_triton_argument* value);
-/* A node of a graph that launches it, behind the nodes that are given; and such a node, or one that capturing it made,
- * as it is now. */
+/* A node of a graph that launches it, behind the nodes that are given; and such a node, or one that
+ * capturing it made, as it is now. */
 struct CUgraph_st;
 struct CUgraphNode_st;
 struct CUgraphExec_st;
-PLAIT_TRITON_C plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound, struct CUgraph_st* graph,
-                                                             struct CUgraphNode_st* const* behind, size_t n_behind,
+PLAIT_TRITON_C plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound,
+                                                             struct CUgraph_st* graph,
+                                                             struct CUgraphNode_st* const* behind,
+                                                             size_t n_behind,
                                                              struct CUgraphNode_st** node);
 PLAIT_TRITON_C plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound,
                                                              struct CUgraphExec_st* graph,
                                                              struct CUgraphNode_st* node);
 PLAIT_TRITON_C void plait_triton_bound_free(plait_triton_bound* bound); /* NULL is nothing */
 
-/* Scratch memory of kernels that want some, ordered as the stream is; NULL: the driver's cuMemAllocAsync again.
- * free may be NULL. No exception may leave these functions, nor those of hooks. */
+/* Scratch memory of kernels that want some, ordered as the stream is; NULL: the driver's
+ * cuMemAllocAsync again. free may be NULL. No exception may leave these functions, nor those of
+ * hooks. */
 typedef struct plait_triton_scratch {
   void* (*allocate)(void* user, size_t nbytes, size_t alignment, plait_triton_stream stream);
   void (*free)(void* user, void* memory, plait_triton_stream stream);
@@ -196,29 +224,33 @@ typedef struct plait_triton_hooks {
 } plait_triton_hooks;
 PLAIT_TRITON_C plait_triton_status plait_triton_set_hooks(const plait_triton_hooks* hooks);
 
-/* What happens to a call of an @triton.autotune function whose key was not met before: its configurations are timed,
- * it gets the first one, or it fails. */
+/* What happens to a call of an @triton.autotune function whose key was not met before: its
+ * configurations are timed, it gets the first one, or it fails. */
 typedef enum plait_triton_miss {
   PLAIT_TRITON_MISS_TUNE = 0,
   PLAIT_TRITON_MISS_FIRST = 1,
   PLAIT_TRITON_MISS_ERROR = 2
 } plait_triton_miss;
 /* folder: where choices are kept; NULL: where plait keeps what it tunes; "": nowhere. */
-PLAIT_TRITON_C plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss, const char* folder);
+PLAIT_TRITON_C plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss,
+                                                           const char* folder);
 
-/* Signatures of all that is compiled so far, a line each, as `plait pack --signatures` takes them. Writes what fits
- * into `size` bytes, the last one zero; `needed` is what all of it takes. */
+/* Signatures of all that is compiled so far, a line each, as `plait pack --signatures` takes them.
+ * Writes what fits into `size` bytes, the last one zero; `needed` is what all of it takes. */
 PLAIT_TRITON_C plait_triton_status plait_triton_signatures(char* text, size_t size, size_t* needed);
 
-/* What calls of this process met; since version 2. hits: counted after plait_triton_count_hits(1). misses: calls whose key
- * was new to their place. last_miss: as much of what the last one was as fits into `size` bytes, the last one zero. */
+/* What calls of this process met; since version 2. hits: counted after plait_triton_count_hits(1).
+ * misses: calls whose key was new to their place. last_miss: as much of what the last one was as
+ * fits into `size` bytes, the last one zero. */
 typedef struct plait_triton_counts {
   uint64_t hits, misses, compiled, loaded, tuned;
 } plait_triton_counts;
-PLAIT_TRITON_C plait_triton_status plait_triton_stats(plait_triton_counts* counts, char* last_miss, size_t size);
+PLAIT_TRITON_C plait_triton_status plait_triton_stats(plait_triton_counts* counts, char* last_miss,
+                                                      size_t size);
 PLAIT_TRITON_C void plait_triton_count_hits(int on);
 
-static inline plait_triton_config plait_triton_grid(int64_t x, int64_t y, int64_t z, plait_triton_stream stream) {
+static inline plait_triton_config plait_triton_grid(int64_t x, int64_t y, int64_t z,
+                                                    plait_triton_stream stream) {
   plait_triton_config config;
   memset(&config, 0, sizeof config);
   config.size = sizeof config;
@@ -234,7 +266,8 @@ static inline plait_triton_argument plait_triton_none(void) {
   memset(&made, 0, sizeof made);
   return made;
 }
-static inline plait_triton_argument plait_triton_pointer(const void* pointer, plait_triton_dtype dtype) {
+static inline plait_triton_argument plait_triton_pointer(const void* pointer,
+                                                         plait_triton_dtype dtype) {
   plait_triton_argument made = plait_triton_none();
   made.kind = PLAIT_TRITON_POINTER;
   made.dtype = (uint8_t)dtype;
@@ -287,7 +320,8 @@ static inline plait_triton_argument plait_triton_tuple(uint64_t n_following) {
   made.n = n_following;
   return made;
 }
-static inline plait_triton_argument plait_triton_described(const plait_triton_descriptor* descriptor) {
+static inline plait_triton_argument plait_triton_described(
+    const plait_triton_descriptor* descriptor) {
   plait_triton_argument made = plait_triton_none();
   made.kind = PLAIT_TRITON_DESCRIPTOR;
   made.value.descriptor = descriptor;
@@ -301,7 +335,8 @@ static inline plait_triton_argument plait_triton_varying(plait_triton_argument a
   argument.varies = 1;
   return argument;
 }
-static inline plait_triton_argument plait_triton_named(const char* name, plait_triton_argument argument) {
+static inline plait_triton_argument plait_triton_named(const char* name,
+                                                       plait_triton_argument argument) {
   argument.name = name;
   return argument;
 }

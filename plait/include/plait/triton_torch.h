@@ -1,4 +1,5 @@
-// plait/triton_torch.h: at::Tensor, and the dtypes that libtorch has, as arguments of Triton kernels.
+// plait/triton_torch.h: at::Tensor, and the dtypes that libtorch has, as arguments of Triton
+// kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,12 +7,18 @@
 
 namespace plait::triton {
 
-template <> inline constexpr DType dtype_of<c10::Half> = DType::fp16;
-template <> inline constexpr DType dtype_of<c10::BFloat16> = DType::bf16;
-template <> inline constexpr DType dtype_of<c10::Float8_e4m3fn> = DType::fp8e4nv;
-template <> inline constexpr DType dtype_of<c10::Float8_e5m2> = DType::fp8e5;
-template <> inline constexpr DType dtype_of<c10::Float8_e4m3fnuz> = DType::fp8e4b8;
-template <> inline constexpr DType dtype_of<c10::Float8_e5m2fnuz> = DType::fp8e5b16;
+template <>
+inline constexpr DType dtype_of<c10::Half> = DType::fp16;
+template <>
+inline constexpr DType dtype_of<c10::BFloat16> = DType::bf16;
+template <>
+inline constexpr DType dtype_of<c10::Float8_e4m3fn> = DType::fp8e4nv;
+template <>
+inline constexpr DType dtype_of<c10::Float8_e5m2> = DType::fp8e5;
+template <>
+inline constexpr DType dtype_of<c10::Float8_e4m3fnuz> = DType::fp8e4b8;
+template <>
+inline constexpr DType dtype_of<c10::Float8_e5m2fnuz> = DType::fp8e5b16;
 
 inline DType dtype_of_torch(c10::ScalarType t) {
   switch (t) {
@@ -55,7 +62,8 @@ struct Traits<at::Tensor> : detail::One<Kind::pointer> {
   }
 };
 
-inline TensorDescriptor descriptor(const at::Tensor& t, Extents block_shape, Padding padding = Padding::zero) {
+inline TensorDescriptor descriptor(const at::Tensor& t, Extents block_shape,
+                                   Padding padding = Padding::zero) {
   return {t.data_ptr(), detail::dtype_of_tensor(t), t.sizes(), t.strides(), block_shape, padding};
 }
 

@@ -1,8 +1,10 @@
-// plait/wrapper.h: what a generated C++ program calls: a table of C functions, and a thin layer over it.
+// plait/wrapper.h: what a generated C++ program calls: a table of C functions, and a thin layer
+// over it.
 //
-// A call has a frame of numbered slots, one a tensor. The functions are those that the native executor runs on; they
-// return 0, or anything else where the call failed: then the error is kept and the program returns at once (TRY).
-// Sizes, strides and offsets are in elements. No header but <stdint.h> is included, so that programs build fast.
+// A call has a frame of numbered slots, one a tensor. The functions are those that the native
+// executor runs on; they return 0, or anything else where the call failed: then the error is kept
+// and the program returns at once (TRY). Sizes, strides and offsets are in elements. No header but
+// <stdint.h> is included, so that programs build fast.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +15,8 @@ extern "C" {
 
 struct plait_call;
 
-typedef int64_t (*plait_kernel)(int64_t tid, int64_t n_threads, void* const* buffers, const int64_t* sizes);
+typedef int64_t (*plait_kernel)(int64_t tid, int64_t n_threads, void* const* buffers,
+                                const int64_t* sizes);
 
 // One kernel call with all of its arguments.
 struct plait_task {
@@ -22,7 +25,8 @@ struct plait_task {
   const int64_t* sizes;
   int64_t what;  // its number from bit 32 on, plait_split, plait_barrier
 };
-enum { plait_split = 1, plait_barrier = 1 << 8 };  // divided over threads; starts after every earlier task has ended
+// Divided over threads; starts after every earlier task has ended.
+enum { plait_split = 1, plait_barrier = 1 << 8 };
 
 // A tensor's slot, or an integer.
 struct plait_operand {
@@ -37,27 +41,33 @@ struct plait_table {
   int64_t (*symbol)(const plait_call*, int32_t symbol);  // an int argument, or an int result
   int (*read)(plait_call*, int32_t tensor, int what, int64_t dim, int64_t* out);
   int (*arena)(plait_call*, int32_t arena, int64_t nbytes);
-  int (*place)(plait_call*, int32_t tensor, int64_t offset, int rank, const int64_t* sizes, const int64_t* strides);
+  int (*place)(plait_call*, int32_t tensor, int64_t offset, int rank, const int64_t* sizes,
+               const int64_t* strides);
   int (*alloc)(plait_call*, int32_t tensor, int rank, const int64_t* sizes, const int64_t* strides);
-  int (*view)(plait_call*, int32_t tensor, char* first, int rank, const int64_t* sizes, const int64_t* strides);
+  int (*view)(plait_call*, int32_t tensor, char* first, int rank, const int64_t* sizes,
+              const int64_t* strides);
   int (*storage)(plait_call*, int32_t tensor, char** first);  // where its storage starts
   void (*drop)(plait_call*, int32_t tensor);
   int (*run)(plait_call*, const plait_task* tasks, int n, int64_t split_ns);
   int (*failed)(plait_call*, int32_t kernel, int64_t code);  // which a kernel returned
-  int (*launch)(plait_call*, int32_t kernel, void* const* buffers, const int64_t* sizes, int64_t grid);
+  int (*launch)(plait_call*, int32_t kernel, void* const* buffers, const int64_t* sizes,
+                int64_t grid);
   int (*op)(plait_call*, int32_t index, const plait_operand* operands, int n);
   int (*python)(plait_call*, int32_t index, const plait_operand* operands, int n);
   int (*copy)(plait_call*, int32_t dst, int32_t src, bool bump);
   int (*bump)(plait_call*, int32_t tensor);
-  int (*fill)(plait_call*, int32_t tensor, int kind, int64_t integer, double real, double imaginary);
+  int (*fill)(plait_call*, int32_t tensor, int kind, int64_t integer, double real,
+              double imaginary);
   int (*layout)(plait_call*, int32_t tensor, const char* origin, bool copies, int dtype, int rank,
                 const int64_t* sizes, const int64_t* strides);
   int (*aligned)(plait_call*, int32_t tensor, const char* first, int64_t nbytes);
   int (*finite)(plait_call*, int32_t tensor, const char* origin, bool infinities);
-  int (*fail)(plait_call*, int error, const char* message, int64_t n_bytes, const int64_t* values, int n_values);
+  int (*fail)(plait_call*, int error, const char* message, int64_t n_bytes, const int64_t* values,
+              int n_values);
   int (*overflow)(plait_call*);  // fails for a size that does not fit
   int (*give)(plait_call*, const plait_operand* results, int n);
-  bool (*function)(int64_t number, int64_t a, int64_t b, int64_t* out);  // of sizes; false where it has no value
+  // Of sizes; false where it has no value.
+  bool (*function)(int64_t number, int64_t a, int64_t b, int64_t* out);
 };
 
 // Which table a program was made for.
@@ -84,12 +94,13 @@ namespace wrapper {
   if (step) return 1
 
 // An int64_t of this name.
-#define SIZE(name, expression)                                 \
-  const ::plait::wrapper::Int name##_checked = (expression);   \
+#define SIZE(name, expression)                                \
+  const ::plait::wrapper::Int name##_checked = (expression);  \
   if (name##_checked.bad) return call->table->overflow(call); \
   const int64_t name = name##_checked.value
 
-// An integer that knows whether its computation overflowed or divided by a number that is not positive.
+// An integer that knows whether its computation overflowed or divided by a number that is not
+// positive.
 struct Int {
   int64_t value;
   bool bad;
@@ -134,7 +145,9 @@ class Slot {
  public:
   Slot(Call call, int32_t slot) : call(call), slot(slot) {}
   char* data() const { return call->pointers[slot]; }
-  int read(int what, int64_t dim, int64_t& out) const { return call->table->read(call, slot, what, dim, &out); }
+  int read(int what, int64_t dim, int64_t& out) const {
+    return call->table->read(call, slot, what, dim, &out);
+  }
   int storage(char*& first) const { return call->table->storage(call, slot, &first); }
   void drop() const { call->table->drop(call, slot); }
 
@@ -147,7 +160,9 @@ class Slot {
     return call->table->alloc(call, slot, N, sizes, strides);
   }
   // At a byte of the arena.
-  int place(int64_t offset) const { return call->table->place(call, slot, offset, 0, nullptr, nullptr); }
+  int place(int64_t offset) const {
+    return call->table->place(call, slot, offset, 0, nullptr, nullptr);
+  }
   template <int N>
   int place(int64_t offset, const int64_t (&sizes)[N], const int64_t (&strides)[N]) const {
     return call->table->place(call, slot, offset, N, sizes, strides);
@@ -158,8 +173,8 @@ class Slot {
   int view(char* first, const int64_t (&sizes)[N], const int64_t (&strides)[N]) const {
     return call->table->view(call, slot, first, N, sizes, strides);
   }
-  // Fails, naming origin, unless these are its element type (by number), sizes and strides. copies: with other strides
-  // it becomes a copy that has them.
+  // Fails, naming origin, unless these are its element type (by number), sizes and strides. copies:
+  // with other strides it becomes a copy that has them.
   int require(const char* origin, bool copies, int dtype) const {
     return call->table->layout(call, slot, origin, copies, dtype, 0, nullptr, nullptr);
   }
@@ -168,11 +183,15 @@ class Slot {
               const int64_t (&strides)[N]) const {
     return call->table->layout(call, slot, origin, copies, dtype, N, sizes, strides);
   }
-  int require_aligned(const char* first, int64_t nbytes) const { return call->table->aligned(call, slot, first, nbytes); }
+  int require_aligned(const char* first, int64_t nbytes) const {
+    return call->table->aligned(call, slot, first, nbytes);
+  }
   int require_finite(const char* origin, bool infinities) const {
     return call->table->finite(call, slot, origin, infinities);
   }
-  int copy(const Slot& from, bool bump) const { return call->table->copy(call, slot, from.slot, bump); }
+  int copy(const Slot& from, bool bump) const {
+    return call->table->copy(call, slot, from.slot, bump);
+  }
   int bump() const { return call->table->bump(call, slot); }
   int fill(int kind, int64_t integer, double real = 0, double imaginary = 0) const {
     return call->table->fill(call, slot, kind, integer, real, imaginary);
@@ -209,13 +228,15 @@ struct Operand : plait_operand {
 };
 
 inline int64_t symbol(Call call, int32_t index) { return call->table->symbol(call, index); }
-// error: 0 an IndexError, 1 a RuntimeError. values: what the first marks {} of the message stand for.
+// error: 0 an IndexError, 1 a RuntimeError. values: what the first marks {} of the message stand
+// for.
 template <int N>
 int require(Call call, int64_t holds, const char (&message)[N], int error = 1) {
   return holds ? 0 : call->table->fail(call, error, message, N - 1, nullptr, 0);
 }
 template <int N, int M>
-int require(Call call, int64_t holds, const char (&message)[N], int error, const int64_t (&values)[M]) {
+int require(Call call, int64_t holds, const char (&message)[N], int error,
+            const int64_t (&values)[M]) {
   return holds ? 0 : call->table->fail(call, error, message, N - 1, values, M);
 }
 

@@ -1,8 +1,8 @@
 """The Triton kernels of plait's operators, launched by native/ops/cuda.cpp.
 
-No package: the process that compiles loads this file alone, and with it neither plait.ops nor torch. Indices that may
-pass 2**31 are 64-bit ones: of rows always, of columns where a flag says so. ACC: the type that sums are made in. Tiles
-are ROWS x BLOCK; LOOPED: a row is longer than BLOCK.
+No package: the process that compiles loads this file alone, and with it neither plait.ops nor
+torch. Indices that may pass 2**31 are 64-bit ones: of rows always, of columns where a flag says so.
+ACC: the type that sums are made in. Tiles are ROWS x BLOCK; LOOPED: a row is longer than BLOCK.
 """
 
 import triton
@@ -33,12 +33,13 @@ def _offset(k, n_0, n_1, n_2, s_0, s_1, s_2, s_3, DIMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[f"{t}_{k}" for t in "nxyo" for k in range(4)])
 def add_kernel(
-    x, y, out, real: tl.float64, whole: tl.int64, alpha_real: tl.float64, alpha_whole: tl.int64, inner, outer, x_step,
-    y_step, out_step, n_0, n_1, n_2, x_0, x_1, x_2, x_3, y_0, y_1, y_2, y_3, o_0, o_1, o_2, o_3, DIMS: tl.constexpr,
-    COMMON: tl.constexpr, COMPUTE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, y, out, real: tl.float64, whole: tl.int64, alpha_real: tl.float64, alpha_whole: tl.int64,
+    inner, outer, x_step, y_step, out_step, n_0, n_1, n_2, x_0, x_1, x_2, x_3, y_0, y_1, y_2, y_3,
+    o_0, o_1, o_2, o_3, DIMS: tl.constexpr, COMMON: tl.constexpr, COMPUTE: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """x + alpha * y of any strides, where x or y may be a number. The innermost dimension is `inner`; DIMS are around
-    it, whose sizes and strides are numbered from within."""
+    """x + alpha * y of any strides, where x or y may be a number. The innermost dimension is
+    `inner`; DIMS are around it, whose sizes and strides are numbered from within."""
     blocks = tl.cdiv(inner, COLS)
     row, col = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if WIDE:
@@ -58,10 +59,12 @@ def add_kernel(
     alpha = tl.cast(alpha_real, COMPUTE) if COMPUTE.is_floating() else tl.cast(alpha_whole, COMPUTE)
     v = a + alpha * b
     v = v != 0 if COMMON == tl.int1 else v.to(COMMON)
-    tl.store(out + _offset(rows, n_0, n_1, n_2, o_0, o_1, o_2, o_3, DIMS) + cols * out_step, v, mask)
+    tl.store(
+        out + _offset(rows, n_0, n_1, n_2, o_0, o_1, o_2, o_3, DIMS) + cols * out_step, v, mask
+    )
 
 
-# ---------------------------------------------------------------------------------------------- norms
+# -------------------------------------------------------------------------------------------- norms
 @triton.jit
 def _summed(x, residual, x_at, residual_at, mask, SUM: tl.constexpr, ACC: tl.constexpr):
     """x + residual as it is rounded when it is stored."""
@@ -73,8 +76,8 @@ def _summed(x, residual, x_at, residual_at, mask, SUM: tl.constexpr, ACC: tl.con
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
-    x, residual, weight, out, total, rstd, rows, n, x_row, residual_row, eps: tl.float64, ACC: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPED: tl.constexpr,
+    x, residual, weight, out, total, rstd, rows, n, x_row, residual_row, eps: tl.float64,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """total = x + residual (x without one), out = total / rms(total) * weight."""
     SUM: tl.constexpr = out.dtype.element_ty
@@ -121,10 +124,11 @@ def _normalized(g, s, weight, scale, g_at, s_at, k, mask, n, ACC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward_kernel(
-    g, g_total, s, weight, rstd, dx, dw, rows, n, s_row, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    g, g_total, s, weight, rstd, dx, dw, rows, n, s_row, ACC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """dx: the gradient of total. dw: a row of partial sums for each program, zeros before where LOOPED."""
+    """dx: the gradient of total. dw: a row of partial sums for each program, zeros before where
+    LOOPED."""
     pid = tl.program_id(0).to(tl.int64)
     acc = tl.zeros([ROWS, BLOCK], ACC)
     for first_row in range(pid * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -163,12 +167,14 @@ def rms_norm_backward_kernel(
         tl.store(dw + pid * n + k, tl.sum(acc, 0), k < n)
 
 
-# ---------------------------------------------------------------------------------------------- softmax
+# ------------------------------------------------------------------------------------------ softmax
 @triton.jit
 def _lines(outer, inner, n, x_outer, FLAT: tl.constexpr, ROWS: tl.constexpr):
-    """Of this program's lines of n elements: where each starts in x and in a contiguous result, and whether it exists.
+    """Of this program's lines of n elements: where each starts in x and in a contiguous result, and
+    whether it exists.
 
-    FLAT: inner is 1 and lines are whole rows. Else a program has lines that lie beside each other."""
+    FLAT: inner is 1 and lines are whole rows. Else a program has lines that lie beside each
+    other."""
     blocks = 1 if FLAT else tl.cdiv(inner, ROWS)
     o = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
@@ -197,8 +203,8 @@ def _shift(top):
 
 @triton.jit(do_not_specialize=["outer"])
 def softmax_kernel(
-    x, y, outer, inner, n, x_outer, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    x, y, outer, inner, n, x_outer, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the middle one of (outer, n, inner)."""
     OUT: tl.constexpr = y.dtype.element_ty
@@ -229,8 +235,8 @@ def softmax_kernel(
 
 @triton.jit(do_not_specialize=["outer"])
 def softmax_backward_kernel(
-    g, y, dx, outer, inner, n, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    g, y, dx, outer, inner, n, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)) along the middle one of (outer, n, inner); all are contiguous."""
     OUT: tl.constexpr = dx.dtype.element_ty
@@ -239,7 +245,10 @@ def softmax_backward_kernel(
     for first in range(0, n, BLOCK):
         k, along = _along(first, inner, FLAT, BLOCK)
         mask = alive & (k < n)
-        gv, yv = tl.load(g + at + along, mask, 0.0).to(ACC), tl.load(y + at + along, mask, 0.0).to(ACC)
+        gv, yv = (
+            tl.load(g + at + along, mask, 0.0).to(ACC),
+            tl.load(y + at + along, mask, 0.0).to(ACC),
+        )
         dot += tl.sum(gv * yv, 1)
         if not LOOPED:
             tl.store(dx + at + along, (yv * (gv - dot[:, None])).to(OUT), mask)
@@ -247,11 +256,14 @@ def softmax_backward_kernel(
         for first in range(0, n, BLOCK):
             k, along = _along(first, inner, FLAT, BLOCK)
             mask = alive & (k < n)
-            gv, yv = tl.load(g + at + along, mask, 0.0).to(ACC), tl.load(y + at + along, mask, 0.0).to(ACC)
+            gv, yv = (
+                tl.load(g + at + along, mask, 0.0).to(ACC),
+                tl.load(y + at + along, mask, 0.0).to(ACC),
+            )
             tl.store(dx + at + along, (yv * (gv - dot[:, None])).to(OUT), mask)
 
 
-# ---------------------------------------------------------------------------------------------- rotary
+# ------------------------------------------------------------------------------------------- rotary
 @triton.jit
 def _angles(table, position, half, alive, inside, HALF: tl.constexpr):
     k = tl.arange(0, HALF)
@@ -261,13 +273,15 @@ def _angles(table, position, half, alive, inside, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "n_positions", "offset"])
 def rotary_kernel(
-    x, cos, sin, offsets, out, length, heads, dim, half, n_positions, offset, x_strides, out_strides,
-    ACC: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr,
+    x, cos, sin, offsets, out, length, heads, dim, half, n_positions, offset, x_strides,
+    out_strides, ACC: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Rotates pairs of (batch, length, heads, dim) by the angles of their position; what is beyond 2 * half stays.
+    """Rotates pairs of (batch, length, heads, dim) by the angles of their position; what is beyond
+    2 * half stays.
 
-    A position that the tables lack gives NaN. REST: a power of two that holds the elements which stay, or 0."""
+    A position that the tables lack gives NaN. REST: a power of two that holds the elements which
+    stay, or 0."""
     blocks = tl.cdiv(heads, HEADS)
     line = tl.program_id(0) // blocks
     b, s = line // length, line % length
@@ -303,14 +317,16 @@ def rotary_kernel(
         tl.store(out + k, tl.load(x + k, mask), mask)
 
 
-# ---------------------------------------------------------------------------------------------- cross entropy
+# ------------------------------------------------------------------------------------ cross entropy
 @triton.jit(do_not_specialize=["rows", "ignore"])
 def cross_entropy_kernel(
-    x, target, weight, weight_sum, loss, lse, partial, rows, n, x_row, ignore, smoothing: tl.float64,
-    ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, target, weight, weight_sum, loss, lse, partial, rows, n, x_row, ignore,
+    smoothing: tl.float64, ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of each row and its log-sum-exp; or with `partial`, for each program the sum of its losses and, behind
-    those of all programs, of its weights. A target that is no class gives NaN."""
+    """The loss of each row and its log-sum-exp; or with `partial`, for each program the sum of
+    its losses and, behind those of all programs, of its weights. A target that is no class gives
+    NaN."""
     losses, weights = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
     for first_row in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         r = first_row + tl.arange(0, ROWS)
@@ -361,7 +377,10 @@ def cross_entropy_kernel(
 def cross_entropy_total_kernel(partial, loss, total, n, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """The loss of all rows from partial sums, and the weight of all."""
     k = tl.arange(0, BLOCK)
-    v, w = tl.sum(tl.load(partial + k, k < n, 0.0), 0), tl.sum(tl.load(partial + n + k, k < n, 0.0), 0)
+    v, w = (
+        tl.sum(tl.load(partial + k, k < n, 0.0), 0),
+        tl.sum(tl.load(partial + n + k, k < n, 0.0), 0),
+    )
     tl.store(total, w)
     if MEAN:
         v = v / w
@@ -370,8 +389,9 @@ def cross_entropy_total_kernel(partial, loss, total, n, MEAN: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["rows", "ignore"])
 def cross_entropy_backward_kernel(
-    g, x, target, weight, weight_sum, lse, total, dx, rows, n, x_row, g_row, ignore, smoothing: tl.float64,
-    ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    g, x, target, weight, weight_sum, lse, total, dx, rows, n, x_row, g_row, ignore,
+    smoothing: tl.float64, ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of x. total: what the loss was divided by, or None."""
     blocks = tl.cdiv(n, BLOCK)
@@ -406,16 +426,17 @@ def cross_entropy_backward_kernel(
     tl.store(dx + (r.to(tl.int64) * n)[:, None] + k, d.to(dx.dtype.element_ty), mask)
 
 
-# ---------------------------------------------------------------------------------------------- matmul
+# ------------------------------------------------------------------------------------------- matmul
 TILES = (  # BM, BN, BK, num_warps, num_stages
-    (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4),
-    (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 4), (128, 128, 32, 8, 3), (128, 64, 32, 4, 3),
-    (64, 64, 32, 4, 3), (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4),
-    (16, 32, 128, 4, 4), (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4),
+    (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 4),
+    (128, 128, 32, 8, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 3), (32, 64, 128, 4, 4),
+    (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4), (16, 32, 128, 4, 4),
+    (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
 )  # fmt: skip
 THIN_TILES = (  # of few rows or few columns: those, the others, BK, num_warps, num_stages
-    (16, 64, 128, 4, 8), (16, 64, 128, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4), (32, 64, 128, 4, 6),
-    (32, 64, 128, 4, 4),
+    (16, 64, 128, 4, 8), (16, 64, 128, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4),
+    (32, 64, 128, 4, 6), (32, 64, 128, 4, 4),
 )  # fmt: skip
 SHARED = 200 << 10
 """Bytes that tiles may take of a multiprocessor."""
@@ -434,9 +455,9 @@ THIN += [_config(many, few, *rest) for few, many, *rest in THIN_TILES]
 
 
 def fitting(configs, named, **constants):
-    """The tiles that are worth a trial. Of thin matrices in half precision, those made for them; else, unless tiles are
-    few, the largest of those no larger than the matrices, which suit batches; and those of which there are about as
-    many as multiprocessors."""
+    """The tiles that are worth a trial. Of thin matrices in half precision, those made for them;
+    else, unless tiles are few, the largest of those no larger than the matrices, which suit
+    batches; and those of which there are about as many as multiprocessors."""
     most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
     itemsize = named["a"].dtype.itemsize
 
@@ -454,7 +475,9 @@ def fitting(configs, named, **constants):
         return max(n_tiles / MULTIPROCESSORS, MULTIPROCESSORS / n_tiles)
 
     few = min(most_m, most_n)
-    thin = [c for c in THIN if itemsize == 2 and few == min(c.kwargs["BM"], c.kwargs["BN"]) and fits(c)]
+    thin = [
+        c for c in THIN if itemsize == 2 and few == min(c.kwargs["BM"], c.kwargs["BN"]) and fits(c)
+    ]
     wide = sorted(filter(fits, WIDE), key=area, reverse=True)
     large = wide[:3] if named["PARTS"] == 1 else []
     return list(dict.fromkeys([*(thin or large), *sorted(wide, key=distance)[:4]]))
@@ -474,16 +497,18 @@ def _place(tile, n_m, n_n, GROUP: tl.constexpr):
 )  # fmt: skip
 @triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
 def bmm_kernel(
-    a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAPPED: tl.constexpr, GROUP: tl.constexpr,
+    a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    UNIT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAPPED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = a @ b for every batch; out is contiguous. UNIT: as many elements are loaded at once, and sizes and strides
-    are multiples of it: but for M unless A_TURNED, and for the strides that are 1.
+    """out = a @ b for every batch; out is contiguous. UNIT: as many elements are loaded at once,
+    and sizes and strides are multiples of it: but for M unless A_TURNED, and for the strides that
+    are 1.
 
-    PARTS: as many programs, of the grid's second dimension, share a tile's K; out then has a product of each part, in
-    the type of sums, for total_kernel. SWAPPED: a tile is b.T @ a.T, which lets tensor cores have many rows where a
-    has few.
+    PARTS: as many programs, of the grid's second dimension, share a tile's K; out then has a
+    product of each part, in the type of sums, for total_kernel. SWAPPED: a tile is b.T @ a.T, which
+    lets tensor cores have many rows where a has few.
 
     m_like, ...: powers of two; what is chosen for one size serves all that are like it."""
     if UNIT > 1:  # Triton itself knows of multiples of 16
@@ -537,7 +562,8 @@ def bmm_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def total_kernel(parts, out, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = the sum of PARTS arrays of n numbers that lie one after another, always added in the same order."""
+    """out = the sum of PARTS arrays of n numbers that lie one after another, always added in the
+    same order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts + at, at < n, 0.0)
     for part in tl.static_range(1, PARTS):
@@ -546,10 +572,17 @@ def total_kernel(parts, out, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 VECTOR_TILES = (  # ROWS, BK, num_warps, STAGES
-    (8, 512, 4, 3), (16, 256, 4, 4), (4, 1024, 4, 1), (4, 2048, 8, 1), (2, 1024, 2, 1), (8, 512, 4, 1), (16, 512, 8, 1),
-    (32, 128, 4, 1), (64, 64, 4, 1),
+    (8, 512, 4, 3), (16, 256, 4, 4), (4, 1024, 4, 1), (4, 2048, 8, 1), (2, 1024, 2, 1),
+    (8, 512, 4, 1), (16, 512, 8, 1), (32, 128, 4, 1), (64, 64, 4, 1),
 )  # fmt: skip
-TURNED_TILES = ((32, 256, 8, 3), (32, 256, 8, 1), (32, 128, 4, 4), (32, 64, 4, 1), (64, 64, 4, 4), (128, 32, 4, 1))
+TURNED_TILES = (
+    (32, 256, 8, 3),
+    (32, 256, 8, 1),
+    (32, 128, 4, 4),
+    (32, 64, 4, 1),
+    (64, 64, 4, 4),
+    (128, 32, 4, 1),
+)
 """The same of rows that lie side by side in memory."""
 
 
@@ -577,12 +610,14 @@ def least_padded(configs, named, **constants):
 )  # fmt: skip
 @triton.jit(do_not_specialize=["rows_like", "k_like"])
 def matvec_kernel(
-    x, v, out, rows, K, rows_like, k_like, x_batch, x_line, v_batch, v_step, ACC: tl.constexpr, TURNED: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x, v, out, rows, K, rows_like, k_like, x_batch, x_line, v_batch, v_step, ACC: tl.constexpr,
+    TURNED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ v for every batch, without tensor cores, which would be idle: a vector is one of their columns. Rows of
-    x are contiguous, or if TURNED its columns; x_line is from one to the next. out is contiguous. UNIT: the length of
-    what is contiguous, x_batch and x_line are multiples of it."""
+    """out = x @ v for every batch, without tensor cores, which would be idle: a vector is one of
+    their columns. Rows of x are contiguous, or if TURNED its columns; x_line is from one to the
+    next. out is contiguous. UNIT: the length of what is contiguous, x_batch and x_line are
+    multiples of it."""
     if UNIT > 1:  # Triton itself knows of multiples of 16
         x_batch, x_line = x_batch // UNIT * UNIT, x_line // UNIT * UNIT
         if TURNED:
@@ -621,13 +656,15 @@ def matvec_kernel(
 
 
 TMA_TILES = (  # BM, BN, BK, num_warps, num_stages
-    (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 5), (64, 256, 64, 4, 4),
-    (128, 64, 64, 4, 6), (64, 128, 64, 4, 5), (64, 128, 128, 4, 3), (64, 64, 128, 4, 6), (64, 32, 128, 4, 6),
+    (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 5),
+    (64, 256, 64, 4, 4), (128, 64, 64, 4, 6), (64, 128, 64, 4, 5), (64, 128, 128, 4, 3),
+    (64, 64, 128, 4, 6), (64, 32, 128, 4, 6),
 )  # fmt: skip
 
 
 def balanced(configs, named, **constants):
-    """The tiles with which the multiprocessor that has most of them has least to do, larger ones first."""
+    """The tiles with which the multiprocessor that has most of them has least to do, larger ones
+    first."""
     worth_of_load = 64  # multiplications in the time of it
 
     def work(c):
@@ -642,13 +679,16 @@ def set_blocks(named):
     """The descriptors' blocks are the tiles of a configuration."""
     m, n, k = (named[name] for name in ("BM", "BN", "BK"))
     for name, block in (
-        ("a", [k, m] if named["A_TURNED"] else [m, k]), ("b", [n, k] if named["B_TURNED"] else [k, n]), ("out", [m, n])
+        ("a", [k, m] if named["A_TURNED"] else [m, k]),
+        ("b", [n, k] if named["B_TURNED"] else [k, n]), ("out", [m, n])
     ):  # fmt: skip
         named[name].block_shape = [1] * (len(named[name].block_shape) - 2) + block
 
 
 @triton.jit
-def _in_memory(x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCHED: tl.constexpr):
+def _in_memory(
+    x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCHED: tl.constexpr
+):
     if BATCHED:
         tile = x.load([batch, row, column]).reshape(ROWS, COLUMNS)
     else:
@@ -658,7 +698,8 @@ def _in_memory(x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 @triton.jit
 def _tile_of(
-    x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, BATCHED: tl.constexpr
+    x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr,
+    BATCHED: tl.constexpr
 ):  # fmt: skip
     """Of matrices; TURNED: which are transposed in memory."""
     if TURNED:
@@ -669,17 +710,20 @@ def _tile_of(
 
 
 @triton.autotune(
-    [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s, pre_hook=set_blocks)
+    [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s,
+                   pre_hook=set_blocks)
      for m, n, k, w, s in TMA_TILES],
-    key=["m_like", "n_like", "k_like", "A_TURNED", "B_TURNED"], prune_configs_by={"early_config_prune": balanced},
+    key=["m_like", "n_like", "k_like", "A_TURNED", "B_TURNED"],
+    prune_configs_by={"early_config_prune": balanced},
 )  # fmt: skip
 @triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
 def bmm_tma_kernel(
-    a, b, out, batches, M, N, K, m_like, n_like, k_like, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
-    BATCHED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, b, out, batches, M, N, K, m_like, n_like, k_like, A_TURNED: tl.constexpr,
+    B_TURNED: tl.constexpr, BATCHED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same by tensor descriptors, of two dimensions unless BATCHED. A program walks tiles: it loads the next one's
-    first blocks while it stores."""
+    """The same by tensor descriptors, of two dimensions unless BATCHED. A program walks tiles: it
+    loads the next one's first blocks while it stores."""
     n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), batches * n_m * n_n, tl.num_programs(0)):
         batch = tile // (n_m * n_n)

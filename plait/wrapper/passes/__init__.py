@@ -1,10 +1,12 @@
-"""Passes over wrapper programs, each a file and a pure function WrapperProgram -> WrapperProgram, in order as data.
+"""Passes over wrapper programs, each a file and a pure function WrapperProgram -> WrapperProgram,
+in order as data.
 
-No pass may drop an assert, a launch or a call: `run_passes` checks that, and the program, after each. All sizes may be
-symbolic. Decided before there are instructions is which buffer takes over the memory of another and where each lies in
-the arena (`schedule/memory.py`, which has to look into kernels; `wrapper/build.py` makes Reuse, Place and Arena of it).
-Passes that need more than the program run beside these where they are wanted: `wrapper/checks.py`,
-`wrapper/watch.py` and `wrapper/streams.py` before them, `wrapper/partition.py` after them.
+No pass may drop an assert, a launch or a call: `run_passes` checks that, and the program, after
+each. All sizes may be symbolic. Decided before there are instructions is which buffer takes over
+the memory of another and where each lies in the arena (`schedule/memory.py`, which has to look into
+kernels; `wrapper/build.py` makes Reuse, Place and Arena of it). Passes that need more than the
+program run beside these where they are wanted: `wrapper/checks.py`, `wrapper/watch.py` and
+`wrapper/streams.py` before them, `wrapper/partition.py` after them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 )
 
 
-def run_passes(program: WrapperProgram, check: bool = False, show: Show | None = None) -> WrapperProgram:
+def run_passes(
+    program: WrapperProgram, check: bool = False, show: Show | None = None
+) -> WrapperProgram:
     """The program after all passes.
 
-    check: verify before the first and after each, and that none dropped an effect. show: called with each result.
+    check: verify before the first and after each, and that none dropped an effect. show: called
+    with each result.
     """
     if check:
         verify(program)

@@ -1,7 +1,8 @@
-"""Dead code: what only defines a name that nobody needs goes, and results of calls that nobody uses lose their names.
+"""Dead code: what only defines a name that nobody needs goes, and results of calls that nobody uses
+lose their names.
 
-Needs a program without Free, which would name what goes. Keeps everything that has an effect: asserts, launches, calls,
-copies.
+Needs a program without Free, which would name what goes. Keeps everything that has an effect:
+asserts, launches, calls, copies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from dataclasses import replace
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import symbols, used
 
-_DEFINE = (ins.Symbol, ins.Arena, ins.Place, ins.Alloc, ins.Reuse, ins.View, ins.Constant, ins.DefineKernel)
+_DEFINE = (
+    ins.Symbol,
+    ins.Arena,
+    ins.Place,
+    ins.Alloc,
+    ins.Reuse,
+    ins.View,
+    ins.Constant,
+    ins.DefineKernel,
+)
 
 
 def drop_dead(p: ins.WrapperProgram) -> ins.WrapperProgram:

@@ -1,7 +1,8 @@
 """Which launches of a parallel region wait for those before them: only those that data flows to.
 
-Needs views, takeovers and places as they will be: whether two places overlap is asked of their ranges, which may be
-symbolic; what is not known to be apart is taken to overlap. Changes nothing but `Launch.barrier`.
+Needs views, takeovers and places as they will be: whether two places overlap is asked of their
+ranges, which may be symbolic; what is not known to be apart is taken to overlap. Changes nothing
+but `Launch.barrier`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Range = tuple[Size, Size]
 
 @dataclass
 class _Memory:
-    """Which memory may be other memory. Allocations (`own`, until an operator may have kept them) and places are known;
-    inputs, constants and results of calls may share memory among each other. places: their first byte, and one past
-    their last."""
+    """Which memory may be other memory. Allocations (`own`, until an operator may have kept them)
+    and places are known; inputs, constants and results of calls may share memory among each other.
+    places: their first byte, and one past their last."""
 
     bases: Mapping[str, str]
     places: dict[str, Range] = field(default_factory=dict)
@@ -43,8 +44,9 @@ class _Memory:
 
 @dataclass
 class _Touched:
-    """What the launches of a region have read, or written. roots: all of it; unknown: some is no memory that is known;
-    places: those that it holds, spans: those of them between numbers, symbolic: the others."""
+    """What the launches of a region have read, or written. roots: all of it; unknown: some is no
+    memory that is known; places: those that it holds, spans: those of them between numbers,
+    symbolic: the others."""
 
     memory: _Memory
     roots: set[str] = field(default_factory=set)
@@ -92,8 +94,8 @@ def _end(p: ins.Place) -> Size:
 
 
 def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
-    """The program where a launch waits only if it reads what an earlier one wrote, or writes what one reads or wrote,
-    since the last barrier or other end of a parallel region."""
+    """The program where a launch waits only if it reads what an earlier one wrote, or writes what
+    one reads or wrote, since the last barrier or other end of a parallel region."""
     memory = _Memory(bases_of(p.body))
     read, written = _Touched(memory), _Touched(memory)
     out: list[ins.Instr] = []

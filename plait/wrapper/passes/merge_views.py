@@ -1,7 +1,8 @@
 """Fewer views: equal ones become one, and a view of a view is taken from the tensor itself.
 
-Needs a program without Free, which would name views that go. Keeps every view that is returned: results of different
-names are different objects to the caller. Views count as equal where their expressions are.
+Needs a program without Free, which would name views that go. Keeps every view that is returned:
+results of different names are different objects to the caller. Views count as equal where their
+expressions are.
 """
 
 from __future__ import annotations

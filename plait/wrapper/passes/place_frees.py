@@ -1,7 +1,8 @@
-"""Ends of lives: a Free stands right after the last use of its tensor, where until now all lived to the end.
+"""Ends of lives: a Free stands right after the last use of its tensor, where until now all lived to
+the end.
 
-Needs everything else where it will be, so it comes last. A view counts as a use of its base. What is returned, the
-bases of returned views, constants and arenas stay to the end.
+Needs everything else where it will be, so it comes last. A view counts as a use of its base. What
+is returned, the bases of returned views, constants and arenas stay to the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def place_frees(p: ins.WrapperProgram) -> ins.WrapperProgram:
 
 
 def _last_uses(p: ins.WrapperProgram, body: Sequence[ins.Instr]) -> dict[str, int]:
-    """Tensor -> position of the instruction after which nothing needs it, in order of definition."""
+    """Tensor -> position of the instruction after which nothing needs it, in order of
+    definition."""
     integers = frozenset().union(*(symbols(i) for i in body))
     last: dict[str, int] = {i.name: -1 for i in p.inputs if isinstance(i, ins.TensorInput)}
     for k, i in enumerate(body):

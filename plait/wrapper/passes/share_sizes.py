@@ -1,8 +1,10 @@
-"""Sizes that cost something are computed once: an expression that several instructions evaluate becomes a symbol.
+"""Sizes that cost something are computed once: an expression that several instructions evaluate
+becomes a symbol.
 
-Counted are divisions, minima and products of symbols; a target folds sums and multiples into what it writes. The
-symbol is defined as soon as its own symbols are: at the start, unless a value that is read has a part in it. Keeps the
-value of every expression; hides what it is made of, so passes that compare sizes come before.
+Counted are divisions, minima and products of symbols; a target folds sums and multiples into what
+it writes. The symbol is defined as soon as its own symbols are: at the start, unless a value that
+is read has a part in it. Keeps the value of every expression; hides what it is made of, so passes
+that compare sizes come before.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def share_sizes(p: ins.WrapperProgram) -> ins.WrapperProgram:
     waiting = dict(shared)
     out = _define_ready(waiting, ready)
     for i in p.body:
-        out.append(i if isinstance(i, ins.Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared)))
+        out.append(
+            i if isinstance(i, ins.Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared))
+        )
         ready.update(defined(i))
         out += _define_ready(waiting, ready)
     return replace(p, body=tuple(out))

@@ -78,9 +78,8 @@ def restored(facts: dict[str, Any]) -> FakeTensorMode:
         env.var_to_sources[s] = [ConstantSource(name)]
     for field in (*_PAIRS, "axioms"):
         getattr(env, field).update({read(k, names): read(v, names) for k, v in facts[field]})
-    env.guards += [
-        symbolic_shapes.ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]
-    ]  # type: ignore[attr-defined]
+    guard = symbolic_shapes.ShapeGuard  # type: ignore[attr-defined]
+    env.guards += [guard(read(e, names), SLoc(None, None), False) for e in facts["guards"]]
     env.divisible.update(read(e, names) for e in facts["divisible"])
     for name, found in facts["asserts"]:
         made = [RuntimeAssert(read(e, names), msg, None) for e, msg in found]  # type: ignore[arg-type]

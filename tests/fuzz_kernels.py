@@ -20,7 +20,7 @@ import numpy as np
 
 from plait.ir import interp
 from plait.ir.dtypes import DTYPES, DType, b1, f32, f64, i64
-from plait.ir.loops import Buffer, Load, Node, cast, const, loop_vars, node
+from plait.ir.loops import Buffer, Load, Node, apply, cast, const, loop_vars, node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, symbol
 from plait.kernel.null import NullTarget
@@ -255,7 +255,7 @@ class Maker:
         """What `read` gives at the first points along one of the axes, where its argument holds,
         and 1 at the others."""
         a = self.r.choice(axes)
-        mask = self.ops.op(
+        mask = apply(
             "lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64)
         )
         found = self.ops.kept(self.ops.masked(mask, lambda: read(mask), 1))
@@ -278,7 +278,7 @@ class Maker:
 
         def read(mask: Node | None = None) -> Node:
             """Where the mask does not hold, the index is out of range."""
-            given = at if mask is None else self.ops.op("where", mask, at, self.ops.const(-99, i64))
+            given = at if mask is None else apply("where", mask, at, self.ops.const(-99, i64))
             k = self.ops.checked(given, n)
             return self.ops.load(table.name, (k if n > 1 else 0,), d)
 
@@ -312,49 +312,41 @@ class Maker:
                 return a
             x = a.node
             if x.dtype.is_float and to.kind in "iu":
-                x = self.ops.op(
+                x = apply(
                     "min",
-                    self.ops.op("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)),
+                    apply("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)),
                     const(50.0, x.dtype),
                 )
-                x = self.ops.op("where", self.ops.op("isnan", x), const(1.0, x.dtype), x)
+                x = apply("where", apply("isnan", x), const(1.0, x.dtype), x)
             return self.computable(Value(cast(x, to), a.exact, a.full))
         if d.is_float and how < 0.45:
-            x = self.ops.op("max", self.ops.op("min", a.node, const(3.0, d)), const(-0.9, d))
-            return Value(self.ops.op(r.choice(SMOOTH), x), False, a.full)
+            x = apply("max", apply("min", a.node, const(3.0, d)), const(-0.9, d))
+            return Value(apply(r.choice(SMOOTH), x), False, a.full)
         b = self.partner(a, pool)
         both, full = a.exact and b.exact, a.full or b.full
         if d == b1:
             return Value(
-                self.ops.op(
-                    r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node
-                ),
+                apply(r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node),
                 both,
                 full,
             )
         if both and how < 0.55:
-            c = self.ops.op(r.choice(["lt", "le", "eq", "ne", "gt", "ge"]), a.node, b.node)
-            return Value(
-                c if r.random() < 0.3 else self.ops.op("where", c, a.node, b.node), True, full
-            )
+            c = apply(r.choice(["lt", "le", "eq", "ne", "gt", "ge"]), a.node, b.node)
+            return Value(c if r.random() < 0.3 else apply("where", c, a.node, b.node), True, full)
         if d.is_float:
             op = r.choice(EXACT if both else ["add", "sub", "mul", "neg", "abs", "min", "max"])
         else:
             op = r.choice(WHOLE)
         if op in ("neg", "abs", "sqrt", "floor", "round", "sign", "trunc", "ceil", "not"):
-            x = self.ops.op("abs", a.node) if op == "sqrt" else a.node
-            return Value(self.ops.op(op, x), a.exact, a.full)
+            x = apply("abs", a.node) if op == "sqrt" else a.node
+            return Value(apply(op, x), a.exact, a.full)
         if op == "where":
             return (
-                Value(
-                    self.ops.op("where", self.ops.op("gt", a.node, const(0, d)), a.node, b.node),
-                    both,
-                    full,
-                )
+                Value(apply("where", apply("gt", a.node, const(0, d)), a.node, b.node), both, full)
                 if both
                 else a
             )
-        return Value(self.ops.op(op, a.node, b.node), both, full)
+        return Value(apply(op, a.node, b.node), both, full)
 
     def partner(self, a: Value, pool: list[Value]) -> Value:
         """Another value of a's dtype."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from plait.ir import loops as L
 from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.loops import apply
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, contiguous_strides, evaluate
 from plait.schedule.plan import Kernel, Plan, Reduce
@@ -102,7 +103,7 @@ class Builder:
     def map(self, op: str, *xs: str) -> str:
         """An elementwise op on buffers of one shape."""
         return self.pointwise(
-            self.buffers[xs[0]].shape, lambda o, *i: o.op(op, *(o.load(x, *i) for x in xs))
+            self.buffers[xs[0]].shape, lambda o, *i: apply(op, *(o.load(x, *i) for x in xs))
         )
 
     def reduce(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
-from plait.ir.loops import Node, loop_vars, node
+from plait.ir.loops import Node, apply, loop_vars, node
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, symbol
@@ -89,7 +89,7 @@ def sums_kernel(inner: int) -> Kernel:
     (i,) = loop_vars("i", (20,))
     ops = Recorder()
     at = ops.checked(ops.load("where", (0,), i64), 4, wrap=False)
-    value = ops.op("mul", ops.load("x", (at,), f32), ops.load("y", (i,), f32))
+    value = apply("mul", ops.load("x", (at,), f32), ops.load("y", (i,), f32))
     total = node("acc", (), "a", f32)
     stmts = (Reduce("a", "sum", value), Store("out", (i,), total, False))
     buffers = (

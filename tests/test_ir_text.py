@@ -30,6 +30,7 @@ from plait.ir.loops import (
     Scan,
     Scatter,
     TensorArg,
+    apply,
     const,
     loop_vars,
     node,
@@ -59,9 +60,9 @@ def exp_of_row(index: object) -> Pointwise:
     """y[i0, i1] = exp(x[rows[i0], i1] where i1 < 4)."""
     ops = Recorder()
     row = ops.indirect(ops.load("rows", (I[0],), i64), s0)
-    few = ops.op("lt", ops.index(I[1]), ops.const(4, i64))
+    few = apply("lt", ops.index(I[1]), ops.const(4, i64))
     value = ops.masked(few, lambda: ops.load("x", (row, I[1]), f32), 0.0)
-    return Pointwise("y", I, ops.op("exp", value), index, ("model.py:3 aten.exp",))  # type: ignore[arg-type]
+    return Pointwise("y", I, apply("exp", value), index, ("model.py:3 aten.exp",))  # type: ignore[arg-type]
 
 
 def test_a_program() -> None:
@@ -138,7 +139,7 @@ def test_other_ops() -> None:
         (("flag", Scalar("bool", "True")),),
     )
     checked = ops.checked(ops.load("rows", (I[0],), i64), 8, check=Check("IndexError", "it's out"))
-    half = Pointwise("w", I, ops.op("and", ops.load("b", (checked, I[1]), b1), ops.const(1, b1)))
+    half = Pointwise("w", I, apply("and", ops.load("b", (checked, I[1]), b1), ops.const(1, b1)))
     ops_ = (
         scan, scatter, call, Alias("a", "x", 4), Alias("b", "x", s0, relative=False),
         Item("u0", "k"), exp_of_row((I[0], I[1] + 8)), half,
@@ -186,7 +187,7 @@ def test_a_plan() -> None:
     m = node("acc", (), "m", f32)
     kernel = Kernel(
         "plait_softmax", I[:1], R,
-        (Reduce("m", "max", value), Store("y", (I[0], R[0]), ops.op("sub", value, m), True)),
+        (Reduce("m", "max", value), Store("y", (I[0], R[0]), apply("sub", value, m), True)),
         (X, Y), ("y",), (s0,), work_ns=s0 * 4, origin=("model.py:3 aten.softmax",), hints=(24,),
     )  # fmt: skip
     call = Extern(("z",), "aten::mm", (), fallback=False)

@@ -26,12 +26,12 @@ from plait.ir.loops import (
     Scan,
     Scatter,
     TensorArg,
+    apply,
     arg_symbol,
     const,
     loop_vars,
     node,
 )  # fmt: skip
-from plait.ir.record import Recorder
 from plait.ir.verify import verify
 
 N = sz.symbol("s0", lo=2)
@@ -52,14 +52,13 @@ def program() -> LoopProgram:
             ("w", f32, (N, 4)), ("a", f32, (4, N)),
         )
     }  # fmt: skip
-    ops = Recorder()
     index = node("load", (), Load("at", (I[0],)), i64)
     return LoopProgram(
         inputs=("x", "at", ("sym", "s0")),
         buffers=buffers,
         constants=(),
         ops=(
-            Pointwise("y", I, ops.op("mul", _load("x", *I), const(2.0, f32))),
+            Pointwise("y", I, apply("mul", _load("x", *I), const(2.0, f32))),
             Reduction(("z",), I[:1], R, "sum", _load("y", I[0], R[0])),
             Scatter("w", "y", I, (arg_symbol(0, N), I[1]), (index,), _load("x", *I), "add"),
             Alias("a", "w", 0),

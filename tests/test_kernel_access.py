@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
-from plait.ir.loops import loop_vars
+from plait.ir.loops import apply, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, floordiv, mod
 from plait.kernel.cpp import emit_library
@@ -113,7 +113,7 @@ def test_masks_of_positions(isa: Isa, op: str, tmp_path: Path) -> None:
                 ops = Recorder()
                 i, j = loop_vars("i", (3, n))
                 ends = (ops.index(j - i), ops.index(limit))
-                mask = ops.op(op, *(ends[::-1] if flipped else ends))
+                mask = apply(op, *(ends[::-1] if flipped else ends))
                 value = ops.masked(mask, lambda ops=ops, i=i, j=j: ops.load("x", (i, j), f32), -1.0)
                 buffers = (strided("x", f32, (3, n)), strided("out", f32, (3, n)))
                 store = Store("out", (i, j), value, True)
@@ -135,10 +135,8 @@ def test_masks_of_short_rows_are_constants() -> None:
     def text(n: int) -> str:
         i, j = loop_vars("i", (100, n + 2))
         ops = Recorder()
-        inside = ops.op(
-            "and",
-            ops.op("ge", ops.index(j), ops.index(1)),
-            ops.op("le", ops.index(j), ops.index(n)),
+        inside = apply(
+            "and", apply("ge", ops.index(j), ops.index(1)), apply("le", ops.index(j), ops.index(n))
         )
         value = ops.masked(inside, lambda: ops.load("x", (i, j - 1), f32), 0)
         buffers = (strided("x", f32, (100, n)), strided("out", f32, (100, n + 2)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plait.ir.dtypes import b1, f32, i64
-from plait.ir.loops import Buffer, Load, Node, loop_vars, node
+from plait.ir.loops import Buffer, Load, Node, apply, loop_vars, node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Size, evaluate, floordiv, symbol
 from plait.kernel.cpp import emit_library, structure
@@ -34,11 +34,11 @@ def softmax(
     kernel, x, y = names
     (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (columns,))
     value = ops.load(x, (i, r), f32)
-    e = ops.op("exp", ops.op("sub", value, acc("m")))
+    e = apply("exp", apply("sub", value, acc("m")))
     stmts = (
         Reduce("m", "max", value),
         Reduce("s", "sum", e),
-        Store(y, (i, r), ops.op("truediv", e, acc("s")), True),
+        Store(y, (i, r), apply("truediv", e, acc("s")), True),
     )
     buffers = (strided(x, f32, (rows, columns)), strided(y, f32, (rows, columns)))
     return Kernel(kernel, (i,), (r,), stmts, buffers, (y,), sizes)
@@ -216,7 +216,7 @@ def transpose_and_add(
     them."""
     ops = Recorder()
     (i, j) = loop_vars("i", (columns, rows))
-    value = ops.op("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
+    value = apply("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
     buffers = (
         strided("x", f32, (rows, columns)),
         strided("y", f32, (columns, rows)),

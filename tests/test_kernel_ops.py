@@ -12,7 +12,7 @@ import torch
 
 from plait.ir import interp
 from plait.ir.dtypes import DTYPES, LOOP_DTYPES, DType, b1, f32, i64
-from plait.ir.loops import Buffer, cast, const, loop_vars, node
+from plait.ir.loops import Buffer, apply, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.record import Recorder
 from plait.kernel.cpp import CppTarget, emit_library
@@ -125,7 +125,7 @@ def op_kernel(op: str, d: DType, n: int) -> Kernel:
     (i,) = loop_vars("i", (n,))
     kinds = [b1 if op == "where" and k == 0 else d for k in range(OPS[op].arity)]
     args = [ops.load(f"a{k}", (i,), t) for k, t in enumerate(kinds)]
-    x = ops.op(op, *args)
+    x = apply(op, *args)
     buffers = [strided(f"a{k}", t, (n,)) for k, t in enumerate(kinds)] + [
         strided("out", x.dtype, (n,))
     ]

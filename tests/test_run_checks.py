@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import plait
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import i64
-from plait.ir.loops import check_of, const, walk
+from plait.ir.loops import apply, check_of, const, walk
 from plait.ir.record import Recorder
 from plait.ir.rules import Simplifier
 from plait.ir.sizes import symbol
@@ -247,7 +247,7 @@ def test_a_constant_divisor_needs_no_check() -> None:
     ops = Recorder()
     for divisor, checks in ((3, ()), (0, (ZERO_DIVISION,))):
         a = ops.load("a", (0,), i64)
-        value = Simplifier()(ops.op("mod", a, ops.nonzero(const(divisor, i64), ZERO_DIVISION)))
+        value = Simplifier()(apply("mod", a, ops.nonzero(const(divisor, i64), ZERO_DIVISION)))
         assert tuple(c for n in walk((value,)) if (c := check_of(n))) == checks
     size = ops.index(symbol("s0", lo=2))
     assert Simplifier()(ops.nonzero(size, ZERO_DIVISION)) == size

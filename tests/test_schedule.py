@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from plait.config import Config
-from plait.ir.loops import LoopProgram, Node
+from plait.ir.loops import LoopProgram, Node, apply
 from plait.ir.sizes import Expr, Size, evaluate, floordiv, symbol
 from plait.schedule import LOOP_STEPS, schedule
 from plait.schedule.cost import HINT, hint
@@ -326,7 +326,7 @@ def test_checks_stay_out_of_masked_loads() -> None:
     g = b.pointwise((5, 4), lambda o, i, j: o.load(x, o.checked(o.load(at, i), 8), j))
 
     def padded(o, i, j):  # type: ignore[no-untyped-def]
-        inside = o.op("ge", o.index(i), o.const(1, i64))
+        inside = apply("ge", o.index(i), o.const(1, i64))
         return o.masked(inside, lambda: o.load(g, i - 1, j), 0.0)
 
     b.output(b.pointwise((6, 4), padded))

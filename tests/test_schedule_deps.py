@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from plait.config import Config
 from plait.ir.dtypes import i64
-from plait.ir.loops import Alias, Assert, Extern, Item, Load, Mutate, node
+from plait.ir.loops import Alias, Assert, Extern, Item, Load, Mutate, apply, node
 from plait.ir.sizes import symbol
 from plait.schedule import schedule
 from plait.schedule.deps import Bodies, drop_dead, memory_roots, preds
@@ -41,7 +41,7 @@ def test_a_size_read_at_run_time_comes_first() -> None:
     b.ops.append(Item("u0", count))
     b.ops.append(Assert(n, "u0 must not be zero"))
     y = b.pointwise((n,), lambda o, i: o.masked(
-        o.op("lt", o.index(i), o.const(8, i64)), lambda: o.load(x, i), 0.0
+        apply("lt", o.index(i), o.const(8, i64)), lambda: o.load(x, i), 0.0
     ))  # fmt: skip
     b.output(y)
     plan = schedule(b.program(), CFG)

@@ -14,6 +14,7 @@ import pytest
 from plait.config import Config
 from plait.ir import loops as L
 from plait.ir.dtypes import f32, i64
+from plait.ir.loops import apply
 from plait.ir.sizes import Size, smin
 from plait.ir.verify import verify
 from plait.schedule import schedule
@@ -110,7 +111,7 @@ class Fuzzer:
         x, op = self.pick(), self.rng.choice(["exp", "neg", "tanh", "abs"])
 
         def body(o: Record, *p: Size) -> L.Node:
-            return o.tanh(o.op(op, self.load(o, x, p)))
+            return o.tanh(apply(op, self.load(o, x, p)))
 
         self.add(self.b.pointwise(x.shape, body))
 
@@ -122,7 +123,7 @@ class Fuzzer:
         def body(o: Record, *p: Size) -> L.Node:
             q = p[len(p) - len(y.shape) :]
             q = tuple(0 if s == 1 else e for s, e in zip(y.shape, q, strict=True))
-            return o.op(op, self.load(o, x, p), self.load(o, y, q))
+            return apply(op, self.load(o, x, p), self.load(o, y, q))
 
         self.add(self.b.pointwise(x.shape, body))
 
@@ -179,7 +180,7 @@ class Fuzzer:
         n = x.shape[0]
 
         def body(o: Record, *p: Size) -> L.Node:
-            inside = o.op("ge", o.index(p[0]), o.const(1, i64))
+            inside = apply("ge", o.index(p[0]), o.const(1, i64))
             return o.masked(inside, lambda: self.load(o, x, (p[0] - 1, *p[1:])), 0.5)
 
         self.add(self.b.pointwise((n + 1, *x.shape[1:]), body))

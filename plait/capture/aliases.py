@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from plait.errors import Unsupported
 from plait.graph.captured import InputView
 from plait.graph.edit import begins_anywhere, output_of
-from plait.ir import sizes as sz
 from plait.lower.symbols import to_size
 
 Result = tuple[Any, ...]
@@ -134,7 +133,7 @@ def offset_in(base: torch.Tensor, node: Node, offset: int | torch.SymInt) -> int
     constant and both have one dtype."""
     if begins_anywhere(node) or base.dtype != node.meta["val"].dtype:
         return None
-    behind = sz.add(to_size(offset), sz.mul(to_size(base.storage_offset()), -1))
+    behind = to_size(offset) - to_size(base.storage_offset())
     return behind if isinstance(behind, int) else None
 
 

@@ -31,7 +31,8 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._library import custom_ops
 from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx import GraphModule, graph_module
+from torch.fx import Graph, GraphModule, graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
@@ -92,6 +93,12 @@ def through_dynamo(error: PlaitError) -> Exception:
 
 
 # -------------------------------------------------------------------------------------- AOTAutograd
+def unwritten(root: torch.nn.Module, graph: Graph, name: str) -> GraphModule:
+    """A graph's module whose Python is not written before somebody calls it. Of an operator that is
+    named by a Python word (aten::random.from) it would be no Python."""
+    return _LazyGraphModule(root, graph, name)
+
+
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs,

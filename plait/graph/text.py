@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, 
 from torch.utils._pytree import SequenceKey
 from torch.utils.checkpoint import CheckpointPolicy
 
+from plait import compat
 from plait.compat import shapes
 from plait.config import Config
 from plait.errors import Fallback
@@ -281,7 +282,7 @@ class _Reader:
             node.meta = {
                 key: _READ_META.get(key, _Reader.value)(self, v) for key, v in row["meta"].items()
             }
-        return GraphModule(root, graph, data["class"])
+        return compat.unwritten(root, graph, data["class"])
 
     def symbol(self, name: str) -> Any:
         """The symbol of that name."""

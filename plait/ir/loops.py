@@ -64,6 +64,71 @@ class Node:
             and self.args == other.args
         )
 
+    # A formula reads as on paper. Beside a node a Python number takes its dtype. `==` asks whether
+    # two nodes are the same one: `maths.eq` compares values.
+    def __neg__(self) -> Node:
+        return apply("neg", self)
+
+    def __invert__(self) -> Node:
+        return apply("not", self)
+
+    def __abs__(self) -> Node:
+        return apply("abs", self)
+
+    def __add__(self, other: Node | Const) -> Node:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Const) -> Node:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Node | Const) -> Node:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: Const) -> Node:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: Node | Const) -> Node:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: Const) -> Node:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: Node | Const) -> Node:
+        return apply("truediv", self, other)
+
+    def __rtruediv__(self, other: Const) -> Node:
+        return apply("truediv", other, self)
+
+    def __pow__(self, other: Node | Const) -> Node:
+        return apply("pow", self, other)
+
+    def __and__(self, other: Node | Const) -> Node:
+        return apply("and", self, other)
+
+    def __or__(self, other: Node | Const) -> Node:
+        return apply("or", self, other)
+
+    def __xor__(self, other: Node | Const) -> Node:
+        return apply("xor", self, other)
+
+    def __lshift__(self, other: Node | Const) -> Node:
+        return apply("shl", self, other)
+
+    def __rshift__(self, other: Node | Const) -> Node:
+        return apply("shr", self, other)
+
+    def __lt__(self, other: Node | Const) -> Node:
+        return apply("lt", self, other)
+
+    def __le__(self, other: Node | Const) -> Node:
+        return apply("le", self, other)
+
+    def __gt__(self, other: Node | Const) -> Node:
+        return apply("gt", self, other)
+
+    def __ge__(self, other: Node | Const) -> Node:
+        return apply("ge", self, other)
+
     def __repr__(self) -> str:
         from_attr = "" if self.attr is None else f"[{self.attr}]"
         return f"{self.op}{from_attr}({', '.join(map(repr, self.args))}):{self.dtype}"
@@ -102,6 +167,17 @@ def const(value: Const, dtype: DType) -> Node:
     else:
         value = int(value)
     return node("const", (), value, dtype)
+
+
+def apply(op: str, *args: Node | Const) -> Node:
+    """A row of the op table. Python numbers take the dtype of the first node among the operands (of
+    `where`, of the first after the condition). Raises TypeError where arity or dtypes do not
+    fit."""
+    if len(args) != OPS[op].arity:
+        raise TypeError(f"{op} takes {OPS[op].arity} arguments, not {len(args)}")
+    typed = args[1:] if op == "where" else args
+    dtype = next(a.dtype for a in typed if isinstance(a, Node))
+    return node(op, tuple(a if isinstance(a, Node) else const(a, dtype) for a in args))
 
 
 def cast(x: Node, dtype: DType) -> Node:

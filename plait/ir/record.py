@@ -25,23 +25,17 @@ from plait.ir.loops import (
     rewrite,
     walk,
 )
-from plait.ir.ops import CHECKED, OPS
+from plait.ir.ops import CHECKED
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
 
 class Recorder:
-    """Records one body. Every name of the op table is called through `op`; loads, indices, masks
-    and constants have methods of their own."""
+    """Records one body: loads, indices, masks and what they need. Arithmetic on their nodes is
+    Python's (`ir/loops.py`, Node) and that of `ir/maths.py`."""
 
     def __init__(self) -> None:
         self._indirect: dict[Atom, Node] = {}
         self._masks: list[Node] = []
-
-    def op(self, name: str, *args: Node) -> Node:
-        """One row of the op table. Raises TypeError where arity or dtypes do not fit."""
-        if len(args) != OPS[name].arity:
-            raise TypeError(f"{name} takes {OPS[name].arity} arguments, not {len(args)}")
-        return node(name, args)
 
     def const(self, value: Const, dtype: DType) -> Node:
         return const(value, dtype)

@@ -109,7 +109,7 @@ def _index(e: Size, args: tuple[Node, ...]) -> Node:
 # ----------------------------------------------------------------------------------------- integers
 _INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {
     "add": add,
-    "sub": lambda a, b: add(a, mul(b, -1)),
+    "sub": lambda a, b: a - b,
     "mul": mul,
 }
 
@@ -154,7 +154,7 @@ def index_comparison(s: Simplifier, n: Node) -> Node | None:
 
 def index_negated(s: Simplifier, n: Node) -> Node | None:
     found = _integer(n.args[0])
-    return None if found is None else _index(mul(found[0], -1), found[1])
+    return None if found is None else _index(-found[0], found[1])
 
 
 def index_extreme(s: Simplifier, n: Node) -> Node | None:

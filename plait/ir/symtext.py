@@ -172,7 +172,7 @@ def _from_hex(value: str) -> float | None:
 _COMPARE: dict[type[ast.cmpop], str] = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le"}
 _BINARY: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
     ast.Add: sz.add,
-    ast.Sub: lambda a, b: sz.add(a, sz.mul(b, -1)),
+    ast.Sub: lambda a, b: a - b,
     ast.Mult: sz.mul,
     ast.FloorDiv: sz.floordiv,
     ast.Mod: sz.mod,
@@ -260,7 +260,7 @@ class Reader:
             case ast.Name(id=name) if name in self.symbols:
                 return self.symbols[name]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return sz.mul(self.size(operand), -1)
+                return -self.size(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
                 try:
                     return _BINARY[type(op)](self.size(left), self.size(right))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, substitute, total
+from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, substitute, total
 from plait.kernel.cpp_expr import (
     Parts,
     mask_part,
@@ -49,14 +49,14 @@ class Access:
             for mono, c in offset.terms:
                 term = Expr(0, ((mono, c),))
                 depth = v.expr_depth(term)
-                groups[depth] = add(groups.get(depth, 0), term)
+                groups[depth] = groups.get(depth, 0) + term
         pointer, so_far = v.bases[buf], 0
         type_ = memory(v.nest.space.buffers[buf].dtype)
         total: Size = so_far
         for depth in sorted(groups):
             if groups[depth] == 0:
                 continue
-            total = add(total, groups[depth])
+            total = total + groups[depth]
             key = ("pointer", buf, total)
             memo = v.chain[depth].memo
             if key not in memo:
@@ -247,7 +247,7 @@ class Access:
         offset = offset_of(n)
         step = self.step(offset)
         assert step is not None
-        start = substitute(offset, {along: mul(Expr(0, (((block,), 1),)), v.lanes)})
+        start = substitute(offset, {along: Expr(0, (((block,), 1),)) * v.lanes})
         name = self.tiles[n, v.tail] = v.name("tile")
         v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
         count = "n" if v.tail else str(v.lanes)
@@ -325,7 +325,7 @@ class Access:
             return offset, 0
         terms = [Expr(0, ((mono, c),)) for mono, c in offset.terms]
         moving = total(t for t in terms if self._moves(t))
-        return add(offset.const, total(t for t in terms if not self._moves(t))), moving
+        return offset.const + total(t for t in terms if not self._moves(t)), moving
 
     def _moves(self, e: Size) -> bool:
         """Whether e differs between lanes."""
@@ -475,7 +475,7 @@ class Access:
         width = 1 if v.nest.inner else v.lanes * v.nest.unroll
         index: Size = 0
         for a, step in v.keep_strides:
-            index = add(index, mul(Expr(0, (((a,), 1),)), mul(step, width)))
+            index = index + Expr(0, (((a,), 1),)) * (step * width)
         return f"{v.keep_names[n]} + {v.integer(index)} + {v.rep * v.lanes}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Size, bounds, mul
+from plait.ir.sizes import Atom, Size, bounds
 from plait.kernel.space import (
     Space,
     blocks,
@@ -288,7 +288,7 @@ def buffer_points(nest: Nest) -> Size:
         return 1
     a, step = row_points(nest.order, nest.lanes, nest.axis if nest.inner else None)[0]
     n = extent(a)
-    return mul(step, mul(blocks(n, nest.lanes), nest.lanes) if nest.inner and a == nest.axis else n)
+    return step * (blocks(n, nest.lanes) * nest.lanes if nest.inner and a == nest.axis else n)
 
 
 def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list[tuple[Atom, Size]]:
@@ -299,5 +299,5 @@ def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list
     for a in reversed(order):
         out.append((a, step))
         n = extent(a)
-        step = mul(step, mul(blocks(n, lanes), lanes) if a == padded else n)
+        step = step * (blocks(n, lanes) * lanes if a == padded else n)
     return out[::-1]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from plait.ir.dtypes import DType, b1, f32, f64, i64
 from plait.ir.loops import Const, Node, node
-from plait.ir.sizes import Atom, Expr, Size, add, mul, product
+from plait.ir.sizes import Atom, Expr, Size, product
 from plait.kernel.cpp_expr import (
     Parts,
     ctype,
@@ -202,7 +202,7 @@ class Accumulators:
         """The row-major position over the reduced axes."""
         out: Size = 0
         for a in self.v.nest.space.rvars:
-            out = add(mul(out, extent(a)), Expr(0, (((a,), 1),)))
+            out = out * extent(a) + Expr(0, (((a,), 1),))
         return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
 
     # --------------------------------------------------------------------------------------- finish

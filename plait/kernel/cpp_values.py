@@ -15,7 +15,7 @@ from typing import Protocol
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
 from plait.ir.loops import Node, check_of, const, node, walk
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, may_be_zero, mul
+from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, may_be_zero
 from plait.kernel.cpp_expr import (
     Parts,
     ctype,
@@ -281,11 +281,11 @@ class Values:
         ends = [_affine(a) for a in (n.args[::-1] if swapped else n.args)]
         if ends[0] is None or ends[1] is None:
             return None
-        room = add(ends[1], mul(-1, ends[0]))  # true where this is > 0, or >= 0
+        room = ends[1] - ends[0]  # true where this is > 0, or >= 0
         step = None if self.varies(room) else coefficient(room, self.axis)
         if step not in (1, -1):
             return None
-        first = add(room, 0 if strict else 1)  # true where > 0
+        first = room + (0 if strict else 1)  # true where > 0
         if step == -1:
             return f"lanes_below({self.integer(first)}{self.rep_offset(-1)})"
         return f"~lanes_below(1 - ({self.integer(first)}{self.rep_offset(1)}))"

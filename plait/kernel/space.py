@@ -14,19 +14,7 @@ from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import f32, f64, i32, i64
 from plait.ir.loops import Buffer, Load, Node, cast, const, is_arg, node, rewrite, walk, with_args
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    floordiv,
-    free_symbols,
-    mul,
-    product,
-    substitute,
-    symbol,
-    total,
-)
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, product, substitute, symbol, total
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
@@ -81,7 +69,7 @@ def coefficient(e: Size, a: Atom) -> Size | None:
         if hits > 1:
             return None
         if hits:
-            out = add(out, mul(c, product(atom_expr(x) for x in rest)))
+            out = out + c * product(atom_expr(x) for x in rest)
     return out
 
 
@@ -102,16 +90,16 @@ def without_mod(e: Size) -> Size:
 def _expanded(e: Size) -> Size:
     if isinstance(e, int):
         return e
-    terms = (mul(c, product(_expanded_atom(a) for a in mono)) for mono, c in e.terms)
-    return add(e.const, total(terms))
+    terms = (c * product(_expanded_atom(a) for a in mono) for mono, c in e.terms)
+    return e.const + total(terms)
 
 
 def _expanded_atom(a: Atom) -> Size:
     if a.kind not in ("div", "mod"):
         return atom_expr(a)
     x = _expanded(a.a)
-    q = floordiv(x, a.b)
-    return q if a.kind == "div" else add(x, mul(-1, mul(a.b, q)))
+    q = x // a.b
+    return q if a.kind == "div" else x - a.b * q
 
 
 def _n_divisions(e: Size) -> int:
@@ -147,7 +135,7 @@ def _linearise(kernel: Kernel) -> Space:
     memo: dict[Node, Node] = {}
 
     def flat(exprs: tuple[Size, ...], strides: tuple[Size, ...], args: tuple[Node, ...]) -> Size:
-        offset = without_mod(total(mul(e, s) for e, s in zip(exprs, strides, strict=True)))
+        offset = without_mod(total(e * s for e, s in zip(exprs, strides, strict=True)))
         env: dict[Atom, Size] = {}
         for a in sorted(free_symbols(offset), key=lambda t: t.name):
             if is_arg(a):
@@ -371,7 +359,7 @@ def _merge_axes(space: Space) -> Space:
             axes: tuple[Atom, ...] = getattr(space, which)
             a, b = axes[k], axes[k + 1]
             if all(_walks_as_one(e, a, b) for e in exprs):
-                both = symbol(f"{a.name}.{b.name}", extent=mul(extent(a), extent(b)))
+                both = symbol(f"{a.name}.{b.name}", extent=extent(a) * extent(b))
                 space = _substituted(space, {a: 0, b: both}, drop=a, put=_atom(both))
                 exprs = _offsets(space)
             k -= 1
@@ -380,7 +368,7 @@ def _merge_axes(space: Space) -> Space:
 
 def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
     ca, cb = coefficient(e, a), coefficient(e, b)
-    return ca is not None and cb is not None and ca == mul(cb, extent(b))
+    return ca is not None and cb is not None and ca == cb * extent(b)
 
 
 def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
@@ -451,4 +439,4 @@ def trip_count(axes: tuple[Atom, ...]) -> Size:
 
 def blocks(n: Size, size: int) -> Size:
     """How many blocks of `size` cover n points."""
-    return floordiv(add(n, size - 1), size)
+    return (n + (size - 1)) // size

@@ -18,7 +18,7 @@ from plait.errors import Unsupported, UserError
 from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, walk
 from plait.ir.ops import ATOMICS
-from plait.ir.sizes import Expr, Size, bounds, ceildiv, mul
+from plait.ir.sizes import Expr, Size, bounds, ceildiv
 from plait.kernel.same import structure, symbol_for
 from plait.kernel.space import Space, atom_expr, linear_space
 from plait.kernel.target import Source
@@ -247,7 +247,7 @@ def _space(kernel: Kernel) -> Space:
 def _is_wide(space: Space, tile: Tile) -> bool:
     """Whether some index may leave 32 bits."""
     limit = 2**31 - 1
-    exprs: list[Size] = [mul(g.points, 1) + g.block for g in tile.groups]
+    exprs: list[Size] = [g.points + g.block for g in tile.groups]
     exprs += [ceildiv(g.points, g.block) * g.block for g in tile.groups]
     for n in walk(space.roots()):
         if n.op == "load":

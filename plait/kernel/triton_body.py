@@ -25,7 +25,6 @@ from plait.ir.sizes import (
     bounds,
     free_symbols,
     known_nonneg,
-    mod,
     mul,
     substitute,
     symbol,
@@ -327,7 +326,7 @@ class Writer:
         (begin,) = begins
         return (
             (begin, line)
-            if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0
+            if not free_symbols(begin) - set(self.space.vars) and begin % each != 0
             else None
         )
 
@@ -347,7 +346,7 @@ class Writer:
         middle of a vector, would forbid them all along. Then the rest of a row is a block of its
         own."""
         for offset, each in self._contiguous(stmts):
-            if mod(length, each) == 0:
+            if length % each == 0:
                 continue
             steps = [coefficient(offset, a) for a in self.space.vars]
             if all(isinstance(c, int) and c % each == 0 for c in steps):
@@ -575,7 +574,7 @@ class Writer:
         point."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
-        if self.begin is not None and e == add(self.begin[0], atom_expr(self.space.rvars[0])):
+        if self.begin is not None and e == self.begin[0] + atom_expr(self.space.rvars[0]):
             text = f"{self.begun[self.begin][0]} + along"
         if names == level and (level or not whole):
             return f"({text})"
@@ -782,7 +781,7 @@ class Writer:
                 continue
             step = coefficient(e, g.axes[-1])
             steps = [
-                None if step is None else mul(step, _product(g.axes[k + 1 :]))
+                None if step is None else step * _product(g.axes[k + 1 :])
                 for k in range(len(g.axes))
             ]
             if step not in (None, 0) and all(

@@ -20,7 +20,6 @@ from plait.ir.sizes import (
     ceildiv,
     free_symbols,
     is_contiguous,
-    mod,
     product,
     substitute,
 )
@@ -321,7 +320,7 @@ def _is_ragged(space: Space) -> bool:
     for offset, dtype in _accesses(space):
         along = any(is_contiguous(offset, r) for r in space.rvars)
         begin = substitute(offset, dict.fromkeys(space.rvars, 0))
-        if along and mod(begin, 16 // dtype.nbytes) != 0:
+        if along and begin % (16 // dtype.nbytes) != 0:
             return True
     return False
 

@@ -47,7 +47,7 @@ def _biased(ctx: Lowering, x: View, bias: View) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value, more = ops.cast(x.load(ops, i), compute), ops.cast(bias.load(ops, (i[1],)), compute)
-        return ops.cast(ops.op("add", value, more), x.dtype)
+        return ops.cast(value + more, x.dtype)
 
     return ctx.pointwise(x.shape, x.dtype, body, ctx.out_strides())
 
@@ -57,7 +57,7 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
     assert ctx.node is not None
     transposed, wanted = rest[4], rest[7]
     one = sz.product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
-    flops = sz.mul(one, sum(map(bool, wanted[:2])))
+    flops = one * sum(map(bool, wanted[:2]))
     return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, flops=flops)
 
 

@@ -352,7 +352,7 @@ class Lowering:
         """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
         no strides describe it."""
         b = self.buffers[x.buf]
-        flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, b.strides, strict=True))
+        flat = sz.total(e * s for e, s in zip(x.index, b.strides, strict=True))
         strides: list[Size] = []
         rest = flat
         for v in x.vars:
@@ -362,14 +362,14 @@ class Lowering:
             if k is None:
                 return None
             strides.append(k)
-            rest = sz.add(rest, sz.mul(sz.mul(v, k), -1))
+            rest = rest - v * k
         if any(v.symbol in sz.free_symbols(rest) for v in x.vars):
             return None
         # A dimension of size 1 has a variable that is always 0: give it a stride that keeps
         # contiguity checks happy.
         for d in range(len(strides) - 1, -1, -1):
             if x.shape[d] == 1:
-                strides[d] = sz.mul(x.shape[d + 1], strides[d + 1]) if d + 1 < len(strides) else 1
+                strides[d] = x.shape[d + 1] * strides[d + 1] if d + 1 < len(strides) else 1
         if 0 in x.shape:  # of no elements the first may lie beyond the memory
             rest = 0
         self.fix_layout(x.buf)
@@ -428,8 +428,8 @@ class Lowering:
             _stride_of(e, x.vars, target) if size != 1 else 1
             for e, size in zip(x.index, b.shape, strict=True)
         ]
-        flat = sz.total(sz.mul(v, t) for v, t in zip(x.vars, target, strict=True))
-        laid = sz.total(sz.mul(e, s) for e, s in zip(x.index, new, strict=True))
+        flat = sz.total(v * t for v, t in zip(x.vars, target, strict=True))
+        laid = sz.total(e * s for e, s in zip(x.index, new, strict=True))
         kept = all(
             t == 1
             for s, t, size in zip(b.strides, new, b.shape, strict=True)
@@ -445,7 +445,7 @@ class Lowering:
         if len(x.shape) < 2:
             return rows
         strides = self.buffers[x.buf].strides
-        flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, strides, strict=True))
+        flat = sz.total(e * s for e, s in zip(x.index, strides, strict=True))
         across, along = (v.symbol for v in x.vars[-2:])
         assert across is not None and along is not None
         turned = sz.is_contiguous(flat, across) and not sz.is_contiguous(flat, along)
@@ -534,7 +534,7 @@ class Lowering:
                 )
                 lo, hi = (int(max(min(b, 2**63 - 1), -(2**63))) for b in sz.bounds(symbol))
                 if (lo, hi) != (-(2**63), 2**63 - 1):
-                    inside = sz.mul(sz.compare("le", lo, found), sz.compare("le", found, hi))
+                    inside = sz.compare("le", lo, found) * sz.compare("le", found, hi)
                     self.assert_true(inside, said, (found, lo, hi))
 
     def assert_true(
@@ -553,7 +553,7 @@ class Lowering:
         """Asserts that an index into dimension dim, of this size, is in [-size, size), unless what
         was checked says so: torch 2.11 traces `x[1]` without a guard. Raises NoRule for one that
         never is, which ATen refuses."""
-        inside = sz.mul(sz.compare("le", sz.mul(size, -1), index), sz.compare("lt", index, size))
+        inside = sz.compare("le", -size, index) * sz.compare("lt", index, size)
         if inside == 0:
             raise NoRule(f"index {index} is out of bounds for dimension {dim} with size {size}")
         if inside == 1 and sz.may_be_zero(size):  # its range does not tell 0
@@ -609,7 +609,7 @@ def _is_dense(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
     for stride, n in sorted(dims, key=lambda dim: dim[0]):
         if stride != end:
             return False
-        end = sz.mul(end, n)
+        end = end * n
     return end == sz.numel(shape)
 
 
@@ -620,7 +620,7 @@ def _stride_of(e: Size, vars_: tuple[Expr, ...], strides: tuple[Size, ...]) -> S
     for v, stride in zip(vars_, strides, strict=True):
         for at in (1, *sz.divisors(e)):
             if v.symbol in zero and sz.substitute(e, {**zero, v.symbol: at}) == 1:
-                return sz.mul(stride, at)
+                return stride * at
     return 0
 
 

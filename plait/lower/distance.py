@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
-from plait.ir.loops import Node
+from plait.ir.loops import Node, const
+from plait.ir.maths import eq, ne, sign, sqrt, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
-from plait.lower.pointwise import Maths
 from plait.lower.shape import result
 
 aten = torch.ops.aten
@@ -38,24 +38,23 @@ def cdist(ctx: Lowering, a: View, b: View, p: float, compute_mode: int | None) -
     compute = compute_dtype(a.dtype)
 
     def term(ops: Recorder, i: Point, r: Point) -> Node:
-        m = Maths(ops)
         x = ops.cast(a.load(ops, (*i[:-1], r[0])), compute)
         y = ops.cast(b.load(ops, (*i[:-2], i[-1], r[0])), compute)
-        d = m("abs", m("sub", x, y))
+        d = abs(x - y)
         if p == 0:
-            return m("where", m("ne", d, 0), m.const(1, compute), 0)
-        return m("mul", d, d) if p == 2 else d if p in (1, math.inf) else m("pow", d, p)
+            return where(ne(d, 0), const(1, compute), 0)
+        return d * d if p == 2 else d if p in (1, math.inf) else d**p
 
     shape = (*a.shape[:-1], b.shape[-2])
     kind = "max" if p == math.inf else "sum"
     found = ctx.reduce(shape, a.shape[-1:], kind, term)
 
     def root(ops: Recorder, i: Point) -> Node:
-        m, x = Maths(ops), found.load(ops, i)
+        x = found.load(ops, i)
         if p == 2:
-            x = m("sqrt", x)
+            x = sqrt(x)
         elif p not in (0, 1, math.inf):
-            x = m("pow", x, 1 / p)
+            x = x ** (1 / p)
         return ops.cast(x, a.dtype)
 
     return result(ctx, root)
@@ -71,30 +70,30 @@ def cdist_backward(ctx: Lowering, grad: View, a: View, b: View, p: float, dist: 
         raise NoRule("nothing to sum, or batches that differ")
 
     def term(ops: Recorder, i: Point, r: Point) -> Node:
-        m, pair = Maths(ops), (*i[:-1], r[0])
+        pair = (*i[:-1], r[0])
         g, far = (ops.cast(x.load(ops, pair), compute) for x in (grad, dist))
         x = ops.cast(a.load(ops, i), compute)
         y = ops.cast(b.load(ops, (*i[:-2], r[0], i[-1])), compute)
-        return _slope(m, m("sub", x, y), far, g, p)
+        return _slope(x - y, far, g, p)
 
     total = ctx.reduce(a.shape, b.shape[-2:-1], "sum", term)
     return result(ctx, lambda ops, i: ops.cast(total.load(ops, i), a.dtype))
 
 
-def _slope(m: Maths, d: Node, far: Node, g: Node, p: float) -> Node:
+def _slope(d: Node, far: Node, g: Node, p: float) -> Node:
     """g times the derivative of the distance `far` by the difference d of one coordinate."""
     if p == 1:
-        return m("mul", g, m("sign", d))
+        return g * sign(d)
     if p == math.inf:
-        return m("where", m("eq", m("abs", d), far), m("mul", g, m("sign", d)), 0.0)
+        return where(eq(abs(d), far), g * sign(d), 0.0)
     if p == 2:
-        return m("where", m("eq", far, 0), 0.0, m("truediv", m("mul", g, d), far))
-    scaled = m("truediv", g, m("pow", far, p - 1))
+        return where(eq(far, 0), 0.0, g * d / far)
+    scaled = g / far ** (p - 1)
     if p > 2:
-        inner = m("mul", m("mul", d, m("pow", m("abs", d), p - 2)), scaled)
-        return m("where", m("eq", far, 0), 0.0, inner)
-    inner = m("mul", m("mul", m("sign", d), m("pow", m("abs", d), p - 1)), scaled)
-    nothing = m("eq", far, 0)
+        inner = d * abs(d) ** (p - 2) * scaled
+        return where(eq(far, 0), 0.0, inner)
+    inner = sign(d) * abs(d) ** (p - 1) * scaled
+    nothing = eq(far, 0)
     if p < 1:
-        nothing = m("or", nothing, m("eq", d, 0))
-    return m("where", nothing, 0.0, inner)
+        nothing = nothing | eq(d, 0)
+    return where(nothing, 0.0, inner)

@@ -15,6 +15,7 @@ import torch
 from plait import compat
 from plait.ir.dtypes import DType, f8e4m3fn, f8e4m3fnuz, f8e5m2, f8e5m2fnuz, f32, u8, u32
 from plait.ir.loops import Alias, Node
+from plait.ir.maths import eq, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, View
 
@@ -92,21 +93,21 @@ def decoded(ops: Recorder, code: Node, form: Format) -> Node:
 
     shift = 23 - form.mantissa
     wide = ops.cast(code, u32)
-    size = ops.op("and", wide, number(0x7F))
-    sign = ops.op("shl", ops.op("and", wide, number(0x80)), number(24))
-    normal = ops.op("add", ops.op("shl", size, number(shift)), number((127 - form.bias) << 23))
+    size = wide & number(0x7F)
+    sign = (wide & number(0x80)) << number(24)
+    normal = (size << number(shift)) + number((127 - form.bias) << 23)
     step = ops.const(2.0 ** (1 - form.bias - form.mantissa), f32)
-    small = ops.bitcast(ops.op("mul", ops.cast(size, f32), step), u32)
-    bits = ops.op("where", ops.op("lt", size, number(1 << form.mantissa)), small, normal)
+    small = ops.bitcast(ops.cast(size, f32) * step, u32)
+    bits = where(size < number(1 << form.mantissa), small, normal)
     if not form.signed_zero:
-        bits = ops.op("where", ops.op("eq", wide, number(0x80)), number(_NAN), bits)
+        bits = where(eq(wide, number(0x80)), number(_NAN), bits)
     elif form.infinity is None:
-        bits = ops.op("where", ops.op("eq", size, number(0x7F)), number(_NAN), bits)
+        bits = where(eq(size, number(0x7F)), number(_NAN), bits)
     else:
         top = number(form.infinity)
-        beyond = ops.op("where", ops.op("eq", size, top), number(_INFINITY), number(_NAN))
-        bits = ops.op("where", ops.op("ge", size, top), beyond, bits)
-    return ops.bitcast(ops.op("or", bits, sign), f32)
+        beyond = where(eq(size, top), number(_INFINITY), number(_NAN))
+        bits = where(size >= top, beyond, bits)
+    return ops.bitcast(bits | sign, f32)
 
 
 def encoded(ops: Recorder, value: Node, form: Format) -> Node:
@@ -117,25 +118,23 @@ def encoded(ops: Recorder, value: Node, form: Format) -> Node:
 
     shift, bias = 23 - form.mantissa, 127 - form.bias
     bits = ops.bitcast(value, u32)
-    sign = ops.op("and", bits, number(_SIGN))
-    size = ops.op("xor", bits, sign)
+    sign = bits & number(_SIGN)
+    size = bits ^ sign
     # Below the least normal number codes are a fixed point: adding a power of two lets the addition
     # round.
     magic = (bias + shift + 1) << 23
-    added = ops.op("add", ops.bitcast(size, f32), ops.const(2.0 ** ((magic >> 23) - 127), f32))
-    small = ops.op("sub", ops.bitcast(added, u32), number(magic))
-    odd = ops.op("and", ops.op("shr", size, number(shift)), number(1))
-    half = ops.op("add", ops.op("sub", size, number(bias << 23)), number((1 << (shift - 1)) - 1))
-    normal = ops.op("shr", ops.op("add", half, odd), number(shift))
-    code = ops.op("where", ops.op("lt", size, number((bias + 1) << 23)), small, normal)
-    over = ops.op(
-        "where", ops.op("gt", size, number(_INFINITY)), number(form.nan), number(form.over)
-    )
+    added = ops.bitcast(size, f32) + ops.const(2.0 ** ((magic >> 23) - 127), f32)
+    small = ops.bitcast(added, u32) - number(magic)
+    odd = (size >> number(shift)) & number(1)
+    half = size - number(bias << 23) + number((1 << (shift - 1)) - 1)
+    normal = (half + odd) >> number(shift)
+    code = where(size < number((bias + 1) << 23), small, normal)
+    over = where(size > number(_INFINITY), number(form.nan), number(form.over))
     limit = ops.bitcast(ops.const(form.limit, f32), u32)
-    code = ops.op("where", ops.op("ge", size, limit), over, code)
-    signed = ops.op("or", code, ops.op("shr", sign, number(24)))
+    code = where(size >= limit, over, code)
+    signed = code | (sign >> number(24))
     if not form.signed_zero:
-        signed = ops.op("where", ops.op("eq", code, number(0)), number(0), signed)
+        signed = where(eq(code, number(0)), number(0), signed)
     return ops.cast(signed, u8)
 
 

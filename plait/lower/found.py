@@ -109,7 +109,7 @@ class Found:
                 value = value[k]
             elif kind == "divided":
                 symbols[f"{name}_whole"] = symbols.pop(name)
-                symbols[name] = sz.floordiv(sz.symbol(f"{name}_whole"), k)
+                symbols[name] = sz.symbol(f"{name}_whole") // k
             elif isinstance(value, View):
                 self.ctx.fix_layout(value.buf)
                 symbols[name] = (value.buf, kind, k)
@@ -132,10 +132,7 @@ class Found:
                 first = zip(
                     value.at((0,) * len(value.shape)), map(to_size, like.stride()), strict=True
                 )
-                return sz.add(
-                    to_size(like.storage_offset()),
-                    sz.total(sz.mul(i, stride) for i, stride in first),
-                )
+                return to_size(like.storage_offset()) + sz.total(i * stride for i, stride in first)
         return None
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
@@ -167,7 +164,7 @@ class Found:
             if k is None or sz.bounds(k)[0] <= 0:
                 return False
             self.ctx.found.add(atom.name)
-            value = symbols[atom.name] = sz.floordiv(found - sz.substitute(traced, {atom: 0}), k)
+            value = symbols[atom.name] = (found - sz.substitute(traced, {atom: 0})) // k
             self._check_range(value, atom, -_INF, what)
         self._assert(
             sz.compare("eq", found, traced),

@@ -266,7 +266,7 @@ class _Walk:
             self.ctx.symbols[name] = source
             given = sz.symbol(name)
         known = sz.substitute(e, {unknown: 0})
-        self.ctx.symbols[unknown.name] = sz.floordiv(sz.add(given, sz.mul(known, -1)), k)
+        self.ctx.symbols[unknown.name] = (given - known) // k
         return True
 
     # ---- constants
@@ -554,9 +554,7 @@ class _Walk:
             return
         storage = _storage(like)
         memory = self.ctx.memory(view.buf)
-        part = not sz.known_eq(
-            self._nbytes(memory), sz.mul(sz.numel(view.shape), view.dtype.nbytes)
-        )
+        part = not sz.known_eq(self._nbytes(memory), sz.numel(view.shape) * view.dtype.nbytes)
         if not part and not seen:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
@@ -570,7 +568,7 @@ class _Walk:
 
     def _nbytes(self, buf: str) -> Size:
         b = self.ctx.buffers[buf]
-        return sz.mul(sz.numel(b.shape), b.dtype.nbytes)
+        return sz.numel(b.shape) * b.dtype.nbytes
 
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
         """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an
@@ -653,9 +651,9 @@ class _Walk:
         ):
             return None
         memory = self.ctx.tensor_arg(view, strides)
-        within = sz.mul(memory.offset, view.dtype.nbytes)
+        within = memory.offset * view.dtype.nbytes
         dtype = from_torch(val.dtype)
-        offset = sz.add(sz.floordiv(within, dtype.nbytes), _behind(like, val.storage_offset(), val))
+        offset = within // dtype.nbytes + _behind(like, val.storage_offset(), val)
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
         at = TensorArg(memory.buf, shape, strides, offset)
         return (
@@ -726,8 +724,8 @@ def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) 
     """How far `offset`, in elements of like from the start of base's storage, lies behind base's
     first element, in elements of like."""
     item = like.element_size()
-    first = sz.mul(to_size(base.storage_offset()), base.element_size())
-    return sz.floordiv(sz.add(sz.mul(to_size(offset), item), sz.mul(first, -1)), item)
+    first = to_size(base.storage_offset()) * base.element_size()
+    return (to_size(offset) * item - first) // item
 
 
 def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:

@@ -17,6 +17,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
+from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
@@ -102,10 +103,8 @@ def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, 
 
     def is_outside(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         at = ops.cast(index.load(ops, r), i64)
-        inside = all_of(
-            ops, [ops.op("ge", at, ops.const(0, i64)), ops.op("lt", at, ops.index(size))]
-        )
-        return ops.op("where", inside, ops.const(0, i64), ops.const(1, i64))
+        inside = all_of(ops, [at >= ops.const(0, i64), at < ops.index(size)])
+        return where(inside, ops.const(0, i64), ops.const(1, i64))
 
     index = at_least_1d(index)
     wrong = ctx.reduce((), index.shape, "sum", is_outside)
@@ -225,7 +224,7 @@ def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
     """The index of element number `flat`, row-major."""
     out: list[Size] = []
     for step, s in zip(sz.contiguous_strides(shape), shape, strict=True):
-        out.append(sz.mod(sz.floordiv(flat, step), s))
+        out.append(flat // step % s)
     return tuple(out)
 
 
@@ -252,18 +251,16 @@ def slice_scatter(
     src = fit(ctx, src, (*x.shape[:d], length, *x.shape[d + 1 :]), _UNEQUAL)
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
-    written = _written(
-        ctx, x, src, lambda i: (*i[:d], sz.add(first, sz.mul(i[d], step)), *i[d + 1 :])
-    )
+    written = _written(ctx, x, src, lambda i: (*i[:d], first + i[d] * step, *i[d + 1 :]))
     if written is not None:
         return written
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        ahead = sz.add(i[d], sz.mul(first, -1))
-        k = sz.floordiv(ahead, step)
+        ahead = i[d] - first
+        k = ahead // step
         inside = [compare(ops, "ge", ahead, 0), compare(ops, "lt", k, src.shape[d])]
         if step != 1:
-            inside.append(compare(ops, "eq", sz.mod(ahead, step), 0))
+            inside.append(compare(ops, "eq", ahead % step, 0))
         return _replaced(ops, x, i, inside, src, (*i[:d], k, *i[d + 1 :]))
 
     return result(ctx, body)
@@ -272,7 +269,7 @@ def slice_scatter(
 def _clamped(start: Size, size: Size) -> Size:
     """A slice's start as a position in [0, size]. Raises NoRule where its sign is unknown."""
     if sz.bounds(start)[1] < 0:
-        start = sz.smax(sz.add(start, size), 0)
+        start = sz.smax(start + size, 0)
     elif sz.bounds(start)[0] < 0:
         raise NoRule(f"a slice that starts at {start}, which may be negative")
     return sz.smin(start, size)
@@ -282,7 +279,7 @@ def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, a
     """src[at] where all of inside hold, else x[i]."""
     hit = all_of(ops, inside)
     new = ops.masked(hit, lambda: ops.cast(src.load(ops, at), x.dtype), 0)
-    return ops.op("where", hit, new, x.load(ops, i))
+    return where(hit, new, x.load(ops, i))
 
 
 def _written(
@@ -326,13 +323,13 @@ def diagonal_scatter(
     rank = len(x.shape)
     d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
     others = tuple(n for d, n in enumerate(x.shape) if d not in (d1, d2))
-    ends = sz.smin(sz.add(x.shape[d1], min(offset, 0)), sz.add(x.shape[d2], -max(offset, 0)))
+    ends = sz.smin(x.shape[d1] + min(offset, 0), x.shape[d2] - max(offset, 0))
     src = fit(ctx, src, (*others, sz.smax(ends, 0)), _UNEQUAL)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         along = i[d1] if offset >= 0 else i[d2]
         rest = tuple(v for d, v in enumerate(i) if d not in (d1, d2))
-        hit = compare(ops, "eq", sz.add(i[d2], sz.mul(i[d1], -1)), offset)
+        hit = compare(ops, "eq", i[d2] - i[d1], offset)
         return _replaced(ops, x, i, [hit], src, (*rest, along))
 
     return result(ctx, body)
@@ -347,7 +344,7 @@ def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
             else scalar(ctx, ops, value, x.dtype)
         )
         hit = ops.cast(seen(mask).load(ops, i), b1)
-        return ops.op("where", hit, new, seen(x).load(ops, i))
+        return where(hit, new, seen(x).load(ops, i))
 
     def seen(v: View) -> View:
         return broadcast(v, ctx.out_shape())

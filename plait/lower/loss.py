@@ -13,12 +13,13 @@ import torch
 from plait.ir.checks import Check
 from plait.ir.dtypes import i64
 from plait.ir.loops import Node
+from plait.ir.maths import eq, exp, maximum, minimum, ne, sign, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, numel
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.index import at_least_1d
-from plait.lower.pointwise import Maths, elementwise
+from plait.lower.pointwise import elementwise
 from plait.lower.shape import result
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ def nll_loss(
     def at_target(ops: Recorder, i: Point, value: Callable[[Expr], Node]) -> Node:
         """value(class of target i), 0 where it is ignored."""
         t = ops.cast(target.load(ops, i), i64)
-        counts = ops.op("ne", t, ops.index(ignore_index))
+        counts = ne(t, ops.index(ignore_index))
         return ops.masked(
             counts, lambda: value(ops.checked(t, x.shape[1], wrap=False, check=_TARGET)), 0
         )
@@ -51,8 +52,8 @@ def nll_loss(
 
     def loss(ops: Recorder, i: Point) -> Node:
         def value(at: Expr) -> Node:
-            e = ops.op("neg", ops.cast(x.load(ops, (i[0], at, *i[1:])), compute))
-            return e if weight is None else ops.op("mul", e, weight_of(ops, at))
+            e = -ops.cast(x.load(ops, (i[0], at, *i[1:])), compute)
+            return e if weight is None else e * weight_of(ops, at)
 
         return at_target(ops, i, value)
 
@@ -70,7 +71,7 @@ def nll_loss(
     def combined(ops: Recorder, i: Point) -> Node:
         value = total.load(ops, ())
         if reduction == _MEAN:
-            value = ops.op("truediv", value, total_weight(ops))
+            value = value / total_weight(ops)
         return ops.cast(value, x.dtype)
 
     return result(ctx, combined, 0), result(
@@ -92,16 +93,16 @@ def nll_loss_backward(
     def body(ops: Recorder, i: Point) -> Node:
         row, c = ((i[0], *i[2:]), i[1]) if rows else ((0,), i[0])
         t = ops.cast(target.load(ops, row), i64)
-        hit = ops.op("and", ops.op("eq", t, ops.index(c)), ops.op("ne", t, ops.index(ignore_index)))
+        hit = eq(t, ops.index(c)) & ne(t, ops.index(ignore_index))
         g = ops.cast(
             grad.load(ops, row if grad.shape and rows else (0,) * len(grad.shape)), compute
         )
         if reduction == _MEAN:
-            g = ops.op("truediv", g, ops.cast(total_weight.load(ops, ()), compute))
-        g = ops.op("neg", g)
+            g = g / ops.cast(total_weight.load(ops, ()), compute)
+        g = -g
         if weight is not None:
-            g = ops.op("mul", g, ops.cast(weight.load(ops, (c,)), compute))
-        return ops.cast(ops.op("where", hit, g, ops.const(0, compute)), x.dtype)
+            g = g * ops.cast(weight.load(ops, (c,)), compute)
+        return ops.cast(where(hit, g, ops.const(0, compute)), x.dtype)
 
     return result(ctx, body)
 
@@ -112,17 +113,17 @@ def smooth_l1_loss_backward(
 ) -> View:
     """The gradient of x."""
 
-    def formula(m: Maths, g: Node, a: Node, b: Node) -> Node:
-        off = m("sub", a, b)
+    def formula(g: Node, a: Node, b: Node, n: Node) -> Node:
+        off = a - b
         if reduction == _MEAN:
-            g = m("truediv", g, m.cast(m.ops.index(numel(ctx.out_shape())), g.dtype))
+            g = g / n
         if beta == 0:
-            slope = m("sign", off)
+            slope = sign(off)
         else:
-            slope = m("max", m("min", m("truediv", off, beta), 1.0), -1.0)
-        return m("mul", g, slope)
+            slope = maximum(minimum(off / beta, 1.0), -1.0)
+        return g * slope
 
-    return elementwise(ctx, formula, (grad, x, target))
+    return elementwise(ctx, formula, (grad, x, target, numel(ctx.out_shape())))
 
 
 @lower(aten.soft_margin_loss_backward.default)
@@ -131,9 +132,9 @@ def soft_margin_loss_backward(
 ) -> View:  # fmt: skip
     """The gradient of x, of small ones too. Where exp overflows, eager's is NaN."""
 
-    def formula(m: Maths, g: Node, a: Node, t: Node) -> Node:
+    def formula(g: Node, a: Node, t: Node, n: Node) -> Node:
         if reduction == _MEAN:
-            g = m("truediv", g, m.cast(m.ops.index(numel(ctx.out_shape())), g.dtype))
-        return m("truediv", m("neg", m("mul", t, g)), m("add", m("exp", m("mul", t, a)), 1.0))
+            g = g / n
+        return -(t * g) / (exp(t * a) + 1.0)
 
-    return elementwise(ctx, formula, (grad, x, target))
+    return elementwise(ctx, formula, (grad, x, target, numel(ctx.out_shape())))

@@ -17,6 +17,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import b1, i64
 from plait.ir.loops import Node, Scan, Scatter, loop_vars
+from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
@@ -45,8 +46,8 @@ class Hits:
         """Which one of the ones point i is, counted from 0 (where it is one)."""
         k, inner = len(self.rows), self.mask.shape[len(self.rows) :]
         row = self.counts.load(ops, (_flat(i[:k], self.rows),))
-        before = ops.op("mul", ops.op("sub", row, ops.const(1, i64)), ops.index(sz.numel(inner)))
-        return ops.op("add", before, ops.index(_flat(i[k:], inner)))
+        before = (row - ops.const(1, i64)) * ops.index(sz.numel(inner))
+        return before + ops.index(_flat(i[k:], inner))
 
 
 def _hits(ctx: Lowering, mask: View) -> Hits:
@@ -65,7 +66,7 @@ def _hits(ctx: Lowering, mask: View) -> Hits:
 
 def _flat(point: Index, shape: tuple[Size, ...]) -> Size:
     """The row-major number of a point."""
-    return sz.total(sz.mul(p, s) for p, s in zip(point, sz.contiguous_strides(shape), strict=True))
+    return sz.total(p * s for p, s in zip(point, sz.contiguous_strides(shape), strict=True))
 
 
 @lower(aten.masked_scatter.default)
@@ -83,7 +84,7 @@ def masked_scatter(ctx: Lowering, x: View, mask: View, source: View) -> View:
             at = ops.checked(number, sz.numel(source.shape), wrap=False, check=_TOO_FEW)
             return ops.cast(source.load(ops, unflatten(at, source.shape)), x.dtype)
 
-        return ops.op("where", hit, ops.masked(hit, new, 0), x.load(ops, i))
+        return where(hit, ops.masked(hit, new, 0), x.load(ops, i))
 
     return result(ctx, body)
 
@@ -99,8 +100,8 @@ def masked_scatter_backward(ctx: Lowering, grad: View, mask: View, sizes: Sequen
     zeros = ctx.pointwise((n,), grad.dtype, lambda ops, i: ops.const(0, grad.dtype))
     ops, vars_ = Recorder(), loop_vars("i", grad.shape)
     number = hits.number(ops, vars_)
-    taken = ops.op("and", hits.hit(ops, vars_), ops.op("lt", number, ops.index(n)))
-    safe = ops.op("where", taken, number, ops.const(0, i64))
+    taken = hits.hit(ops, vars_) & (number < ops.index(n))
+    safe = where(taken, number, ops.const(0, i64))
     index, args = ops.take_args((ops.indirect(safe, n),))
     name = ctx.new_buffer(grad.dtype, (n,))
     value = grad.load(ops, vars_)

@@ -106,7 +106,7 @@ def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
     if not isinstance(length, int) or length < _LONG or length % each == 0:
         return None
     row = -(-length // each) * each
-    return (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
+    return (*(s * row for s in sz.contiguous_strides(b.shape[:-1])), 1)
 
 
 def _pays_a_copy(b: Buffer, flops: Size) -> bool:
@@ -146,7 +146,7 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: Index) -> Node:
         x, y = a.load(ops, (*i[:-1], r[0])), b.load(ops, (*i[:-2], r[0], i[-1]))
-        return ops.op("mul", ops.cast(x, compute), ops.cast(y, compute))
+        return ops.cast(x, compute) * ops.cast(y, compute)
 
     shape = (*a.shape[:-1], b.shape[-1])
     if len(shape) == 2 and a.shape[-1] == 1:  # of one product each, eager's begin at no 0
@@ -163,12 +163,12 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = product.load(ops, i)
         if alpha != 1:
-            value = ops.op("mul", value, scalar(ctx, ops, alpha, compute))
+            value = value * scalar(ctx, ops, alpha, compute)
         if added is not None:
             more = ops.cast(added.load(ops, i), compute)
             if beta != 1:
-                more = ops.op("mul", more, scalar(ctx, ops, beta, compute))
-            value = ops.op("add", value, more)
+                more = more * scalar(ctx, ops, beta, compute)
+            value = value + more
         return ops.cast(value, out)
 
     return ctx.pointwise(shape, out, body)
@@ -249,7 +249,7 @@ def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: 
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         p, q = a.load(ops, (i[0], r[0])), x.load(ops, r)
-        return ops.op("mul", ops.cast(p, compute), ops.cast(q, compute))
+        return ops.cast(p, compute) * ops.cast(q, compute)
 
     return _finished(ctx, ctx.reduce(a.shape[:1], a.shape[1:], "sum", body), bias, beta, alpha)
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DType
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
+from plait.ir.maths import rsqrt
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, ReduceBody, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
-from plait.lower.pointwise import Maths, convert
+from plait.lower.pointwise import convert
 from plait.lower.reduce import Axes, moments, spread
 from plait.lower.view import reshape
 
@@ -30,9 +30,8 @@ def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:
     """1 / sqrt(m2 / count + eps)."""
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        m = Maths(ops)
-        var = m("truediv", m2.load(ops, i), ops.cast(ops.index(count), m2.dtype))
-        return m("rsqrt", m("add", var, eps))
+        var = m2.load(ops, i) / ops.cast(ops.index(count), m2.dtype)
+        return rsqrt(var + eps)
 
     return ctx.pointwise(m2.shape, m2.dtype, body)
 
@@ -47,12 +46,11 @@ def _scale_shift(
     at: Sequence[Size],
 ) -> Node:
     """(x - mean) * rstd * weight[at] + bias[at], in x's dtype."""
-    m = Maths(ops)
-    out = m("mul", m("sub", x, mean), rstd)
+    out = (x - mean) * rstd
     if weight is not None:
-        out = m("mul", out, ops.cast(weight.load(ops, at), x.dtype))
+        out = out * ops.cast(weight.load(ops, at), x.dtype)
     if bias is not None:
-        out = m("add", out, ops.cast(bias.load(ops, at), x.dtype))
+        out = out + ops.cast(bias.load(ops, at), x.dtype)
     return out
 
 
@@ -101,7 +99,7 @@ def _group_norm(
     eps: float,
 ) -> tuple[View, View, View]:
     compute = compute_dtype(x.dtype)
-    per_group = sz.floordiv(C, group)
+    per_group = C // group
     grouped = reshape(x, (N, group, per_group, HxW))
     axes = Axes(grouped, (2, 3))
     mean, m2 = moments(ctx, axes, compute)
@@ -109,7 +107,7 @@ def _group_norm(
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
-        point = (v[0], sz.floordiv(v[1], per_group))
+        point = (v[0], v[1] // per_group)
         value = _scale_shift(
             ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2]
         )
@@ -127,25 +125,25 @@ def _group_norm_backward(
     """By sums over deviations from the mean. Sums over the elements would lose the digits that a
     mean far from 0 takes up, and sums in half precision most of the others."""
     compute = compute_dtype(x.dtype)
-    per_group = sz.floordiv(C, group)
+    per_group = C // group
     mean, rstd = (convert(ctx, t, compute) for t in (mean, rstd))
     rows = [reshape(t, (N, C, HxW)) for t in (grad, x)]
 
     def group_of(at: Sequence[Size]) -> tuple[Size, Size]:
-        return at[0], sz.floordiv(at[1], per_group)
+        return at[0], at[1] // per_group
 
     def weighted(ops: Recorder, value: Node, channel: Size) -> Node:
         if weight is None:
             return value
-        return ops.op("mul", value, ops.cast(weight.load(ops, (channel,)), compute))
+        return value * ops.cast(weight.load(ops, (channel,)), compute)
 
     def pair(ops: Recorder, of: Sequence[View], at: Sequence[Size]) -> tuple[Node, Node]:
         """An element's gradient, and its deviation."""
         g, e = (ops.cast(t.load(ops, at), compute) for t in of)
-        return g, ops.op("sub", e, mean.load(ops, group_of(at)))
+        return g, e - mean.load(ops, group_of(at))
 
     def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-        return ops.op("mul", *pair(ops, rows, (*i, *r)))
+        return apply("mul", *pair(ops, rows, (*i, *r)))
 
     sums = ctx.reduce((N, C), (HxW,), "sum", lambda ops, i, r: pair(ops, rows, (*i, *r))[0])
     products = ctx.reduce((N, C), (HxW,), "sum", product)
@@ -154,14 +152,14 @@ def _group_norm_backward(
         """Of what `of` sums over each channel, with the channels' weights, in each group."""
 
         def term(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-            channel = sz.add(sz.mul(i[1], per_group), r[0])
+            channel = i[1] * per_group + r[0]
             return weighted(ops, of.load(ops, (i[0], channel)), channel)
 
         total = ctx.reduce((N, group), (per_group,), "sum", term)
 
         def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-            count = ops.cast(ops.index(sz.mul(per_group, HxW)), compute)
-            return ops.op("truediv", total.load(ops, i), count)
+            count = ops.cast(ops.index(per_group * HxW), compute)
+            return total.load(ops, i) / count
 
         return ctx.pointwise(total.shape, compute, body)
 
@@ -172,17 +170,17 @@ def _group_norm_backward(
 
     def of_weight(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         at = (*r, *i)
-        return ops.op("mul", products.load(ops, at), rstd.load(ops, group_of(at)))
+        return products.load(ops, at) * rstd.load(ops, group_of(at))
 
     level, slope = average(sums), average(products)
 
     def of_input(ops: Recorder, v: tuple[Expr, ...]) -> Node:
-        m, at = Maths(ops), group_of(v)
+        at = group_of(v)
         g, off = pair(ops, (grad, x), v)
         scale = rstd.load(ops, at)
-        along = m("mul", off, m("mul", m("mul", scale, scale), slope.load(ops, at)))
-        across = m("sub", m("sub", weighted(ops, g, v[1]), level.load(ops, at)), along)
-        return ops.cast(m("mul", scale, across), ctx.out_dtype(0))
+        along = off * (scale * scale * slope.load(ops, at))
+        across = weighted(ops, g, v[1]) - level.load(ops, at) - along
+        return ops.cast(scale * across, ctx.out_dtype(0))
 
     return (
         ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0))
@@ -221,8 +219,7 @@ def _given_stats(ctx: Lowering, x: View, mean: View, var: View, eps: float) -> t
     compute = compute_dtype(x.dtype)
 
     def rstd(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        m = Maths(ops)
-        return m("rsqrt", m("add", ops.cast(var.load(ops, i), compute), eps))
+        return rsqrt(ops.cast(var.load(ops, i), compute) + eps)
 
     return convert(ctx, mean, compute), ctx.pointwise(var.shape, compute, rstd)
 
@@ -235,13 +232,12 @@ def _blend(
     compute: DType = new.dtype
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        m = Maths(ops)
         value = new.load(ops, i)
         if scale != (1, 1):
             num, den = (ops.cast(ops.index(s), compute) for s in scale)
-            value = m("mul", value, m("truediv", num, den))
-        kept = m("mul", ops.cast(old.load(ops, i), compute), 1.0 - momentum)
-        return ops.cast(m("add", kept, m("mul", value, momentum)), ctx.out_dtype(k))
+            value = value * (num / den)
+        kept = ops.cast(old.load(ops, i), compute) * (1.0 - momentum)
+        return ops.cast(kept + value * momentum, ctx.out_dtype(k))
 
     return ctx.pointwise(old.shape, ctx.out_dtype(k), body)
 
@@ -271,7 +267,7 @@ def _batch_norm(
     mean, rstd, m2, axes = _batch_stats(ctx, x, eps)
     out = _apply(ctx, x, mean, rstd, weight, bias)
     new_mean = _blend(ctx, running_mean, mean, momentum, (1, 1), 3)
-    new_var = _blend(ctx, running_var, m2, momentum, (1, sz.add(axes.numel, -1)), 4)
+    new_var = _blend(ctx, running_var, m2, momentum, (1, axes.numel - 1), 4)
     return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2), new_mean, new_var
 
 
@@ -324,21 +320,19 @@ def _weight_norm_backward(
 
     def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         a, b = (ops.cast(t.load(ops, axes.at(i, r)), norms.dtype) for t in (grad, v))
-        return ops.op("mul", a, b)
+        return a * b
 
     (total,) = ctx.reduction(axes.shape, axes.rshape, "sum", product)
     assert total is not None
     along = ctx.pointwise(
-        axes.shape,
-        norms.dtype,
-        lambda ops, i: ops.op("truediv", total.load(ops, i), norm.load(ops, i)),
+        axes.shape, norms.dtype, lambda ops, i: total.load(ops, i) / norm.load(ops, i)
     )
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        m, row = Maths(ops), axes.kept_of(i)
+        row = axes.kept_of(i)
         a, b = (ops.cast(t.load(ops, i), norms.dtype) for t in (grad, v))
         length = norm.load(ops, row)
-        across = m("sub", a, m("truediv", m("mul", b, along.load(ops, row)), length))
-        return ops.cast(m("mul", m("truediv", scale.load(ops, row), length), across), v.dtype)
+        across = a - b * along.load(ops, row) / length
+        return ops.cast(scale.load(ops, row) / length * across, v.dtype)
 
     return ctx.pointwise(v.shape, v.dtype, body, ctx.out_strides(0)), _stat(ctx, along, 1)

@@ -19,7 +19,29 @@ from plait import compat
 from plait.graph.refuse import SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, f64, i64
-from plait.ir.loops import Const, Node
+from plait.ir.loops import Const, Node, apply, cast, const, node
+from plait.ir.maths import (
+    copysign,
+    eq,
+    exp2,
+    floor,
+    fma,
+    fmod,
+    isinf,
+    isnan,
+    log,
+    maximum,
+    minimum,
+    ne,
+    reciprocal,
+    rounded,
+    rsqrt,
+    sign,
+    signbit,
+    sqrt,
+    trunc,
+    where,
+)
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
@@ -34,34 +56,18 @@ Scalar = bool | int | float | Expr | torch.SymFloat
 Operand = View | Scalar
 
 
-class Maths:
-    """Calls rows of the op table, with Python numbers taking the dtype of the nodes beside them."""
-
-    def __init__(self, ops: Recorder) -> None:
-        self.ops = ops
-
-    def __call__(self, name: str, *args: Node | Const) -> Node:
-        typed = args[1:] if name == "where" else args
-        dtype = next(a.dtype for a in typed if isinstance(a, Node))
-        nodes = [a if isinstance(a, Node) else self.ops.const(a, dtype) for a in args]
-        return self.ops.op(name, *nodes)
-
-    def divide(self, name: str, a: Node, b: Node) -> Node:
-        """A division or remainder; of integers, the call fails where the divisor is 0."""
-        if a.dtype.is_float:
-            return self(name, a, b)
-        if a.dtype == b1:
-            raise NoRule("a division of bools")
-        return self(name, a, self.ops.nonzero(b, ZERO_DIVISION))
-
-    def const(self, value: Const, dtype: DType) -> Node:
-        return self.ops.const(value, dtype)
-
-    def cast(self, x: Node, dtype: DType) -> Node:
-        return self.ops.cast(x, dtype)
+def divide(op: str, a: Node, b: Node) -> Node:
+    """A division or remainder; of integers, the call fails where the divisor is 0."""
+    if a.dtype.is_float:
+        return apply(op, a, b)
+    if a.dtype == b1:
+        raise NoRule("a division of bools")
+    if not (b.op == "const" and b.attr):
+        b = node("nonzero", (b,), ZERO_DIVISION, b.dtype)
+    return apply(op, a, b)
 
 
-Formula = Callable[..., Node]  # (Maths, *nodes) -> Node
+Formula = Callable[..., Node]  # of nodes
 
 # ---------------------------------------------------------------------------------------- promotion
 KEEP = "keep"  # the common dtype of the inputs
@@ -213,7 +219,7 @@ def elementwise(
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         nodes = [operand(ctx, ops, x, i, shape, dtype, r) for x, r in zip(xs, rounded, strict=True)]
-        value = formula(Maths(ops), *nodes)
+        value = formula(*nodes)
         if value.dtype == compute:
             value = ops.cast(value, dtype)
         return ops.cast(value, out)
@@ -241,7 +247,7 @@ def overloads(name: str, *which: str) -> list[object]:
 
 def row(op: str) -> Formula:
     """The formula that is one row of the op table."""
-    return lambda m, *nodes: m(op, *nodes)
+    return lambda *nodes: apply(op, *nodes)
 
 
 # ------------------------------------------------------------------------------------- one argument
@@ -255,11 +261,11 @@ for _name in (
 def _area(op: str) -> Formula:
     """asinh or acosh. The vector functions square their argument: of a large x it is log(2x)."""
 
-    def formula(m: Maths, x: Node) -> Node:
-        a = m("abs", x)
-        far = m("add", m("log", a), math.log(2))
-        far = m("copysign", far, x) if op == "asinh" else m("where", m("lt", x, 0), math.nan, far)
-        return m("where", m("gt", a, 2.0**40), far, m(op, x))
+    def formula(x: Node) -> Node:
+        a = abs(x)
+        far = log(a) + math.log(2)
+        far = copysign(far, x) if op == "asinh" else where(x < 0, math.nan, far)
+        return where(a > (2.0**40), far, apply(op, x))
 
     return formula
 
@@ -270,25 +276,25 @@ for _name in ("acosh", "asinh"):
 
 def unless_integer(op: str) -> Formula:
     """An op that leaves integers and bools as they are."""
-    return lambda m, x: m(op, x) if x.dtype.is_float else x
+    return lambda x: apply(op, x) if x.dtype.is_float else x
 
 
 for _name in ("ceil", "floor", "trunc", "round"):
     register(overloads(_name), unless_integer(_name))
 
 
-def _abs(m: Maths, x: Node) -> Node:
-    return m("abs", x) if x.dtype.kind in "fi" else x
+def _abs(x: Node) -> Node:
+    return abs(x) if x.dtype.kind in "fi" else x
 
 
-def _neg(m: Maths, x: Node) -> Node:
-    return m("neg", x) if x.dtype.kind in "fi" else m("sub", 0, x)
+def _neg(x: Node) -> Node:
+    return -x if x.dtype.kind in "fi" else 0 - x
 
 
-def _sign(m: Maths, x: Node) -> Node:
+def _sign(x: Node) -> Node:
     if x.dtype.kind in "fi":
-        return m("sign", x)
-    return x if x.dtype == b1 else m.cast(m("ne", x, 0), x.dtype)
+        return sign(x)
+    return x if x.dtype == b1 else cast(ne(x, 0), x.dtype)
 
 
 register(overloads("abs"), _abs)
@@ -296,24 +302,22 @@ register(overloads("neg"), _neg)
 register(overloads("sign"), _sign)
 register(overloads("sgn"), _sign)
 register(overloads("bitwise_not"), row("not"))
-register(overloads("positive") + overloads("conj_physical"), lambda m, x: x)
-register(overloads("relu"), lambda m, x: x if x.dtype.kind in "ub" else m("max", x, 0))
+register(overloads("positive") + overloads("conj_physical"), lambda x: x)
+register(overloads("relu"), lambda x: x if x.dtype.kind in "ub" else maximum(x, 0))
 
 
 def _test(op: str) -> Formula:
-    return lambda m, x: m(op, x) if x.dtype.is_float else m.const(False, b1)
+    return lambda x: apply(op, x) if x.dtype.is_float else const(False, b1)
 
 
 register(overloads("isnan"), _test("isnan"))
 register(overloads("isinf"), _test("isinf"))
 register(
     overloads("signbit"),
-    lambda m, x: (
-        m("signbit", x)
-        if x.dtype.is_float
-        else m.const(False, b1)
-        if x.dtype.kind in "ub"
-        else m("lt", x, 0)
+    (
+        lambda x: (
+            signbit(x) if x.dtype.is_float else const(False, b1) if x.dtype.kind in "ub" else x < 0
+        )
     ),
 )
 
@@ -323,28 +327,28 @@ def _round_decimals(ctx: Lowering, x: View, *, decimals: int) -> View:
     scale = 10.0 ** abs(decimals)
     there, back = ("mul", "truediv") if decimals >= 0 else ("truediv", "mul")
 
-    def formula(m: Maths, a: Node) -> Node:
-        return m(back, m("round", m(there, a, scale)), scale) if a.dtype.is_float else a
+    def formula(a: Node) -> Node:
+        return apply(back, rounded(apply(there, a, scale)), scale) if a.dtype.is_float else a
 
     return elementwise(ctx, formula, (x,))
 
 
 @lower(aten.angle.default)
 def _angle(ctx: Lowering, x: View) -> View:
-    def formula(m: Maths, a: Node) -> Node:
-        out = m("where", m("lt", a, 0), m.const(3.141592653589793, a.dtype), 0.0)
-        return m("where", m("isnan", a), a, out)
+    def formula(a: Node) -> Node:
+        out = where(a < 0, const(3.141592653589793, a.dtype), 0.0)
+        return where(isnan(a), a, out)
 
     return elementwise(ctx, formula, (x,), FLOAT)
 
 
 # --------------------------------------------------------------------------------------- arithmetic
-def _add(m: Maths, a: Node, b: Node) -> Node:
-    return m("or", a, b) if a.dtype == b1 else m("add", a, b)
+def _add(a: Node, b: Node) -> Node:
+    return a | b if a.dtype == b1 else a + b
 
 
-def _mul(m: Maths, a: Node, b: Node) -> Node:
-    return m("and", a, b) if a.dtype == b1 else m("mul", a, b)
+def _mul(a: Node, b: Node) -> Node:
+    return a & b if a.dtype == b1 else a * b
 
 
 @lower(aten.add.Tensor, aten.add.Scalar)
@@ -363,7 +367,7 @@ def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scal
     common = common_dtype((a, b))
     return elementwise(
         ctx,
-        lambda m, x, y, s: formula(m, x, _mul(m, y, s)),
+        lambda x, y, s: formula(x, _mul(y, s)),
         (a, b, alpha),
         common=common,
         rounds=_rounds_terms,
@@ -373,8 +377,8 @@ def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scal
 register(overloads("mul", "Tensor", "Scalar"), _mul, rounds=_rounds_factors)
 
 
-def _multiply_add(m: Maths, a: Node, b: Node, c: Node) -> Node:
-    return m("fma", a, b, c) if a.dtype.is_float else _add(m, _mul(m, a, b), c)
+def _multiply_add(a: Node, b: Node, c: Node) -> Node:
+    return fma(a, b, c) if a.dtype.is_float else _add(_mul(a, b), c)
 
 
 register(compat.fused_multiply_add(), _multiply_add)
@@ -385,40 +389,32 @@ def _addcmul(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> 
     """Rounded like eager's kernel: after value * y and at the end."""
     common = common_dtype((x, y, z))
     return elementwise(
-        ctx,
-        lambda m, a, b, c, v: _multiply_add(m, _mul(m, b, v), c, a),
-        (x, y, z, value),
-        common=common,
+        ctx, lambda a, b, c, v: _multiply_add(_mul(b, v), c, a), (x, y, z, value), common=common
     )
 
 
 @lower(aten.addcdiv.default)
 def _addcdiv(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> View:
     common = common_dtype((x, y, z))
-    return elementwise(
-        ctx,
-        lambda m, a, b, c, v: m("add", a, m("truediv", m("mul", b, v), c)),
-        (x, y, z, value),
-        common=common,
-    )
+    return elementwise(ctx, lambda a, b, c, v: a + b * v / c, (x, y, z, value), common=common)
 
 
-def _truediv(m: Maths, a: Node, b: Node) -> Node:
-    return m("truediv", a, b)
+def _truediv(a: Node, b: Node) -> Node:
+    return a / b
 
 
-def _by_reciprocal(m: Maths, a: Node, b: Node) -> Node:
-    return m("mul", a, m("truediv", 1.0, b))
+def _by_reciprocal(a: Node, b: Node) -> Node:
+    return a * (1.0 / b)
 
 
-def _by_exact_reciprocal(m: Maths, a: Node, b: Node) -> Node:
+def _by_exact_reciprocal(a: Node, b: Node) -> Node:
     """Of a Python number, and of one that sizes make, eager computes the reciprocal in double."""
     if b.op == "const" and isinstance(b.attr, (int, float)) and b.attr:
-        return m("mul", a, 1.0 / b.attr)
+        return a * (1.0 / b.attr)
     if b.op == "cast":
-        exact = m("truediv", m.const(1.0, f64), m.cast(b.args[0], f64))
-        return m("mul", a, m.cast(exact, b.dtype))
-    return _by_reciprocal(m, a, b)
+        exact = const(1.0, f64) / cast(b.args[0], f64)
+        return a * cast(exact, b.dtype)
+    return _by_reciprocal(a, b)
 
 
 def _divided(ctx: Lowering, b: Operand) -> Formula:
@@ -428,27 +424,27 @@ def _divided(ctx: Lowering, b: Operand) -> Formula:
     return _by_reciprocal if number and ctx.device() != "cpu" else _truediv
 
 
-def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula, held: DType) -> Node:
+def _floor_divide(a: Node, b: Node, divided: Formula, held: DType) -> Node:
     """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it.
     held: what eager holds the floor in."""
     if not a.dtype.is_float:
-        return m.divide("floordiv", a, b)
-    quotient = divided(m, a, b)
-    rem = m("fmod", a, b)
-    div = divided(m, m("sub", a, rem), b)
-    off = m("and", m("ne", rem, 0), m("ne", m("lt", b, 0), m("lt", rem, 0)))
-    div = m("where", off, m("sub", div, 1), div)
-    low = m.cast(m.cast(m("floor", div), held), div.dtype)
-    low = m("where", m("gt", m("sub", div, low), 0.5), m("add", low, 1), low)
-    out = m("where", m("ne", div, 0), low, m("copysign", m.const(0.0, a.dtype), quotient))
-    over = m("and", m("isinf", quotient), m("not", m("isinf", a)))  # fmod of vectors is NaN then
-    return m("where", m("or", over, m("eq", b, 0)), quotient, out)
+        return divide("floordiv", a, b)
+    quotient = divided(a, b)
+    rem = fmod(a, b)
+    div = divided(a - rem, b)
+    off = ne(rem, 0) & ne(b < 0, rem < 0)
+    div = where(off, div - 1, div)
+    low = cast(cast(floor(div), held), div.dtype)
+    low = where(div - low > 0.5, low + 1, low)
+    out = where(ne(div, 0), low, copysign(const(0.0, a.dtype), quotient))
+    over = isinf(quotient) & ~isinf(a)  # fmod of vectors is NaN then
+    return where(over | eq(b, 0), quotient, out)
 
 
-def _trunc_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
+def _trunc_divide(a: Node, b: Node, divided: Formula) -> Node:
     if a.dtype.is_float:
-        return m("trunc", divided(m, a, b))
-    return m.divide("truncdiv", a, b)
+        return trunc(divided(a, b))
+    return divide("truncdiv", a, b)
 
 
 def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
@@ -459,11 +455,11 @@ def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
         return elementwise(ctx, formula, (a, b), FLOAT, rounds=_rounds_dividend)
     if mode == "trunc":
         return elementwise(
-            ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend
+            ctx, lambda x, y: _trunc_divide(x, y, divided), (a, b), rounds=_rounds_dividend
         )
     held = ctx.out_dtype() if divided is _by_reciprocal else compute_dtype(ctx.out_dtype())
     return elementwise(
-        ctx, lambda m, x, y: _floor_divide(m, x, y, divided, held), (a, b), rounds=_rounds_dividend
+        ctx, lambda x, y: _floor_divide(x, y, divided, held), (a, b), rounds=_rounds_dividend
     )
 
 
@@ -484,27 +480,27 @@ def _floor_div(ctx: Lowering, a: Operand, b: Operand) -> View:
 
 register(
     overloads("fmod", "Tensor", "Scalar"),
-    lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b),
+    lambda a, b: divide("fmod" if a.dtype.is_float else "rem", a, b),
     rounds=rounds_all,
 )
 register(
     overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
-    lambda m, a, b: m.divide("pymod" if a.dtype.is_float else "mod", a, b),
+    lambda a, b: divide("pymod" if a.dtype.is_float else "mod", a, b),
     rounds=rounds_all,
 )
 
 
-def integer_power(m: Maths, x: Node, n: int) -> Node:
+def integer_power(x: Node, n: int) -> Node:
     """x ** n by squaring, n >= 0."""
     if n == 0:
-        return m.const(1, x.dtype)
+        return const(1, x.dtype)
     out: Node | None = None
     while n:
         if n & 1:
-            out = x if out is None else _mul(m, out, x)
+            out = x if out is None else _mul(out, x)
         n >>= 1
         if n:
-            x = _mul(m, x, x)
+            x = _mul(x, x)
     assert out is not None
     return out
 
@@ -518,23 +514,23 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
     power = float(exponent) if common == compute_dtype(common) else _rounded(exponent, common)
     roots = common != f16 or ctx.device() != "cpu"  # of -0 and -infinity, they are no powers
 
-    def formula(m: Maths, a: Node) -> Node:
+    def formula(a: Node) -> Node:
         if not a.dtype.is_float:
             if exponent < 0:
                 raise NoRule("integers to a negative power")
-            return integer_power(m, a, int(exponent))
+            return integer_power(a, int(exponent))
         match float(exponent):
             case 0.0 | 1.0 | 2.0 | 3.0:
-                return integer_power(m, a, int(exponent))
+                return integer_power(a, int(exponent))
             case 0.5 if roots:
-                return m("sqrt", a)
+                return sqrt(a)
             case -0.5 if roots:
-                return m("rsqrt", a)
+                return rsqrt(a)
             case -1.0:
-                return m("reciprocal", a)
+                return reciprocal(a)
             case -2.0:
-                return m("reciprocal", m("mul", a, a))
-        return m("pow", a, power)
+                return reciprocal(a * a)
+        return a**power
 
     return elementwise(ctx, formula, (x,), common=common)
 
@@ -556,7 +552,7 @@ def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
 
 
 def _if_float(op: str, otherwise: str) -> Formula:
-    return lambda m, a, b: m(op if a.dtype.is_float else otherwise, a, b)
+    return lambda a, b: apply(op if a.dtype.is_float else otherwise, a, b)
 
 
 register(overloads("maximum"), row("max"))
@@ -581,25 +577,23 @@ def _ldexp(ctx: Lowering, a: Operand, b: Operand) -> View:
     three steps. All products of larger exponents are 0 or infinite."""
     most = 2200.0 if common_dtype((a, b), FLOAT) == f64 else 378.0
 
-    def in_steps(m: Maths, a: Node, b: Node) -> Node:
-        within = m("max", m("min", b, most), -most)
-        third = m("trunc", m("mul", within, 1 / 3))
-        step, rest = m("exp2", third), m("exp2", m("sub", within, m("mul", third, 2.0)))
-        return m("mul", m("mul", m("mul", a, step), step), rest)
+    def in_steps(a: Node, b: Node) -> Node:
+        within = maximum(minimum(b, most), -most)
+        third = trunc(within * (1 / 3))
+        step, rest = exp2(third), exp2(within - third * 2.0)
+        return a * step * step * rest
 
     whole = not common_dtype((b,)).is_float
-    return elementwise(
-        ctx, in_steps if whole else lambda m, a, b: m("mul", a, m("exp2", b)), (a, b), FLOAT
-    )
+    return elementwise(ctx, in_steps if whole else lambda a, b: a * exp2(b), (a, b), FLOAT)
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor)
 def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | None = None) -> View:
     limits = [(op, lim) for op, lim in (("max", min), ("min", max)) if lim is not None]
 
-    def formula(m: Maths, a: Node, *ends: Node) -> Node:
+    def formula(a: Node, *ends: Node) -> Node:
         for (op, _), end in zip(limits, ends, strict=True):
-            a = m(op, a, end)
+            a = apply(op, a, end)
         return a
 
     return elementwise(ctx, formula, (x, *(lim for _, lim in limits)))
@@ -614,10 +608,10 @@ for _name, _op in (("and", "and"), ("or", "or"), ("xor", "xor")):
 
 
 def _shift(op: str) -> Formula:
-    def formula(m: Maths, a: Node, b: Node) -> Node:
+    def formula(a: Node, b: Node) -> Node:
         if a.dtype.is_float:
             raise NoRule("a shift of floats")
-        return m(op, a, b)
+        return apply(op, a, b)
 
     return formula
 
@@ -636,7 +630,7 @@ def _logical(op: str) -> Callable[..., View]:
 
         def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
             args = [ops.cast(x.load(ops, spread(x, i, shape)), b1) for x in xs]
-            return ops.cast(ops.op(op, *args), ctx.out_dtype())
+            return ops.cast(apply(op, *args), ctx.out_dtype())
 
         return ctx.pointwise(shape, ctx.out_dtype(), body, ctx.out_strides())
 
@@ -653,7 +647,7 @@ def _where(ctx: Lowering, cond: View, a: View, b: View) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         picked = [ops.cast(x.load(ops, spread(x, i, shape)), dtype) for x in (a, b)]
-        return ops.op("where", ops.cast(cond.load(ops, spread(cond, i, shape)), b1), *picked)
+        return apply("where", ops.cast(cond.load(ops, spread(cond, i, shape)), b1), *picked)
 
     return ctx.pointwise(shape, dtype, body, ctx.out_strides())
 

@@ -14,18 +14,26 @@ from collections.abc import Sequence
 import torch
 
 from plait.ir.dtypes import f32, f64
-from plait.ir.loops import Node
+from plait.ir.loops import Node, cast, const
+from plait.ir.maths import (
+    copysign,
+    eq,
+    erf,
+    erfc,
+    exp,
+    log,
+    maximum,
+    minimum,
+    reciprocal,
+    sin,
+    sqrt,
+    tan,
+    trunc,
+    where,
+)
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import (
-    FLOAT,
-    Formula,
-    Maths,
-    common_dtype,
-    elementwise,
-    overloads,
-    register,
-)
+from plait.lower.pointwise import FLOAT, Formula, common_dtype, elementwise, overloads, register
 
 aten = torch.ops.aten
 
@@ -40,51 +48,51 @@ _DIGAMMA = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
 _TRIGAMMA = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
 
 
-def _horner(m: Maths, z: Node, coefficients: Sequence[float]) -> Node:
+def _horner(z: Node, coefficients: Sequence[float]) -> Node:
     """c0 + z*(c1 + z*(c2 + ...))."""
-    out = m.const(coefficients[-1], z.dtype)
+    out = const(coefficients[-1], z.dtype)
     for c in reversed(coefficients[:-1]):
-        out = m("add", m("mul", out, z), c)
+        out = out * z + c
     return out
 
 
-def digamma(m: Maths, x: Node) -> Node:
+def digamma(x: Node) -> Node:
     """The logarithmic derivative of the gamma function: NaN at negative integers, -copysign(inf, x)
     at zeros."""
-    negative = m("lt", x, 0)
-    y, total = m("where", negative, m("sub", 1.0, x), x), m.const(0.0, x.dtype)
+    negative = x < 0
+    y, total = where(negative, 1.0 - x, x), const(0.0, x.dtype)
     for _ in range(_STEPS):
-        small = m("lt", y, _STEPS)
-        total = m("sub", total, m("where", small, m("reciprocal", y), m.const(0.0, x.dtype)))
-        y = m("where", small, m("add", y, 1.0), y)
-    z = m("reciprocal", m("mul", y, y))
-    tail = m("add", m("truediv", 0.5, y), m("mul", z, _horner(m, z, _DIGAMMA)))
-    value = m("add", total, m("sub", m("log", y), tail))
-    fraction = m("sub", x, m("trunc", x))
+        small = y < _STEPS
+        total = total - where(small, reciprocal(y), const(0.0, x.dtype))
+        y = where(small, y + 1.0, y)
+    z = reciprocal(y * y)
+    tail = 0.5 / y + z * _horner(z, _DIGAMMA)
+    value = total + (log(y) - tail)
+    fraction = x - trunc(x)
     # Near a pole a rounding of the angle counts for much, so this is in double, as in eager.
-    slope = m("truediv", math.pi, m("tan", m("mul", m.cast(fraction, f64), math.pi)))
-    reflected = m("sub", value, m.cast(slope, x.dtype))
-    reflected = m("where", m("eq", fraction, 0), m.const(math.nan, x.dtype), reflected)
-    out = m("where", negative, reflected, value)
-    at_zero = m("copysign", m.const(math.inf, x.dtype), m("neg", x))
-    return m("where", m("eq", x, 0), at_zero, out)
+    slope = math.pi / tan(cast(fraction, f64) * math.pi)
+    reflected = value - cast(slope, x.dtype)
+    reflected = where(eq(fraction, 0), const(math.nan, x.dtype), reflected)
+    out = where(negative, reflected, value)
+    at_zero = copysign(const(math.inf, x.dtype), -x)
+    return where(eq(x, 0), at_zero, out)
 
 
-def trigamma(m: Maths, x: Node) -> Node:
+def trigamma(x: Node) -> Node:
     """The derivative of digamma; infinite at 0 and the negative integers."""
-    low = m("lt", x, 0.5)
-    y, total = m("where", low, m("sub", 1.0, x), x), m.const(0.0, x.dtype)
+    low = x < 0.5
+    y, total = where(low, 1.0 - x, x), const(0.0, x.dtype)
     for _ in range(_STEPS):
-        small = m("lt", y, _STEPS)
-        term = m("reciprocal", m("mul", y, y))
-        total = m("add", total, m("where", small, term, m.const(0.0, x.dtype)))
-        y = m("where", small, m("add", y, 1.0), y)
-    inverse = m("reciprocal", y)
-    z = m("mul", inverse, inverse)
-    series = m("mul", m("mul", inverse, z), _horner(m, z, _TRIGAMMA))
-    value = m("add", total, m("add", m("add", inverse, m("mul", 0.5, z)), series))
-    slope = m("truediv", math.pi, m("sin", m("mul", x, math.pi)))
-    return m("where", low, m("sub", m("mul", slope, slope), value), value)
+        small = y < _STEPS
+        term = reciprocal(y * y)
+        total = total + where(small, term, const(0.0, x.dtype))
+        y = where(small, y + 1.0, y)
+    inverse = reciprocal(y)
+    z = inverse * inverse
+    series = inverse * z * _horner(z, _TRIGAMMA)
+    value = total + (inverse + 0.5 * z + series)
+    slope = math.pi / sin(x * math.pi)
+    return where(low, slope * slope - value, value)
 
 
 register(overloads("digamma"), digamma, FLOAT)
@@ -110,20 +118,18 @@ _ERFINV_TAIL = (
 )  # fmt: skip
 
 
-def erfinv(m: Maths, x: Node) -> Node:
+def erfinv(x: Node) -> Node:
     """The inverse of erf in f32; infinite at -1 and 1, NaN outside."""
-    a = m("abs", x)
-    w = m("neg", m("log", m("mul", m("sub", 1.0, a), m("add", 1.0, a))))
-    centre = _horner(m, m("sub", w, 2.5), _ERFINV_CENTRE)
-    tail = _horner(m, m("sub", m("sqrt", m("max", w, 5.0)), 3.0), _ERFINV_TAIL)
-    y = m("mul", m("where", m("lt", w, 5.0), centre, tail), a)
+    a = abs(x)
+    w = -log((1.0 - a) * (1.0 + a))
+    centre = _horner(w - 2.5, _ERFINV_CENTRE)
+    tail = _horner(sqrt(maximum(w, 5.0)) - 3.0, _ERFINV_TAIL)
+    y = where(w < 5.0, centre, tail) * a
     # Near 1 the distance to 1 is exact and erf(y) is not: compare the complements.
-    off = m(
-        "where", m("gt", a, 0.5), m("sub", m("sub", 1.0, a), m("erfc", y)), m("sub", m("erf", y), a)
-    )
-    y = m("sub", y, m("mul", m("mul", off, 0.5 * math.sqrt(math.pi)), m("exp", m("mul", y, y))))
-    y = m("where", m("eq", a, 1.0), m.const(math.inf, x.dtype), y)
-    return m("copysign", m("where", m("gt", a, 1.0), m.const(math.nan, x.dtype), y), x)
+    off = where(a > 0.5, 1.0 - a - erfc(y), erf(y) - a)
+    y = y - off * (0.5 * math.sqrt(math.pi)) * exp(y * y)
+    y = where(eq(a, 1.0), const(math.inf, x.dtype), y)
+    return copysign(where(a > 1.0, const(math.nan, x.dtype), y), x)
 
 
 @lower(aten.erfinv.default)
@@ -184,43 +190,43 @@ _I1_FAR = (
 )  # fmt: skip
 
 
-def _chebyshev(m: Maths, t: Node, coefficients: Sequence[float]) -> Node:
+def _chebyshev(t: Node, coefficients: Sequence[float]) -> Node:
     """The series c0 + c1 T1(t) + c2 T2(t) + ... by Clenshaw's recurrence."""
     least = _EPS[t.dtype] * abs(coefficients[0]) / 64
     kept = coefficients[: 1 + max(k for k, c in enumerate(coefficients) if abs(c) > least)]
-    two_t = m("mul", t, 2.0)
-    b1, b2 = m.const(kept[-1], t.dtype), m.const(0.0, t.dtype)
+    two_t = t * 2.0
+    b1, b2 = const(kept[-1], t.dtype), const(0.0, t.dtype)
     for c in reversed(kept[1:-1]):
-        b1, b2 = m("add", m("sub", m("mul", two_t, b1), b2), c), b1
-    return m("add", m("sub", m("mul", t, b1), b2), kept[0])
+        b1, b2 = two_t * b1 - b2 + c, b1
+    return t * b1 - b2 + kept[0]
 
 
-def _bessel(m: Maths, a: Node, near: Sequence[float], far: Sequence[float]) -> tuple[Node, Node]:
+def _bessel(a: Node, near: Sequence[float], far: Sequence[float]) -> tuple[Node, Node]:
     """exp(-a) I(a) near 0 (see the tables) and far from it, for a >= 0."""
-    low = _chebyshev(m, m("sub", m("mul", m("min", a, 8.0), 0.25), 1.0), near)
-    big = m("max", a, 8.0)
-    high = _chebyshev(m, m("sub", m("truediv", 16.0, big), 1.0), far)
-    return low, m("truediv", high, m("sqrt", big))
+    low = _chebyshev(minimum(a, 8.0) * 0.25 - 1.0, near)
+    big = maximum(a, 8.0)
+    high = _chebyshev(16.0 / big - 1.0, far)
+    return low, high / sqrt(big)
 
 
-def i0e(m: Maths, x: Node) -> Node:
+def i0e(x: Node) -> Node:
     """exp(-|x|) I0(x)."""
-    a = m("abs", x)
-    low, high = _bessel(m, a, _I0_NEAR, _I0_FAR)
-    return m("where", m("le", a, 8.0), low, high)
+    a = abs(x)
+    low, high = _bessel(a, _I0_NEAR, _I0_FAR)
+    return where(a <= 8.0, low, high)
 
 
-def i1e(m: Maths, x: Node) -> Node:
+def i1e(x: Node) -> Node:
     """exp(-|x|) I1(x)."""
-    a = m("abs", x)
-    low, high = _bessel(m, a, _I1_NEAR, _I1_FAR)
-    value = m("where", m("le", a, 8.0), m("mul", low, a), high)
-    return m("where", m("lt", x, 0), m("neg", value), value)
+    a = abs(x)
+    low, high = _bessel(a, _I1_NEAR, _I1_FAR)
+    value = where(a <= 8.0, low * a, high)
+    return where(x < 0, -value, value)
 
 
 def _grown(formula: Formula) -> Formula:
     """Without the factor exp(-|x|)."""
-    return lambda m, x: m("mul", formula(m, x), m("exp", m("abs", x)))
+    return lambda x: formula(x) * exp(abs(x))
 
 
 register(overloads("i0"), _grown(i0e), FLOAT)

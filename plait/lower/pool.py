@@ -17,7 +17,8 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
+from plait.ir.maths import eq, isnan, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, Rule, View, lower
@@ -85,8 +86,8 @@ def _tap(
 def _sum(ops: Recorder, values: Iterator[Node]) -> Node:
     first = next(values)
     if first.dtype.is_float:  # a sum begins at 0, so that of -0 is 0
-        first = ops.op("add", first, ops.const(0.0, first.dtype))
-    return reduce(partial(ops.op, "add"), values, first)
+        first = first + ops.const(0.0, first.dtype)
+    return sum(values, first)
 
 
 # ------------------------------------------------------------------------------------------ windows
@@ -134,14 +135,12 @@ class _Window:
 
     def start(self, o: Point) -> Point:
         """Where the window begins, which may be before the input."""
-        return tuple(
-            sz.add(sz.mul(e, s), -p) for e, s, p in zip(o, self.stride, self.padding, strict=True)
-        )
+        return tuple(e * s - p for e, s, p in zip(o, self.stride, self.padding, strict=True))
 
     def bounds(self, o: Point) -> Bounds:
         """The positions of the input that the window may reach."""
         return tuple(
-            (0, size if n == k else sz.smin(size, sz.add(b, (k - 1) * d + 1)))
+            (0, size if n == k else sz.smin(size, b + ((k - 1) * d + 1)))
             for b, k, n, d, size in zip(
                 self.start(o), self.kernel, self.counts, self.dilation, self.sizes, strict=True
             )
@@ -151,16 +150,14 @@ class _Window:
         """The input position of tap k."""
         begins = zip(self.start(o), self.first(o), self.kernel, self.counts, strict=True)
         return tuple(
-            sz.add(start if count == kernel else first, sz.mul(t, d))
+            (start if count == kernel else first) + t * d
             for (start, first, kernel, count), t, d in zip(begins, k, self.dilation, strict=True)
         )
 
     def first(self, o: Point) -> Point:
         """The input position of the first tap that lies in the input."""
         return tuple(
-            sz.smax(b, 0)
-            if d == 1
-            else sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
+            sz.smax(b, 0) if d == 1 else b + sz.ceildiv(sz.smax(-b, 0), d) * d
             for b, d in zip(self.start(o), self.dilation, strict=True)
         )
 
@@ -180,13 +177,13 @@ class _Window:
             bounds: list[tuple[Size, Size]] = []
             for k, (e, a, size) in enumerate(zip(i, back, self.outs, strict=True)):
                 s, p, span = self.stride[k], self.padding[k], spans[k]
-                last = sz.floordiv(sz.add(e, p), s)
-                least = sz.smax(sz.ceildiv(sz.add(e, p - span + 1), s), 0)
+                last = (e + p) // s
+                least = sz.smax(sz.ceildiv(e + (p - span + 1), s), 0)
                 if counts[k] < reach[k]:  # there are fewer points than a window could reach
                     o.append(a)
-                    bounds.append((least, sz.smin(size, sz.add(last, 1))))
+                    bounds.append((least, sz.smin(size, last + 1)))
                     continue
-                o.append(sz.add(last, -a))
+                o.append(last - a)
                 bounds.append((least if (a + 1) * s > span else 0, size))
             yield tuple(o), tuple(bounds)
 
@@ -220,23 +217,23 @@ def _maximum(
     strides = sz.contiguous_strides(x.shape[lead:])
 
     def position(ops: Recorder, at: Point) -> Node:
-        return ops.index(sz.total(sz.mul(e, s) for e, s in zip(at, strides, strict=True)))
+        return ops.index(sz.total(e * s for e, s in zip(at, strides, strict=True)))
 
     def values(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         found = (_tap(ops, x, i[:lead], at, bounds, low) for at, bounds in taps(i))
-        return ops.cast(reduce(partial(ops.op, "max_first"), found), x.dtype)
+        return ops.cast(reduce(partial(apply, "max_first"), found), x.dtype)
 
     def positions(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         compute = compute_dtype(x.dtype)
-        best, where = ops.const(low, compute), position(ops, first(i))
+        best, place = ops.const(low, compute), position(ops, first(i))
         for at, bounds in taps(i):
             value = _tap(ops, x, i[:lead], at, bounds, low)
-            better = ops.op("gt", value, best)
+            better = value > best
             if compute.is_float:
-                better = ops.op("or", better, ops.op("isnan", value))
-            best = ops.op("where", better, value, best)
-            where = ops.op("where", better, position(ops, at), where)
-        return where
+                better = better | isnan(value)
+            best = where(better, value, best)
+            place = where(better, position(ops, at), place)
+        return place
 
     return result(ctx, values, 0), result(ctx, positions, 1)
 
@@ -266,12 +263,12 @@ def _chosen(
     compute = compute_dtype(grad.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        mine = ops.index(sz.total(sz.mul(e, s) for e, s in zip(i[lead:], strides, strict=True)))
+        mine = ops.index(sz.total(e * s for e, s in zip(i[lead:], strides, strict=True)))
 
         def share(o: Point, bounds: Bounds) -> Node:
             best = _tap(ops, indices, i[:lead], o, bounds, -1)
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
-            return ops.op("where", ops.op("eq", best, mine), given, ops.const(0, compute))
+            return where(eq(best, mine), given, ops.const(0, compute))
 
         return ops.cast(_sum(ops, (share(o, b) for o, b in holders(i))), grad.dtype)
 
@@ -287,16 +284,16 @@ def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None)
     for b, k, p, size in zip(
         window.start(o), window.kernel, window.padding, window.sizes, strict=True
     ):
-        end = sz.smin(sz.add(b, k), sz.add(size, p))
+        end = sz.smin(b + k, size + p)
         if not include_pad:
             b, end = sz.smax(b, 0), sz.smin(end, size)
-        out = sz.mul(out, sz.add(end, sz.mul(b, -1)))
+        out = out * (end - b)
     return out
 
 
 def _divided(ops: Recorder, value: Node, divisor: Size) -> Node:
     by = ops.cast(ops.index(divisor), value.dtype)
-    return ops.op("truediv" if value.dtype.is_float else "truncdiv", value, by)
+    return apply("truediv" if value.dtype.is_float else "truncdiv", value, by)
 
 
 @_of_images("avg_pool{}d")
@@ -357,17 +354,17 @@ class _Parts:
     def bounds(self, i: Point) -> Bounds:
         """The positions of part i."""
         return tuple(
-            (sz.floordiv(sz.mul(e, a), b), sz.ceildiv(sz.mul(sz.add(e, 1), a), b))
+            (e * a // b, sz.ceildiv((e + 1) * a, b))
             for e, a, b in zip(i, self.of, self.into, strict=True)
         )
 
     def at(self, i: Point, tap: Sequence[Size]) -> Point:
         """Position number `tap` of part i, which may lie beyond its end."""
-        return tuple(sz.add(first, k) for (first, _), k in zip(self.bounds(i), tap, strict=True))
+        return tuple(first + k for (first, _), k in zip(self.bounds(i), tap, strict=True))
 
     def size(self, i: Point) -> Size:
         """How many positions part i holds."""
-        return sz.product(sz.add(end, sz.mul(first, -1)) for first, end in self.bounds(i))
+        return sz.product(end - first for first, end in self.bounds(i))
 
     @property
     def is_small(self) -> bool:
@@ -385,7 +382,7 @@ class _Parts:
 def _most(of: Size, into: Size) -> Size:
     """The size of the largest part."""
     whole = sz.exact_div(of, into)
-    return sz.add(sz.ceildiv(of, into), 1) if whole is None else whole
+    return sz.ceildiv(of, into) + 1 if whole is None else whole
 
 
 def _sum_of_parts(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from plait.ir.dtypes import f32, i64
-from plait.ir.loops import Node
+from plait.ir.loops import Node, const
+from plait.ir.maths import maximum, minimum, ne, rounded, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.pointwise import Maths
 from plait.lower.shape import result, scalar
 from plait.lower.view import wrap_dim
 
@@ -29,28 +29,27 @@ def _fake_quantize(
     if x.dtype != f32:
         raise NoRule(f"{x.dtype} elements")
 
-    def on(m: Maths) -> Node | None:
-        return None if enabled is None else m("ne", enabled.load(m.ops, (0,)), 0)
+    def on(ops: Recorder) -> Node | None:
+        return None if enabled is None else ne(enabled.load(ops, (0,)), 0)
 
-    def number(ops: Recorder, i: Point) -> tuple[Maths, Node, Node, Node]:
-        m = Maths(ops)
+    def number(ops: Recorder, i: Point) -> tuple[Node, Node, Node]:
         scale, zero = grid(ops, i)
-        steps = m("mul", x.load(ops, i), m("truediv", m.const(1, f32), scale))
-        q = ops.cast(m("add", ops.cast(zero, f32), m("round", steps)), i64)
-        return m, q, scale, zero
+        steps = x.load(ops, i) * (const(1, f32) / scale)
+        q = ops.cast(ops.cast(zero, f32) + rounded(steps), i64)
+        return q, scale, zero
 
     def value(ops: Recorder, i: Point) -> Node:
-        m, q, scale, zero = number(ops, i)
-        cut = m("sub", m("min", m("max", q, low), high), zero)
-        out = m("mul", ops.cast(cut, f32), scale)
-        switch = on(m)
-        return out if switch is None else m("where", switch, out, x.load(ops, i))
+        q, scale, zero = number(ops, i)
+        cut = minimum(maximum(q, low), high) - zero
+        out = ops.cast(cut, f32) * scale
+        switch = on(ops)
+        return out if switch is None else where(switch, out, x.load(ops, i))
 
     def inside(ops: Recorder, i: Point) -> Node:
-        m, q, _, _ = number(ops, i)
-        fits = m("and", m("ge", q, low), m("le", q, high))
-        switch = on(m)
-        return fits if switch is None else m("or", fits, m("not", switch))
+        q, _, _ = number(ops, i)
+        fits = (q >= low) & (q <= high)
+        switch = on(ops)
+        return fits if switch is None else fits | ~switch
 
     return result(ctx, value, 0), result(ctx, inside, 1)
 

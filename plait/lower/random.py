@@ -17,7 +17,8 @@ import plait.runtime.philox  # noqa: F401 - it defines the operators
 from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import bf16, f16, f32, f64, i64
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
+from plait.ir.maths import cos, eq, log, mod, philox, sqrt, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Size
 from plait.lower.core import Lowering, View, lower
@@ -44,10 +45,10 @@ def within(ctx: Lowering, x: View, low: float, high: float, message: str) -> Vie
         value = x.load(ops, i)
         wide = ops.cast(value, compute_dtype(x.dtype))
         ends = (
-            ops.op(op, wide, ops.const(end, wide.dtype)) for op, end in (("ge", low), ("le", high))
+            apply(op, wide, ops.const(end, wide.dtype)) for op, end in (("ge", low), ("le", high))
         )
-        holds = ops.nonzero(ops.cast(ops.op("and", *ends), i64), Check("RuntimeError", message))
-        return ops.op("where", ops.op("eq", holds, ops.const(1, i64)), value, ops.const(0, x.dtype))
+        holds = ops.nonzero(ops.cast(apply("and", *ends), i64), Check("RuntimeError", message))
+        return where(eq(holds, ops.const(1, i64)), value, ops.const(0, x.dtype))
 
     return result(ctx, body)
 
@@ -58,13 +59,13 @@ def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:
     strides = sz.contiguous_strides(shape)
 
     def body(ops: Recorder, i: tuple[Size, ...]) -> Node:
-        linear = ops.index(sz.total(sz.mul(v, s) for v, s in zip(i, strides, strict=True)))
+        linear = ops.index(sz.total(v * s for v, s in zip(i, strides, strict=True)))
         drawn = key.load(ops, ())
 
         def word(k: int) -> Node:
             # The op's third argument holds the word number in its low two bits and the counter's
             # third word above them.
-            return ops.op("philox", drawn, linear, ops.const(k | (offset & _M32) << 2, i64))
+            return philox(drawn, linear, ops.const(k | (offset & _M32) << 2, i64))
 
         return ops.cast(formula(ops, word), dtype)
 
@@ -72,19 +73,19 @@ def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:
 
 
 def _shifted(ops: Recorder, word: Node, bits: int) -> Node:
-    return ops.op("shr", word, ops.const(bits, i64))
+    return word >> ops.const(bits, i64)
 
 
 def _scaled(ops: Recorder, whole: Node, exponent: int, wide: bool) -> Node:
     """whole * 2**exponent as f64 or f32; exact for the integers met here."""
     dtype = f64 if wide else f32
-    return ops.op("mul", ops.cast(whole, dtype), ops.const(2.0**exponent, dtype))
+    return ops.cast(whole, dtype) * ops.const(2.0**exponent, dtype)
 
 
 def _double(ops: Recorder, high: Node, low: Node) -> Node:
     """53 bits of two words as an f64 in [0, 1)."""
-    upper = ops.op("mul", _shifted(ops, high, 5), ops.const(2**26, i64))
-    return _scaled(ops, ops.op("add", upper, _shifted(ops, low, 6)), -53, True)
+    upper = _shifted(ops, high, 5) * ops.const(2**26, i64)
+    return _scaled(ops, upper + _shifted(ops, low, 6), -53, True)
 
 
 @lower(torch.ops.plait.philox_uniform.default)
@@ -107,15 +108,13 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
 
     def formula(ops: Recorder, word: Words) -> Node:
         if wide:
-            a = ops.op("add", _double(ops, word(0), word(1)), ops.const(2.0**-53, f64))
+            a = _double(ops, word(0), word(1)) + ops.const(2.0**-53, f64)
             b = _double(ops, word(2), word(3))
         else:
-            a = _scaled(
-                ops, ops.op("add", _shifted(ops, word(0), 8), ops.const(1, i64)), -24, False
-            )
+            a = _scaled(ops, _shifted(ops, word(0), 8) + ops.const(1, i64), -24, False)
             b = _scaled(ops, _shifted(ops, word(1), 8), -24, False)
-        radius = ops.op("sqrt", ops.op("mul", ops.const(-2.0, work), ops.op("log", a)))
-        return ops.op("mul", radius, ops.op("cos", ops.op("mul", ops.const(2 * math.pi, work), b)))
+        radius = sqrt(ops.const(-2.0, work) * log(a))
+        return radius * cos(ops.const(2 * math.pi, work) * b)
 
     return _draw(ctx, key, offset, formula)
 
@@ -124,14 +123,14 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
 def philox_randint(
     ctx: Lowering, key: View, offset: int, low: Size, high: Size, size: Any, dtype: torch.dtype
 ) -> View:
-    span = sz.add(high, sz.mul(low, -1))
+    span = high - low
     ctx.assert_true(
         sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})"
     )
 
     def formula(ops: Recorder, word: Words) -> Node:
-        upper = ops.op("and", word(1), ops.const(0x7FFFFFFF, i64))
-        number = ops.op("or", ops.op("shl", upper, ops.const(32, i64)), word(0))
-        return ops.op("add", ops.index(low), ops.op("mod", number, ops.index(span)))
+        upper = word(1) & ops.const(0x7FFFFFFF, i64)
+        number = (upper << ops.const(32, i64)) | word(0)
+        return ops.index(low) + mod(number, ops.index(span))
 
     return _draw(ctx, key, offset, formula)

@@ -14,12 +14,13 @@ import torch
 
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, b1, f64, i64
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
+from plait.ir.maths import eq, isnan, maximum, ne, sqrt, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import Maths, convert, operand
+from plait.lower.pointwise import convert, operand
 from plait.lower.view import add_dim, wrap_dim
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class Axes:
             return (fill(0, i64),)
         same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
         if kind == "welford":  # x - x is 0 for numbers and NaN for NaN and infinities
-            off = ctx.pointwise((), dtype, lambda ops, i: ops.op("sub", *[same.load(ops, ())] * 2))
+            off = ctx.pointwise((), dtype, lambda ops, i: apply("sub", *[same.load(ops, ())] * 2))
             return tuple(
                 v if want else None
                 for v, want in zip((same, off, fill(1, dtype)), outs, strict=True)
@@ -130,7 +131,7 @@ def _mean(
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         count = ops.cast(ops.index(axes.numel), total.dtype)
-        return ops.cast(ops.op("truediv", total.load(ops, i), count), out)
+        return ops.cast(total.load(ops, i) / count, out)
 
     return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)
 
@@ -251,10 +252,9 @@ def _variance(
     by = 1.0 if correction is None else float(correction)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        m = Maths(ops)
-        count = m("sub", ops.cast(ops.index(axes.numel), m2.dtype), by)
-        var = m("truediv", m2.load(ops, i), m("max", count, 0.0))
-        return ops.cast(m("sqrt", var) if root else var, out)
+        count = ops.cast(ops.index(axes.numel), m2.dtype) - by
+        var = m2.load(ops, i) / maximum(count, 0.0)
+        return ops.cast(sqrt(var) if root else var, out)
 
     return ctx.pointwise(axes.shape, out, body)
 
@@ -300,14 +300,14 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
         return convert(ctx, mean, out)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        lost = ops.op("isnan", m2.load(ops, i))
+        lost = isnan(m2.load(ops, i))
         if sz.may_be_zero(axes.numel):
             count = ops.cast(
                 ops.index(axes.numel), mean.dtype
             )  # a float: of integers their ranges would decide
-            lost = ops.op("or", lost, ops.op("eq", count, ops.const(0, mean.dtype)))
+            lost = lost | eq(count, ops.const(0, mean.dtype))
         nan = ops.const(float("nan"), mean.dtype)
-        return ops.cast(ops.op("where", lost, nan, mean.load(ops, i)), out)
+        return ops.cast(where(lost, nan, mean.load(ops, i)), out)
 
     return ctx.pointwise(axes.shape, out, body)
 
@@ -330,16 +330,15 @@ def _vector_norm(
         _need_elements(ctx, axes)
 
     def term(ops: Recorder, e: Node) -> Node:
-        m = Maths(ops)
         v = ops.cast(ops.cast(e, out), compute)
         if p == 0:
-            return ops.cast(m("ne", v, 0.0), compute)
+            return ops.cast(ne(v, 0.0), compute)
         if p == 2:
-            return m("mul", v, v)
-        return m("abs", v) if kind != "sum" or p == 1 else m("pow", m("abs", v), p)
+            return v * v
+        return abs(v) if kind != "sum" or p == 1 else abs(v) ** p
 
     def size(ops: Recorder, e: Node) -> Node:
-        return ops.op("abs", ops.cast(ops.cast(e, out), compute))
+        return abs(ops.cast(ops.cast(e, out), compute))
 
     powers = kind == "sum" and p not in (0, 1)
     if (
@@ -352,10 +351,10 @@ def _vector_norm(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         v = total.load(ops, i)
         if powers:
-            v = ops.op("sqrt", v) if p == 2 else Maths(ops)("pow", v, 1.0 / p)
+            v = sqrt(v) if p == 2 else v ** (1.0 / p)
         if one is not None:
-            alone = ops.op("eq", ops.index(axes.numel), ops.const(1, i64))
-            v = ops.op("where", alone, one.load(ops, i), v)
+            alone = eq(ops.index(axes.numel), ops.const(1, i64))
+            v = where(alone, one.load(ops, i), v)
         return ops.cast(v, out)
 
     return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)
@@ -370,7 +369,7 @@ def _dist(ctx: Lowering, a: View, b: View, p: float = 2) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         x, y = (operand(ctx, ops, v, i, shape, dtype) for v in (a, b))
-        return ops.cast(ops.op("sub", x, y), dtype)
+        return ops.cast(x - y, dtype)
 
     out: View = _vector_norm(ctx, ctx.pointwise(shape, dtype, body), p)
     return out

@@ -8,15 +8,17 @@ run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import product
+from operator import add
 
 import torch
 
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, f32, f64, i64
 from plait.ir.loops import Node
+from plait.ir.maths import eq, floor, maximum, minimum, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Body, Lowering, NoRule, View, lower
@@ -27,10 +29,6 @@ aten = torch.ops.aten
 
 _MAX_TAPS = 24  # outputs of one input element, by dimension; more stay calls
 Taps = list[tuple[Node, Node]]  # (position, weight)
-
-
-def _sum(ops: Recorder, values: Iterable[Node]) -> Node:
-    return reduce(lambda a, b: ops.op("add", a, b), values)
 
 
 def _inside(ops: Recorder, e: Size, size: Size) -> list[Node]:
@@ -74,12 +72,12 @@ def upsample_nearest_backward(
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         copies = (
-            tuple(sz.add(sz.mul(e, t), k) for e, t, k in zip(i[lead:], whole, tap, strict=True))
+            tuple(e * t + k for e, t, k in zip(i[lead:], whole, tap, strict=True))
             for tap in product(*map(range, whole))
         )
         compute = compute_dtype(grad.dtype)
         taps = (ops.cast(grad.load(ops, (*i[:lead], *at)), compute) for at in copies)
-        return ops.cast(_sum(ops, taps), grad.dtype)
+        return ops.cast(reduce(add, taps), grad.dtype)
 
     return result(ctx, body)
 
@@ -103,9 +101,9 @@ def upsample_linear(
             if d == len(axes):
                 return ops.cast(x.load(ops, (*i[:2], *at)), compute)
             low, high, f = pairs[d]
-            rest = ops.op("sub", ops.const(1.0, compute), f)
+            rest = ops.const(1.0, compute) - f
             a, b = (mixed(d + 1, (*at, ops.indirect(p, axes[d].size))) for p in (low, high))
-            return ops.op("add", ops.op("mul", a, rest), ops.op("mul", b, f))
+            return a * rest + b * f
 
         return ops.cast(mixed(0, ()), x.dtype)
 
@@ -129,9 +127,9 @@ def upsample_bicubic2d(
 
         def row(y: Expr) -> Node:
             loads = ((ops.cast(x.load(ops, (*i[:2], y, z)), compute), w) for z, w in columns)
-            return _sum(ops, (ops.op("mul", v, w) for v, w in loads))
+            return reduce(add, (v * w for v, w in loads))
 
-        return ops.cast(_sum(ops, (ops.op("mul", row(y), w) for y, w in rows)), x.dtype)
+        return ops.cast(reduce(add, (row(y) * w for y, w in rows)), x.dtype)
 
     return result(ctx, body)
 
@@ -153,44 +151,44 @@ class _Axis:
             return ops.const(v, compute)
 
         if self.align:
-            steps = sz.add(self.out, -1)
+            steps = self.out - 1
             if steps == 0:
                 return const(0.0)
-            step = ops.op("truediv", number(sz.add(self.size, -1)), number(sz.smax(steps, 1)))
-            return ops.op("mul", step, number(o))
+            step = number(self.size - 1) / number(sz.smax(steps, 1))
+            return step * number(o)
         step = (
             const(1.0 / self.scale)
             if self.scale is not None
-            else ops.op("truediv", number(self.size), number(self.out))
+            else number(self.size) / number(self.out)
         )
-        middle = ops.op("mul", step, ops.op("add", number(o), const(0.5)))
-        return ops.op("sub", middle, const(0.5))
+        middle = step * (number(o) + const(0.5))
+        return middle - const(0.5)
 
     def between(self, ops: Recorder, o: Size, compute: DType) -> tuple[Node, Node, Node]:
         """The two input positions around output position o and the weight of the second."""
-        position = ops.op("max", self.position(ops, o, compute), ops.const(0.0, compute))
-        last = ops.index(sz.add(self.size, -1))
-        low = ops.op("min", ops.cast(ops.op("floor", position), i64), last)
-        high = ops.op("min", ops.op("add", low, ops.const(1, i64)), last)
-        off = ops.op("sub", position, ops.cast(low, compute))
-        off = ops.op("min", ops.op("max", off, ops.const(0.0, compute)), ops.const(1.0, compute))
+        position = maximum(self.position(ops, o, compute), ops.const(0.0, compute))
+        last = ops.index(self.size - 1)
+        low = minimum(ops.cast(floor(position), i64), last)
+        high = minimum(low + ops.const(1, i64), last)
+        off = position - ops.cast(low, compute)
+        off = minimum(maximum(off, ops.const(0.0, compute)), ops.const(1.0, compute))
         return low, high, off
 
     def linear(self, ops: Recorder, o: Size, compute: DType) -> Taps:
         """The input positions that output position o mixes, and their weights."""
         low, high, f = self.between(ops, o, compute)
-        return [(low, ops.op("sub", ops.const(1.0, compute), f)), (high, f)]
+        return [(low, ops.const(1.0, compute) - f), (high, f)]
 
     def cubic(self, ops: Recorder, o: Size, compute: DType) -> Taps:
         """As linear, of a cubic through four positions; those beyond the ends are the ends."""
         position = self.position(ops, o, compute)
-        low = ops.op("floor", position)
-        t = ops.op("sub", position, low)
-        first, last = ops.cast(low, i64), ops.index(sz.add(self.size, -1))
+        low = floor(position)
+        t = position - low
+        first, last = ops.cast(low, i64), ops.index(self.size - 1)
         out = []
         for k, weight in enumerate(_cubic_weights(ops, t, compute), start=-1):
-            at = ops.op("add", first, ops.const(k, i64))
-            out.append((ops.op("max", ops.op("min", at, last), ops.const(0, i64)), weight))
+            at = first + ops.const(k, i64)
+            out.append((maximum(minimum(at, last), ops.const(0, i64)), weight))
         return out
 
     def readers(self, reach: int) -> tuple[Callable[[Recorder, Expr], Size], int]:
@@ -226,16 +224,16 @@ class _Axis:
         if most == 0:
             return 0
         shift = 0.0 if self.align else 0.5
-        edge = ops.cast(ops.index(sz.add(j, -reach)), f64)
-        at = ops.op("add", edge, ops.const(shift, f64))
-        at = ops.op("sub", ops.op("mul", at, ops.const(1 / step, f64)), ops.const(shift, f64))
-        first = ops.cast(ops.op("floor", at), i64)
-        inside = ops.op("max", ops.op("min", first, ops.const(most, i64)), ops.const(0, i64))
+        edge = ops.cast(ops.index(j - reach), f64)
+        at = edge + ops.const(shift, f64)
+        at = at * ops.const(1 / step, f64) - ops.const(shift, f64)
+        first = ops.cast(floor(at), i64)
+        inside = maximum(minimum(first, ops.const(most, i64)), ops.const(0, i64))
         return ops.indirect(inside, most + 1)
 
 
-def _times(ops: Recorder, j: Expr, times: int, lead: int) -> Size:
-    return sz.add(sz.mul(j, times), -lead)
+def _times(_: Recorder, j: Expr, times: int, lead: int) -> Size:
+    return j * times - lead
 
 
 def _axes(
@@ -252,18 +250,18 @@ def _cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
     def polynomial(x: Node, *coefficients: float) -> Node:
         out = ops.const(coefficients[0], compute)
         for c in coefficients[1:]:
-            out = ops.op("add", ops.op("mul", out, x), ops.const(c, compute))
+            out = out * x + ops.const(c, compute)
         return out
 
     one, a = ops.const(1.0, compute), -0.75
     near = (a + 2, -(a + 3), 0.0, 1.0)
     far = (a, -5 * a, 8 * a, -4 * a)
-    rest = ops.op("sub", one, t)
+    rest = one - t
     return [
-        polynomial(ops.op("add", t, one), *far),
+        polynomial(t + one, *far),
         polynomial(t, *near),
         polynomial(rest, *near),
-        polynomial(ops.op("add", rest, one), *far),
+        polynomial(rest + one, *far),
     ]
 
 
@@ -287,18 +285,13 @@ def _upsample_backward(
 
         def share(ops: Recorder, i: tuple[Expr, ...], o: Size) -> Node:
             mine, zero = ops.index(i[d]), ops.const(0.0, compute)
-            mixed = (
-                ops.op("where", ops.op("eq", at, mine), w, zero)
-                for at, w in weigh(axis, ops, o, compute)
-            )
+            mixed = (where(eq(at, mine), w, zero) for at, w in weigh(axis, ops, o, compute))
             value = _load(ops, x, (*i[:d], o, *i[d + 1 :]), d)
-            return ops.op("mul", value, _sum(ops, mixed))
+            return value * reduce(add, mixed)
 
         def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
             first = start(ops, i[d])
-            return ops.cast(
-                _sum(ops, (share(ops, i, sz.add(first, k)) for k in range(count))), dtype
-            )
+            return ops.cast(reduce(add, (share(ops, i, first + k) for k in range(count))), dtype)
 
         return body
 
@@ -354,12 +347,12 @@ def replication_pad_backward(ctx: Lowering, grad: View, x: View, padding: Sequen
             def at(o: Size) -> Node:
                 return _load(ops, g, (*i[:d], o, *i[d + 1 :]), d)
 
-            starts, ends = compare(ops, "eq", i[d], 0), compare(ops, "eq", i[d], sz.add(size, -1))
+            starts, ends = compare(ops, "eq", i[d], 0), compare(ops, "eq", i[d], size - 1)
             beyond: list[tuple[Node, Size]] = [(starts, k) for k in range(low)]
-            after = sz.add(size, low)
-            beyond += [(ends, sz.add(after, k)) for k in range(high)]
+            after = size + low
+            beyond += [(ends, after + k) for k in range(high)]
             more = (ops.masked(hit, partial(at, o), 0) for hit, o in beyond)
-            return ops.cast(_sum(ops, (at(sz.add(i[d], low)), *more)), dtype)
+            return ops.cast(reduce(add, (at(i[d] + low), *more)), dtype)
 
         return body
 

@@ -15,7 +15,8 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
-from plait.ir.loops import Node, Scatter, loop_vars
+from plait.ir.loops import Node, Scatter, apply, loop_vars
+from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -92,7 +93,7 @@ def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Si
     some = sz.symbol(f"some_{len(ctx.symbols)}", hi=1)
     assert some.symbol is not None
     ctx.symbols[some.symbol.name] = sz.smin(from_zero(size), 1)
-    return (sz.mul(shape[0], some), *shape[1:])
+    return (shape[0] * some, *shape[1:])
 
 
 # -------------------------------------------------------------------------------------------
@@ -210,8 +211,8 @@ def _reduced(
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         a, b = (ops.cast(v.load(ops, i), compute) for v in (total, count))
-        b = ops.op("max", b, ops.const(1, compute))
-        return ops.cast(ops.op("truediv" if compute.is_float else "floordiv", a, b), x.dtype)
+        b = maximum(b, ops.const(1, compute))
+        return ops.cast(apply("truediv" if compute.is_float else "floordiv", a, b), x.dtype)
 
     return ctx.pointwise(x.shape, x.dtype, body)
 
@@ -269,7 +270,7 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         hit = ops.cast(mask.load(ops, i[first : first + rank]), b1)
         new = ops.cast(given.load(ops, i[:first] + i[first + rank :]), x.dtype)
-        return ops.op("where", hit, new, x.load(ops, i))
+        return where(hit, new, x.load(ops, i))
 
     return result(ctx, body)
 
@@ -310,7 +311,7 @@ def _index_along(
             value = src.load(ops, i if src.shape else ())
         if alpha != 1:
             times = "and" if compute == b1 else "mul"
-            value = ops.op(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
+            value = apply(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
     points = unless_empty(ctx, shape, flat.shape[d]) if drop else shape
@@ -394,8 +395,8 @@ def embedding_dense_backward(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         number = ops.cast(indices.load(ops, i[:-1]), i64)
         row = ops.checked(number, num_weights, wrap=False)
-        keep = ops.op("ne", number, ops.index(padding_idx))
-        value = ops.op("where", keep, grad.load(ops, i), ops.const(0, grad.dtype))
+        keep = ne(number, ops.index(padding_idx))
+        value = where(keep, grad.load(ops, i), ops.const(0, grad.dtype))
         return (row, i[-1]), value
 
     return scatter_loop(ctx, zeros, grad.shape, "add", body)

@@ -17,7 +17,8 @@ import torch.fx
 
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, b1, f64
-from plait.ir.loops import Node, Pointwise, loop_vars
+from plait.ir.loops import Node, Pointwise, apply, loop_vars
+from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
@@ -74,7 +75,7 @@ def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
     """The conjunction of conditions (true for none)."""
     out = ops.const(True, b1)
     for k, c in enumerate(conditions):
-        out = c if k == 0 else ops.op("and", out, c)
+        out = c if k == 0 else out & c
     return out
 
 
@@ -86,7 +87,7 @@ def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
     known = sz.compare(op, a, b)
     if isinstance(known, int):
         return ops.const(bool(known), b1)
-    return ops.op(op, ops.index(a), ops.index(b))
+    return apply(op, ops.index(a), ops.index(b))
 
 
 # -------------------------------------------------------------------------------------------
@@ -144,9 +145,9 @@ def _affine(ctx: Lowering, start: Any, step: Any) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         if not need:
-            return ops.cast(ops.index(sz.add(start, sz.mul(i[0], step))), dtype)
-        steps = ops.op("mul", scalar(ctx, ops, step, f64), ops.cast(ops.index(i[0]), f64))
-        return ops.cast(ops.op("add", scalar(ctx, ops, start, f64), steps), dtype)
+            return ops.cast(ops.index(start + i[0] * step), dtype)
+        steps = scalar(ctx, ops, step, f64) * ops.cast(ops.index(i[0]), f64)
+        return ops.cast(scalar(ctx, ops, start, f64) + steps, dtype)
 
     return result(ctx, body)
 
@@ -183,24 +184,17 @@ def iota(ctx: Lowering, length: Size, *, start: Size, step: Size, **kw: Any) -> 
 
 @lower(aten.tril.default)
 def tril(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(
-        ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal)
-    )
+    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "le", c - r, diagonal))
 
 
 @lower(aten.triu.default)
 def triu(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(
-        ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal)
-    )
+    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "ge", c - r, diagonal))
 
 
 def _triangle(ctx: Lowering, x: View, keep: Callable[[Recorder, Size, Size], Node]) -> View:
     return result(
-        ctx,
-        lambda ops, i: ops.op(
-            "where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)
-        ),
+        ctx, (lambda ops, i: where(keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)))
     )
 
 
@@ -217,7 +211,7 @@ _MAX_RUNS = 9
 
 
 def _mirror(last: Size) -> Callable[[Size], Size]:
-    return lambda v: sz.add(last, sz.mul(v, -1))
+    return lambda v: last - v
 
 
 def _only(at: Size) -> Callable[[Size], Size]:
@@ -241,13 +235,13 @@ def _from_runs(ctx: Lowering, x: View, runs: Sequence[Sequence[Run]]) -> View:
     for of_dim in runs:
         starts: list[Size] = [0]
         for n, _ in of_dim:
-            starts.append(sz.add(starts[-1], n))
+            starts.append(starts[-1] + n)
         placed.append([(at, n, f) for at, (n, f) in zip(starts, of_dim, strict=False) if n != 0])
     for pieces in itertools.product(*placed):
         ops = Recorder()
         vars_ = loop_vars("i", tuple(n for _, n, _ in pieces))
         at = tuple(f(v) for v, (_, _, f) in zip(vars_, pieces, strict=True))
-        index = tuple(sz.add(v, start) for v, (start, _, _) in zip(vars_, pieces, strict=True))
+        index = tuple(v + start for v, (start, _, _) in zip(vars_, pieces, strict=True))
         ctx.ops.append(Pointwise(buf, vars_, x.load(ops, at), index, ctx.origin))
     return ctx.whole(buf)
 
@@ -257,8 +251,8 @@ def flip(ctx: Lowering, x: View, dims: Sequence[int]) -> View:
     flipped = {wrap_dim(d, len(x.shape)) for d in dims} if x.shape else set()
 
     def fn(i: tuple[Expr, ...]) -> Index:
-        last = [sz.add(s, -1) for s in x.shape]
-        return tuple(sz.add(last[d], sz.mul(v, -1)) if d in flipped else v for d, v in enumerate(i))
+        last = [s - 1 for s in x.shape]
+        return tuple(last[d] - v if d in flipped else v for d, v in enumerate(i))
 
     return _gathered(ctx, x, fn)
 
@@ -274,9 +268,9 @@ def roll(ctx: Lowering, x: View, shifts: Sequence[Size], dims: Sequence[int] = (
         x = _rolled(ctx, x, s, wrap_dim(d, len(x.shape)), ctx.out_strides())
     last = wrap_dim(dims[-1], len(x.shape))
     runs: list[list[Run]] = [[(n, lambda v: v)] for n in x.shape]
-    size, start = x.shape[last], sz.mod(shifts[-1], x.shape[last]) if x.shape[last] != 0 else 0
-    rest = sz.add(size, sz.mul(start, -1))
-    runs[last] = [(start, lambda v: sz.add(rest, v)), (rest, lambda v: v)]
+    size, start = x.shape[last], shifts[-1] % x.shape[last] if x.shape[last] != 0 else 0
+    rest = size - start
+    runs[last] = [(start, lambda v: rest + v), (rest, lambda v: v)]
     if _in_runs(ctx, runs):
         return _from_runs(ctx, x, runs)
     return _rolled(ctx, x, shifts[-1], last, ctx.out_strides())
@@ -287,16 +281,16 @@ def _rolled(ctx: Lowering, x: View, shift: Size, d: int, strides: tuple[Size, ..
     size = x.shape[d]
     if size == 0:
         return x
-    start = sz.mod(shift, size)
+    start = shift % size
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def moved(by: Size) -> Callable[[], Node]:
-            return lambda: x.load(ops, (*i[:d], sz.add(i[d], by), *i[d + 1 :]))
+            return lambda: x.load(ops, (*i[:d], i[d] + by, *i[d + 1 :]))
 
         front = compare(ops, "lt", i[d], start)
-        early = ops.masked(front, moved(sz.add(size, sz.mul(start, -1))), 0)
-        late = ops.masked(compare(ops, "ge", i[d], start), moved(sz.mul(start, -1)), 0)
-        return ops.op("where", front, early, late)
+        early = ops.masked(front, moved(size - start), 0)
+        late = ops.masked(compare(ops, "ge", i[d], start), moved(-start), 0)
+        return where(front, early, late)
 
     return ctx.pointwise(x.shape, x.dtype, body, strides)
 
@@ -314,7 +308,7 @@ def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
         return tuple(
             e
             for p, s in zip(v, sizes, strict=True)
-            for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
+            for e in ((p // s, p % s) if s != 0 else (p, p))
         )
 
     return made.remap(ctx.out_shape(), fn)
@@ -327,7 +321,7 @@ def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0)
     lows, highs = _pads(len(x.shape), pad)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        at = tuple(sz.add(v, sz.mul(lo, -1)) for v, lo in zip(i, lows, strict=True))
+        at = tuple(v - lo for v, lo in zip(i, lows, strict=True))
         inside = []
         for d, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
             if not sz.known_le(lo, 0):
@@ -340,7 +334,7 @@ def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0)
         if isinstance(value, (bool, int, float)):
             return ops.masked(hit, lambda: x.load(ops, at), wrap(value, x.dtype))
         other = scalar(ctx, ops, value, x.dtype)
-        return ops.op("where", hit, ops.masked(hit, lambda: x.load(ops, at), 0), other)
+        return where(hit, ops.masked(hit, lambda: x.load(ops, at), 0), other)
 
     return result(ctx, body)
 
@@ -356,9 +350,9 @@ def _pads(rank: int, pad: Sequence[Size]) -> tuple[list[Size], list[Size]]:
 
 def reflected(j: Size, size: Size) -> Size:
     """Index j mirrored at the ends of [0, size), the border elements not repeated."""
-    last = sz.add(size, -1)
-    t = sz.add(last, sz.mul(sz.smax(j, sz.mul(j, -1)), -1))
-    return sz.add(last, sz.mul(sz.smax(t, sz.mul(t, -1)), -1))
+    last = size - 1
+    t = last - sz.smax(j, -j)
+    return last - sz.smax(t, -t)
 
 
 @lower(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
@@ -366,14 +360,14 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     lows, highs = _pads(len(x.shape), padding)
     first = len(x.shape) - len(padding) // 2
     runs: list[list[Run]] = [
-        [(lo, _mirror(lo)), (n, lambda v: v), (hi, _mirror(sz.add(n, -2)))]
+        [(lo, _mirror(lo)), (n, lambda v: v), (hi, _mirror(n - 2))]
         for lo, hi, n in zip(lows, highs, x.shape, strict=True)
     ]
     if _in_runs(ctx, runs):
         return _from_runs(ctx, x, runs)
 
     def fn(i: tuple[Expr, ...]) -> Index:
-        moved = [sz.add(v, sz.mul(lo, -1)) for v, lo in zip(i, lows, strict=True)]
+        moved = [v - lo for v, lo in zip(i, lows, strict=True)]
         return tuple(v if d < first else reflected(v, x.shape[d]) for d, v in enumerate(moved))
 
     return _gathered(ctx, x, fn)
@@ -385,7 +379,7 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
 def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     lows, highs = _pads(len(x.shape), padding)
     runs: list[list[Run]] = [
-        [(lo, _only(0)), (n, lambda v: v), (hi, _only(sz.add(n, -1)))]
+        [(lo, _only(0)), (n, lambda v: v), (hi, _only(n - 1))]
         for lo, hi, n in zip(lows, highs, x.shape, strict=True)
     ]
     if _in_runs(ctx, runs):
@@ -393,8 +387,7 @@ def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
 
     def fn(i: tuple[Expr, ...]) -> Index:
         return tuple(
-            sz.smin(sz.smax(sz.add(v, sz.mul(lo, -1)), 0), sz.add(s, -1))
-            for v, lo, s in zip(i, lows, x.shape, strict=True)
+            sz.smin(sz.smax(v - lo, 0), s - 1) for v, lo, s in zip(i, lows, x.shape, strict=True)
         )
 
     return _gathered(ctx, x, fn)
@@ -481,7 +474,7 @@ def _starts(parts: Sequence[View], dim: int) -> list[Size]:
     """Where each part starts along dim, and the end."""
     out: list[Size] = [0]
     for p in parts:
-        out.append(sz.add(out[-1], p.shape[dim]))
+        out.append(out[-1] + p.shape[dim])
     return out
 
 
@@ -490,7 +483,7 @@ def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
     dtype = ctx.out_dtype()
 
     def piece(ops: Recorder, i: tuple[Expr, ...], k: int) -> Node:
-        at = (*i[:dim], sz.add(i[dim], sz.mul(starts[k], -1)), *i[dim + 1 :])
+        at = (*i[:dim], i[dim] - starts[k], *i[dim + 1 :])
         sides = [compare(ops, "ge", i[dim], starts[k])] if k else []
         sides += [compare(ops, "lt", i[dim], starts[k + 1])] if k + 1 < len(parts) else []
         if not sides:
@@ -500,9 +493,7 @@ def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = piece(ops, i, len(parts) - 1)
         for k in reversed(range(len(parts) - 1)):
-            value = ops.op(
-                "where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value
-            )
+            value = where(compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value)
         return value
 
     return result(ctx, body)
@@ -514,7 +505,7 @@ def _cat_pieces(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
     for part, start in zip(parts, _starts(parts, dim), strict=False):
         ops = Recorder()
         vars_ = loop_vars("i", part.shape)
-        index = (*vars_[:dim], sz.add(vars_[dim], start), *vars_[dim + 1 :])
+        index = (*vars_[:dim], vars_[dim] + start, *vars_[dim + 1 :])
         value = ops.cast(part.load(ops, vars_), dtype)
         ctx.ops.append(Pointwise(buf, vars_, value, index, ctx.origin))
     return ctx.whole(buf)

@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
+from plait.ir.maths import exp, log
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import Maths
 from plait.lower.reduce import Axes
 from plait.lower.view import add_dim, drop_dims
 
 aten = torch.ops.aten
 
-Finish = Callable[
-    [Maths, Node, Node, Node], Node
-]  # (m, x, greatest, sum of exp(x - greatest)) -> result
+Finish = Callable[[Node, Node, Node], Node]  # (x, greatest, sum of exp(x - greatest)) -> result
 
 
 def _softmax_like(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
@@ -37,16 +35,14 @@ def _over(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, axes.at(i, r)), compute)
-        return ops.op("exp", ops.op("sub", e, greatest.load(ops, i)))
+        return exp(e - greatest.load(ops, i))
 
     total = ctx.reduce(axes.shape, axes.rshape, "sum", body)
 
     def result(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         point = axes.kept_of(v)
         e = ops.cast(x.load(ops, v), compute)
-        return ops.cast(
-            finish(Maths(ops), e, greatest.load(ops, point), total.load(ops, point)), out
-        )
+        return ops.cast(finish(e, greatest.load(ops, point), total.load(ops, point)), out)
 
     return ctx.pointwise(
         x.shape, out, result, ctx.out_strides() if ctx.out_meta().dim() == len(x.shape) else None
@@ -55,16 +51,12 @@ def _over(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
 
 @lower(aten._softmax.default)
 def _softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
-    return _softmax_like(
-        ctx, x, dim, lambda m, e, top, total: m("truediv", m("exp", m("sub", e, top)), total)
-    )
+    return _softmax_like(ctx, x, dim, lambda e, top, total: exp(e - top) / total)
 
 
 @lower(aten._log_softmax.default)
 def _log_softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
-    return _softmax_like(
-        ctx, x, dim, lambda m, e, top, total: m("sub", m("sub", e, top), m("log", total))
-    )
+    return _softmax_like(ctx, x, dim, lambda e, top, total: e - top - log(total))
 
 
 @lower(aten._softmax_backward_data.default)
@@ -78,13 +70,13 @@ def _softmax_backward(ctx: Lowering, grad: View, y: View, dim: int, dtype: torch
         return ops.cast(y.load(ops, at), compute), ops.cast(grad.load(ops, at), compute)
 
     def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-        return ops.op("mul", *pair(ops, axes.at(i, r)))
+        return apply("mul", *pair(ops, axes.at(i, r)))
 
     total = ctx.reduce(axes.shape, axes.rshape, "sum", product)
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e, g = pair(ops, v)
-        value = ops.op("mul", e, ops.op("sub", g, total.load(ops, axes.kept_of(v))))
+        value = e * (g - total.load(ops, axes.kept_of(v)))
         return ops.cast(value, ctx.out_dtype())
 
     rank = ctx.out_meta().dim()

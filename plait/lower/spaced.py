@@ -14,6 +14,7 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, f64
 from plait.ir.loops import Node
+from plait.ir.maths import fma, where
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
@@ -34,8 +35,8 @@ def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View
     if dtype not in LOOP_DTYPES:
         raise NoRule(f"{dtype} elements")
     compute = compute_dtype(dtype) if dtype.is_float else f64
-    last = sz.add(steps, -1)
-    half = sz.smax(sz.floordiv(steps, 2), 1)  # one element is the start
+    last = steps - 1
+    half = sz.smax(steps // 2, 1)  # one element is the start
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def number(value: Any) -> Node:
@@ -45,11 +46,11 @@ def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View
             return ops.cast(ops.index(value), compute)
 
         first, final = number(start), number(end)
-        step = ops.op("truediv", ops.op("sub", final, first), count(sz.smax(last, 1)))
-        up = ops.op("fma", step, count(i[0]), first)
-        left = sz.add(last, sz.mul(i[0], -1))
-        down = ops.op("fma", ops.op("neg", step), count(left), final)
-        value = ops.op("where", compare(ops, "lt", i[0], half), up, down)
+        step = (final - first) / count(sz.smax(last, 1))
+        up = fma(step, count(i[0]), first)
+        left = last - i[0]
+        down = fma(-step, count(left), final)
+        value = where(compare(ops, "lt", i[0], half), up, down)
         return ops.cast(value, dtype)
 
     return result(ctx, body)

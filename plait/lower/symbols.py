@@ -30,7 +30,7 @@ from plait.errors import InexpressibleSize, Unsupported
 from plait.graph.edit import shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import b1, f64
-from plait.ir.loops import Node
+from plait.ir.loops import Node, apply
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.runtime.functions import FUNCTIONS, bits
@@ -226,12 +226,10 @@ def _mul(e: Any, sub: Sub) -> Size:
     den = 1
     for a in e.args:
         if isinstance(a, sympy.Rational) and not isinstance(a, sympy.Integer):
-            out, den = sz.mul(out, int(a.p)), den * int(a.q)
+            out, den = out * int(a.p), den * int(a.q)
         else:
-            out = sz.mul(out, sub(a))
-    return (
-        out if den == 1 else sz.floordiv(out, den)
-    )  # a size is integral, so this division is exact
+            out = out * sub(a)
+    return out if den == 1 else out // den  # a size is integral, so this division is exact
 
 
 def _pow(e: Any, sub: Sub) -> Size:
@@ -249,32 +247,32 @@ def _floordiv(e: Any, sub: Sub) -> Size:
 
 def _divide(a: Size, b: Size) -> Size:
     if sz.bounds(b)[1] < 0:
-        a, b = sz.mul(a, -1), sz.mul(b, -1)
-    return sz.floordiv(a, b)
+        a, b = -a, -b
+    return a // b
 
 
 def _mod(e: Any, sub: Sub) -> Size:
     a, b = sub(e.args[0]), sub(e.args[1])
     if sz.bounds(b)[1] < 0:  # the sign of Python's remainder is the divisor's
-        return sz.mul(sz.mod(sz.mul(a, -1), sz.mul(b, -1)), -1)
-    return sz.mod(a, b)
+        return -(-a % -b)
+    return a % b
 
 
 def _modular_indexing(e: Any, sub: Sub) -> Size:
     a, b, m = (sub(x) for x in e.args)
-    return sz.mod(sz.floordiv(a, b), m)
+    return a // b % m
 
 
 def _where(e: Any, sub: Sub) -> Size:
     c, a, b = (sub(x) for x in e.args)
-    return sz.add(b, sz.mul(c, sz.add(a, sz.mul(b, -1))))
+    return b + c * (a - b)
 
 
 def _piecewise(e: Any, sub: Sub) -> Size:
     out: Size = 0
     for value, cond in reversed(e.args):
         v, c = sub(value), sub(cond)
-        out = v if c == 1 else sz.add(out, sz.mul(c, sz.add(v, sz.mul(out, -1))))
+        out = v if c == 1 else out + c * (v - out)
     return out
 
 
@@ -294,7 +292,7 @@ def _shift(name: str) -> Callable[[Any, Sub], Size]:
         a, n = sub(e.args[0]), sub(e.args[1])
         if not isinstance(n, int) or not 0 <= n < 63:
             return sz.call(name, a, n)
-        return sz.mul(a, 1 << n) if name == "shift_left" else sz.floordiv(a, 1 << n)
+        return a * (1 << n) if name == "shift_left" else a // (1 << n)
 
     return rule
 
@@ -310,7 +308,7 @@ def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
             return sz.call(mode, _real(e.args[0], sub))
         if mode == "round" or (mode == "trunc" and sz.bounds(p)[0] < 0):
             return sz.call(mode, _real(e.args[0], sub))
-        return sz.ceildiv(p, q) if mode == "ceil" else sz.floordiv(p, q)
+        return sz.ceildiv(p, q) if mode == "ceil" else p // q
 
     return rule
 
@@ -354,7 +352,7 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
     """e == p / q in exact arithmetic, q > 0."""
     if isinstance(e, sf.IntTrueDiv | sf.FloatTrueDiv):
         (p1, q1), (p2, q2) = (_fraction(a, sub) for a in e.args)
-        return sz.mul(p1, q2), sz.mul(q1, p2)
+        return p1 * q2, q1 * p2
     if isinstance(e, sf.ToFloat):
         return sub(e.args[0]), 1
     if isinstance(e, sympy.Float | sympy.Rational):
@@ -366,7 +364,7 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
     if isinstance(e, sympy.Add):
         parts = [_fraction(a, sub) for a in e.args]
         den = sz.product(q for _, q in parts)
-        return sz.total(sz.mul(p, sz.floordiv(den, q)) for p, q in parts), den
+        return sz.total(p * (den // q) for p, q in parts), den
     if _is_whole(e):
         return sub(e), 1
     raise Unsupported(f"a size made from the float {e}")
@@ -383,7 +381,7 @@ def _ratio(c: float) -> Fraction:
 
 
 def _bool_not(e: Any, sub: Sub) -> Size:
-    return sz.add(1, sz.mul(sub(e.args[0]), -1))
+    return 1 - sub(e.args[0])
 
 
 _REAL_UNARY = {
@@ -423,7 +421,7 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sf.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
     sympy.Max: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
     sympy.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
-    sympy.Abs: lambda e, sub: sz.smax(sub(e.args[0]), sz.mul(sub(e.args[0]), -1)),
+    sympy.Abs: lambda e, sub: sz.smax(sub(e.args[0]), -sub(e.args[0])),
     sf.Where: _where,
     sympy.Piecewise: _piecewise,
     sf.Identity: lambda e, sub: sub(e.args[0]),
@@ -590,10 +588,10 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
     if not any(s.name in floats for s in e.free_symbols) and e.has(sf.RoundDecimal):
         return ops.bitcast(ops.index(to_word(e, env)), f64)
     if type(e) in _FLOAT_UNARY:
-        return ops.op(_FLOAT_UNARY[type(e)], _float_node(ops, e.args[0], env, floats))
+        return apply(_FLOAT_UNARY[type(e)], _float_node(ops, e.args[0], env, floats))
     if type(e) in _FLOAT_BINARY:
         args = [_float_node(ops, a, env, floats) for a in e.args]
-        return reduce(lambda a, b: ops.op(_FLOAT_BINARY[type(e)], a, b), args)
+        return reduce(lambda a, b: apply(_FLOAT_BINARY[type(e)], a, b), args)
     raise Unsupported(
         f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
     )
@@ -611,11 +609,11 @@ def to_truth(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
 
     Raises Unsupported for what loop bodies cannot express."""
     if isinstance(e, sympy.Not):
-        return ops.op("not", to_truth(ops, e.args[0], env, floats))
+        return ~to_truth(ops, e.args[0], env, floats)
     if type(e) in _JOINED:
         return reduce(
-            partial(ops.op, _JOINED[type(e)]), (to_truth(ops, a, env, floats) for a in e.args)
+            partial(apply, _JOINED[type(e)]), (to_truth(ops, a, env, floats) for a in e.args)
         )
     if type(e) in _COMPARED:
-        return ops.op(_COMPARED[type(e)], *(_float_node(ops, a, env, floats) for a in e.args))
+        return apply(_COMPARED[type(e)], *(_float_node(ops, a, env, floats) for a in e.args))
     return ops.cast(ops.index(to_size(e, env)), b1)

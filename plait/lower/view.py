@@ -58,10 +58,10 @@ def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
     while not sz.known_eq(a, b):
         if n_a < len(old) and sz.exact_div(b, a) is not None:
             n_a += 1
-            a = sz.mul(a, old[-n_a])
+            a = a * old[-n_a]
         elif n_b < len(new) and sz.exact_div(a, b) is not None:
             n_b += 1
-            b = sz.mul(b, new[-n_b])
+            b = b * new[-n_b]
         else:
             return len(old), len(new)
     return n_a, n_b
@@ -72,7 +72,7 @@ def flatten(shape: tuple[Size, ...], at: Sequence[Size]) -> Size:
     step is guarded."""
     flat: Size = 0
     for s, e in zip(shape, at, strict=True):
-        flat = sz.add(sz.mul(flat, s), e)
+        flat = flat * s + e
     return flat
 
 
@@ -80,8 +80,8 @@ def unflatten(shape: tuple[Size, ...], flat: Size) -> tuple[Size, ...]:
     """The index at a row-major position, which is promised to lie inside."""
     out: list[Size] = []
     for s in reversed(shape[1:]):
-        out.append(sz.mod(flat, s))
-        flat = sz.floordiv(flat, s)
+        out.append(flat % s)
+        flat = flat // s
     return (flat, *reversed(out)) if shape else ()
 
 
@@ -189,7 +189,7 @@ def _unsqueeze(ctx: Lowering, x: View, dim: int) -> View:
 def part(x: View, dim: int, start: Size, size: Size, step: Size = 1) -> View:
     """Elements start, start + step, ... of x along dim, `size` of them."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    return x.remap(shape, lambda v: (*v[:dim], sz.add(start, sz.mul(v[dim], step)), *v[dim + 1 :]))
+    return x.remap(shape, lambda v: (*v[:dim], start + v[dim] * step, *v[dim + 1 :]))
 
 
 def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Size:
@@ -198,15 +198,10 @@ def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Siz
     if start is None:
         return 0
     if sz.bounds(start)[1] < 0 or (isinstance(start, int) and start < 0):
-        start = sz.add(size, start)
+        start = size + start
     elif sz.bounds(start)[0] < 0:
-        start = sz.add(start, sz.mul(size, sz.compare("lt", start, 0)))
-    if (
-        length != -1
-        and step == 1
-        and sz.known_le(sz.add(start, length), size)
-        and sz.known_le(0, start)
-    ):
+        start = start + size * sz.compare("lt", start, 0)
+    if length != -1 and step == 1 and sz.known_le(start + length, size) and sz.known_le(0, start):
         return start
     return sz.smin(sz.smax(start, 0), size)
 
@@ -247,8 +242,8 @@ def wrap_index(index: Size, size: Size) -> Size:
     if lo >= 0:
         return index
     if hi < 0:
-        return sz.add(index, size)
-    return sz.add(index, sz.mul(size, sz.compare("lt", index, 0)))
+        return index + size
+    return index + size * sz.compare("lt", index, 0)
 
 
 @lower(aten.select.int, any_dtype=True)
@@ -270,7 +265,7 @@ def _split(ctx: Lowering, x: View, _sizes: object, dim: int = 0) -> tuple[View, 
     for val in ctx.node.meta["val"]:
         size = to_size(val.shape[dim])
         out.append(part(x, dim, start, size))
-        start = sz.add(start, size)
+        start = start + size
     return tuple(out)
 
 
@@ -289,7 +284,7 @@ def _diagonal(ctx: Lowering, x: View, offset: int = 0, dim1: int = 0, dim2: int 
 
     def at(v: tuple[Expr, ...]) -> tuple[Size, ...]:
         rest = iter(v[:-1])
-        own: dict[int, Size] = {a: sz.add(v[-1], max(-offset, 0)), b: sz.add(v[-1], max(offset, 0))}
+        own: dict[int, Size] = {a: v[-1] + max(-offset, 0), b: v[-1] + max(offset, 0)}
         return tuple(own[d] if d in own else next(rest) for d in range(len(x.shape)))
 
     return x.remap(ctx.out_shape(), at)
@@ -300,9 +295,7 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
     d = wrap_dim(dimension, len(x.shape))
     if not x.shape:
         return x.remap(ctx.out_shape(), lambda v: ())
-    return x.remap(
-        ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1])
-    )
+    return x.remap(ctx.out_shape(), lambda v: (*v[:d], v[d] * step + v[-1], *v[d + 1 : -1]))
 
 
 # ----------------------------------------------------------------------- memory seen in another way
@@ -325,21 +318,21 @@ def _as_strided(
     if ctx.is_found(*shape, *stride, offset, *x.shape):
         raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
-    inside = sz.add(offset, sz.mul(first, -1))
-    span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
+    inside = offset - first
+    span = sz.total((s - 1) * st for s, st in zip(shape, stride, strict=True))
     # An input's storage may be larger than the input; memory of our own making is never left (eager
     # checks that). Where an input begins in its storage, nobody checks.
     fits = not given or (
         storage_offset is None
         and sz.known_le(0, inside)
-        and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
+        and sz.known_lt(inside + span, sz.numel(owner.shape))
     )
     order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
     if order is not None and fits and owner.dtype == x.dtype:
         dense = tuple(owner.shape[d] for d in order)
 
         def at(v: tuple[Expr, ...]) -> tuple[Size, ...]:
-            flat = sz.add(inside, sz.total(sz.mul(e, st) for e, st in zip(v, stride, strict=True)))
+            flat = inside + sz.total(e * st for e, st in zip(v, stride, strict=True))
             by_dim = dict(zip(order, unflatten(dense, flat), strict=True))
             return tuple(by_dim[d] for d in range(len(order)))
 
@@ -387,7 +380,7 @@ def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int]
             return None
         order.append(inner)
         left.remove(inner)
-        wanted = tuple(sz.mul(strides[inner], n) for n in (shape[inner], sz.smax(shape[inner], 1)))
+        wanted = tuple(strides[inner] * n for n in (shape[inner], sz.smax(shape[inner], 1)))
     return order[::-1]
 
 
@@ -410,5 +403,5 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
         raise NoRule("memory of an element type that loops do not know")
     memory = ctx.tensor_arg(x, tuple(to_size(s) for s in given.meta["val"].stride()))
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
-    offset = sz.floordiv(sz.mul(memory.offset, x.dtype.nbytes), to.nbytes)
+    offset = memory.offset * x.dtype.nbytes // to.nbytes
     return ctx.alias(ctx.whole(memory.buf), to, ctx.out_shape(), strides, offset)

@@ -76,14 +76,14 @@ class _Taken:
             rest: Size = 1
             for a in mono:
                 if self._is_fixed(_expr(a)):
-                    factor = sz.mul(factor, _expr(a))
+                    factor = factor * _expr(a)
                 else:
-                    rest = sz.mul(rest, self._out_of_atom(a))
+                    rest = rest * self._out_of_atom(a)
             if rest == 1:
-                same = sz.add(same, factor)
+                same = same + factor
             else:
-                varying = sz.add(varying, sz.mul(self._part(factor), rest))
-        return sz.add(self._part(same), varying)
+                varying = varying + self._part(factor) * rest
+        return self._part(same) + varying
 
     def _part(self, e: Size) -> Size:
         return self.out_of(e) if isinstance(e, Expr) else e

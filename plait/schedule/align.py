@@ -12,19 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import is_arg
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    floordiv,
-    free_symbols,
-    mul,
-    numel,
-    product,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, numel, product, substitute, symbol
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]
@@ -57,10 +45,10 @@ def divided(a: Size, b: Size) -> Size | None:
     """a / b where b divides a and both are positive, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b > 0 and a % b == 0 else None
-    q = floordiv(a, b)
+    q = a // b
     if any(x.kind in ("div", "mod") for x in _atoms(q)):
         return None
-    return q if mul(q, b) == a else None
+    return q if q * b == a else None
 
 
 def _atoms(e: Size) -> Iterable[Atom]:
@@ -139,7 +127,7 @@ class _Matcher:
             if a in free:
                 free.remove(a)
                 free.update((_atom(hi), _atom(lo)))
-        self.bind(a, add(mul(hi, inner), lo))
+        self.bind(a, hi * inner + lo)
         return _atom(hi), _atom(lo)
 
     def pair(self, h: Atom, g: Atom) -> None:
@@ -249,7 +237,7 @@ def radix(e: Size) -> list[Atom] | None:
             if a.kind != "sym" or is_arg(a):
                 return None
             if a.extent is None:
-                stride = mul(stride, _var(a))
+                stride = stride * _var(a)
             elif var is None:
                 var = a
             else:
@@ -264,7 +252,7 @@ def radix(e: Size) -> list[Atom] | None:
         if found is None or found.extent is None:
             return None
         out.append(found)
-        step = mul(step, found.extent)
+        step = step * found.extent
     return out
 
 
@@ -294,7 +282,7 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
         assert a.extent is not None
         if step == by:
             return None
-        after = mul(step, a.extent)
+        after = step * a.extent
         inner = divided(by, step)
         if inner is not None and divided(a.extent, inner) is not None and after != by:
             return a, inner

@@ -11,19 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    coefficient,
-    floordiv,
-    free_symbols,
-    mod,
-    mul,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, coefficient, free_symbols, substitute, symbol
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 
@@ -95,13 +83,13 @@ class _Table:
                 continue
             s, t = strides.get(outer, 0), strides.get(inner, 0)
             if s is None or t is None:
-                merged = substitute(flat, {outer: floordiv(whole, n), inner: mod(whole, n)})
+                merged = substitute(flat, {outer: whole // n, inner: whole % n})
                 if _divisions(merged) > _divisions(flat):
                     return False
                 new.append(merged)
-            elif s == mul(t, n):
-                rest = add(flat, add(mul(_var(outer), mul(s, -1)), mul(_var(inner), mul(t, -1))))
-                new.append(add(rest, mul(whole, t)))
+            elif s == t * n:
+                rest = flat + (_var(outer) * -s + _var(inner) * -t)
+                new.append(rest + whole * t)
             else:
                 return False
         w = _atom(whole)
@@ -177,9 +165,9 @@ def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
     while k >= 0:
         outer, inner = _atom(axes[k]), _atom(axes[k + 1])
         assert outer.extent is not None and inner.extent is not None
-        whole = symbol(f"{outer.name}.{inner.name}", extent=mul(outer.extent, inner.extent))
+        whole = symbol(f"{outer.name}.{inner.name}", extent=outer.extent * inner.extent)
         if table.joined(outer, inner, whole):
-            parts: Env = {outer: floordiv(whole, inner.extent), inner: mod(whole, inner.extent)}
+            parts: Env = {outer: whole // inner.extent, inner: whole % inner.extent}
             for a, e in env.items():
                 env[a] = substitute(e, parts)
             env.update(parts)

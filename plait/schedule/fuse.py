@@ -15,17 +15,7 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    free_symbols,
-    is_contiguous,
-    mul,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
 from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
@@ -469,7 +459,7 @@ def _same_order(guest: Space, found: Alignment) -> bool:
 def _position(vars_: tuple[Expr, ...]) -> Size:
     out: Size = 0
     for v in vars_:
-        out = add(mul(out, extent(v)), v)
+        out = out * extent(v) + v
     return out
 
 

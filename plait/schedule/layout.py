@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate
-from plait.ir.sizes import Atom, Expr, Size, coefficient, mod, mul, smax, total
+from plait.ir.sizes import Atom, Expr, Size, coefficient, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import Bodies, load_of, roots
 from plait.schedule.form import as_loop
@@ -24,7 +24,7 @@ Index = tuple[Size, ...]
 
 def flat_index(b: Buffer, index: Index) -> Size:
     """The linear position of an element, in elements."""
-    return total(mul(e, s) for e, s in zip(index, b.strides, strict=True))
+    return total(e * s for e, s in zip(index, b.strides, strict=True))
 
 
 def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ...]:
@@ -33,7 +33,7 @@ def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ..
     step: Size = 1
     for d in reversed(list(order)):
         strides[d] = step
-        step = mul(step, smax(shape[d], 1))
+        step = step * smax(shape[d], 1)
     return tuple(strides)
 
 
@@ -117,7 +117,7 @@ def unaligned(plan: Plan) -> frozenset[str]:
     found: set[str] = set()
     for step in plan.steps:
         if isinstance(step, Alias):
-            nbytes = mul(step.offset, plan.buffers[step.out].dtype.nbytes)
-            if step.base in found or not step.relative or mod(nbytes, 16) != 0:
+            nbytes = step.offset * plan.buffers[step.out].dtype.nbytes
+            if step.base in found or not step.relative or nbytes % 16 != 0:
                 found.add(step.out)
     return frozenset(found)

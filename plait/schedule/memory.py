@@ -14,19 +14,7 @@ from functools import reduce
 
 from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate, fences
-from plait.ir.sizes import (
-    Expr,
-    Mono,
-    Size,
-    add,
-    ceildiv,
-    floordiv,
-    free_symbols,
-    known_nonneg,
-    mul,
-    smax,
-    total,
-)
+from plait.ir.sizes import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
@@ -53,10 +41,10 @@ def storage_nbytes(b: Buffer) -> Size:
     """The bytes that a buffer takes, gaps between its elements included."""
     if any(s == 0 for s in b.shape):
         return 0
-    reach = total(mul(add(s, -1), t) for s, t in zip(b.shape, b.strides, strict=True))
+    reach = total((s - 1) * t for s, t in zip(b.shape, b.strides, strict=True))
     if all(isinstance(s, int) for s in b.shape):
-        return mul(add(reach, 1), b.dtype.nbytes)
-    return mul(smax(add(reach, 1), 1), b.dtype.nbytes)
+        return (reach + 1) * b.dtype.nbytes
+    return smax(reach + 1, 1) * b.dtype.nbytes
 
 
 def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -257,7 +245,7 @@ def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], S
     for x in packed:
         starts = _largest(e for o in _right_below(x, placed) for e in o.ends)
         offsets[x.block.names[0]] = reduce(smax, map(_aligned, starts))
-        placed.append(replace(x, ends=tuple(add(s, x.nbytes) for s in starts)))
+        placed.append(replace(x, ends=tuple(s + x.nbytes for s in starts)))
     return offsets, reduce(smax, map(_aligned, _largest(e for x in placed for e in x.ends)))
 
 
@@ -297,14 +285,14 @@ def _padded(nbytes: Size, hints: Hints, spare: int) -> Size:
     if isinstance(nbytes, int):
         return _aligned(nbytes + ALIGN - 1)
     if not all(known_nonneg(_product(mono)) for mono, _ in nbytes.terms):
-        return mul(smax(ceildiv(nbytes, ALIGN), 0), ALIGN)
-    up = [mul(_product(mono), -(-c // ALIGN) * ALIGN) for mono, c in nbytes.terms]
+        return smax(ceildiv(nbytes, ALIGN), 0) * ALIGN
+    up = [_product(mono) * (-(-c // ALIGN) * ALIGN) for mono, c in nbytes.terms]
     whole = total([-(-nbytes.const // ALIGN) * ALIGN, *up])
-    return whole if hint(whole, hints) - hint(nbytes, hints) <= spare else add(nbytes, ALIGN - 1)
+    return whole if hint(whole, hints) - hint(nbytes, hints) <= spare else nbytes + (ALIGN - 1)
 
 
 def _aligned(start: Size) -> Size:
-    return mul(floordiv(start, ALIGN), ALIGN)
+    return start // ALIGN * ALIGN
 
 
 def _product(mono: Mono) -> Size:
@@ -325,7 +313,7 @@ def _largest(some: Iterable[Size]) -> tuple[Size, ...]:
             out = [*(o for o in out if not _covers(e, o)), e]
     if len(out) > MAX_ENDS:
         out = [{mono: max(o.get(mono, 0) for o in out) for o in out for mono in o}]
-    return tuple(total(mul(_product(mono), c) for mono, c in o.items()) for o in out)
+    return tuple(total(_product(mono) * c for mono, c in o.items()) for o in out)
 
 
 def _covers(a: Mapping[Mono, int], b: Mapping[Mono, int]) -> bool:

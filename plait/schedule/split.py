@@ -33,15 +33,11 @@ from plait.ir.record import inline
 from plait.ir.sizes import (
     Atom,
     Size,
-    add,
     ceildiv,
     coefficient,
     contiguous_strides,
-    floordiv,
     free_symbols,
     is_contiguous,
-    mod,
-    mul,
     numel,
 )
 from plait.schedule.cost import Hints, hint, hint_numel
@@ -211,9 +207,9 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     for axis, v in zip(reversed(used), reversed(op.rvars), strict=True):
         for flat in flats:
             step, last = coefficient(flat, axis), coefficient(flat, used[-1])
-            if step is None or last is None or step != mul(last, steps):
+            if step is None or last is None or step != last * steps:
                 return op
-        steps = mul(steps, extent(v))
+        steps = steps * extent(v)
     exprs = [e for n in walk((op.body,)) if n.op == "index" for e in index_exprs(n)]
     if any(not isinstance(e, int) and not free_symbols(e).isdisjoint(used) for e in exprs):
         return op
@@ -221,9 +217,9 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     env: dict[Atom, Size] = {}
     inner: Size = 1
     for k, v in reversed(list(enumerate(op.rvars))):
-        at = floordiv(whole, inner)
-        env[used[k]] = mod(at, extent(v)) if k else at
-        inner = mul(inner, extent(v))
+        at = whole // inner
+        env[used[k]] = at % extent(v) if k else at
+        inner = inner * extent(v)
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
@@ -308,10 +304,10 @@ class _Split:
             return inline(
                 node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer
             )
-        at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
+        at = chunk[-1] * self.parts.rest + self.first_rvars[0]
         index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
         size = extent(self.op.rvars[self.parts.whole])
-        if mul(self.parts.chunks, self.parts.rest) == size:
+        if self.parts.chunks * self.parts.rest == size:
             return inline(node("load", (), Load("body", index), dtype), producer)
         inside = node("lt", (node("index", (), at, i64), _number(size)))
         value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, coefficient, floordiv, free_symbols, mul, numel, total
+from plait.ir.sizes import Atom, Expr, Size, coefficient, free_symbols, numel, total
 from plait.schedule.deps import extent, load_of, node_cost
 from plait.schedule.device import KINDS
 from plait.schedule.layout import flat_index
@@ -74,8 +74,8 @@ def kernel_work_ns(
             )
     # Thousandths of a nanosecond, so that the estimate stays an integer expression.
     sizes = [extent(v) for v in (*vars_, *rvars)]
-    spent = [mul(numel(sizes[:k]), round(1000 * c / CPU.cycles_a_ns)) for k, c in enumerate(cycles)]
-    return floordiv(total(spent), 1000)
+    spent = [numel(sizes[:k]) * round(1000 * c / CPU.cycles_a_ns) for k, c in enumerate(cycles)]
+    return total(spent) // 1000
 
 
 def _free(e: Size) -> frozenset[Atom]:

@@ -430,20 +430,14 @@ class _Maker:
             self.effect(aten._assert_tensor_metadata.default, (base, None, None, want))
         if have is None or want is None or have == want:
             plain = i.relative and i.offset == 0
-            at = (
-                ()
-                if plain
-                else (self.size(sz.add(i.offset, self.start(i.base) if i.relative else 0)),)
-            )
+            at = () if plain else (self.size(i.offset + (self.start(i.base) if i.relative else 0)),)
             self.env[i.name] = self.call(aten.as_strided.default, (base, *layout, *at), name=i.name)
             return
         start = self.start(i.base) if i.relative else 0
-        first = sz.add(i.offset, sz.floordiv(sz.mul(start, have.itemsize), want.itemsize))
-        last = sz.total(sz.mul(n - 1, s) for n, s in zip(i.shape, i.strides, strict=True))
-        end = sz.mul(
-            first + last + 1, sz.product(sz.smin(n, 1) for n in i.shape)
-        )  # 0 for no elements
-        room = sz.ceildiv(sz.mul(end, want.itemsize), have.itemsize)
+        first = i.offset + start * have.itemsize // want.itemsize
+        last = sz.total((n - 1) * s for n, s in zip(i.shape, i.strides, strict=True))
+        end = (first + last + 1) * sz.product(sz.smin(n, 1) for n in i.shape)  # 0 for no elements
+        room = sz.ceildiv(end * want.itemsize, have.itemsize)
         flat = self.call(aten.as_strided.default, (base, [self.size(room)], [1], 0))
         typed = self.call(aten.view.dtype, (flat, want))
         self.env[i.name] = self.call(

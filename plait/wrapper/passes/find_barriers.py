@@ -89,8 +89,8 @@ def _apart(a: Range, b: Range) -> bool:
 
 
 def _end(p: ins.Place) -> Size:
-    reach = sz.total(sz.mul(sz.add(s, -1), t) for s, t in zip(p.shape, p.strides, strict=True))
-    return sz.add(p.offset, sz.mul(sz.add(reach, 1), p.dtype.nbytes))
+    reach = sz.total((s - 1) * t for s, t in zip(p.shape, p.strides, strict=True))
+    return p.offset + (reach + 1) * p.dtype.nbytes
 
 
 def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.ir import sizes as sz
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import rewrite, used
 
@@ -37,4 +36,4 @@ def merge_views(p: ins.WrapperProgram) -> ins.WrapperProgram:
 def _through(v: ins.View, base: ins.View | None) -> ins.View:
     if base is None or base.dtype != v.dtype or not v.relative:
         return v
-    return replace(v, base=base.base, offset=sz.add(base.offset, v.offset), relative=base.relative)
+    return replace(v, base=base.base, offset=base.offset + v.offset, relative=base.relative)

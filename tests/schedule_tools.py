@@ -168,7 +168,7 @@ class Record(Recorder):
         return super().load(buf, index, self.builder.buffers[buf].dtype)
 
     def __getattr__(self, name: str) -> Callable[..., L.Node]:
-        return lambda *args: self.op(name, *args)
+        return lambda *args: apply(name, *args)
 
     def f(self, value: float) -> L.Node:
         return self.const(value, f32)

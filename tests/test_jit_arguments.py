@@ -82,4 +82,4 @@ def test_what_cannot_be_passed_is_one_error(arguments: str, text: str, tmp_path:
     run = compiled(CALL.replace("ARGUMENTS", arguments), tmp_path, "-fsyntax-only")
     errors = [line for line in run.stderr.splitlines() if " error: " in line]
     assert run.returncode == 1 and len(errors) == 1 and text in errors[0], run.stderr
-    assert "source.cpp:5:" in run.stderr.split(" error: ")[0]  # the user's line stands before it
+    assert "source.cpp:6:" in run.stderr.split(" error: ")[0]  # the user's line stands before it

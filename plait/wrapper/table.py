@@ -111,10 +111,9 @@ def markdown() -> str:
         "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py "
         "instead. -->",
         "",
-        "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), "
-        "printed and read back",
-        "(`wrapper/text.py`), run by the native executor, and written as Python, C++ or an FX "
-        "graph.",
+        "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`),",
+        "printed and read back (`wrapper/text.py`), run by the native executor, and written as",
+        "Python, C++ or an FX graph.",
         "",
         "## Meanings",
         "",

@@ -223,6 +223,65 @@ def test_operators_do_not_write_what_is_read_as_another_type(of_input: bool, wra
         assert torch.equal(got, want)
 
 
+def larger_elements(x: Tensor, k: int) -> Any:
+    y = x[k:].view(torch.int64)
+    return y, y + 1, y[1:]
+
+
+def complex_elements(x: Tensor, k: int) -> Any:
+    y = torch.view_as_complex(x[k:].view(-1, 2))
+    return y, torch.view_as_real(y) + 1, y[1:]
+
+
+def larger_and_larger(x: Tensor, k: int) -> Any:
+    y = x.view(torch.int16)[2 * k :].view(torch.int32)[2:].view(torch.int64)
+    return y, y + 1, x
+
+
+def one_and_nothing(x: Tensor, k: int) -> Any:
+    y = x[k : k + 2].view(torch.int64)
+    return y, y + 1, y[:0], y[:, None].expand(1, 3)
+
+
+LARGER = [larger_elements, complex_elements, larger_and_larger, one_and_nothing]
+
+
+def numbers(first: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(20, dtype=dtype)[first : first + 13]
+
+
+def _place(t: Tensor, x: Tensor) -> tuple[int, bool]:
+    own = t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    return t.storage_offset(), own
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("way", ["static", "dynamic", "direct"])
+@pytest.mark.parametrize("fn", LARGER, ids=lambda fn: str(fn.__name__))
+def test_larger_elements_of_an_input_that_begins_between_two(
+    fn: Callable[[Tensor, int], Any], way: str, wrapper: str
+) -> None:
+    """An odd number in its storage begins x, and the view at an even one. Where both are odd
+    PyTorch refuses the view: no guard of Dynamo looks at where x begins."""
+    options = {"wrapper": wrapper}
+    dtype = torch.float32 if fn is complex_elements else torch.int32
+    if way == "direct":
+        compiled: Any = plait.compile(fn, (numbers(1, dtype), 1), options=options)
+    else:
+        compiled = torch.compile(
+            fn, backend="plait", dynamic=way == "dynamic", options=options, fullgraph=True
+        )
+    for first in (1, 3, 5):
+        x = numbers(first, dtype)
+        got, want = compiled(x, 1), fn(x, 1)
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+            assert _place(g, x) == _place(w, x)
+    for run in (fn, compiled):
+        with pytest.raises(RuntimeError, match=r"storage.offset.* divisible by"):
+            run(numbers(2, dtype), 1)
+
+
 FOUND: dict[str, Callable[[Tensor], Any]] = {
     "distinct values": lambda x: (lambda y: (y, y.view(2, -1), y[1:]))(torch.unique(x)),
     "chosen values": lambda x: (lambda y: (y.view(4, -1), y))(torch.masked_select(x, x > 1)),

@@ -604,24 +604,21 @@ class _Walk:
         if view.whole:
             return TensorArg(name, base.shape, base.strides, 0)
         relative = not begins_anywhere(node)
-        base_val = self.placeholders[view.input].meta["val"]
-        offset = _behind(base_val, view.offset, val) if relative else to_size(view.offset)
-        shape, strides = tuple(map(to_size, view.shape)), tuple(map(to_size, view.strides))
-        at = TensorArg(name, shape, strides, offset)
+        at: tuple[Any, ...] = (view.shape, view.strides, view.offset)
         if not self._knows(at):  # numbers found while the function was traced the first time
-            offset = (
-                _behind(base_val, val.storage_offset(), val)
-                if relative
-                else to_size(val.storage_offset())
+            at = (val.shape, val.stride(), val.storage_offset())
+        shape, strides, dtype = *(tuple(map(to_size, n)) for n in at[:2]), from_torch(val.dtype)
+        if not relative:
+            x = self.ctx.alias(
+                self.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False
             )
-            at = TensorArg(
-                name, tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride())), offset
-            )
-        return self._aliased(name, from_torch(val.dtype), at, relative)
+            return TensorArg(x.buf, shape, strides, 0)
+        first = _behind(self.placeholders[view.input].meta["val"], at[2], val)
+        return self._aliased(name, dtype, shape, strides, first)
 
-    def _knows(self, at: TensorArg) -> bool:
-        """Whether every symbol of a view has a source in this graph."""
-        exprs = (*at.shape, *at.strides, at.offset)
+    def _knows(self, layout: tuple[Any, ...]) -> bool:
+        """Whether every symbol of a shape, strides and offset has a source in this graph."""
+        exprs = [to_size(n) for part in layout[:2] for n in part] + [to_size(layout[2])]
         return all(
             a.name in self.ctx.symbols
             for e in exprs
@@ -651,22 +648,25 @@ class _Walk:
         ):
             return None
         memory = self.ctx.tensor_arg(view, strides)
-        within = memory.offset * view.dtype.nbytes
+        within = sz.mul(memory.offset, view.dtype.nbytes)
+        first = sz.add(within, _behind(like, val.storage_offset(), val))
         dtype = from_torch(val.dtype)
-        offset = within // dtype.nbytes + _behind(like, val.storage_offset(), val)
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
-        at = TensorArg(memory.buf, shape, strides, offset)
-        return (
-            at
-            if dtype == self.ctx.buffers[memory.buf].dtype
-            else self._aliased(memory.buf, dtype, at)
-        )
+        if dtype == self.ctx.buffers[memory.buf].dtype:
+            return TensorArg(memory.buf, shape, strides, sz.floordiv(first, dtype.nbytes))
+        return self._aliased(memory.buf, dtype, shape, strides, first)
 
-    def _aliased(self, buf: str, dtype: DType, at: TensorArg, relative: bool = True) -> TensorArg:
-        """Memory of a buffer as a new tensor of this element type. relative: the offset counts from
-        its first element."""
-        view = self.ctx.alias(self.ctx.whole(buf), dtype, at.shape, at.strides, at.offset, relative)
-        return TensorArg(view.buf, at.shape, at.strides, 0)
+    def _aliased(
+        self,
+        buf: str,
+        dtype: DType,
+        shape: tuple[Size, ...],
+        strides: tuple[Size, ...],
+        first: Size,
+    ) -> TensorArg:
+        """Memory of a buffer, from its byte `first` on, as a new tensor of this element type."""
+        view = self.ctx.seen_as(self.ctx.whole(buf), dtype, shape, strides, first)
+        return TensorArg(view.buf, shape, strides, 0)
 
     def _distinct(self, node: torch.fx.Node, out: TensorArg) -> TensorArg:
         """out as a tensor of its own where another node's result, or an input, is the same memory
@@ -676,7 +676,9 @@ class _Walk:
         is_input = node.op != "placeholder" and b.name in self.input_storages and out == whole
         if not is_input and out not in self.given:
             return out
-        return self._aliased(b.name, out.dtype or b.dtype, out)
+        dtype = out.dtype or b.dtype
+        first = sz.mul(out.offset, dtype.nbytes)
+        return self._aliased(b.name, dtype, out.shape, out.strides, first)
 
 
 def _bit(condition: Size) -> Expr | None:
@@ -721,11 +723,10 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
-    """How far `offset`, in elements of like from the start of base's storage, lies behind base's
-    first element, in elements of like."""
-    item = like.element_size()
-    first = to_size(base.storage_offset()) * base.element_size()
-    return (to_size(offset) * item - first) // item
+    """How many bytes `offset`, in elements of like from the start of base's storage, lies behind
+    base's first element."""
+    first = sz.mul(to_size(base.storage_offset()), base.element_size())
+    return sz.add(sz.mul(to_size(offset), like.element_size()), sz.mul(first, -1))
 
 
 def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:

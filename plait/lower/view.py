@@ -13,7 +13,8 @@ import torch
 
 from plait.errors import Unsupported
 from plait.ir import sizes as sz
-from plait.ir.dtypes import LOOP_DTYPES
+from plait.ir.dtypes import LOOP_DTYPES, DType
+from plait.ir.loops import TensorArg
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
@@ -403,5 +404,17 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
         raise NoRule("memory of an element type that loops do not know")
     memory = ctx.tensor_arg(x, tuple(to_size(s) for s in given.meta["val"].stride()))
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
-    offset = memory.offset * x.dtype.nbytes // to.nbytes
-    return ctx.alias(ctx.whole(memory.buf), to, ctx.out_shape(), strides, offset)
+    if to.nbytes > x.dtype.nbytes and ctx.memory(memory.buf) in ctx.input_buffers:
+        _require_place(ctx, memory, x.dtype, to)
+    first = sz.mul(memory.offset, x.dtype.nbytes)
+    return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
+
+
+def _require_place(ctx: Lowering, memory: TensorArg, given: DType, to: DType) -> None:
+    """Asserts that memory of an input begins at a whole number of these larger elements, as eager
+    does: no guard looks at where an input begins in its storage."""
+    begin = sz.symbol(f"{memory.buf}_offset")
+    ctx.symbols[f"{memory.buf}_offset"] = (memory.buf, "offset", 0)
+    at, ratio = sz.add(begin, memory.offset), to.nbytes // given.nbytes
+    said = f"a storage offset of {{}} must be divisible by {ratio} to view {given} as {to}"
+    ctx.assert_true(sz.compare("eq", sz.mod(at, ratio), 0), said, (at,))

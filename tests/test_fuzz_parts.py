@@ -3,6 +3,7 @@ shrinking and repros."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from tests.fuzz.__main__ import run
 from tests.fuzz.check import Fault, _Run, check, compare
 from tests.fuzz.make import generate
+from tests.fuzz.maker import Maker
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Call, Line, Operand, Program, Road
 from tests.fuzz.shrink import shrink
@@ -87,6 +89,40 @@ def test_a_wrong_number_is_found(exact: bool) -> None:
         compare(torch.zeros(2, 3), torch.zeros(3, 2).T, None, exact, "strides")
     with pytest.raises(Fault, match="shape: "):
         compare(e, e.double(), truth, exact, "dtype")
+
+
+ONES = "torch.ones({n}, dtype=torch.{dtype})"
+SUMS = {
+    "scatter_add": "torch.zeros(16, dtype=torch.{dtype}).scatter_add(0, {i}.expand({n}), {ones})",
+    "index_put": "torch.zeros(16, dtype=torch.{dtype}).index_put(({i}.expand({n}),), {ones}, "
+    "accumulate=True)",
+    "a value that is spread": "torch.zeros(16, dtype=torch.{dtype}).index_add(0, {i}.expand({n}), "
+    "{x}.expand({n}))",
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(
+    ("dtype", "n", "exact"),
+    [
+        ("bfloat16", 63, True),
+        ("bfloat16", 1000, False),
+        ("float16", 250, True),
+        ("float16", 3000, False),
+        ("float32", 3000, True),
+        ("int8", 3000, True),
+    ],
+)
+def test_a_sum_of_more_numbers_than_a_type_counts_is_not_exact(
+    name: str, dtype: str, n: int, exact: bool
+) -> None:
+    """In bfloat16 eager stays at 256 = 256 + 1. The numbers are the statement's own: its operands
+    have one element."""
+    m = Maker(random.Random(0), [Call(1, {}, {})], (dtype,), 0.0)
+    i, x = m.operand((), "int64", "index", "16"), m.operand((), dtype, "whole")
+    ones = ONES.format(n=n, dtype=dtype)
+    assert m.add("test", SUMS[name].format(n=n, dtype=dtype, i=i, x=x, ones=ones), exact="whole")
+    assert m.lines[-1].exact == exact
 
 
 def test_what_eager_refuses_must_be_refused() -> None:

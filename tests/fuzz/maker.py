@@ -8,6 +8,7 @@ has to refuse it too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz import values
 from tests.fuzz.program import NAME, Call, Line, Operand
@@ -50,6 +53,20 @@ class Known:
 
     exact: bool
     largest: float
+
+
+class _Elements(TorchDispatchMode):
+    """Notes the size of the largest tensor that eager meets: a statement may add up more elements
+    than its operands have (`x.expand(1000)`, `torch.ones(1000)`)."""
+
+    most = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves((args, kwargs, made)):
+            if isinstance(x, Tensor):
+                self.most = max(self.most, x.numel())
+        return made
 
 
 class Maker:
@@ -259,8 +276,10 @@ class Maker:
         if jumpy and not all(self.known[n].exact for n in reads):
             return ""
         line = Line(self.fresh(out) if out else "", text, kind)
+        seen = _Elements()
         try:
-            results = [self._execute(line, env) for env in self.env]
+            with seen if exact == "whole" else contextlib.nullcontext():
+                results = [self._execute(line, env) for env in self.env]
         except Exception:  # noqa: BLE001 - whatever eager raises
             if self.rng.random() < self.errors and False not in self._last_resort(line):
                 bits = exact == "bits" and all(self.known[n].exact for n in reads)
@@ -278,7 +297,7 @@ class Maker:
         is_exact = (
             exact != "no"
             and all(self.known[n].exact for n in reads)
-            and self._keeps(exact, reads, results)
+            and self._keeps(exact, reads, results, seen.most)
         )
         self.lines.append(replace(line, exact=is_exact))
         if line.out:
@@ -340,8 +359,9 @@ class Maker:
                 found.append(False)
         return found
 
-    def _keeps(self, exact: str, reads: list[str], results: list[Any]) -> bool:
-        """Whether the result of exact arguments is exact."""
+    def _keeps(self, exact: str, reads: list[str], results: list[Any], terms: int) -> bool:
+        """Whether the result of exact arguments is exact. terms: how many numbers a sum in it may
+        have."""
         dtypes = [x.dtype for x in results if isinstance(x, Tensor)]
         dtypes += [self.value(n).dtype for n in reads]
         floats = [d for d in dtypes if d in _DIGITS]
@@ -354,8 +374,7 @@ class Maker:
         if not whole:
             return False
         bound = math.prod(max(self.known[n].largest, 1.0) for n in reads)
-        n = max((env[x].numel() for env in self.env for x in reads), default=1)
-        return bound * n < 2.0**digits
+        return bound * terms < 2.0**digits
 
     def note(self, name: str, exact: bool) -> None:
         """Notes what a value holds."""

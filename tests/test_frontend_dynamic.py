@@ -234,3 +234,33 @@ def test_data_dependent_sizes() -> None:
             assert torch.equal(run(torch.tensor(n)), torch.ones(n, 3) * 2)
         run = torch.compile(lambda x: x * x.sum().item(), backend="plait", fullgraph=True)
         torch.testing.assert_close(run(rand(4) + 1), (rand(4) + 1) * (rand(4) + 1).sum())
+
+
+CHECKED: dict[str, Callable[[int, int], bool]] = {
+    "the size": lambda n, m: n <= 45,
+    "twice the size": lambda n, m: n * 2 <= 90,
+    "a product of two sizes": lambda n, m: n * m <= 90,
+    "a quotient": lambda n, m: n // 15 <= 3,
+    "a float": lambda n, m: n * 0.5 <= 22.5,
+    "a function": lambda n, m: int(n**0.5) & 7 != 7,
+}
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_checks_of_a_size_that_becomes_a_number(name: str, wrapper: str) -> None:
+    """Guards say of the first that 15 divides it and goes once into it: it is 15."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        torch._check(CHECKED[name](x.shape[0], y.shape[0]))
+        return x.view(15, -1) + y.sum()
+
+    options = {"wrapper": wrapper, "strict": True}
+    run = torch.compile(fn, backend="plait", dynamic=True, options=options)
+    for sizes in ((15, 2), (30, 3), (15, 3)):
+        x, y = map(rand, sizes)
+        torch.testing.assert_close(run(x, y), fn(x, y))
+    x, y = rand(60), rand(4)
+    for call in (fn, run):
+        with pytest.raises(RuntimeError, match="Expected cond to be True"):
+            call(x, y)

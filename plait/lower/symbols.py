@@ -95,9 +95,11 @@ def _is_one(size: torch.SymInt) -> bool:
 
 
 def unranged(condition: torch.SymBool) -> Size:
-    """A condition as 0 or 1, decided by nothing that the ShapeEnv knows: it may know that from the
-    condition."""
-    return _size(condition.node.expr, {}, None)
+    """A condition as 0 or 1, decided by nothing that the ShapeEnv knows of it: it may know that
+    from the condition. Symbols that guards make numbers are these: no input brings them."""
+    env, e = condition.node.shape_env, condition.node.expr
+    numbers: _Memo = {s: n for s in e.free_symbols if isinstance(n := to_size(s, env), int)}
+    return _size(e, numbers, None)
 
 
 def is_ragged(value: object) -> bool:

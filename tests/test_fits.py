@@ -7,6 +7,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ HALF, DOUBLE = torch.float16, torch.float64
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.arange(float(n))
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -72,6 +77,22 @@ REFUSED: dict[str, Program] = {
     "index_add of other rows": (
         lambda x, i, y: x.index_add(-1, i, y),
         (ones(0, 5), zeros(5), ones(5, 5)),
+    ),
+    "memory beyond a result": (lambda x: (x + 1).as_strided((2,), (1,), 9), (ones(6),)),
+    "elements beyond a result": (lambda x: (x + 1).as_strided((3,), (2,), 2) * 2, (ones(6),)),
+    "more than a result": (lambda x: (x + 1).as_strided((x.shape[0],), (2,)), (ones(6),)),
+    "beyond the numbers of a range": (
+        lambda x: torch.arange(x.shape[0] // 3).as_strided((2,), (1,), 1),
+        (ones(6),),
+    ),
+    "beyond bits": (lambda x: (x + 1).view(torch.int16).as_strided((7,), (2,)) + 1, (ones(6),)),
+    "a copy from beyond a result": (
+        lambda x: torch.as_strided_copy(x + 1, (2,), (1,), 9),
+        (ones(6),),
+    ),
+    "a copy from beyond a part": (
+        lambda x: torch.as_strided_copy(x[2:], (x.shape[0],), (1,)),
+        (ones(6),),
     ),
     "index_add to nothing": (lambda x, i, y: x.index_add(0, i, y), (ones(0), zeros(1), ones(1))),
     "indices that do not fit": (
@@ -315,6 +336,36 @@ def test_a_size_that_fits_no_more_is_refused() -> None:
     compiled(ones(5, 4), ones(4))
     with pytest.raises(OperandError):
         compiled(ones(4), ones(6, 4))
+
+
+BEYOND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "memory": lambda x: (x + 1).as_strided((3,), (2,), 1),
+    "elements": lambda x: (x + 1).as_strided((3,), (2,), 1) * 2,
+    "bits": lambda x: (x + 1).view(torch.int16).as_strided((6,), (2,), 1),
+    "a copy": lambda x: torch.as_strided_copy(x + 1, (3,), (2,), 1),
+    "no elements": lambda x: (x + 1).as_strided((0,), (2,), 100),
+    "a part": lambda x: torch.as_strided_copy((x + 1)[1:], (2,), (x.shape[0] - 3,)),
+}
+
+
+@pytest.mark.parametrize("road", ["dynamo", "direct", "package"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_memory_is_looked_at_for_sizes_that_vary(name: str, road: str, tmp_path: Path) -> None:
+    fn, shapes = BEYOND[name], ({0: torch.export.Dim.AUTO},)
+    if road == "dynamo":
+        run: Callable[..., Any] = torch.compile(fn, backend="plait", dynamic=True)
+    elif road == "direct":
+        run = plait.compile(fn, (rows(8),), shapes)
+    else:
+        plait.package(fn, tmp_path / "p", (rows(8),), shapes)
+        run = plait.load(tmp_path / "p")
+    for n in (8, 6, 5, 9, 7):
+        want = raised(lambda xs: fn(*xs), (rows(n),))
+        got = raised(lambda xs: run(*xs), (rows(n),))
+        if want is None:
+            assert got is None and torch.equal(run(rows(n)), fn(rows(n)))
+        else:
+            assert got is not None and caught_as(got, kind_of(want)), f"eager {want!r}, {got!r}"
 
 
 # ---------------------------------------------------------------------------------------- the sweep

@@ -23,7 +23,7 @@ import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.config import Config
-from plait.errors import Fallback, InexpressibleSize, PlaitError, Unsupported
+from plait.errors import Fallback, InexpressibleSize, OperandError, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import begins_anywhere, is_view, last_frame, memory_of
 from plait.graph.refuse import CLONE, SHARED
@@ -393,6 +393,8 @@ class _Walk:
             value = self.found.in_own_memory(node, value)
             self._check_devices(mark[0])
             return value
+        except OperandError:  # eager refuses it, too
+            raise
         except _RULE_ERRORS as e:
             self.ctx.undo(mark)
             if not isinstance(target, OpOverload):

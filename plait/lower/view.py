@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from plait.errors import Unsupported
+from plait.errors import Unsupported, refusal
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.loops import TensorArg
@@ -314,20 +314,22 @@ def _as_strided(
     node = _owner(ctx)
     meta, given = node.meta["val"], node.op == "placeholder"
     owner: View = ctx.env[node]
-    offset = to_size(ctx.out_meta().storage_offset()) if storage_offset is None else storage_offset
+    source = ctx.node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    offset = storage_offset  # a copy lies elsewhere: without one it is where the operand begins
+    if offset is None:
+        offset = to_size(source.meta["val"].storage_offset())
     shape = tuple(size)
     if ctx.is_found(*shape, *stride, offset, *x.shape):
         raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
-    inside = offset - first
-    span = sz.total((s - 1) * st for s, st in zip(shape, stride, strict=True))
-    # An input's storage may be larger than the input; memory of our own making is never left (eager
-    # checks that). Where an input begins in its storage, nobody checks.
-    fits = not given or (
-        storage_offset is None
-        and sz.known_le(0, inside)
-        and sz.known_lt(inside + span, sz.numel(owner.shape))
-    )
+    inside = sz.add(offset, sz.mul(first, -1))
+    span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
+    within = sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
+    # An input's storage may be larger than the input, and nobody checks where it begins there.
+    fits = not given or (storage_offset is None and within)
+    if not given and not within:
+        _require_room(ctx, shape, stride, offset, span)
     order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
     if order is not None and fits and owner.dtype == x.dtype:
         dense = tuple(owner.shape[d] for d in order)
@@ -339,16 +341,41 @@ def _as_strided(
 
         return owner.remap(shape, at)
     if not given:
-        raise Unsupported(
-            "as_strided beyond the tensor that it is given", hint="use slicing and views instead"
-        )
+        raise _beyond()
     if storage_offset is None:
         return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 
-def _owner(ctx: Lowering) -> torch.fx.Node:
-    """The value at the root of the views that led here: as far up as nodes share one storage."""
+def _beyond() -> Unsupported:
+    what = "as_strided beyond the tensor that it is given"
+    return Unsupported(what, hint="use slicing and views instead")
+
+
+def _require_room(
+    ctx: Lowering, shape: Sequence[Size], stride: Sequence[Size], offset: Size, span: Size
+) -> None:
+    """What eager checks of a storage that an operator made, and tracing does not: fake storages
+    grow. Elements of no number lie anywhere."""
+    like = _owner(ctx, any_dtype=True).meta["val"]
+    sizes = tuple(map(to_size, like.shape))
+    if dense_order(sizes, tuple(map(to_size, like.stride()))) is None:
+        raise _beyond()
+    nbytes = ctx.out_meta().element_size()
+    end = sz.mul(sz.add(offset, sz.add(span, 1)), nbytes)
+    room = sz.mul(sz.numel(sizes), like.element_size())
+    holds = sz.smax(sz.compare("eq", sz.numel(tuple(shape)), 0), sz.compare("le", end, room))
+    of = f"sizes {list(shape)}, strides {list(stride)}, storage offset {offset}"
+    says = f"setStorage: {of}, and itemsize {nbytes} requiring a storage size of {{}} are out of"
+    says = f"{says} bounds for storage of size {{}}"
+    if holds == 0:
+        raise refusal(RuntimeError())(says.format(end, room))
+    ctx.assert_true(holds, says, (end, room))
+
+
+def _owner(ctx: Lowering, any_dtype: bool = False) -> torch.fx.Node:
+    """The value at the root of the views that led here: as far up as nodes share one storage. Of
+    the dtype that these have, unless any_dtype."""
     assert ctx.node is not None
     node = ctx.node.args[0]
     assert isinstance(node, torch.fx.Node)
@@ -358,7 +385,7 @@ def _owner(ctx: Lowering) -> torch.fx.Node:
         if (
             not isinstance(val, torch.Tensor)
             or val.untyped_storage()._cdata != storage
-            or val.dtype != node.meta["val"].dtype
+            or not (any_dtype or val.dtype == node.meta["val"].dtype)
         ):
             break
         node = node.args[0]

@@ -506,14 +506,14 @@ class Lowering:
         """Memory of x's buffer, from its byte `first` on, as another element type. An offset counts
         elements of that type, and a buffer may begin between two of them (an odd int32 of its
         storage, seen as int64): a view of its own elements goes to that byte first."""
-        if sz.mod(first, dtype.nbytes) != 0:
+        if first % dtype.nbytes != 0:
             item = x.dtype.nbytes
-            end = sz.total(sz.mul(sz.add(n, -1), s) for n, s in zip(shape, strides, strict=True))
+            end = sz.total((n - 1) * s for n, s in zip(shape, strides, strict=True))
             some = sz.product(sz.smin(n, 1) for n in shape)  # 0 for no elements
-            room = sz.floordiv(sz.mul(sz.mul(sz.add(end, 1), some), dtype.nbytes), item)
-            x = self.alias(x, x.dtype, (room,), (1,), sz.floordiv(first, item))
+            room = (end + 1) * some * dtype.nbytes // item
+            x = self.alias(x, x.dtype, (room,), (1,), first // item)
             first = 0
-        return self.alias(x, dtype, shape, strides, sz.floordiv(first, dtype.nbytes))
+        return self.alias(x, dtype, shape, strides, first // dtype.nbytes)
 
     def memory(self, buf: str) -> str:
         """The buffer whose memory this one is."""

@@ -650,12 +650,12 @@ class _Walk:
         ):
             return None
         memory = self.ctx.tensor_arg(view, strides)
-        within = sz.mul(memory.offset, view.dtype.nbytes)
-        first = sz.add(within, _behind(like, val.storage_offset(), val))
+        within = memory.offset * view.dtype.nbytes
+        first = within + _behind(like, val.storage_offset(), val)
         dtype = from_torch(val.dtype)
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
         if dtype == self.ctx.buffers[memory.buf].dtype:
-            return TensorArg(memory.buf, shape, strides, sz.floordiv(first, dtype.nbytes))
+            return TensorArg(memory.buf, shape, strides, first // dtype.nbytes)
         return self._aliased(memory.buf, dtype, shape, strides, first)
 
     def _aliased(
@@ -679,7 +679,7 @@ class _Walk:
         if not is_input and out not in self.given:
             return out
         dtype = out.dtype or b.dtype
-        first = sz.mul(out.offset, dtype.nbytes)
+        first = out.offset * dtype.nbytes
         return self._aliased(b.name, dtype, out.shape, out.strides, first)
 
 
@@ -727,8 +727,8 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
 def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
     """How many bytes `offset`, in elements of like from the start of base's storage, lies behind
     base's first element."""
-    first = sz.mul(to_size(base.storage_offset()), base.element_size())
-    return sz.add(sz.mul(to_size(offset), like.element_size()), sz.mul(first, -1))
+    first = to_size(base.storage_offset()) * base.element_size()
+    return to_size(offset) * like.element_size() - first
 
 
 def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:

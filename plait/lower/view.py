@@ -323,9 +323,9 @@ def _as_strided(
     if ctx.is_found(*shape, *stride, offset, *x.shape):
         raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
-    inside = sz.add(offset, sz.mul(first, -1))
-    span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
-    within = sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
+    inside = offset - first
+    span = sz.total((s - 1) * st for s, st in zip(shape, stride, strict=True))
+    within = sz.known_le(0, inside) and sz.known_lt(inside + span, sz.numel(owner.shape))
     # An input's storage may be larger than the input, and nobody checks where it begins there.
     fits = not given or (storage_offset is None and within)
     if not given and not within:
@@ -362,8 +362,8 @@ def _require_room(
     if dense_order(sizes, tuple(map(to_size, like.stride()))) is None:
         raise _beyond()
     nbytes = ctx.out_meta().element_size()
-    end = sz.mul(sz.add(offset, sz.add(span, 1)), nbytes)
-    room = sz.mul(sz.numel(sizes), like.element_size())
+    end = (offset + (span + 1)) * nbytes
+    room = sz.numel(sizes) * like.element_size()
     holds = sz.smax(sz.compare("eq", sz.numel(tuple(shape)), 0), sz.compare("le", end, room))
     of = f"sizes {list(shape)}, strides {list(stride)}, storage offset {offset}"
     says = f"setStorage: {of}, and itemsize {nbytes} requiring a storage size of {{}} are out of"
@@ -433,7 +433,7 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
     if to.nbytes > x.dtype.nbytes and ctx.memory(memory.buf) in ctx.input_buffers:
         _require_place(ctx, memory, x.dtype, to)
-    first = sz.mul(memory.offset, x.dtype.nbytes)
+    first = memory.offset * x.dtype.nbytes
     return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
 
 
@@ -442,6 +442,6 @@ def _require_place(ctx: Lowering, memory: TensorArg, given: DType, to: DType) ->
     does: no guard looks at where an input begins in its storage."""
     begin = sz.symbol(f"{memory.buf}_offset")
     ctx.symbols[f"{memory.buf}_offset"] = (memory.buf, "offset", 0)
-    at, ratio = sz.add(begin, memory.offset), to.nbytes // given.nbytes
+    at, ratio = begin + memory.offset, to.nbytes // given.nbytes
     said = f"a storage offset of {{}} must be divisible by {ratio} to view {given} as {to}"
-    ctx.assert_true(sz.compare("eq", sz.mod(at, ratio), 0), said, (at,))
+    ctx.assert_true(sz.compare("eq", at % ratio, 0), said, (at,))

@@ -17,18 +17,7 @@ from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, bf16, f32, i64
 from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    bounds,
-    free_symbols,
-    known_nonneg,
-    mul,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg, substitute, symbol
 from plait.kernel.space import (
     Space,
     atom_expr,
@@ -788,7 +777,7 @@ class Writer:
                 c is not None and coefficient(e, a) == c for a, c in zip(g.axes, steps, strict=True)
             ):
                 rest = substitute(e, dict.fromkeys(g.axes, 0))
-                e = add(rest, mul(step, symbol(f"#{g.name}", extent=g.points)))
+                e = rest + step * symbol(f"#{g.name}", extent=g.points)
         return e
 
     def _text(self, e: Size, memo: dict[Size, str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.fuzz.__main__ import run
-from tests.fuzz.check import Fault, _Run, check, compare
+from tests.fuzz.check import Fault, _moved, _Run, check, compare
 from tests.fuzz.make import generate
 from tests.fuzz.maker import Maker
 from tests.fuzz.pool import Worker
@@ -123,6 +123,30 @@ def test_a_sum_of_more_numbers_than_a_type_counts_is_not_exact(
     ones = ONES.format(n=n, dtype=dtype)
     assert m.add("test", SUMS[name].format(n=n, dtype=dtype, i=i, x=x, ones=ones), exact="whole")
     assert m.lines[-1].exact == exact
+
+
+def test_what_rounding_decides_among_equal_numbers_is_no_fault() -> None:
+    """All keys are one huge number, so a query's gradient is what is left of terms that cancel,
+    times that number. Keys that were nudged apart would leave nothing at all."""
+    shape = ("n", "1", "8", "1")
+    q, v = (
+        Operand(name, "float64", shape, values="normal", layout=layout, grad=True)
+        for name, layout in (("a1", "rotated"), ("a3", "expanded_last"))
+    )
+    k = Operand("a2", "float64", shape, values="huge", layout="one")
+    text = "F.scaled_dot_product_attention(a1, a2, a3)"
+    found = check(made(text, q, k, v, road=Road(grad="backward"), exact=False))
+    assert found.kind == "ok", found.what
+
+
+def test_nudges_keep_what_is_one_number_in_memory_one() -> None:
+    x = torch.randn(3, 1, 2, generator=torch.Generator().manual_seed(1)).expand(3, 4, 2)
+    moved = _moved(x, 2.0**-24)
+    assert moved.dtype == torch.float64
+    assert bool((moved == moved[:, :1]).all()) and bool((moved != x).all())
+    assert bool(((moved - x).abs() <= x.abs() * 2.0**-24).all())
+    same = _moved(torch.ones(3, 4), 2.0**-24)  # 12 numbers
+    assert same.unique().numel() == 12
 
 
 def test_what_eager_refuses_must_be_refused() -> None:

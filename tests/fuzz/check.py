@@ -233,9 +233,7 @@ class _Run:
             if isinstance(x, Tensor) and x.requires_grad and not x.is_complex()
         ]
         if used:
-            ends = [
-                _moved(x.double(), 2.0**-24).sum() if _nudge else x.double().sum() for x in used
-            ]
+            ends = [_moved(x, 2.0**-24).sum() if _nudge else x.double().sum() for x in used]
             sum(ends, torch.zeros((), dtype=torch.float64, device=self.device)).backward()
         leaves = [x for x, wanted in zip(seen.inputs, self.grads, strict=True) if wanted]
         seen.grads = [x.grad if x.is_leaf else None for x in leaves]
@@ -785,18 +783,21 @@ chance."""
 
 
 def _moved(x: Tensor, most: float) -> Tensor:
-    """x with all elements a little larger or smaller: at most by this part of them."""
+    """x in float64 with all numbers a little larger or smaller: at most by this part of them. What
+    is one number in memory stays one: equal keys of `x.expand(n)` are equal however large they
+    are."""
+    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())]
     by = torch.rand(
-        x.shape, generator=torch.Generator().manual_seed(_nudge), dtype=torch.float64
+        once.shape, generator=torch.Generator().manual_seed(_nudge), dtype=torch.float64
     ).to(x.device)
-    return x * (1 + (2 * by - 1) * most)
+    return (once.double() * (1 + (2 * by - 1) * most)).expand(x.shape)
 
 
 def _up(x: Any) -> Any:
     """A float tensor as float64; all elements a little larger or smaller where they are to be
     nudged."""
     if isinstance(x, Tensor) and (_low(x) or _nudge and x.dtype == torch.float64):
-        return _moved(x.double(), _HALF.get(x.dtype, 2.0**-24)) if _nudge else x.double()
+        return _moved(x, _HALF.get(x.dtype, 2.0**-24)) if _nudge else x.double()
     return x.to(torch.complex128) if isinstance(x, Tensor) and x.dtype == torch.complex64 else x
 
 

@@ -223,6 +223,29 @@ def test_operators_do_not_write_what_is_read_as_another_type(of_input: bool, wra
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_a_value_written_at_a_found_place_has_memory_of_its_own(wrapper: str) -> None:
+    """`slice_scatter` and its like copy all of an operand's storage, which must not be an arena
+    that other values lie in."""
+
+    def fn(x: Tensor, at: Tensor) -> Any:
+        y = x.half()
+        y.index_put_((at + 1,), x[0].half(), accumulate=True)
+        row = y.narrow(0, at.item(), 1)
+        row[..., ::2] = 1
+        return y, row
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(fn, backend="plait", options={"wrapper": wrapper}, fullgraph=True)
+        for k in (1, 0):
+            x, at = floats(), torch.tensor(k)
+            got, want = compiled(x, at), fn(x, at)
+            for g, w in zip(got, want, strict=True):
+                assert torch.equal(g, w)
+                assert g.storage_offset() == w.storage_offset()
+                assert g.untyped_storage().nbytes() == w.untyped_storage().nbytes()
+
+
 def larger_elements(x: Tensor, k: int) -> Any:
     y = x[k:].view(torch.int64)
     return y, y + 1, y[1:]

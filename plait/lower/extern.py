@@ -37,9 +37,12 @@ _RETURNS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
-# ATen ops that count from the start of an argument's storage, which in an arena is not the tensor's
-# own.
-_READS_STORAGE = frozenset(("aten::as_strided_scatter", "aten::as_strided_copy"))
+# ATen ops that count from the start of an argument's storage, or copy all of it to make a result
+# that begins where the argument does: in an arena that is not the tensor's own.
+_READS_STORAGE = frozenset((
+    "aten::as_strided_scatter", "aten::as_strided_copy", "aten::slice_scatter",
+    "aten::select_scatter", "aten::diagonal_scatter",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,33 @@ def test_targets(name: str, wrapper: str, tmp_path: Path) -> None:
         compare(fn, run, given(name, shape, 0, index), f"{shape}, {index}")
 
 
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "package"])
+@pytest.mark.parametrize("road", ["static", "dynamic", "direct"])
+def test_of_two_operators_in_one_kernel(road: str, wrapper: str, tmp_path: Path) -> None:
+    """What is looked at before the kernel of the second one runs is looked at before both."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> Tensors:
+        return (x * 2).sum(1), F.embedding(i, w)
+
+    given = torch.ones(16, 5), torch.ones(2, 16), torch.tensor(0)
+    empty = given[0], torch.ones(0, 16), given[2]
+    dims = (None, {0: torch.export.Dim("n", max=9)}, None) if road == "dynamic" else None
+    first = given if road == "dynamic" else empty
+    with pytest.raises(RuntimeError, match="indexing axis dim should be positive"):
+        fn(*empty)
+    with pytest.raises(RuntimeError, match="indexing axis dim should be positive"):
+        if wrapper == "package":
+            plait.package(fn, tmp_path / "p", first, dims)
+            run = plait.load(tmp_path / "p")
+        elif road == "static":
+            run = torch.compile(fn, backend="plait", options={"wrapper": wrapper})
+        else:
+            run = plait.compile(fn, first, dims, options={"wrapper": wrapper})
+        if road == "dynamic":
+            assert all(map(torch.equal, run(*given), fn(*given)))
+        run(*empty)
+
+
 def test_an_index_of_a_column_that_is_cut_out() -> None:
     """What is written is not read again; that there is nothing to write to is seen."""
 

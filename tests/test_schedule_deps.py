@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from plait.config import Config
 from plait.ir.dtypes import i64
-from plait.ir.loops import Alias, Assert, Extern, Item, Load, Mutate, apply, node
-from plait.ir.sizes import symbol
+from plait.ir.loops import Alias, Assert, Extern, Item, Load, Mutate, node
+from plait.ir.sizes import compare, symbol
 from plait.schedule import schedule
 from plait.schedule.deps import Bodies, drop_dead, memory_roots, preds
 from plait.schedule.plan import Plan
@@ -51,6 +51,21 @@ def test_a_size_read_at_run_time_comes_first() -> None:
     assert [str(s) for s in kernels(plan)[0].sizes] == ["u0"]
     # Its size is not known when the call starts, so it cannot lie in the arena.
     assert y not in plan.memory.offsets
+
+
+def test_what_is_behind_an_assertion_stays_there_when_it_is_fused() -> None:
+    b = Builder()
+    n = b.size("s0")
+    x = b.input(n)
+    b.output(b.map("exp", x))
+    for least in (5, 6):
+        b.ops.append(Assert(compare("le", least, n), f"at least {least}"))
+    b.output(b.map("sin", x))
+    plan = schedule(b.program(), CFG)
+    assert len(kernels(plan)) == 1
+    first, second = place(plan, Assert)
+    assert [s.message for s in plan.steps if isinstance(s, Assert)] == ["at least 5", "at least 6"]
+    assert first < second < plan.steps.index(kernels(plan)[0])
 
 
 def test_an_alias_is_its_base() -> None:

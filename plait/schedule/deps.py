@@ -250,6 +250,7 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
         need.discard(k)
         out.append(need)
     _add_symbol_preds(program, bodies, out)
+    _add_assert_preds(program, bodies, out)
     return out
 
 
@@ -271,6 +272,21 @@ def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int
         out[k].update(p for p, asserted in asserts if not names.isdisjoint(asserted))
         if isinstance(op, ir.Assert):
             asserts.append((k, frozenset(used)))
+
+
+def _add_assert_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
+    """Adds that all ops wait for what the program asserts before them of numbers that are known
+    when it starts: the memory that they touch may depend on it, and what they are fused with may
+    stand before it."""
+    brought = {name for names in _integers(program).values() for name in names}
+    last = -1
+    for k, op in enumerate(program.ops):
+        if last >= 0:
+            out[k].add(last)
+        if isinstance(op, ir.Assert) and brought.isdisjoint(
+            op_symbols(op, bodies, program.buffers)
+        ):
+            last = k
 
 
 def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:

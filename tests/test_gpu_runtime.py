@@ -8,8 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

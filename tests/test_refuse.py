@@ -383,6 +383,39 @@ def test_a_write_to_a_part_of_an_argument_whose_elements_share_memory() -> None:
     assert torch.equal(x, torch.full((5, 3), 2.0))
 
 
+WINDOWS = {
+    "gaps": lambda x: x.unfold(1, 1, 2).neg_(),
+    "a rest": lambda x: x.unfold(1, 2, 2).mul_(3),
+    "a view of them": lambda x: x.unfold(1, 2, 3)[0].zero_(),
+    "assigned": lambda x: x.unfold(1, 1, 2).select(2, 0).__setitem__(0, 5.0),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_write_to_windows_that_leave_elements_out(name: str) -> None:
+    """PyTorch's tracing puts zeros between them."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        WINDOWS[name](x)
+        return x * 2
+
+    with pytest.raises(Unsupported, match="windows"):
+        plait.compile(fn, (ones(3, 7),))
+    given, mine = torch.arange(21.0).view(3, 7), torch.arange(21.0).view(3, 7)
+    got = torch.compile(fn, backend="plait", options={"strict": False})(mine)
+    assert torch.equal(got, fn(given)) and torch.equal(mine, given)
+
+
+def test_a_write_to_windows_that_have_all_elements() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.unfold(1, 2, 2).neg_()
+        return x.unfold(1, 1, 2) + 1
+
+    for run in (plait.compile(fn, (ones(3, 6),)), torch.compile(fn, backend="plait")):
+        given, mine = torch.arange(18.0).view(3, 6), torch.arange(18.0).view(3, 6)
+        assert torch.equal(run(mine), fn(given)) and torch.equal(mine, given)
+
+
 def through_windows(x: torch.Tensor) -> torch.Tensor:
     y = (x * 2).unfold(0, 2, 1)
     y[:1].zero_()

@@ -7,7 +7,8 @@ Comes in: a Dynamo graph, or each function that a trace without Dynamo calls. Wh
 suspicious kind is refused only eager knows, so it is asked, on zeros that lie as the operands do.
 What it does take is Unsupported where elements of the written tensor share memory: AOTAutograd's
 copies would then hold other numbers (filling an expanded tensor adds up what each element changed
-by).
+by). So is a write to windows (`x.unfold(0, 1, 2).neg_()`) that leave elements of x out: its copies
+hold zeros there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from plait import compat
 from plait.errors import PlaitError, Unsupported, refusal
@@ -45,6 +47,8 @@ _FLOATS = ("ldexp_", "logit_")  # these make floats of integers, too, and tracin
 _REFUSED = re.compile(  # how eager's text starts
     "unsupported operation|.*(can't be cast|out tensor to have dtype|not implemented for 'Bool')"
 )
+_GAPS = "a write to windows (unfold) that leave out elements of their tensor"
+_SLICES = "write to slices, or to x.as_strided(...)"
 _CAST = "the operation without an underscore gives a result of its own dtype"
 
 
@@ -52,19 +56,55 @@ def check_writes(gm: torch.nn.Module) -> None:
     """Raises an OperandError for the first write of a Dynamo graph that eager refuses."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
+            windows = _Windows()
             for node in module.graph.nodes:
                 if may_write(node.target, node.kwargs):
-                    _check_node(node)
+                    _check_node(node, windows)
+                elif node.op in ("call_method", "call_function"):
+                    windows.note(node.target, *_operands(node), node.meta.get("example_value"))
 
 
-def _check_node(node: Node) -> None:
-    fn: Any = node.target
-    args, kwargs = torch.fx.node.map_arg(
+def _operands(node: Node) -> tuple[Any, Any]:
+    """The arguments of a node of a Dynamo graph."""
+    found: tuple[Any, Any] = torch.fx.node.map_arg(
         (node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value")
     )
+    return found
+
+
+class _Windows:
+    """Views of windows, and views of such views: which leave elements of their tensor out."""
+
+    def __init__(self) -> None:
+        self._sizes = WeakIdKeyDictionary()  # view -> (elements of the tensor, of its windows)
+
+    def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """A call of fn gave out."""
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        windows = (fn if isinstance(fn, str) else getattr(fn, "__name__", "")) == "unfold"
+        before = next((self._sizes[x] for x in given if x in self._sizes), None)
+        if not given or not (windows or before):
+            return
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and any(_share_memory(x, y) for y in given):
+                self._sizes[x] = before or (given[0].numel(), x.numel())
+
+    def has_gaps(self, x: torch.Tensor) -> bool:
+        """Whether x is such a view. Of sizes that vary this makes a guard."""
+        whole, seen = self._sizes[x] if x in self._sizes else (0, 0)
+        return bool(seen < whole)
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+
+
+def _check_node(node: Node, windows: _Windows) -> None:
+    fn: Any = node.target
+    args, kwargs = _operands(node)
     if node.op == "call_method" and args:
         fn = getattr(torch.Tensor, fn, None)
-    if fn is not None and (wrong := _verdict(fn, args, kwargs)):
+    if fn is not None and (wrong := _verdict(fn, args, kwargs, windows)):
         kind, what, hint = wrong
         raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=hint)
 
@@ -72,6 +112,10 @@ def _check_node(node: Node) -> None:
 class CheckWrites(TorchFunctionMode):
     """While it is active, functions with a wrong write raise an error of plait instead of being
     traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows = _Windows()
 
     def __torch_function__(
         self,
@@ -85,10 +129,12 @@ class CheckWrites(TorchFunctionMode):
             raise Unsupported(
                 "an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x"
             )
-        if may_write(fn, named) and (wrong := _verdict(fn, args, named)):
+        if may_write(fn, named) and (wrong := _verdict(fn, args, named, self._windows)):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
-        return fn(*args, **named)
+        out = fn(*args, **named)
+        self._windows.note(fn, args, named, out)
+        return out
 
 
 def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -104,7 +150,7 @@ def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _verdict(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], windows: _Windows
 ) -> tuple[type[PlaitError], str, str] | None:
     """The class and text of what is wrong with a write, and what to try; None if nothing is."""
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -115,6 +161,8 @@ def _verdict(
     out = kwargs.get("out")
     target = (*args, *kwargs.values())[0] if out is None else out
     written = [x for x in pytree.tree_leaves(target) if isinstance(x, torch.Tensor)]
+    if any(map(windows.has_gaps, written)) and getattr(fn, "__name__", "") not in _SHAPES:
+        return Unsupported, _GAPS, _SLICES
     shares = any(map(repeats, written))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
     own = out is not None or getattr(fn, "__name__", "") in _FLOATS

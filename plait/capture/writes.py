@@ -76,7 +76,8 @@ class _Windows:
     """Views of windows, and views of such views: which leave elements of their tensor out."""
 
     def __init__(self) -> None:
-        self._sizes = WeakIdKeyDictionary()  # view -> (elements of the tensor, of its windows)
+        # View -> (elements of the tensor, of its windows).
+        self._sizes: Any = WeakIdKeyDictionary()
 
     def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """A call of fn gave out."""
@@ -91,7 +92,7 @@ class _Windows:
 
     def has_gaps(self, x: torch.Tensor) -> bool:
         """Whether x is such a view. Of sizes that vary this makes a guard."""
-        whole, seen = self._sizes[x] if x in self._sizes else (0, 0)
+        whole, seen = self._sizes.get(x, (0, 0))
         return bool(seen < whole)
 
 

@@ -116,7 +116,7 @@ class CheckWrites(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._windows = _Windows()
+        self._windows, self._has_windows = _Windows(), False
 
     def __torch_function__(
         self,
@@ -130,11 +130,15 @@ class CheckWrites(TorchFunctionMode):
             raise Unsupported(
                 "an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x"
             )
-        if may_write(fn, named) and (wrong := _verdict(fn, args, named, self._windows)):
+        windows = self._windows if self._has_windows else None
+        if may_write(fn, named) and (wrong := _verdict(fn, args, named, windows)):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         out = fn(*args, **named)
-        self._windows.note(fn, args, named, out)
+        # Dynamo traces this for the bodies of control flow: nothing more where there are no windows.
+        if self._has_windows or getattr(fn, "__name__", "") == "unfold":
+            self._has_windows = True
+            self._windows.note(fn, args, named, out)
         return out
 
 
@@ -151,7 +155,7 @@ def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _verdict(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], windows: _Windows
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], windows: _Windows | None
 ) -> tuple[type[PlaitError], str, str] | None:
     """The class and text of what is wrong with a write, and what to try; None if nothing is."""
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -162,7 +166,8 @@ def _verdict(
     out = kwargs.get("out")
     target = (*args, *kwargs.values())[0] if out is None else out
     written = [x for x in pytree.tree_leaves(target) if isinstance(x, torch.Tensor)]
-    if any(map(windows.has_gaps, written)) and getattr(fn, "__name__", "") not in _SHAPES:
+    writes = getattr(fn, "__name__", "") not in _SHAPES
+    if windows is not None and writes and any(map(windows.has_gaps, written)):
         return Unsupported, _GAPS, _SLICES
     shares = any(map(repeats, written))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
@@ -181,7 +186,7 @@ def _verdict(
             text.splitlines()[0],
             CLONE if text.startswith("unsupported") else _CAST,
         )
-    if error is None and shares and getattr(fn, "__name__", "") not in _SHAPES:
+    if error is None and shares and writes:
         return Unsupported, SHARED, CLONE
     return None
 

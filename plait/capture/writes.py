@@ -135,7 +135,7 @@ class CheckWrites(TorchFunctionMode):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         out = fn(*args, **named)
-        # Dynamo traces this for the bodies of control flow: nothing more where there are no windows.
+        # Dynamo traces this for bodies of control flow: nothing more where there are no windows.
         if self._has_windows or getattr(fn, "__name__", "") == "unfold":
             self._has_windows = True
             self._windows.note(fn, args, named, out)

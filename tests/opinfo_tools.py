@@ -2,11 +2,14 @@
 they share a compile.
 
 The rule for a mismatch is distance from float64: plait is wrong only where it is further from the
-float64 result than eager is, beyond tolerance.
+float64 result than eager is, beyond tolerance. Where terms cancel, eager is exact by chance: it is
+also measured at points nearby, with each result rounded otherwise. What eager refuses, plait has to
+refuse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait import compat
 from plait.capture.early import early_changes
@@ -49,6 +53,9 @@ UNTRACEABLE = frozenset(
     sparse.sampled_addmm tensor_split unique unique_consecutive nn.functional.ctc_loss
     nn.functional.gaussian_nll_loss to_sparse nn.functional.scaled_dot_product_attention""".split()
 )
+# Their complex numbers come out wrong where AOTAutograd calls the operator under a mode of Python's
+# dispatcher (aot_eager, too); by Dynamo and plait.compile they are right.
+UNTRACEABLE_COMPLEX = frozenset(("pinverse", "linalg.pinv"))
 
 # Ops that refuse tensors whose last stride is not 1.
 DENSE = frozenset(("view_as_complex",))
@@ -85,18 +92,6 @@ class Case:
             if isinstance(x, torch.Tensor)
         ]
 
-    def reference(self) -> list[torch.Tensor] | None:
-        """The results in float64, None where the op has none."""
-        try:
-            return self.run(
-                [
-                    t.detach().double() if t.is_floating_point() else t.detach()
-                    for t in self.inputs()
-                ]
-            )
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
-
 
 @dataclass
 class Outcome:
@@ -109,6 +104,12 @@ class Outcome:
 def name_of(op: Any) -> str:
     """An op as a test id."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def behind_dynamo(op: Any, dtype: torch.dtype) -> bool:
+    """Whether its samples need Dynamo."""
+    unfit = op.name in UNTRACEABLE_COMPLEX and dtype.is_complex
+    return op.name in UNTRACEABLE or unfit or op.name.startswith("masked.")
 
 
 def pick(
@@ -192,36 +193,103 @@ def compiled(
     return traced
 
 
-def wrong(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor | None) -> str:
+_ILL_DEFINED = "ill-defined"  # gradients that eager refuses for their values; no tracing sees them
+_NEARBY = 8  # points
+_WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+_Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+
+
+@dataclass
+class Truth:
+    """A result in float64, and the most that eager is away from float64, at the operands and at
+    points nearby."""
+
+    value: torch.Tensor
+    error: torch.Tensor
+
+
+def truths(run: _Run, operands: Sequence[torch.Tensor]) -> list[Truth | None]:
+    """Of each result of run, None where it has none; none at all if float64 is refused."""
+    found: list[Truth | None] = []
+    for k in range(1 + _NEARBY):
+        here = [_moved(t, k) if k else t for t in operands]
+        try:
+            wide = run([_wide(t) for t in here])
+            with _Rounding(k) if k else contextlib.nullcontext():
+                low = run(here)
+        except (RuntimeError, TypeError, NotImplementedError):
+            if k == 0:
+                return []
+            continue
+        new = [
+            None if w is None or x is None or w.shape != x.shape else Truth(w, (x.to(w) - w).abs())
+            for w, x in zip(wide, low, strict=True)
+        ]
+        if k == 0:
+            found = new
+        for old, other in zip(found, new, strict=True):
+            if old and other and old.error.shape == other.error.shape:
+                old.error = torch.maximum(old.error, other.error.nan_to_num())
+    return found
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    if not t.is_floating_point() and not t.is_complex():
+        return t.detach()
+    return t.detach().to(_WIDE.get(t.dtype, torch.float64)).requires_grad_(t.requires_grad)
+
+
+class _Rounding(TorchDispatchMode):
+    """New results of operators are one unit in the last place off, at most."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or not isinstance(made, torch.Tensor) or func.is_view:
+            return made
+        self.seed += _NEARBY
+        return _moved(made, self.seed).detach() if made.layout == torch.strided else made
+
+
+def _moved(t: torch.Tensor, seed: int) -> torch.Tensor:
+    """t with each float a little larger or smaller: by one unit in the last place at most."""
+    if not t.is_floating_point() and not t.is_complex():
+        return t
+    random = torch.Generator().manual_seed(seed)
+    by = 2 * torch.rand(t.shape, generator=random, dtype=torch.float64) - 1
+    factors = (1 + by * torch.finfo(t.dtype).eps).to(t.device)
+    return (_wide(t) * factors).detach().to(t.dtype).requires_grad_(t.requires_grad)
+
+
+def wrong(got: torch.Tensor, want: torch.Tensor, truth: Truth | None) -> str:
     """Why got is no good as want, or ''."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
     try:
         torch.testing.assert_close(got, want, equal_nan=True)
     except AssertionError as error:
-        if (
-            reference is not None
-            and reference.shape == want.shape
-            and _no_further(got, want, reference)
-        ):
+        if truth is not None and truth.value.shape == want.shape and _no_further(got, want, truth):
             return ""
         return " ".join(str(error).split())
     return ""
 
 
-def _no_further(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) -> bool:
+def _no_further(got: torch.Tensor, want: torch.Tensor, truth: Truth) -> bool:
     """Whether got is at most twice as far from float64 as eager everywhere, beyond the usual
-    tolerance."""
-    if not (got.is_floating_point() and reference.is_floating_point()):
+    tolerance; where eager overflows on the way, within that tolerance."""
+    if not (got.is_floating_point() or got.is_complex()):
         return False
-    ref = reference.double()
-    same = torch.isfinite(ref)
-    if not torch.equal(got[~same].double().nan_to_num(), want[~same].double().nan_to_num()):
-        return False
+    ref = truth.value
+    same = (got == want) | (got.isnan() & want.isnan()) | (got == ref.to(got.dtype))
+    finite = ref.isfinite()
     eps = torch.finfo(got.dtype).eps
-    scale = ref[same].abs().max() if bool(same.any()) else torch.tensor(0.0)
-    allowed = 2 * (want.double() - ref)[same].abs() + 8 * eps * ref[same].abs() + 4 * eps * scale
-    return bool(((got.double() - ref)[same].abs() <= allowed).all())
+    scale = ref[finite].abs().max() if bool(finite.any()) else 0.0
+    error = truth.error.nan_to_num(0.0, 0.0)
+    allowed = 2 * error + 8 * eps * ref.abs() + 4 * eps * scale
+    return bool((same | finite & ((got.to(ref) - ref).abs() <= allowed)).all())
 
 
 def check_forward(
@@ -256,11 +324,8 @@ def _grouped(flat: Sequence[Any], like: Sequence[Sequence[Any]]) -> list[list[An
 
 def _compare(cases: Sequence[Case], wants: Any, gots: Any, outcome: Outcome, what: str) -> None:
     for k, (case, want, got) in enumerate(zip(cases, wants, gots, strict=True)):
-        reference: list[torch.Tensor] | None = None
         for m, (g, w) in enumerate(zip(got, want, strict=True)):
-            if wrong(g, w, None):
-                reference = reference or case.reference()
-            if text := wrong(g, w, reference[m] if reference and m < len(reference) else None):
+            if wrong(g, w, None) and (text := wrong(g, w, _truth(case.run, case.inputs(), m))):
                 outcome.failures.append(f"sample {k} {what} {m}: {text}")
 
 
@@ -272,31 +337,37 @@ def check_gradient(
     tensors = [t for c in cases for t in c.inputs()]
     eager = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
     mine = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-    wants = _all(cases)(*eager)
-    gots = compiled(_all(cases), outcome, dynamic, cfg)(*mine)
+    run = compiled(_all(cases), outcome, dynamic, cfg)
+    try:
+        wants = _all(cases)(*eager)
+        want_grads = _gradients(wants, eager)
+    except (RuntimeError, NotImplementedError) as refused:
+        if len(cases) > 1:
+            raise
+        if _ILL_DEFINED in str(refused):
+            return outcome
+        with contextlib.suppress(type(refused)):
+            _gradients(run(*mine), mine)
+            outcome.failures.append(f"runs where eager raises {refused}")
+        return outcome
+    gots = run(*mine)
     groups = [c.run([t.detach() for t in c.inputs()]) for c in cases]
     _compare(cases, _grouped(wants, groups), _grouped(gots, groups), outcome, "result")
-    for k, (w, g) in enumerate(zip(_gradients(wants, eager), _gradients(gots, mine), strict=True)):
+    places = [(c, m) for c in cases for m in range(len(c.tensors))]
+    for k, (w, g) in enumerate(zip(want_grads, _gradients(gots, mine), strict=True)):
         if (w is None) != (g is None):
             outcome.failures.append(f"gradient {k}: {g} instead of {w}")
-        elif w is not None and (text := _wrong_gradient(g, w, cases, k)):
-            outcome.failures.append(f"gradient {k}: {text}")
+        elif w is not None and wrong(g, w, None):
+            case, m = places[k]
+            gradients = lambda ts, c=case: _gradients(c.run(ts), ts)
+            if text := wrong(g, w, _truth(gradients, case.inputs(), m)):
+                outcome.failures.append(f"gradient {k}: {text}")
     return outcome
 
 
-def _wrong_gradient(got: torch.Tensor, want: torch.Tensor, cases: Sequence[Case], k: int) -> str:
-    if not wrong(got, want, None):
-        return ""
-    doubles = [
-        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
-        for c in cases
-        for t in c.inputs()
-    ]
-    try:
-        reference = _gradients(_all(cases)(*doubles), doubles)[k]
-    except (RuntimeError, TypeError, NotImplementedError):
-        reference = None
-    return wrong(got, want, reference)
+def _truth(run: _Run, operands: Sequence[torch.Tensor], m: int) -> Truth | None:
+    found = truths(run, operands)
+    return found[m] if m < len(found) else None
 
 
 def _gradients(

@@ -2,8 +2,8 @@
 made not to fit, and all models of the zoo.
 
 It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped,
-`--shard 1/2` takes every second case (shards may share a state file), and `--tables` writes what is
-known as committed tables. A case that passed by the table of a run before, on another machine, is
+runs what failed once more, `--shard 1/2` takes every second case (shards may share a state file),
+and `--tables` writes what is known as committed tables. A case that passed by the table of a run before, on another machine, is
 not run again: for a sweep from the start, remove benchmarks/results/sweep.md. Each case runs in a
 worker process under a time limit: a crash or a hang is a finding like any other.
 """
@@ -65,23 +65,18 @@ def _dtypes(op: Any, group: str) -> list[str]:
         or tools.name_of(op) == "as_strided.partial_views"
     ):
         return []
-    behind = _behind_dynamo(op)
+    known: set[torch.dtype] = op.supported_dtypes("cpu")
     if group == "gradient":
-        known = op.supported_backward_dtypes("cpu") if op.supports_autograd and not behind else ()
-    elif group == "forward":
-        known = op.supported_dtypes("cpu")
-    else:
-        known = () if behind else op.supported_dtypes("cpu")
-    names = sorted(str(d).removeprefix("torch.") for d in known)
-    return [n for n in names if n == "float32"] if group == "dynamic" else names
+        known = op.supported_backward_dtypes("cpu") if op.supports_autograd else set()
+    if group == "dynamic":
+        known = known & {torch.float32}
+    if group != "forward":
+        known = {d for d in known if not tools.behind_dynamo(op, d)}
+    return sorted(str(d).removeprefix("torch.") for d in known)
 
 
 def _takes(op: Any, dtype: str) -> bool:
     return getattr(torch, dtype) in op.supported_dtypes("cpu")
-
-
-def _behind_dynamo(op: Any) -> bool:
-    return op.name in tools.UNTRACEABLE or op.name.startswith("masked.")
 
 
 def _zoo_cases() -> Iterator[str]:
@@ -131,7 +126,7 @@ def _zoo(kind: str, name: str) -> dict[str, Any]:
 def _samples(group: str, op: Any, dtype: torch.dtype) -> dict[str, Any]:
     strided = range(1 << 30) if group == "strided" else ()
     cases = tools.pick(op, dtype, 1 << 30, requires_grad=group == "gradient", strided=strided)
-    behind = _behind_dynamo(op)
+    behind = tools.behind_dynamo(op, dtype)
     cases = cases if behind else [c for c in cases if tools.traceable(c)]
     fallbacks: set[str] = set()
     failures: list[str] = []
@@ -240,9 +235,9 @@ def serve() -> None:
 
 
 def sweep(names: Sequence[str], state: Path, limit: float) -> None:
-    """Runs what is not in the state file yet, and adds a line for each case to it."""
+    """Runs what has not passed by the state file yet, and adds a line for each case to it."""
     done = read_state(state)
-    todo = [n for n in names if n not in done]
+    todo = [n for n in names if n not in done or done[n].get("failures")]
     worker: Worker | None = None
     for k, name in enumerate(todo):
         if worker is None or worker.spent:

@@ -458,6 +458,16 @@ def test_a_size_of_1_that_makes_a_difference_is_not(fn: Callable[[Tensor], Any])
     tree_equal(run(M[:2]), fn(M[:2]), "result")
 
 
+def test_an_integer_argument_may_be_0() -> None:
+    """It is no size: a result behind it has elements."""
+    x = torch.full((2,), 7.0)[::2]
+    fn = lambda x, k: x[k:].view(torch.int32).clone()
+    program = plait.compile(fn, (x, 0), ({0: Dim.AUTO}, Dim.AUTO))
+    assert torch.equal(program(x, 0), fn(x, 0))
+    with pytest.raises(InputError):
+        program(x, 1)
+
+
 def test_threads_that_trace_leave_torch_as_it_was() -> None:
     """The one that begins first ends first."""
     before = torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq

@@ -877,3 +877,17 @@ def test_a_scan_whose_results_are_used(closed: bool) -> None:
     (want,) = torch.autograd.grad(fn(x).sum(), x)
     (got,) = torch.autograd.grad(torch.compile(fn, backend="plait")(x).sum(), x)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_bags(dtype: torch.dtype) -> None:
+    """Of bfloat16, tracing expects a result that eager's kernel leaves out."""
+    at, begin = torch.tensor([5, 1, 6, 5, 6]), torch.tensor([0, 3])
+    weight, scale = (torch.randn(n, dtype=dtype).requires_grad_() for n in ((10, 4), 5))
+
+    def fn(w: Tensor, s: Tensor) -> Tensor:
+        return F.embedding_bag(at, w, begin, mode="sum", per_sample_weights=s)
+
+    want = torch.autograd.grad(fn(weight, scale).sum(), (weight, scale))
+    got = torch.autograd.grad(Compiled(fn)(weight, scale).sum(), (weight, scale))
+    torch.testing.assert_close(got, want)

@@ -487,6 +487,15 @@ def test_every_pass_keeps_the_example_legal() -> None:
     assert Free in kinds
 
 
+def test_a_checked_symbol_without_its_range_says_nothing_of_memory() -> None:
+    body = (
+        "s0 = symbol(lo=1)\nn = symbol('s0')\nx = tensor_input(f32[s0] @ (1,))\n"
+        "s0 = read(x, 'size', 0)\narena = take_arena(4*s0)\n"
+        "a = place(arena, 0, f32[1] @ (1,))\nrequire(min(1, n), 'no elements')\nreturn ()"
+    )
+    verify(parse(body), "made")
+
+
 def test_memory_of_sizes_that_divide_by_zero() -> None:
     """At values of s0 where a program fails before it comes so far."""
     size = "8*s0 // (s0 % 3)"

@@ -40,12 +40,13 @@ def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
 
     From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that
     may be less. A size that may be 0 is one from 1 on: as 1 it counts in strides, and loops over it
-    test whether they run."""
-    envs = (shape_env_of(n.meta.get("val")) for n in graph.graph.nodes if n.op == "placeholder")
-    env = next((e for e in envs if e is not None), None)
+    test whether they run. An integer argument that may be 0 stays one from 0 on."""
+    given = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
+    env = next((e for e in map(shape_env_of, given) if e is not None), None)
     if env is None:
         return facts
     hints = {s: sympy.sympify(n) for s, n in compat.backed_values(env).items()}
+    integers = {x.node.expr for x in given if isinstance(x, torch.SymInt)}
     bounds = dict(facts.bounds)
     for symbol in hints:
         low, high = bounds.get(str(symbol), (None, None))
@@ -54,7 +55,8 @@ def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
         wrong = [n for n in (0, 1) if not _is_right(graph, {**hints, symbol: sympy.Integer(n)})]
         low = max(wrong, default=-1) + 1
         bounds[str(symbol)] = (low, high)
-        env.var_to_range[symbol] = ValueRanges(max(low, 1), env.var_to_range[symbol].upper)
+        known = low if symbol in integers else max(low, 1)
+        env.var_to_range[symbol] = ValueRanges(known, env.var_to_range[symbol].upper)
     return replace(facts, bounds=bounds)
 
 

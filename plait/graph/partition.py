@@ -17,7 +17,7 @@ from plait import compat
 from plait.config import Config
 from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
-from plait.graph.edit import aten
+from plait.graph.edit import aten, insert, replace
 from plait.graph.items import list_items
 from plait.graph.positions import narrow_positions
 from plait.graph.random import replace_random
@@ -36,6 +36,7 @@ def partition(
     split_log_softmax(joint)
     narrow_positions(joint)
     list_items(joint)
+    _drop_bags(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)
@@ -51,6 +52,17 @@ def _save_random(joint: GraphModule) -> None:
         ):
             for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
                 kept.meta["recompute"] = compat.MUST_SAVE
+
+
+def _drop_bags(joint: GraphModule) -> None:
+    """Of sums of bfloat16 on CPUs, `_embedding_bag` does not say which bag an index is in, where
+    its fake kernel says so: the operators of its gradient find that themselves, given nothing."""
+    for node in joint.graph.find_nodes(op="call_function", target=aten._embedding_bag.default):
+        weight, mode = node.args[0].meta["val"], node.args[4] if len(node.args) > 4 else 0
+        if (weight.device.type, weight.dtype, mode) != ("cpu", torch.bfloat16, 0):
+            continue
+        for bags in [u for u in node.users if u.args[1] == 1]:
+            replace(bags, insert(bags, node.args[2], aten.new_empty.default, [0]))
 
 
 def _save_old_values(joint: GraphModule) -> None:

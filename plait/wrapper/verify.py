@@ -337,8 +337,10 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
 
     Those at which a function of sizes has no value, or a size divides by zero, are left out.
 
-    A symbol that is an expression takes its value from the others."""
-    atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
+    A symbol that is an expression takes its value from the others. Conditions that are checked hold
+    symbols without the ranges that follow from them."""
+    found = {a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
+    atoms = {a.name: a for a in sorted(found, key=lambda a: (a.lo, -a.hi))}
     given = {
         i.name: i.value
         for i in p.body

@@ -385,11 +385,7 @@ class _Run:
                 and isinstance(got, InputError)
             ):
                 return "declined"  # a program drops tangents
-            if (
-                self.road.way != "compile"
-                and isinstance(got, Unsupported)
-                and "share memory" in str(got)
-            ):
+            if self.road.way != "compile" and _is_strange_write(got):
                 return "declined"
             if (
                 self.road.params
@@ -403,7 +399,7 @@ class _Run:
                 return "declined"  # Python's integers have no end
             if _is_promise(got) or isinstance(got, UserError) and "dynamic_shapes" in str(got):
                 return "declined"
-            if self.strict and isinstance(got, Unsupported) and "share memory" in str(got):
+            if self.strict and _is_strange_write(got):
                 raise _ForEager
             raise Fault(
                 f"raises where eager runs: {where}: {type(got).__name__}: {str(got)[:1200]}"
@@ -647,7 +643,7 @@ def compare(
         + (2e-5 + _UNIT.get(e.dtype, 0.0)) * t.abs().double()
         + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
     )
-    bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & (g.double() != t)
+    bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & (g != t.to(g.dtype))
     if "sums" in order:
         bad &= ~(t.isinf() & g.isnan())
         lost = g.isnan() | ~t.isfinite()
@@ -684,6 +680,13 @@ def _same_kind(want: BaseException, got: BaseException, way: str) -> bool:
     if type(got).__module__.startswith("torch._dynamo") or isinstance(got, PlaitError):
         return way != "compile" or not isinstance(got, Unsupported)
     return isinstance(got, RuntimeError) and bool(re.search(r"size|that was traced", str(got)))
+
+
+def _is_strange_write(error: BaseException) -> bool:
+    """Whether the write is one that tracing cannot follow: to elements that share memory, or to
+    windows with gaps between them."""
+    strange = ("share memory", "a write to windows")
+    return isinstance(error, Unsupported) and any(text in str(error) for text in strange)
 
 
 def _is_promise(error: BaseException) -> bool:
@@ -802,6 +805,12 @@ def _up(x: Any) -> Any:
 
 
 class _Promote(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("float", "half", "bfloat16"):
+            return ast.Call(ast.Name("_up", ast.Load()), [node], [])
+        return node
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Load) and node.id[1:].isdigit():
             return ast.Call(ast.Name("_up", ast.Load()), [node], [])

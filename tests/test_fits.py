@@ -108,6 +108,8 @@ REFUSED: dict[str, Program] = {
     "soft_margin_loss": (F.soft_margin_loss, (ones(5), ones(5, 5))),
     "nll_loss2d": (F.nll_loss, (ones(2, 3, 2, 3), zeros(2, 2, 2))),
     "nll_loss2d's weight": (F.nll_loss, (ones(2, 3, 2, 2), zeros(2, 2, 2), ones(2))),
+    "pad that takes away too much": (lambda x: F.pad(x, (-2, 3)), (ones(2, 1),)),
+    "pad that takes away at the end": (lambda x: F.pad(x, (3, -2)), (ones(2, 1),)),
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 3), (ones(0, 1, 7, 6),)),
     "nearest, no pixel": (lambda x: F.interpolate(x, size=0), (ones(2, 3, 4),)),
     "bilinear, no pixel": (

@@ -259,6 +259,16 @@ def _windows(numbers: int, *args: Any) -> Any:
     return NotImplemented
 
 
+def _padded(x: Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
+    """Eager takes away first, at one end and then the other."""
+    for d, low, high in zip(range(x.dim() - 1, -1, -1), pad[::2], pad[1::2], strict=False):
+        left = x.shape[d]
+        for n in (low, high):
+            left = left + torch.sym_min(n, 0)
+            _demand(left >= 0, "narrow(): length must be non-negative.")
+    return NotImplemented
+
+
 def _pixel_unshuffle(x: Tensor, factor: int) -> Any:
     """Eager leaves the sizes of an empty image as they are, on a CPU."""
     for k, name in ((-2, "height"), (-1, "width")):
@@ -460,6 +470,7 @@ _RULES: dict[OpOverload, Rule] = {
     aten.native_dropout_backward.default: _dropout_backward,
     aten.native_group_norm.default: _group_norm,
     aten.nll_loss2d_forward.default: _nll_loss2d,
+    aten.constant_pad_nd.default: _padded,
     aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.smooth_l1_loss.default: _smooth_l1_loss,

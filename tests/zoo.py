@@ -40,14 +40,15 @@ Data = Callable[[int], tuple[Tensor, ...]]
 @dataclass(frozen=True)
 class Case:
     """One architecture. data(batch): its inputs. trains: a training step is meaningful. breaks:
-    Dynamo breaks its graph (data-dependent Python); dynamic: it takes any batch; exports:
-    torch.export takes it. sensitive: its gradients move by more than eager's distance from float64
+    Dynamo breaks its graph (data-dependent Python); numbered: it makes the batch a number, so that
+    each has a graph; dynamic: it takes any batch; exports: torch.export takes it. sensitive: its gradients move by more than eager's distance from float64
     when every parameter is off by a rounding (50 batch norms in a row, over few points)."""
 
     make: Callable[[], nn.Module]
     data: Data
     trains: bool = True
     breaks: bool = False
+    numbered: bool = False
     dynamic: bool = True
     exports: bool = True
     sensitive: bool = False
@@ -655,6 +656,7 @@ HF: dict[str, Case] = {
     "sam": Case(
         lambda: Named(_sam(), ("pixel_values", "input_points")),
         lambda b: (torch.randn(b, 3, 32, 32), torch.rand(b, 1, 1, 2) * 32),
+        numbered=True,
     ),
     "detr": Case(lambda: Named(_detr(), ("pixel_values",)), detr),
     "conditional_detr": Case(lambda: Named(_conditional_detr(), ("pixel_values",)), detr),

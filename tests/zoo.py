@@ -41,8 +41,9 @@ Data = Callable[[int], tuple[Tensor, ...]]
 class Case:
     """One architecture. data(batch): its inputs. trains: a training step is meaningful. breaks:
     Dynamo breaks its graph (data-dependent Python); numbered: it makes the batch a number, so that
-    each has a graph; dynamic: it takes any batch; exports: torch.export takes it. sensitive: its gradients move by more than eager's distance from float64
-    when every parameter is off by a rounding (50 batch norms in a row, over few points)."""
+    each has a graph; dynamic: it takes any batch; exports: torch.export takes it. sensitive: its
+    gradients move by more than eager's distance from float64 when every parameter is off by a
+    rounding (50 batch norms in a row, over few points)."""
 
     make: Callable[[], nn.Module]
     data: Data

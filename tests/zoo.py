@@ -1052,7 +1052,7 @@ OWN: dict[str, Case] = {
     "experts": Case(Experts, floats(6, 16), breaks=True),
     "graph": Case(Graph, graphs),
     "diffusion": Case(Diffusion, lambda b: (torch.randn(b, 3, 16, 16), torch.rand(b) * 100)),
-    "physics": Case(Physics, floats(2)),
+    "physics": Case(Physics, floats(2), numbered=True),
     "forces": Case(Forces, floats(5, 3), trains=False, breaks=True),
     "variational": Case(Variational, lambda b: (torch.randn(b, 3, 16, 16), torch.randn(b, 8))),
     "ring": Case(Ring, floats(12, 16)),

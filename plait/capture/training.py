@@ -33,9 +33,9 @@ class TrainingGraph:
     """The training half of one Dynamo graph's compilation.
 
     compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the
-    partitioner made. interpreter: what gives the backward graph -> what runs it operator by
-    operator. reason: why calls need AOTAutograd's callable, or "".
-    """
+    partitioner made.
+    interpreter: what gives the backward graph -> what runs it operator by operator.
+    reason: why calls need AOTAutograd's callable, or ""."""
 
     def __init__(
         self,

@@ -429,9 +429,9 @@ class TrainingFacts:
     what its backward graph takes.
 
     differentiable: one flag for each result. tangents: one layout for each result that has a
-    gradient. wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms
-    were off. marks: as in Epilogue.
-    """
+    gradient.
+    wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms were off.
+    marks: as in Epilogue."""
 
     differentiable: tuple[bool, ...]
     n_saved: int

@@ -105,9 +105,8 @@ class ExportEnv:
 
     leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
     asked: what the traced program asked about sizes. ones: sizes that may be 1 all the same, by
-    symbol: the questions that have the other answer then. asks_offsets: the program asked where a
-    tensor begins in its storage.
-    """
+    symbol: the questions that have the other answer then.
+    asks_offsets: the program asked where a tensor begins in its storage."""
 
     def __init__(
         self,

@@ -40,15 +40,17 @@ class Captured:
 
     name: unique within the process, such as "inference_0" or "backward_3"; used for debug folders.
     donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a
-    backward). bumped_inputs: positions of mutated placeholders whose autograd version the program
-    itself must bump, once a call. n_results: of a forward graph: how many of its outputs are for
-    the caller, the others are for its backward graph. wrapper_reason: why calls go through
-    AOTAutograd's runtime wrapper; "" where they do not. input_views: the outputs (by position) that
-    are inputs or views of them, where they lie. watcher: what the program shows its intermediates
-    to, see `wrapper/watch.py`. ladder: steps down the ladder that were taken before, on the way
-    here. guarded: whether Dynamo or AOTAutograd looks at inputs before a call; else the program
-    checks strides that vary.
-    """
+    backward).
+    bumped_inputs: positions of mutated placeholders whose autograd version the program itself must
+    bump, once a call.
+    n_results: of a forward graph: how many of its outputs are for the caller, the others are for
+    its backward graph.
+    wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
+    input_views: the outputs (by position) that are inputs or views of them, where they lie.
+    watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
+    ladder: steps down the ladder that were taken before, on the way here.
+    guarded: whether Dynamo or AOTAutograd looks at inputs before a call; else the program checks
+    strides that vary."""
 
     graph: torch.fx.GraphModule
     name: str

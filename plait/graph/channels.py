@@ -81,7 +81,8 @@ def _may_be_last(x: torch.Tensor) -> bool:
 
 class _Pass:
     """copied: operand -> its channels-last copy. eager: nodes with a new layout -> the value with
-    eager's. restored: such nodes -> their copies in eager's layout."""
+    eager's.
+    restored: such nodes -> their copies in eager's layout."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.graph = gm.graph

@@ -404,13 +404,17 @@ class Extern:
     exactly the strides that its Buffer says.
 
     symbols: names of integer results by position (result k defines that symbol) where a result is
-    an int. aliases: names of buffers that a result may share memory with (views made by an op: then
-    the result keeps them alive). mutates: buffers it writes in place. effectful: must run even if
-    unused, and in program order with other effectful calls. may_keep: it may keep or alias its
-    arguments, so these must not live in an arena. callable_index: >= 0 means Python callable of
-    that number. fallback: no lowering rule exists (counted and shown by explain), as opposed to
-    extern by choice (mm, convolution, SDPA). out_variant: the result may be computed into memory
-    that plait provides, through op `out_op` with these kwarg names."""
+    an int.
+    aliases: names of buffers that a result may share memory with (views made by an op: then the
+    result keeps them alive).
+    mutates: buffers it writes in place. effectful: must run even if unused, and in program order
+    with other effectful calls.
+    may_keep: it may keep or alias its arguments, so these must not live in an arena.
+    callable_index: >= 0 means Python callable of that number.
+    fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice
+    (mm, convolution, SDPA).
+    out_variant: the result may be computed into memory that plait provides, through op `out_op`
+    with these kwarg names."""
 
     outs: tuple[str | None, ...]
     op: str
@@ -488,13 +492,15 @@ class LoopProgram:
     """A lowered graph: what `lower` gives to `schedule`.
 
     inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque
-    or unused input. buffers: every buffer by name (inputs and constants too). constants: buffer
-    names in the order of the table of tensors. ops: in an order that respects the program. outputs:
-    what the program returns, in order. symbols: every size symbol that appears, in an order of
-    definition, and where its value comes from: (buffer, 'size'|'stride'|'offset', dim), an
-    expression over symbols before it, or None for an int input or an Item. donated: inputs whose
-    memory nobody reads after the call. hints: what symbols were in the call that is compiled for:
-    decisions may be made for these sizes, and are right for all others."""
+    or unused input.
+    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order
+    of the table of tensors.
+    ops: in an order that respects the program. outputs: what the program returns, in order.
+    symbols: every size symbol that appears, in an order of definition, and where its value comes
+    from: (buffer, 'size'|'stride'|'offset', dim), an expression over symbols before it, or None for
+    an int input or an Item.
+    donated: inputs whose memory nobody reads after the call. hints: what symbols were in the call
+    that is compiled for: decisions may be made for these sizes, and are right for all others."""
 
     inputs: tuple[str | tuple[str, str] | None, ...]
     buffers: Mapping[str, Buffer]

@@ -44,8 +44,9 @@ def selected(cond: DType, *args: DType) -> DType:
 @dataclass(frozen=True, slots=True)
 class OpDef:
     """arity: number of arguments. dtype: the rule. on: kinds of argument dtypes it is defined for
-    ('f', 'i', 'u', 'b'). cost: estimated CPU cycles an element (vectorised f32), used by the
-    scheduler. meaning: in words."""
+    ('f', 'i', 'u', 'b').
+    cost: estimated CPU cycles an element (vectorised f32), used by the scheduler. meaning: in
+    words."""
 
     arity: int
     dtype: DTypeRule

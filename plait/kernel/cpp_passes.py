@@ -39,12 +39,13 @@ class Nest:
     """A kernel with its loop structure decided.
 
     axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis.
-    lanes: vector length, 1 for scalar code. unroll: vectors in flight. passes: full-level
-    statements a pass. last: outer-level stores. kept: full-level node -> pass that computes it and
-    keeps it in a row buffer; keep_limit: with sizes that are not known now, the points that such a
-    buffer holds (0: sizes are known). order: the reduction axes, outermost first, as they are
-    looped over. tile: an outer variable along which the loads `tiled` are contiguous while the axis
-    is not: these go through lanes x lanes tiles."""
+    lanes: vector length, 1 for scalar code.
+    unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept:
+    full-level node -> pass that computes it and keeps it in a row buffer; keep_limit: with sizes
+    that are not known now, the points that such a buffer holds (0: sizes are known). order: the
+    reduction axes, outermost first, as they are looped over.
+    tile: an outer variable along which the loads `tiled` are contiguous while the axis is not:
+    these go through lanes x lanes tiles."""
 
     space: Space
     axis: Atom | None

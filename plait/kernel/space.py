@@ -21,8 +21,9 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 @dataclass(frozen=True)
 class Space:
     """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear)
-    indices. indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name,
-    position in the argument list. hints: plausible values of size symbols."""
+    indices.
+    indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position
+    in the argument list. hints: plausible values of size symbols."""
 
     vars: tuple[Atom, ...]
     rvars: tuple[Atom, ...]

@@ -48,10 +48,10 @@ class TritonKernel:
 
     text: a module that defines function `name`. signature: Triton's type of each argument: pointers
     in the order of Kernel.args, then one i64 a size symbol. grid: number of programs, an expression
-    over the size symbols. checks: it holds run-time checks, which are compiled in with debug=True.
-    early: it may start before what is ahead of it in its stream has ended, for which it waits.
-    aligned: positions of pointers that are multiples of 16.
-    """
+    over the size symbols.
+    checks: it holds run-time checks, which are compiled in with debug=True. early: it may start
+    before what is ahead of it in its stream has ended, for which it waits. aligned: positions of
+    pointers that are multiples of 16."""
 
     name: str
     text: str

@@ -144,12 +144,12 @@ class _Rows:
     """What the tile of a reduction depends on.
 
     outer, inner: the axes of a result and those it is reduced along, in the order in which a block
-    walks them. programs: axes of results of which a program has one point. rows, length: how many
-    results there are, and points a result; known: length is no guess. column: neighbours in memory
-    belong to different results. again: a block that walks along a row reads some of it twice. held:
-    dtypes of what is loaded at every point. stores: something is stored at every point. one: there
-    is one reduction. ragged: rows begin in the middle of vectors.
-    """
+    walks them.
+    programs: axes of results of which a program has one point. rows, length: how many results there
+    are, and points a result; known: length is no guess. column: neighbours in memory belong to
+    different results. again: a block that walks along a row reads some of it twice. held: dtypes of
+    what is loaded at every point. stores: something is stored at every point. one: there is one
+    reduction. ragged: rows begin in the middle of vectors."""
 
     outer: tuple[Atom, ...]
     inner: tuple[Atom, ...]

@@ -139,9 +139,10 @@ def call_extern(
 ) -> Any:
     """Records the call of node's own op on these arguments and returns its results as a rule would.
 
-    fallback: no rule exists or it declined, for `reason`: counted. any_strides: operands need not
-    have eager's strides. Products read operands of any strides. Others do not: the median of
-    elements that share memory is wrong in torch 2.13. flops: its cost.
+    fallback: no rule exists or it declined, for `reason`: counted.
+    any_strides: operands need not have eager's strides. Products read operands of any strides.
+    Others do not: the median of elements that share memory is wrong in torch 2.13.
+    flops: its cost.
 
     Raises Unsupported for results that no program can hold (Python floats and bools).
     """
@@ -185,8 +186,8 @@ def call_op(
     """Records a call of any op whose result has the fake value `val`.
 
     given: the FX arguments, whose fake strides the operands must have. used: positions of results
-    that somebody reads (None: all). effectful: it must run, in program order, whatever its schema
-    says."""
+    that somebody reads (None: all).
+    effectful: it must run, in program order, whatever its schema says."""
     facts = op_facts(op)
     fake_args, fake_kwargs = given if given is not None else ((), {})
     operands: dict[str, ExternArg] = {}

@@ -465,8 +465,9 @@ class Binding:
 
     names: what tracing calls it. path: where in the node's result it is found: steps ('item', k),
     ('size', dim), ('stride', dim), ('offset', 0), ('divided', by), or none for a result that is the
-    number itself. found: a symbol for what is found there, which may be any number. traced: what
-    tracing takes it for: a symbol with a range, a constant or another expression."""
+    number itself.
+    found: a symbol for what is found there, which may be any number. traced: what tracing takes it
+    for: a symbol with a range, a constant or another expression."""
 
     names: tuple[str, ...]
     path: tuple[tuple[str, int], ...]

@@ -97,15 +97,17 @@ class Kernel:
     A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier
     statement of the kernel is never loaded again: later statements hold its node. vars are in the
     memory order the scheduler chose: the last of (vars, rvars) is meant to be innermost, but an
-    emitter may vectorise any axis. name: telling and unique in the program. args: buffers in the
-    order of the pointer arguments (each once; an in-place pair is two args). outs: those written.
+    emitter may vectorise any axis.
+    name: telling and unique in the program. args: buffers in the order of the pointer arguments
+    (each once; an in-place pair is two args). outs: those written.
     sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of
     them. sequential: points must run in row-major order on one thread (scatters that collide,
-    ordered). work_ns: estimate on one core. origin: source lines and ATen ops. parts: nests that
-    one launch runs one after the other with nothing in between, since none needs what another
-    makes; such a kernel has no axes and statements of its own, and its args, outs and sizes are
-    those of all. grid: programs of a launch, on devices that launch grids; known once the kernel is
-    emitted."""
+    ordered).
+    work_ns: estimate on one core. origin: source lines and ATen ops.
+    parts: nests that one launch runs one after the other with nothing in between, since none needs
+    what another makes; such a kernel has no axes and statements of its own, and its args, outs and
+    sizes are those of all. grid: programs of a launch, on devices that launch grids; known once the
+    kernel is emitted."""
 
     name: str
     vars: tuple[Expr, ...]

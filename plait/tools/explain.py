@@ -39,11 +39,10 @@ def explain(
 
     options, mode: as for torch.compile; a keyword argument of fn that has one of the four names
     here is given through functools.partial. details: print every kernel, call and refusal of every
-    graph after the summary. quiet: do not print. Where a result needs gradients that fn did not
-    take itself, the backward graphs are compiled and run as well, and no `.grad` changes. Raises
-    what fn or the compiler raises, after printing what was compiled before, and UserError for wrong
-    arguments.
-    """
+    graph after the summary.
+    quiet: do not print. Where a result needs gradients that fn did not take itself, the backward
+    graphs are compiled and run as well, and no `.grad` changes. Raises what fn or the compiler
+    raises, after printing what was compiled before, and UserError for wrong arguments."""
     Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.explain")
     if record := record_of(fn):

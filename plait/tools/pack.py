@@ -93,9 +93,9 @@ def triton_pack(
 
     signatures: each a function's name, its specialization and perhaps options, with spaces between
     them; or a name and a fact about its decorators; one that begins with "?" was only timed, and
-    counts with all_configs alone. capabilities: of the GPUs, such as 90. Raises UserError for what
-    cannot be read, or what Triton refuses.
-    """
+    counts with all_configs alone.
+    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton
+    refuses."""
     file = str(Path(file).resolve())
     signatures = [
         s.lstrip().removeprefix("?")

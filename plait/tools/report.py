@@ -32,9 +32,11 @@ class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
     breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there
-    is to say, or "". given_up: parts of programs of this process that were to be CUDA graphs and,
-    once they ran, were none, and why. left_to_eager: functions of this process that Dynamo compiles
-    no more, since they were compiled too often."""
+    is to say, or "".
+    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were
+    none, and why.
+    left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled
+    too often."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())

@@ -48,10 +48,10 @@ def build(
     """The program of a plan. Nothing is freed yet: `passes/place_frees.py` does it.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others,
-    the caller does). cfg: says which checks it makes beyond the necessary ones; None: none.
-    guarded: whether others look at the strides of inputs before a call. Raises InternalError if the
-    plan contradicts itself.
-    """
+    the caller does).
+    cfg: says which checks it makes beyond the necessary ones; None: none. guarded: whether others
+    look at the strides of inputs before a call. Raises InternalError if the plan contradicts
+    itself."""
     b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
     for k, entry in enumerate(plan.program.inputs):
         b.add_input(k, entry)

@@ -31,8 +31,9 @@ def check_finite(p: ins.WrapperProgram, infinities: bool) -> ins.WrapperProgram:
 
 class _Checks:
     """bases: view -> what it views. last: memory of ours -> position of the last instruction that
-    writes it. makers: memory -> what has written it so far. seen: memory -> tensors looked at since
-    it was written."""
+    writes it.
+    makers: memory -> what has written it so far. seen: memory -> tensors looked at since it was
+    written."""
 
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p

@@ -295,11 +295,11 @@ class CallExtern:
     op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema
     order, then kwargs by name; missing ones take the schema's default. outs: one name per result,
     None for one that nobody uses; for an op that returns a single TensorList the names are its
-    elements. An int result defines a symbol of that name. into: names of existing tensors that
-    receive the results (`out=` variants: then `op` is the out overload, the tensors stand in kwargs
-    too and outs is empty). may_keep: the op may keep or alias its arguments, so none of them lies
-    in an arena. fence: it orders streams or makes another one the current one, and stays where it
-    is."""
+    elements. An int result defines a symbol of that name.
+    into: names of existing tensors that receive the results (`out=` variants: then `op` is the out
+    overload, the tensors stand in kwargs too and outs is empty). may_keep: the op may keep or alias
+    its arguments, so none of them lies in an arena. fence: it orders streams or makes another one
+    the current one, and stays where it is."""
 
     op: str
     args: tuple[Operand, ...]

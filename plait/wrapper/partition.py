@@ -53,7 +53,8 @@ def partition(
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
     constants: its table of constants. n_results: as in the program that is returned. nbytes:
-    plausible sizes. spent: inputs that nobody needs after the call."""
+    plausible sizes.
+    spent: inputs that nobody needs after the call."""
     gpus = _gpus(program)
     if not gpus:
         return program

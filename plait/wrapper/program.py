@@ -30,12 +30,15 @@ class CompileRecord:
     """How one graph was compiled.
 
     kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python',
-    'fx'). aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline
-    -> milliseconds. kernel_source: the text that the toolchain saw. cache_hit: the kernel library
-    was found on disk (None: no kernels). tuned: a line a kernel that was to be tuned. ladder: what
-    has no kernel of ours, and why: each operator once. wrapper_reason: why Dynamo got AOTAutograd's
-    callable and not the program itself; "" where it got the program.
-    """
+    'fx').
+    aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline ->
+    milliseconds.
+    kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk
+    (None: no kernels).
+    tuned: a line a kernel that was to be tuned. ladder: what has no kernel of ours, and why: each
+    operator once.
+    wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
+    got the program."""
 
     name: str
     kind: str

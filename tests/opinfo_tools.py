@@ -55,7 +55,7 @@ UNTRACEABLE = frozenset(
 )
 # Their complex numbers come out wrong where AOTAutograd calls the operator under a mode of Python's
 # dispatcher (aot_eager, too); by Dynamo and plait.compile they are right.
-UNTRACEABLE_COMPLEX = frozenset(("pinverse", "linalg.pinv"))
+UNTRACEABLE_COMPLEX = frozenset(("pinverse", "linalg.pinv", "linalg.pinv.singular"))
 
 # Ops that refuse tensors whose last stride is not 1.
 DENSE = frozenset(("view_as_complex",))
@@ -108,7 +108,7 @@ def name_of(op: Any) -> str:
 
 def behind_dynamo(op: Any, dtype: torch.dtype) -> bool:
     """Whether its samples need Dynamo."""
-    unfit = op.name in UNTRACEABLE_COMPLEX and dtype.is_complex
+    unfit = name_of(op) in UNTRACEABLE_COMPLEX and dtype.is_complex
     return op.name in UNTRACEABLE or unfit or op.name.startswith("masked.")
 
 

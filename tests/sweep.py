@@ -3,9 +3,10 @@ made not to fit, and all models of the zoo.
 
 It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped,
 runs what failed once more, `--shard 1/2` takes every second case (shards may share a state file),
-and `--tables` writes what is known as committed tables. A case that passed by the table of a run before, on another machine, is
-not run again: for a sweep from the start, remove benchmarks/results/sweep.md. Each case runs in a
-worker process under a time limit: a crash or a hang is a finding like any other.
+and `--tables` writes what is known as committed tables. A case that passed by the table of a run
+before, on another machine, is not run again: for a sweep from the start, remove
+benchmarks/results/sweep.md. Each case runs in a worker process under a time limit: a crash or a
+hang is a finding like any other.
 """
 
 from __future__ import annotations

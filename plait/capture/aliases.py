@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from plait import compat
 from plait.errors import Unsupported
 from plait.graph.captured import InputView
 from plait.graph.edit import begins_anywhere, output_of
@@ -101,16 +102,12 @@ def _loses_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
 
 def _owners(results: Sequence[Any], inputs: Sequence[Any]) -> list[int | None]:
     """The input in whose memory each result lies."""
-    owners = {_storage(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
-    return [owners.get(_storage(x)) if _is_dense(x) else None for x in results]
+    owners = {compat.storage_of(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
+    return [owners.get(compat.storage_of(x)) if _is_dense(x) else None for x in results]
 
 
 def _is_dense(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.layout == torch.strided
-
-
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def results_of(graph: GraphModule, views: Mapping[int, InputView]) -> list[Result]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from plait import compat
 from plait.capture.aliases import same_bits
 from plait.capture.kept import Change, Kept
 from plait.errors import Unsupported
@@ -87,10 +88,10 @@ class Holding:
     def write(self, results: Sequence[Any]) -> list[Any]:
         """Copies what was assigned to where it belongs. Gives the results: those in memory that is
         written lie in one copy of it, as they lay there."""
-        copies = {_storage(old): (old, old.clone()) for old, _ in self._new}
+        copies = {compat.storage_of(old): (old, old.clone()) for old, _ in self._new}
 
         def kept(x: Any) -> Any:
-            pair = copies.get(_storage(x)) if isinstance(x, torch.Tensor) else None
+            pair = copies.get(compat.storage_of(x)) if isinstance(x, torch.Tensor) else None
             return x if pair is None else _moved(x, *pair)
 
         results = [kept(x) for x in results]
@@ -123,7 +124,3 @@ def _moved(x: torch.Tensor, old: torch.Tensor, copy: torch.Tensor) -> torch.Tens
     if alike and guard_or_false(0 <= first) and guard_or_false(last < old.numel()):
         return copy.as_strided(x.shape, x.stride(), first)
     return x.clone()
-
-
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else 0

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from plait import compat
 from plait.capture.found import IndexByFound
 from plait.capture.writes import may_write
 from plait.compat.export import ExportEnv
@@ -92,12 +93,8 @@ class NotingLayouts(IndexByFound):
 
 
 def _memory(tree: Any) -> set[int]:
-    leaves = pytree.tree_leaves(tree)
-    return {
-        x.untyped_storage()._cdata
-        for x in leaves
-        if isinstance(x, torch.Tensor) and x.layout == torch.strided
-    }
+    tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return {compat.storage_of(x) for x in tensors if x.layout == torch.strided}
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from plait import compat
 from plait.capture.absent import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound import argument_specs, captured_from
@@ -197,11 +198,11 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     weights."""
     inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
     state = list(traced.state.items())
-    memory = {state[k][1].untyped_storage()._cdata for k in traced.mutated if k < len(state)}
+    memory = {compat.storage_of(state[k][1]) for k in traced.mutated if k < len(state)}
     weights = {
         node: value
         for node, (_, value) in zip(inputs, state, strict=False)
-        if value.layout == torch.strided and value.untyped_storage()._cdata not in memory
+        if value.layout == torch.strided and compat.storage_of(value) not in memory
     }
     frozen = fold_weights(traced.graph, weights)
     kept = [k for k, node in enumerate(inputs) if node not in frozen]

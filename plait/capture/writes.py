@@ -86,18 +86,15 @@ class _Windows:
         before = next((self._sizes[x] for x in given if x in self._sizes), None)
         if not given or not (windows or before):
             return
+        memory = set(map(compat.storage_of, given))
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and any(_share_memory(x, y) for y in given):
+            if isinstance(x, torch.Tensor) and compat.storage_of(x) in memory:
                 self._sizes[x] = before or (given[0].numel(), x.numel())
 
     def has_gaps(self, x: torch.Tensor) -> bool:
         """Whether x is such a view. Of sizes that vary this makes a guard."""
         whole, seen = self._sizes.get(x, (0, 0))
         return bool(seen < whole)
-
-
-def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
 def _check_node(node: Node, windows: _Windows) -> None:
@@ -170,7 +167,7 @@ def _verdict(
     if windows is not None and writes and any(map(windows.has_gaps, written)):
         return Unsupported, _GAPS, _SLICES
     shares = any(map(repeats, written))
-    shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
+    shared = len(set(map(compat.storage_of, given))) < len({id(x) for x in given})
     own = out is not None or getattr(fn, "__name__", "") in _FLOATS
     is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith(
         "aten."
@@ -228,7 +225,7 @@ def _tried(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception
         if not isinstance(x, torch.Tensor):
             return compat.hint_of(x)
         sizes, strides = ([compat.hint_of(s) for s in found] for found in (x.shape, x.stride()))
-        key, offset = x.untyped_storage()._cdata, compat.hint_of(x.storage_offset())
+        key, offset = compat.storage_of(x), compat.hint_of(x.storage_offset())
         end = offset + 1 + sum((n - 1) * st for n, st in zip(sizes, strides, strict=True))
         nbytes = max(end * x.itemsize, compat.hint_of(x.untyped_storage().nbytes()), 1)
         if key not in storages or storages[key].numel() < nbytes:

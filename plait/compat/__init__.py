@@ -133,6 +133,12 @@ is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorc
 """Whether torch.func has wrapped a tensor, as for a gradient or a batch: it has no storage."""
 
 
+def storage_of(x: torch.Tensor) -> int:
+    """A number that says which storage a tensor lies in; one of its own for a tensor without
+    strides."""
+    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
 

@@ -15,6 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
+from plait import compat
+
 aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Where the speed of a layout, or of what is saved, decides over it."""
@@ -208,8 +210,8 @@ def know_replaced(gm: GraphModule) -> int:
             continue
         view, memory = value_of(node), memory_of(source)
         if all(isinstance(x, FakeTensor) and x.layout == torch.strided for x in (view, *memory)):
-            storages = [x.untyped_storage()._cdata for x in memory]
-            if view.untyped_storage()._cdata not in storages:
+            storages = [compat.storage_of(x) for x in memory]
+            if compat.storage_of(view) not in storages:
                 source.meta["memory"] = (*memory, view)
                 found += 1
     return found

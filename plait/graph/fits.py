@@ -26,6 +26,7 @@ from plait.graph.strides import is_view  # what it puts in order is looked at be
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 _HALF = (torch.float16, torch.bfloat16)
+_least: Any = torch.sym_min
 
 
 # ------------------------------------------------------------------------------------------ demands
@@ -262,9 +263,9 @@ def _windows(numbers: int, *args: Any) -> Any:
 def _padded(x: Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
     """Eager takes away first, at one end and then the other."""
     for d, low, high in zip(range(x.dim() - 1, -1, -1), pad[::2], pad[1::2], strict=False):
-        left = x.shape[d]
+        left: Any = x.shape[d]
         for n in (low, high):
-            left = left + torch.sym_min(n, 0)
+            left = left + _least(n, 0)
             _demand(left >= 0, "narrow(): length must be non-negative.")
     return NotImplemented
 

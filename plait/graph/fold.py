@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
+from plait import compat
 from plait.graph.constants import compute, settled
 from plait.graph.dead import drop_dead
 from plait.graph.edit import aten, escaping, is_pure, is_view, replace, value_of
@@ -63,7 +64,7 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
             for source in node.all_input_nodes:
                 if source in known:
                     want(source)
-    memory = Counter(_storage(value) for value in values.values())
+    memory = Counter(compat.storage_of(value) for value in values.values())
     for node in [node for node in gm.graph.nodes if node in wanted]:
         try:
             value = _computed(node, values, memory)
@@ -72,7 +73,7 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
         with gm.graph.inserting_before(node):
             constant = _constant(gm, value, value_of(node))
         values[constant] = value
-        memory[_storage(value)] += 1
+        memory[compat.storage_of(value)] += 1
         node.replace_all_uses_with(constant, propagate_meta=False)
         frozen |= known[node]
     drop_dead(gm)
@@ -142,15 +143,11 @@ def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]
         missing = [i for i in last.all_input_nodes if i not in values]
         if not missing:
             values[todo.pop()] = value = compute(last, values)
-            memory[_storage(value)] += 1
+            memory[compat.storage_of(value)] += 1
         todo += missing
     value, like = values[node], value_of(node)
-    shared = memory[_storage(value)] > 1
+    shared = memory[compat.storage_of(value)] > 1
     return settled(value, like) if shared or value.stride() != like.stride() else value
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata) if value.layout == torch.strided else id(value)
 
 
 def _constant(gm: GraphModule, value: torch.Tensor, fake: torch.Tensor) -> Node:

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from plait import compat
 from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, OperandError, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
@@ -212,7 +213,7 @@ class _Walk:
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
-            self.input_storages[name] = _storage(val)
+            self.input_storages[name] = compat.storage_of(val)
         offset = (to_size(val.storage_offset()),) if dense else ()
         for what, exprs in (("size", shape), ("stride", strides), ("offset", offset)):
             for d, e in enumerate(exprs):
@@ -554,7 +555,7 @@ class _Walk:
         view, like = self.env[root], root.meta["val"]
         if root.op != "call_function" or not isinstance(view, View) or not self.ctx.cfg.kernels:
             return
-        storage = _storage(like)
+        storage = compat.storage_of(like)
         memory = self.ctx.memory(view.buf)
         part = not sz.known_eq(self._nbytes(memory), sz.numel(view.shape) * view.dtype.nbytes)
         if not part and not seen:
@@ -590,7 +591,7 @@ class _Walk:
         if val.layout != torch.strided:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())
-        storage = _storage(_root(node).meta["val"])
+        storage = compat.storage_of(_root(node).meta["val"])
         out = self.ctx.tensor_arg(x, strides, shared=True)
         memory = self.ctx.memory(out.buf)
         if memory in self.ctx.constants or owners.get(memory, storage) != storage:
@@ -698,10 +699,6 @@ def _is_token(node: torch.fx.Node) -> bool:
     return bool(node.users) and all(u.target is effects and u.args[0] is node for u in node.users)
 
 
-def _storage(val: torch.Tensor) -> int:
-    return int(val.untyped_storage()._cdata)
-
-
 def _is_strided(node: Any) -> bool:
     """Whether an output is a tensor with strides."""
     val = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
@@ -717,7 +714,7 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
         and isinstance(source := node.args[0], torch.fx.Node)
     ):
         if _is_strided(source):
-            if _storage(root.meta["val"]) not in map(_storage, memory_of(source)):
+            if compat.storage_of(root.meta["val"]) not in map(compat.storage_of, memory_of(source)):
                 break
             root = source
         node = source

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from plait import compat
 from plait.errors import Unsupported, refusal
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType
@@ -379,12 +380,12 @@ def _owner(ctx: Lowering, any_dtype: bool = False) -> torch.fx.Node:
     assert ctx.node is not None
     node = ctx.node.args[0]
     assert isinstance(node, torch.fx.Node)
-    storage = node.meta["val"].untyped_storage()._cdata
+    storage = compat.storage_of(node.meta["val"])
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
         val = node.args[0].meta.get("val")
         if (
             not isinstance(val, torch.Tensor)
-            or val.untyped_storage()._cdata != storage
+            or compat.storage_of(val) != storage
             or not (any_dtype or val.dtype == node.meta["val"].dtype)
         ):
             break

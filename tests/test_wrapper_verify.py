@@ -489,8 +489,8 @@ def test_every_pass_keeps_the_example_legal() -> None:
 
 def test_a_checked_symbol_without_its_range_says_nothing_of_memory() -> None:
     body = (
-        "s0 = symbol(lo=1)\nn = symbol('s0')\nx = tensor_input(f32[s0] @ (1,))\n"
-        "s0 = read(x, 'size', 0)\narena = take_arena(4*s0)\n"
+        "s0 = symbol(lo=1)\nn = symbol('s0')\nv = tensor_input(f32[s0] @ (1,))\n"
+        "s0 = read(v, 'size', 0)\narena = take_arena(4*s0)\n"
         "a = place(arena, 0, f32[1] @ (1,))\nrequire(min(1, n), 'no elements')\nreturn ()"
     )
     verify(parse(body), "made")

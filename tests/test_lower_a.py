@@ -713,3 +713,11 @@ def test_equal_graphs_give_equal_programs() -> None:
     a, b = lowered(fn, X, V)[0].program, lowered(fn, X, V)[0].program
     assert repr(a) == repr(b)
     assert isinstance(a.outputs[0], TensorArg)
+
+
+@pytest.mark.parametrize("times", [2, 3, 40])
+def test_rows_that_are_repeated(times: int) -> None:
+    """What a pass keeps for the next one does not move with the repetitions."""
+    x = torch.randn(5, 3, dtype=torch.float64)
+    fn = lambda x: x.repeat_interleave(times, 0).softmax(0)
+    torch.testing.assert_close(plait.compile(fn, (x,))(x), fn(x))

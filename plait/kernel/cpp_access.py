@@ -476,8 +476,9 @@ class Access:
         v, known = self.v, self.v.deps(n)
         width = 1 if v.nest.inner else v.lanes * v.nest.unroll
         index: Size = 0
-        for a, step in ((a, step) for a, step in v.keep_strides if a in known):
-            index = index + Expr(0, (((a,), 1),)) * (step * width)
+        for a, step in v.keep_strides:
+            if a in known:
+                index = index + Expr(0, (((a,), 1),)) * (step * width)
         return f"{v.keep_names[n]} + {v.integer(index)} + {v.rep * v.lanes}"
 
 

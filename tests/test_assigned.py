@@ -58,6 +58,13 @@ def written_again(m: Any, x: Tensor) -> Tensor:
     return m.a + m.b
 
 
+def of_a_found_size(m: Any, x: Tensor) -> Tensor:
+    rows = (x * m.b)[x + 9 > 0]
+    torch._check(rows.shape[0] == m.a.shape[0])
+    m.a = rows
+    return rows
+
+
 def of_a_parameter(m: Any, x: Tensor) -> Tensor:
     m.w = nn.Parameter(m.w * 2)
     return x * m.w
@@ -83,7 +90,9 @@ def by_data(m: Any, x: Tensor) -> Tensor:
     return x + m.a
 
 
-@pytest.mark.parametrize("fn", [counted, returned, swapped, written_again, of_a_parameter])
+@pytest.mark.parametrize(
+    "fn", [counted, returned, swapped, written_again, of_a_parameter, of_a_found_size]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_assigned_is_written(fn: Callable[..., Any], packed: bool, tmp_path: Path) -> None:
     ours, eager = (

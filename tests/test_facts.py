@@ -488,6 +488,40 @@ def test_a_found_size_of_memory_that_is_written_over() -> None:
     torch.testing.assert_close(run(*args), f(*args))
 
 
+def test_a_found_size_that_only_bounds_an_index_is_known_before() -> None:
+    """Loops that share a launch with one that waits for a number wait, too."""
+
+    def f(x: Tensor, y: Tensor, n: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        z = torch.where(x > 0, x, y)
+        return z, torch.arange(n.item()).gather(0, index)
+
+    args = (torch.zeros(0, 5), torch.zeros(0, 1), torch.tensor(0), torch.zeros(0, dtype=torch.long))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(f, backend="plait", fullgraph=True, options={"strict": True})
+        for n in (0, 3):
+            args = (*args[:2], torch.tensor(n), torch.arange(n))
+            torch.testing.assert_close(run(*args), f(*args))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_size_that_is_a_stride_in_the_example(target: str) -> None:
+    """PyTorch takes the size for the stride and 1, whatever it is called with."""
+    auto = torch.export.Dim.AUTO
+
+    def given(n: int, m: int, step: int) -> torch.Tensor:
+        return torch.arange(40.0).as_strided((n, m), (step, 1))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.diff(dim=1)
+
+    run = plait.compile(fn, (given(2, 3, 2),), ({0: auto, 1: auto},), options={"wrapper": target})
+    for n, m in ((2, 3), (4, 5)):
+        x = given(n, m, m - 1)
+        torch.testing.assert_close(run(x), fn(x))
+    with pytest.raises(InputError):
+        run(given(2, 3, 3))
+
+
 def test_empty_products_of_bools() -> None:
     a, b = torch.ones(4, 3).bool(), torch.ones(3, 0).bool()
     assert torch.equal(plait.compile(torch.matmul, (a, b))(a, b), a @ b)

@@ -266,7 +266,11 @@ def one_and_nothing(x: Tensor, k: int) -> Any:
     return y, y + 1, y[:0], y[:, None].expand(1, 3)
 
 
-LARGER = [larger_elements, complex_elements, larger_and_larger, one_and_nothing]
+def nothing_left(x: Tensor, k: int) -> Any:
+    return x[12 + k :].view(torch.int64) + 1, x[12 + k :].view(torch.int64)
+
+
+LARGER = [larger_elements, complex_elements, larger_and_larger, one_and_nothing, nothing_left]
 
 
 def numbers(first: int, dtype: torch.dtype) -> Tensor:
@@ -417,6 +421,23 @@ def test_views_of_values_with_known_factors_in_their_strides(name: str, wrapper:
             x = torch.rand(shape)
             got, want = compiled(x, 1), fn(x, 1)
             assert all(map(torch.equal, got, want)) and facts(got, [x]) == facts(want, [x])
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_views_of_a_copy_that_the_example_alone_packs(wrapper: str) -> None:
+    """PyTorch guards that the copy has no gaps: its strides do not say so."""
+
+    def fn(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        y = x[k:].clone().squeeze()
+        return y, y.unsqueeze(0)
+
+    compiled = torch.compile(
+        fn, backend="plait", dynamic=True, options={"wrapper": wrapper}, fullgraph=True
+    )
+    for k in (0, 2, 0):
+        x = floats().t()
+        got, want = compiled(x, k), fn(x, k)
+        assert all(map(torch.equal, got, want)) and facts(got, [x]) == facts(want, [x])
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])

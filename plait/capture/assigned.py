@@ -6,12 +6,13 @@ Whatever else a call leaves in Python is no matter of the program (`kept.py`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from plait import compat
 from plait.capture.aliases import same_bits
@@ -100,12 +101,11 @@ class Holding:
         return results
 
     def _fitting(self, name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
-        alike = isinstance(new, torch.Tensor) and (new.dtype, new.device) == (old.dtype, old.device)
-        if (
-            not alike
-            or any(isinstance(n, torch.SymInt) for n in new.shape)
-            or new.shape != old.shape
-        ):
+        alike = isinstance(new, torch.Tensor) and (
+            (new.dtype, new.device, new.ndim) == (old.dtype, old.device, old.ndim)
+            and all(map(statically_known_true, map(operator.eq, new.shape, old.shape)))
+        )
+        if not alike:
             what = (
                 f"{self.who} of a module whose {name!r} gets another size or dtype when it is "
                 "called"

@@ -241,7 +241,7 @@ class ExportEnv:
         }
         conditions = [_condition(e, own, apart) for e in _not_implied(guards, ranges)]
         offsets = _known_offsets(fakes) if self.asks_offsets else ()
-        checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions, *offsets)
+        checks = (*self._root_checks, *_derived_sizes(fakes, where, strides), *conditions, *offsets)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
 
@@ -340,12 +340,16 @@ def _not_implied(guards: Sequence[Any], bounds: Mapping[Any, Bounds]) -> list[An
 
 
 def _derived_sizes(
-    fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]
+    fakes: Sequence[torch.Tensor | torch.SymInt],
+    where: dict[Any, Place],
+    strides: Mapping[Any, str],
 ) -> Iterator[Check]:
+    """That sizes are what tracing found them to be by other sizes, or by strides."""
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
             own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
-            yield _condition(sympy.Eq(own, expr, evaluate=False), {**where, own: (arg, dim)})
+            equal = sympy.Eq(own, expr, evaluate=False)
+            yield _condition(equal, {**where, own: (arg, dim)}, strides)
 
 
 def _symbolic_sizes(

@@ -223,6 +223,11 @@ def index_exprs(n: Node) -> tuple[Size, ...]:
     return ()
 
 
+def exprs_of(n: Node) -> tuple[Size, ...]:
+    """All expressions on sizes in a node's attribute."""
+    return (n.attr.size,) if isinstance(n.attr, Bound) else index_exprs(n)
+
+
 def check_of(n: Node) -> Check | None:
     """What the call fails with if this node's promise does not hold; None for nodes that promise
     nothing."""

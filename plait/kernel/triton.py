@@ -15,10 +15,9 @@ import torch
 
 from plait.config import Config
 from plait.errors import Unsupported, UserError
-from plait.ir.checks import Bound
-from plait.ir.loops import Buffer, Load, walk
+from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
-from plait.ir.sizes import Expr, Size, bounds, ceildiv
+from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.same import structure, symbol_for
 from plait.kernel.space import Space, atom_expr, linear_space
 from plait.kernel.target import Source
@@ -253,11 +252,8 @@ def _is_wide(space: Space, tile: Tile) -> bool:
         if n.op == "load":
             assert isinstance(n.attr, Load)
             exprs.append(n.attr.index[0])
-        elif n.op == "index" and isinstance(n.attr, Expr):  # a value, such as the bits of a float
-            exprs.append(n.attr)
-        elif n.op == "bounded":
-            assert isinstance(n.attr, Bound)
-            exprs.append(n.attr.size)
+        elif not isinstance(n.attr, int):  # an index may be a value, such as the bits of a float
+            exprs += exprs_of(n)
     exprs += [s.index[0] for s in space.stmts if isinstance(s, Store)]
     parts = {part for e in exprs for part in _parts(e)}
     return any(not (-limit <= low and high <= limit) for low, high in map(bounds, parts))

@@ -49,7 +49,6 @@ from plait.lower.symbols import (
     to_scalar_node,
     to_size,
 )
-from plait.lower.view import dense_order
 from plait.lower.wide import take_out_wide
 
 aten = torch.ops.aten
@@ -562,9 +561,7 @@ class _Walk:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
         taken = not part and owners.setdefault(memory, storage) != storage
-        if dense_order(shape, strides) is None or not (
-            taken or part or not self.ctx.lay_out(view, strides)
-        ):
+        if _repeats(shape, strides) or not (taken or part or not self.ctx.lay_out(view, strides)):
             return
         self.env[root] = self.ctx.copy(view, strides, fixed=True)
         owners[self.env[root].buf] = storage
@@ -645,10 +642,7 @@ class _Walk:
         strides = tuple(map(to_size, like.stride()))
         if root.op != "call_function" and view.buf == x.buf:
             return None
-        if (
-            root.op != "placeholder"
-            and dense_order(tuple(map(to_size, like.shape)), strides) is None
-        ):
+        if root.op != "placeholder" and _repeats(tuple(map(to_size, like.shape)), strides):
             return None
         memory = self.ctx.tensor_arg(view, strides)
         within = memory.offset * view.dtype.nbytes
@@ -719,6 +713,11 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
             root = source
         node = source
     return root
+
+
+def _repeats(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
+    """Whether elements of a tensor are known to share memory."""
+    return any(stride == 0 and size != 1 for size, stride in zip(shape, strides, strict=True))
 
 
 def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:

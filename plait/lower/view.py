@@ -8,11 +8,13 @@ dimensions of equal size, and only within a group is it taken apart by division 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from plait import compat
 from plait.errors import Unsupported, refusal
+from plait.graph.edit import base_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.loops import TensorArg
@@ -433,7 +435,12 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     memory = ctx.tensor_arg(x, tuple(to_size(s) for s in given.meta["val"].stride()))
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
     if to.nbytes > x.dtype.nbytes and ctx.memory(memory.buf) in ctx.input_buffers:
-        _require_place(ctx, memory, x.dtype, to)
+        offset = memory.offset
+        base = base_of(given).meta["val"]
+        if 0 in x.shape and base.dtype == given.meta["val"].dtype:
+            # No element is there to tell where: PyTorch counts on.
+            offset = to_size(given.meta["val"].storage_offset()) - to_size(base.storage_offset())
+        _require_place(ctx, replace(memory, offset=offset), x.dtype, to)
     first = memory.offset * x.dtype.nbytes
     return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
 

@@ -190,7 +190,7 @@ def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> s
     if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         exprs += (extent(v) for v in space(op))
         for n in ir.walk(roots(op)):
-            exprs += ir.index_exprs(n)
+            exprs += ir.exprs_of(n)
         if isinstance(op, (ir.Pointwise, ir.Scatter)):
             exprs += op.index or ()
     elif isinstance(op, ir.Extern):

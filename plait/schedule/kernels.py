@@ -10,8 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from plait.ir.checks import Bound
-from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
+from plait.ir.loops import Buffer, Load, Node, exprs_of, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
 from plait.schedule.cost import Hints, hint
 from plait.schedule.deps import extent, load_of
@@ -102,9 +101,7 @@ def size_symbols(
     """The size symbols of a kernel, by name."""
     exprs: list[Size] = [extent(v) for v in vars_]
     for n in nodes:
-        exprs += index_exprs(n)
-        if isinstance(n.attr, Bound):
-            exprs.append(n.attr.size)
+        exprs += exprs_of(n)
     for s in stmts:
         if isinstance(s, Store):
             exprs += s.index

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plait.errors import InternalError
-from plait.ir.loops import Load, Mutate, Node, index_exprs, is_arg, walk
+from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.ops import REDUCTIONS
 from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
@@ -175,7 +175,7 @@ class _Kernel:
         k = self.kernel
         exprs: list[Size] = [extent(v) for v in (*k.vars, *k.rvars)]
         for n in self.nodes:
-            exprs += index_exprs(n)
+            exprs += exprs_of(n)
         for s in k.stmts:
             exprs += s.index if isinstance(s, Store) else ()
         known = {a.symbol.name for a in k.sizes if a.symbol is not None}

@@ -69,7 +69,7 @@ POINTWISE = [
         takes="f",
         texts="""
             F.hardtanh({x});  F.relu6({x});  F.hardshrink({x}, 1.0);  F.threshold({x}, 1.0, -2.0);
-            F.leaky_relu({x}, 0.5);  {x}.nan_to_num();  torch.copysign({x}, {y});
+            F.leaky_relu({x}, 0.5);  {x}.nan_to_num();  torch.copysign({x}, {y}.nan_to_num());
             F.softshrink({x}, 1.0) ~;  torch.fmax({x}, {y});  torch.fmin({x}, {y});
         """,
     ),
@@ -221,7 +221,7 @@ VIEWS = [
         texts="""
             {x}[1:];  {x}[..., ::2];  {x}[:-1];  {x}[None];  {x}[..., -1];  {x}.select({d}, 0);
             {x}.select({d}, -1);  {x}[:0];  {x}.narrow({d}, 0, 1);  {x}.chunk(2, {d})[0];
-            {x}.split(1, {d})[-1];  {x}.unbind({d})[0];  {x}[1:3, ...];  {x}[::3];  {x}[2:1];
+            {x}.split(3, {d})[-1];  {x}.unbind({d})[0];  {x}[1:3, ...];  {x}[::3];  {x}[2:1];
             {x}.tensor_split(3, {d})[1];
         """,
     ),

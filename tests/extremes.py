@@ -155,7 +155,9 @@ def right(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) 
         return ok
     ok |= near(found, exact.to(found.dtype))
     nearer = (found.double() - exact).abs() <= (eager.double() - exact).abs()
-    return ok | (nearer & ((found != 0) | (eager != 0)))  # zeros of other signs are as near
+    # Zeros of other signs are as near: that of what rounds to 0 is right.
+    rounded = (exact != 0) & (found.signbit() == exact.signbit())
+    return ok | (nearer & ((found != 0) | (eager != 0) | rounded))
 
 
 def accepts(fn: Fn, args: tuple[torch.Tensor, ...]) -> bool:

@@ -7,8 +7,10 @@ import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from plait.config import Config
@@ -87,6 +89,13 @@ class Loaded:
         values = [(sizes or {})[str(s)] for s in kernel.sizes]
         syms = (ctypes.c_int64 * max(1, len(values)))(*values)
         return int(fn(ctypes.c_int64(tid), ctypes.c_int64(threads), bufs, syms))
+
+
+def isas() -> list[Any]:
+    """Parameters of a test: the names of what this machine has, of which the widest alone is
+    quick."""
+    first, *others = (i.name for i in usable_isas())
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
 def usable_isas() -> list[Isa]:

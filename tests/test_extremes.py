@@ -15,6 +15,7 @@ from plait.ir.dtypes import DTYPES
 from plait.kernel.cpp_expr import literal
 from tests import extremes
 from tests.extremes import FLOATS, INTS, ONE, TWO
+from tests.kernel_tools import isas
 
 ALL = (*FLOATS, *INTS)
 slow = pytest.mark.slow
@@ -341,14 +342,7 @@ TO_INTEGERS += [
 TO_INTEGERS += [math.inf, -math.inf, math.nan]
 
 
-@pytest.mark.parametrize(
-    "isa",
-    [
-        "avx512",
-        pytest.param("avx2", marks=pytest.mark.slow),
-        pytest.param("portable", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize(
     "name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 )

@@ -525,6 +525,9 @@ def test_a_size_that_is_a_stride_in_the_example(target: str) -> None:
 def test_empty_products_of_bools() -> None:
     a, b = torch.ones(4, 3).bool(), torch.ones(3, 0).bool()
     assert torch.equal(plait.compile(torch.matmul, (a, b))(a, b), a @ b)
+    for n, k in ((0, 4), (3, 0), (0, 0)):
+        args = (torch.ones(n).bool(), torch.ones(n, k).bool(), torch.ones(k).bool())
+        assert torch.equal(plait.compile(torch.addmv, args)(*args), torch.addmv(*args))
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "package"])

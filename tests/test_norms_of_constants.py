@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kernel_tools import isas
+
 LENGTHS = (1, 2, 7, 16, 33, 48, 64, 70, 768, 1031, 4096)
 SPREADS = (0, 1e-7, 1e-6, 1e-5)
 MIDDLES = (3.3, 1000.1, 12345.7, -0.7)
 slow = pytest.mark.slow
 Norm = Callable[[torch.Tensor], torch.Tensor]
-all_isas = pytest.mark.parametrize(
-    "isa", ["avx512", pytest.param("avx2", marks=slow), pytest.param("portable", marks=slow)]
-)
+all_isas = pytest.mark.parametrize("isa", isas())
 
 
 def norms(n: int, eps: float) -> dict[str, Norm]:

@@ -16,7 +16,7 @@ import torch.fx
 
 from plait.graph.edit import is_view, output_of, value_of
 from plait.ir import sizes as sz
-from plait.ir.dtypes import b1, bf16, f16, f32
+from plait.ir.dtypes import DType, b1, bf16, f16, f32
 from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -138,11 +138,16 @@ def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
     return False
 
 
+def _multiplied_as(x: View) -> DType:
+    """The dtype in which elements of a matrix are multiplied and summed."""
+    if x.dtype == b1:
+        raise NoRule("a product of bools")  # eager takes empty ones
+    return compute_dtype(x.dtype)
+
+
 def _product(ctx: Lowering, a: View, b: View) -> View:
     """a @ b of (..., m, k) and (..., k, n) as a reduction, in the compute dtype of a."""
-    if a.dtype == b1:
-        raise NoRule("a product of bools")  # eager takes empty ones
-    compute = compute_dtype(a.dtype)
+    compute = _multiplied_as(a)
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: Index) -> Node:
         x, y = a.load(ops, (*i[:-1], r[0])), b.load(ops, (*i[:-2], r[0], i[-1]))
@@ -245,7 +250,7 @@ def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: 
         return _by_aten(ctx, flops, bias, a, x, beta=beta, alpha=alpha)
     if _is_unread(a, alpha):
         return _without_product(ctx, a.shape[:1], bias, beta)
-    compute = compute_dtype(a.dtype)
+    compute = _multiplied_as(a)
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         p, q = a.load(ops, (i[0], r[0])), x.load(ops, r)

@@ -93,6 +93,12 @@ test-gpu:
 fuzz: env
 	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)
 
+# The graphs that a refactoring is proved with: afterwards, `plait replay rerun build/corpus` shows
+# nothing.
+.PHONY: corpus
+corpus: env
+	$(NO_HUB) $(PY) -m plait replay record build/corpus -- $(PY) -m tests.corpus
+
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)
 

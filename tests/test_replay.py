@@ -97,6 +97,14 @@ def test_what_differs_is_shown(recorded: Path, tmp_path: Path) -> None:
     assert f"{name}: " in shown and "\n+kernel" in shown or "\n+def " in shown
 
 
+def test_the_corpus_has_graphs_for_both_devices(tmp_path: Path) -> None:
+    """A part of it, which `make corpus` records whole."""
+    run("record", tmp_path, "--", sys.executable, "-m", "tests.corpus", "--every", "110")
+    names = [g.name.rpartition("_")[0] for g in tmp_path.iterdir()]
+    on_gpu = [name for name in names if name.endswith("_gpu")]
+    assert on_gpu and sorted(f"{n}_gpu" for n in names if n not in on_gpu) == sorted(on_gpu)
+
+
 def test_a_graph_that_one_folder_lacks(recorded: Path, tmp_path: Path) -> None:
     found = dict(replay.compare(recorded, tmp_path, {}))
     assert len(found) == 6 and all(

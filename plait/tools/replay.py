@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -166,6 +167,8 @@ def _again(recorded: Path, out: Path) -> None:
         return
     (target / "7_native.txt").write_text("\n".join(re.findall(".{1,64}", encode(program).hex())))
     (target / "7_program.cpp").write_text(make_cpp(program))
+    if "cuda" in parts.sources and find_spec("triton") is None:
+        return  # an FX graph holds a GPU's kernels as Triton's functions
     unbuilt = replace(parts, libraries={"cpu": "kernels.so"})
     (target / "7_graph.py").write_text(make_fx(program, unbuilt).code)
 

@@ -33,7 +33,7 @@ SAMPLED = {
     "test_indices_of_nothing.py::test_sizes_of_0": 2,
     "test_interruptions.py::test_no_memory_in_the_middle_of_a_compile": 2,
     "test_ladder.py::test_training_whose_graphs_are_left_to_eager": 2,
-    "test_lower_b_pool.py::test_windows_beyond_the_input": 2,
+    "test_lower_pool.py::test_windows_beyond_the_input": 2,
     "test_metadata.py::test_of_compiled_functions": 2,
     "test_metadata.py::test_of_training": 2,
     "test_mutants.py::test_the_fuzzer_finds": 2,

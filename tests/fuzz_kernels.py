@@ -212,7 +212,7 @@ class Maker:
         return b
 
     def value(self, e: Size) -> int:
-        return int(interp.Space((), self.dynamic, {}, {}).integer(e, ()))
+        return int(interp.Evaluation((), self.dynamic, {}, {}).integer(e, ()))
 
     # --------------------------------------------------------------------------------------- values
     def load(self, full: bool) -> Value:

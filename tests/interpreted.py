@@ -98,8 +98,8 @@ def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
 def pytest_configure() -> None:
     """From here on, whoever compiles a graph compiles it for a GPU."""
     os.environ.setdefault("PLAIT_WRAPPER", "python")
-    channels: Any = importlib.import_module("plait.graph.channels")
-    channels.DEVICES = ()  # results of the CPU's convolutions have layouts of their own
+    memory_format: Any = importlib.import_module("plait.graph.memory_format")
+    memory_format.DEVICES = ()  # results of the CPU's convolutions have layouts of their own
     pipeline: Any = importlib.import_module("plait.compile")
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpret(pipeline)

@@ -31,7 +31,7 @@ from plait.capture.early import early_changes
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured, GraphKind
-from plait.graph.partition import partition
+from plait.graph.joint import partition
 
 # Results that are random or uninitialised: tests/test_capture_random.py checks the former by their
 # statistics.

@@ -28,7 +28,7 @@ _OLDER = {
     "test_fits.py::test_what_does_not_fit_is_refused_as_eager_refuses_it[log_softmax]": (
         "Dynamo's own error"
     ),
-    "test_lower_a.py::test_vector_norms_of_a_varying_number_of_elements": (
+    "test_lower_programs.py::test_vector_norms_of_a_varying_number_of_elements": (
         "tracing asks whether a found size is 1"
     ),
     "test_opinfo.py::test_dynamic[histogram]": "the operator has no fake implementation",

@@ -24,7 +24,7 @@ from plait import compat
 from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
-from plait.graph.partition import partition
+from plait.graph.joint import partition
 from plait.ir.loops import Alias, Extern
 from plait.ir.sizes import numel
 from plait.kernel.triton import compute_capability

@@ -15,7 +15,7 @@ from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel
 from plait.wrapper.program import CompileRecord, observers
 from tests.against_eager import compiled, same
-from tests.lower_b import lowered
+from tests.lower_tools import lowered
 
 r = torch.randn
 MASK = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lower_b import check
+from tests.lower_tools import check
 
 aten = torch.ops.aten
 r = torch.randn

@@ -33,7 +33,7 @@ from tests.opinfo_tools import (
 warnings.filterwarnings("ignore", category=UserWarning)
 
 EXTERN_OPS = Path(plait.lower.__file__).parent / "extern_ops.txt"
-# Its samples are views of larger memory, which copies of them are not: see test_lower_a.py.
+# Its samples are views of larger memory, which copies of them are not: see test_lower_programs.py.
 PARTIAL = "as_strided.partial_views"
 _APART = [op for op in op_db if op.name in UNTRACEABLE or op.name.startswith("masked.")]
 ALL = [op for op in op_db if op.name not in RANDOM and op not in _APART and name_of(op) != PARTIAL]

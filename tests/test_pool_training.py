@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import plait.graph.positions as positions
+import plait.graph.pool_indices as pool_indices
 from plait.ir.dtypes import f32
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.plan import Kernel
@@ -95,7 +95,7 @@ def test_a_filter_is_turned_once_for_all_who_want_it(compile_only: None) -> None
     assert len(turn.outs) == 1
 
 
-# ---------------------------------------------------------------------------------------- positions
+# --------------------------------------------------------------------------------------- indices
 def pooled(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     y, at = aten.max_pool2d_with_indices(x, *POOL)
     return y, aten.max_pool2d_with_indices_backward(g, x, *POOL, at)
@@ -128,15 +128,15 @@ def test_positions_are_saved_as_small_integers(
 ) -> None:
     x, g = torch.randn(1, 2, *size), torch.randn(1, 2, size[0] // 2, size[1] // 2)
     gm = make_fx(fn, tracing_mode="fake")(x, g)
-    assert positions.narrow_positions(gm) == 0  # on a CPU
-    monkeypatch.setattr(positions, "DEVICES", ("cpu",))
-    assert positions.narrow_positions(gm) == (saved is not None)
+    assert pool_indices.narrow_pool_indices(gm) == 0  # on a CPU
+    monkeypatch.setattr(pool_indices, "DEVICES", ("cpu",))
+    assert pool_indices.narrow_pool_indices(gm) == (saved is not None)
     gm.graph.lint()
     gm.recompile()
     casts = [n.meta["val"].dtype for n in gm.graph.nodes if n.target is aten._to_copy.default]
     assert casts == ([] if saved is None else [saved, torch.int64])
     torch.testing.assert_close(gm(x, g), fn(x, g), rtol=0, atol=0)
-    assert positions.narrow_positions(gm) == 0
+    assert pool_indices.narrow_pool_indices(gm) == 0
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -152,7 +152,7 @@ def step(model: nn.Module, x: Tensor, run: Callable[..., Tensor]) -> list[Tensor
 def test_first_layers_train_as_in_eager(
     image: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(positions, "DEVICES", ("cpu",))
+    monkeypatch.setattr(pool_indices, "DEVICES", ("cpu",))
     torch.manual_seed(0)
     stem = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)

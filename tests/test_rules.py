@@ -11,7 +11,7 @@ import pytest
 
 from plait.ir.checks import OUT_OF_RANGE, Bound
 from plait.ir.dtypes import DType, b1, f32, f64, i32, i64
-from plait.ir.interp import Space
+from plait.ir.interp import Evaluation
 from plait.ir.loops import Load, Node, arg_symbol, cast, const, loop_vars, node
 from plait.ir.rules import RULES, Simplifier, preserves
 from plait.ir.sizes import Size, floordiv, mod
@@ -94,7 +94,7 @@ def value(n: Node) -> np.ndarray:
     x[:3] = [np.nan, np.inf, -0.0]
     memory = {"x": x, "n": rng.integers(-3, 7, N)}
     assert I.symbol is not None and J.symbol is not None
-    space = Space((I.symbol, J.symbol), {}, memory, {"x": (1,), "n": (1,)})
+    space = Evaluation((I.symbol, J.symbol), {}, memory, {"x": (1,), "n": (1,)})
     out = space.whole(n)
     assert not space.failed
     return out

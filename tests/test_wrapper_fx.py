@@ -46,7 +46,7 @@ from plait.wrapper.instructions import (
 from plait.wrapper.program import CompileRecord, Parts
 from plait.wrapper.table import example
 from plait.wrapper.text import read
-from tests import test_frontend_cases, test_lower_b_extern, test_memory, test_models
+from tests import test_frontend_cases, test_lower_extern, test_memory, test_models
 from tests.against_eager import same
 from tests.models import MODELS
 from tests.one_target import only
@@ -289,9 +289,9 @@ def test_control_flow_is_in_the_graph() -> None:
     for name in ("cond", "while"):
         torch._dynamo.reset()
         same(
-            getattr(test_lower_b_extern, f"_{name}"),
+            getattr(test_lower_extern, f"_{name}"),
             lambda: [torch.linspace(-1, 2, 12).view(3, 4)],
-            other=torch.compile(getattr(test_lower_b_extern, f"_{name}"), backend=Seeing()),
+            other=torch.compile(getattr(test_lower_extern, f"_{name}"), backend=Seeing()),
         )
         (node,) = (
             n

@@ -3,7 +3,7 @@
 // providers.cpp says.
 #include <dlfcn.h>
 
-#include "jit/questions.h"
+#include "jit/requests.h"
 
 namespace plait::triton {
 namespace {

@@ -23,7 +23,7 @@
 
 #include "core/cubins.h"
 #include "core/plan.h"
-#include "jit/questions.h"
+#include "jit/requests.h"
 
 extern char** environ;
 

@@ -10,7 +10,7 @@
 #include <set>
 
 #include "dispatch_guard.h"
-#include "lending.h"
+#include "dead_memory.h"
 #include "program.h"
 
 namespace plait {
@@ -279,19 +279,19 @@ void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at,
 }
 
 // A slot from before the partition is needed no more in it.
-void Program::note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const {
+void Program::note_death(const Frame& f, const PartitionInfo& p, SlotId s, DeadMemory& dead) const {
   const at::Tensor& own = f.tensors[static_cast<size_t>(s)];
   // It is the caller's, or a copy is read instead.
   if (f.refs[static_cast<size_t>(s)] != &own) return;
   for (size_t i = 0; i < p.imports.size(); ++i)
-    if (p.imports[i].slot == s) lending.dies(static_cast<int32_t>(i), own);
+    if (p.imports[i].slot == s) dead.dies(static_cast<int32_t>(i), own);
 }
 
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
 void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
                             std::vector<c10::DataPtr>& rooms, Recording& r) const {
-  Lending lending(r, Shared::of(gpu_->device().index()).recordings);
+  DeadMemory dead(r, Shared::of(gpu_->device().index()).recordings);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
   for (int32_t at = p.first; at < p.last; ++at) {
@@ -299,7 +299,7 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
         (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end())) {
-      if (drops) note_death(f, p, s.a, lending);
+      if (drops) note_death(f, p, s.a, dead);
       continue;
     }
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
@@ -307,9 +307,9 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
       keeping(capture, [&] { step(f, s, false); });
     } else {
-      f.lending = &lending;
+      f.dead_memory = &dead;
       step(f, s, false);
-      f.lending = nullptr;
+      f.dead_memory = nullptr;
     }
     if (s.kind == StepKind::launch) note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
     bring_out(f, p, at, rooms, r);
@@ -389,7 +389,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     failed = error.what();
   }
   f.stream = outer;
-  f.lending = nullptr;
+  f.dead_memory = nullptr;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
   if (!replaced.empty()) name_again(f, p);
   if (failed) {

@@ -18,7 +18,7 @@
 // - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's
 // own,
 //   and while it is held another recording serves the call. Once it is dead, the recording of the
-//   backward pass uses its memory, see lending.h.
+//   backward pass uses its memory, see dead_memory.h.
 // The recordings of a device may hold so many bytes; for one more, those used least recently go.
 #pragma once
 

@@ -31,7 +31,7 @@
 
 namespace plait {
 
-class Lending;
+class DeadMemory;
 class Program;
 
 inline constexpr int64_t kTicksPerUs =
@@ -271,7 +271,7 @@ struct Frame {
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
   bool owns_inputs = false;
   std::vector<Copied> copied;
-  Lending* lending = nullptr;          // while something is recorded: room for what it makes
+  DeadMemory* dead_memory = nullptr;   // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
@@ -423,7 +423,7 @@ class Program {
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
-  void note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const;
+  void note_death(const Frame& f, const PartitionInfo& p, SlotId s, DeadMemory& dead) const;
   template <class F>
   void keeping(void* capture, const F& f) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;

@@ -17,7 +17,7 @@
 #include <cstring>
 
 #include "dispatch_guard.h"
-#include "lending.h"
+#include "dead_memory.h"
 #include "program.h"
 
 namespace plait {
@@ -368,8 +368,8 @@ at::DataPtr Program::memory(Frame& f, c10::Device d, int64_t nbytes) const {
     const c10::DeviceGuard there(d);
     return on(d).allocate(nbytes);
   }
-  if (f.lending) [[unlikely]]
-    if (at::DataPtr lent = f.lending->take(nbytes, d)) return lent;
+  if (f.dead_memory) [[unlikely]]
+    if (at::DataPtr lent = f.dead_memory->take(nbytes, d)) return lent;
   return gpu_->allocate(nbytes);
 }
 

@@ -31,7 +31,7 @@ from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
-from plait.graph.partition import partition
+from plait.graph.joint import partition
 from plait.log import KERNELS, PassLog
 from plait.wrapper.program import Target
 from plait.wrapper.watch import watcher

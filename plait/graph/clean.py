@@ -13,13 +13,13 @@ from torch.fx import GraphModule
 
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.channels import channels_last
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
 from plait.graph.fma import gather_products
 from plait.graph.items import list_items
+from plait.graph.memory_format import channels_last
 from plait.graph.noop import drop_noops
 from plait.graph.random import replace_random
 from plait.graph.streams import order_streams

@@ -168,9 +168,12 @@ EVALUATE: dict[str, Callable[..., Array]] = {
 
 # --------------------------------------------------------------------------------------- evaluation
 @dataclass
-class Space:
-    """An iteration space: axes (loop variables, outermost first), values of size symbols, memory
-    and layout of the buffers."""
+class Evaluation:
+    """All points of an iteration space at once.
+
+    axes: loop variables, outermost first.
+    sizes: values of size symbols.
+    memory, strides: of the buffers."""
 
     axes: tuple[Atom, ...]
     sizes: Mapping[str, int]
@@ -411,7 +414,7 @@ def run_loop(
 ) -> None:  # fmt: skip
     """Runs one loop on memory. Raises CheckFailed where a run-time check does not hold."""
     inner = loop.rvars if isinstance(loop, Reduction) else ()
-    space = Space(tuple(_atom(v) for v in (*loop.vars, *inner)), sizes, memory, strides, wide)
+    space = Evaluation(tuple(_atom(v) for v in (*loop.vars, *inner)), sizes, memory, strides, wide)
     x = space.whole(loop.body)
     writes: list[tuple[str, tuple[Size, ...], tuple[Array, ...], Array, Array | None, str]] = []
     index: tuple[Size, ...] = loop.vars
@@ -459,7 +462,7 @@ def _atom(e: Expr) -> Atom:
 def kernel_space(
     vars_: Sequence[Expr], rvars: Sequence[Expr], sizes: Mapping[str, int], memory: Memory,
     strides: Mapping[str, tuple[Size, ...]], wide: bool = False,
-) -> Space:  # fmt: skip
+) -> Evaluation:  # fmt: skip
     """The space of a kernel: outer axes, then inner ones. Used by tests, which know the statements
     of a plan."""
-    return Space(tuple(_atom(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)
+    return Evaluation(tuple(_atom(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)

@@ -16,8 +16,8 @@ from plait.kernel.cpp_expr import SCALAR, VECTOR
 from plait.kernel.cpp_nest import kernel_body
 from plait.kernel.cpp_passes import plan_nest
 from plait.kernel.cpp_prelude import prelude_for
-from plait.kernel.same import part_operands, structure, symbol_for
-from plait.kernel.space import linear_space
+from plait.kernel.dedup import part_operands, structure, symbol_for
+from plait.kernel.linear import linearised
 from plait.kernel.target import Source
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
@@ -98,12 +98,12 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
     """The C++ function of one kernel."""
-    space = linear_space(kernel)
-    nest = plan_nest(space, isa.lanes, kernel.sequential)
+    linear = linearised(kernel)
+    nest = plan_nest(linear, isa.lanes, kernel.sequential)
     before, instead = "", ""
     if nest.keep_limit:  # a second version for rows that are too long for a buffer on the stack
         instead = f"{symbol}_long"
-        plain = plan_nest(space, isa.lanes, kernel.sequential, keep=False)
+        plain = plan_nest(linear, isa.lanes, kernel.sequential, keep=False)
         before = _function(f"static i64 {instead}", kernel_body(kernel, plain, isa))
     return before + _function(f'extern "C" i64 {symbol}', kernel_body(kernel, nest, isa, instead))
 

@@ -22,7 +22,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_values import Values, atom_text
-from plait.kernel.space import coefficient, offset_of
+from plait.kernel.linear import coefficient, offset_of
 from plait.kernel.stores import How, how_to_store
 from plait.schedule.plan import Store
 
@@ -51,7 +51,7 @@ class Access:
                 depth = v.expr_depth(term)
                 groups[depth] = groups.get(depth, 0) + term
         pointer, so_far = v.bases[buf], 0
-        type_ = memory(v.nest.space.buffers[buf].dtype)
+        type_ = memory(v.nest.linear.buffers[buf].dtype)
         total: Size = so_far
         for depth in sorted(groups):
             if groups[depth] == 0:
@@ -204,7 +204,7 @@ class Access:
     def _is_loaded(self, offset: Size) -> bool:
         """Whether memory holds the indices in an offset: then an element at a time is faster than a
         gather."""
-        nodes = (self.v.nest.space.indirect.get(a) for a in free_symbols(self._parted(offset)[1]))
+        nodes = (self.v.nest.linear.indirect.get(a) for a in free_symbols(self._parted(offset)[1]))
         return any(n is not None and self._as_loaded(n) for n in nodes)
 
     def _short_lanes(self, offset: Size) -> str | None:
@@ -229,7 +229,7 @@ class Access:
         once in a vector."""
         v = self.v
         if a.kind == "sym":
-            node = v.nest.space.indirect.get(a)
+            node = v.nest.linear.indirect.get(a)
             return None if node is None else v.short(node)
         if a.kind not in ("div", "mod") or not isinstance(a.b, int) or v.varies(a.a):
             return None
@@ -350,7 +350,7 @@ class Access:
         if a == v.axis:
             return f"({v.names[a]}{v.rep_offset(1)} + LANE)"
         if a.kind == "sym":
-            node = v.nest.space.indirect[a]
+            node = v.nest.linear.indirect[a]
             return f"{self._lane_array(node, v.depth(node))}[LANE]"
         return f"({atom_text(a, self._lane_text(a.a), self._lane_text(a.b))})"
 
@@ -384,7 +384,7 @@ class Access:
 
     def _repeated_store(self, s: Store, offset: Size) -> None:
         """As many updates of one element as there are lanes, in a register."""
-        v, t = self.v, memory(self.v.nest.space.buffers[s.buf].dtype)
+        v, t = self.v, memory(self.v.nest.linear.buffers[s.buf].dtype)
         value, p = v.get(s.value)[0], self.pointer(s.buf, offset)
         guard = "" if s.mask is None else f"if ({v.get(s.mask)[0]}) "
         if s.atomic:
@@ -396,7 +396,7 @@ class Access:
 
     def _element_store(self, s: Store, target: str, value: str) -> str:
         """target (mode)= value for one element."""
-        d = self.v.nest.space.buffers[s.buf].dtype
+        d = self.v.nest.linear.buffers[s.buf].dtype
         if s.mode == "store":
             return f"{target} = {value};"
         t = memory(d)
@@ -407,7 +407,7 @@ class Access:
         return f"atomic_update(&{target}, [&]({t} old) {{ return ({t}){update}; }});"
 
     def _contiguous_store(self, s: Store, offset: Size) -> None:
-        v, d = self.v, self.v.nest.space.buffers[s.buf].dtype
+        v, d = self.v, self.v.nest.linear.buffers[s.buf].dtype
         t = memory(d)
         value = v.vector(s.value)
         p = f"{self.pointer(s.buf, offset)}{v.rep_offset(1)}"

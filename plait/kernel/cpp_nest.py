@@ -18,7 +18,7 @@ from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, buffer_points, row_points
 from plait.kernel.cpp_reduce import Accumulators
 from plait.kernel.cpp_values import Values
-from plait.kernel.space import blocks, extent
+from plait.kernel.linear import blocks, extent
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt
 
@@ -47,7 +47,7 @@ class NestWriter:
         self.access = Access(self.v)
         self.v.loader = self.access
         self.accs = Accumulators(self.v)
-        self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
+        self.outer = tuple(a for a in nest.linear.vars if nest.inner or a != nest.axis)
         apart = {v.symbol for v in kernel.apart} if nest.sequential else set()
         self.by_row = (
             bool(self.outer) and self.outer[0] in apart
@@ -59,7 +59,7 @@ class NestWriter:
             n_vectors
             and not nest.passes
             and not self.by_column
-            and n_vectors * len(list(walk(nest.space.roots()))) <= UNROLLED
+            and n_vectors * len(list(walk(nest.linear.roots()))) <= UNROLLED
         )
         self.unroll = f"#pragma GCC unroll {SHORT}\n" if unrolled else ""
         self.tile_block: Atom | None = None  # number of the tile along nest.tile
@@ -95,7 +95,7 @@ class NestWriter:
         for k, b in enumerate(self.kernel.args):
             v.bases[b.name] = f"b{k}"
             v.line(f"{memory(b.dtype)}* const b{k} = ({memory(b.dtype)}*)bufs[{k}];")
-        for k, a in enumerate((*self.nest.space.vars, *self.nest.space.rvars)):
+        for k, a in enumerate((*self.nest.linear.vars, *self.nest.linear.rvars)):
             v.names[a] = f"x{k}"
         if self.tile_block is not None:
             v.names[self.tile_block] = "xt"
@@ -107,7 +107,7 @@ class NestWriter:
         v, nest = self.v, self.nest
         # Nothing below runs for a kernel without points, so that what reads may stand outside of
         # loops.
-        if maybe := [v.integer(n) for n in map(extent, nest.space.vars) if may_be_zero(n)]:
+        if maybe := [v.integer(n) for n in map(extent, nest.linear.vars) if may_be_zero(n)]:
             v.line(f"if ({' || '.join(f'{n} <= 0' for n in maybe)}) return 0;")
         units: Size = product(extent(a) for a in self.outer)
         if nest.axis is not None and not nest.inner and not self.whole_rows:
@@ -341,7 +341,7 @@ def _short_row(nest: Nest) -> int | None:
     a = nest.axis
     if a is None or nest.inner or nest.lanes == 1 or nest.tile is not None:
         return None
-    n, rows = extent(a), product(extent(b) for b in nest.space.vars if b != a)
+    n, rows = extent(a), product(extent(b) for b in nest.linear.vars if b != a)
     if nest.passes and not (
         isinstance(rows, int) and rows >= MANY
     ):  # loops in a row: vectors are work to share

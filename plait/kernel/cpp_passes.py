@@ -1,8 +1,8 @@
 """Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept
 between passes, the vector axis.
 
-Comes in: a `Space`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs are those
-of the op table.
+Comes in: a `LinearKernel`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs
+are those of the op table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Size, bounds
-from plait.kernel.space import (
-    Space,
+from plait.kernel.linear import (
+    LinearKernel,
     blocks,
     coefficient,
     dependences,
@@ -47,7 +47,7 @@ class Nest:
     tile: an outer variable along which the loads `tiled` are contiguous while the axis is not:
     these go through lanes x lanes tiles."""
 
-    space: Space
+    linear: LinearKernel
     axis: Atom | None
     inner: bool
     lanes: int
@@ -62,49 +62,61 @@ class Nest:
     tiled: tuple[Node, ...] = ()
 
 
-def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> Nest:
+def plan_nest(linear: LinearKernel, lanes: int, sequential: bool, keep: bool = True) -> Nest:
     """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar
     code. keep: may use row buffers."""
-    deps = dependences(space)
-    passes, last = passes_of(space, deps)
+    deps = dependences(linear)
+    passes, last = passes_of(linear, deps)
     axis, inner = (
-        (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
+        (None, False) if lanes == 1 else _axis(linear, deps, passes, last, lanes, sequential)
     )
     if axis is None:
-        lanes, axis = 1, space.vars[-1] if space.vars else None
+        lanes, axis = 1, linear.vars[-1] if linear.vars else None
         inner = False
-    order = space.rvars
+    order = linear.rvars
     if inner:
         assert axis is not None
-        order = (*(r for r in space.rvars if r != axis), axis)
-    unroll = _unroll(space, deps, passes, last, axis, inner, lanes)
+        order = (*(r for r in linear.rvars if r != axis), axis)
+    unroll = _unroll(linear, deps, passes, last, axis, inner, lanes)
     width = 1 if inner else lanes * unroll
-    kept = _kept(space, deps, passes, width) if keep else {}
+    kept = _kept(linear, deps, passes, width) if keep else {}
     limit = 0
-    if kept and not all(isinstance(extent(r), int) for r in space.rvars):
+    if kept and not all(isinstance(extent(r), int) for r in linear.rvars):
         limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
     tile, tiled = (
-        (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
+        (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(linear, axis)
     )
     return Nest(
-        space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled
+        linear,
+        axis,
+        inner,
+        lanes,
+        unroll,
+        passes,
+        last,
+        kept,
+        limit,
+        order,
+        sequential,
+        tile,
+        tiled,
     )
 
 
 # -------------------------------------------------------------------------------------- values kept
 def _kept(
-    space: Space,
+    linear: LinearKernel,
     deps: Callable[[Node], frozenset[object]],
     passes: tuple[tuple[Stmt, ...], ...],
     width: int,
 ) -> dict[Node, int]:
     """Full-level values needed by several passes and too dear to compute twice, with the pass that
     computes them."""
-    points = trip_count(space.rvars)
+    points = trip_count(linear.rvars)
     if len(passes) < 2 or points == 0:
         return {}
-    known = hint(points, space.hints)
-    inner = frozenset(space.rvars)
+    known = hint(points, linear.hints)
+    inner = frozenset(linear.rvars)
     seen: dict[Node, int] = {}
     kept: dict[Node, int] = {}
     room = ROW_BUFFER_BYTES
@@ -148,46 +160,50 @@ class Access:
     store: bool = False
 
 
-def accesses(space: Space, deps: Callable[[Node], frozenset[object]]) -> Iterator[Access]:
+def accesses(linear: LinearKernel, deps: Callable[[Node], frozenset[object]]) -> Iterator[Access]:
     """Every distinct load and every store."""
-    inner = frozenset(space.rvars)
-    for n in walk(space.roots()):
+    inner = frozenset(linear.rvars)
+    for n in walk(linear.roots()):
         if n.op == "load":
             args = n.args[:-1] if getattr(n.attr, "masked", False) else n.args
             data = frozenset().union(*(deps(a) for a in args))
             yield Access(offset_of(n), n.dtype.nbytes, data, bool(deps(n) & inner))
-    for s in space.stmts:
+    for s in linear.stmts:
         if isinstance(s, Store):
             data = frozenset().union(*(deps(a) for a in s.index_args))
-            yield Access(s.index[0], space.buffers[s.buf].dtype.nbytes, data, s.full, True)
+            yield Access(s.index[0], linear.buffers[s.buf].dtype.nbytes, data, s.full, True)
 
 
 def _axis(
-    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...],
-    last: tuple[Store, ...], lanes: int, sequential: bool,
-) -> tuple[Atom | None, bool]:  # fmt: skip
+    linear: LinearKernel,
+    deps: Callable[[Node], frozenset[object]],
+    passes: tuple[tuple[Stmt, ...], ...],
+    last: tuple[Store, ...],
+    lanes: int,
+    sequential: bool,
+) -> tuple[Atom | None, bool]:
     """The axis with unit stride for most bytes, and whether it is an inner one."""
     reduces = [s for p in passes for s in p if isinstance(s, Reduce)]
     ordered = any(s.running for s in reduces)
     positions = any(s.kind in ("argmax", "argmin") for s in reduces)
     candidates: list[tuple[Atom, bool]] = []
     if sequential:
-        if space.vars and not space.rvars:
-            candidates.append((space.vars[-1], False))
+        if linear.vars and not linear.rvars:
+            candidates.append((linear.vars[-1], False))
     else:
-        candidates += [(a, False) for a in space.vars]
-    if not sequential and not (ordered and len(space.rvars) > 1):
-        inner = space.rvars[-1:] if positions else space.rvars
+        candidates += [(a, False) for a in linear.vars]
+    if not sequential and not (ordered and len(linear.rvars) > 1):
+        inner = linear.rvars[-1:] if positions else linear.rvars
         candidates += [(a, True) for a in inner]
-    found = list(accesses(space, deps))
+    found = list(accesses(linear, deps))
     best: tuple[float, int, Atom | None, bool] = (
-        _scalar_cost(found, bool(space.rvars)),
+        _scalar_cost(found, bool(linear.rvars)),
         0,
         None,
         False,
     )
     for k, (a, is_inner) in enumerate(candidates):
-        cost = _axis_cost(a, is_inner, found, lanes, bool(space.rvars))
+        cost = _axis_cost(a, is_inner, found, lanes, bool(linear.rvars))
         if (cost, -k) < best[:2]:
             best = (cost, -k, a, is_inner)
     return best[2], best[3]
@@ -231,14 +247,14 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
     return cost + (0.5 if inner else 0.0)
 
 
-def _tiles(space: Space, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
+def _tiles(linear: LinearKernel, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
     """The variable along which most loads that are strided along the axis are contiguous, and these
     loads."""
     found: dict[Atom, list[Node]] = {}
-    for n in walk(space.roots()):
+    for n in walk(linear.roots()):
         if n.op != "load" or n.args or coefficient(offset_of(n), axis) in (None, 0, 1):
             continue
-        for b in space.vars:
+        for b in linear.vars:
             size = extent(b)
             if (
                 b != axis
@@ -249,14 +265,19 @@ def _tiles(space: Space, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
                 break
     if not found:
         return None, ()
-    best = max(space.vars, key=lambda b: len(found.get(b, ())))
+    best = max(linear.vars, key=lambda b: len(found.get(b, ())))
     return best, tuple(found[best])
 
 
 def _unroll(
-    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...],
-    last: tuple[Store, ...], axis: Atom | None, inner: bool, lanes: int,
-) -> int:  # fmt: skip
+    linear: LinearKernel,
+    deps: Callable[[Node], frozenset[object]],
+    passes: tuple[tuple[Stmt, ...], ...],
+    last: tuple[Store, ...],
+    axis: Atom | None,
+    inner: bool,
+    lanes: int,
+) -> int:
     """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else
     one."""
     reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
@@ -268,12 +289,12 @@ def _unroll(
     ):
         return 1
     if inner:  # a pass has its own loop; what lies outside of it is not copied
-        loops = frozenset(space.rvars)
+        loops = frozenset(linear.rvars)
         cost = max(
             sum(_cost(root, loops, deps) for s in p for root in stmt_nodes(s)) for p in passes
         )
     else:
-        cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
+        cost = sum(OPS[n.op].cost for n in walk(linear.roots()) if n.op in OPS)
     most = max(sum(isinstance(s, Reduce) for s in p) for p in passes)
     n = extent(axis)
     room = n // lanes if isinstance(n, int) else 4

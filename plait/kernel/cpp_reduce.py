@@ -27,7 +27,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_values import Values
-from plait.kernel.space import extent
+from plait.kernel.linear import extent
 from plait.schedule.plan import Reduce
 
 CHUNK = 32
@@ -100,7 +100,7 @@ class Accumulators:
     def _is_long(self, s: Reduce) -> bool:
         if s.kind != "sum" or s.value.dtype != f32 or s.running:
             return False
-        n = product(extent(a) for a in self.v.nest.space.rvars)
+        n = product(extent(a) for a in self.v.nest.linear.rvars)
         return not isinstance(n, int) or n > CHUNK * self._points_an_addition()
 
     def _long(self, reduces: Sequence[Reduce], reps: int) -> Iterator[tuple[Reduce, int]]:
@@ -201,7 +201,7 @@ class Accumulators:
     def _position(self) -> Node:
         """The row-major position over the reduced axes."""
         out: Size = 0
-        for a in self.v.nest.space.rvars:
+        for a in self.v.nest.linear.rvars:
             out = out * extent(a) + Expr(0, (((a,), 1),))
         return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
 

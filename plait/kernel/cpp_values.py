@@ -32,7 +32,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_passes import Nest
-from plait.kernel.space import coefficient, dependences, extent
+from plait.kernel.linear import coefficient, dependences, extent
 from plait.runtime.toolchain import Isa
 
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}
@@ -75,7 +75,7 @@ class Values:
     def __init__(self, nest: Nest, isa: Isa, checks: Sequence[Check]) -> None:
         self.nest, self.isa = nest, isa
         self.lanes = nest.lanes
-        self.deps = dependences(nest.space)
+        self.deps = dependences(nest.linear)
         self.chain: list[Block] = []
         self.depth_of: dict[object, int] = {}
         self.entered = 0  # the innermost block that runs only if the loops in it do
@@ -422,7 +422,7 @@ class Values:
 
     def varies(self, e: Size) -> bool:
         """Whether a data-dependent index in e differs between lanes."""
-        where = self.nest.space.indirect
+        where = self.nest.linear.indirect
         return any(a in where and self.is_vector(where[a]) for a in free_symbols(e))
 
     def expr_depth(self, e: Size) -> int:
@@ -430,7 +430,7 @@ class Values:
         return max((self._symbol_depth(a) for a in free_symbols(e)), default=0)
 
     def _symbol_depth(self, a: Atom) -> int:
-        node = self.nest.space.indirect.get(a)
+        node = self.nest.linear.indirect.get(a)
         return self.depth_of.get(a, 0) if node is None else self.depth(node)
 
     def integer(self, e: Size) -> str:
@@ -450,7 +450,7 @@ class Values:
 
     def _factor(self, a: Atom) -> str:
         if a.kind == "sym":
-            node = self.nest.space.indirect.get(a)
+            node = self.nest.linear.indirect.get(a)
             return self.names[a] if node is None else self.get(node)[0]
         e = Expr(0, (((a,), 1),))
         depth = self.expr_depth(e)

@@ -18,8 +18,8 @@ from plait.errors import Unsupported, UserError
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.ir.sizes import Size, bounds, ceildiv
-from plait.kernel.same import structure, symbol_for
-from plait.kernel.space import Space, atom_expr, linear_space
+from plait.kernel.dedup import structure, symbol_for
+from plait.kernel.linear import LinearKernel, atom_expr, linearised
 from plait.kernel.target import Source
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -211,11 +211,11 @@ def emit_kernel(
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
-    space = _space(kernel)
-    tile = tile or plan_tile(space)
+    linear = _space(kernel)
+    tile = tile or plan_tile(linear)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
-    wide = _is_wide(space, tile)
-    writer = Writer(space, tile, wide, names)
+    wide = _is_wide(linear, tile)
+    writer = Writer(linear, tile, wide, names)
     lines = writer.write()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     lines = [f"{s} = {s}.to({'tl.int64' if wide else 'tl.int32'})" for s in names.values()] + lines
@@ -239,22 +239,22 @@ def emit_kernel(
     )
 
 
-def _space(kernel: Kernel) -> Space:
-    return without_picks(linear_space(kernel))
+def _space(kernel: Kernel) -> LinearKernel:
+    return without_picks(linearised(kernel))
 
 
-def _is_wide(space: Space, tile: Tile) -> bool:
+def _is_wide(linear: LinearKernel, tile: Tile) -> bool:
     """Whether some index may leave 32 bits."""
     limit = 2**31 - 1
     exprs: list[Size] = [g.points + g.block for g in tile.groups]
     exprs += [ceildiv(g.points, g.block) * g.block for g in tile.groups]
-    for n in walk(space.roots()):
+    for n in walk(linear.roots()):
         if n.op == "load":
             assert isinstance(n.attr, Load)
             exprs.append(n.attr.index[0])
         elif not isinstance(n.attr, int):  # an index may be a value, such as the bits of a float
             exprs += exprs_of(n)
-    exprs += [s.index[0] for s in space.stmts if isinstance(s, Store)]
+    exprs += [s.index[0] for s in linear.stmts if isinstance(s, Store)]
     parts = {part for e in exprs for part in _parts(e)}
     return any(not (-limit <= low and high <= limit) for low, high in map(bounds, parts))
 

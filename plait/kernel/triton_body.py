@@ -1,4 +1,4 @@
-"""The body of one Triton kernel, written from a `Space` and a `Tile`.
+"""The body of one Triton kernel, written from a `LinearKernel` and a `Tile`.
 
 A value is one Triton variable of the block's rank, broadcast only where it must be. Text grows in
 two levels: what does not depend on the reduced index is written outside the loop over it, once; the
@@ -18,8 +18,8 @@ from plait.ir.dtypes import DType, bf16, f32, i64
 from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg, substitute, symbol
-from plait.kernel.space import (
-    Space,
+from plait.kernel.linear import (
+    LinearKernel,
     atom_expr,
     coefficient,
     dependences,
@@ -47,14 +47,16 @@ class Writer:
     """Writes one kernel. wide: indices have 64 bits. Raises Unsupported for what Triton has no
     atomic for."""
 
-    def __init__(self, space: Space, tile: Tile, wide: bool, size_names: dict[str, str]) -> None:
-        self.space, self.tile = space, tile
+    def __init__(
+        self, linear: LinearKernel, tile: Tile, wide: bool, size_names: dict[str, str]
+    ) -> None:
+        self.linear, self.tile = linear, tile
         self.index_type = "tl.int64" if wide else "tl.int32"
         self.size_names = size_names
-        self.deps = dependences(space)
-        self.users = Counter(a for n in walk(space.roots()) for a in n.args)
-        self.narrow = narrow(space)
-        self.inner_only = _inner_only(space)
+        self.deps = dependences(linear)
+        self.users = Counter(a for n in walk(linear.roots()) for a in n.args)
+        self.narrow = narrow(linear)
+        self.inner_only = _inner_only(linear)
         self.outer_lines: list[str] = []
         self.loop_lines: list[str] = []
         self.values: dict[Node, str] = {}
@@ -69,7 +71,7 @@ class Writer:
             *((tile.programs,) if tile.programs else ()),
         )
         self.group_of = {a: g for g in self.groups for a in g.axes}
-        self.passes = plan_passes(space, tile.looped)
+        self.passes = plan_passes(linear, tile.looped)
         self.later: frozenset[Node] | None = None  # loads that passes after this one repeat
         self.seen = ""  # how many blocks of its row a program has seen
         self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
@@ -110,8 +112,8 @@ class Writer:
         for a in free_symbols(e):
             if a in self.group_of:
                 out.add(a)
-            elif a in self.space.indirect:
-                out |= self.deps(self.space.indirect[a])
+            elif a in self.linear.indirect:
+                out |= self.deps(self.linear.indirect[a])
         return frozenset(out)
 
     def shape(self, names: frozenset[str]) -> str:
@@ -242,9 +244,9 @@ class Writer:
         """All passes for a block of rows after the other, and the sums of their columns, stored at
         the end."""
         everything = self.shape(frozenset(g.name for g in self.tile.groups))
-        sums = [s for s in self.space.stmts if isinstance(s, Store) and s.mode == "sum"]
+        sums = [s for s in self.linear.stmts if isinstance(s, Store) and s.mode == "sum"]
         for s in sums:
-            zeros = f"tl.zeros({everything}, {TYPES[self.space.buffers[s.buf].dtype.name]})"
+            zeros = f"tl.zeros({everything}, {TYPES[self.linear.buffers[s.buf].dtype.name]})"
             self.accs[s.buf] = self._define(zeros, False, "a")
         lines: list[str] = []
         for p in (*self.passes.loops, self.passes.last):
@@ -283,10 +285,10 @@ class Writer:
             if n.op == "load"
         ]
         stores = [
-            (s.index[0], self.space.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)
+            (s.index[0], self.linear.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)
         ]
         along = [(e, 16 // d.nbytes) for e, d in (*loads, *stores)]
-        return [(e, n) for e, n in along if any(coefficient(e, a) == 1 for a in self.space.rvars)]
+        return [(e, n) for e, n in along if any(coefficient(e, a) == 1 for a in self.linear.rvars)]
 
     def _begin(
         self, stmts: Sequence[Reduce | Store], length: int, last: int
@@ -300,14 +302,14 @@ class Writer:
         )
         if (
             ordered
-            or len(self.space.rvars) > 1
+            or len(self.linear.rvars) > 1
             or any(g.block > 1 for g in self.tile.outer)
             or last < 3 * block
         ):
             return None
-        (r,) = self.space.rvars
+        (r,) = self.linear.rvars
         rows = [(substitute(e, {r: 0}), n) for e, n in self._contiguous(stmts)]
-        rows = [(e, n) for e, n in rows if not free_symbols(e).isdisjoint(self.space.vars)]
+        rows = [(e, n) for e, n in rows if not free_symbols(e).isdisjoint(self.linear.vars)]
         begins, each = {e for e, _ in rows}, max((n for _, n in rows), default=1)
         line = each * LINE
         if len(begins) != 1 or length - last + line > block:
@@ -315,7 +317,7 @@ class Writer:
         (begin,) = begins
         return (
             (begin, line)
-            if not free_symbols(begin) - set(self.space.vars) and begin % each != 0
+            if not free_symbols(begin) - set(self.linear.vars) and begin % each != 0
             else None
         )
 
@@ -337,7 +339,7 @@ class Writer:
         for offset, each in self._contiguous(stmts):
             if length % each == 0:
                 continue
-            steps = [coefficient(offset, a) for a in self.space.vars]
+            steps = [coefficient(offset, a) for a in self.linear.vars]
             if all(isinstance(c, int) and c % each == 0 for c in steps):
                 return True
         return False
@@ -375,7 +377,7 @@ class Writer:
 
     def _whole(self, s: Reduce) -> None:
         """A reduction of a block that holds whole rows."""
-        if not self.space.rvars:  # over one point
+        if not self.linear.rvars:  # over one point
             arg = s.kind.startswith("arg")
             self.accs[s.name] = literal(0, i64) if arg else self.value(s.value)
             return
@@ -433,7 +435,9 @@ class Writer:
         rows = math.prod(g.block for g in self.tile.outer)
         if rows > 1:
             return [rows, 1, r.block, 1]
-        vector = 16 // min((d.nbytes for d in held_dtypes(self.space, self.space.vars)), default=4)
+        vector = 16 // min(
+            (d.nbytes for d in held_dtypes(self.linear, self.linear.vars)), default=4
+        )
         n = max(r.block // (32 * self.tile.num_warps * vector), 1)
         return [rows, n, r.block // (n * vector), vector]
 
@@ -537,14 +541,14 @@ class Writer:
         value, moves = self.value(s.value), self._names(self._expr_deps(s.index[0]))
         of_value = [self._names(self._all_deps(n)) for n in stmt_nodes(s)]
         how = how_to_store(s.mode, any(of_value), bool(moves))
-        if how is How.ONCE and not self.space.rvars:  # every program has a point
+        if how is How.ONCE and not self.linear.rvars:  # every program has a point
             level = frozenset()
         at = self._offset(s.index[0], level, whole=True)
-        inner = (inner and bool(self.space.rvars)) or self.tile.walkers > 0
+        inner = (inner and bool(self.linear.rvars)) or self.tile.walkers > 0
         conditions = self.mask(level)
         if s.mask is not None:
             conditions.append(self.value(s.mask))
-        d = self.space.buffers[s.buf].dtype
+        d = self.linear.buffers[s.buf].dtype
         pointer = f"{self.pointer(s.buf)} + {at}"
         mask = f", {_and(conditions)}" if conditions else ""
         if s.mode == "store":
@@ -556,14 +560,14 @@ class Writer:
 
     def pointer(self, buf: str) -> str:
         """The argument that holds a buffer."""
-        return f"p{list(self.space.buffers).index(buf)}"
+        return f"p{list(self.linear.buffers).index(buf)}"
 
     def _offset(self, e: Size, level: frozenset[str], whole: bool = False) -> str:
         """An offset of the shape that `level` asks for. whole: a block even where that is one
         point."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
-        if self.begin is not None and e == self.begin[0] + atom_expr(self.space.rvars[0]):
+        if self.begin is not None and e == self.begin[0] + atom_expr(self.linear.rvars[0]):
             text = f"{self.begun[self.begin][0]} + along"
         if names == level and (level or not whole):
             return f"({text})"
@@ -602,9 +606,9 @@ class Writer:
         elif n.op == "index" and isinstance(n.attr, Expr):
             e = n.attr
         extra = [
-            self.space.indirect[a]
+            self.linear.indirect[a]
             for a in sorted(free_symbols(e), key=str)
-            if a in self.space.indirect
+            if a in self.linear.indirect
         ]
         return (*found, *extra)
 
@@ -681,7 +685,7 @@ class Writer:
     def _is_softmax(self, a: Node, total: Node) -> bool:
         """Whether it is a / sum a, a = exp(x - max x) in float32: a divisor from 1 to the length of
         a row."""
-        sums = {s.name: s for s in self.space.stmts if isinstance(s, Reduce)}
+        sums = {s.name: s for s in self.linear.stmts if isinstance(s, Reduce)}
         s = sums.get(str(total.attr)) if total.op == "acc" else None
         if s is None or s.kind != "sum" or s.running or s.value is not a or a.dtype != f32:
             return False
@@ -752,7 +756,7 @@ class Writer:
 
     def _has_points(self) -> str:
         """The condition that rows have points."""
-        return f"({self.size(_product(self.space.rvars))} > 0)"
+        return f"({self.size(_product(self.linear.rvars))} > 0)"
 
     def _acc(self, n: Node, args: tuple[str, ...]) -> str:
         return self.accs[str(n.attr)]
@@ -819,8 +823,8 @@ class Writer:
             return a.name[1:]
         if a in self.group_of:
             return self._axis(a)
-        if a in self.space.indirect:
-            value = self.value(self.space.indirect[a])
+        if a in self.linear.indirect:
+            value = self.value(self.linear.indirect[a])
             return f"{value}.to({self.index_type})"
         if a.kind == "sym":
             return "pid" if a.name == PART else self.size_names[a.name]
@@ -844,12 +848,12 @@ class Writer:
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
 
 
-def narrow(space: Space) -> frozenset[Node]:
+def narrow(linear: LinearKernel) -> frozenset[Node]:
     """The float32 values that show in nothing but 16-bit floats: errors of a few of their last bits
     do not matter."""
     found: set[Node] = set()
-    shown = {n for n in space.roots() if n.dtype == f32}
-    for n in reversed(list(walk(space.roots()))):
+    shown = {n for n in linear.roots() if n.dtype == f32}
+    for n in reversed(list(walk(linear.roots()))):
         if n.dtype == f32 and n not in shown:
             found.add(n)
         ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
@@ -860,14 +864,14 @@ def narrow(space: Space) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _inner_only(space: Space) -> frozenset[Node]:
+def _inner_only(linear: LinearKernel) -> frozenset[Node]:
     """What only points of rows need, where rows may have none: elsewhere it may not be read or
     checked."""
-    if all(bounds(extent(r))[0] > 0 for r in space.rvars):
+    if all(bounds(extent(r))[0] > 0 for r in linear.rvars):
         return frozenset()
     inner: list[Node] = []
     outer: list[Node] = []
-    for s in space.stmts:
+    for s in linear.stmts:
         (inner if isinstance(s, Reduce) or s.full else outer).extend(stmt_nodes(s))
     return frozenset(walk(inner)) - frozenset(walk(outer))
 

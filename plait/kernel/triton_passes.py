@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from plait.ir.dtypes import i64
 from plait.ir.loops import Node, const, node
 from plait.ir.sizes import Expr
-from plait.kernel.space import Space, dependences, extent, passes_of, replaced
+from plait.kernel.linear import LinearKernel, dependences, extent, passes_of, replaced
 from plait.schedule.plan import Reduce, Store
 
 
@@ -40,20 +40,22 @@ class Passes:
         return [s for s in reduces if self.spread.get(s.name) is first]
 
 
-def without_picks(space: Space) -> Space:
-    """The space with the sum of what is 0 but at one point (the gradient of a choice) as that,
+def without_picks(linear: LinearKernel) -> LinearKernel:
+    """The kernel with the sum of what is 0 but at one point (the gradient of a choice) as that,
     which takes no pass."""
-    for s in space.stmts:
-        if isinstance(s, Reduce) and (value := _picked(s, space, dependences(space))) is not None:
-            return without_picks(replaced(space, s.name, value))
-    return space
+    for s in linear.stmts:
+        if isinstance(s, Reduce) and (value := _picked(s, linear, dependences(linear))) is not None:
+            return without_picks(replaced(linear, s.name, value))
+    return linear
 
 
-def _picked(s: Reduce, space: Space, deps: Callable[[Node], frozenset[object]]) -> Node | None:
+def _picked(
+    s: Reduce, linear: LinearKernel, deps: Callable[[Node], frozenset[object]]
+) -> Node | None:
     """v where 0 <= k < n and c, of a sum over r < n of (v where r == k and c)."""
-    if s.kind != "sum" or s.running or len(space.rvars) != 1 or s.value.op != "where":
+    if s.kind != "sum" or s.running or len(linear.rvars) != 1 or s.value.op != "where":
         return None
-    (r,) = space.rvars
+    (r,) = linear.rvars
     met, value, zero = s.value.args
     if zero.op != "const" or zero.attr != 0:
         return None
@@ -85,10 +87,10 @@ def _picked(s: Reduce, space: Space, deps: Callable[[Node], frozenset[object]]) 
     return node("add", (node("where", (inside, value, zero)), zero))  # -0.0 + 0.0 is 0.0
 
 
-def plan_passes(space: Space, looped: bool) -> Passes:
+def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
     """The passes of a kernel. looped: the block walks along the rows; otherwise it holds them."""
-    deps = dependences(space)
-    found, last = passes_of(space, deps)
+    deps = dependences(linear)
+    found, last = passes_of(linear, deps)
     if not looped:
         return Passes(found, last)
     level = {

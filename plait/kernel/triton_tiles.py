@@ -1,8 +1,8 @@
 """Decisions about a Triton kernel's tile, made on data: which axes a program's block spans, how
 large it is, and whether a reduction fits one block.
 
-Comes in: a `Space`. Goes out: a `Tile`. Every choice is a function of extents, strides and element
-sizes alone.
+Comes in: a `LinearKernel`. Goes out: a `Tile`. Every choice is a function of extents, strides
+and element sizes alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.ir.sizes import (
     product,
     substitute,
 )
-from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
+from plait.kernel.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store, walkers
 
@@ -107,14 +107,14 @@ class Tile:
         return self.walkers or product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
 
 
-def plan_tile(space: Space) -> Tile:
+def plan_tile(linear: LinearKernel) -> Tile:
     """Chooses the tile of a kernel."""
-    votes = _unit_strides(space)
-    if n := walkers(space.stmts):
-        return _walk(space, _known(n), votes)
-    if space.rvars:
-        return _reduction(space, votes)
-    axes = _fastest_last(space.vars, votes)
+    votes = _unit_strides(linear)
+    if n := walkers(linear.stmts):
+        return _walk(linear, _known(n), votes)
+    if linear.rvars:
+        return _reduction(linear, votes)
+    axes = _fastest_last(linear.vars, votes)
     if axes:
         across = _across(axes, votes)
         if across is not None:
@@ -124,7 +124,7 @@ def plan_tile(space: Space) -> Tile:
     # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
     while block > 128 and points // block < 256:
         block //= 2
-    narrow = max((d.nbytes for _, d in _accesses(space)), default=4) <= 2
+    narrow = max((d.nbytes for _, d in _accesses(linear)), default=4) <= 2
     # A thread has one or two vectors of 16 bytes; one is sooner where the device is hardly filled.
     each = 8 if narrow or points >= 1 << 24 else 4
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
@@ -184,18 +184,18 @@ class _Rows:
         )
 
 
-def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
-    f = _rows_of(space, votes)
+def _reduction(linear: LinearKernel, votes: dict[Atom, int]) -> Tile:
+    f = _rows_of(linear, votes)
     if _is_held(f):
         return _held(f)
     return _columns(f) if f.column else _long_rows(f)
 
 
-def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
-    outer = _fastest_last(space.vars, votes)
-    reductions = [s for s in space.stmts if isinstance(s, Reduce)]
+def _rows_of(linear: LinearKernel, votes: dict[Atom, int]) -> _Rows:
+    outer = _fastest_last(linear.vars, votes)
+    reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
     ordered = any(s.running or s.kind in ("argmax", "argmin") for s in reductions)
-    inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
+    inner = linear.rvars if ordered else _fastest_last(linear.rvars, votes)
     rows = _known(trip_count(outer))
     column = (
         sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner) and rows >= 16
@@ -206,10 +206,10 @@ def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
         programs, outer = Group("y", outer[:-1], 1), outer[-1:]
     return _Rows(
         outer, inner, programs, rows, _known(trip_count(inner)),
-        known=isinstance(trip_count(inner), int), column=column, again=_reads_again(space),
-        held=held_dtypes(space, outer),
-        stores=any(isinstance(s, Store) and s.full for s in space.stmts), one=len(reductions) == 1,
-        ragged=_is_ragged(space),
+        known=isinstance(trip_count(inner), int), column=column, again=_reads_again(linear),
+        held=held_dtypes(linear, outer),
+        stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
+        ragged=_is_ragged(linear),
     )  # fmt: skip
 
 
@@ -275,15 +275,15 @@ def _long_rows(f: _Rows) -> Tile:
     return f.tile(1, r, True, max(_power(r // (32 * (16 if few and not f.again else 8))), 1))
 
 
-def _walk(space: Space, n: int, votes: dict[Atom, int]) -> Tile:
+def _walk(linear: LinearKernel, n: int, votes: dict[Atom, int]) -> Tile:
     """Whole rows, a few at a time, where a row is short."""
-    inner = _fastest_last(space.rvars, votes)
+    inner = _fastest_last(linear.rvars, votes)
     r = _power(_known(trip_count(inner)))
-    x = max(1, min(_power(_known(trip_count(space.vars)) // n), WALK_POINTS // r))
-    nbytes = x * r * sum(d.nbytes for d in held_dtypes(space, space.vars))
+    x = max(1, min(_power(_known(trip_count(linear.vars)) // n), WALK_POINTS // r))
+    nbytes = x * r * sum(d.nbytes for d in held_dtypes(linear, linear.vars))
     stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
     warps = _warps(x * r, WALK_EACH)
-    return Tile((Group("x", space.vars, x, n), Group("r", inner, r)), False, warps, stages)
+    return Tile((Group("x", linear.vars, x, n), Group("r", inner, r)), False, warps, stages)
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:
@@ -300,14 +300,14 @@ def _is_wasteful(length: int, block: int) -> bool:
     return 7 * (-(-length // block) * block) > 8 * length
 
 
-def _reads_again(space: Space) -> bool:
+def _reads_again(linear: LinearKernel) -> bool:
     """Whether a block that walks along rows reads some of them twice."""
     seen: set[Node] = set()
-    for p in plan_passes(space, True).loops:
+    for p in plan_passes(linear, True).loops:
         found = {
             n
             for n in walk([n for s in p for n in stmt_nodes(s)])
-            if n.op == "load" and _along_rows(space, space.vars, n)
+            if n.op == "load" and _along_rows(linear, linear.vars, n)
         }
         if found & seen:
             return True
@@ -315,11 +315,11 @@ def _reads_again(space: Space) -> bool:
     return False
 
 
-def _is_ragged(space: Space) -> bool:
+def _is_ragged(linear: LinearKernel) -> bool:
     """Whether rows that lie along memory begin in the middle of vectors of 16 bytes."""
-    for offset, dtype in _accesses(space):
-        along = any(is_contiguous(offset, r) for r in space.rvars)
-        begin = substitute(offset, dict.fromkeys(space.rvars, 0))
+    for offset, dtype in _accesses(linear):
+        along = any(is_contiguous(offset, r) for r in linear.rvars)
+        begin = substitute(offset, dict.fromkeys(linear.rvars, 0))
         if along and begin % (16 // dtype.nbytes) != 0:
             return True
     return False
@@ -347,36 +347,38 @@ def _block_rows(rows: int, length: int, least: int) -> int:
 
 
 # ------------------------------------------------------------------------------------ memory access
-def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
-    for n in walk(space.roots()):
+def _accesses(linear: LinearKernel) -> Iterator[tuple[Size, DType]]:
+    for n in walk(linear.roots()):
         if n.op == "load" and not _indirect(n):
             yield offset_of(n), n.dtype
-    for s in space.stmts:
+    for s in linear.stmts:
         if isinstance(s, Store) and not s.index_args:
-            yield s.index[0], space.buffers[s.buf].dtype
+            yield s.index[0], linear.buffers[s.buf].dtype
 
 
-def held_dtypes(space: Space, outer: tuple[Atom, ...]) -> list[DType]:
+def held_dtypes(linear: LinearKernel, outer: tuple[Atom, ...]) -> list[DType]:
     """The dtypes of what a block loads at every point, and not only once a row or once a column.
     outer: the axes of its rows."""
-    return [n.dtype for n in walk(space.roots()) if n.op == "load" and _along_rows(space, outer, n)]
+    return [
+        n.dtype for n in walk(linear.roots()) if n.op == "load" and _along_rows(linear, outer, n)
+    ]
 
 
-def _along_rows(space: Space, outer: tuple[Atom, ...], n: Node) -> bool:
+def _along_rows(linear: LinearKernel, outer: tuple[Atom, ...], n: Node) -> bool:
     used = free_symbols(offset_of(n))
-    return not used.isdisjoint(space.rvars) and not (outer and used.isdisjoint(outer))
+    return not used.isdisjoint(linear.rvars) and not (outer and used.isdisjoint(outer))
 
 
 def _indirect(n: Node) -> bool:
     return len(n.args) > int(getattr(n.attr, "masked", False))
 
 
-def _unit_strides(space: Space) -> dict[Atom, int]:
+def _unit_strides(linear: LinearKernel) -> dict[Atom, int]:
     """Bytes of the accesses that are contiguous along each axis: what is one value a row counts
     once a row."""
     votes: dict[Atom, int] = {}
-    axes = (*space.vars, *space.rvars)
-    for offset, dtype in _accesses(space):
+    axes = (*linear.vars, *linear.rvars)
+    for offset, dtype in _accesses(linear):
         used = free_symbols(offset)
         nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:

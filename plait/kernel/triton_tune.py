@@ -1,7 +1,7 @@
 """Tiles worth measuring for a Triton kernel: the planned one, and others around it.
 
-Comes in: a `Space`. Goes out: `Tile`s, a function of the same facts as the plan. Which of them is
-fastest, `runtime/tune.py` finds out.
+Comes in: a `LinearKernel`. Goes out: `Tile`s, a function of the same facts as the plan.
+`runtime/tune.py` finds out which of them is fastest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.space import Space
+from plait.kernel.linear import LinearKernel
 from plait.kernel.triton_tiles import Tile, plan_tile
 
 MAX_TILES = 14
@@ -20,10 +20,10 @@ MAX_ROW = 1 << 16
 """The longest row that is tried as one block."""
 
 
-def candidates(space: Space) -> tuple[Tile, ...]:
+def candidates(linear: LinearKernel) -> tuple[Tile, ...]:
     """The planned tile first, then up to MAX_TILES - 1 others."""
-    first = plan_tile(space)
-    others = _reductions(first) if space.rvars else _pointwise(first)
+    first = plan_tile(linear)
+    others = _reductions(first) if linear.rvars else _pointwise(first)
     return tuple(dict.fromkeys((first, *(t for t in others if _fits(t)))))[:MAX_TILES]
 
 

@@ -11,16 +11,16 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from plait.config import Config
 from plait.ir.loops import LoopProgram
+from plait.schedule.assemble import make_plan
 from plait.schedule.deps import Bodies, drop_dead
-from plait.schedule.finish import finish
-from plait.schedule.form import form
 from plait.schedule.fuse import fuse
+from plait.schedule.grouping import group_loops
+from plait.schedule.horizontal import fuse_horizontally
 from plait.schedule.inline import inline_loops
 from plait.schedule.layout import settle_layouts
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
-from plait.schedule.pack import pack
 from plait.schedule.plan import Plan
 from plait.schedule.split import split_reductions
 
@@ -57,11 +57,12 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
         "settle layouts", settle_layouts, loops, bodies
     )  # before splitting, which asks what is contiguous
     split = log("split reductions", split_reductions, loops, bodies)
-    draft = log("form kernels", form, split, bodies)
-    draft = log("fuse", fuse, draft, cfg)
-    ordered = log("order", order, draft)
-    ordered = log("pack", pack, draft, ordered, cfg)  # knows what is alive when: after order
-    plan = log("finish kernels", finish, draft, ordered)
+    grouping = log("group loops", group_loops, split, bodies)
+    grouping = log("fuse", fuse, grouping, cfg)
+    ordered = log("order", order, grouping)
+    # After the order is known: it must not let more memory be alive at once.
+    ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
+    plan = log("make plan", make_plan, grouping, ordered)
     return log("plan memory", plan_memory, plan, cfg)
 
 

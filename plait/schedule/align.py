@@ -22,7 +22,7 @@ MAX_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class IterationSpace:
     """An iteration space: outer variables and reduced ones. All extents differ from 1."""
 
     vars: tuple[Expr, ...]
@@ -35,7 +35,7 @@ class Alignment:
     (those that stay are left out). full: a guest without reduced axes runs at every point of vars x
     rvars."""
 
-    space: Space
+    space: IterationSpace
     host: Env
     guest: Env
     full: bool
@@ -64,7 +64,7 @@ class _Conflict(Exception):
 class _Matcher:
     """Axes of host and guest, and what is known of how they correspond."""
 
-    def __init__(self, host: Space, guest: Space, fresh: Fresh) -> None:
+    def __init__(self, host: IterationSpace, guest: IterationSpace, fresh: Fresh) -> None:
         self.fresh = fresh
         self.host_vars, self.guest_vars = host.vars + host.rvars, guest.vars + guest.rvars
         self.pieces: dict[Atom, tuple[Expr, ...]] = {}
@@ -291,8 +291,8 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
 
 
 def align(
-    host: Space,
-    guest: Space,
+    host: IterationSpace,
+    guest: IterationSpace,
     ties: Sequence[tuple[Index, Index]],
     fresh: Fresh,
     across: bool = False,
@@ -334,14 +334,14 @@ def align(
         return None
     host_env = {_atom(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
     guest_env = {_atom(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
-    return Alignment(Space(vars_, rvars), host_env, guest_env, full)
+    return Alignment(IterationSpace(vars_, rvars), host_env, guest_env, full)
 
 
 def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:
     return any(_atom(p) in m.free_host for v in vars_ for p in m.parts(v))
 
 
-def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space, across: bool) -> bool:
+def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: IterationSpace, across: bool) -> bool:
     """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones, or
     (across) outer ones."""
     if not guest.rvars:  # it has one level, which align chose

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from plait.config import Config
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
-from plait.schedule.align import Alignment, Env, Index, Space, align
+from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
 from plait.schedule.device import DeviceKind, kind_of
-from plait.schedule.form import Draft
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
+from plait.schedule.grouping import Grouping
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Fused, Reason, Refusal
 
@@ -51,7 +51,7 @@ class _Node:
     """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run
     before it (bit k is op k)."""
 
-    def __init__(self, draft: Draft, group: Group) -> None:
+    def __init__(self, grouping: Grouping, group: Group) -> None:
         self.group = group
         self.members = {m.op: m for m in group.members}
         self.reads: dict[str, list[tuple[int, Node]]] = {}
@@ -61,7 +61,7 @@ class _Node:
         self.ordered = False  # the order of the reduced axes matters
         self.running = False  # there is a scan, which wants one reduced axis
         for m in group.members:
-            facts = draft.bodies.of(roots(m.loop))
+            facts = grouping.bodies.of(roots(m.loop))
             self.size += facts.size
             for n in facts.loads:
                 self.reads.setdefault(load_of(n).buf, []).append((m.op, n))
@@ -86,15 +86,15 @@ def _writes(m: Member) -> dict[str, _Write]:
 
 
 class _Fuser:
-    def __init__(self, draft: Draft, cfg: Config) -> None:
-        self.draft, self.cfg = draft, cfg
-        self.buffers, self.hints = draft.program.buffers, draft.program.hints
-        n = len(draft.program.ops)
+    def __init__(self, grouping: Grouping, cfg: Config) -> None:
+        self.grouping, self.cfg = grouping, cfg
+        self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
+        n = len(grouping.program.ops)
         self.leader = list(range(n))
-        self.nodes = {g.members[0].op: _Node(draft, g) for g in draft.groups}
+        self.nodes = {g.members[0].op: _Node(grouping, g) for g in grouping.groups}
         self.bits = [1 << k for k in range(n)]
         self.before: list[int] = []
-        self.preds = [set(p) for p in draft.preds]
+        self.preds = [set(p) for p in grouping.preds]
         self.users: list[list[int]] = [[] for _ in range(n)]
         for k in range(n):
             bits = 0
@@ -108,7 +108,7 @@ class _Fuser:
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
         # Sums that rows may take along wait for them, before they join each other.
-        self.waiting = {k for k, node in self.nodes.items() if node.group.name in draft.walks}
+        self.waiting = {k for k, node in self.nodes.items() if node.group.name in grouping.walks}
 
     def fresh(self, size: Size) -> Expr:
         """A new axis."""
@@ -116,7 +116,7 @@ class _Fuser:
         return symbol(f"x{self.n_fresh}", extent=size)
 
     # ---- the pass
-    def run(self) -> Draft:
+    def run(self) -> Grouping:
         for k in sorted(self.nodes):
             node = self.nodes[k]
             self._drop_unit_axes(node)
@@ -136,7 +136,7 @@ class _Fuser:
         self._join_tiny()
         groups = [self.nodes[k].group for k in sorted(self.nodes)]
         refusals = tuple(self.refusals.values())
-        return replace(self.draft, groups=groups, refusals=refusals)
+        return replace(self.grouping, groups=groups, refusals=refusals)
 
     def _join_tiny(self) -> None:
         """Fuses groups of one shape that are not worth a launch each, whatever they read (also
@@ -245,7 +245,7 @@ class _Fuser:
 
     def _across(self, rows: _Node, columns: _Node) -> _Node | None:
         """A group of one sum as what runs across rows, if it may."""
-        whole = self.draft.walks.get(columns.group.name)
+        whole = self.grouping.walks.get(columns.group.name)
         if (
             whole is None
             or len(columns.members) > 1
@@ -258,16 +258,16 @@ class _Fuser:
             return None
         parts = self.buffers[columns.group.name].shape[0]
         member = Member(columns.group.members[0].op, whole, full=True, parts=parts)
-        node = _Node(self.draft, Group(columns.group.name, whole.vars, whole.rvars, [member]))
+        node = _Node(self.grouping, Group(columns.group.name, whole.vars, whole.rvars, [member]))
         self._drop_unit_axes(node)
         self._weigh(node)
         return node
 
     def _device(self, x: _Node) -> str:
-        return self.draft.program.buffers[next(iter(x.writes))].device
+        return self.grouping.program.buffers[next(iter(x.writes))].device
 
     def _kind(self, x: _Node) -> DeviceKind:
-        return kind_of(self.draft.program.buffers[next(iter(x.writes))])
+        return kind_of(self.grouping.program.buffers[next(iter(x.writes))])
 
     def _limits(self, x: _Node, y: _Node) -> Reason | None:
         for n, other in ((x, y), (y, x)):
@@ -305,13 +305,13 @@ class _Fuser:
     def _label(self, k: int) -> str:
         if k in self.nodes:
             return self.nodes[k].group.name
-        op = self.draft.program.ops[k]
+        op = self.grouping.program.ops[k]
         return str(getattr(op, "op", type(op).__name__))
 
     def _align(self, host: _Node, guest: _Node) -> Alignment | Reason:
         across = any(m.parts for m in guest.group.members)
-        hs = Space(host.group.vars, host.group.rvars)
-        gs = Space(guest.group.vars, guest.group.rvars)
+        hs = IterationSpace(host.group.vars, host.group.rvars)
+        gs = IterationSpace(guest.group.vars, guest.group.rvars)
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
             return Reason("an axis is empty")
         outer = hint_numel(map(extent, hs.vars), self.hints)
@@ -340,7 +340,7 @@ class _Fuser:
                 return why
         return found
 
-    def _walks(self, space: Space, members: Mapping[int, Member]) -> Reason | None:
+    def _walks(self, space: IterationSpace, members: Mapping[int, Member]) -> Reason | None:
         """A Reason if there are members across, and no program of the device can walk the rows for
         them."""
         sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
@@ -353,7 +353,7 @@ class _Fuser:
         ):
             return Reason("sums run over different rows")
         sites = [
-            (m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads
+            (m, load_of(n)) for m, loop in sums for n in self.grouping.bodies.of(roots(loop)).loads
         ]
         m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
         flat = flat_index(self.buffers[load.buf], m.at(load.index))
@@ -448,7 +448,7 @@ class _Fuser:
             node.writes.update(_writes(m))
 
 
-def _same_order(guest: Space, found: Alignment) -> bool:
+def _same_order(guest: IterationSpace, found: Alignment) -> bool:
     """Whether the guest's reduced axes count in the order of the host's."""
     if not guest.rvars:
         return True
@@ -463,7 +463,7 @@ def _position(vars_: tuple[Expr, ...]) -> Size:
     return out
 
 
-def _shape(s: Space) -> str:
+def _shape(s: IterationSpace) -> str:
     outer = "x".join(str(extent(v)) for v in s.vars) or "1"
     inner = "x".join(str(extent(v)) for v in s.rvars)
     return f"({outer}; {inner})" if inner else f"({outer})"
@@ -473,6 +473,6 @@ def _text(index: Index) -> str:
     return f"[{', '.join(map(str, index))}]"
 
 
-def fuse(draft: Draft, cfg: Config) -> Draft:
-    """The draft with groups fused, and the refusals."""
-    return _Fuser(draft, cfg).run() if cfg.fusion else draft
+def fuse(grouping: Grouping, cfg: Config) -> Grouping:
+    """The grouping with groups fused, and the refusals."""
+    return _Fuser(grouping, cfg).run() if cfg.fusion else grouping

@@ -33,7 +33,7 @@ from plait.schedule.deps import (
     updates,
 )
 from plait.schedule.device import kind_of
-from plait.schedule.form import as_loop
+from plait.schedule.grouping import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in

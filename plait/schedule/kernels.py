@@ -48,7 +48,7 @@ def make_kernel(
     )
 
 
-def packed(parts: Sequence[Kernel], names: Names) -> Kernel:
+def joined(parts: Sequence[Kernel], names: Names) -> Kernel:
     """One kernel of several that need nothing of each other."""
     args = tuple({b.name: b for p in parts for b in p.args}.values())
     outs = tuple(dict.fromkeys(o for p in parts for o in p.outs))

@@ -15,8 +15,8 @@ from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate
 from plait.ir.sizes import Atom, Expr, Size, coefficient, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import Bodies, load_of, roots
-from plait.schedule.form import as_loop
 from plait.schedule.group import stored
+from plait.schedule.grouping import as_loop
 from plait.schedule.plan import Plan
 
 Index = tuple[Size, ...]

@@ -10,18 +10,18 @@ from plait.errors import InternalError
 from plait.ir.loops import Mutate
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
-from plait.schedule.form import Draft, Unit, units
 from plait.schedule.group import Group
+from plait.schedule.grouping import Grouping, ScheduleNode, nodes
 
-MAX_GREEDY = 4000  # units beyond which only the program's order is looked at
+MAX_GREEDY = 4000  # nodes beyond which only the program's order is looked at
 CLEARLY_LESS = 0.97  # of the peak of the program's order, which keeps data warmer
 
 
-def program_order(all_units: Sequence[Unit]) -> list[int]:
+def program_order(all_nodes: Sequence[ScheduleNode]) -> list[int]:
     """A topological order that stays as near to the program's as it can. Raises InternalError on a
     cycle."""
-    waiting = [len(u.preds) for u in all_units]
-    users = _users(all_units)
+    waiting = [len(u.preds) for u in all_nodes]
+    users = _users(all_nodes)
     ready = [k for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
     out: list[int] = []
@@ -32,16 +32,16 @@ def program_order(all_units: Sequence[Unit]) -> list[int]:
             waiting[user] -= 1
             if waiting[user] == 0:
                 heapq.heappush(ready, user)
-    if len(out) != len(all_units):
-        stuck = [all_units[k].ops for k, n in enumerate(waiting) if n > 0]
+    if len(out) != len(all_nodes):
+        stuck = [all_nodes[k].ops for k, n in enumerate(waiting) if n > 0]
         raise InternalError(f"schedule: these groups of ops depend on each other: {stuck[:4]}")
     return out
 
 
-def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
-    """The units with the readers of an input's old value before the group that makes its new one,
+def readers_first(all_nodes: Sequence[ScheduleNode]) -> list[ScheduleNode]:
+    """The nodes with the readers of an input's old value before the group that makes its new one,
     where that is possible: then the new value can be written over the old one."""
-    out = list(all_units)
+    out = list(all_nodes)
     maker: dict[str, int] = {}  # the first group that writes
     for k, made in enumerate(out):
         for name in made.writes if isinstance(made.item, Group) else ():
@@ -51,7 +51,7 @@ def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
         for name in u.reads:
             readers_of.setdefault(name, []).append(k)
     users = _users(out)
-    for at, u in enumerate(all_units):
+    for at, u in enumerate(all_nodes):
         if not isinstance(u.item, Mutate) or u.item.source not in maker:
             continue
         w = maker[u.item.source]
@@ -64,7 +64,7 @@ def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
 
 
 def _reaches(users: Sequence[Sequence[int]], start: int, ends: set[int]) -> bool:
-    """Whether one of `ends` must run after a unit."""
+    """Whether one of `ends` must run after a node."""
     seen: set[int] = set()
     todo = [start]
     while todo:
@@ -79,8 +79,8 @@ def _reaches(users: Sequence[Sequence[int]], start: int, ends: set[int]) -> bool
 
 @dataclass(slots=True)
 class Traffic:
-    """What running units does to memory. made, used: memory roots by unit; nbytes: of a root;
-    users: the units that touch it."""
+    """What running nodes does to memory. made, used: memory roots by node; nbytes: of a root;
+    users: the nodes that touch it."""
 
     made: list[list[str]]
     used: list[list[str]]
@@ -89,19 +89,19 @@ class Traffic:
     at_start: int
 
 
-def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
-    """What each unit does to memory."""
-    program = draft.program
+def traffic(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> Traffic:
+    """What each node does to memory."""
+    program = grouping.program
     memory = memory_roots(program.ops)
     kept = {memory.get(n, n) for n in (*output_buffers(program), *program.constants)}
     inputs = {i for i in program.inputs if isinstance(i, str)}
     kept |= inputs - set(program.donated)
-    read_by_others = {b for u in all_units for b in u.reads} | set(output_buffers(program))
+    read_by_others = {b for u in all_nodes for b in u.reads} | set(output_buffers(program))
     t = Traffic([], [], {}, {}, 0)
     for name in program.donated:
         t.nbytes[name] = buffer_nbytes(program.buffers[name], program.hints)
         t.at_start += t.nbytes[name]
-    for k, u in enumerate(all_units):
+    for k, u in enumerate(all_nodes):
         made, used = [], []
         for name in u.writes:
             root = memory.get(name, name)
@@ -118,10 +118,12 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
     return t
 
 
-def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
-    """The most bytes alive at once when units run in a sequence and memory is freed after its last
+def peak_nbytes(
+    grouping: Grouping, all_nodes: Sequence[ScheduleNode], sequence: Sequence[int]
+) -> int:
+    """The most bytes alive at once when nodes run in a sequence and memory is freed after its last
     use. Inputs count only if donated."""
-    t = traffic(draft, all_units)
+    t = traffic(grouping, all_nodes)
     left = {n: len(users) for n, users in t.users.items()}
     best = now = t.at_start
     for k in sequence:
@@ -134,13 +136,13 @@ def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]
     return best
 
 
-def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
-    """A topological order that always takes the ready unit which leaves the least memory alive; the
+def greedy_order(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> list[int]:
+    """A topological order that always takes the ready node which leaves the least memory alive; the
     program's order decides ties."""
-    t = traffic(draft, all_units)
+    t = traffic(grouping, all_nodes)
     left = {n: set(users) for n, users in t.users.items()}
-    waiting = [len(u.preds) for u in all_units]
-    users = _users(all_units)
+    waiting = [len(u.preds) for u in all_nodes]
+    users = _users(all_nodes)
     ready = [(_growth(t, left, k), k) for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
     out: dict[int, None] = {}
@@ -164,30 +166,30 @@ def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
 
 
 def _growth(t: Traffic, left: dict[str, set[int]], k: int) -> int:
-    """By how many bytes more are alive after a unit ran."""
+    """By how many bytes more are alive after a node ran."""
     return sum(t.nbytes[n] for n in t.made[k]) - sum(
         t.nbytes[n] for n in t.used[k] if len(left[n]) == 1
     )
 
 
-def _users(all_units: Sequence[Unit]) -> list[list[int]]:
-    users: list[list[int]] = [[] for _ in all_units]
-    for k, u in enumerate(all_units):
+def _users(all_nodes: Sequence[ScheduleNode]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in all_nodes]
+    for k, u in enumerate(all_nodes):
         for p in u.preds:
             users[p].append(k)
     return users
 
 
-def order(draft: Draft) -> list[Unit]:
-    """The units in the order in which they will run: the program's own, unless a greedy one needs
+def order(grouping: Grouping) -> list[ScheduleNode]:
+    """The nodes in the order in which they will run: the program's own, unless a greedy one needs
     clearly less memory. Their preds are places in that order."""
-    all_units = readers_first(units(draft))
-    best = program_order(all_units)
-    if len(all_units) <= MAX_GREEDY:
-        other = greedy_order(draft, all_units)
-        now, then = (peak_nbytes(draft, all_units, s) for s in (best, other))
+    all_nodes = readers_first(nodes(grouping))
+    best = program_order(all_nodes)
+    if len(all_nodes) <= MAX_GREEDY:
+        other = greedy_order(grouping, all_nodes)
+        now, then = (peak_nbytes(grouping, all_nodes, s) for s in (best, other))
         if then < now * CLEARLY_LESS:
             best = other
     place = {k: at for at, k in enumerate(best)}
-    moved = (all_units[k] for k in best)
+    moved = (all_nodes[k] for k in best)
     return [replace(u, preds=frozenset(place[p] for p in u.preds)) for u in moved]

@@ -1,4 +1,4 @@
-"""From ordered units to a Plan: kernels are made, and buffers get the step after which nobody needs
+"""From ordered nodes to a Plan: kernels are made, and buffers get the step after which nobody needs
 them."""
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from plait.schedule.deps import (
     read_for_symbols,
     roots,
 )
-from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group, is_ordered, moved, statements
-from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
+from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
+from plait.schedule.kernels import Names, content_text, joined, make_kernel, origin_words
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
 
-def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
+def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode]) -> Plan:
     """The plan, with every buffer in memory of its own."""
-    program = draft.program
+    program = grouping.program
     names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
     needed.update(*read_for_symbols(program).values())
     ordered = [_without_unneeded(u, needed) for u in ordered]
     steps: list[Step] = []
-    for unit in ordered:
-        if isinstance(unit.item, Group):
-            steps.append(_Finisher(unit, draft).kernel(names))
-        elif isinstance(unit.item, Pack):
-            parts = [_Finisher(u, draft).kernel(names) for u in unit.item.units]
-            steps.append(packed(parts, names))
+    for node in ordered:
+        if isinstance(node.item, Group):
+            steps.append(_KernelMaker(node, grouping).kernel(names))
+        elif isinstance(node.item, HorizontalGroup):
+            parts = [_KernelMaker(u, grouping).kernel(names) for u in node.item.nodes]
+            steps.append(joined(parts, names))
         else:
-            step = unit.item
+            step = node.item
             assert isinstance(step, Step), step
             steps.append(step)
     access = [(u.reads, u.writes) for u in ordered]
     frees = last_uses(program, access)
     alive = _alive(program, access)
     kept = {name: b for name, b in program.buffers.items() if name in alive}
-    return Plan(program, tuple(steps), frees, kept, MemoryPlan(), draft.refusals)
+    return Plan(program, tuple(steps), frees, kept, MemoryPlan(), grouping.refusals)
 
 
-def _without_unneeded(unit: Unit, needed: set[str]) -> Unit:
-    """A unit that writes only what somebody reads."""
-    item = unit.item
-    if isinstance(item, Pack):
-        item = Pack(tuple(_without_unneeded(u, needed) for u in item.units))
-    return replace(unit, item=item, writes=tuple(w for w in unit.writes if w in needed))
+def _without_unneeded(node: ScheduleNode, needed: set[str]) -> ScheduleNode:
+    """A node that writes only what somebody reads."""
+    item = node.item
+    if isinstance(item, HorizontalGroup):
+        item = HorizontalGroup(tuple(_without_unneeded(u, needed) for u in item.nodes))
+    return replace(node, item=item, writes=tuple(w for w in node.writes if w in needed))
 
 
-class _Finisher:
+class _KernelMaker:
     """Turns one group into a kernel."""
 
-    def __init__(self, unit: Unit, draft: Draft) -> None:
-        assert isinstance(unit.item, Group)
-        self.unit, self.group = unit, unit.item
-        self.buffers, self.hints = draft.program.buffers, draft.program.hints
-        self.facts = [draft.bodies.of(roots(m.loop)) for m in self.group.members]
+    def __init__(self, node: ScheduleNode, grouping: Grouping) -> None:
+        assert isinstance(node.item, Group)
+        self.node, self.group = node, node.item
+        self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
+        self.facts = [grouping.bodies.of(roots(m.loop)) for m in self.group.members]
         made = {o for m in self.group.members for o in loop_outs(m.loop)}
         self.loads = [
             (load_of(n).buf, m.at(load_of(n).index))
@@ -73,7 +73,7 @@ class _Finisher:
             if load_of(n).buf not in made or isinstance(m.loop, Scatter)
         ]
         self.stores = [
-            both for m in self.group.members for both in m.stored if both[0] in unit.writes
+            both for m in self.group.members for both in m.stored if both[0] in node.writes
         ]
 
     def kernel(self, names: Names) -> Kernel:
@@ -84,13 +84,13 @@ class _Finisher:
         )
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
-        stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.unit.writes]
+        stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.node.writes]
         origins = [m.loop.origin for m in members]
         origin = tuple(dict.fromkeys(text for o in origins for text in o))
-        draft = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin, self.hints)
-        words = origin_words(origins) or _kinds(draft)
-        content = content_text(final.vars, final.rvars, stmts, draft.args)
-        return replace(draft, name=names.new(words, content))
+        grouping = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin, self.hints)
+        words = origin_words(origins) or _kinds(grouping)
+        content = content_text(final.vars, final.rvars, stmts, grouping.args)
+        return replace(grouping, name=names.new(words, content))
 
     def _accesses(self) -> list[Access]:
         out = []

@@ -701,7 +701,7 @@ def test_origins_name_the_users_line() -> None:
     with torch.no_grad():
         torch.compile(lambda x: x.exp() + 1, backend=backend)(X)
     origins = [op.origin[0] for op in found[0].program.ops if isinstance(op, Pointwise)]
-    assert all(o.startswith("test_lower_a.py:") for o in origins) and origins[0].endswith(
+    assert all(o.startswith("test_lower_programs.py:") for o in origins) and origins[0].endswith(
         "aten.exp.default"
     )
 

@@ -1,5 +1,5 @@
-// native/torch/lending.cpp: who dies, and where there is room, see lending.h.
-#include "lending.h"
+// native/torch/dead_memory.cpp: who dies, and where there is room, see dead_memory.h.
+#include "dead_memory.h"
 
 #include <algorithm>
 #include <iterator>
@@ -51,7 +51,7 @@ c10::DataPtr Rooms::take(size_t nbytes, c10::Device device) {
   return {at, new Taken{shared_from_this(), at, nbytes, room.piece}, give_back, device};
 }
 
-void Lending::dies(int32_t import, const at::Tensor& t) {
+void DeadMemory::dies(int32_t import, const at::Tensor& t) {
   if (!t.defined() || !t.has_storage() || t.use_count() != 1) return;
   c10::StorageImpl* memory = t.storage().unsafeGetStorageImpl();
   if (memory->nbytes() < static_cast<size_t>(kLentNbytes)) return;
@@ -66,7 +66,7 @@ void Lending::dies(int32_t import, const at::Tensor& t) {
 }
 
 // Finds what is dead by now: held by recordings and by slots that need it no more.
-void Lending::lend() {
+void DeadMemory::lend() {
   std::erase_if(dying_, [this](const auto& entry) {
     const auto& [memory, d] = entry;
     const size_t uses = d.owners.size() + d.imports.size();
@@ -83,7 +83,7 @@ void Lending::lend() {
   });
 }
 
-c10::DataPtr Lending::take(int64_t nbytes, c10::Device device) {
+c10::DataPtr DeadMemory::take(int64_t nbytes, c10::Device device) {
   if (nbytes < kLentNbytes) return {nullptr, device};
   lend();
   return rooms_->take(static_cast<size_t>(nbytes), device);

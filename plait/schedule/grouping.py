@@ -1,7 +1,7 @@
-"""The draft of a plan: which loops run together, and what must come before what.
+"""Loops in groups, of which each becomes a kernel, and the nodes of the dependence graph.
 
-A unit is what the order is made of: one group of loops, or one op that is no loop. `form` starts
-with a group a loop. Once the order is known, `pack` may join units to one.
+A node is one group of loops, or one op that is no loop. `group_loops` starts with a group a loop.
+Once the order is known, `fuse_horizontally` may join nodes to one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from plait.schedule.plan import Refusal
 
 
 @dataclass(slots=True)
-class Draft:
-    """A program cut into groups. preds: of every op. groups: in program order of their first loops.
-    walks: buffers of partial sums -> the sums as they were before they were cut. refusals: why
-    loops stayed apart."""
+class Grouping:
+    """A program cut into groups.
+
+    preds: of every op.
+    groups: in program order of their first loops.
+    walks: buffers of partial sums -> the sums as they were before they were cut.
+    refusals: why loops stayed apart."""
 
     program: LoopProgram
     bodies: Bodies
@@ -30,12 +33,15 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """A step in the making. item: a group, several in a pack, or an op that is no loop. ops:
-    places in the program. preds: units that come before it. reads, writes: buffers (an update is
-    a write)."""
+class ScheduleNode:
+    """A node of the dependence graph.
 
-    item: Group | Pack | Op
+    item: a group, several that share a launch, or an op that is no loop.
+    ops: places in the program.
+    preds: nodes that come before it.
+    reads, writes: buffers (an update is a write)."""
+
+    item: Group | HorizontalGroup | Op
     ops: tuple[int, ...]
     preds: frozenset[int]
     reads: tuple[str, ...]
@@ -43,10 +49,10 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
-    """Units with groups that need nothing of each other and run in one launch."""
+class HorizontalGroup:
+    """Nodes with groups that need nothing of each other and run in one launch."""
 
-    units: tuple[Unit, ...]
+    nodes: tuple[ScheduleNode, ...]
 
 
 def as_loop(op: Op) -> Loop | None:
@@ -54,7 +60,7 @@ def as_loop(op: Op) -> Loop | None:
     return op if isinstance(op, (Pointwise, Reduction, Scatter, Scan)) else None
 
 
-def form(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> Draft:
+def group_loops(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> Grouping:
     """A group for every loop."""
     program, walks = split
     groups = []
@@ -62,24 +68,24 @@ def form(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> 
         loop = as_loop(op)
         if loop is not None:
             groups.append(new_group(k, loop))
-    return Draft(program, bodies, preds(program, bodies), groups, walks)
+    return Grouping(program, bodies, preds(program, bodies), groups, walks)
 
 
-def units(draft: Draft) -> list[Unit]:
-    """The units of a draft in the order of their first ops, which need not be an order that works
-    once groups are fused."""
-    ops = draft.program.ops
+def nodes(grouping: Grouping) -> list[ScheduleNode]:
+    """The nodes of a grouping in the order of their first ops, which need not be an order that
+    works once groups are fused."""
+    ops = grouping.program.ops
     items: list[tuple[int, Group | Op, tuple[int, ...]]] = [
-        (g.members[0].op, g, tuple(g.ops)) for g in draft.groups
+        (g.members[0].op, g, tuple(g.ops)) for g in grouping.groups
     ]
     items += [(k, op, (k,)) for k, op in enumerate(ops) if as_loop(op) is None]
     items.sort(key=lambda t: t[0])
-    unit_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}
+    node_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}
     out = []
     for u, (_, item, members) in enumerate(items):
-        before = {unit_of[p] for k in members for p in draft.preds[k]} - {u}
-        read, written = _access([ops[k] for k in members], draft.bodies)
-        out.append(Unit(item, members, frozenset(before), read, written))
+        before = {node_of[p] for k in members for p in grouping.preds[k]} - {u}
+        read, written = _access([ops[k] for k in members], grouping.bodies)
+        out.append(ScheduleNode(item, members, frozenset(before), read, written))
     return out
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.against_eager import same
-from tests.lower_b import Evaluation, check, lowered
+from tests.lower_tools import Evaluation, check, lowered
 
 aten = torch.ops.aten
 r = torch.randn

@@ -1,8 +1,8 @@
-"""Positions that max pooling keeps for its gradient are saved as the smallest integers that hold
+"""Indices that max pooling keeps for its gradient are saved as the smallest integers that hold
 them.
 
 PyTorch counts inside of an image with 64 bits, four times what the element itself takes in half
-precision. Runs on a joint graph before it is split; positions that anything else reads stay as they
+precision. Runs on a joint graph before it is split; indices that anything else reads stay as they
 are.
 """
 
@@ -24,7 +24,7 @@ _POOLS: dict[Any, int] = {  # and the rank of their images
     aten.adaptive_max_pool2d.default: 2,
     aten.adaptive_max_pool3d.default: 3,
 }
-_GRADIENTS: dict[Any, int] = {  # and which argument the positions are
+_GRADIENTS: dict[Any, int] = {  # and which argument the indices are
     aten.max_pool2d_with_indices_backward.default: 7,
     aten.max_pool3d_with_indices_backward.default: 7,
     aten.adaptive_max_pool2d_backward.default: 2,
@@ -32,7 +32,7 @@ _GRADIENTS: dict[Any, int] = {  # and which argument the positions are
 }
 
 
-def narrow_positions(gm: GraphModule) -> int:
+def narrow_pool_indices(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many results are saved in another type."""
     narrowed = 0
     for node in list(gm.graph.nodes):
@@ -50,7 +50,7 @@ def narrow_positions(gm: GraphModule) -> int:
 
 
 def _saved_as(node: Node) -> torch.dtype | None:
-    """The type for a node if it is positions that only gradients read."""
+    """The type for a node if it is indices that only gradients read."""
     if node.target is not operator.getitem or node.args[1] != 1 or not node.users:
         return None
     pool: Any = node.args[0]

@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 
 from plait import compat
 from plait.config import Config
-from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten, insert, replace
 from plait.graph.items import list_items
-from plait.graph.positions import narrow_positions
+from plait.graph.memory_format import channels_last
+from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
 
@@ -34,7 +34,7 @@ def partition(
     _save_random(joint)
     channels_last(joint)
     split_log_softmax(joint)
-    narrow_positions(joint)
+    narrow_pool_indices(joint)
     list_items(joint)
     _drop_bags(joint)
     merge_common(joint)

@@ -1,4 +1,4 @@
-// native/torch/lending.h: memory of what dies while a partition is recorded, for what it makes
+// native/torch/dead_memory.h: memory of what dies while a partition is recorded, for what it makes
 // later.
 //
 // In a run without graphs saved tensors are freed as the backward pass goes, and their memory is
@@ -38,10 +38,11 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
   std::map<char*, Room> free_;
 };
 
-class Lending {
+class DeadMemory {
  public:
   // others: all other recordings of the device.
-  Lending(Recording& made, const std::vector<Recording*>& others) : made_(made), others_(others) {}
+  DeadMemory(Recording& made, const std::vector<Recording*>& others)
+      : made_(made), others_(others) {}
   // The tensor of an import dies, though its slot still holds it.
   void dies(int32_t import, const at::Tensor& t);
   c10::DataPtr take(int64_t nbytes, c10::Device device);  // null: there is no room

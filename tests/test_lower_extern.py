@@ -22,7 +22,7 @@ from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.lower.index import data_dependent
 from plait.lower.library import by_library
 from plait.lower.matmul import by_aten
-from tests.lower_b import DECOMPOSITIONS, Evaluation, lowered
+from tests.lower_tools import DECOMPOSITIONS, Evaluation, lowered
 
 aten = torch.ops.aten
 r = torch.randn

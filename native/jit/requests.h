@@ -1,4 +1,4 @@
-// native/jit/questions.h: what plait/runtime/triton_kernels.py is asked, and what its answers mean;
+// native/jit/requests.h: what plait/runtime/triton_kernels.py is asked, and what its answers mean;
 // providers.cpp says how they are written.
 #pragma once
 

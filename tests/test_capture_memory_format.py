@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import plait.graph.channels as channels
+import plait.graph.memory_format as memory_format
 from plait import compat
 from tests.models import MODELS
 from tests.test_models import build, close, double, trains_as_eager
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pass takes float32 on a CPU for what half precision on a GPU is."""
-    wants = channels._wants
+    wants = memory_format._wants
 
     def also_float32(node: Any) -> bool:
-        if node.target not in channels._CONVOLUTIONS:
+        if node.target not in memory_format._CONVOLUTIONS:
             return False
-        source = node.args[channels._CONVOLUTIONS[node.target][-2]]
+        source = node.args[memory_format._CONVOLUTIONS[node.target][-2]]
         x = source.meta["val"]
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return wants(node)
@@ -41,22 +41,22 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             source.meta["val"] = x
 
-    monkeypatch.setattr(channels, "DEVICES", ("cpu",))
-    monkeypatch.setattr(channels, "_wants", also_float32)
+    monkeypatch.setattr(memory_format, "DEVICES", ("cpu",))
+    monkeypatch.setattr(memory_format, "_wants", also_float32)
     yield
 
 
 def turned(fn: Callable[..., Any], *args: Tensor) -> tuple[GraphModule, int]:
     """The graph of fn after the pass, whose results are checked, layouts included."""
     gm = make_fx(torch.func.functionalize(fn), compat.decomposition_table(), "fake")(*args)
-    n = channels.channels_last(gm)
+    n = memory_format.channels_last(gm)
     gm.graph.lint()
     gm.recompile()
     got, want = gm(*args), fn(*args)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         assert a.stride() == b.stride()
-    assert channels.channels_last(gm) == 0  # nothing is left to turn
+    assert memory_format.channels_last(gm) == 0  # nothing is left to turn
     return gm, n
 
 
@@ -65,7 +65,7 @@ def is_last(node: Any) -> bool:
 
 
 def convolutions(gm: GraphModule) -> list[Any]:
-    return [n for n in gm.graph.nodes if n.target in channels._CONVOLUTIONS]
+    return [n for n in gm.graph.nodes if n.target in memory_format._CONVOLUTIONS]
 
 
 X, W, V = torch.randn(2, 16, 9, 9), torch.randn(32, 16, 3, 3), torch.randn(8, 32, 3, 3)

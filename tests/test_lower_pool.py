@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from plait.schedule.plan import Kernel
 from plait.wrapper.program import Program
-from tests.lower_b import check
+from tests.lower_tools import check
 
 aten = torch.ops.aten
 r = torch.randn

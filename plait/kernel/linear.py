@@ -1,9 +1,9 @@
 """A kernel in linear form: what the emitters work on.
 
-Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element
-offset, data-dependent indices have symbols that are unique in the kernel, axes of size 1 are gone,
-adjacent axes that every access walks through as one are merged, and Welford reductions and scans of
-f32 are rewritten into plain sums. Nothing here knows a language.
+Comes in: a `Kernel`. Goes out: a `LinearKernel`, in which every load and store has one linear
+element offset, data-dependent indices have symbols that are unique in the kernel, axes of size 1
+are gone, adjacent axes that every access walks through as one are merged, and Welford reductions
+and scans of f32 are rewritten into plain sums. Nothing here knows a language.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
 @dataclass(frozen=True)
-class Space:
+class LinearKernel:
     """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear)
     indices.
     indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position
@@ -45,7 +45,7 @@ def stmt_nodes(s: Stmt) -> tuple[Node, ...]:
 
 
 def offset_of(n: Node) -> Size:
-    """The linear offset of a load in a Space."""
+    """The linear offset of a load in a LinearKernel."""
     assert isinstance(n.attr, Load)
     return n.attr.index[0]
 
@@ -110,17 +110,17 @@ def _n_divisions(e: Size) -> int:
     return sum(1 + _n_divisions(a.a) + _n_divisions(a.b) for a in atoms)
 
 
-def linear_space(kernel: Kernel) -> Space:
+def linearised(kernel: Kernel) -> LinearKernel:
     """The linear form of a kernel."""
-    space = _linearise(kernel)
-    space = _plain_reductions(space)
-    for a in (*space.vars, *space.rvars):
+    linear = _linearise(kernel)
+    linear = _plain_reductions(linear)
+    for a in (*linear.vars, *linear.rvars):
         if extent(a) == 1:
-            space = _substituted(space, {a: 0}, drop=a)
-    if not space.rvars:  # one point: a scan of it is a reduction
-        stmts = (replace(s, running=False) if isinstance(s, Reduce) else s for s in space.stmts)
-        space = replace(space, stmts=tuple(stmts))
-    return _merge_axes(space)
+            linear = _substituted(linear, {a: 0}, drop=a)
+    if not linear.rvars:  # one point: a scan of it is a reduction
+        stmts = (replace(s, running=False) if isinstance(s, Reduce) else s for s in linear.stmts)
+        linear = replace(linear, stmts=tuple(stmts))
+    return _merge_axes(linear)
 
 
 def _atom(e: Expr) -> Atom:
@@ -129,7 +129,7 @@ def _atom(e: Expr) -> Atom:
     return a
 
 
-def _linearise(kernel: Kernel) -> Space:
+def _linearise(kernel: Kernel) -> LinearKernel:
     buffers = {b.name: b for b in kernel.args}
     indirect: dict[Atom, Node] = {}
     numbers: dict[tuple[Node, Size | None], Size] = {}
@@ -169,19 +169,19 @@ def _linearise(kernel: Kernel) -> Space:
         mask = None if s.mask is None else rewrite(s.mask, fn, memo)
         offset = flat(s.index, buffers[s.buf].strides, args)
         stmts.append(replace(s, value=value, index_args=args, mask=mask, index=(offset,)))
-    return Space(
+    return LinearKernel(
         tuple(_atom(v) for v in kernel.vars), tuple(_atom(v) for v in kernel.rvars),
         tuple(stmts), indirect, buffers, kernel.hint_of,
     )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------- reductions
-def _plain_reductions(space: Space) -> Space:
+def _plain_reductions(linear: LinearKernel) -> LinearKernel:
     """Welford -> sum for the mean, then sum of squared deviations; running f32 sums and products
     carry f64; 16-bit floats and bools are compared as f32 and i32."""
-    if not any(isinstance(s, Reduce) and _is_rewritten(s) for s in space.stmts):
-        return space
-    count = product(extent(r) for r in space.rvars)
+    if not any(isinstance(s, Reduce) and _is_rewritten(s) for s in linear.stmts):
+        return linear
+    count = product(extent(r) for r in linear.rvars)
     accs: dict[str, Node] = {}  # acc name -> what it is now
     memo: dict[Node, Node] = {}
 
@@ -192,7 +192,7 @@ def _plain_reductions(space: Space) -> Space:
         return with_args(n, args)
 
     stmts: list[Stmt] = []
-    for s in space.stmts:
+    for s in linear.stmts:
         s = _mapped(s, lambda n: rewrite(n, fn, memo))
         if isinstance(s, Reduce) and s.kind == "welford":
             stmts.extend(_welford(s, count, accs))
@@ -212,11 +212,11 @@ def _plain_reductions(space: Space) -> Space:
                 accs[s.name] = cast(node("acc", (), s.name, wide), narrow)
         else:
             stmts.append(s)
-    return _rebuilt(space, tuple(stmts), lambda n: rewrite(n, fn, memo))
+    return _rebuilt(linear, tuple(stmts), lambda n: rewrite(n, fn, memo))
 
 
-def replaced(space: Space, name: str, value: Node) -> Space:
-    """The space without this reduction, whose result is `value`."""
+def replaced(linear: LinearKernel, name: str, value: Node) -> LinearKernel:
+    """The kernel without this reduction, whose result is `value`."""
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
@@ -225,8 +225,8 @@ def replaced(space: Space, name: str, value: Node) -> Space:
     def on_node(n: Node) -> Node:
         return rewrite(n, fn, memo)
 
-    kept = (s for s in space.stmts if not (isinstance(s, Reduce) and s.name == name))
-    return _rebuilt(space, tuple(_mapped(s, on_node) for s in kept), on_node)
+    kept = (s for s in linear.stmts if not (isinstance(s, Reduce) and s.name == name))
+    return _rebuilt(linear, tuple(_mapped(s, on_node) for s in kept), on_node)
 
 
 def _is_rewritten(s: Reduce) -> bool:
@@ -294,15 +294,17 @@ def _mapped(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:
     return replace(s, value=fn(s.value), index_args=tuple(fn(a) for a in s.index_args), mask=mask)
 
 
-def _rebuilt(space: Space, stmts: tuple[Stmt, ...], fn: Callable[[Node], Node]) -> Space:
-    return replace(space, stmts=stmts, indirect={a: fn(n) for a, n in space.indirect.items()})
+def _rebuilt(
+    linear: LinearKernel, stmts: tuple[Stmt, ...], fn: Callable[[Node], Node]
+) -> LinearKernel:
+    return replace(linear, stmts=stmts, indirect={a: fn(n) for a, n in linear.indirect.items()})
 
 
 # --------------------------------------------------------------------------------------------- axes
-def _offsets(space: Space) -> list[Size]:
+def _offsets(linear: LinearKernel) -> list[Size]:
     """Every integer expression over loop variables in the kernel."""
-    out = [s.index[0] for s in space.stmts if isinstance(s, Store)]
-    for n in walk(space.roots()):
+    out = [s.index[0] for s in linear.stmts if isinstance(s, Store)]
+    for n in walk(linear.roots()):
         if n.op == "load":
             out.append(offset_of(n))
         elif n.op == "index":
@@ -312,9 +314,9 @@ def _offsets(space: Space) -> list[Size]:
 
 
 def _substituted(
-    space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None
-) -> Space:
-    """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis
+    linear: LinearKernel, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None
+) -> LinearKernel:
+    """The kernel with loop variables replaced in every offset; axis `drop` leaves, env's other axis
     becomes `put`."""
     memo: dict[Node, Node] = {}
 
@@ -336,7 +338,7 @@ def _substituted(
         return rewrite(n, fn, memo)
 
     stmts = []
-    for s in space.stmts:
+    for s in linear.stmts:
         s = _mapped(s, on_node)
         if isinstance(s, Store):
             s = replace(s, index=(substitute(s.index[0], env),))
@@ -346,25 +348,25 @@ def _substituted(
         kept = [a for a in old if a != drop]
         return tuple(put if put is not None and a in env else a for a in kept)
 
-    out = _rebuilt(space, tuple(stmts), on_node)
-    return replace(out, vars=axes(space.vars), rvars=axes(space.rvars))
+    out = _rebuilt(linear, tuple(stmts), on_node)
+    return replace(out, vars=axes(linear.vars), rvars=axes(linear.rvars))
 
 
-def _merge_axes(space: Space) -> Space:
+def _merge_axes(linear: LinearKernel) -> LinearKernel:
     """Merges axis pairs (a, b) that every access walks as one: stride(a) == stride(b) *
     extent(b)."""
-    exprs = _offsets(space)
+    exprs = _offsets(linear)
     for which in ("vars", "rvars"):
-        k = len(getattr(space, which)) - 2
+        k = len(getattr(linear, which)) - 2
         while k >= 0:
-            axes: tuple[Atom, ...] = getattr(space, which)
+            axes: tuple[Atom, ...] = getattr(linear, which)
             a, b = axes[k], axes[k + 1]
             if all(_walks_as_one(e, a, b) for e in exprs):
                 both = symbol(f"{a.name}.{b.name}", extent=extent(a) * extent(b))
-                space = _substituted(space, {a: 0, b: both}, drop=a, put=_atom(both))
-                exprs = _offsets(space)
+                linear = _substituted(linear, {a: 0, b: both}, drop=a, put=_atom(both))
+                exprs = _offsets(linear)
             k -= 1
-    return space
+    return linear
 
 
 def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
@@ -372,10 +374,10 @@ def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
     return ca is not None and cb is not None and ca == cb * extent(b)
 
 
-def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
+def dependences(linear: LinearKernel) -> Callable[[Node], frozenset[object]]:
     """A function from a node to what it depends on: loop variables (Atoms) and accumulators (their
     names)."""
-    loops = frozenset((*space.vars, *space.rvars))
+    loops = frozenset((*linear.vars, *linear.rvars))
     memo: dict[Node, frozenset[object]] = {}
 
     def of_expr(e: Size) -> frozenset[object]:
@@ -402,13 +404,13 @@ def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
 
 
 def passes_of(
-    space: Space, deps: Callable[[Node], frozenset[object]]
+    linear: LinearKernel, deps: Callable[[Node], frozenset[object]]
 ) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
     """Cuts the full-level statements into passes by their dependence on finished reductions.
 
     Full stores go into the last pass and outer stores after all passes: an output may share memory
     with an input. A running reduction is part of every pass that uses it."""
-    full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
+    full = [s for s in linear.stmts if isinstance(s, Reduce) or (s.full and linear.rvars)]
     used = [{d for n in stmt_nodes(s) for d in deps(n) if isinstance(d, str)} for s in full]
     scans = {s.name: k for k, s in enumerate(full) if isinstance(s, Reduce) and s.running}
     ready: dict[str, int] = {}  # reduction -> the first pass whose statements may use it
@@ -429,7 +431,7 @@ def passes_of(
             group |= found
             todo.extend(sorted(found))
     passes = tuple(tuple(full[k] for k in sorted(group)) for group in members if group)
-    last = tuple(s for s in space.stmts if isinstance(s, Store) and not (s.full and space.rvars))
+    last = tuple(s for s in linear.stmts if isinstance(s, Store) and not (s.full and linear.rvars))
     return passes, last
 
 

@@ -1,9 +1,10 @@
-"""Packing: loops that need nothing of each other run in one launch, one nest after the other.
+"""Horizontal fusion: loops that need nothing of each other run in one launch, one nest after the
+other.
 
-Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to
-Packs. A group moves up to an earlier one, or an earlier one down to it, where every dependence and
-the peak of memory allow it; past a call only if what it touches stays in a cache. Each answer is
-Fused or a Reason.
+Comes in: nodes in the order in which they will run. Goes out: the same nodes, some groups joined
+to HorizontalGroups. A group moves up to an earlier one, or an earlier one down to it, where every
+dependence and the peak of memory allow it; past a call only if what it touches stays in a cache.
+Each answer is Fused or a Reason.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from plait.ir.loops import Extern, Scatter
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.device import KINDS
-from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group
+from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.order import traffic
 from plait.schedule.plan import Fused, Reason
 
@@ -27,22 +28,24 @@ FAR = 24  # steps back that are looked at
 Life = tuple[int, int]
 
 
-def pack(draft: Draft, ordered: Sequence[Unit], cfg: Config) -> list[Unit]:
-    """The units in their order, with packs. A unit's preds are places in `ordered`."""
+def fuse_horizontally(
+    grouping: Grouping, ordered: Sequence[ScheduleNode], cfg: Config
+) -> list[ScheduleNode]:
+    """The nodes in their order, some joined. A node's preds are places in `ordered`."""
     if not cfg.fusion:
         return list(ordered)
-    packer = _Packer(draft, ordered)
+    fusion = _HorizontalFusion(grouping, ordered)
     for k in range(len(ordered)):
-        if packer.may_pack(k):
-            packer.settle(k)
-    return packer.result()
+        if fusion.may_join(k):
+            fusion.settle(k)
+    return fusion.result()
 
 
-class _Packer:
-    """Units in slots. A slot holds what runs in one step; slot k starts with unit k alone."""
+class _HorizontalFusion:
+    """Nodes in slots. A slot holds what runs in one step; slot k starts with node k alone."""
 
-    def __init__(self, draft: Draft, ordered: Sequence[Unit]) -> None:
-        self.draft, self.units = draft, ordered
+    def __init__(self, grouping: Grouping, ordered: Sequence[ScheduleNode]) -> None:
+        self.grouping, self.nodes = grouping, ordered
         n = len(ordered)
         self.slot = list(range(n))
         self.members = [[k] for k in range(n)]
@@ -54,9 +57,9 @@ class _Packer:
 
     def _weigh(self) -> None:
         """What is alive in which slot."""
-        program, n = self.draft.program, len(self.units)
+        program, n = self.grouping.program, len(self.nodes)
         memory = memory_roots(program.ops)
-        t = traffic(self.draft, self.units)
+        t = traffic(self.grouping, self.nodes)
         self.nbytes = t.nbytes
         self.given = set(program.donated)
         self.kept = {memory.get(b, b) for b in output_buffers(program)}
@@ -64,7 +67,7 @@ class _Packer:
         self.readers: dict[str, list[int]] = {}
         self.made: list[set[str]] = []
         self.used: list[set[str]] = []
-        for k, u in enumerate(self.units):
+        for k, u in enumerate(self.nodes):
             roots = {memory.get(w, w) for w in u.writes}
             made = {r for r in roots if r in self.nbytes and r not in self.given}
             for root in made:
@@ -88,11 +91,11 @@ class _Packer:
         # A convolution may hold its operands once more: nothing is added there.
         self.limit = [
             a if isinstance(u.item, Extern) and "convolution" in u.item.op else peak
-            for a, u in zip(self.alive, self.units, strict=True)
+            for a, u in zip(self.alive, self.nodes, strict=True)
         ]
 
     def _life(self, root: str, moving: Sequence[int], to: int) -> Life:
-        """The slots in which memory is held once some units are in slot `to`."""
+        """The slots in which memory is held once some nodes are in slot `to`."""
 
         def slot(k: int) -> int:
             return to if k in moving else self.slot[k]
@@ -102,7 +105,7 @@ class _Packer:
         return start, len(self.slot) if root in self.kept else end
 
     def _new_life(self, root: str, moving: Sequence[int], to: int) -> Life:
-        """The same, where the units are all of one slot."""
+        """The same, where the nodes are all of one slot."""
         start, end = self.lives[root]
         if self.slot[moving[0]] in (start, end):
             return self._life(root, moving, to)
@@ -113,20 +116,20 @@ class _Packer:
             end = max(end, to)
         return start, end
 
-    # ---- one unit
-    def may_pack(self, k: int) -> bool:
-        """Whether a unit may share a launch: loops on the CPU whose points may run on any
+    # ---- one node
+    def may_join(self, k: int) -> bool:
+        """Whether a node may share a launch: loops on the CPU whose points may run on any
         thread."""
-        u = self.units[k]
+        u = self.nodes[k]
         if not isinstance(u.item, Group) or any(
             isinstance(m.loop, Scatter) for m in u.item.members
         ):
             return False
-        buffers = self.draft.program.buffers
+        buffers = self.grouping.program.buffers
         return all(buffers[b].device == "cpu" for b in (*u.reads, *u.writes))
 
     def settle(self, k: int) -> Fused | Reason:
-        """Finds a launch for unit k, which is the last one so far that may pack."""
+        """Finds a launch for node k, which is the last one so far that may be joined."""
         found: Fused | Reason = Reason("no launch is near")
         for host in self._hosts(k):
             found = self._join(host, k)
@@ -137,17 +140,17 @@ class _Packer:
     def _hosts(self, k: int) -> Iterator[int]:
         n = 0
         for i in range(k - 1, max(k - FAR, 0) - 1, -1):
-            if self.members[i] and self.may_pack(self.members[i][0]):
+            if self.members[i] and self.may_join(self.members[i][0]):
                 yield i
                 n += 1
                 if n == MAX_HOSTS:
                     return
 
     def _join(self, i: int, k: int) -> Fused | Reason:
-        """Joins the launch in slot i and unit k, in either place."""
+        """Joins the launch in slot i and node k, in either place."""
         if len(self.members[i]) >= MAX_PARTS:
             return Reason(f"a launch holds {MAX_PARTS} parts")
-        between = self.units[i + 1 : k]
+        between = self.nodes[i + 1 : k]
         calls = any(isinstance(u.item, Extern) for u in between)
         found: Fused | Reason = Reason("one needs the other, or what runs between them")
         for moving, to in (([k], i), (self.members[i], k)):
@@ -164,16 +167,16 @@ class _Packer:
 
     def _legal(self, moving: Sequence[int], to: int) -> bool:
         if to < self.slot[moving[0]]:
-            return all(self.slot[p] < to for k in moving for p in self.units[k].preds)
+            return all(self.slot[p] < to for k in moving for p in self.nodes[k].preds)
         return all(self.slot[u] > to for k in moving for u in self.users[k])
 
     def _touched(self, moving: Sequence[int]) -> int:
-        program = self.draft.program
-        names = {b for k in moving for b in (*self.units[k].reads, *self.units[k].writes)}
+        program = self.grouping.program
+        names = {b for k in moving for b in (*self.nodes[k].reads, *self.nodes[k].writes)}
         return sum(buffer_nbytes(program.buffers[b], program.hints) for b in names)
 
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
-        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to
+        """Moves nodes to a slot; a Reason, and nothing done, where memory is against it. Slots i to
         k are all that can change."""
         now = self.alive[i : k + 1]
         roots = {r for m in moving for r in (*self.made[m], *self.used[m])}
@@ -194,11 +197,11 @@ class _Packer:
         return None
 
     # ---- the outcome
-    def result(self) -> list[Unit]:
-        """The units slot by slot. Their preds mean nothing any more."""
+    def result(self) -> list[ScheduleNode]:
+        """The nodes slot by slot. Their preds mean nothing any more."""
         out = []
         for found in self.members:
-            some = [self.units[k] for k in found]
+            some = [self.nodes[k] for k in found]
             if len(some) == 1:
                 out += some
             elif some:
@@ -206,9 +209,11 @@ class _Packer:
         return out
 
 
-def _together(some: Sequence[Unit]) -> Unit:
+def _together(some: Sequence[ScheduleNode]) -> ScheduleNode:
     def each(of: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(b for u in some for b in getattr(u, of)))
 
     ops = tuple(sorted(k for u in some for k in u.ops))
-    return Unit(Pack(tuple(some)), ops, frozenset(), each("reads"), each("writes"))
+    return ScheduleNode(
+        HorizontalGroup(tuple(some)), ops, frozenset(), each("reads"), each("writes")
+    )

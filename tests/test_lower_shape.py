@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.ir.loops import Pointwise
-from tests.lower_b import check, lowered
+from tests.lower_tools import check, lowered
 
 r = torch.randn
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from plait.ir.loops import Extern
 from tests.against_eager import same
-from tests.lower_b import check, lowered
+from tests.lower_tools import check, lowered
 
 aten = torch.ops.aten
 r = torch.randn

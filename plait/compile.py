@@ -41,7 +41,7 @@ from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
-from plait.wrapper.program import CompileRecord, Parts, Program, Target, observe
+from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, observe
 from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
 from plait.wrapper.walk import is_fence
@@ -80,8 +80,10 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     callables = (
         lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
     )
-    parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
-    loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
+    artifacts = Artifacts(
+        libraries, lowered.constants, callables, sources, lowered.program.hints, cfg
+    )
+    loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, artifacts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
     record = CompileRecord(
@@ -102,7 +104,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     return Program(loaded, loaded.boxed, record)
 
 
-def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Parts]:
+def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Artifacts]:
     """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
     loaded, so the graph may be for a machine that is not this one."""
     log = _log(captured, cfg)
@@ -113,7 +115,7 @@ def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Part
     show.show_sources(log, sources)
     wrapper = _wrap(captured, lowered, plan, cfg, log)
     show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)
-    return wrapper, Parts(
+    return wrapper, Artifacts(
         {}, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg
     )
 

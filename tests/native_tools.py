@@ -29,7 +29,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Writer
+from plait.wrapper.package import Contents, PackageWriter
 
 # Every kernel follows the ABI of docs/native-interface.md; shares are contiguous ranges of
 # elements.
@@ -170,6 +170,6 @@ def add_program() -> Program:
 
 
 def write_package(path: Path, contents: Contents) -> None:
-    """Writes a package at once. Raises as `Writer.finish`."""
-    with Writer(path) as writer:
+    """Writes a package at once. Raises as `PackageWriter.finish`."""
+    with PackageWriter(path) as writer:
         writer.finish(contents)

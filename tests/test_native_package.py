@@ -18,7 +18,7 @@ from plait.errors import InputError, Unsupported
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Control, Routine, Variant, Writer
+from plait.wrapper.package import Contents, Control, PackageWriter, Routine, Variant
 from tests.native_tools import (
     SOURCE,
     alloc,
@@ -148,12 +148,12 @@ def test_weights_that_went_ahead(tmp_path: Path) -> None:
         {**c.weights, "v": other},
         {"v": other},
     ):
-        with Writer(tmp_path / "q", early) as writer:
+        with PackageWriter(tmp_path / "q", early) as writer:
             writer.finish(c)
         assert (tmp_path / "q").read_bytes() == (tmp_path / "p").read_bytes()
     with pytest.raises(Unsupported, match="'v', a Tensor of layout"):
-        Writer(tmp_path / "q", {"v": torch.eye(3).to_sparse()})
-    with pytest.raises(KeyError), Writer(tmp_path / "q", {"v": torch.ones(3 << 20)}):
+        PackageWriter(tmp_path / "q", {"v": torch.eye(3).to_sparse()})
+    with pytest.raises(KeyError), PackageWriter(tmp_path / "q", {"v": torch.ones(3 << 20)}):
         raise KeyError
     assert {f.name for f in tmp_path.iterdir()} == {"p", "q"}
 

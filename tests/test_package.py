@@ -36,7 +36,7 @@ from plait.runtime import signature as signatures
 from plait.runtime.package import Package
 from plait.runtime.signature import VALUE, Signature
 from plait.runtime.toolchain import ISAS
-from plait.wrapper.package import Contents, Writer
+from plait.wrapper.package import Contents, PackageWriter
 from tests.against_eager import tree_equal
 from tests.package_programs import PROGRAMS, X, convolutions
 
@@ -65,7 +65,7 @@ def contents(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Con
     """What plait.package would write."""
     seen: list[Contents] = []
     with monkeypatch.context() as m:
-        m.setattr(Writer, "finish", lambda self, c: seen.append(c))
+        m.setattr(PackageWriter, "finish", lambda self, c: seen.append(c))
         plait.package(*args, **options)
     return seen[0]
 

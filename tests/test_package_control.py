@@ -20,7 +20,7 @@ from torch.export import Dim, export
 
 import plait
 from plait.errors import Unsupported
-from plait.wrapper.package import Contents, Control, Writer
+from plait.wrapper.package import Contents, Control, PackageWriter
 from tests.native_tools import write_package
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_packages_agree_with_compile(tmp_path: Path, name: str) -> None:
 def contents(monkeypatch: pytest.MonkeyPatch, module: nn.Module) -> Contents:
     seen: list[Contents] = []
     with monkeypatch.context() as m:
-        m.setattr(Writer, "finish", lambda self, c: seen.append(c))
+        m.setattr(PackageWriter, "finish", lambda self, c: seen.append(c))
         plait.package(module, "unused", (torch.randn(5, 4),))
     return seen[0]
 

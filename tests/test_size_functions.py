@@ -26,7 +26,7 @@ from plait.lower.symbols import definitions, to_size, to_word
 from plait.lower.wide import take_out_wide
 from plait.runtime.functions import FUNCTIONS, bits, number
 from plait.wrapper.instructions import Return, SymbolInput, WrapperProgram
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
@@ -94,7 +94,7 @@ def value(name: str, a: int, b: int) -> int | None:
 def test_functions_are_pythons(name: str, target: str) -> None:
     if target == "cpp" and name not in ("real_round", "true_div", "shift_left"):
         pytest.skip("C++ calls what native calls: one program has all, see below")
-    run = TARGETS[target](program(name), Parts({}))
+    run = TARGETS[target](program(name), Artifacts({}))
     for a, b in operands(name):
         want = value(name, a, b)
         if want is None:
@@ -109,7 +109,7 @@ def test_one_program_of_all(target: str) -> None:
     """Words that are floats between 0 and 1, which every function takes as they are or as integers
     shifted by few."""
     names = [n for n in FUNCTIONS if n not in ("power", "shift_left", "shift_right", "real_round")]
-    run = TARGETS[target](program(*names), Parts({}))
+    run = TARGETS[target](program(*names), Artifacts({}))
     for x, y in ((0.5, 0.25), (0.75, 1.0), (1.0, 0.1)):
         a, b = bits(x), bits(y)
         assert list(run(a, b)) == [FUNCTIONS[n](a, b) for n in names]

@@ -36,7 +36,7 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.native import encode
 from plait.wrapper.partition import partition
-from plait.wrapper.program import CompileRecord, Parts
+from plait.wrapper.program import Artifacts, CompileRecord
 from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
@@ -137,7 +137,7 @@ def test_the_fx_graph_says_it_too(compile_only: None) -> None:  # noqa: F811
         return z @ w
 
     p = compiled(on(graph_of(fn, (64, 64), (64, 64)), 1, "mm")).wrapper
-    gm = make_fx_graph(p, Parts({}))
+    gm = make_fx_graph(p, Artifacts({}))
     gm.graph.eliminate_dead_code()
     calls = [(str(n.target), *n.args) for n in gm.graph.nodes if "streams" in str(n.target)]
     assert [c for c in calls if "record_stream" not in c[0]] == [

@@ -39,7 +39,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.native import encode
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.text import read
 from tests.against_eager import same
 from tests.native_tools import alloc, extern, launch, library, program, ret, tensor
@@ -55,7 +55,7 @@ def compiled(
 
 
 def build(p: WrapperProgram, callables: tuple[Any, ...] = ()) -> Any:
-    return load_cpp(p, Parts({"cpu": library()}, callables=callables))
+    return load_cpp(p, Artifacts({"cpu": library()}, callables=callables))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from plait.wrapper.instructions import (
     TensorInput,
     WrapperProgram,
 )
-from plait.wrapper.program import CompileRecord, Parts
+from plait.wrapper.program import Artifacts, CompileRecord
 from plait.wrapper.table import example
 from plait.wrapper.text import read
 from tests import test_frontend_cases, test_lower_extern, test_memory, test_models
@@ -89,7 +89,7 @@ WAYS: dict[str, Callable[[GraphModule], Callable[..., Any]]] = {
 
 
 def graph_of(case: Case, library: str) -> GraphModule:  # noqa: F811
-    return fx.make_fx(case.program, Parts({"cpu": library}, case.constants, case.callables))
+    return fx.make_fx(case.program, Artifacts({"cpu": library}, case.constants, case.callables))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ require_finite(x, 'model.py:31')
 bump_version(x)
 return ()
 """)
-    module = cleaned(fx.make_fx(program, Parts({})))
+    module = cleaned(fx.make_fx(program, Artifacts({})))
     called = [n.target for n in module.graph.nodes if n.op == "call_function"]
     checks = (PLAIT.require_layout, PLAIT.require_aligned, PLAIT.require_finite, PLAIT.bump_version)
     want = [
@@ -145,7 +145,7 @@ return ()
 
 def test_every_integer_is_computed_once() -> None:
     p = example()
-    module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print]))
+    module = fx.make_fx(p, Artifacts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print]))
     integers = [
         n for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymBool)
     ]
@@ -157,7 +157,7 @@ def test_every_integer_is_computed_once() -> None:
 
 def test_the_code_reads_well() -> None:
     module = fx.make_fx(
-        example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5})
+        example(), Artifacts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5})
     )
     text = module.print_readable(print_output=False)
     assert "# Annotation: {'note': 'model.py:31: aten.relu'} File: model.py:31 in aten.relu" in text
@@ -180,7 +180,7 @@ copy(self, torch, bump=False)
 return (self, torch, inputs, ref['9 lives'], lambda_ + 1)
 """)
     x, y, z = torch.randn(4), torch.randn(4), torch.randn(4)
-    for run in (fx.make_fx(p, Parts({})), fx.load_fx(p, Parts({}))):
+    for run in (fx.make_fx(p, Artifacts({})), fx.load_fx(p, Artifacts({}))):
         out = run(5, x, y, z)
         assert (
             torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] is z and out[4] == 6
@@ -194,13 +194,13 @@ x = tensor_input(f32[4] @ (1,))
 y, = call('aten::random.from')(x, 3, to=5)
 return (y, complex('inf -0x0.0p+0'))
 """)
-    y, number = fx.make_fx(p, Parts({}))(torch.zeros(4))
+    y, number = fx.make_fx(p, Artifacts({}))(torch.zeros(4))
     assert set(y.tolist()) <= {3.0, 4.0} and str(number) == "(inf-0j)"
 
 
 def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> None:  # noqa: F811
     with pytest.raises(RuntimeError, match="kernel plait_relu is not in library"):
-        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
+        fx.load_fx(example(), Artifacts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
 
 
 # ----------------------------------------------------------------------------------------- programs
@@ -344,7 +344,7 @@ return (c,)
     refs.append(weakref.ref(x))
     args: list[object] = [x]
     del x
-    fx.load_fx(program, Parts({}, callables=[look])).boxed(args)
+    fx.load_fx(program, Artifacts({}, callables=[look])).boxed(args)
     assert args == [] and alive == [[True], [False, True], [False, False, True]]
 
 
@@ -364,7 +364,7 @@ def gpu_graphs(compile_only: None, monkeypatch: pytest.MonkeyPatch) -> list[Grap
     class Loaded:
         boxed = None
 
-    def target(program: WrapperProgram, parts: Parts) -> Any:
+    def target(program: WrapperProgram, parts: Artifacts) -> Any:
         graphs.append(fx.make_fx(program, parts))
         return Loaded()
 
@@ -437,7 +437,7 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     program = WrapperProgram("two", inputs, (*kernels, *starts, Return(())))
     source = Source("", {}, units=(replace(job, name="k0"), replace(job, name="k1")))
     monkeypatch.setattr(fx, "triton_function", Function)
-    module = fx.make_fx(program, Parts({}, sources={"cuda": source}))
+    module = fx.make_fx(program, Artifacts({}, sources={"cuda": source}))
     order = [n.args[0] for n in module.graph.nodes if n.target is torch.cuda.set_device]
     before = next(n for n in module.graph.nodes if n.target is torch.cuda.current_device)
     assert order == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), before]
@@ -570,7 +570,7 @@ return ()
 """)
     assert isinstance(program.body[0], AssertScalar) and program.body[0].message == "a\0b"
     with pytest.raises(RuntimeError, match=r"a\\0b"):
-        fx.make_fx(program, Parts({}))(9)
+        fx.make_fx(program, Artifacts({}))(9)
 
 
 def test_symbols_are_placeholders_with_hints_and_assertions_stay() -> None:

@@ -35,7 +35,7 @@ from plait.wrapper.instructions import (
     View,
     WrapperProgram,
 )
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.targets import TARGETS
 from tests.native_tools import alloc, extern, launch, library, program, ret, tensor
 from tests.test_cuda_programs import pipeline
@@ -101,7 +101,7 @@ def some(*now: str) -> list[Any]:
 @pytest.mark.parametrize("target", some("native"))
 @pytest.mark.slow
 def test_ten_thousand_calls(target: str) -> None:
-    parts = Parts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
+    parts = Artifacts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
     made = TARGETS[target](everything(), parts)
     failing = (
         CallExtern("aten::mm", (Ref("m"), Ref("y")), (), ("bad",)),

@@ -10,7 +10,7 @@ import torch
 
 from plait.runtime import generated
 from plait.wrapper import table
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.python import make_python
 from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read
@@ -104,7 +104,7 @@ y, = call('aten::add.Tensor')(x, seed)
 @pytest.mark.parametrize("target", ["python", "fx"])
 def test_what_only_operators_take_may_be_anywhere_if_it_has_no_dimensions(target: str) -> None:
     def load(text: str) -> Callable[..., Any]:
-        return TARGETS[target](read(text), Parts({}))
+        return TARGETS[target](read(text), Artifacts({}))
 
     x, seed = torch.ones(4), torch.tensor(3)
     (y,) = load(SEEDED.format(more=""))(x, seed)

@@ -61,7 +61,7 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.native import encode
 from plait.wrapper.passes import run_passes
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.python import load_python, make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
@@ -838,7 +838,7 @@ def cpp(case: Case, program: WrapperProgram, library: str) -> Any:
 
 
 def fx(case: Case, program: WrapperProgram, library: str) -> Any:
-    return load_fx(program, Parts({"cpu": library}, case.constants, case.callables))
+    return load_fx(program, Artifacts({"cpu": library}, case.constants, case.callables))
 
 
 TARGETS = {"native": native, "python": python, "cpp": cpp, "fx": fx}
@@ -957,7 +957,9 @@ def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
     assert (body.count("// 8"), body.count("4*s0")) == (1, 1)
     assert (cpp_text.count("div("), cpp_text.count("Int(4)")) == (1, 1)
     made = [
-        n.target for n in make_fx(p, Parts({"cpu": "k.so"})).graph.nodes if n.op == "call_function"
+        n.target
+        for n in make_fx(p, Artifacts({"cpu": "k.so"})).graph.nodes
+        if n.op == "call_function"
     ]
     assert (made.count(operator.floordiv), made.count(operator.mul)) == (1, 2)  # s0*s1 and 4*s0
     nodes = expressions(encode(p))

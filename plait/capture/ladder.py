@@ -40,7 +40,7 @@ from plait.lower import symbols
 from plait.lower.dtypes import device_name
 from plait.schedule.plan import MemoryPlan, Plan
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import CompileRecord, Parts, Program, observe
+from plait.wrapper.program import Artifacts, CompileRecord, Program, observe
 from plait.wrapper.targets import TARGETS
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def backward_graph(gm: GraphModule, name: str, taken: Steps, native: bool, cfg: 
     observe(record)
     if not native:
         return Program(interpret, boxed, record)
-    loaded = TARGETS["native"](program, Parts({}, callables=(interpret,), cfg=cfg))
+    loaded = TARGETS["native"](program, Artifacts({}, callables=(interpret,), cfg=cfg))
     return Program(loaded, loaded.boxed, record)
 
 

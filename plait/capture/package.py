@@ -37,7 +37,7 @@ from plait.kernel.triton import CAPABILITIES, KNOWN_GPUS, machine_capability
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Routine, Variant, Writer
+from plait.wrapper.package import Contents, PackageWriter, Routine, Variant
 
 GPUS = ("sm_100", "sm_90", "sm_80")
 """What GPU kernels are built for where nothing else is asked."""
@@ -101,8 +101,8 @@ def package(
         out.finish(_contents(captured.name, traced, results, made, folded, aliases, cfg))
 
 
-def _writer(path: Any, weights: Mapping[str, torch.Tensor] | None) -> Writer:
-    """A Writer. Raises UserError where no file can be made at path: before anything is traced."""
+def _writer(path: Any, weights: Mapping[str, torch.Tensor] | None) -> PackageWriter:
+    """Raises UserError where no file can be made at path: before anything is traced."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         what = f"plait.package takes the path of a file to write, got {type(path).__name__}"
         raise UserError(what, hint='plait.package(model, "model.plait", (x,))')
@@ -117,7 +117,7 @@ def _writer(path: Any, weights: Mapping[str, torch.Tensor] | None) -> Writer:
         if not target.parent.is_dir():
             missing = f"there is no folder {str(target.parent)!r}"
             raise UserError(f"{what}: {missing}", hint="make the folder first")
-        return Writer(target, weights)
+        return PackageWriter(target, weights)
     except OSError as error:
         raise UserError(f"{what}: {error.strerror}", hint=hint) from error
 

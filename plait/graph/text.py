@@ -88,7 +88,7 @@ def _document(captured: Captured) -> dict[str, Any]:
         raise ValueError("a callback that watches intermediates")
     vals = (n.meta.get("val") for n in captured.graph.graph.nodes)
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
-    writer = _Writer()
+    writer = _GraphWriter()
     return {
         "captured": {name: getattr(captured, name) for name in _FIELDS},
         "ladder": [asdict(step) for step in captured.ladder],
@@ -114,7 +114,7 @@ def read_given(text: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Captured
 
 def _captured(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Captured:
     facts = document["shapes"]
-    reader = _Reader(
+    reader = _GraphReader(
         shapes.restored(facts) if facts is not None else FakeTensorMode(allow_non_fake_inputs=True),
         tensors,
     )
@@ -164,7 +164,7 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
-class _Writer:
+class _GraphWriter:
     """Plain data of a graph. Storages are numbered in the order in which values show them."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _Writer:
         return fields | {name: True for name, is_set in flags.items() if is_set}
 
 
-class _Reader:
+class _GraphReader:
     """Makes a graph again from plain data."""
 
     def __init__(self, mode: FakeTensorMode, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -280,7 +280,8 @@ class _Reader:
                 row["op"], target, args, kwargs, row["name"]
             )
             node.meta = {
-                key: _READ_META.get(key, _Reader.value)(self, v) for key, v in row["meta"].items()
+                key: _READ_META.get(key, _GraphReader.value)(self, v)
+                for key, v in row["meta"].items()
             }
         return compat.unwritten(root, graph, data["class"])
 
@@ -388,7 +389,7 @@ _KEYS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 }
 
 
-def _write_bindings(_: _Writer, bindings: Mapping[Any, tuple[Any, ...]]) -> Any:
+def _write_bindings(_: _GraphWriter, bindings: Mapping[Any, tuple[Any, ...]]) -> Any:
     """The numbers that a node makes when it runs, and where in its result each lies."""
     return [[shapes.expression(s), [_step(key) for key in path]] for s, path in bindings.items()]
 
@@ -400,25 +401,25 @@ def _step(key: Any) -> list[Any]:
     return [name, *(getattr(key, field) for field in _KEYS[name][1])]
 
 
-def _read_bindings(reader: _Reader, data: Any) -> Any:
+def _read_bindings(reader: _GraphReader, data: Any) -> Any:
     return {
         reader.symbol(s): tuple(_KEYS[name][0](*args) for name, *args in path) for s, path in data
     }
 
 
-def _write_custom(_: _Writer, custom: Mapping[str, Any]) -> Any:
+def _write_custom(_: _GraphWriter, custom: Mapping[str, Any]) -> Any:
     """The user's stream; what else users note at nodes changes no program."""
     return {"dict": [["stream", custom["stream"]]]} if "stream" in custom else None
 
 
-_META: dict[str, Callable[[_Writer, Any], Any]] = {
-    "val": _Writer.value,
-    "stack_trace": _Writer.value,
+_META: dict[str, Callable[[_GraphWriter, Any], Any]] = {
+    "val": _GraphWriter.value,
+    "stack_trace": _GraphWriter.value,
     "unbacked_bindings": _write_bindings,
     "custom": _write_custom,
     "original_aten": lambda writer, v: writer.value(v) if isinstance(v, OpOverload) else None,
-    "recompute": _Writer.value,
-    "ac_graph_id": _Writer.value,
-    "memory": _Writer.value,
+    "recompute": _GraphWriter.value,
+    "ac_graph_id": _GraphWriter.value,
+    "memory": _GraphWriter.value,
 }
-_READ_META: dict[str, Callable[[_Reader, Any], Any]] = {"unbacked_bindings": _read_bindings}
+_READ_META: dict[str, Callable[[_GraphReader, Any], Any]] = {"unbacked_bindings": _read_bindings}

@@ -1,9 +1,9 @@
 """Integer expressions as Python text, exact both ways: symbols are declared with their ranges.
 
 `Scope` gives every symbol a variable name (its own name where that is free) and prints declarations
-such as `s0 = symbol(lo=2)`; `Reader` reads declarations and expressions back from the syntax tree
-of Python's own parser. Two symbols of one name and different ranges get two variables. What all
-texts spell alike is here too: names, tensor types, constants.
+such as `s0 = symbol(lo=2)`; `SymbolReader` reads declarations and expressions back from the syntax
+tree of Python's own parser. Two symbols of one name and different ranges get two variables. What
+all texts spell alike is here too: names, tensor types, constants.
 """
 
 from __future__ import annotations
@@ -182,10 +182,10 @@ _CALLS: dict[str, Callable[[Size, Size], Size]] = {
 }  # fmt: skip
 
 
-class Reader:
+class SymbolReader:
     """Reads declarations and expressions. symbols: variable name -> symbol."""
 
-    def __init__(self, outer: Reader | None = None) -> None:
+    def __init__(self, outer: SymbolReader | None = None) -> None:
         self.symbols: dict[str, Expr] = dict(outer.symbols) if outer else {}
 
     def declaration(self, s: ast.stmt) -> bool:

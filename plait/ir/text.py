@@ -45,8 +45,8 @@ from plait.ir.loops import (
 from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Expr, Size, bounds, free_symbols, symbol
 from plait.ir.symtext import (
-    Reader,
     Scope,
+    SymbolReader,
     check_text,
     is_variable,
     items,
@@ -408,7 +408,7 @@ class OpReader:
     """Reads declarations and ops, one statement after the other. buffers: those declared so far."""
 
     def __init__(self) -> None:
-        self.symbols = Reader()
+        self.symbols = SymbolReader()
         self.buffers: dict[str, Buffer] = {}
 
     def header(self, s: ast.stmt) -> bool:
@@ -542,8 +542,8 @@ class BodyReader:
     """Reads the lines of one loop body. vars, rvars: its loop variables; values: what t0, t1, ...
     are."""
 
-    def __init__(self, symbols: Reader, params: ast.arguments) -> None:
-        self.symbols = Reader(symbols)
+    def __init__(self, symbols: SymbolReader, params: ast.arguments) -> None:
+        self.symbols = SymbolReader(symbols)
         self.vars = tuple(self._var(a) for a in params.args)
         self.rvars = tuple(self._var(a) for a in params.kwonlyargs)
         self.values: dict[str, Node] = {}

@@ -29,7 +29,7 @@ from plait.schedule.plan import Store
 _UPDATE = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
 
 
-class Access:
+class AccessWriter:
     """Writes loads and stores into the blocks of a `Values`."""
 
     def __init__(self, values: Values) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from plait.ir.loops import walk
 from plait.ir.sizes import Atom, Size, may_be_zero, product, symbol
-from plait.kernel.cpp_access import Access
+from plait.kernel.cpp_access import AccessWriter
 from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, buffer_points, row_points
 from plait.kernel.cpp_reduce import Accumulators
@@ -44,7 +44,7 @@ class NestWriter:
     def __init__(self, kernel: Kernel, nest: Nest, isa: Isa) -> None:
         self.kernel, self.nest = kernel, nest
         self.v = Values(nest, isa, kernel.checks)
-        self.access = Access(self.v)
+        self.access = AccessWriter(self.v)
         self.v.loader = self.access
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.linear.vars if nest.inner or a != nest.axis)

@@ -149,7 +149,7 @@ def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[o
 
 # --------------------------------------------------------------------------------------------- axis
 @dataclass(frozen=True)
-class Access:
+class MemoryAccess:
     """One load or store: its offset, element size, what its data-dependent index depends on, and
     whether it is at full level."""
 
@@ -160,18 +160,20 @@ class Access:
     store: bool = False
 
 
-def accesses(linear: LinearKernel, deps: Callable[[Node], frozenset[object]]) -> Iterator[Access]:
+def accesses(
+    linear: LinearKernel, deps: Callable[[Node], frozenset[object]]
+) -> Iterator[MemoryAccess]:
     """Every distinct load and every store."""
     inner = frozenset(linear.rvars)
     for n in walk(linear.roots()):
         if n.op == "load":
             args = n.args[:-1] if getattr(n.attr, "masked", False) else n.args
             data = frozenset().union(*(deps(a) for a in args))
-            yield Access(offset_of(n), n.dtype.nbytes, data, bool(deps(n) & inner))
+            yield MemoryAccess(offset_of(n), n.dtype.nbytes, data, bool(deps(n) & inner))
     for s in linear.stmts:
         if isinstance(s, Store):
             data = frozenset().union(*(deps(a) for a in s.index_args))
-            yield Access(s.index[0], linear.buffers[s.buf].dtype.nbytes, data, s.full, True)
+            yield MemoryAccess(s.index[0], linear.buffers[s.buf].dtype.nbytes, data, s.full, True)
 
 
 def _axis(
@@ -209,16 +211,18 @@ def _axis(
     return best[2], best[3]
 
 
-def _weight(a: Access, has_inner: bool) -> float:
+def _weight(a: MemoryAccess, has_inner: bool) -> float:
     """How much oftener than an outer access this one runs."""
     return 16.0 if a.full or not has_inner else 1.0
 
 
-def _scalar_cost(found: list[Access], has_inner: bool) -> float:
+def _scalar_cost(found: list[MemoryAccess], has_inner: bool) -> float:
     return sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
 
 
-def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inner: bool) -> float:
+def _axis_cost(
+    axis: Atom, inner: bool, found: list[MemoryAccess], lanes: int, has_inner: bool
+) -> float:
     """Relative time of a point when lanes run along axis."""
     n = bounds(extent(axis))[1]
     waste = 1.0

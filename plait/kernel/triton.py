@@ -21,7 +21,7 @@ from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.linear import LinearKernel, atom_expr, linearised
 from plait.kernel.target import Source
-from plait.kernel.triton_body import Writer
+from plait.kernel.triton_body import BodyWriter
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton_passes import without_picks
 from plait.kernel.triton_tiles import Tile, plan_tile
@@ -215,7 +215,7 @@ def emit_kernel(
     tile = tile or plan_tile(linear)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     wide = _is_wide(linear, tile)
-    writer = Writer(linear, tile, wide, names)
+    writer = BodyWriter(linear, tile, wide, names)
     lines = writer.write()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     lines = [f"{s} = {s}.to({'tl.int64' if wide else 'tl.int32'})" for s in names.values()] + lines

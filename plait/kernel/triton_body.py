@@ -43,7 +43,7 @@ LINE = 8
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
-class Writer:
+class BodyWriter:
     """Writes one kernel. wide: indices have 64 bits. Raises Unsupported for what Triton has no
     atomic for."""
 

@@ -76,7 +76,7 @@ def triton_function(name: str, text: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _kernel(library: str, name: str, checks: tuple[str, ...]) -> generated.Kernel:
+def _kernel(library: str, name: str, checks: tuple[str, ...]) -> generated.CpuKernel:
     split = [check.split(": ", 1) for check in checks]
     return generated.kernel(
         library, name, [(getattr(builtins, error), message) for error, message in split]

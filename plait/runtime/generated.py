@@ -38,7 +38,7 @@ _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it sa
 Checks = Sequence[tuple[type[Exception], str]]  # what a kernel that returns 1, 2, ... fails with
 
 
-class Kernel:
+class CpuKernel:
     """A kernel of a library: called with tensors and integers, it runs on their data pointers."""
 
     def __init__(self, function: Callable[..., int], name: str, checks: Checks = ()) -> None:
@@ -181,7 +181,7 @@ def _math_table() -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(NAMES))(*addresses)
 
 
-def kernel(library: Library, name: str, checks: Checks = ()) -> Kernel:
+def kernel(library: Library, name: str, checks: Checks = ()) -> CpuKernel:
     """Kernel `name` of a library. checks: errors of its run-time checks.
 
     Raises RuntimeError if it is not there."""
@@ -191,7 +191,7 @@ def kernel(library: Library, name: str, checks: Checks = ()) -> Kernel:
         raise RuntimeError(f"kernel {name} is not in library {library}") from None
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-    return Kernel(function, name, checks)
+    return CpuKernel(function, name, checks)
 
 
 # ----------------------------------------------------------------------------------------- the call

@@ -88,7 +88,7 @@ class Item:
     divisible: bool = False
 
 
-class _Reader:
+class _SignatureReader:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
@@ -156,7 +156,7 @@ class _Reader:
 
 def read_specialization(text: str) -> list[Item]:
     """The items of a specialization. Raises ValueError."""
-    reader = _Reader("".join(text.split()))
+    reader = _SignatureReader("".join(text.split()))
     found = [reader.item()] if reader.text else []
     while reader.at < len(reader.text):
         if not reader.take(","):
@@ -168,7 +168,7 @@ def read_specialization(text: str) -> list[Item]:
 def read_options(text: str) -> dict[str, Any]:
     """Options that are written as `num_warps=8;num_stages=2`."""
     return {
-        name: _Reader(value).value()
+        name: _SignatureReader(value).value()
         for name, _, value in (o.partition("=") for o in text.split(";") if o)
     }
 
@@ -466,7 +466,7 @@ def _read_arguments(fn: Any, text: str) -> tuple[dict[str, Any], dict[str, Any]]
     `*`."""
 
     def value(text: str) -> Any:
-        found = _Reader(text).value(pointers=True)
+        found = _SignatureReader(text).value(pointers=True)
         return _for_triton(found, fn)
 
     first, _, second = (f";{text};").partition(";*;")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
-from plait.schedule.axes import Access, choose_axes
+from plait.schedule.axes import AxisUse, choose_axes
 from plait.schedule.deps import (
     load_of,
     loop_outs,
@@ -92,17 +92,17 @@ class _KernelMaker:
         content = content_text(final.vars, final.rvars, stmts, grouping.args)
         return replace(grouping, name=names.new(words, content))
 
-    def _accesses(self) -> list[Access]:
+    def _accesses(self) -> list[AxisUse]:
         out = []
         for weight, touched in ((1, self.loads), (2, self.stores)):
             for name, index in touched:
                 b = self.buffers[name]
-                out.append(Access(flat_index(b, index), weight * b.dtype.nbytes))
+                out.append(AxisUse(flat_index(b, index), weight * b.dtype.nbytes))
         for m, facts in zip(self.group.members, self.facts, strict=True):
             for n in facts.indices:
-                out += (Access(e, 0) for e in m.at(index_exprs(n)))
+                out += (AxisUse(e, 0) for e in m.at(index_exprs(n)))
             if isinstance(m.loop, Scan):
-                out.append(Access(m.at(m.loop.vars)[m.loop.axis], 0))
+                out.append(AxisUse(m.at(m.loop.vars)[m.loop.axis], 0))
         return out
 
 

@@ -19,7 +19,7 @@ Env = dict[Atom, Size]
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AxisUse:
     """Something that depends on the variables: the linear address of a load or store, or an integer
     that a body computes (nbytes 0). nbytes: of an element; a store counts twice."""
 
@@ -44,7 +44,7 @@ def _atom(v: Expr) -> Atom:
 class _Table:
     """Accesses and how they depend on the current variables."""
 
-    def __init__(self, vars_: Sequence[Expr], accesses: Sequence[Access], hints: Hints) -> None:
+    def __init__(self, vars_: Sequence[Expr], accesses: Sequence[AxisUse], hints: Hints) -> None:
         self.hints = hints
         unique = dict.fromkeys(accesses)
         self.flats = [a.flat for a in unique]
@@ -132,7 +132,7 @@ def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
 def choose_axes(
     vars_: Sequence[Expr],
     rvars: Sequence[Expr],
-    accesses: Sequence[Access],
+    accesses: Sequence[AxisUse],
     ordered: bool,
     hints: Hints,
 ) -> Axes:

@@ -36,18 +36,18 @@ from plait.schedule.device import kind_of
 from plait.schedule.grouping import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
-MAX_SITES = 4  # places of one body where a producer is spliced in
+MAX_LOADS = 4  # places of one body where a producer is spliced in
 MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results
 FAR = 64  # ops
 COPY_COST = 1.0  # cycles of what hardly does more than move data
 
 
 @dataclass(slots=True)
-class _Reader:
-    """A loop that reads a producer. sites: its load nodes of that producer."""
+class _ReadingLoop:
+    """A loop that reads a producer. loads: its load nodes of that producer."""
 
     op: int
-    sites: list[Node]
+    loads: list[Node]
 
 
 class _Inliner:
@@ -57,7 +57,7 @@ class _Inliner:
         self.program, self.cfg, self.bodies = program, cfg, bodies
         self.ops: list[Op] = list(program.ops)
         self.buffers = dict(program.buffers)
-        self.readers: dict[str, list[_Reader]] = {}
+        self.readers: dict[str, list[_ReadingLoop]] = {}
         self.n_writers: dict[str, int] = {}
         # Inputs and constants are in memory all the time.
         given = (*program.constants, *(i for i in program.inputs if isinstance(i, str)))
@@ -79,11 +79,11 @@ class _Inliner:
         if loop is None:
             self.pinned.update(reads(op, self.bodies))
         else:
-            sites: dict[str, list[Node]] = {}
+            loads: dict[str, list[Node]] = {}
             for n in self.bodies.of(roots(loop)).loads:
-                sites.setdefault(load_of(n).buf, []).append(n)
-            for name, found in sites.items():
-                self.readers.setdefault(name, []).append(_Reader(k, found))
+                loads.setdefault(load_of(n).buf, []).append(n)
+            for name, found in loads.items():
+                self.readers.setdefault(name, []).append(_ReadingLoop(k, found))
         for name in defines(op):
             self.n_writers[name] = self.n_writers.get(name, 0) + 1
         for name in updates(op):
@@ -146,9 +146,9 @@ class _Inliner:
             return [r.op for r in allowed if self._is_copy(loop, facts, r)]
         return [r.op for r in allowed] if self._pays(k, loop, facts, readers) else []
 
-    def _may(self, k: int, facts: Facts, reader: _Reader) -> bool:
+    def _may(self, k: int, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether a loop can go into a reader at all."""
-        if facts.checks and any(load_of(n).masked for n in reader.sites):
+        if facts.checks and any(load_of(n).masked for n in reader.loads):
             return False
         if any(k < fence < reader.op for fence in self.fences):
             return False
@@ -167,9 +167,9 @@ class _Inliner:
         names = {load_of(n).buf for f in (facts, mine, *others) for n in f.loads}
         return len(names - spliced.keys()) - 1 <= self.cfg.max_fusion_reads
 
-    def _is_copy(self, loop: Pointwise, facts: Facts, reader: _Reader) -> bool:
+    def _is_copy(self, loop: Pointwise, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether reading around a buffer that exists anyway is no worse than reading it."""
-        if facts.cost > COPY_COST or len(facts.loads) > 1 or len(reader.sites) > 1:
+        if facts.cost > COPY_COST or len(facts.loads) > 1 or len(reader.loads) > 1:
             return False
         return self._read_nbytes(facts) <= self._nbytes(loop.out)
 
@@ -180,7 +180,7 @@ class _Inliner:
     def _nbytes(self, name: str) -> int:
         return buffer_nbytes(self.buffers[name], self.program.hints)
 
-    def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
+    def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_ReadingLoop]) -> bool:
         """Whether a loop that nobody needs in memory is better off inside all of its readers."""
         points = hint_numel(map(extent, loop.vars), self.program.hints)
         evaluated = sum(self._evaluations(r) for r in readers)
@@ -193,7 +193,7 @@ class _Inliner:
             return True
         repeated = evaluated - points
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
-        if repeated * facts.cost > budget or any(len(r.sites) > MAX_SITES for r in readers):
+        if repeated * facts.cost > budget or any(len(r.loads) > MAX_LOADS for r in readers):
             return False
         more = 0
         for r in readers:
@@ -213,10 +213,10 @@ class _Inliner:
         )
         return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
 
-    def _evaluations(self, reader: _Reader) -> int:
+    def _evaluations(self, reader: _ReadingLoop) -> int:
         loop = as_loop(self.ops[reader.op])
         assert loop is not None
-        return sum(evaluations(space(loop), n, self.program.hints) for n in reader.sites)
+        return sum(evaluations(space(loop), n, self.program.hints) for n in reader.loads)
 
 
 def _widens(n: Node) -> bool:

@@ -57,7 +57,7 @@ MERGED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Cut:
     """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the
     extent of the next, or 1 where that one stays."""
 
@@ -143,7 +143,7 @@ def _chunks(
     bodies: Bodies,
     hints: Hints,
     rows: Set[tuple[str, int]],
-) -> tuple[Reduction, Parts, bool] | None:
+) -> tuple[Reduction, Cut, bool] | None:
     """A reduction, perhaps over fewer axes, how it is cut, and whether for programs that walk rows,
     or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
@@ -184,7 +184,7 @@ def _chunks(
     return None if parts is None else (op, parts, False)
 
 
-def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints) -> Parts | None:
+def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints) -> Cut | None:
     """So many parts as programs walk the rows, or None where sums of columns are better made apart.
     row: points of one. Where no kernel walks them, parts are equal if they can be."""
     if op.kind != "sum" or op.body.dtype.nbytes < 4 or len(op.rvars) > 1:
@@ -196,7 +196,7 @@ def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints
     if isinstance(size, int):
         equal = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
         want = min(equal, key=lambda d: abs(d - want), default=want)
-    return Parts(0, want, ceildiv(size, want))
+    return Cut(0, want, ceildiv(size, want))
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -225,8 +225,8 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
 
 def _cut(
     op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, int], hints: Hints
-) -> Parts | None:
-    """Parts with about `want` partial results for a result, each beginning at a multiple of
+) -> Cut | None:
+    """Cut with about `want` partial results for a result, each beginning at a multiple of
     `aligned` points. Across memory, where what is summed may be stored on the way, equal parts
     matter more. near: how many times fewer or more such parts may be."""
     fewer, more = near
@@ -238,7 +238,7 @@ def _cut(
         if n > more * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
             break
         whole, want = whole + 1, -(-want // max(n, 1))
-    kept = Parts(whole) if hint_numel(sizes[:whole], hints) > 1 else None
+    kept = Cut(whole) if hint_numel(sizes[:whole], hints) > 1 else None
     size = sizes[whole]
     if want < 2 or not isinstance(size, int) or (position and whole):
         return kept
@@ -250,14 +250,14 @@ def _cut(
     exact = [d for d in counts if size % d == 0]
     even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
-        return Parts(whole, even[0], size // even[0])
+        return Cut(whole, even[0], size // even[0])
     if not along and kept is not None and want <= 4:
         return kept
     if op.kind in MERGED and size > want:
         rest = -(-size // want)
         rest = -(-rest // aligned) * aligned if last else rest
-        return Parts(whole, -(-size // rest), rest) if rest < size else kept
-    return Parts(whole, exact[0], size // exact[0]) if exact else kept
+        return Cut(whole, -(-size // rest), rest) if rest < size else kept
+    return Cut(whole, exact[0], size // exact[0]) if exact else kept
 
 
 def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> bool:
@@ -276,9 +276,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
 class _Split:
     """One reduction in two stages. Partial results have the axes of chunks first."""
 
-    def __init__(
-        self, op: Reduction, parts: Parts, buffers: dict[str, Buffer], hints: Hints
-    ) -> None:
+    def __init__(self, op: Reduction, parts: Cut, buffers: dict[str, Buffer], hints: Hints) -> None:
         self.op, self.parts, self.buffers = op, parts, buffers
         sizes = tuple(extent(v) for v in op.rvars)
         self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]

@@ -34,7 +34,7 @@ def verify_plan(plan: Plan) -> None:
             names.add(step.name)
             _check_parts(step)
             for nest in step.nests:
-                _Kernel(nest, plan).run()
+                _KernelVerifier(nest, plan).run()
         read, made = touched(step)
         known.update(made)
         for name in (*read, *made):
@@ -57,7 +57,7 @@ def verify_plan(plan: Plan) -> None:
 
 def _check_layouts(names: Iterable[str], plan: Plan, where: str) -> None:
     """What anything but a kernel sees of a buffer was settled before the schedule, which may choose
-    no other layout; kernels see what the plan says (see _Kernel.run)."""
+    no other layout; kernels see what the plan says (see _KernelVerifier.run)."""
     for name in names:
         new, old = plan.buffers[name], plan.program.buffers[name]
         if (new.dtype, new.shape, new.strides, new.device) != (
@@ -96,7 +96,7 @@ def _check_parts(kernel: Kernel) -> None:
                 raise InternalError(f"{p.name} loads {min(both)}, which {q.name} makes beside it")
 
 
-class _Kernel:
+class _KernelVerifier:
     """The contract of one kernel (see plan.Kernel)."""
 
     def __init__(self, kernel: Kernel, plan: Plan) -> None:

@@ -161,15 +161,15 @@ def _again(recorded: Path, out: Path) -> None:
             text, torch.load(tensors, weights_only=True) if tensors.is_file() else {}
         )
         captured = replace(captured, name=recorded.name)
-        program, parts = compile_texts(captured, cfg.with_options({"debug_dir": str(out)}))
+        program, artifacts = compile_texts(captured, cfg.with_options({"debug_dir": str(out)}))
     except (PlaitError, ValueError) as error:
         (target / "1_error.txt").write_text(f"{type(error).__name__}: {error}\n")
         return
     (target / "7_native.txt").write_text("\n".join(re.findall(".{1,64}", encode(program).hex())))
     (target / "7_program.cpp").write_text(make_cpp(program))
-    if "cuda" in parts.sources and find_spec("triton") is None:
+    if "cuda" in artifacts.sources and find_spec("triton") is None:
         return  # an FX graph holds a GPU's kernels as Triton's functions
-    unbuilt = replace(parts, libraries={"cpu": "kernels.so"})
+    unbuilt = replace(artifacts, libraries={"cpu": "kernels.so"})
     (target / "7_graph.py").write_text(make_fx(program, unbuilt).code)
 
 

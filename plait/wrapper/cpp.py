@@ -27,7 +27,7 @@ from plait.runtime.toolchain import ToolchainMissing, find_toolchain
 from plait.runtime.trust import Library
 from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode, encode_numbered
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.text import line
 from plait.wrapper.walk import operands, symbols, used
 
@@ -57,15 +57,17 @@ _MEMORY = (
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
 
 
-def load_cpp(program: ins.WrapperProgram, parts: Parts) -> Program:
+def load_cpp(program: ins.WrapperProgram, artifacts: Artifacts) -> Program:
     """The program, built or found in the cache. Where no compiler works, the executor runs its
     plan, with a warning."""
     built = None
     try:
-        built = build_cpp(make_cpp(program), parts.cfg, (ENTRY,))
+        built = build_cpp(make_cpp(program), artifacts.cfg, (ENTRY,))
     except ToolchainMissing as missing:
         warn_once(f"plait runs programs without making C++ of them: {missing.line}")
-    return load(encode(program), parts.libraries, parts.constants, parts.callables, built)
+    return load(
+        encode(program), artifacts.libraries, artifacts.constants, artifacts.callables, built
+    )
 
 
 def build_cpp(source: str, cfg: Config, symbols: Collection[str] = ()) -> Library:

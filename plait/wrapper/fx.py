@@ -1,7 +1,7 @@
 """The FX target: a wrapper program as a `torch.fx.GraphModule` of public parts, for compilers out
 of tree to consume.
 
-In: a `WrapperProgram` and its `Parts`. Out: a module that runs by calling it under no_grad;
+In: a `WrapperProgram` and its `Artifacts`. Out: a module that runs by calling it under no_grad;
 docs/fx.md says what its nodes mean. Memory is plain tensors that die after their last use, as in
 every FX graph: an arena, a Free and a kernel's definition leave no node. `load_fx` runs the module,
 or what a compiler makes of it, behind the interface of the native program.
@@ -37,7 +37,7 @@ from plait.runtime.functions import FUNCTIONS
 from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_function
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import Loaded, Parts, promises
+from plait.wrapper.program import Artifacts, Loaded, promises
 from plait.wrapper.walk import forks, input_sizes, sizes, used
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "
 
 
 def load_fx(
-    program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler | None = None
+    program: ins.WrapperProgram, artifacts: Artifacts, compiler: GraphCompiler | None = None
 ) -> Loaded:
     """The program as a callable. compiler: makes a callable of the graph; None: the graph itself
     runs.
@@ -60,8 +60,8 @@ def load_fx(
     Raises RuntimeError if a library lacks a kernel."""
     for i in program.body:
         if isinstance(i, ins.DefineKernel) and i.device == "cpu":
-            generated.kernel(parts.libraries["cpu"], i.name)  # the file may be gone later
-    module = make_fx(program, parts)
+            generated.kernel(artifacts.libraries["cpu"], i.name)  # the file may be gone later
+    module = make_fx(program, artifacts)
     return FxProgram(program, module, boxed(module) if compiler is None else compiler(module))
 
 
@@ -146,14 +146,16 @@ def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
     return run
 
 
-def make_fx(program: ins.WrapperProgram, parts: Parts) -> GraphModule:
+def make_fx(program: ins.WrapperProgram, artifacts: Artifacts) -> GraphModule:
     """The graph of a program; every node has its fake value in meta['val'] where that is known."""
-    return _made(program, parts)[0]
+    return _made(program, artifacts)[0]
 
 
-def fx_lines(program: ins.WrapperProgram, parts: Parts) -> list[tuple[ins.Instr, list[str]]]:
+def fx_lines(
+    program: ins.WrapperProgram, artifacts: Artifacts
+) -> list[tuple[ins.Instr, list[str]]]:
     """Every instruction with the lines of the graph's code that it becomes."""
-    module, ends = _made(program, parts)
+    module, ends = _made(program, artifacts)
     code = [s.strip().partition(";  ")[0] for s in module.code.splitlines()]
     lines = {"output" if s.startswith("return") else s.partition(" = ")[0]: s for s in code}
     nodes = [n for n in module.graph.nodes if n.op != "placeholder"]
@@ -164,9 +166,9 @@ def fx_lines(program: ins.WrapperProgram, parts: Parts) -> list[tuple[ins.Instr,
     ]
 
 
-def _made(program: ins.WrapperProgram, parts: Parts) -> tuple[GraphModule, list[int]]:
+def _made(program: ins.WrapperProgram, artifacts: Artifacts) -> tuple[GraphModule, list[int]]:
     """The graph, and how many nodes there were, inputs not counted, after each instruction."""
-    maker, ends = _Maker(program, parts), []
+    maker, ends = _Maker(program, artifacts), []
     with maker.fakes.active():
         for i in program.inputs:
             maker.input(i)
@@ -207,8 +209,8 @@ Arg = Any
 class _Maker:
     """The graph so far. env: what tensors and symbols are; a symbol may be a plain int."""
 
-    def __init__(self, program: ins.WrapperProgram, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, program: ins.WrapperProgram, artifacts: Artifacts) -> None:
+        self.artifacts = artifacts
         self.root = torch.nn.Module()
         self.graph = Graph(tracer_cls=_Retracer)
         self.fakes = compat.Fakes()
@@ -219,7 +221,10 @@ class _Maker:
         self.promised: dict[str, torch.dtype] = {}  # of results that have no fake value
         self.kernels: dict[str, ins.DefineKernel] = {}
         self.jobs = {
-            job.name: job for kind, s in parts.sources.items() if kind != "cpu" for job in s.units
+            job.name: job
+            for kind, s in artifacts.sources.items()
+            if kind != "cpu"
+            for job in s.units
         }
         self.meta: dict[str, Any] = {}  # of the nodes that follow
         self.gpu = ""  # the current one, where the program has chosen one
@@ -277,7 +282,7 @@ class _Maker:
         """The SymInt of a symbol."""
         if a.name not in self.symbols:
             self.symbols[a.name] = self.fakes.symbol(
-                a.name, a.lo, a.hi, self.parts.hints.get(a.name)
+                a.name, a.lo, a.hi, self.artifacts.hints.get(a.name)
             )
         return self.symbols[a.name]
 
@@ -458,7 +463,7 @@ class _Maker:
         return sz.symbol(symbol)
 
     def constant(self, i: ins.Constant) -> None:
-        tensor, name = self.parts.constants[i.index], f"constant{i.index}"
+        tensor, name = self.artifacts.constants[i.index], f"constant{i.index}"
         self.root.register_buffer(name, tensor)
         node = self.env[i.name] = self.graph.create_node("get_attr", name, name=i.name)
         if tensor.layout == torch.strided:
@@ -479,7 +484,7 @@ class _Maker:
         if checks := self.kernels[i.kernel].checks:
             more["checks"] = [f"{c.error}: {c.message}" for c in checks]
         args = (
-            str(self.parts.libraries["cpu"]),
+            str(self.artifacts.libraries["cpu"]),
             i.kernel,
             reads,
             writes,
@@ -543,7 +548,7 @@ class _Maker:
             self.env[one] = node
 
     def python(self, i: ins.CallPython) -> None:
-        function = self.parts.callables[i.index]
+        function = self.artifacts.callables[i.index]
         args, kwargs = self.arguments(i)
         if isinstance(function, PythonCall) and str(function.op) in _CONTROL_FLOW:
             node = self.call(

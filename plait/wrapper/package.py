@@ -135,7 +135,7 @@ class Contents:
     fixed: tuple[tuple[int, str, Any], ...] = ()
 
 
-class Writer:
+class PackageWriter:
     """A file that becomes a package at path: `finish` puts it in the place of what is there. `with`
     cleans up.
 
@@ -160,7 +160,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1)
         self._ahead = self._thread.submit(_native.write, self._file, _PAGE, self._ahead_of_rest())
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> PackageWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

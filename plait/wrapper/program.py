@@ -60,7 +60,7 @@ class CompileRecord:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Artifacts:
     """What stands beside a program's instructions. libraries: files of built kernels; sources:
     their text, by kind of device. constants, callables: the tables that the program numbers. hints:
     what symbols were in the example. cfg: what else is built is built by."""
@@ -83,7 +83,7 @@ class Loaded(Protocol):
     def boxed(self) -> Callable[[list[object]], tuple[object, ...]]: ...
 
 
-Target = Callable[[WrapperProgram, Parts], Loaded]
+Target = Callable[[WrapperProgram, Artifacts], Loaded]
 """Turns a verified program into something that runs."""
 
 

@@ -19,7 +19,7 @@ from plait.wrapper import passes
 from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
-from plait.wrapper.program import Parts
+from plait.wrapper.program import Artifacts
 from plait.wrapper.python import python_lines
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
@@ -99,7 +99,7 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print, print])
+    beside = Artifacts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print, print])
     shown: dict[type, tuple[ins.Instr, list[str], list[str], list[str]]] = {}
     for (i, python), (_, cpp), (_, fx) in zip(
         python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True

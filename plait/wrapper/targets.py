@@ -10,23 +10,23 @@ from plait.runtime.load import load
 from plait.wrapper.cpp import load_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.program import Loaded, Parts, Target
+from plait.wrapper.program import Artifacts, Loaded, Target
 from plait.wrapper.python import load_python, make_python
 
 
-def _native(program: WrapperProgram, parts: Parts) -> Loaded:
-    return load(encode(program), parts.libraries, parts.constants, parts.callables)
+def _native(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
+    return load(encode(program), artifacts.libraries, artifacts.constants, artifacts.callables)
 
 
-def _python(program: WrapperProgram, parts: Parts) -> Loaded:
-    source = make_python(program, parts.libraries)
-    return load_python(source, parts.libraries, parts.constants, parts.callables)
+def _python(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
+    source = make_python(program, artifacts.libraries)
+    return load_python(source, artifacts.libraries, artifacts.constants, artifacts.callables)
 
 
-def _fx(program: WrapperProgram, parts: Parts) -> Loaded:
+def _fx(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
     from plait.wrapper.fx import load_fx  # defines operators, which takes 20 ms
 
-    return load_fx(program, parts)
+    return load_fx(program, artifacts)
 
 
 TARGETS: dict[str, Target] = {"native": _native, "python": _python, "cpp": load_cpp, "fx": _fx}

@@ -14,8 +14,8 @@ from typing import Any, assert_never
 
 from plait.ir.sizes import Expr, Size
 from plait.ir.symtext import (
-    Reader,
     Scope,
+    SymbolReader,
     TextError,
     check_text,
     is_variable,
@@ -89,7 +89,7 @@ _DEFAULTS: dict[type, dict[str, object]] = {
 
 def text(p: ins.WrapperProgram) -> str:
     """The program as text, symbols declared first."""
-    w = _Writer()
+    w = _ProgramWriter()
     for e in (
         *(e for i in p.inputs for e in input_sizes(i)),
         *(e for i in p.body for e in sizes(i)),
@@ -109,17 +109,17 @@ def text(p: ins.WrapperProgram) -> str:
 
 def line(i: ins.Instr | ins.Input) -> str:
     """One instruction as text, for messages and dumps; symbols are not declared."""
-    return _Writer().line(i)
+    return _ProgramWriter().line(i)
 
 
 def read(source: str) -> ins.WrapperProgram:
     """The program that a text describes. Raises TextError (or SyntaxError) where it describes
     none."""
-    return _Reader().program(ast.parse(source))
+    return _ProgramReader().program(ast.parse(source))
 
 
 # ------------------------------------------------------------------------------------------ writing
-class _Writer:
+class _ProgramWriter:
     def __init__(self) -> None:
         self.scope = Scope()
 
@@ -213,9 +213,9 @@ class _Writer:
 
 
 # ------------------------------------------------------------------------------------------ reading
-class _Reader:
+class _ProgramReader:
     def __init__(self) -> None:
-        self.symbols = Reader()
+        self.symbols = SymbolReader()
 
     def program(self, tree: ast.Module) -> ins.WrapperProgram:
         if not tree.body:

@@ -204,9 +204,9 @@ def planned(fn: Callable[..., Any], args: Sequence[Tensor]) -> Plan:
         return out if isinstance(out, tuple) else (out,)
 
     functional = torch.func.functionalize(flat)
-    graph = make_fx(functional, compat.decomposition_table(), "fake", _allow_non_fake_inputs=True)(
-        *host
-    )
+    graph = make_fx(
+        functional, compat.decompositions.decomposition_table(), "fake", _allow_non_fake_inputs=True
+    )(*host)
     cfg = Config()
     captured = clean_graph(Captured(graph, "bench", "inference"), cfg)
     program = lower_graph(captured, cfg).program

@@ -244,7 +244,7 @@ def _spent(captured: Captured) -> set[str]:
     if captured.kind != "backward":
         return set()
     given = captured.graph.graph.find_nodes(op="placeholder")
-    tangents = [k for k, n in enumerate(given) if compat.is_tangent(n)]
+    tangents = [k for k, n in enumerate(given) if compat.autograd.is_tangent(n)]
     return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
 
 

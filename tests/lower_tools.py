@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from plait.compat import kept_whole
+from plait.compat.decompositions import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.ir.loops import Extern

@@ -181,7 +181,7 @@ def compiled(
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         partition_fn=functools.partial(partition, config),
-        decompositions=compat.decomposition_table(),
+        decompositions=compat.decompositions.decomposition_table(),
         keep_inference_input_mutations=True,
         dynamic=dynamic,
     )

@@ -66,7 +66,7 @@ _WITHOUT_A_DRIVER = {
 
 def skip(items: list[pytest.Item]) -> None:
     """Marks the tests that this torch cannot run, with the reason."""
-    known = dict(_OLDER) if compat.BEFORE_2_13 else {}
+    known = dict(_OLDER) if compat.versions.BEFORE_2_13 else {}
     if torch.version.cuda is not None and not torch.cuda.is_available():
         known |= _WITHOUT_A_DRIVER
     for item in items if known else ():

@@ -48,7 +48,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def turned(fn: Callable[..., Any], *args: Tensor) -> tuple[GraphModule, int]:
     """The graph of fn after the pass, whose results are checked, layouts included."""
-    gm = make_fx(torch.func.functionalize(fn), compat.decomposition_table(), "fake")(*args)
+    gm = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table(), "fake")(
+        *args
+    )
     n = memory_format.channels_last(gm)
     gm.graph.lint()
     gm.recompile()

@@ -77,7 +77,9 @@ def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def record(fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode) -> CompileRecord:
     with mode, torch.no_grad():
-        graph = make_fx(torch.func.functionalize(fn), compat.decomposition_table())(*args)
+        graph = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table())(
+            *args
+        )
     cfg = Config(gpu_arch="sm_90", verify=True)
     return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
 
@@ -547,7 +549,7 @@ def test_log_softmax_is_made_again_from_its_input() -> None:
         return [loss, aten._log_softmax_backward_data(dp, p, 1, torch.float32), None]
 
     given = [[logits, target], [torch.tensor(3.0)]]
-    traced = make_fx(joint, compat.decomposition_table(), "fake")(*given)
+    traced = make_fx(joint, compat.decompositions.decomposition_table(), "fake")(*given)
     with on_gpu(traced):
         forward, backward = partition(Config(), traced, given, num_fwd_outputs=1)
     loss, *saved = forward(logits, target)

@@ -47,7 +47,7 @@ def test_unknown_option_through_torch_compile() -> None:
 
 
 def test_errors_through_torch_keep_class_and_fields() -> None:
-    from plait.compat import through_dynamo
+    from plait.compat.errors import through_dynamo
 
     for error in (InputError("a", where="b:1", hint="c"), ToolchainError("a"), InternalError("a")):
         passed = through_dynamo(error)

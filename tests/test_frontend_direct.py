@@ -344,18 +344,18 @@ def test_fake_first_call_is_wrapped() -> None:
         grad_enabled_mutation = None
 
     gm = torch.fx.symbolic_trace(lambda x: -x)
-    assert compat.wrapper_reason(gm, Meta()) == ""
+    assert compat.autograd.wrapper_reason(gm, Meta()) == ""
     for name in ("tokens", "is_rng_op_functionalized", "num_intermediate_bases"):
         changed = Meta()
         setattr(changed, name, 1)
-        assert compat.wrapper_reason(gm, changed) != "", name
+        assert compat.autograd.wrapper_reason(gm, changed) != "", name
     changed = Meta()
     changed.grad_enabled_mutation = False  # type: ignore[assignment]
-    assert compat.wrapper_reason(gm, changed) == "the graph switches grad mode"
+    assert compat.autograd.wrapper_reason(gm, changed) == "the graph switches grad mode"
     context = TracingContext(None)
     context.fakify_first_call = True
     with torch._guards.tracing(context):
-        assert compat.wrapper_reason(gm, Meta()) == "the first call is fake"
+        assert compat.autograd.wrapper_reason(gm, Meta()) == "the first call is fake"
 
 
 def test_deduplicated_inputs() -> None:

@@ -40,10 +40,10 @@ def late(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @WRAPPERS
 def test_work_runs_on_its_stream(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "CALLERS_STREAM", CALLERS)  # torch 2.11 has no name for it
+    monkeypatch.setattr(compat.streams, "CALLERS_STREAM", CALLERS)  # torch 2.11 has no name for it
     with FakeTensorMode(), torch.no_grad():
         given = [torch.empty(64, 64, device=CUDA) for _ in range(2)]
-        graph = make_fx(late, compat.decomposition_table())(*given)
+        graph = make_fx(late, compat.decompositions.decomposition_table())(*given)
     for node in graph.graph.nodes:
         if node.name in ("mul", "sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}
@@ -74,7 +74,7 @@ def test_work_runs_on_its_stream(wrapper: str, monkeypatch: pytest.MonkeyPatch) 
 def test_the_callers_stream_comes_back_after_an_error(
     wrapper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "CALLERS_STREAM", CALLERS)
+    monkeypatch.setattr(compat.streams, "CALLERS_STREAM", CALLERS)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x.sin() @ x
@@ -82,7 +82,9 @@ def test_the_callers_stream_comes_back_after_an_error(
         return y
 
     with FakeTensorMode(), torch.no_grad():
-        graph = make_fx(fn, compat.decomposition_table())(torch.empty(8, 8, device=CUDA))
+        graph = make_fx(fn, compat.decompositions.decomposition_table())(
+            torch.empty(8, 8, device=CUDA)
+        )
     for node in graph.graph.nodes:
         if node.name in ("sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}

@@ -56,7 +56,7 @@ def lowered(
             fn,
             fw_compiler=compiler,
             inference_compiler=compiler,
-            decompositions=compat.decomposition_table(),
+            decompositions=compat.decompositions.decomposition_table(),
             keep_inference_input_mutations=True,
             dynamic=dynamic,
         )(*inputs)
@@ -689,7 +689,7 @@ def test_origins_name_the_users_line() -> None:
             found.append(lower_graph(Captured(g, "t", "inference"), Config()))
             return g.forward
 
-        return compat.aot_compile(
+        return compat.tracing.aot_compile(
             gm,
             inputs,
             forward=compiler,

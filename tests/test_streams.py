@@ -46,12 +46,14 @@ from tests.test_cuda_programs import compile_only, of, pipeline  # noqa: F401
 
 streams = torch.ops.streams
 aten = torch.ops.aten
-ours = pytest.mark.skipif(compat.CALLERS_STREAM is None, reason="this torch runs all on one stream")
+ours = pytest.mark.skipif(
+    compat.streams.CALLERS_STREAM is None, reason="this torch runs all on one stream"
+)
 
 
 def graph_of(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> GraphModule:
     with FakeTensorMode(), torch.no_grad():
-        return make_fx(fn, compat.decomposition_table())(*map(torch.empty, shapes))
+        return make_fx(fn, compat.decompositions.decomposition_table())(*map(torch.empty, shapes))
 
 
 def compiled(graph: GraphModule) -> CompileRecord:
@@ -244,7 +246,9 @@ def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
         return x.cpu()
 
     with FakeTensorMode(), torch.no_grad():
-        graph = make_fx(fn, compat.decomposition_table())(torch.empty(8, device="cuda"))
+        graph = make_fx(fn, compat.decompositions.decomposition_table())(
+            torch.empty(8, device="cuda")
+        )
     order_streams(on(graph, 1, "fill", "_to_copy"))
     calls = [n.name for n in graph.graph.nodes if n.op == "call_function"]
     assert calls == ["fork_default", "fill", "_to_copy", "fork_default_1"]
@@ -255,21 +259,21 @@ def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Named("a stream")
     alive = weakref.ref(stream)
     monkeypatch.setitem(graph_bytecode_inputs.index_to_external_object_weakref, 9, alive)
-    monkeypatch.setattr(compat, "BEFORE_2_13", True)
-    monkeypatch.setattr(compat, "_streams", {})
+    monkeypatch.setattr(compat.streams, "BEFORE_2_13", True)
+    monkeypatch.setattr(compat.streams, "_streams", {})
     graph = graph_of(lambda x: x.sin(), (8,))
     order_streams(graph)
-    assert stream not in compat._streams.values()
+    assert stream not in compat.streams._streams.values()
     order_streams(on(graph, 1, "sin"))
     del stream
     assert alive() is not None
-    compat._streams.clear()
-    monkeypatch.setattr(compat, "BEFORE_2_13", False)
+    compat.streams._streams.clear()
+    monkeypatch.setattr(compat.streams, "BEFORE_2_13", False)
     order_streams(on(graph_of(lambda x: x.sin(), (8,)), 1, "sin"))
     assert alive() is None
 
 
-@pytest.mark.skipif(compat.BEFORE_2_13, reason="this torch needs its streams to live")
+@pytest.mark.skipif(compat.versions.BEFORE_2_13, reason="this torch needs its streams to live")
 @pytest.mark.parametrize("kind", [torch.Stream, torch.Event])
 def test_a_weak_reference_to_a_stream_may_outlive_it(kind: type) -> None:
     """What compat takes for true of torch's own types."""
@@ -288,7 +292,7 @@ def test_torch_that_loses_waits_runs_all_on_one_stream(
     compile_only: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "CALLERS_STREAM", None)
+    monkeypatch.setattr(compat.streams, "CALLERS_STREAM", None)
     p = compiled(on(graph_of(prefetch, (64, 64), (64, 64)), 1, "mul", "sin")).wrapper
     fences = [n for n in names_of(p) if n.startswith("streams::")]
     assert fences == [

@@ -374,7 +374,7 @@ def gpu_graphs(compile_only: None, monkeypatch: pytest.MonkeyPatch) -> list[Grap
 
 
 def launches(module: GraphModule) -> list[Node]:
-    launch, _ = compat.triton_operator()
+    launch, _ = compat.tracing.triton_operator()
     return [n for n in module.graph.nodes if n.target is launch]
 
 
@@ -384,7 +384,7 @@ def test_triton_kernels_are_in_the_graph(gpu_graphs: list[GraphModule]) -> None:
         lambda x, w: F.layer_norm(F.gelu(x + w), (128,), w).sum(0), x, w, mode=mode
     ).kernel_source
     (module,) = gpu_graphs
-    _, table = compat.triton_operator()
+    _, table = compat.tracing.triton_operator()
     found = launches(module)
     assert len(found) >= 2 and launches(cleaned(module)) == found
     for node in found:
@@ -441,7 +441,7 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     order = [n.args[0] for n in module.graph.nodes if n.target is torch.cuda.set_device]
     before = next(n for n in module.graph.nodes if n.target is torch.cuda.current_device)
     assert order == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), before]
-    _, table = compat.triton_operator()
+    _, table = compat.tracing.triton_operator()
     options = table.get_constant_args(launches(module)[0].kwargs["constant_args_idx"])
     of_checks = {"debug": True, "sanitize_overflow": False}
     assert options == {"num_warps": 8, "num_stages": 1, "enable_reflect_ftz": False, **of_checks}

@@ -102,8 +102,12 @@ def _loses_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
 
 def _owners(results: Sequence[Any], inputs: Sequence[Any]) -> list[int | None]:
     """The input in whose memory each result lies."""
-    owners = {compat.storage_of(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
-    return [owners.get(compat.storage_of(x)) if _is_dense(x) else None for x in results]
+    owners = {
+        compat.tracing.storage_of(x): k
+        for k, x in reversed(list(enumerate(inputs)))
+        if _is_dense(x)
+    }
+    return [owners.get(compat.tracing.storage_of(x)) if _is_dense(x) else None for x in results]
 
 
 def _is_dense(x: Any) -> bool:

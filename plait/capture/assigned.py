@@ -89,10 +89,10 @@ class Holding:
     def write(self, results: Sequence[Any]) -> list[Any]:
         """Copies what was assigned to where it belongs. Gives the results: those in memory that is
         written lie in one copy of it, as they lay there."""
-        copies = {compat.storage_of(old): (old, old.clone()) for old, _ in self._new}
+        copies = {compat.tracing.storage_of(old): (old, old.clone()) for old, _ in self._new}
 
         def kept(x: Any) -> Any:
-            pair = copies.get(compat.storage_of(x)) if isinstance(x, torch.Tensor) else None
+            pair = copies.get(compat.tracing.storage_of(x)) if isinstance(x, torch.Tensor) else None
             return x if pair is None else _moved(x, *pair)
 
         results = [kept(x) for x in results]

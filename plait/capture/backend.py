@@ -60,16 +60,19 @@ def plait_backend(
         if any(
             isinstance(x, (list, tuple, dict)) for x in example_inputs
         ):  # compiled autograd's graphs
-            return compat.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
+            return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
         return _compile(cfg, target, gm, example_inputs)
     except PlaitError as error:
-        raise compat.through_dynamo(error) from error.__cause__
+        raise compat.errors.through_dynamo(error) from error.__cause__
     except _native.LoadError as error:  # from a callable around a program
-        raise compat.through_dynamo(InternalError(str(error))) from error
+        raise compat.errors.through_dynamo(InternalError(str(error))) from error
 
 
 def _compile(
-    cfg: Config, target: Target | None, gm: compat.DynamoGraph, example_inputs: Sequence[Any]
+    cfg: Config,
+    target: Target | None,
+    gm: compat.tracing.DynamoGraph,
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     one = _OneGraph(cfg, target, len(example_inputs))
     return ladder.descend(
@@ -110,19 +113,21 @@ class _OneGraph:
         self.program, self.direct, self.training, self.taken = None, DirectGraph(), None, taken
         return self
 
-    def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(
+        self, gm: compat.tracing.DynamoGraph, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             check_writes(gm)  # on the graph as it came
             simplify_masks(gm)
             self.dynamo_views = dynamo_views(gm)
-        compat.see_other_types(view_like)
+        compat.tracing.see_other_types(view_like)
         with early_changes, mended_tracing, index_by_found(gm):
-            wrapped = compat.aot_compile(
+            wrapped = compat.tracing.aot_compile(
                 gm,
                 example_inputs,
                 forward=self.forward,
-                backward=compat.untraced(self.backward),
+                backward=compat.tracing.untraced(self.backward),
                 inference=self.inference,
                 partition=self.partition,
             )
@@ -148,7 +153,7 @@ class _OneGraph:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.training is not None, "AOTAutograd partitions before it compiles"
-        donated = compat.donated_input_indices(compat.forward_metadata())
+        donated = compat.autograd.donated_input_indices(compat.autograd.forward_metadata())
         return self.training.backward(gm, donated).boxed
 
     def _first(
@@ -160,13 +165,13 @@ class _OneGraph:
     ) -> Callable[..., Any]:
         """Compiles what a call runs first, the inference or the forward graph."""
         self.kind = kind
-        meta = compat.forward_metadata()
+        meta = compat.autograd.forward_metadata()
         same = len(inputs) == self.n_inputs
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
         views = input_views(meta, self.dynamo_views, inputs) if same else {}
         made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native, views)
         # Behind the wrapper, the wrapper itself bumps versions.
-        bumped = () if made.reason else compat.bumped_input_indices(meta)
+        bumped = () if made.reason else compat.autograd.bumped_input_indices(meta)
         n_results = meta.num_forward if kind == "forward" else None
         self.program = self._program(
             gm,

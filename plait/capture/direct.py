@@ -39,10 +39,10 @@ class DirectGraph:
         """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the
         caller knows. native: its program will be a native one. views: the outputs that are views of
         inputs."""
-        self.reason = reason or compat.wrapper_reason(gm, meta)
+        self.reason = reason or compat.autograd.wrapper_reason(gm, meta)
         if self.reason:
             return
-        todo = _with_offsets(gm, compat.epilogue(meta), views)
+        todo = _with_offsets(gm, compat.autograd.epilogue(meta), views)
         if todo is None:
             self.reason = "a view of an input that its sizes and strides do not describe"
             return
@@ -79,8 +79,8 @@ def _namespace(target: Any) -> str:
 
 
 def _with_offsets(
-    gm: GraphModule, todo: compat.Epilogue, views: Mapping[int, InputView]
-) -> compat.Epilogue | None:
+    gm: GraphModule, todo: compat.autograd.Epilogue, views: Mapping[int, InputView]
+) -> compat.autograd.Epilogue | None:
     """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to
     make a view."""
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]

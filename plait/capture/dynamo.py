@@ -72,7 +72,7 @@ def specialise(names: Sequence[str]) -> Specialised | None:
     env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     if env is None or env.frozen or _is_last_compile():
         return None
-    backed = compat.backed_values(env)
+    backed = compat.tracing.backed_values(env)
     found = {s.name: s for s in backed if isinstance(backed[s], int | sympy.Integer)}
     open_names = [n for n in names if n in found and not env.replace(found[n]).is_number]
     fixed = _said_to_vary(context, env)

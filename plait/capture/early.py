@@ -62,7 +62,7 @@ def _set_kernels(op: Any, kernels: Kernels) -> None:
 
 def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
     kernels = whole(op, kernels)
-    around = compat.CHECKS.get(op)
+    around = compat.decompositions.CHECKS.get(op)
     if around is None:
         return kernels
     return {key: around(k) if key in _EARLY else k for key, k in kernels.items()}

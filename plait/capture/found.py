@@ -226,7 +226,7 @@ def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_fi
 
 _shapes = fake_impls.op_implementations_dict
 _shapes[aten._pack_padded_sequence.default] = _packed
-if compat.BEFORE_2_13:
+if compat.versions.BEFORE_2_13:
     for _op in (
         aten.bincount.default,
         aten._unique2.default,

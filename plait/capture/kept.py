@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from torch.nn import Module
 
 from plait.capture.owners import held
-from plait.compat import is_stand_in
+from plait.compat.tracing import is_stand_in
 
 _ABSENT = object()
 _STATE = ("_parameters", "_buffers", "_modules")

@@ -122,7 +122,7 @@ def _tell(log: PassLog, step: Fallback) -> None:
 
 # ------------------------------------------------------------------------------ graphs by eager
 def whole_graph(
-    gm: compat.DynamoGraph, name: str, kind: GraphKind, taken: Steps
+    gm: compat.tracing.DynamoGraph, name: str, kind: GraphKind, taken: Steps
 ) -> Callable[..., Any]:
     """Dynamo's graph as the callable that Dynamo gets: autograd differentiates what it does."""
     if not isinstance(gm, GraphModule):

@@ -94,7 +94,7 @@ class NotingLayouts(IndexByFound):
 
 def _memory(tree: Any) -> set[int]:
     tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-    return {compat.storage_of(x) for x in tensors if x.layout == torch.strided}
+    return {compat.tracing.storage_of(x) for x in tensors if x.layout == torch.strided}
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:

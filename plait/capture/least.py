@@ -45,7 +45,7 @@ def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
     env = next((e for e in map(shape_env_of, given) if e is not None), None)
     if env is None:
         return facts
-    hints = {s: sympy.sympify(n) for s, n in compat.backed_values(env).items()}
+    hints = {s: sympy.sympify(n) for s, n in compat.tracing.backed_values(env).items()}
     integers = {x.node.expr for x in given if isinstance(x, torch.SymInt)}
     bounds = dict(facts.bounds)
     for symbol in hints:

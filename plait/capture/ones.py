@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.capture.kept import same_program
-from plait.compat import is_stand_in
+from plait.compat.tracing import is_stand_in
 from plait.graph.edit import aten
 
 _SEEN_OTHERWISE = frozenset({

@@ -198,11 +198,11 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     weights."""
     inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
     state = list(traced.state.items())
-    memory = {compat.storage_of(state[k][1]) for k in traced.mutated if k < len(state)}
+    memory = {compat.tracing.storage_of(state[k][1]) for k in traced.mutated if k < len(state)}
     weights = {
         node: value
         for node, (_, value) in zip(inputs, state, strict=False)
-        if value.layout == torch.strided and compat.storage_of(value) not in memory
+        if value.layout == torch.strided and compat.tracing.storage_of(value) not in memory
     }
     frozen = fold_weights(traced.graph, weights)
     kept = [k for k, node in enumerate(inputs) if node not in frozen]

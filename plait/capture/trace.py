@@ -175,7 +175,7 @@ def trace(
             )
             results = tuple(x for x, value in zip(found, is_result, strict=True) if value)
             views = views_of_inputs(results, flat)
-            moved = any(compat.is_moved(flat[v.input]) for v in views.values())
+            moved = any(compat.tracing.is_moved(flat[v.input]) for v in views.values())
             return results
 
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)

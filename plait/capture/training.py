@@ -56,15 +56,15 @@ class TrainingGraph:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's
         callable, as far as the caller knows, or "". native: its program will be a native one.
         views: outputs that are views of inputs; AOTAutograd's callable makes these."""
-        self.reason = reason or compat.training_reason(gm, meta) or _graph_reason(gm, meta)
+        self.reason = reason or compat.autograd.training_reason(gm, meta) or _graph_reason(gm, meta)
         self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:
             return
         has_gradient = [v is not None for v in _outputs(self._backward_graph)]
-        self._facts = compat.training_facts(meta, len(_outputs(gm)), has_gradient)
+        self._facts = compat.autograd.training_facts(meta, len(_outputs(gm)), has_gradient)
         self._sources = _sources(self._backward_graph, len(self._facts.tangents))
-        self._donated = compat.donated_input_indices(meta)
-        self._resume = compat.resume_tracing()
+        self._donated = compat.autograd.donated_input_indices(meta)
+        self._resume = compat.tracing.resume_tracing()
         self._wrapper_first = calls_custom_ops(gm)
         if not self._facts.wants_grad:
             self.reason = "no input gets a gradient"
@@ -90,8 +90,8 @@ class TrainingGraph:
         return _native.Training(
             call,
             wrapped,
-            compat.untraced(self._at_first_use),
-            compat.untraced(self._interpreter(lambda: self._backward_graph)),
+            compat.tracing.untraced(self._at_first_use),
+            compat.tracing.untraced(self._interpreter(lambda: self._backward_graph)),
             facts.differentiable,
             facts.n_saved,
             facts.n_sizes,
@@ -99,7 +99,7 @@ class TrainingGraph:
             [(i, self._sources[i]) for i in facts.wants_grad],
             facts.nondeterministic,
             facts.marks,
-            compat.autograd_switches(),
+            compat.autograd.autograd_switches(),
             self._wrapper_first,
         )
 
@@ -120,7 +120,7 @@ def _by_kind(program: Interpret, interpret: Interpret) -> Interpret:
         return program(args) if all_plain(args) else interpret(args)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
-    return compat.untraced(boxed)
+    return compat.tracing.untraced(boxed)
 
 
 def _outputs(gm: GraphModule) -> tuple[Any, ...]:

@@ -86,9 +86,9 @@ class _Windows:
         before = next((self._sizes[x] for x in given if x in self._sizes), None)
         if not given or not (windows or before):
             return
-        memory = set(map(compat.storage_of, given))
+        memory = set(map(compat.tracing.storage_of, given))
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and compat.storage_of(x) in memory:
+            if isinstance(x, torch.Tensor) and compat.tracing.storage_of(x) in memory:
                 self._sizes[x] = before or (given[0].numel(), x.numel())
 
     def has_gaps(self, x: torch.Tensor) -> bool:
@@ -158,7 +158,9 @@ def _verdict(
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
-    if any(map(compat.is_transformed, given)):  # by torch.func: it stands for no memory of its own
+    if any(
+        map(compat.tracing.is_transformed, given)
+    ):  # by torch.func: it stands for no memory of its own
         return None
     out = kwargs.get("out")
     target = (*args, *kwargs.values())[0] if out is None else out
@@ -167,7 +169,7 @@ def _verdict(
     if windows is not None and writes and any(map(windows.has_gaps, written)):
         return Unsupported, _GAPS, _SLICES
     shares = any(map(repeats, written))
-    shared = len(set(map(compat.storage_of, given))) < len({id(x) for x in given})
+    shared = len(set(map(compat.tracing.storage_of, given))) < len({id(x) for x in given})
     own = out is not None or getattr(fn, "__name__", "") in _FLOATS
     is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith(
         "aten."
@@ -223,11 +225,13 @@ def _tried(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return compat.hint_of(x)
-        sizes, strides = ([compat.hint_of(s) for s in found] for found in (x.shape, x.stride()))
-        key, offset = compat.storage_of(x), compat.hint_of(x.storage_offset())
+            return compat.tracing.hint_of(x)
+        sizes, strides = (
+            [compat.tracing.hint_of(s) for s in found] for found in (x.shape, x.stride())
+        )
+        key, offset = compat.tracing.storage_of(x), compat.tracing.hint_of(x.storage_offset())
         end = offset + 1 + sum((n - 1) * st for n, st in zip(sizes, strides, strict=True))
-        nbytes = max(end * x.itemsize, compat.hint_of(x.untyped_storage().nbytes()), 1)
+        nbytes = max(end * x.itemsize, compat.tracing.hint_of(x.untyped_storage().nbytes()), 1)
         if key not in storages or storages[key].numel() < nbytes:
             storages[key] = torch.zeros(nbytes, dtype=torch.uint8)
         flat = torch.empty(0, dtype=x.dtype)

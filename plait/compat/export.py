@@ -43,7 +43,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from plait import errors
-from plait.compat import decomposition_table
+from plait.compat.decompositions import decomposition_table
 from plait.compat.shared import Shared
 from plait.errors import InternalError, Unsupported, UserError
 

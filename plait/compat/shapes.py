@@ -24,7 +24,7 @@ from torch.utils._sympy import functions, numbers
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from plait.compat import backed_values
+from plait.compat.tracing import backed_values
 
 _PAIRS = ("replacements", "unbacked_renamings")
 _NAMED = {"oo": sympy.oo, "-oo": -sympy.oo, "int_oo": int_oo, "-int_oo": -int_oo, "nan": sympy.nan}

@@ -210,8 +210,8 @@ def know_replaced(gm: GraphModule) -> int:
             continue
         view, memory = value_of(node), memory_of(source)
         if all(isinstance(x, FakeTensor) and x.layout == torch.strided for x in (view, *memory)):
-            storages = [compat.storage_of(x) for x in memory]
-            if compat.storage_of(view) not in storages:
+            storages = [compat.tracing.storage_of(x) for x in memory]
+            if compat.tracing.storage_of(view) not in storages:
                 source.meta["memory"] = (*memory, view)
                 found += 1
     return found

@@ -525,7 +525,7 @@ def _register() -> None:
 
 
 def _put(op: OpOverload, rule: Rule) -> None:
-    compat.CHECKS[op] = partial(_fitted, compat.CHECKS.get(op), rule)
+    compat.decompositions.CHECKS[op] = partial(_fitted, compat.decompositions.CHECKS.get(op), rule)
 
 
 def _fitted(checks: Callable[[Any], Rule] | None, rule: Rule, decomposition: Any) -> Rule:

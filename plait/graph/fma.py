@@ -19,7 +19,10 @@ def gather_products(gm: GraphModule) -> int:
     """Rewrites in place; returns how many nodes changed."""
     changed = 0
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in compat.fused_multiply_add():
+        if (
+            node.op != "call_function"
+            or node.target not in compat.decompositions.fused_multiply_add()
+        ):
             continue
         product, value, base = node.args
         if not isinstance(product, Node) or product.target not in _WHOLE:

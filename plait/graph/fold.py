@@ -64,7 +64,7 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
             for source in node.all_input_nodes:
                 if source in known:
                     want(source)
-    memory = Counter(compat.storage_of(value) for value in values.values())
+    memory = Counter(compat.tracing.storage_of(value) for value in values.values())
     for node in [node for node in gm.graph.nodes if node in wanted]:
         try:
             value = _computed(node, values, memory)
@@ -73,7 +73,7 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
         with gm.graph.inserting_before(node):
             constant = _constant(gm, value, value_of(node))
         values[constant] = value
-        memory[compat.storage_of(value)] += 1
+        memory[compat.tracing.storage_of(value)] += 1
         node.replace_all_uses_with(constant, propagate_meta=False)
         frozen |= known[node]
     drop_dead(gm)
@@ -143,10 +143,10 @@ def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]
         missing = [i for i in last.all_input_nodes if i not in values]
         if not missing:
             values[todo.pop()] = value = compute(last, values)
-            memory[compat.storage_of(value)] += 1
+            memory[compat.tracing.storage_of(value)] += 1
         todo += missing
     value, like = values[node], value_of(node)
-    shared = memory[compat.storage_of(value)] > 1
+    shared = memory[compat.tracing.storage_of(value)] > 1
     return settled(value, like) if shared or value.stride() != like.stride() else value
 
 

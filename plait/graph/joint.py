@@ -39,7 +39,7 @@ def partition(
     _drop_bags(joint)
     merge_common(joint)
     _save_old_values(joint)
-    return compat.min_cut_partition(joint, joint_inputs, **kwargs)
+    return compat.tracing.min_cut_partition(joint, joint_inputs, **kwargs)
 
 
 def _save_random(joint: GraphModule) -> None:
@@ -51,7 +51,7 @@ def _save_random(joint: GraphModule) -> None:
             and "recompute" in node.meta
         ):
             for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
-                kept.meta["recompute"] = compat.MUST_SAVE
+                kept.meta["recompute"] = compat.tracing.MUST_SAVE
 
 
 def _drop_bags(joint: GraphModule) -> None:
@@ -68,7 +68,7 @@ def _drop_bags(joint: GraphModule) -> None:
 def _save_old_values(joint: GraphModule) -> None:
     """What the forward pass reads of an input that its wrapper changes afterwards is a clone: the
     backward pass must not make it again from the input, which would be too late."""
-    written = compat.inputs_changed_after(joint)
+    written = compat.autograd.inputs_changed_after(joint)
     for node in joint.graph.nodes:
         if node.target is aten.clone.default and node.args[0] in written:
-            node.meta["recompute"] = compat.MUST_SAVE
+            node.meta["recompute"] = compat.tracing.MUST_SAVE

@@ -68,4 +68,6 @@ for _op, _run in (
     (aten.multi_margin_loss.default, _multi_margin),
     (aten.multilabel_margin_loss_forward.default, _multilabel_margin),
 ):
-    compat.CHECKS[_op] = partial(_instead, compat.CHECKS.get(_op), _run)
+    compat.decompositions.CHECKS[_op] = partial(
+        _instead, compat.decompositions.CHECKS.get(_op), _run
+    )

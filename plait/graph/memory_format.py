@@ -105,7 +105,7 @@ class _Pass:
             for k in operands:
                 self._turn(node, k, _is_last)
             if (copy := self._turn(node, weight, _may_be_last)) is not None:
-                copy.meta["recompute"] = compat.MUST_SAVE
+                copy.meta["recompute"] = compat.tracing.MUST_SAVE
         if not wants and not any(a in self.eager for a in node.all_input_nodes):
             return
         if not _keeps_values(node):

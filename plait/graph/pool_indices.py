@@ -41,7 +41,7 @@ def narrow_pool_indices(gm: GraphModule) -> int:
             continue
         users = list(node.users)
         narrow = insert(node.next, node, aten._to_copy.default, dtype=dtype)
-        narrow.meta["recompute"] = compat.MUST_SAVE
+        narrow.meta["recompute"] = compat.tracing.MUST_SAVE
         wide = insert(narrow.next, narrow, aten._to_copy.default, dtype=torch.int64)
         for user in users:
             user.update_arg(_GRADIENTS[user.target], wide)

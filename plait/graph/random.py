@@ -52,7 +52,7 @@ class _Draws:
         seed = self.seeds.get(like.device)
         if seed is None:
             seed = self.seeds[like.device] = self.call(torch.ops.plait.seed.default, like.device)
-            seed.meta["recompute"] = compat.MUST_SAVE
+            seed.meta["recompute"] = compat.tracing.MUST_SAVE
         self.n_draws += 1
         return seed, self.n_draws - 1
 

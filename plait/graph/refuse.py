@@ -134,7 +134,7 @@ def _of_a_gpu(op: OpOverload, given: list[tuple[str, torch.Tensor]]) -> Exceptio
     if kernel is None or len(dtypes) > 1 or not dtypes <= _WORDS.keys():
         return None
     if any(
-        x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.hint_of, x.shape)
+        x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.tracing.hint_of, x.shape)
         for _, x in given
     ):
         return None
@@ -167,8 +167,8 @@ _MANY = 1 << 16  # elements that are too many to be looked at one by one
 
 def repeats(x: torch.Tensor) -> bool:
     """Whether elements of a tensor share memory."""
-    sizes = [compat.hint_of(s) for s in x.shape]
-    strides = [compat.hint_of(s) for s in x.stride()]
+    sizes = [compat.tracing.hint_of(s) for s in x.shape]
+    strides = [compat.tracing.hint_of(s) for s in x.stride()]
     if 0 in sizes:
         return False
     reach = 0
@@ -244,7 +244,7 @@ def answer(
     """What eager raises for fn of real(x) for each x in args and kwargs, on device. Random numbers
     of later operators stay what they were."""
     cards = [device] if device.type == "cuda" else []
-    with compat.untraced_operators(), torch.no_grad(), torch.random.fork_rng(cards):
+    with compat.tracing.untraced_operators(), torch.no_grad(), torch.random.fork_rng(cards):
         try:
             given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
             fn(*given, **named)
@@ -266,9 +266,9 @@ def _tried(
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return compat.hint_of(x)
+            return compat.tracing.hint_of(x)
         at = x.device if x.device.type == "cpu" else device
-        shape = [compat.hint_of(s) for s in x.shape]
+        shape = [compat.tracing.hint_of(s) for s in x.shape]
         if id(x) in others:
             return torch.zeros(shape, dtype=others[id(x)], device=at)
         return torch.ones(shape, dtype=dtype or x.dtype, device=at)
@@ -337,7 +337,7 @@ def _register() -> None:
         _, packet, overload = name.split(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
         if op is not None:  # of another version of torch
-            compat.CHECKS[op] = _checked(op, taken)
+            compat.decompositions.CHECKS[op] = _checked(op, taken)
 
 
 _register()

@@ -46,5 +46,5 @@ def _split(node: Node) -> Node:
     result = insert(node, x, aten.sub.Tensor, insert(node, total, aten.log.default))
     if value_of(result).dtype != dtype:
         result = insert(node, result, aten._to_copy.default, dtype=dtype)
-    result.meta["recompute"] = compat.MUST_RECOMPUTE
+    result.meta["recompute"] = compat.tracing.MUST_RECOMPUTE
     return result

@@ -30,7 +30,7 @@ def order_streams(gm: GraphModule) -> int:
     for node in wrapped:
         _inline(gm, node)
     if any(is_fence(n) or stream_of(n) is not None for n in gm.graph.nodes):
-        compat.keep_streams()
+        compat.streams.keep_streams()
     return len(wrapped) + _place_forks(gm)
 
 
@@ -78,7 +78,7 @@ def _inline(gm: GraphModule, node: Node) -> None:
 
 def _place_forks(gm: GraphModule) -> int:
     """Calls that make another stream the current one, where the next node works on it."""
-    home = compat.CALLERS_STREAM
+    home = compat.streams.CALLERS_STREAM
     if home is None or all(stream_of(n) in (None, home) for n in gm.graph.nodes):
         return 0
     work = [n for n in gm.graph.nodes if _works(n)]

@@ -254,7 +254,9 @@ def _register() -> None:
         **{op: _index_fill(op) for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)},
     }
     for op, run in laid.items():
-        compat.CHECKS[op] = partial(_checked, compat.CHECKS.get(op), run)
+        compat.decompositions.CHECKS[op] = partial(
+            _checked, compat.decompositions.CHECKS.get(op), run
+        )
 
 
 def _checked(checks: Callable[[Any], Any] | None, run: Callable[..., Any], decomposed: Any) -> Any:

@@ -283,7 +283,7 @@ class _GraphReader:
                 key: _READ_META.get(key, _GraphReader.value)(self, v)
                 for key, v in row["meta"].items()
             }
-        return compat.unwritten(root, graph, data["class"])
+        return compat.tracing.unwritten(root, graph, data["class"])
 
     def symbol(self, name: str) -> Any:
         """The symbol of that name."""

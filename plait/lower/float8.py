@@ -52,7 +52,7 @@ FORMATS: dict[DType, Format] = {
 def _saturating() -> bool:
     """Whether the installed torch gives numbers beyond the largest of float8_e4m3fn that one, and
     not NaN."""
-    with compat.untraced_operators():
+    with compat.tracing.untraced_operators():
         return bool(torch.full((), 1000.0).to(torch.float8_e4m3fn).float() == 448.0)
 
 

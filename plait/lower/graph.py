@@ -212,7 +212,7 @@ class _Walk:
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
-            self.input_storages[name] = compat.storage_of(val)
+            self.input_storages[name] = compat.tracing.storage_of(val)
         offset = (to_size(val.storage_offset()),) if dense else ()
         for what, exprs in (("size", shape), ("stride", strides), ("offset", offset)):
             for d, e in enumerate(exprs):
@@ -554,7 +554,7 @@ class _Walk:
         view, like = self.env[root], root.meta["val"]
         if root.op != "call_function" or not isinstance(view, View) or not self.ctx.cfg.kernels:
             return
-        storage = compat.storage_of(like)
+        storage = compat.tracing.storage_of(like)
         memory = self.ctx.memory(view.buf)
         part = not sz.known_eq(self._nbytes(memory), sz.numel(view.shape) * view.dtype.nbytes)
         if not part and not seen:
@@ -588,7 +588,7 @@ class _Walk:
         if val.layout != torch.strided:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())
-        storage = compat.storage_of(_root(node).meta["val"])
+        storage = compat.tracing.storage_of(_root(node).meta["val"])
         out = self.ctx.tensor_arg(x, strides, shared=True)
         memory = self.ctx.memory(out.buf)
         if memory in self.ctx.constants or owners.get(memory, storage) != storage:
@@ -708,7 +708,9 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
         and isinstance(source := node.args[0], torch.fx.Node)
     ):
         if _is_strided(source):
-            if compat.storage_of(root.meta["val"]) not in map(compat.storage_of, memory_of(source)):
+            if compat.tracing.storage_of(root.meta["val"]) not in map(
+                compat.tracing.storage_of, memory_of(source)
+            ):
                 break
             root = source
         node = source

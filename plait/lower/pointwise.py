@@ -381,7 +381,7 @@ def _multiply_add(a: Node, b: Node, c: Node) -> Node:
     return fma(a, b, c) if a.dtype.is_float else _add(_mul(a, b), c)
 
 
-register(compat.fused_multiply_add(), _multiply_add)
+register(compat.decompositions.fused_multiply_add(), _multiply_add)
 
 
 @lower(aten.addcmul.default)

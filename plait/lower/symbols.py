@@ -186,7 +186,7 @@ def _holds(about: sympy.Basic, value: int, env: Any) -> bool:
 def _pinned(s: sympy.Symbol, env: Any) -> int:
     """The value of a symbol that tracing found to be a multiple of a number, once it; 0 for others.
     Tracing replaces only what is found to be equal to a number."""
-    found = None if env is None else compat.backed_values(env).get(s)
+    found = None if env is None else compat.tracing.backed_values(env).get(s)
     n = int(found) if isinstance(found, int | sympy.Integer) else 0
     return n if n > 1 and _holds(sf.FloorDiv(s, n), 1, env) and _holds(sf.Mod(s, n), 0, env) else 0
 
@@ -454,7 +454,7 @@ def size_hints(vals: Iterable[Any], names: Iterable[str]) -> dict[str, int]:
     """What the symbols of these names are in the example inputs, as far as that is known. vals:
     fake inputs."""
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
-    known = {} if env is None else compat.size_hints(env)
+    known = {} if env is None else compat.tracing.size_hints(env)
     return {name: known[name] for name in names if name in known}
 
 

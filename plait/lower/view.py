@@ -382,12 +382,12 @@ def _owner(ctx: Lowering, any_dtype: bool = False) -> torch.fx.Node:
     assert ctx.node is not None
     node = ctx.node.args[0]
     assert isinstance(node, torch.fx.Node)
-    storage = compat.storage_of(node.meta["val"])
+    storage = compat.tracing.storage_of(node.meta["val"])
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
         val = node.args[0].meta.get("val")
         if (
             not isinstance(val, torch.Tensor)
-            or compat.storage_of(val) != storage
+            or compat.tracing.storage_of(val) != storage
             or not (any_dtype or val.dtype == node.meta["val"].dtype)
         ):
             break

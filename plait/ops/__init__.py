@@ -33,7 +33,9 @@ _ops._use_python(sys.executable)
 
 for _name in _PRIMITIVES:
     _op = getattr(_ops, _name).default
-    compat.DECOMPOSITIONS[_op] = partial(_op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+    compat.decompositions.DECOMPOSITIONS[_op] = partial(
+        _op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd
+    )
 
 add, softmax, rms_norm, add_rms_norm = _ops.add, _ops.softmax, _ops.rms_norm, _ops.add_rms_norm
 rotary, cross_entropy, matmul = _ops.rotary, _ops.cross_entropy, _ops.matmul

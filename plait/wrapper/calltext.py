@@ -192,7 +192,9 @@ def _imports(names: Mapping[str, Any]) -> list[str]:
 
 def header(operators: Sequence[str]) -> list[str]:
     """Lines that tell which operators have to be defined, and by what."""
-    homes = {op: compat.operator_home(op.partition(".")[0]) for op in dict.fromkeys(operators)}
+    homes = {
+        op: compat.tracing.operator_home(op.partition(".")[0]) for op in dict.fromkeys(operators)
+    }
     named = [f"    {op}" + (f", defined by {home}" if home else "") for op, home in homes.items()]
     what = (
         "It calls operators that are not torch's own: import what defines them at the head of "

@@ -101,7 +101,7 @@ class FxProgram:
                 return tuple(run(*given))
 
         call._boxed_call = True  # type: ignore[attr-defined]
-        self._call = compat.untraced(call)
+        self._call = compat.tracing.untraced(call)
 
     def __call__(self, *args: object) -> tuple[object, ...]:
         return self._call(list(args))
@@ -176,7 +176,7 @@ def _made(program: ins.WrapperProgram, artifacts: Artifacts) -> tuple[GraphModul
             maker.instruction(instruction)
             ends.append(len(maker.graph.nodes) - len(program.inputs))
     module = GraphModule(maker.root, maker.graph, program.name)
-    compat.drop_text_with(module)
+    compat.tracing.drop_text_with(module)
     module.graph.lint()
     return module, ends
 
@@ -213,7 +213,7 @@ class _Maker:
         self.artifacts = artifacts
         self.root = torch.nn.Module()
         self.graph = Graph(tracer_cls=_Retracer)
-        self.fakes = compat.Fakes()
+        self.fakes = compat.tracing.Fakes()
         self.env: dict[str, Arg] = {}
         self.integers: dict[object, Node] = {}  # each is computed once
         self.devices: dict[str, str] = {}  # of arenas
@@ -495,7 +495,7 @@ class _Maker:
 
     def launch_on_gpu(self, i: ins.Launch) -> None:
         self.set_gpu(self.kernels[i.kernel].device)
-        operator_, table = compat.triton_operator()
+        operator_, table = compat.tracing.triton_operator()
         job = self.jobs[i.kernel]
         options: dict[str, Any] = {
             "num_warps": job.num_warps,

@@ -1,0 +1,81 @@
+"""Which decompositions graphs are traced with.
+
+For torch 2.11 and 2.12, `fused_multiply_add` may be empty, which can go with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def kept_whole() -> tuple[Any, ...]:
+    """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs,
+    other integers of linspace, no error or another one, gathers for borders, a choice for a row put
+    into a tensor, an index taken for a number, a square that overflows, and roundings in between.
+    With that of alias_copy and of detach together, torch takes results of `scan` for its inputs."""
+    names = """
+        _scaled_dot_product_flash_attention_for_cpu.default linspace.default std_mean.correction
+        addcmul.default linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
+        take.default bernoulli.default max_unpool2d.default max_unpool3d.default index_add.default
+        index_copy.default index_fill.int_Scalar index_fill.int_Tensor nll_loss_forward.default
+        nll_loss2d_forward.default nll_loss_backward.default nll_loss2d_backward.default
+        roll.default smooth_l1_loss_backward.default select_scatter.default addcdiv.default
+        hardtanh_backward.default hardswish_backward.default elu_backward.default threshold.default
+        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default std.correction
+        replication_pad1d.default replication_pad2d.default replication_pad3d.default
+        alias_copy.default native_group_norm_backward.default _softmax_backward_data.default
+        soft_margin_loss_backward.default logit_backward.default
+    """
+    packets = (name.split(".") for name in names.split())
+    return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Of operators that are not ATen's: who registers an operator puts its decomposition here."""
+
+
+CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
+"""Of operators whose operands are looked at first: wraps the decomposition, or the None that stands
+for no one."""
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
+
+    The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms
+    to build.
+    """
+    table = dict(torch._decomp._core_aten_decompositions_post_autograd()) | DECOMPOSITIONS
+    for op in kept_whole():
+        table.pop(op, None)
+    table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
+    norm = torch.ops.aten.native_layer_norm_backward.default
+    table[norm] = partial(_layer_norm_backward, table[norm])
+    return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
+
+
+def _layer_norm_backward(run: Callable[..., Any], grad: torch.Tensor, *given: Any) -> Any:
+    """run: torch's own, which divides a reciprocal deviation of half precision by the number of
+    elements and rounds. Eager does so in float32."""
+    x, shape, mean, rstd, *others = given
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return run(grad, x, shape, mean.to(wide), rstd.to(wide), *others)
+
+
+def _bool_power(x: torch.Tensor, exponent: Any) -> Any:
+    """Traced, torch's own result of bool ** bool is int64; eager's is bool."""
+    if x.dtype != torch.bool or not isinstance(exponent, bool):
+        return NotImplemented
+    return x.clone() if exponent else torch.ones_like(x)
+
+
+def fused_multiply_add() -> tuple[Any, ...]:
+    """The primitive fma(a, b, c) = a * b + c that Dynamo makes of addcmul_ and addcdiv_, in
+    versions that have it."""
+    packet = getattr(torch.ops.prims, "fma", None)
+    return () if packet is None else (packet.default,)

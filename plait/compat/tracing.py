@@ -1,0 +1,248 @@
+"""Graphs, fake tensors and sizes while something is traced.
+
+For torch 2.11 and 2.12, `backed_values` looks for an older name, which can go with these.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
+
+import sympy
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.utils import GmWrapper, counters, flatten_graph_inputs
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._library import custom_ops
+from torch._subclasses import fake_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import Graph, GraphModule, graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils.checkpoint import CheckpointPolicy
+
+from plait.compat.decompositions import decomposition_table
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Compiler = Callable[..., Callable[..., Any]]
+
+
+MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+"""Values of meta["recompute"] that make the partitioner save a node for backward, or compute it
+again there."""
+
+
+def unwritten(root: torch.nn.Module, graph: Graph, name: str) -> GraphModule:
+    """A graph's module whose Python is not written before somebody calls it. Of an operator that is
+    named by a Python word (aten::random.from) it would be no Python."""
+    return _LazyGraphModule(root, graph, name)
+
+
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether torch.func has wrapped a tensor, as for a gradient or a batch: it has no storage."""
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """A number that says which storage a tensor lies in; one of its own for a tensor without
+    strides."""
+    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
+
+
+@contextmanager
+def untraced_operators() -> Iterator[None]:
+    """Operators inside run on what they are given, while tracing is under way."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def hint_of(x: Any) -> Any:
+    """The number that a symbolic size, float or bool has in the example, 2 where nobody knows;
+    others unchanged."""
+    if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return x
+    number = x.node.expr if x.node.expr.is_number else 2
+    return x.node.hint if x.node.has_hint() else x.node.pytype(number)
+
+
+DynamoGraph = GraphModule | GmWrapper  # the latter is what `flatten_inputs` makes of a graph
+
+
+def flatten_inputs(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compile_flat: Callable[[DynamoGraph, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A callable of nested inputs. compile_flat gets a graph of flat ones and gives a callable of
+    one list of them."""
+    return flatten_graph_inputs(gm, inputs, compile_flat)
+
+
+def aot_compile(
+    gm: DynamoGraph,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Compiler,
+    backward: Compiler,
+    inference: Compiler,
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
+) -> Callable[..., Any]:
+    """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
+    arguments."""
+    made: Callable[..., Any] = (
+        aot_module_simplified(  # only keywords that every supported torch has
+            gm,
+            example_inputs,
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=decomposition_table(),
+            keep_inference_input_mutations=True,
+        )
+    )
+    # torch's DDPOptimizer reads off this counter that the first call of what it gets is one with
+    # fake tensors.
+    counters["aot_autograd"]["total"] += 1
+    return made
+
+
+@lru_cache
+def see_other_types(view_like: Callable[..., torch.Tensor]) -> None:
+    """Views of another dtype that AOTAutograd's wrapper makes come from view_like: torch mixes up
+    their strides."""
+    names, own = vars(runtime_wrappers), runtime_wrappers.__dict__["gen_alias_from_base"]
+    names["gen_alias_from_base"] = lambda base, like, grad, *rest, **more: (
+        own(base, like, grad, *rest, **more)
+        if base.dtype == like.dtype
+        else view_like(base, like, grad)
+    )
+
+
+def min_cut_partition(
+    joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Splits a joint graph into forward and backward. torch's own CSE is off: it would import a
+    whole compiler."""
+    with functorch_config.patch(cse=False):
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+def backed_values(shape_env: Any) -> dict[Any, Any]:
+    """What the symbols of sizes are in the example inputs; the table itself."""
+    named = (
+        "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    )  # the older name
+    found: dict[Any, Any] = getattr(shape_env, named)
+    return found
+
+
+def size_hints(shape_env: Any) -> dict[str, int]:
+    """The sizes that symbols have in the example inputs, or that the user gave as hints."""
+    known = {**backed_values(shape_env), **getattr(shape_env, "var_to_hint_override", {})}
+    return {s.name: int(v) for s, v in known.items() if isinstance(v, int | sympy.Integer)}
+
+
+class Fakes:
+    """Fake tensors whose sizes are symbols of our own names. What is found out about them binds
+    nobody."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.mode = fake_tensor.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def symbol(self, name: str, lo: float, hi: float, hint: int | None) -> Any:
+        """A SymInt with lo <= value <= hi; hint: what it was in the example, None if nobody
+        knows."""
+        symbol = sympy.Symbol(
+            name, integer=True, positive=lo > 0 or None, nonnegative=lo >= 0 or None
+        )
+        lower, upper = (x if math.isfinite(x) else (int_oo if x > 0 else -int_oo) for x in (lo, hi))
+        self.env.var_to_range[symbol] = ValueRanges(lower, upper)
+        if hint is not None:
+            backed_values(self.env)[symbol] = sympy.Integer(hint)
+        return self.env.create_symintnode(symbol, hint=hint)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Operators inside work on fake tensors."""
+        with _disable_current_modes(), self.mode, self.env.suppress_guards():
+            yield
+
+
+def drop_text_with(module: GraphModule) -> None:
+    """Lets go of a graph's text, which torch.fx keeps for tracebacks, when the graph goes."""
+    filename = type(module).forward.__code__.co_filename
+    for kept in (linecache.cache, graph_module._loader.eval_cache):
+        weakref.finalize(module, kept.pop, filename, None).atexit = False
+
+
+def triton_operator() -> tuple[Any, Any]:
+    """PyTorch's operator that launches a Triton kernel, and the table that has kernels and constant
+    arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_mutation,
+    )
+
+    return triton_kernel_wrapper_mutation, kernel_side_table
+
+
+def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
+    """Remembers the compilation that is under way; the result makes contexts that go on with it,
+    later and in any thread."""
+    traced, compiled = TracingContext.try_get(), CompileContext.try_get()
+
+    @contextmanager
+    def resumed() -> Iterator[None]:
+        with (
+            tracing(traced),
+            compile_context(compiled),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            yield
+
+    return resumed
+
+
+def is_stand_in(x: torch.Tensor) -> bool:
+    """Whether x stands for a tensor while something is traced."""
+    return isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
+
+
+def is_moved(x: torch.Tensor) -> bool:
+    """Whether a tensor that is traced functionally was written, and its value lies otherwise than
+    it does: views of it then tell how they lie in the value."""
+    if not isinstance(x, FunctionalTensor):
+        return False
+    torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
+    value: torch.Tensor = torch._from_functional_tensor(x.elem)
+    return _place(value) != _place(x)
+
+
+def _place(x: torch.Tensor) -> list[str]:
+    return [str(n) for n in (*x.stride(), x.storage_offset())]
+
+
+def untraced(fn: Callable[P, T]) -> Callable[P, T]:
+    """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph
+    break calls the compiler while Dynamo looks at every frame."""
+    return torch._dynamo.disable(fn)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def operator_home(name: str) -> str:
+    """The file that defines a custom operator, as far as torch tells."""
+    made = custom_ops.OPDEFS.get(name)
+    return "" if made is None else str(made._init_fn.__code__.co_filename)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
 from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.sizes import Atom, Expr, Size, fold
 
 Array = NDArray[Any]
 Memory = dict[str, Array]
@@ -194,15 +194,7 @@ class Evaluation:
 
     def integer(self, e: Size, args: Sequence[Array]) -> Array:
         """The value of an integer expression at every point; `$k` is args[k]."""
-        if isinstance(e, int):
-            return np.asarray(e, np.int64)
-        out: Array = np.asarray(e.const, np.int64)
-        for mono, c in e.terms:
-            term: Array = np.asarray(c, np.int64)
-            for a in mono:
-                term = term * self._atom(a, args)
-            out = out + term
-        return out
+        return np.asarray(fold(e, lambda a: self._atom(a, args)), np.int64)
 
     def _atom(self, a: Atom, args: Sequence[Array]) -> Array:
         if a.kind == "sym":

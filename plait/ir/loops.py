@@ -515,11 +515,3 @@ class LoopProgram:
     symbols: Mapping[str, tuple[str, str, int] | Size | None]
     donated: tuple[str, ...] = ()
     hints: Mapping[str, int] = field(default_factory=dict)
-
-
-IDENTITY: dict[str, str] = {
-    "sum": "0", "prod": "1", "max": "-inf or the least integer",
-    "min": "+inf or the greatest integer", "any": "False", "all": "True", "xor": "0",
-    "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf",
-    "welford": "mean 0, m2 0, count 0",
-}  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import gcd
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 from plait.runtime.functions import FUNCTIONS
 
@@ -41,17 +41,16 @@ class Atom:
         self, kind: str, key: str, name: str = "", lo: Bound = -_INF, hi: Bound = _INF,
         extent: Size | None = None, a: Size = 0, b: Size = 0,
     ) -> None:  # fmt: skip
-        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (
-            kind,
-            key,
-            name,
-            lo,
-            hi,
-            extent,
-        )
+        self.kind, self.key, self.name = kind, key, name
+        self.lo, self.hi, self.extent = lo, hi, extent
         self.a, self.b = a, b
         self._hash = hash((kind, key, lo, hi))
         self._bounds: tuple[Bound, Bound] | None = None
+
+    @property
+    def expr(self) -> Expr:
+        """The expression that is this atom."""
+        return Expr(0, (((self,), 1),))
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,7 +137,7 @@ class Expr:
 
     def __repr__(self) -> str:
         if self._key is None:
-            self._key = _expr_text(self)
+            self._key = expr_text(self, lambda a: a.key)
         return self._key
 
     @property
@@ -151,10 +150,13 @@ class Expr:
         return None
 
 
-def _expr_text(e: Expr) -> str:
+def expr_text(e: Size, atom: Callable[[Atom], str]) -> str:
+    """An expression as text. atom: the text of an atom."""
+    if isinstance(e, int):
+        return str(e)
     parts = []
     for mono, c in e.terms:
-        factors = [a.key for a in mono]
+        factors = [atom(a) for a in mono]
         if c == -1:
             factors[0] = "-" + factors[0]
         elif c != 1:
@@ -657,7 +659,7 @@ def _lower(e: Expr) -> Size | None:
                 changed = True
                 term = mul(term, int(_atom_bounds(a)[0]))
             else:
-                term = mul(term, _intern(0, (((a,), 1),)))
+                term = mul(term, a.expr)
         out = add(out, term)
     return out if changed or isinstance(out, Expr) else None
 
@@ -724,12 +726,26 @@ def free_symbols(e: Size) -> frozenset[Atom]:
     return e._free
 
 
-_BUILD: dict[str, Callable[[Size, Size], Size]] = {
+def fold(e: Size, atom: Callable[[Atom], Any]) -> Any:
+    """The value of an expression: a sum of products of what atom gives, by + and *."""
+    if isinstance(e, int):
+        return e
+    out: Any = e.const
+    for mono, c in e.terms:
+        term: Any = c
+        for a in mono:
+            term = term * atom(a)
+        out = out + term
+    return out
+
+
+BUILD: dict[str, Callable[[Size, Size], Size]] = {
     "div": floordiv, "mod": mod, "min": smin, "max": smax,
     "eq": lambda a, b: compare("eq", a, b), "ne": lambda a, b: compare("ne", a, b),
     "lt": lambda a, b: compare("lt", a, b), "le": lambda a, b: compare("le", a, b),
     **{name: partial(call, name) for name in FUNCTIONS},
 }  # fmt: skip
+"""Kind of an atom -> what makes an expression of its two arguments."""
 
 
 def substitute(e: Size, env: Mapping[Atom, Size]) -> Size:
@@ -737,20 +753,15 @@ def substitute(e: Size, env: Mapping[Atom, Size]) -> Size:
     replacement."""
     if isinstance(e, int) or not env or free_symbols(e).isdisjoint(env):
         return e
-    out: Size = e.const
-    for mono, c in e.terms:
-        term: Size = c
-        for a in mono:
-            term = mul(term, _substitute_atom(a, env))
-        out = add(out, term)
+
+    def replaced(a: Atom) -> Size:
+        if a.kind == "sym":
+            found = env.get(a)
+            return a.expr if found is None else found
+        return BUILD[a.kind](substitute(a.a, env), substitute(a.b, env))
+
+    out: Size = fold(e, replaced)
     return out
-
-
-def _substitute_atom(a: Atom, env: Mapping[Atom, Size]) -> Size:
-    if a.kind == "sym":
-        found = env.get(a)
-        return _intern(0, (((a,), 1),)) if found is None else found
-    return _BUILD[a.kind](substitute(a.a, env), substitute(a.b, env))
 
 
 _EVAL: dict[str, Callable[[int, int], int]] = {
@@ -762,17 +773,13 @@ _EVAL: dict[str, Callable[[int, int], int]] = {
 
 def evaluate(e: Size, env: Mapping[str, int]) -> int:
     """The value of e. env: symbol name -> value. Raises KeyError for a symbol without one."""
-    if isinstance(e, int):
-        return e
-    out = e.const
-    for mono, c in e.terms:
-        for a in mono:
-            c *= (
-                env[a.name]
-                if a.kind == "sym"
-                else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
-            )
-        out += c
+
+    def value(a: Atom) -> int:
+        if a.kind == "sym":
+            return env[a.name]
+        return _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
+
+    out: int = fold(e, value)
     return out
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.sizes import Atom, Expr, Size, expr_text
 from plait.runtime.functions import FUNCTIONS
 
 _INFIX = {"div": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
@@ -72,19 +72,7 @@ class Scope:
 
     def size(self, e: Size) -> str:
         """An expression as text; declares the symbols that it meets."""
-        if isinstance(e, int):
-            return str(e)
-        parts = []
-        for mono, c in e.terms:
-            factors = [self._atom(a) for a in mono]
-            if c == -1:
-                factors[0] = "-" + factors[0]
-            elif c != 1:
-                factors.insert(0, str(c))
-            parts.append("*".join(factors))
-        if e.const:
-            parts.append(str(e.const))
-        return " + ".join(parts).replace("+ -", "- ")
+        return expr_text(e, self._atom)
 
     def sizes(self, values: tuple[Size, ...]) -> str:
         """A tuple of expressions."""

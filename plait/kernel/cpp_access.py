@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
-from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, substitute, total
+from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, substitute, total
 from plait.kernel.cpp_expr import (
     Parts,
     mask_part,
@@ -22,7 +22,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_values import Values, atom_text
-from plait.kernel.linear import coefficient, offset_of
+from plait.kernel.linear import offset_of
 from plait.kernel.stores import How, how_to_store
 from plait.schedule.plan import Store
 
@@ -247,7 +247,7 @@ class AccessWriter:
         offset = offset_of(n)
         step = self.step(offset)
         assert step is not None
-        start = substitute(offset, {along: Expr(0, (((block,), 1),)) * v.lanes})
+        start = substitute(offset, {along: block.expr * v.lanes})
         name = self.tiles[n, v.tail] = v.name("tile")
         v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
         count = "n" if v.tail else str(v.lanes)
@@ -344,7 +344,7 @@ class AccessWriter:
 
     def _lane_factor(self, a: Atom) -> str:
         v = self.v
-        e = Expr(0, (((a,), 1),))
+        e = a.expr
         if not self._moves(e):
             return v.integer(e)
         if a == v.axis:
@@ -478,7 +478,7 @@ class AccessWriter:
         index: Size = 0
         for a, step in v.keep_strides:
             if a in known:
-                index = index + Expr(0, (((a,), 1),)) * (step * width)
+                index = index + a.expr * (step * width)
         return f"{v.keep_names[n]} + {v.integer(index)} + {v.rep * v.lanes}"
 
 

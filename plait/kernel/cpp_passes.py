@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Size, bounds
+from plait.ir.sizes import Atom, Size, bounds, coefficient
 from plait.kernel.linear import (
     LinearKernel,
     blocks,
-    coefficient,
     dependences,
     extent,
     offset_of,

@@ -202,7 +202,7 @@ class Accumulators:
         """The row-major position over the reduced axes."""
         out: Size = 0
         for a in self.v.nest.linear.rvars:
-            out = out * extent(a) + Expr(0, (((a,), 1),))
+            out = out * extent(a) + a.expr
         return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
 
     # --------------------------------------------------------------------------------------- finish

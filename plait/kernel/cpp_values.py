@@ -15,7 +15,7 @@ from typing import Protocol
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
 from plait.ir.loops import Node, check_of, const, node, walk
-from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, may_be_zero
+from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, may_be_zero
 from plait.kernel.cpp_expr import (
     Parts,
     ctype,
@@ -32,7 +32,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_passes import Nest
-from plait.kernel.linear import coefficient, dependences, extent
+from plait.kernel.linear import dependences, extent
 from plait.runtime.toolchain import Isa
 
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}
@@ -452,7 +452,7 @@ class Values:
         if a.kind == "sym":
             node = self.nest.linear.indirect.get(a)
             return self.names[a] if node is None else self.get(node)[0]
-        e = Expr(0, (((a,), 1),))
+        e = a.expr
         depth = self.expr_depth(e)
         memo = self.chain[depth].memo
         if e not in memo:

@@ -14,7 +14,18 @@ from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import f32, f64, i32, i64
 from plait.ir.loops import Buffer, Load, Node, cast, const, is_arg, node, rewrite, walk, with_args
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, product, substitute, symbol, total
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    coefficient,
+    fold,
+    free_symbols,
+    product,
+    substitute,
+    symbol,
+    total,
+)
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
@@ -56,29 +67,6 @@ def extent(a: Atom) -> Size:
     return a.extent
 
 
-def coefficient(e: Size, a: Atom) -> Size | None:
-    """c where e == c*a + (terms without a); None where a is inside a division, a product with
-    itself or the like."""
-    if isinstance(e, int):
-        return 0
-    out: Size = 0
-    for mono, c in e.terms:
-        hits = sum(x == a for x in mono)
-        rest = [x for x in mono if x != a]
-        if any(x.kind != "sym" and a in (free_symbols(x.a) | free_symbols(x.b)) for x in rest):
-            return None
-        if hits > 1:
-            return None
-        if hits:
-            out = out + c * product(atom_expr(x) for x in rest)
-    return out
-
-
-def atom_expr(a: Atom) -> Size:
-    """The expression that is this atom."""
-    return Expr(0, (((a,), 1),))
-
-
 def without_mod(e: Size) -> Size:
     """e with every x % n written as x - n * (x // n) where fewer divisions are left then: views of
     views often cancel."""
@@ -89,15 +77,13 @@ def without_mod(e: Size) -> Size:
 
 
 def _expanded(e: Size) -> Size:
-    if isinstance(e, int):
-        return e
-    terms = (c * product(_expanded_atom(a) for a in mono) for mono, c in e.terms)
-    return e.const + total(terms)
+    out: Size = fold(e, _expanded_atom)
+    return out
 
 
 def _expanded_atom(a: Atom) -> Size:
     if a.kind not in ("div", "mod"):
-        return atom_expr(a)
+        return a.expr
     x = _expanded(a.a)
     q = x // a.b
     return q if a.kind == "div" else x - a.b * q

@@ -19,7 +19,7 @@ from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.dedup import structure, symbol_for
-from plait.kernel.linear import LinearKernel, atom_expr, linearised
+from plait.kernel.linear import LinearKernel, linearised
 from plait.kernel.target import Source
 from plait.kernel.triton_body import BodyWriter
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -265,7 +265,7 @@ def _parts(e: Size) -> Iterator[Size]:
     for mono, _ in () if isinstance(e, int) else e.terms:
         for atom in mono:
             if atom.kind == "sym":
-                yield atom_expr(atom)
+                yield atom.expr
             else:
                 yield from _parts(atom.a)
                 yield from _parts(atom.b)

@@ -17,16 +17,19 @@ from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, bf16, f32, i64
 from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg, substitute, symbol
-from plait.kernel.linear import (
-    LinearKernel,
-    atom_expr,
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    bounds,
     coefficient,
-    dependences,
-    extent,
-    offset_of,
-    stmt_nodes,
+    free_symbols,
+    known_nonneg,
+    product,
+    substitute,
+    symbol,
 )
+from plait.kernel.linear import LinearKernel, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import offset_from, peak_of, plan_passes, rescales, scale_of
@@ -567,7 +570,7 @@ class BodyWriter:
         point."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
-        if self.begin is not None and e == self.begin[0] + atom_expr(self.linear.rvars[0]):
+        if self.begin is not None and e == self.begin[0] + self.linear.rvars[0].expr:
             text = f"{self.begun[self.begin][0]} + along"
         if names == level and (level or not whole):
             return f"({text})"
@@ -756,7 +759,7 @@ class BodyWriter:
 
     def _has_points(self) -> str:
         """The condition that rows have points."""
-        return f"({self.size(_product(self.linear.rvars))} > 0)"
+        return f"({self.size(product(map(extent, self.linear.rvars)))} > 0)"
 
     def _acc(self, n: Node, args: tuple[str, ...]) -> str:
         return self.accs[str(n.attr)]
@@ -774,7 +777,7 @@ class BodyWriter:
                 continue
             step = coefficient(e, g.axes[-1])
             steps = [
-                None if step is None else step * _product(g.axes[k + 1 :])
+                None if step is None else step * product(map(extent, g.axes[k + 1 :]))
                 for k in range(len(g.axes))
             ]
             if step not in (None, 0) and all(
@@ -806,7 +809,7 @@ class BodyWriter:
         )
 
     def _atom(self, a: Atom) -> str:
-        key = Expr(0, (((a,), 1),))
+        key = a.expr
         for known in (self.exprs, self.loop_exprs):
             if key in known:
                 return known[key]
@@ -843,7 +846,7 @@ class BodyWriter:
         if len(g.axes) == 1:
             return g.name
         k = g.axes.index(a)
-        inner = self.size(_product(g.axes[k + 1 :]))
+        inner = self.size(product(map(extent, g.axes[k + 1 :])))
         text = g.name if k == len(g.axes) - 1 else f"({g.name} // {inner})"
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
 
@@ -888,13 +891,6 @@ def _is_rounding(n: Node) -> bool:
         return False
     (a,) = n.args
     return a.op == "cast" and a.dtype == bf16 and a.args[0].dtype == f32
-
-
-def _product(axes: Sequence[Atom]) -> Size:
-    out: Size = 1
-    for a in axes:
-        out = out * extent(a)
-    return out
 
 
 def _and(conditions: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ them mostly stays in the loops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from plait.ir import sizes as sz
@@ -75,8 +75,8 @@ class _Taken:
             factor: Size = c
             rest: Size = 1
             for a in mono:
-                if self._is_fixed(_expr(a)):
-                    factor = factor * _expr(a)
+                if self._is_fixed(a.expr):
+                    factor = factor * a.expr
                 else:
                     rest = rest * self._out_of_atom(a)
             if rest == 1:
@@ -90,17 +90,9 @@ class _Taken:
 
     def _out_of_atom(self, a: Atom) -> Size:
         if a.kind == "sym":
-            return _expr(a)
+            return a.expr
         x, y = self._part(a.a), self._part(a.b)
-        if a.kind in _COMPARISONS:
-            return sz.compare(a.kind, x, y)
-        make: Callable[[Size, Size], Size] = {
-            "div": sz.floordiv,
-            "mod": sz.mod,
-            "min": sz.smin,
-            "max": sz.smax,
-        }[a.kind]
-        return make(x, y)
+        return sz.BUILD[a.kind](x, y)
 
     def _is_fixed(self, e: Expr) -> bool:
         """Whether nothing but what the program knows before a loop is in e."""
@@ -190,7 +182,3 @@ def _within(lo: float, hi: float) -> _Range:
     if lo < _LEAST or hi > _MOST:
         raise _Overflow
     return lo, hi
-
-
-def _expr(a: Atom) -> Expr:
-    return Expr(0, (((a,), 1),))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import is_arg
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, numel, product, substitute, symbol
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, numel, product, substitute
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]
@@ -137,7 +137,7 @@ class _Matcher:
             raise _Conflict
         self.free_host.remove(h)
         self.free_guest.remove(g)
-        self.bind(g, _var(h))
+        self.bind(g, h.expr)
 
     # ---- evidence
     def relate(self, host_index: Index, guest_index: Index) -> bool:
@@ -218,10 +218,6 @@ def _atom(v: Expr) -> Atom:
     return v.symbol
 
 
-def _var(a: Atom) -> Expr:
-    return symbol(a.name, a.lo, a.hi, a.extent)
-
-
 def radix(e: Size) -> list[Atom] | None:
     """The variables of an index that counts through a range without gaps (8*a + b with b < 8),
     innermost first; None for any other."""
@@ -237,7 +233,7 @@ def radix(e: Size) -> list[Atom] | None:
             if a.kind != "sym" or is_arg(a):
                 return None
             if a.extent is None:
-                stride = stride * _var(a)
+                stride = stride * a.expr
             elif var is None:
                 var = a
             else:

@@ -88,7 +88,7 @@ class _Table:
                     return False
                 new.append(merged)
             elif s == t * n:
-                rest = flat + (_var(outer) * -s + _var(inner) * -t)
+                rest = flat + (outer.expr * -s + inner.expr * -t)
                 new.append(rest + whole * t)
             else:
                 return False
@@ -99,10 +99,6 @@ class _Table:
                 self.strides[k] = {**kept, w: coefficient(flat, w)}
         self.flats = new
         return True
-
-
-def _var(a: Atom) -> Expr:
-    return symbol(a.name, a.lo, a.hi, a.extent)
 
 
 def _divisions(e: Size) -> int:

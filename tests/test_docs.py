@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 import plait
 import plait.config
+from plait import compat
 from plait.ir.loops import Reduction
 from plait.ir.text import read_program
 from plait.lower import core
@@ -91,6 +94,14 @@ def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch
         got = plait.compile(lambda x: nn.functional.leaky_relu(x, 0.2), (x,))(x)
     assert used == [op]
     torch.testing.assert_close(got, nn.functional.leaky_relu(x, 0.2))
+
+
+@pytest.mark.skipif(compat.versions.BEFORE_2_13, reason="this torch traces other graphs")
+def test_the_stages_of_the_architecture_page_are_what_plait_makes() -> None:
+    command = [sys.executable, "-m", "tests.walkthrough"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) -> None:

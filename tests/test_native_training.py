@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._higher_order_ops.scan import scan
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from plait import _native
 from plait.capture.backend import plait_backend
 from plait.errors import GradientError, InternalError, Unsupported
+from plait.graph.joint import widen_logsumexp
 from tests.models import MODELS
 
 
@@ -891,3 +894,18 @@ def test_sums_of_bags(dtype: torch.dtype) -> None:
     want = torch.autograd.grad(fn(weight, scale).sum(), (weight, scale))
     got = torch.autograd.grad(Compiled(fn)(weight, scale).sum(), (weight, scale))
     torch.testing.assert_close(got, want)
+
+
+def test_attention_of_float64_saves_float64() -> None:
+    """Whatever the fake kernel says: that of torch 2.11 says float32."""
+    given = [torch.randn(2, 3, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    want = torch.autograd.grad(F.scaled_dot_product_attention(*given).sum(), given)
+    got = torch.autograd.grad(Compiled(F.scaled_dot_product_attention)(*given).sum(), given)
+    torch.testing.assert_close(got, want)
+
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    graph = make_fx(lambda *qkv: op(*qkv), tracing_mode="fake")(*(x.detach() for x in given))
+    (saved,) = [n for n in graph.graph.nodes if n.target is operator.getitem and n.args[1] == 1]
+    saved.meta["val"] = saved.meta["val"].float()
+    widen_logsumexp(graph)
+    assert saved.meta["val"].dtype == torch.float64

@@ -37,6 +37,7 @@ def partition(
     narrow_pool_indices(joint)
     list_items(joint)
     _drop_bags(joint)
+    widen_logsumexp(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.tracing.min_cut_partition(joint, joint_inputs, **kwargs)
@@ -63,6 +64,16 @@ def _drop_bags(joint: GraphModule) -> None:
             continue
         for bags in [u for u in node.users if u.args[1] == 1]:
             replace(bags, insert(bags, node.args[2], aten.new_empty.default, [0]))
+
+
+def widen_logsumexp(joint: GraphModule) -> None:
+    """What attention of float64 on CPUs saves is float64, where its fake kernel says float32 (torch
+    2.11): in place."""
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    for node in joint.graph.find_nodes(op="call_function", target=attention):
+        for saved in [u for u in node.users if u.args[1] == 1]:
+            if node.args[0].meta["val"].dtype == torch.float64:
+                saved.meta["val"] = saved.meta["val"].double()
 
 
 def _save_old_values(joint: GraphModule) -> None:

@@ -16,7 +16,7 @@ from plait.config import Config
 from plait.errors import InternalError
 from plait.runtime.toolchain import find_toolchain
 from plait.schedule import schedule
-from plait.schedule.kernels import Names, packed
+from plait.schedule.kernels import Names, joined
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
@@ -59,7 +59,7 @@ def test_a_kernel_waits_for_what_it_needs() -> None:
     b.output(y, column_sums(b, y, 96, 160))
     plan = plan_of(b)
     assert len(launches(plan)) == len(kernels(plan)) == 2
-    both = packed(kernels(plan), Names())  # in one launch all the same: the plan is refused
+    both = joined(kernels(plan), Names())  # in one launch all the same: the plan is refused
     with pytest.raises(InternalError, match=f"loads {y}, which .* makes beside it"):
         verify_plan(replace(plan, steps=(both,), frees=((),)))
 

@@ -54,6 +54,8 @@ REFUSED: dict[str, Program] = {
     "cummax": (lambda x: x.cummax(1), (ones(),)),
     "cummin": (lambda x: x.cummin(-7), (ones(),)),
     "select": (lambda x: x.select(-2, 0), (ones(5),)),
+    "select of nothing": (lambda x: x.select(0, -1), (ones(0, 0),)),
+    "select beyond the end": (lambda x: x.select(1, 1), (ones(2, 1),)),
     "index_select": (lambda x, i: x.index_select(-7, i), (ones(), zeros(1))),
     "select_scatter": (lambda x, y: x.select_scatter(y, -7, 0), (ones(3, 3), ones(3))),
     "slice_scatter": (lambda x, y: x.slice_scatter(y, -7), (ones(3, 3), ones(3, 3))),

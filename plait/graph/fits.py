@@ -16,7 +16,12 @@ import torch._prims_common as prims
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false, sym_or
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    guard_or_false,
+    sym_and,
+    sym_or,
+)
 
 from plait import compat
 from plait.errors import refusal
@@ -419,6 +424,15 @@ def _addmv(x: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
     return NotImplemented
 
 
+def _selected(x: Tensor, dim: int, index: Any) -> Any:
+    """The shape function of torch 2.11 does not look; an index that is found is checked when it is
+    used."""
+    if not isinstance(index, torch.SymInt) or not free_unbacked_symbols(index):
+        says = f"select(): index {index} out of range for dimension {dim} of {list(x.shape)}"
+        _demand(sym_and(-x.shape[dim] <= index, index < x.shape[dim]), says, IndexError)
+    return NotImplemented
+
+
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Any:
     """Eager's kernel is called with another size, and looks; PyTorch's own pass takes a result of
     no elements for made without it."""
@@ -474,6 +488,7 @@ _RULES: dict[OpOverload, Rule] = {
     aten.constant_pad_nd.default: _padded,
     aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.select.int: _selected,
     aten.smooth_l1_loss.default: _smooth_l1_loss,
     aten.soft_margin_loss.default: _soft_margin_loss,
     aten.squeeze.default: _squeezed,

@@ -425,11 +425,11 @@ def _addmv(x: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
 
 
 def _selected(x: Tensor, dim: int, index: Any) -> Any:
-    """The shape function of torch 2.11 does not look; an index that is found is checked when it is
-    used."""
-    if not isinstance(index, torch.SymInt) or not free_unbacked_symbols(index):
+    """The shape function of torch 2.11 does not look. What is found is checked when it is used."""
+    n = x.shape[dim]
+    if not free_unbacked_symbols((n, index)):
         says = f"select(): index {index} out of range for dimension {dim} of {list(x.shape)}"
-        _demand(sym_and(-x.shape[dim] <= index, index < x.shape[dim]), says, IndexError)
+        _demand(sym_and(-n <= index, index < n), says, IndexError)
     return NotImplemented
 
 

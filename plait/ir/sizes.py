@@ -50,7 +50,9 @@ class Atom:
     @property
     def expr(self) -> Expr:
         """The expression that is this atom."""
-        return Expr(0, (((self,), 1),))
+        found = _intern(0, (((self,), 1),))
+        assert isinstance(found, Expr), "it has a term"
+        return found
 
     def __hash__(self) -> int:
         return self._hash

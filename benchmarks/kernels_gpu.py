@@ -30,7 +30,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
 from plait.ir.loops import TensorArg
-from plait.kernel.triton import EARLY, compute_capability, emit_kernel
+from plait.kernel.triton.target import EARLY, compute_capability, emit_kernel
 from plait.lower.graph import load_rules, lower_graph
 from plait.runtime.triton_worker import load_module
 from plait.schedule import schedule

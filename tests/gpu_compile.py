@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from plait.errors import Unsupported
-from plait.kernel.triton import EARLY, TritonKernel, emit_kernel
+from plait.kernel.triton.target import EARLY, TritonKernel, emit_kernel
 from plait.runtime.cubin import NUMBERS
 from plait.runtime.triton_worker import load_module
 from tests.fuzz_kernels import Maker

@@ -22,7 +22,7 @@ from plait.errors import Unsupported
 from plait.ir.dtypes import f32
 from plait.ir.loops import Load, loop_vars, node
 from plait.ir.sizes import evaluate
-from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker, compare

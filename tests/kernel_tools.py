@@ -18,7 +18,7 @@ from plait.ir import interp
 from plait.ir.dtypes import DType
 from plait.ir.loops import Buffer
 from plait.ir.sizes import Size, add, mod, mul, substitute
-from plait.kernel.cpp import emit_library
+from plait.kernel.cpu.target import emit_library
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
 from plait.schedule.deps import extent

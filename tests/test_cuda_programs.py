@@ -27,8 +27,8 @@ from plait.graph.captured import Captured
 from plait.graph.joint import partition
 from plait.ir.loops import Alias, Extern
 from plait.ir.sizes import numel
-from plait.kernel.triton import compute_capability
-from plait.kernel.triton_ops import _FUNCTIONS
+from plait.kernel.triton.ops import _FUNCTIONS
+from plait.kernel.triton.target import compute_capability
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
 from plait.schedule.layout import unaligned

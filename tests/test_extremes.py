@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.ir.dtypes import DTYPES
-from plait.kernel.cpp_expr import literal
+from plait.kernel.cpu.expr import literal
 from tests import extremes
 from tests.extremes import FLOATS, INTS, ONE, TWO
 from tests.kernel_tools import isas

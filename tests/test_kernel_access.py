@@ -18,7 +18,7 @@ from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
 from plait.ir.loops import apply, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, floordiv, mod
-from plait.kernel.cpp import emit_library
+from plait.kernel.cpu.target import emit_library
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas

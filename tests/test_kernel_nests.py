@@ -12,7 +12,7 @@ from plait.ir.dtypes import b1, f32, i64
 from plait.ir.loops import Buffer, Load, Node, apply, loop_vars, node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Size, evaluate, floordiv, symbol
-from plait.kernel.cpp import emit_library, structure
+from plait.kernel.cpu.target import emit_library, structure
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas

@@ -15,7 +15,7 @@ from plait.ir.dtypes import DTYPES, LOOP_DTYPES, DType, b1, f32, i64
 from plait.ir.loops import Buffer, apply, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.record import Recorder
-from plait.kernel.cpp import CppTarget, emit_library
+from plait.kernel.cpu.target import CppTarget, emit_library
 from plait.kernel.null import NullTarget
 from plait.runtime.philox import philox_words
 from plait.runtime.toolchain import ISAS, Isa

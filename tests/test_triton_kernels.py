@@ -32,9 +32,9 @@ from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import Expr, evaluate, floordiv, free_symbols, smin, symbol
 from plait.kernel.linear import linearised
-from plait.kernel.triton import TritonTarget, emit_kernel
-from plait.kernel.triton_ops import _FUNCTIONS, literal
-from plait.kernel.triton_tiles import Tile, plan_tile
+from plait.kernel.triton.ops import _FUNCTIONS, literal
+from plait.kernel.triton.target import TritonTarget, emit_kernel
+from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.gpu_rows import kernel_of
 

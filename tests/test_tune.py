@@ -33,9 +33,9 @@ from plait.errors import ToolchainError
 from plait.ir.dtypes import f32
 from plait.ir.loops import Buffer, Load, const, loop_vars, node
 from plait.kernel.linear import linearised
-from plait.kernel.triton import TritonTarget, emit_kernel
-from plait.kernel.triton_tiles import plan_tile
-from plait.kernel.triton_tune import MAX_TILES, candidates, describe
+from plait.kernel.triton.target import TritonTarget, emit_kernel
+from plait.kernel.triton.tiles import plan_tile
+from plait.kernel.triton.tune import MAX_TILES, candidates, describe
 from plait.runtime import tune
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.load import LoadError

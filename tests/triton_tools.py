@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from plait.ir.sizes import evaluate
-from plait.kernel.triton import emit_kernel
+from plait.kernel.triton.target import emit_kernel
 from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel
 from tests.kernel_tools import as_tensor

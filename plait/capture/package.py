@@ -33,7 +33,7 @@ from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
 from plait.kernel.targets import TARGETS
-from plait.kernel.triton import CAPABILITIES, KNOWN_GPUS, machine_capability
+from plait.kernel.triton.target import CAPABILITIES, KNOWN_GPUS, machine_capability
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from plait.ir.dtypes import DTYPES
 from plait.ir.ops import OPS
-from plait.kernel.cpp_simd import simd
+from plait.kernel.cpu.simd import simd
 from plait.runtime.mathtable import INDEX, SLEEF, scalar_name, vector_name
 from plait.runtime.toolchain import Isa
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plait.kernel.linear import LinearKernel
-from plait.kernel.triton_tiles import Tile, plan_tile
+from plait.kernel.triton.tiles import Tile, plan_tile
 
 MAX_TILES = 14
 MAX_WARPS = 32

@@ -31,9 +31,9 @@ from plait.ir.sizes import (
 )
 from plait.kernel.linear import LinearKernel, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.stores import How, how_to_store
-from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
-from plait.kernel.triton_passes import offset_from, peak_of, plan_passes, rescales, scale_of
-from plait.kernel.triton_tiles import Group, Tile, held_dtypes
+from plait.kernel.triton.ops import TYPES, bitcast, cast, combiner, identity, literal, render
+from plait.kernel.triton.passes import offset_from, peak_of, plan_passes, rescales, scale_of
+from plait.kernel.triton.tiles import Group, Tile, held_dtypes
 from plait.schedule.plan import PART, Reduce, Store
 
 NEAR = {

@@ -24,7 +24,7 @@ from plait.ir.sizes import (
     substitute,
 )
 from plait.kernel.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
-from plait.kernel.triton_passes import plan_passes
+from plait.kernel.triton.passes import plan_passes
 from plait.schedule.plan import Reduce, Store, walkers
 
 PERSISTENT_POINTS = 32768

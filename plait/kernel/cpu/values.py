@@ -1,7 +1,7 @@
 """Values and integer expressions of one kernel as C++ variables, each defined once in the outermost
 block that can.
 
-A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting
+A value is a tuple of C++ names, one a register (see expr). Blocks form a chain, one a nesting
 level; a node's block is the deepest one that binds something that the node depends on. `rep`
 numbers the vectors that are in flight at once: a vector value has one copy for each.
 """
@@ -16,7 +16,7 @@ from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
 from plait.ir.loops import Node, check_of, const, node, walk
 from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, may_be_zero
-from plait.kernel.cpp_expr import (
+from plait.kernel.cpu.expr import (
     Parts,
     ctype,
     literal,
@@ -31,7 +31,7 @@ from plait.kernel.cpp_expr import (
     vector_op,
     vtype,
 )
-from plait.kernel.cpp_passes import Nest
+from plait.kernel.cpu.passes import Nest
 from plait.kernel.linear import dependences, extent
 from plait.runtime.toolchain import Isa
 
@@ -40,7 +40,7 @@ _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
 class Loader(Protocol):
-    """Writes loads (the part of cpp_access that values need)."""
+    """Writes loads (the part of access that values need)."""
 
     def load(self, n: Node) -> Parts:
         """The value of a load node."""

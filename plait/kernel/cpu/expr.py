@@ -4,7 +4,7 @@ registers.
 A value of dtype d is one C++ expression, or two in vector code when d has 64 bits (each half of the
 lanes has a register of its own). Bools are `bool` in scalar code and a vi32 of 0 / -1 in vector
 code; f16 and bf16 are their bits in a u16 and are computed in f32. Functions named here are defined
-in `cpp_prelude.py`, which is asked for by name. Rows are templates over {0}, {1}, {2} (arguments),
+in `prelude.py`, which is asked for by name. Rows are templates over {0}, {1}, {2} (arguments),
 {t} (dtype name) or functions of (dtype, arguments).
 """
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from plait.config import Config
-from plait.kernel.cpp_expr import SCALAR, VECTOR
-from plait.kernel.cpp_nest import kernel_body
-from plait.kernel.cpp_passes import plan_nest
-from plait.kernel.cpp_prelude import prelude_for
+from plait.kernel.cpu.expr import SCALAR, VECTOR
+from plait.kernel.cpu.nest import kernel_body
+from plait.kernel.cpu.passes import plan_nest
+from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.dedup import part_operands, structure, symbol_for
 from plait.kernel.linear import linearised
 from plait.kernel.target import Source
@@ -25,8 +25,8 @@ from plait.runtime.toolchain import Isa, find_toolchain
 from plait.schedule.plan import Kernel
 
 _SPECIAL = {
-    "const": "cpp_expr.literal", "index": "Values._index",
-    "cast": "cpp_expr.scalar_cast, vector_cast", "bitcast": "cpp_expr.vector_bitcast",
+    "const": "expr.literal", "index": "Values._index",
+    "cast": "expr.scalar_cast, vector_cast", "bitcast": "expr.vector_bitcast",
     "load": "Access.load", "bounded": "Values._bounded", "nonzero": "Values._nonzero",
     "acc": "Values._acc",
 }  # fmt: skip

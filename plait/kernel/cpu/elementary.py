@@ -2,7 +2,7 @@
 functions that models spend their time in.
 
 A call of SLEEF saves and restores every vector register; these stay in line. All others go through
-SLEEF (see cpp_prelude). Coefficients are minimax fits in the weighted relative error (residual
+SLEEF (see prelude). Coefficients are minimax fits in the weighted relative error (residual
 below 0.06 ulp), rounded to f32. They need fused multiply-add.
 """
 

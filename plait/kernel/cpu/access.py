@@ -11,7 +11,7 @@ from __future__ import annotations
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
 from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, substitute, total
-from plait.kernel.cpp_expr import (
+from plait.kernel.cpu.expr import (
     Parts,
     mask_part,
     memory,
@@ -21,7 +21,7 @@ from plait.kernel.cpp_expr import (
     vector_op,
     vtype,
 )
-from plait.kernel.cpp_values import Values, atom_text
+from plait.kernel.cpu.values import Values, atom_text
 from plait.kernel.linear import offset_of
 from plait.kernel.stores import How, how_to_store
 from plait.schedule.plan import Store

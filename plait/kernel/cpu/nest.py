@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 from plait.ir.loops import walk
 from plait.ir.sizes import Atom, Size, may_be_zero, product, symbol
-from plait.kernel.cpp_access import AccessWriter
-from plait.kernel.cpp_expr import memory
-from plait.kernel.cpp_passes import Nest, buffer_points, row_points
-from plait.kernel.cpp_reduce import Accumulators
-from plait.kernel.cpp_values import Values
+from plait.kernel.cpu.access import AccessWriter
+from plait.kernel.cpu.expr import memory
+from plait.kernel.cpu.passes import Nest, buffer_points, row_points
+from plait.kernel.cpu.reduce import Accumulators
+from plait.kernel.cpu.values import Values
 from plait.kernel.linear import blocks, extent
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt

@@ -1,7 +1,7 @@
 """Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept
 between passes, the vector axis.
 
-Comes in: a `LinearKernel`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs
+Comes in: a `LinearKernel`. Goes out: a `Nest`, which `nest.py` writes down as loops. Costs
 are those of the op table.
 """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from plait.ir.dtypes import DType, b1, f32, f64, i64
 from plait.ir.loops import Const, Node, node
 from plait.ir.sizes import Atom, Expr, Size, product
-from plait.kernel.cpp_expr import (
+from plait.kernel.cpu.expr import (
     Parts,
     ctype,
     literal,
@@ -26,7 +26,7 @@ from plait.kernel.cpp_expr import (
     vector_op,
     vtype,
 )
-from plait.kernel.cpp_values import Values
+from plait.kernel.cpu.values import Values
 from plait.kernel.linear import extent
 from plait.schedule.plan import Reduce
 

@@ -21,11 +21,11 @@ from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.linear import LinearKernel, linearised
 from plait.kernel.target import Source
-from plait.kernel.triton_body import BodyWriter
-from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
-from plait.kernel.triton_passes import without_picks
-from plait.kernel.triton_tiles import Tile, plan_tile
-from plait.kernel.triton_tune import candidates, describe
+from plait.kernel.triton.body import BodyWriter
+from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
+from plait.kernel.triton.passes import without_picks
+from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.kernel.triton.tune import candidates, describe
 from plait.runtime.cubin import Job, get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune

@@ -2,13 +2,13 @@
 
 Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow
 code of it and an instruction exists, an instruction's builtin is used under g++. vT is one register
-of T (see cpp_prelude). m: a mask, lanes 0 or -1.
+of T (see prelude). m: a mask, lanes 0 or -1.
 """
 
 from __future__ import annotations
 
 from plait.ir.dtypes import DTYPES
-from plait.kernel.cpp_elementary import elementary
+from plait.kernel.cpu.elementary import elementary
 from plait.runtime.toolchain import Isa
 
 _NUMBERS = ("f32", "f64", "i32", "u32", "i64", "u64", "i16", "u16", "i8", "u8")

@@ -1,0 +1,1 @@
+"""Kernels for GPUs: Triton source, compiled to cubins by worker processes."""

@@ -44,12 +44,14 @@ _ORDER = {
     ),
     "products": re.compile(r"prod"),
     "bounds": re.compile(r"amin|amax|\.min\(|\.max\(|maximum|minimum|fmax|fmin|cl(am|i)p"),
-    "steps": re.compile(r"relu6|F\.[sc]?elu\(|hard|shrink"),
 }
 """Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity
 or NaN, of products whether it meets a zero, of the least and the greatest element which of 0.0 and
 -0.0 it is (of two, eager's vectors and tails differ), of products of matrices whether they begin at
-0.0; so are the gradients of "steps" at NaN."""
+0.0."""
+
+_STEPS = re.compile(r"::(relu6|hard(sigmoid|swish|tanh|shrink)|softshrink|[sc]?elu)_?(\.|$)")
+"""Operators of ATen that are defined by steps. Their gradient at NaN is free."""
 
 
 _BITS = re.compile(r"\.view\(torch\.")
@@ -481,11 +483,14 @@ class _Run:
             seen = [t for n in nudges if (t := truth(what, n)) is not None]
             return [values[k] for t in seen if k < len(values := getattr(t, place))]
 
-        @cache
         def overflows() -> bool:
-            with _Overflow() as found:
+            return watched().overflow
+
+        @cache
+        def watched() -> _Watch:
+            with _Watch() as found:
                 self.call(self.f, call)
-            return found.seen
+            return found
 
         for what, k, a, b in rows:
             exact = self.outputs[k] not in self.inexact if what == "output" else not self.inexact
@@ -497,12 +502,7 @@ class _Run:
         if self.road.grad:
             if len(e.grads) != len(g.grads):
                 raise Fault(f"number of gradients: {where}")
-            leaves = [x for x, wanted in zip(e.inputs, self.grads, strict=True) if wanted]
-            free = (
-                "steps" in self.order
-                and self.road.grad == "backward"
-                and any(_has_nan(x) for x in (*leaves, *e.results))
-            )
+            free = self.road.grad == "backward" and watched().nan_at_step
             for k, (a, b) in enumerate(zip(e.grads, g.grads, strict=True)):
                 if (a is None) != (b is None):
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
@@ -712,16 +712,20 @@ def _machine() -> str:
     return detect_isa().name
 
 
-class _Overflow(TorchDispatchMode):
-    """Notes whether the result of a sum is infinite."""
+class _Watch(TorchDispatchMode):
+    """What eager met. overflow: the result of a sum is infinite; nan_at_step: an operator that is
+    defined by steps had a NaN as argument."""
 
-    seen = False
+    overflow = False
+    nan_at_step = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _STEPS.search(func.name()):
+            self.nan_at_step |= any(_has_nan(x) for x in args)
         made = func(*args, **(kwargs or {}))
         if _ORDER["sums"].search(func.name() + "("):
             for x in made if isinstance(made, (tuple, list)) else (made,):
-                self.seen |= (
+                self.overflow |= (
                     isinstance(x, Tensor) and x.is_floating_point() and bool(x.isinf().any())
                 )
         return made

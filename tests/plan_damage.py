@@ -14,12 +14,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from plait.wrapper.native import OPCODES
+from plait.wrapper.spec import Kind, fields_of
+
 HEADER = 24
-INSTRUCTIONS = (
-    "Symbol", "AssertScalar", "AssertSizeStride", "AssertAlignment", "CheckFinite", "Arena",
-    "Place", "Alloc", "Reuse", "Free", "View", "Constant", "Launch", "CallExtern", "CallPython",
-    "Copy", "BumpVersion", "Fill", "Partition", "Return",
-)  # fmt: skip
+CLASSES = tuple(OPCODES)
+INSTRUCTIONS = tuple(cls.__name__ for cls in CLASSES)
 """By opcode."""
 TABLES = ("strings", "program", "expressions", "symbols", "slots", "inputs", "kernels")
 EDGES = (
@@ -131,7 +131,6 @@ class _Reader:
         kind = self.word("kind")
         self.word("symbol" if kind == 1 else "slot")
         if kind == 0:
-            self.word("dtype")
             self.shape()
             self.word("string")
 
@@ -168,84 +167,69 @@ class _Reader:
         if kind:
             self.word("symbol" if kind == 2 else "slot")
 
-    def call(self) -> None:
-        self.list(self.operand)
-        self.list(self.keyword)
-        self.list(self.result)
-
     def instruction(self) -> None:
         first = self.at
         opcode = self.word("opcode")
         self.part = INSTRUCTIONS[opcode]
         self.lengths = (self.at,)
         self.word("length")
-        self.fields(opcode)
+        self.fields(CLASSES[opcode])
         self.lengths = ()
         self.out.bodies.append((first, self.at))
 
-    def fields(self, opcode: int) -> None:
-        match INSTRUCTIONS[opcode]:
-            case "Symbol":
-                self.word("symbol")
-                if self.word("kind"):
-                    self.words("slot", "dimension")
-                else:
-                    self.word("expression")
-            case "AssertScalar":
-                self.words("expression", "string")
-                self.list(lambda: self.word("expression"))
-                self.word("kind")
-            case "AssertSizeStride":
-                self.words("slot", "dtype")
-                self.shape()
-                self.words("string", "flag")
-            case "AssertAlignment":
-                self.words("slot", "number")
-            case "CheckFinite":
-                self.words("slot", "string", "flag")
-            case "Arena":
-                self.words("slot", "expression", "string")
-            case "Place":
-                self.words("slot", "slot", "expression")
-                self.shape()
-            case "Alloc":
-                self.word("slot")
-                self.shape()
-                self.word("string")
-            case "Reuse":
-                self.words("slot", "slot")
-                self.shape()
-            case "Free" | "BumpVersion":
-                self.word("slot")
-            case "View":
-                self.words("slot", "slot")
-                self.shape()
-                self.words("expression", "flag")
-            case "Constant":
-                self.words("slot", "constant")
-            case "Launch":
-                self.word("kernel")
-                self.list(lambda: self.word("slot"))
-                self.list(lambda: self.word("expression"))
-                self.list(lambda: self.word("slot"))
-                self.words("expression", "flag", "flag", "expression")
-            case "CallExtern":
-                self.words("string", "string")
-                self.call()
-                self.list(lambda: self.word("slot"))
-                self.word("flag")
-            case "CallPython":
-                self.words("callable", "string")
-                self.call()
-            case "Copy":
-                self.words("slot", "slot", "flag")
-            case "Fill":
-                self.word("slot")
-                self.operand()
-            case "Partition":
-                self.words("flag", "string")
-            case "Return":
-                self.list(self.operand)
+    def source(self) -> None:
+        if self.word("kind"):
+            self.words("slot", "dimension")
+        else:
+            self.word("expression")
+
+    def fields(self, cls: type) -> None:
+        kinds = [kind for _, kind in fields_of(cls)]
+        for kind in kinds:
+            match kind:
+                case Kind.SHAPE:
+                    self.shape()
+                case Kind.STRIDES:
+                    pass  # a part of the shape
+                case Kind.DTYPE if Kind.DEFINES in kinds:
+                    pass  # in the table of slots
+                case Kind.SOURCE:
+                    self.source()
+                case Kind.OPERAND:
+                    self.operand()
+                case Kind.OPERANDS | Kind.OUTPUTS:
+                    self.list(self.operand)
+                case Kind.KEYWORDS:
+                    self.list(self.keyword)
+                case Kind.RESULTS:
+                    self.list(self.result)
+                case Kind.ALL_USED:
+                    self.list(lambda: self.word("slot"))
+                case Kind.SIZES:
+                    self.list(lambda: self.word("expression"))
+                case _:
+                    self.words(*_WORDS[kind])
+
+
+_WORDS = {
+    Kind.DEFINES: ("slot",),
+    Kind.SYMBOL: ("symbol",),
+    Kind.USES: ("slot",),
+    Kind.ARENA: ("slot",),
+    Kind.ENDS: ("slot",),
+    Kind.SIZE: ("expression",),
+    Kind.DTYPE: ("dtype",),
+    Kind.KERNEL: ("kernel",),
+    Kind.CONSTANT: ("constant",),
+    Kind.CALLABLE: ("callable",),
+    Kind.OPERATOR: ("string", "string"),
+    Kind.ERROR: ("kind",),
+    Kind.DEVICE: ("string",),
+    Kind.TEXT: ("string",),
+    Kind.INT: ("number",),
+    Kind.FLAG: ("flag",),
+}
+"""What the words of a field mean."""
 
 
 def read(plan: bytes) -> Layout:

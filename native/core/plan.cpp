@@ -8,7 +8,7 @@
 //   exprs:    n, then (op, a, b) each
 //   symbols:  n, then name each
 //   slots:    n, then (name, dtype) each
-//   inputs:   n, then (kind, id) each; a tensor goes on with dtype, rank, sizes, strides, device
+//   inputs:   n, then (kind, id) each; a tensor goes on with rank, sizes, strides, device
 //   kernels:  n, then (name, n_args, n_sizes, n checks, (error, message) each, device) each
 //   body:     n, then (opcode, words of this instruction, fields) each
 // Every count and id is checked as it is read, so that no byte string can make the reader leave its
@@ -136,7 +136,7 @@ class Parser {
       const int32_t opcode = in_.id(0, static_cast<int64_t>(std::variant_size_v<Instr>), "opcode");
       const int64_t length = in_.word();
       const size_t start = in_.position();
-      plan_.body.push_back(instr(opcode));
+      plan_.body.push_back(read_instr(*this, opcode));
       if (length != static_cast<int64_t>(in_.position() - start))
         fail("an instruction has a wrong length");
     }
@@ -144,41 +144,18 @@ class Parser {
     return std::move(plan_);
   }
 
- private:
-  void parse_exprs() {
-    const size_t n = in_.count();
-    plan_.exprs.reserve(n);
-    std::vector<int64_t> symbol_uses;
-    for (size_t i = 0; i < n; ++i) {
-      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12 + kSizeFunctions, "expression operator"))};
-      e.a = in_.word();
-      e.b = in_.word();
-      const int64_t limit = static_cast<int64_t>(i);
-      if (e.op == ExprNode::Op::symbol) {
-        symbol_uses.push_back(e.a);
-      } else if (e.op != ExprNode::Op::constant &&
-                 (e.a < 0 || e.a >= limit || e.b < 0 || e.b >= limit)) {
-        fail("an expression refers to a later one");
-      }
-      plan_.exprs.push_back(e);
-    }
-    symbols_after_exprs_ = in_.count();
-    for (int64_t s : symbol_uses)
-      if (s < 0 || s >= static_cast<int64_t>(symbols_after_exprs_))
-        fail("an expression names a symbol that does not exist");
-  }
-
+  // --- what read_instr() asks for, by the kinds of fields
   SlotId slot() { return in_.id(0, static_cast<int64_t>(plan_.slots.size()), "slot"); }
   ExprId expr() { return in_.id(0, static_cast<int64_t>(plan_.exprs.size()), "expression"); }
   int32_t symbol() { return in_.id(0, static_cast<int64_t>(plan_.symbols.size()), "symbol"); }
+  int32_t kernel() { return in_.id(0, static_cast<int64_t>(plan_.kernels.size()), "kernel"); }
+  int32_t constant() { return in_.id(0, plan_.n_constants, "constant"); }
+  int32_t callable() { return in_.id(0, plan_.n_callables, "callable"); }
+  std::string string() { return in_.string(); }
+  int64_t word() { return in_.word(); }
+  bool flag() { return in_.flag(); }
   DType dtype() {
     return static_cast<DType>(in_.id(0, static_cast<int64_t>(kDTypeName.size()), "dtype"));
-  }
-  double real() {
-    const int64_t bits = in_.word();
-    double value = 0;
-    std::memcpy(&value, &bits, 8);
-    return value;
   }
 
   Check::Error error() { return static_cast<Check::Error>(in_.id(0, 2, "kind of error")); }
@@ -204,16 +181,6 @@ class Parser {
     std::vector<SlotId> out(in_.count());
     for (SlotId& s : out) s = slot();
     return out;
-  }
-
-  Input input() {
-    Input i{static_cast<Input::Kind>(in_.id(0, 3, "input kind")), 0};
-    i.id = i.kind == Input::Kind::symbol ? symbol() : slot();
-    if (i.kind != Input::Kind::tensor) return i;
-    i.dtype = dtype();
-    i.shape = shape();
-    i.device = in_.string();
-    return i;
   }
 
   Operand operand(int depth = 0) {
@@ -265,61 +232,55 @@ class Parser {
     return out;
   }
 
-  // Braced initialisers are evaluated left to right, so the fields stand in the order of the words.
-  Instr instr(int32_t opcode) {
-    switch (opcode) {
-      case 0: {
-        Symbol s{symbol(), static_cast<Symbol::Source>(in_.id(0, 5, "symbol source"))};
-        if (s.source == Symbol::Source::expr) {
-          s.expr = expr();
-        } else {
-          s.tensor = slot();
-          s.dim = in_.id(0, kMaxRank, "dimension");
-        }
-        return s;
-      }
-      case 1: return AssertScalar{expr(), in_.string(), exprs(), error()};
-      case 2: return AssertSizeStride{slot(), dtype(), shape(), in_.string(), in_.flag()};
-      case 3: return AssertAlignment{slot(), in_.word()};
-      case 4: return CheckFinite{slot(), in_.string(), in_.flag()};
-      case 5: return Arena{slot(), expr(), in_.string()};
-      case 6: return Place{slot(), slot(), expr(), shape()};
-      case 7: return Alloc{slot(), shape(), in_.string()};
-      case 8: return Reuse{slot(), slot(), shape()};
-      case 9: return Free{slot()};
-      case 10: return View{slot(), slot(), shape(), expr(), in_.flag()};
-      case 11: return Constant{slot(), in_.id(0, plan_.n_constants, "constant")};
-      case 12: return launch();
-      case 13:
-        return CallExtern{in_.string(), in_.string(), operands(), keywords(),
-                          results(),    slots(),      in_.flag()};
-      case 14:
-        return CallPython{in_.id(0, plan_.n_callables, "callable"), in_.string(), operands(),
-                          keywords(), results()};
-      case 15: return Copy{slot(), slot(), in_.flag()};
-      case 16: return BumpVersion{slot()};
-      case 17: return Fill{slot(), operand()};
-      case 18: return Partition{in_.flag(), in_.string()};
-      default: return Return{operands()};
+  Source source() {
+    Source s{static_cast<Source::Kind>(in_.id(0, 5, "symbol source"))};
+    if (s.kind == Source::Kind::expr) {
+      s.expr = expr();
+    } else {
+      s.tensor = slot();
+      s.dim = in_.id(0, kMaxRank, "dimension");
     }
+    return s;
   }
 
-  Launch launch() {
-    Launch l{in_.id(0, static_cast<int64_t>(plan_.kernels.size()), "kernel"),
-             slots(),
-             {},
-             {},
-             0,
-             true,
-             true,
-             0};
-    l.sizes = exprs();
-    l.outs = slots();
-    l.work_ns = expr();
-    l.parallel = in_.flag();
-    l.barrier = in_.flag();
-    l.grid = expr();
-    return l;
+ private:
+  void parse_exprs() {
+    const size_t n = in_.count();
+    plan_.exprs.reserve(n);
+    std::vector<int64_t> symbol_uses;
+    for (size_t i = 0; i < n; ++i) {
+      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12 + kSizeFunctions, "expression operator"))};
+      e.a = in_.word();
+      e.b = in_.word();
+      const int64_t limit = static_cast<int64_t>(i);
+      if (e.op == ExprNode::Op::symbol) {
+        symbol_uses.push_back(e.a);
+      } else if (e.op != ExprNode::Op::constant &&
+                 (e.a < 0 || e.a >= limit || e.b < 0 || e.b >= limit)) {
+        fail("an expression refers to a later one");
+      }
+      plan_.exprs.push_back(e);
+    }
+    symbols_after_exprs_ = in_.count();
+    for (int64_t s : symbol_uses)
+      if (s < 0 || s >= static_cast<int64_t>(symbols_after_exprs_))
+        fail("an expression names a symbol that does not exist");
+  }
+
+  double real() {
+    const int64_t bits = in_.word();
+    double value = 0;
+    std::memcpy(&value, &bits, 8);
+    return value;
+  }
+  Input input() {
+    Input i{static_cast<Input::Kind>(in_.id(0, 3, "input kind")), 0};
+    i.id = i.kind == Input::Kind::symbol ? symbol() : slot();
+    if (i.kind != Input::Kind::tensor) return i;
+    i.dtype = plan_.slots[static_cast<size_t>(i.id)].dtype;
+    i.shape = shape();
+    i.device = in_.string();
+    return i;
   }
 
   Reader in_;

@@ -234,9 +234,9 @@ class Loader {
     return d;
   }
   void learn(const Symbol& i) {
-    if (i.source == Symbol::Source::expr) return;
-    use_header(i.tensor);
-    info(i.tensor).found = true;
+    if (i.value.kind == Source::Kind::expr) return;
+    use_header(i.value.tensor);
+    info(i.value.tensor).found = true;
   }
   void learn(const AssertScalar&) {}
   void learn(const AssertSizeStride& i) { use_header(i.tensor); }
@@ -453,12 +453,12 @@ class Loader {
   }
 
   void emit(const Symbol& i) {
-    switch (i.source) {
-      case Symbol::Source::expr:
-        need(std::vector<ExprId>{i.expr});
-        push(StepKind::define, i.symbol, i.expr);
+    switch (i.value.kind) {
+      case Source::Kind::expr:
+        need(std::vector<ExprId>{i.value.expr});
+        push(StepKind::define, i.symbol, i.value.expr);
         return;
-      case Symbol::Source::item:
+      case Source::Kind::item:
         close_region();
         push(StepKind::read_symbol, at_);
         return;

@@ -124,7 +124,7 @@ void PartitionLearner::place(int32_t k, const Step& s) {
     case StepKind::read_symbol: {
       const Symbol& symbol = p_.instr<Symbol>(s.a);
       find(k, symbol.symbol);
-      p.waits |= symbol.source == Symbol::Source::item;
+      p.waits |= symbol.value.kind == Source::Kind::item;
       return;
     }
     case StepKind::region:
@@ -182,7 +182,7 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       return read(k, p_.instr<AssertScalar>(s.a).values);
     case StepKind::arena: return read(k, s.b);
     case StepKind::alloc: return read_shape(k, s.a);
-    case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).tensor);
+    case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).value.tensor);
     case StepKind::call_extern: {
       const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
       for (const ExternCall::Fill& f : c.fills) {

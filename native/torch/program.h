@@ -400,7 +400,7 @@ class Program {
   void mend_layout(Frame& f, SlotId s, const Layout& want, const char* origin, bool copies) const;
   void check_alignment(SlotId s, const char* pointer, int64_t nbytes) const;
   void fill(const Frame& f, const Fill& i) const;
-  int64_t read(const Frame& f, SlotId s, Symbol::Source source, int64_t dim) const;
+  int64_t read(const Frame& f, SlotId s, Source::Kind source, int64_t dim) const;
   void evaluate_range(Frame& f, int32_t first, int32_t n) const;
   void drop(Frame& f, SlotId s) const;
   void drop_input(Frame& f, SlotId s) const;

@@ -545,15 +545,15 @@ void Program::evaluate_range(Frame& f, int32_t first, int32_t n) const {
   }
 }
 
-int64_t Program::read(const Frame& f, SlotId s, Symbol::Source source, int64_t dim) const {
+int64_t Program::read(const Frame& f, SlotId s, Source::Kind source, int64_t dim) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
-  if (source == Symbol::Source::offset) return t.storage_offset();
-  if (source == Symbol::Source::item) {
+  if (source == Source::Kind::offset) return t.storage_offset();
+  if (source == Source::Kind::item) {
     TORCH_CHECK(t.numel() == 1, "'", slot(s).name, "' has ", t.numel(),
                 " elements, one was expected");
     return t.item().to<int64_t>();
   }
-  const c10::IntArrayRef dims = source == Symbol::Source::size ? t.sizes() : t.strides();
+  const c10::IntArrayRef dims = source == Source::Kind::size ? t.sizes() : t.strides();
   TORCH_CHECK(static_cast<size_t>(dim) < dims.size(), "'", slot(s).name, "' has no dimension ",
               dim);
   return dims[static_cast<size_t>(dim)];
@@ -775,7 +775,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::define: return set_symbol(f, s.a, value(f, s.b));
     case StepKind::read_symbol: {
       const Symbol& i = instr<Symbol>(s.a);
-      return set_symbol(f, i.symbol, read(f, i.tensor, i.source, i.dim));
+      return set_symbol(f, i.symbol, read(f, i.value.tensor, i.value.kind, i.value.dim));
     }
     case StepKind::arena: return take_arena(f, s.a, value(f, s.b));
     case StepKind::alloc: return allocate(f, s.a);

@@ -21,8 +21,8 @@ static_assert(sizeof(plait_task) == sizeof(Task) && std::endian::native == std::
               offsetof(Task, split) == offsetof(plait_task, what) &&
               offsetof(Task, barrier) == offsetof(plait_task, what) + 1 &&
               offsetof(Task, kernel) == offsetof(plait_task, what) + 4);
-static_assert(static_cast<int>(Symbol::Source::size) == plait_size + 1 &&
-              static_cast<int>(Symbol::Source::item) == plait_item + 1);
+static_assert(static_cast<int>(Source::Kind::size) == plait_size + 1 &&
+              static_cast<int>(Source::Kind::item) == plait_item + 1);
 
 template <class F>
 int guarded(plait_call* c, F&& body) noexcept {
@@ -75,7 +75,7 @@ struct Table {
   }
   static int read(plait_call* c, int32_t s, int what, int64_t dim, int64_t* out) {
     return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      *out = p.read(f, s, static_cast<Symbol::Source>(what + 1), dim);
+      *out = p.read(f, s, static_cast<Source::Kind>(what + 1), dim);
     });
   }
   static int arena(plait_call* c, int32_t s, int64_t nbytes) {

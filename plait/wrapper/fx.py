@@ -38,7 +38,7 @@ from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_fu
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Artifacts, Loaded, promises
-from plait.wrapper.walk import forks, input_sizes, sizes, used
+from plait.wrapper.walk import forks, sizes, used
 
 aten = torch.ops.aten
 GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
@@ -229,7 +229,7 @@ class _Maker:
         self.meta: dict[str, Any] = {}  # of the nodes that follow
         self.gpu = ""  # the current one, where the program has chosen one
         self.callers_gpu: Node | None = None
-        atoms = [a for i in program.inputs for e in input_sizes(i) for a in sz.free_symbols(e)]
+        atoms = [a for i in program.inputs for e in sizes(i) for a in sz.free_symbols(e)]
         atoms += [a for i in program.body for e in sizes(i) for a in sz.free_symbols(e)]
         self.atoms = {a.name: a for a in reversed(atoms)}
         self.symbols: dict[str, Any] = {}

@@ -3,8 +3,8 @@ target.
 
 Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes`,
 checked by `wrapper/verify.py`, printed and read back by `wrapper/text.py`, and handed to one of the
-targets. The meaning of every instruction is written where it is defined. No field holds a string of
-any programming language.
+targets. The meaning of every instruction is written where it is defined, and so is the kind of each
+field (`wrapper/spec.py`). No field holds a string of any programming language.
 
 Names: every tensor and every integer symbol of a program has one unique name; a name is defined
 once and never redefined. Sizes, strides and offsets are in elements, `nbytes` fields are in bytes.
@@ -13,10 +13,12 @@ once and never redefined. Sizes, strides and offsets are in elements, `nbytes` f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
 from plait.ir.sizes import Size
+from plait.wrapper.spec import Kind
 
 
 # ----------------------------------------------------------------------------------------- operands
@@ -59,39 +61,6 @@ class ValueOf:
 Operand = Ref | Literal | ListOf | ValueOf | Size
 
 
-# ---------------------------------------------------------------------------------------- signature
-@dataclass(frozen=True, slots=True)
-class TensorInput:
-    """A tensor argument. shape and strides are what was promised at compile time; symbols in them
-    are defined by `Symbol(..., SizeOf(...))` instructions, never implicitly. device: 'cpu' or
-    'cuda:N'."""
-
-    name: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class SymbolInput:
-    """A Python int argument that defines the symbol of this name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueInput:
-    """An argument that is neither tensor nor int (None, float, generator...). Extern calls may take
-    it by Ref."""
-
-    name: str
-
-
-Input = TensorInput | SymbolInput | OpaqueInput
-
-
-# ------------------------------------------------------------------------------------- instructions
 @dataclass(frozen=True, slots=True)
 class SizeOf:
     """Element `dim` of a tensor's sizes (kind='size') or strides ('stride'), or its storage offset
@@ -109,13 +78,76 @@ class ItemOf:
     tensor: str
 
 
+# ---------------------------------------------------------------------------------- kinds of fields
+Defines = Annotated[str, Kind.DEFINES]
+DefinesSymbol = Annotated[str, Kind.SYMBOL]
+Results = Annotated[tuple[str | None, ...], Kind.RESULTS]
+Uses = Annotated[str, Kind.USES]
+AllUsed = Annotated[tuple[str, ...], Kind.ALL_USED]
+InArena = Annotated[str, Kind.ARENA]
+Ends = Annotated[str, Kind.ENDS]
+AnOperand = Annotated[Operand, Kind.OPERAND]
+Operands = Annotated[tuple[Operand, ...], Kind.OPERANDS]
+Keywords = Annotated[tuple[tuple[str, Operand], ...], Kind.KEYWORDS]
+Outputs = Annotated[tuple[Operand, ...], Kind.OUTPUTS]
+Source = Annotated[SizeOf | ItemOf | Size, Kind.SOURCE]
+ASize = Annotated[Size, Kind.SIZE]
+Sizes = Annotated[tuple[Size, ...], Kind.SIZES]
+ElementType = Annotated[DType, Kind.DTYPE]
+Shape = Annotated[tuple[Size, ...], Kind.SHAPE]
+Strides = Annotated[tuple[Size, ...], Kind.STRIDES]
+KernelName = Annotated[str, Kind.KERNEL]
+ConstantIndex = Annotated[int, Kind.CONSTANT]
+CallableIndex = Annotated[int, Kind.CALLABLE]
+Operator = Annotated[str, Kind.OPERATOR]
+Error = Annotated[str, Kind.ERROR]
+Checks = Annotated[tuple[Check, ...], Kind.CHECKS]
+Device = Annotated[str, Kind.DEVICE]
+Text = Annotated[str, Kind.TEXT]
+Int = Annotated[int, Kind.INT]
+Flag = Annotated[bool, Kind.FLAG]
+
+
+# ---------------------------------------------------------------------------------------- signature
+@dataclass(frozen=True, slots=True)
+class TensorInput:
+    """A tensor argument. shape and strides are what was promised at compile time; symbols in them
+    are defined by `Symbol(..., SizeOf(...))` instructions, never implicitly. device: 'cpu' or
+    'cuda:N'."""
+
+    name: Defines
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolInput:
+    """A Python int argument that defines the symbol of this name."""
+
+    name: DefinesSymbol
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueInput:
+    """An argument that is neither tensor nor int (None, float, generator...). Extern calls may take
+    it by Ref."""
+
+    name: Defines
+
+
+Input = TensorInput | SymbolInput | OpaqueInput
+
+
+# ------------------------------------------------------------------------------------- instructions
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """Defines integer `name`. value: read from a tensor, or an expression over symbols defined
     before."""
 
-    name: str
-    value: SizeOf | ItemOf | Size
+    name: DefinesSymbol
+    value: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +158,10 @@ class AssertScalar:
     `checks.ERRORS` that is raised.
     """
 
-    expr: Size
-    message: str
-    values: tuple[Size, ...] = ()
-    error: str = "RuntimeError"
+    expr: ASize
+    message: Text
+    values: Sizes = ()
+    error: Error = "RuntimeError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +174,20 @@ class AssertSizeStride:
     strides that are different are no error: from here on the name stands for a copy that has these
     strides."""
 
-    tensor: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
-    origin: str = ""
-    copies: bool = False
+    tensor: Uses
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
+    origin: Text = ""
+    copies: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
 class AssertAlignment:
     """The call fails unless the data pointer of tensor is a multiple of nbytes."""
 
-    tensor: str
-    nbytes: int
+    tensor: Uses
+    nbytes: Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +195,9 @@ class CheckFinite:
     """The call fails, naming `origin`, if tensor holds a NaN or, if they count, an infinity.
     Non-float tensors pass."""
 
-    tensor: str
-    origin: str
-    infinities: bool = True
+    tensor: Uses
+    origin: Text
+    infinities: Flag = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +205,9 @@ class Arena:
     """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call
     ends. A program has at most one arena per device; two threads in one program hold two blocks."""
 
-    name: str
-    nbytes: Size
-    device: str = "cpu"
+    name: Defines
+    nbytes: ASize
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +216,12 @@ class Place:
 
     It never leaves the call and is never handed to an op that may keep or alias its arguments."""
 
-    name: str
-    arena: str
-    offset: Size
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
+    name: Defines
+    arena: InArena
+    offset: ASize
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +229,11 @@ class Alloc:
     """Defines tensor `name` with uninitialised memory of its own from the device's allocator.
     Outputs are made so."""
 
-    name: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
-    device: str = "cpu"
+    name: Defines
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +244,11 @@ class Reuse:
     that may use old: a kernel that reads old and writes `name` elementwise in place. Contents are
     undefined otherwise. old has a Free of its own."""
 
-    name: str
-    old: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
+    name: Defines
+    old: Uses
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +256,7 @@ class Free:
     """The tensor is not used after this: an owned reference is dropped, an arena range becomes
     free."""
 
-    name: str
+    name: Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +267,13 @@ class View:
     elements of `dtype`. Keeps base's storage alive where base is a tensor of its own.
     relative=False: offset counts from the start of base's storage instead."""
 
-    name: str
-    base: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
-    offset: Size
-    relative: bool = True
+    name: Defines
+    base: Uses
+    dtype: ElementType
+    shape: Shape
+    strides: Strides
+    offset: ASize
+    relative: Flag = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +281,8 @@ class Constant:
     """Defines tensor `name` as constant number `index` of the program's table of tensors (weights,
     folded values)."""
 
-    name: str
-    index: int
+    name: Defines
+    index: ConstantIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +293,11 @@ class DefineKernel:
     checks: where a launch returns k > 0, the call fails with checks[k - 1]. device: 'cpu' or
     'cuda:N'; each kind of device has a library of its own."""
 
-    name: str
-    n_args: int
-    n_sizes: int
-    checks: tuple[Check, ...] = ()
-    device: str = "cpu"
+    name: KernelName
+    n_args: Int
+    n_sizes: Int
+    checks: Checks = ()
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +310,14 @@ class Launch:
     on every thread (False only where no data flows between them). grid: programs to launch on a
     GPU, where nothing runs for 0 of them; 1 on a CPU."""
 
-    kernel: str
-    args: tuple[str, ...]
-    sizes: tuple[Size, ...]
-    outs: tuple[str, ...]
-    work_ns: Size
-    parallel: bool = True
-    barrier: bool = True
-    grid: Size = 1
+    kernel: KernelName
+    args: AllUsed
+    sizes: Sizes
+    outs: AllUsed
+    work_ns: ASize
+    parallel: Flag = True
+    barrier: Flag = True
+    grid: ASize = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +333,13 @@ class CallExtern:
     its arguments, so none of them lies in an arena. fence: it orders streams or makes another one
     the current one, and stays where it is."""
 
-    op: str
-    args: tuple[Operand, ...]
-    kwargs: tuple[tuple[str, Operand], ...]
-    outs: tuple[str | None, ...]
-    into: tuple[str, ...] = ()
-    may_keep: bool = True
-    fence: bool = False
+    op: Operator
+    args: Operands
+    kwargs: Keywords
+    outs: Results
+    into: AllUsed = ()
+    may_keep: Flag = True
+    fence: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +350,11 @@ class CallPython:
     The GIL is held. outs: one name per element of the tuple that it returns, or a single one for
     anything else."""
 
-    index: int
-    label: str
-    args: tuple[Operand, ...]
-    kwargs: tuple[tuple[str, Operand], ...]
-    outs: tuple[str | None, ...]
+    index: CallableIndex
+    label: Text
+    args: Operands
+    kwargs: Keywords
+    outs: Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,10 +365,10 @@ class Hook:
     The GIL is held. The object keeps and changes nothing of the tensor; what it returns is
     nobody's."""
 
-    tensor: str
-    index: int
-    node: str
-    label: str
+    tensor: Uses
+    index: CallableIndex
+    node: Text
+    label: Text
 
     def call(self) -> CallPython:
         """The same as a call."""
@@ -350,24 +382,24 @@ class Copy:
 
     Used for mutated inputs; bumps the version counter of dst when `bump`."""
 
-    dst: str
-    src: str
-    bump: bool = True
+    dst: Uses
+    src: Uses
+    bump: Flag = True
 
 
 @dataclass(frozen=True, slots=True)
 class BumpVersion:
     """A kernel wrote into input `tensor` in place: its autograd version counter goes up by one."""
 
-    tensor: str
+    tensor: Uses
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Sets every element of tensor to the Literal or Size value."""
 
-    tensor: str
-    value: Operand
+    tensor: Uses
+    value: AnOperand
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,15 +408,15 @@ class Partition:
     replayed as a whole (recorded=True), or has to run at every call because of `reason`. Changes no
     result."""
 
-    recorded: bool
-    reason: str = ""
+    recorded: Flag
+    reason: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     """For readers only: source lines ('model.py:31') and ATen ops of what follows."""
 
-    text: str
+    text: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,39 +424,45 @@ class Return:
     """Ends the program. A Ref is a tensor, a Size an int, a ValueOf a float or bool,
     Literal('none') is None."""
 
-    values: tuple[Operand, ...]
+    values: Outputs
 
 
 Instr = (
-    Symbol
-    | AssertScalar
-    | AssertSizeStride
-    | AssertAlignment
-    | CheckFinite
-    | Arena
-    | Place
-    | Alloc
-    | Reuse
-    | Free
-    | View
-    | Constant
-    | DefineKernel
-    | Launch
-    | CallExtern
-    | CallPython
-    | Hook
-    | Copy
-    | BumpVersion
-    | Fill
-    | Partition
-    | Note
-    | Return
-)
-INSTRUCTIONS: tuple[type, ...] = (
-    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc,
-    Reuse, Free, View, Constant, DefineKernel, Launch, CallExtern, CallPython, Hook, Copy,
-    BumpVersion, Fill, Partition, Note, Return,
+    Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc
+    | Reuse | Free | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Hook | Copy
+    | BumpVersion | Fill | Partition | Note | Return
 )  # fmt: skip
+INSTRUCTIONS: dict[type, str] = {
+    Symbol: "let",
+    AssertScalar: "require",
+    AssertSizeStride: "require_layout",
+    AssertAlignment: "require_aligned",
+    CheckFinite: "require_finite",
+    Arena: "take_arena",
+    Place: "place",
+    Alloc: "alloc",
+    Reuse: "reuse",
+    Free: "free",
+    View: "view",
+    Constant: "constant",
+    DefineKernel: "kernel",
+    Launch: "launch",
+    CallExtern: "call",
+    CallPython: "call_python",
+    Hook: "hook",
+    Copy: "copy",
+    BumpVersion: "bump_version",
+    Fill: "fill",
+    Partition: "partition",
+    Note: "note",
+    Return: "return",
+}
+"""The word of each in the text form. Their order numbers the instructions of a native plan."""
+INPUTS: dict[type, str] = {
+    TensorInput: "tensor_input",
+    SymbolInput: "int_input",
+    OpaqueInput: "object_input",
+}
 
 
 @dataclass(frozen=True)

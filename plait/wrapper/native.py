@@ -13,7 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any
 
 from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
@@ -22,8 +22,9 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
+from plait.wrapper.spec import Kind, fields_of
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -34,6 +35,14 @@ _SOURCE = {"size": 1, "stride": 2, "offset": 3}
 _ITEM_SOURCE = 4
 _LITERAL = {"none": 2, "bool": 3, "float": 4, "str": 5, "complex": 6, "dtype": 7, "device": 8,
             "layout": 9, "memory_format": 10}  # fmt: skip
+OPCODES = {
+    cls: code
+    for code, cls in enumerate(
+        c for c in ins.INSTRUCTIONS if c not in (ins.DefineKernel, ins.Hook, ins.Note)
+    )
+}
+"""Kernels are a table of their own, a hook is a call, and notes are for readers."""
+_INPUT = {cls: code for code, cls in enumerate(ins.INPUTS)}
 _LIST = 11
 _VALUE = 12
 _MAX_WORD = 2**63
@@ -81,7 +90,7 @@ class _Encoder:
         """The whole plan: header, words, strings."""
         for name in _symbols(p):
             self._symbol(name)
-        inputs = [w for i in p.inputs for w in self._input(i)]
+        inputs = [w for i in p.inputs for w in (_INPUT[type(i)], *self._fields(i))]
         body: list[int] = []
         n_instrs = 0
         for instr in p.body:
@@ -91,8 +100,9 @@ class _Encoder:
                 continue
             if isinstance(instr, ins.Note):
                 continue
-            opcode, words = self._instr(instr)
-            body += [opcode, len(words), *words]
+            step = instr.call() if isinstance(instr, ins.Hook) else instr
+            words = self._fields(step)
+            body += [OPCODES[type(step)], len(words), *words]
             n_instrs += 1
         # The tables come last: everything above has filled them.
         head = [
@@ -108,9 +118,8 @@ class _Encoder:
             head += [self._string(name), dtype]
         head += [len(p.inputs), *inputs, len(self._kernels)]
         for k in self._kernels.values():
-            head += [self._string(k.name), k.n_args, k.n_sizes, len(k.checks)]
-            head += [w for c in k.checks for w in (ERRORS.index(c.error), self._string(c.message))]
-            head += [self._string(k.device)]
+            head += [self._string(k.name), k.n_args, k.n_sizes]
+            head += [*self._field(Kind.CHECKS, k.checks), self._string(k.device)]
         texts = [s.encode() for s in self._strings]
         words = [len(texts)]
         offset = 0
@@ -167,12 +176,6 @@ class _Encoder:
         return self._node(atom.kind, self._size(atom.a), self._size(atom.b))
 
     # ------------------------------------------------------------------------------------ pieces
-    def _shape(self, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int]:
-        return [len(shape), *(self._size(s) for s in shape), *(self._size(s) for s in strides)]
-
-    def _slots_of(self, names: tuple[str, ...]) -> list[int]:
-        return [len(names), *(self._slot(n) for n in names)]
-
     def _operand(self, o: ins.Operand) -> list[int]:
         match o:
             case ins.Ref(name):
@@ -207,17 +210,6 @@ class _Encoder:
             case _:
                 return [self._string(text)]
 
-    def _operands(
-        self, args: tuple[ins.Operand, ...], kwargs: tuple[tuple[str, ins.Operand], ...]
-    ) -> list[int]:
-        words = [len(args)]
-        for a in args:
-            words += self._operand(a)
-        words.append(len(kwargs))
-        for name, value in kwargs:
-            words += [self._string(name), *self._operand(value)]
-        return words
-
     def _outs(self, outs: tuple[str | None, ...]) -> list[int]:
         words = [len(outs)]
         for name in outs:
@@ -229,99 +221,65 @@ class _Encoder:
                 words += [1, self._define(name, None)]
         return words
 
-    def _input(self, i: ins.TensorInput | ins.SymbolInput | ins.OpaqueInput) -> list[int]:
-        match i:
-            case ins.TensorInput():
-                slot = self._define(i.name, i.dtype)
-                dtype, device = _DTYPE[i.dtype.name], self._string(i.device)
-                return [0, slot, dtype, *self._shape(i.shape, i.strides), device]
-            case ins.SymbolInput():
-                return [1, self._symbol(i.name)]
-            case ins.OpaqueInput():
-                return [2, self._define(i.name, None)]
-
     # --------------------------------------------------------------------------------- instructions
-    def _instr(self, i: ins.Instr) -> tuple[int, list[int]]:
-        """(opcode, fields). A slot is defined after its operands were read, so that nothing can
+    def _fields(self, i: ins.Instr | ins.Input) -> list[int]:
+        """The fields, in order. A name is defined after its operands were read, so that nothing can
         refer to itself."""
-        match i:
-            case ins.Symbol():
-                return 0, [self._symbol(i.name), *self._source(i.value)]
-            case ins.AssertScalar():
-                values = [self._size(v) for v in i.values]
-                return 1, [
-                    self._size(i.expr),
-                    self._string(i.message),
-                    len(values),
-                    *values,
-                    ERRORS.index(i.error),
-                ]
-            case ins.AssertSizeStride():
-                dtype = _DTYPE[i.dtype.name]
-                shape = self._shape(i.shape, i.strides)
-                return 2, [
-                    self._slot(i.tensor),
-                    dtype,
-                    *shape,
-                    self._string(i.origin),
-                    int(i.copies),
-                ]
-            case ins.AssertAlignment():
-                return 3, [self._slot(i.tensor), i.nbytes]
-            case ins.CheckFinite():
-                return 4, [self._slot(i.tensor), self._string(i.origin), i.infinities]
-            case ins.Arena():
-                nbytes, device = self._size(i.nbytes), self._string(i.device)
-                return 5, [self._define(i.name, None), nbytes, device]
-            case ins.Place():
-                arena, offset = self._slot(i.arena), self._size(i.offset)
-                shape = self._shape(i.shape, i.strides)
-                return 6, [self._define(i.name, i.dtype), arena, offset, *shape]
-            case ins.Alloc():
-                shape, device = self._shape(i.shape, i.strides), self._string(i.device)
-                return 7, [self._define(i.name, i.dtype), *shape, device]
-            case ins.Reuse():
-                old, shape = self._slot(i.old), self._shape(i.shape, i.strides)
-                return 8, [self._define(i.name, i.dtype), old, *shape]
-            case ins.Free():
-                return 9, [self._slot(i.name)]
-            case ins.View():
-                base, offset = self._slot(i.base), self._size(i.offset)
-                shape = self._shape(i.shape, i.strides)
-                return 10, [self._define(i.name, i.dtype), base, *shape, offset, int(i.relative)]
-            case ins.Constant():
-                return 11, [self._define(i.name, None), i.index]
-            case ins.Launch():
-                return 12, self._launch(i)
-            case ins.CallExtern():
-                name, _, overload = i.op.partition(".")
-                words = [self._string(name), self._string(overload)]
-                words += self._operands(i.args, i.kwargs) + self._outs(i.outs)
-                return 13, [*words, *self._slots_of(i.into), int(i.may_keep)]
-            case ins.CallPython():
-                words = [i.index, self._string(i.label), *self._operands(i.args, i.kwargs)]
-                return 14, words + self._outs(i.outs)
-            case ins.Hook():
-                return self._instr(i.call())
-            case ins.Copy():
-                return 15, [self._slot(i.dst), self._slot(i.src), int(i.bump)]
-            case ins.BumpVersion():
-                return 16, [self._slot(i.tensor)]
-            case ins.Fill():
-                return 17, [self._slot(i.tensor), *self._operand(i.value)]
-            case ins.Partition():
-                return 18, [int(i.recorded), self._string(i.reason)]
-            case ins.Return():
-                return 19, [len(i.values), *(w for v in i.values for w in self._operand(v))]
-            case ins.DefineKernel() | ins.Note():
-                raise AssertionError(f"{type(i).__name__} is no step of the plan")
-            case _:
-                assert_never(i)
+        words: list[int] = []
+        new: tuple[int, str, DType | None] | None = None
+        for name, kind in fields_of(type(i)):
+            value = getattr(i, name)
+            if kind is Kind.DEFINES:
+                new = len(words), value, getattr(i, "dtype", None)
+                words.append(0)
+            elif kind is not Kind.DTYPE or new is None:  # slots have their types in a table
+                words += self._field(kind, value)
+        if new is not None:
+            at, defined, dtype = new
+            words[at] = self._define(defined, dtype)
+        return words
 
-    def _launch(self, i: ins.Launch) -> list[int]:
-        words = [self._kernel_ids[i.kernel], *self._slots_of(i.args)]
-        words += [len(i.sizes), *(self._size(s) for s in i.sizes), *self._slots_of(i.outs)]
-        return [*words, self._size(i.work_ns), int(i.parallel), int(i.barrier), self._size(i.grid)]
+    def _field(self, kind: Kind, value: Any) -> list[int]:
+        match kind:
+            case Kind.SYMBOL:
+                return [self._symbol(value)]
+            case Kind.USES | Kind.ARENA | Kind.ENDS:
+                return [self._slot(value)]
+            case Kind.ALL_USED:
+                return [len(value), *map(self._slot, value)]
+            case Kind.SIZE:
+                return [self._size(value)]
+            case Kind.SIZES | Kind.SHAPE:
+                return [len(value), *map(self._size, value)]
+            case Kind.STRIDES:
+                return [self._size(s) for s in value]
+            case Kind.SOURCE:
+                return self._source(value)
+            case Kind.DTYPE:
+                return [_DTYPE[value.name]]
+            case Kind.OPERAND:
+                return self._operand(value)
+            case Kind.OPERANDS | Kind.OUTPUTS:
+                return [len(value), *(w for o in value for w in self._operand(o))]
+            case Kind.KEYWORDS:
+                named = ((self._string(k), *self._operand(o)) for k, o in value)
+                return [len(value), *(w for words in named for w in words)]
+            case Kind.RESULTS:
+                return self._outs(value)
+            case Kind.KERNEL:
+                return [self._kernel_ids[value]]
+            case Kind.OPERATOR:
+                name, _, overload = value.partition(".")
+                return [self._string(name), self._string(overload)]
+            case Kind.ERROR:
+                return [ERRORS.index(value)]
+            case Kind.CHECKS:
+                pairs = ((ERRORS.index(c.error), self._string(c.message)) for c in value)
+                return [len(value), *(w for pair in pairs for w in pair)]
+            case Kind.TEXT | Kind.DEVICE:
+                return [self._string(value)]
+            case _:
+                return [int(value)]
 
     def _source(self, value: ins.SizeOf | ins.ItemOf | Size) -> list[int]:
         match value:

@@ -29,7 +29,7 @@ from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
 from plait.wrapper.program import Promise, promises
-from plait.wrapper.walk import forks, input_sizes, is_fence, sizes
+from plait.wrapper.walk import forks, is_fence, sizes
 
 _RESERVED = frozenset(
     {
@@ -220,9 +220,7 @@ class _Module:
         return [first, *more, '"""'] if more else [f'{first}"""']
 
     def main(self) -> list[str]:
-        atoms = {
-            a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)
-        }
+        atoms = {a.name: a for i in self.p.inputs for e in sizes(i) for a in sorted_symbols(e)}
         for i in self.p.inputs:
             if isinstance(i, ins.SymbolInput):
                 atoms.setdefault(i.name, Atom("sym", i.name, i.name, lo=0))

@@ -1,7 +1,8 @@
 """docs/instructions.md, written from the code: every instruction, what it means and what each
 target makes of it, and every pass.
 
-`python -m plait.wrapper.table` writes the file; a test proves that it is up to date. Meanings are
+`python -m plait.wrapper.table` writes it, and the header of `header.py`; a test proves that both
+are up to date. Meanings are
 the docstrings of `wrapper/instructions.py`; the rest is one legal program with every instruction in
 it, put through the targets.
 """
@@ -9,7 +10,6 @@ it, put through the targets.
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -18,9 +18,11 @@ from plait.wrapper import instructions as ins
 from plait.wrapper import passes
 from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.fx import fx_lines
+from plait.wrapper.header import header
 from plait.wrapper.native import encode
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import python_lines
+from plait.wrapper.spec import Kind, fields_of
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
 
@@ -121,6 +123,12 @@ def markdown() -> str:
         "| --- | --- | --- |",
         *(_meaning(cls) for cls in ins.INSTRUCTIONS),
         "",
+        "## Kinds of fields",
+        "",
+        "| kind | meaning | fields |",
+        "| --- | --- | --- |",
+        *map(_kind, Kind),
+        "",
         "## Targets",
         "",
         "| instruction | text | python | cpp | fx | native |",
@@ -145,9 +153,14 @@ def markdown() -> str:
 
 
 def _meaning(cls: type) -> str:
-    names = ", ".join(f.name for f in fields(cls))
+    names = ", ".join(name for name, _ in fields_of(cls))
     words = " ".join((inspect.getdoc(cls) or "").split())
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
+
+
+def _kind(kind: Kind) -> str:
+    of = [f"{cls.__name__}.{name}" for cls in ins.INSTRUCTIONS for name, _ in fields_of(cls, kind)]
+    return f"| {kind.name.lower()} | {_cell(kind.value)} | {', '.join(of)} |"
 
 
 def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str], fx: list[str]) -> str:
@@ -181,10 +194,15 @@ def _cell(words: str) -> str:
     return words.replace("|", "\\|")
 
 
-def path() -> Path:
-    """Where the file lies in a source tree."""
-    return Path(__file__).parents[2] / "docs" / "instructions.md"
+def files() -> dict[Path, str]:
+    """What is written from the instructions, by its place in a source tree."""
+    root = Path(__file__).parents[2]
+    return {
+        root / "docs" / "instructions.md": markdown(),
+        root / "native" / "core" / "instructions.h": header(),
+    }
 
 
 if __name__ == "__main__":
-    path().write_text(markdown())
+    for path, words in files().items():
+        path.write_text(words)

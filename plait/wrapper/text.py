@@ -1,7 +1,7 @@
 """Wrapper programs as Python text that people read and that reads back: `read(text(p)) == p`.
 
-One line an instruction, in the order of execution. `SYNTAX` says how each instruction is spelled:
-its word and its fields; fields with a default appear only where they differ from it. Python's
+One line an instruction, in the order of execution: its word (`INSTRUCTIONS`) and its fields, each
+spelled as its kind is; fields with a default appear only where they differ from it. Python's
 parser reads the text; nothing runs it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
 from plait.ir.sizes import Expr, Size
@@ -32,68 +31,25 @@ from plait.ir.symtext import (
     wrong,
 )
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import input_sizes, sizes
+from plait.wrapper.spec import Field, Kind, defaults_of, fields_of
+from plait.wrapper.walk import sizes
 
-# Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size',
-# 'sizes', 'text', 'int', 'bool', 'operand', 'checks' (errors with messages), 'type' (dtype, shape
-# and strides in one: `f32[s0, 8] @ (8, 1)`). Symbol, Return and the calls have rules of their own.
-Syntax = tuple[str, tuple[tuple[str, str], ...]]
-_TENSOR = (("name", "new"), ("type", "type"))
-SYNTAX: dict[type, Syntax] = {
-    ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"), ("values", "sizes"),
-                                  ("error", "text"))),
-    ins.AssertSizeStride: (
-        "require_layout",
-        (("tensor", "name"), ("type", "type"), ("origin", "text"), ("copies", "bool")),
-    ),
-    ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
-    ins.CheckFinite: (
-        "require_finite", (("tensor", "name"), ("origin", "text"), ("infinities", "bool"))),
-    ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
-    ins.Place: (
-        "place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
-    ins.Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
-    ins.Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),
-    ins.Free: ("free", (("name", "name"),)),
-    ins.View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"),
-                        ("relative", "bool"))),
-    ins.Constant: ("constant", (("name", "new"), ("index", "int"))),
-    ins.DefineKernel: (
-        "kernel",
-        (("name", "text"), ("n_args", "int"), ("n_sizes", "int"), ("checks", "checks"),
-         ("device", "text")),
-    ),
-    ins.Launch: (
-        "launch",
-        (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"),
-         ("work_ns", "size"), ("parallel", "bool"), ("barrier", "bool"), ("grid", "size")),
-    ),
-    ins.Hook: ("hook", (("tensor", "name"), ("index", "int"), ("node", "text"), ("label", "text"))),
-    ins.Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
-    ins.BumpVersion: ("bump_version", (("tensor", "name"),)),
-    ins.Fill: ("fill", (("tensor", "name"), ("value", "operand"))),
-    ins.Partition: ("partition", (("recorded", "bool"), ("reason", "text"))),
-    ins.Note: ("note", (("text", "text"),)),
-    ins.TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
-    ins.SymbolInput: ("int_input", (("name", "new"),)),
-    ins.OpaqueInput: ("object_input", (("name", "new"),)),
-    ins.CallExtern: (
-        "call", (("op", "text"), ("into", "names"), ("may_keep", "bool"), ("fence", "bool"))),
-    ins.CallPython: ("call_python", (("index", "int"), ("label", "text"))),
-}  # fmt: skip
-_BY_WORD: dict[str, type] = {word: cls for cls, (word, _) in SYNTAX.items()}
-_DEFAULTS: dict[type, dict[str, object]] = {
-    cls: {f.name: f.default for f in fields(cls) if f.default is not MISSING} for cls in SYNTAX
-}
+_WORDS = {**ins.INSTRUCTIONS, **ins.INPUTS}
+_CLASSES: dict[str, type] = {word: cls for cls, word in _WORDS.items()}
+_OWN = Kind.SHAPE, Kind.STRIDES, Kind.OPERANDS, Kind.KEYWORDS, Kind.RESULTS
+"""Fields that stand elsewhere: sizes and strides in a tensor's type, `f32[s0, 8] @ (8, 1)`, the
+arguments and results of calls around them. Symbol and Return have rules of their own."""
+
+
+def _spelled(cls: type) -> list[Field]:
+    """The fields between the brackets after an instruction's word, and the name it defines."""
+    return [(name, kind) for name, kind in fields_of(cls) if kind not in _OWN]
 
 
 def text(p: ins.WrapperProgram) -> str:
     """The program as text, symbols declared first."""
     w = _ProgramWriter()
-    for e in (
-        *(e for i in p.inputs for e in input_sizes(i)),
-        *(e for i in p.body for e in sizes(i)),
-    ):
+    for e in (e for i in (*p.inputs, *p.body) for e in sizes(i)):
         w.scope.size(e)  # declared before any tensor is named, so that names cannot be mistaken
     inputs = [w.line(i) for i in p.inputs]
     body = [w.line(i) for i in p.body]
@@ -136,35 +92,34 @@ class _ProgramWriter:
                 return f"{left} = {right}" if left else right
 
     def fields(self, i: ins.Instr | ins.Input) -> tuple[str, str]:
-        word, spec = SYNTAX[type(i)]
-        defaults = _DEFAULTS[type(i)]
+        defaults = defaults_of(type(i))
         left, parts = "", []
-        for name, kind in spec:
-            if kind == "type":
+        for name, kind in _spelled(type(i)):
+            if kind is Kind.DTYPE:
                 parts.append(self.scope.tensor_type(*_type_of(i)))
                 continue
             value = getattr(i, name)
-            if kind == "new":
+            if kind in (Kind.DEFINES, Kind.SYMBOL):
                 left = name_text(value)
             elif name not in defaults:
                 parts.append(self.value(kind, value))
             elif value != defaults[name]:
                 parts.append(f"{name}={self.value(kind, value)}")
-        return left, f"{word}({', '.join(parts)})"
+        return left, f"{_WORDS[type(i)]}({', '.join(parts)})"
 
-    def value(self, kind: str, value: Any) -> str:
+    def value(self, kind: Kind, value: Any) -> str:
         match kind:
-            case "name":
+            case Kind.USES | Kind.ARENA | Kind.ENDS:
                 return self.name(value)
-            case "names":
+            case Kind.ALL_USED:
                 return tuple_text([self.name(n) for n in value])
-            case "size":
+            case Kind.SIZE:
                 return self.scope.size(value)
-            case "sizes":
+            case Kind.SIZES:
                 return self.scope.sizes(value)
-            case "operand":
+            case Kind.OPERAND:
                 return self.operand(value)
-            case "checks":
+            case Kind.CHECKS:
                 return tuple_text([check_text(c) for c in value])
             case _:
                 return repr(value)
@@ -277,7 +232,7 @@ class _ProgramReader:
         return ins.SizeOf(tensor, text_of(positional(call, 1)), _int(positional(call, 2)))
 
     def instruction(self, call: ast.Call, targets: list[str | None]) -> Any:
-        cls = _BY_WORD.get(word(call) or "")
+        cls = _CLASSES.get(word(call) or "")
         if cls is None:
             raise wrong(call, "an instruction")
         return cls(**dict(self.fields(cls, call, targets)))
@@ -287,43 +242,44 @@ class _ProgramReader:
     ) -> Iterator[tuple[str, Any]]:
         given = {k.arg: k.value for k in call.keywords}
         given_in_order = iter(call.args)
-        for name, kind in SYNTAX[cls][1]:
-            if kind == "new":
+        defaults = defaults_of(cls)
+        for name, kind in _spelled(cls):
+            if kind in (Kind.DEFINES, Kind.SYMBOL):
                 yield name, _new(call, targets)
-            elif kind == "type":
+            elif kind is Kind.DTYPE:
                 made = self.symbols.tensor_type(_next(given_in_order, call, "a tensor type"))
                 yield from zip(("dtype", "shape", "strides"), made, strict=True)
             elif name in given:
                 yield name, self.value(kind, given[name])
-            elif name not in _DEFAULTS[cls]:
+            elif name not in defaults:
                 yield name, self.value(kind, _next(given_in_order, call, f"an argument {name}"))
-        known = [name for name, _ in SYNTAX[cls][1]]
+        known = [name for name, _ in _spelled(cls)]
         for more in (*given_in_order, *(k.value for k in call.keywords if k.arg not in known)):
             raise wrong(more, f"no other arguments than {', '.join(known)}")
 
-    def value(self, kind: str, e: ast.expr) -> Any:
+    def value(self, kind: Kind, e: ast.expr) -> Any:
         match kind:
-            case "name":
+            case Kind.USES | Kind.ARENA | Kind.ENDS:
                 return name_of(e)
-            case "names":
+            case Kind.ALL_USED:
                 return tuple(name_of(x) for x in items(e))
-            case "size":
+            case Kind.SIZE:
                 return self.symbols.size(e)
-            case "sizes":
+            case Kind.SIZES:
                 return self.symbols.sizes(e)
-            case "text":
-                return text_of(e)
-            case "operand":
+            case Kind.OPERAND:
                 return self.operand(e)
-            case "checks":
+            case Kind.CHECKS:
                 return tuple(read_check(x) for x in items(e))
-            case _:
+            case Kind.INT | Kind.CONSTANT | Kind.CALLABLE | Kind.FLAG:
                 return _constant(e)
+            case _:
+                return text_of(e)
 
     def call(
         self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
     ) -> ins.CallExtern | ins.CallPython:
-        cls = _BY_WORD.get(word(head) or "")
+        cls = _CLASSES.get(word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
         kwargs: list[tuple[str, ins.Operand]] = []
         for k in call.keywords:

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS
-from plait.ir.sizes import Expr, Size
+from plait.ir.sizes import Expr
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
-from plait.wrapper.walk import defined, operands, refs, root, sizes, symbols, used
+from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.walk import defined, refs, root, sizes, symbols, used
 
 LITERALS = frozenset(
     {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
@@ -49,27 +50,20 @@ def verify_kept(before: ins.WrapperProgram, now: ins.WrapperProgram, after: str)
 def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
     out: Counter[tuple[str, ...]] = Counter()
     for i in p.body:
+        name = type(i).__name__
         match i:
             case ins.AssertScalar():
-                out["AssertScalar", i.message] += 1
-            case (
-                ins.AssertSizeStride()
-                | ins.AssertAlignment()
-                | ins.CheckFinite()
-                | ins.BumpVersion()
-                | ins.Fill()
-            ):
-                out[type(i).__name__, i.tensor] += 1
+                out[name, i.message] += 1
             case ins.Launch():
-                out["Launch", i.kernel] += 1
+                out[name, i.kernel] += 1
             case ins.CallExtern():
-                out["CallExtern", i.op] += 1
-            case ins.CallPython():
-                out["CallPython", i.label] += 1
-            case ins.Hook():
-                out["Hook", i.node, i.label] += 1
-            case ins.Copy():
-                out["Copy", i.dst, i.src] += 1
+                out[name, i.op] += 1
+            case ins.CallPython() | ins.Hook():
+                out[name, i.label] += 1
+            case ins.Free() | ins.DefineKernel() | ins.Partition() | ins.Note() | ins.Return():
+                pass
+            case _ if not defined(i):
+                out[name, *used(i)] += 1
             case _:
                 pass
     return out
@@ -102,8 +96,7 @@ class _Verifier:
                 ins.OpaqueInput: "opaque",
             }
             self.define(entry.name, kinds[type(entry)])
-            if isinstance(entry, ins.TensorInput):
-                self.ranks(entry.shape, entry.strides)
+            self.ranks(entry)
         if not self.p.body or not isinstance(self.p.body[-1], ins.Return):
             self.fail("the last instruction is no Return")
         for i in self.p.body:
@@ -172,10 +165,9 @@ class _Verifier:
         for name in symbols(i):
             if self.kind.get(name) not in ("symbol", "result"):
                 self.fail(f"symbol {name} is not bound")
-        for name in used(i):
-            self.check_use(i, name)
-        for o in operands(i):
-            self.literal(i, o)
+        for name, kind in fields_of(type(i)):
+            self.field(kind, getattr(i, name))
+        self.ranks(i)
         if missing := self.owners.missing(i):
             self.fail(missing)
         match i:
@@ -189,61 +181,79 @@ class _Verifier:
             case ins.Place():
                 self.place(i)
             case ins.Alloc():
-                self.ranks(i.shape, i.strides)
                 self.define(i.name, "alloc")
             case ins.Reuse():
                 self.reuse(i)
             case ins.Free():
                 self.free(i)
             case ins.View():
-                self.ranks(i.shape, i.strides)
                 self.define(i.name, "tensor")
                 self.base[i.name] = i.base
             case ins.Constant():
-                if not 0 <= i.index < self.p.n_constants:
-                    self.fail(f"the program has {self.p.n_constants} constants")
                 self.define(i.name, "constant")
             case ins.DefineKernel():
                 if i.name in self.kernels:
                     self.fail(f"kernel {i.name} is defined twice")
-                unknown = [c.error for c in i.checks if c.error not in ERRORS]
-                if unknown:
-                    self.fail(f"a check of unknown kind {unknown[0]!r}")
                 self.kernels[i.name] = i
             case ins.Launch():
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
-            case ins.Hook():
-                self.callable(i.index)
             case ins.Return():
                 self.at_return(i)
             case _:
-                if isinstance(i, ins.AssertSizeStride):
-                    self.ranks(i.shape, i.strides)
+                pass
 
-    def check_use(self, i: ins.Instr, name: str) -> None:
-        if isinstance(i, ins.Place):
-            if self.live(name) != "arena":
-                self.fail(f"{name} is no arena")
-        elif isinstance(i, (ins.CallExtern, ins.CallPython, ins.Return)):
-            if self.live(name) in ("arena", "symbol"):
-                self.fail(f"{name} is no tensor")
-        else:
-            self.tensor(name)
+    def field(self, kind: Kind, value: Any) -> None:
+        """The rules that hold for every field of a kind."""
+        match kind:
+            case Kind.USES:
+                self.tensor(value)
+            case Kind.ALL_USED:
+                for name in value:
+                    self.tensor(name)
+            case Kind.ARENA:
+                if self.live(value) != "arena":
+                    self.fail(f"{value} is no arena")
+            case Kind.SOURCE if isinstance(value, (ins.SizeOf, ins.ItemOf)):
+                self.tensor(value.tensor)
+            case Kind.OPERAND:
+                self.operand(value)
+            case Kind.OPERANDS:
+                for o in value:
+                    self.operand(o)
+            case Kind.KEYWORDS:
+                for _, o in value:
+                    self.operand(o)
+            case Kind.OUTPUTS:
+                for o in value:
+                    self.operand(ins.Ref(o.tensor) if isinstance(o, ins.ValueOf) else o)
+            case Kind.CONSTANT if not 0 <= value < self.p.n_constants:
+                self.fail(f"the program has {self.p.n_constants} constants")
+            case Kind.CALLABLE if not 0 <= value < self.p.n_callables:
+                self.fail(f"the program has {self.p.n_callables} callables")
+            case Kind.CHECKS:
+                unknown = [c.error for c in value if c.error not in ERRORS]
+                if unknown:
+                    self.fail(f"a check of unknown kind {unknown[0]!r}")
+            case _:
+                pass
 
-    def literal(self, i: ins.Instr, o: ins.Operand) -> None:
-        if isinstance(o, ins.ValueOf) and not isinstance(i, ins.Return):
+    def ranks(self, i: ins.Instr | ins.Input) -> None:
+        n, strides = len(getattr(i, "shape", ())), len(getattr(i, "strides", ()))
+        if n != strides:
+            self.fail(f"{n} sizes but {strides} strides")
+
+    def operand(self, o: ins.Operand) -> None:
+        if isinstance(o, ins.ValueOf):
             self.fail("a tensor's value can only be returned")
         if isinstance(o, ins.Literal) and o.kind not in LITERALS:
             self.fail(f"a literal of unknown kind {o.kind!r}")
-
-    def ranks(self, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> None:
-        if len(shape) != len(strides):
-            self.fail(f"{len(shape)} sizes but {len(strides)} strides")
+        for name in refs(o):
+            if self.live(name) in ("arena", "symbol"):
+                self.fail(f"{name} is no tensor")
 
     def place(self, i: ins.Place) -> None:
-        self.ranks(i.shape, i.strides)
         self.define(i.name, "place")
         if isinstance(i.offset, int) and i.offset % i.dtype.nbytes:
             self.fail(f"byte {i.offset} is no place for {i.dtype}")
@@ -268,7 +278,6 @@ class _Verifier:
             self.fail(f"its memory overlaps that of {other.name}, which is live")
 
     def reuse(self, i: ins.Reuse) -> None:
-        self.ranks(i.shape, i.strides)
         if self.kind[i.old] != "alloc":
             self.fail(f"{i.old} was not allocated by this program")
         if i.old in self.spent:
@@ -297,8 +306,6 @@ class _Verifier:
             self.fail(f"{stray[0]} is written but no argument")
 
     def call(self, i: ins.CallExtern | ins.CallPython) -> None:
-        if isinstance(i, ins.CallPython):
-            self.callable(i.index)
         if isinstance(i, ins.CallPython) or i.may_keep:
             for name in used(i):
                 if self.kind[root(name, self.base)] == "place":
@@ -309,10 +316,6 @@ class _Verifier:
                 self.fail("a result is written into a tensor that is no keyword argument")
         for name in defined(i):
             self.define(name, "result")
-
-    def callable(self, index: int) -> None:
-        if not 0 <= index < self.p.n_callables:
-            self.fail(f"the program has {self.p.n_callables} callables")
 
     def at_return(self, i: ins.Return) -> None:
         if self.at != len(self.p.body) - 1:

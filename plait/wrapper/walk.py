@@ -1,44 +1,33 @@
-"""What each instruction defines, uses and computes with: the one place that knows the fields of all
-instructions.
+"""What each instruction defines, uses and computes with, by the kinds of its fields
+(`wrapper/spec.py`).
 
-Passes, the verifier and the builder ask here, so that a new instruction is described once. A name
-is a tensor, an arena or an integer symbol; all of them share one space of names.
+Passes, the verifier and the builder ask here. A name is a tensor, an arena or an integer symbol;
+all of them share one space of names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from plait.ir.sizes import Expr, Size, free_symbols
 from plait.wrapper import instructions as ins
+from plait.wrapper.spec import Kind, fields_of
+
+_OPERANDS = Kind.OPERAND, Kind.OPERANDS, Kind.KEYWORDS, Kind.OUTPUTS
+_USES = Kind.USES, Kind.ALL_USED, Kind.ARENA
+_SIZES = Kind.SIZE, Kind.SIZES, Kind.SHAPE, Kind.STRIDES
 
 
 def defined(i: ins.Instr) -> tuple[str, ...]:
     """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their
     own."""
-    match i:
-        case (
-            ins.Symbol()
-            | ins.Arena()
-            | ins.Place()
-            | ins.Alloc()
-            | ins.Reuse()
-            | ins.View()
-            | ins.Constant()
-        ):
-            return (i.name,)
-        case ins.CallExtern() | ins.CallPython():
-            return tuple(n for n in i.outs if n is not None)
-        case (
-            ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite()
-            | ins.Free() | ins.DefineKernel() | ins.Launch() | ins.Hook() | ins.Copy()
-            | ins.BumpVersion() | ins.Fill() | ins.Partition() | ins.Note() | ins.Return()
-        ):  # fmt: skip
-            return ()
-        case _:
-            assert_never(i)
+    names: list[str] = []
+    for name, kind in fields_of(type(i), Kind.DEFINES, Kind.SYMBOL, Kind.RESULTS):
+        value = getattr(i, name)
+        names.extend((n for n in value if n is not None) if kind is Kind.RESULTS else (value,))
+    return tuple(names)
 
 
 def refs(o: ins.Operand) -> Iterator[str]:
@@ -71,81 +60,51 @@ def operand_sizes(o: ins.Operand) -> Iterator[Size]:
 
 def operands(i: ins.Instr) -> tuple[ins.Operand, ...]:
     """The operands of a call, a fill or a return; empty for the rest."""
-    match i:
-        case ins.CallExtern() | ins.CallPython():
-            return (*i.args, *(v for _, v in i.kwargs))
-        case ins.Fill():
-            return (i.value,)
-        case ins.Return():
-            return i.values
-        case _:
-            return ()
+    return tuple(o for name, kind in fields_of(type(i), *_OPERANDS) for o in _of(i, name, kind))
+
+
+def _of(i: ins.Instr, name: str, kind: Kind) -> tuple[ins.Operand, ...]:
+    """The operands in one field."""
+    value = getattr(i, name)
+    if kind is Kind.KEYWORDS:
+        return tuple(o for _, o in value)
+    return (value,) if kind is Kind.OPERAND else tuple(value)
 
 
 def used(i: ins.Instr) -> tuple[str, ...]:
     """Tensors and arenas that this reads, writes or refers to, each once, in order. Free uses
     nothing."""
     names: list[str] = []
-    match i:
-        case ins.Symbol(_, ins.SizeOf(tensor) | ins.ItemOf(tensor)):
-            names.append(tensor)
-        case (
-            ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Hook()
-            | ins.BumpVersion() | ins.Fill()
-        ):  # fmt: skip
-            names.append(i.tensor)
-        case ins.Place():
-            names.append(i.arena)
-        case ins.Reuse():
-            names.append(i.old)
-        case ins.View():
-            names.append(i.base)
-        case ins.Launch():
-            names.extend((*i.args, *i.outs))
-        case ins.CallExtern():
-            names.extend(i.into)
-        case ins.Copy():
-            names.extend((i.dst, i.src))
-        case (
-            ins.Symbol() | ins.AssertScalar() | ins.Arena() | ins.Alloc() | ins.Free()
-            | ins.Constant() | ins.DefineKernel() | ins.CallPython() | ins.Partition() | ins.Note()
-            | ins.Return()
-        ):  # fmt: skip
-            pass
-        case _:
-            assert_never(i)
-    for o in operands(i):
-        names.extend(refs(o))
+    for name, kind in fields_of(type(i), *_USES, Kind.SOURCE, *_OPERANDS):
+        if kind in _OPERANDS:
+            for o in _of(i, name, kind):
+                names.extend(refs(o))
+            continue
+        value = getattr(i, name)
+        if kind is Kind.ALL_USED:
+            names.extend(value)
+        elif kind is not Kind.SOURCE:
+            names.append(value)
+        elif isinstance(value, (ins.SizeOf, ins.ItemOf)):
+            names.append(value.tensor)
     return tuple(dict.fromkeys(names))
 
 
-def sizes(i: ins.Instr) -> tuple[Size, ...]:
-    """Integer expressions that this evaluates, in order."""
-    match i:
-        case ins.Symbol(_, int() | Expr() as value):
-            return (value,)
-        case ins.AssertScalar():
-            return (i.expr, *i.values)
-        case ins.AssertSizeStride():
-            return (*i.shape, *i.strides)
-        case ins.Arena():
-            return (i.nbytes,)
-        case ins.Place() | ins.View():
-            return (i.offset, *i.shape, *i.strides)
-        case ins.Alloc() | ins.Reuse():
-            return (*i.shape, *i.strides)
-        case ins.Launch():
-            return (*i.sizes, i.work_ns, i.grid)
-        case ins.CallExtern() | ins.CallPython() | ins.Fill() | ins.Return():
-            return tuple(s for o in operands(i) for s in operand_sizes(o))
-        case (
-            ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant()
-            | ins.DefineKernel() | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Partition()
-            | ins.Note()
-        ):  # fmt: skip
-            return ()
-        case _:
-            assert_never(i)
+def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
+    """Integer expressions that an instruction evaluates or an input promises, in order."""
+    found: list[Size] = []
+    for name, kind in fields_of(type(i), *_SIZES, Kind.SOURCE, *_OPERANDS):
+        if kind in _OPERANDS:
+            assert not isinstance(i, ins.Input), "an input has no operands"
+            for o in _of(i, name, kind):
+                found.extend(operand_sizes(o))
+            continue
+        value = getattr(i, name)
+        if isinstance(value, tuple):
+            found.extend(value)
+        elif isinstance(value, (int, Expr)):
+            found.append(value)
+    return tuple(found)
 
 
 def symbols(i: ins.Instr) -> frozenset[str]:
@@ -182,17 +141,6 @@ def root(name: str, bases: Mapping[str, str]) -> str:
     return name
 
 
-def input_sizes(i: ins.Input) -> tuple[Size, ...]:
-    """The sizes and strides that an input promises."""
-    match i:
-        case ins.TensorInput():
-            return (*i.shape, *i.strides)
-        case ins.SymbolInput() | ins.OpaqueInput():
-            return ()
-        case _:
-            assert_never(i)
-
-
 def map_operand(
     o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]
 ) -> ins.Operand:
@@ -215,57 +163,30 @@ def map_operand(
 def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Instr:
     """The instruction with used tensors renamed by ref and expressions replaced by size. What it
     defines stays."""
+    changed: dict[str, Any] = {}
+    for name, kind in fields_of(type(i), *_USES, Kind.ENDS, *_SIZES, Kind.SOURCE, *_OPERANDS):
+        changed[name] = _rewritten(kind, getattr(i, name), ref, size)
+    return replace(i, **changed) if changed else i
 
-    def many(values: tuple[Size, ...]) -> tuple[Size, ...]:
-        return tuple(map(size, values))
 
-    match i:
-        case ins.Symbol():
-            if isinstance(i.value, (ins.SizeOf, ins.ItemOf)):
-                return replace(i, value=replace(i.value, tensor=ref(i.value.tensor)))
-            return replace(i, value=size(i.value))
-        case ins.AssertScalar():
-            return replace(i, expr=size(i.expr), values=many(i.values))
-        case ins.AssertSizeStride():
-            return replace(i, tensor=ref(i.tensor), shape=many(i.shape), strides=many(i.strides))
-        case ins.AssertAlignment() | ins.CheckFinite() | ins.Hook() | ins.BumpVersion():
-            return replace(i, tensor=ref(i.tensor))
-        case ins.Arena():
-            return replace(i, nbytes=size(i.nbytes))
-        case ins.Place():
-            return replace(
-                i, arena=ref(i.arena), offset=size(i.offset),
-                shape=many(i.shape), strides=many(i.strides),
-            )  # fmt: skip
-        case ins.Alloc():
-            return replace(i, shape=many(i.shape), strides=many(i.strides))
-        case ins.Reuse():
-            return replace(i, old=ref(i.old), shape=many(i.shape), strides=many(i.strides))
-        case ins.Free():
-            return replace(i, name=ref(i.name))
-        case ins.View():
-            return replace(
-                i, base=ref(i.base), shape=many(i.shape), strides=many(i.strides),
-                offset=size(i.offset),
-            )  # fmt: skip
-        case ins.Launch():
-            return replace(
-                i, args=tuple(map(ref, i.args)), sizes=many(i.sizes),
-                outs=tuple(map(ref, i.outs)), work_ns=size(i.work_ns), grid=size(i.grid),
-            )  # fmt: skip
-        case ins.CallExtern() | ins.CallPython():
-            args = tuple(map_operand(o, ref, size) for o in i.args)
-            kwargs = tuple((k, map_operand(o, ref, size)) for k, o in i.kwargs)
-            if isinstance(i, ins.CallExtern):
-                return replace(i, args=args, kwargs=kwargs, into=tuple(map(ref, i.into)))
-            return replace(i, args=args, kwargs=kwargs)
-        case ins.Copy():
-            return replace(i, dst=ref(i.dst), src=ref(i.src))
-        case ins.Fill():
-            return replace(i, tensor=ref(i.tensor), value=map_operand(i.value, ref, size))
-        case ins.Return():
-            return replace(i, values=tuple(map_operand(o, ref, size) for o in i.values))
-        case ins.Constant() | ins.DefineKernel() | ins.Partition() | ins.Note():
-            return i
+def _rewritten(
+    kind: Kind, value: Any, ref: Callable[[str], str], size: Callable[[Size], Size]
+) -> Any:
+    """The value of one field, rewritten."""
+    match kind:
+        case Kind.USES | Kind.ARENA | Kind.ENDS:
+            return ref(value)
+        case Kind.ALL_USED:
+            return tuple(map(ref, value))
+        case Kind.SIZES | Kind.SHAPE | Kind.STRIDES:
+            return tuple(map(size, value))
+        case Kind.OPERAND:
+            return map_operand(value, ref, size)
+        case Kind.OPERANDS | Kind.OUTPUTS:
+            return tuple(map_operand(o, ref, size) for o in value)
+        case Kind.KEYWORDS:
+            return tuple((k, map_operand(o, ref, size)) for k, o in value)
+        case _ if isinstance(value, (ins.SizeOf, ins.ItemOf)):
+            return replace(value, tensor=ref(value.tensor))
         case _:
-            assert_never(i)
+            return size(value)

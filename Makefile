@@ -84,7 +84,7 @@ test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -p tests.shown_at_once \
-		--durations=15 tests/test_gpu*.py
+		--durations=15 tests/test_gpu*.py triton_launch/tests/test_gpu*.py
 
 # Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a
 # failure is made small by `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state
@@ -134,7 +134,7 @@ $(STAMPS)/peer-openvino: | $(STAMPS)/packages
 lint: $(STAMPS)/packages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict plait
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 
 format: $(STAMPS)/packages

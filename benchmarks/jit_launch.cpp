@@ -1,5 +1,5 @@
-// benchmarks/jit_launch.cpp: CPU time of a launch of Triton kernels from C++ (native/jit), beside
-// the driver's own call with everything prepared. Usage: jit_launch PACK
+// benchmarks/jit_launch.cpp: CPU time of a launch of Triton kernels from C++ (triton_launch/src),
+// beside the driver's own call with everything prepared. Usage: jit_launch PACK
 //
 // Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers; one that @triton.autotune
 // chose and whose grid depends on it, and one with two tensor descriptors, both beside the bare

@@ -132,7 +132,8 @@ def main() -> None:
             subprocess.run(command, check=True)
             env["LD_LIBRARY_PATH"] = str(folder)
         native = ROOT / "native"
-        sources = [ROOT / "benchmarks" / "jit_launch.cpp", *(native / "jit").glob("*.cpp")]
+        launch = ROOT / "triton_launch"
+        sources = [ROOT / "benchmarks" / "jit_launch.cpp", *(launch / "src").glob("*.cpp")]
         sources += [native / "core" / "cuda.cpp", native / "core" / "cubins.cpp"]
         subprocess.run(
             [
@@ -141,6 +142,8 @@ def main() -> None:
                 "-O2",
                 "-I",
                 native,
+                "-I",
+                launch / "include",
                 "-I",
                 ROOT / "plait" / "include",
                 "-o",

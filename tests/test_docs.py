@@ -23,7 +23,11 @@ from plait.lower import core
 from plait.lower.graph import load_rules
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "triton_launch/README.md")),
+    ROOT / "triton_launch" / "ops" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 WORDS = [
     (page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())
 ]
@@ -115,7 +119,7 @@ def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) ->
     assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     mentioned = set(
@@ -123,13 +127,18 @@ def test_commands_exist(page: Path) -> None:
     )
     assert mentioned <= targets
     named = {"README.md": {"demo", "test"}, "CONTRIBUTING.md": {"env", "test", "lint", "bench"}}
-    assert named.get(page.name, set()) <= mentioned
+    assert named.get(str(page.relative_to(ROOT)), set()) <= mentioned
 
 
 def test_environment_variables_exist() -> None:
-    files = [ROOT / "CMakeLists.txt", *(ROOT / "plait" / "lib" / "cmake" / "plait").glob("*.cmake")]
+    files = [
+        ROOT / "native" / "common.cmake",
+        *(ROOT / "plait" / "lib" / "cmake" / "plait").glob("*.cmake"),
+    ]
     cmake = "".join(file.read_text() for file in files)
-    native = "".join(file.read_text() for file in (ROOT / "native").rglob("*.cpp"))
+    native = "".join(
+        p.read_text() for d in ("native", "triton_launch/src") for p in (ROOT / d).rglob("*.cpp")
+    )
     known = {row.env for row in plait.config._rows()} | {
         "PLAIT_",
         *re.findall(r"PLAIT_[A-Z_]+", cmake),
@@ -140,7 +149,7 @@ def test_environment_variables_exist() -> None:
 
 
 def test_files_exist() -> None:
-    rooms = "plait|native|docs|tests|benchmarks|examples"
+    rooms = "plait|native|triton_launch|docs|tests|benchmarks|examples"
     paths = [(page, w) for page, w in WORDS if re.fullmatch(rf"(?:{rooms})/[\w./-]*", w)]
     assert len(paths) > 10
     assert [(page, w) for page, w in paths if not (ROOT / w).exists()] == []

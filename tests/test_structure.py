@@ -4,6 +4,7 @@ do not."""
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -101,33 +102,72 @@ def test_code_lines() -> None:
     assert code_lines("// why\nint x;\n", python=False) == 1
 
 
-# What launches Triton kernels from C++, and the operators made of it: a library beside the
-# compiler.
-LIBRARY = (
-    "native/jit",
-    "native/ops",
-    "plait/ops",
-    "plait/include/plait/triton",
-    "plait/runtime/triton_kernels",
-)
+LAUNCH = ROOT / "triton_launch"
+
+
+def cpp_and_python(*folders: Path) -> list[Path]:
+    """The sources in these folders; tests and examples of the library are neither part's."""
+    return [
+        p
+        for folder in folders
+        for p in sorted(folder.rglob("*"))
+        if p.suffix in {".py", ".cpp", ".h"}
+        and not {"tests", "examples"} & {*p.relative_to(ROOT).parts}
+    ]
+
+
+LAUNCH_SOURCES = [p for p in cpp_and_python(LAUNCH) if p.suffix == ".py"]
 
 
 def test_the_compiler_is_small() -> None:
-    suffixes = {".py", ".cpp", ".h"}
-    files = [
-        p
-        for d in ("plait", "native")
-        for p in sorted((ROOT / d).rglob("*"))
-        if p.suffix in suffixes and p not in table.files()  # what is generated is counted there
-    ]
-    beside = [p for p in files if str(p.relative_to(ROOT)).startswith(LIBRARY)]
-    lines = {p: code_lines(p.read_text(), p.suffix == ".py") for p in files}
-    assert sum(lines[p] for p in beside) <= 6_500
-    assert sum(lines.values()) - sum(lines[p] for p in beside) <= 45_000
+    """What launches Triton kernels from C++, and the operators made of it: a library beside it."""
+    library = [*cpp_and_python(LAUNCH), PACKAGE / "ops.py"]
+    beside = [*library, *table.files()]  # what is generated is counted in its tables
+    compiler = [p for p in cpp_and_python(PACKAGE, ROOT / "native") if p not in beside]
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in library) <= 6_500
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 45_000
+
+
+def imports(path: Path, package: str) -> set[str]:
+    """The names, with their modules', that a file imports from a package."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+    return {name for name in found if name.partition(".")[0] == package}
+
+
+def included(path: Path) -> set[str]:
+    """What a C++ file includes, as it names it."""
+    return {*re.findall(r'#include ["<]([^">]+)[">]', path.read_text())}
+
+
+def test_triton_launch_is_used_as_by_any_user() -> None:
+    """The compiler sees public names and headers; the library of the compiler what README.md
+    says."""
+    public = re.compile(r"triton_launch(\.worker)?(\.[a-zA-Z]\w*)?")
+    used = {name for p in SOURCES for name in imports(p, "triton_launch")}
+    assert used and [name for name in sorted(used) if not public.fullmatch(name)] == []
+    compiler = [p for p in cpp_and_python(ROOT / "native", PACKAGE) if p.suffix != ".py"]
+    assert [p for p in compiler if any("triton_launch" in name for name in included(p))] == []
+
+    needs = {name.rpartition(".")[0] for p in LAUNCH_SOURCES for name in imports(p, "plait")}
+    assert needs == {"plait.runtime.cubin", "plait.runtime.triton_worker"}
+    library = [p for p in cpp_and_python(LAUNCH) if p.suffix != ".py"]
+    foreign = {
+        name
+        for p in library
+        for name in included(p)
+        if (ROOT / "native" / name).exists() or (PACKAGE / "include" / name).exists()
+    }
+    core = {"core/cubins.h", "core/cuda.h", "core/files.h", "core/plan.h"}
+    assert foreign == {*core, "torch/accelerator.h", "plait/errors.h"}
 
 
 def test_inductor_is_never_named() -> None:
-    files = [p for p in sorted(ROOT.glob("native/**/*")) if p.suffix in (".cpp", ".h")] + SOURCES
+    files = cpp_and_python(PACKAGE, ROOT / "native", LAUNCH)
     assert [str(p) for p in files if "_inductor" in p.read_text()] == []
 
 
@@ -137,13 +177,15 @@ def test_triton_is_unknown_to_ir_and_schedule() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    for path in SOURCES:
+    for path in SOURCES + LAUNCH_SOURCES:
         doc = ast.get_docstring(ast.parse(path.read_text()))
         assert doc, f"{path} has no docstring"
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "tests").glob("test_gpu*.py")), ids=lambda p: p.stem
+    "path",
+    [p for d in (ROOT, LAUNCH) for p in sorted((d / "tests").glob("test_gpu*.py"))],
+    ids=lambda p: p.stem,
 )
 def test_what_tests_for_a_gpu_import_is_there(path: Path) -> None:
     """They are not collected where there is none."""
@@ -151,6 +193,7 @@ def test_what_tests_for_a_gpu_import_is_there(path: Path) -> None:
         if not isinstance(node, ast.ImportFrom) or str(node.module).partition(".")[0] not in (
             "tests",
             "plait",
+            "triton_launch",
         ):
             continue
         module = ROOT / str(node.module).replace(".", "/")

@@ -143,7 +143,8 @@ class Cubin:
     """A compiled kernel. symbol: its entry point. num_warps: after compilation, which may change
     it. shared: bytes of dynamic shared memory. global_scratch, profile_scratch: bytes a program and
     alignment of the two pointers that follow the arguments. cooperative, pdl: attributes that a
-    launch must set. descriptors: how a launch makes tensor maps (native/jit/specialize.h)."""
+    launch must set. descriptors: how a launch makes tensor maps
+    (triton_launch/src/specialize.h)."""
 
     image: bytes
     symbol: str

@@ -1,5 +1,5 @@
 """Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python
-(docs/triton-cpp.md).
+(triton_launch/README.md).
 
 `plait pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
 function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from plait.errors import UserError
 from plait.runtime.cubin import Cubin, pack
-from plait.runtime.triton_kernels import read_options, read_specialization, write_item, write_value
+from triton_launch.worker import read_options, read_specialization, write_item, write_value
 
 MAX_PROCESSES = 8
 OLDEST_CAPABILITY = 80
@@ -34,7 +34,8 @@ OLDEST_CAPABILITY = 80
 
 
 class _Line:
-    """A conversation with a process that compiles, as C++ has it too (native/jit/providers.cpp)."""
+    """A conversation with a process that compiles, as C++ has it too
+    (triton_launch/src/providers.cpp)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.stream = connection, connection.makefile("rb")
@@ -75,7 +76,7 @@ def _compiler() -> Iterator[_Line]:
     mine, theirs = socket.socketpair()
     with theirs:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
-        command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
+        command = [sys.executable, "-m", "triton_launch.worker"]
         process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
     line = _Line(mine)
     try:

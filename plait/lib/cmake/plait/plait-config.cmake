@@ -3,6 +3,12 @@
 # (plait/package.h); and plait::ops, operators for torch (plait/ops.h). COMPONENTS core asks for the first alone;
 # plait-torch.cmake finds torch.
 get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+# Beside Python's plait lies triton_launch; a prefix has the headers of both in one folder.
+set(_plait_includes "${_plait}/include")
+if(EXISTS "${_plait}/../triton_launch/include")
+  get_filename_component(_plait_launch "${_plait}/../triton_launch/include" ABSOLUTE)
+  list(APPEND _plait_includes "${_plait_launch}")
+endif()
 
 # The target plait::NAME, where this installation has its library, and what its headers need.
 macro(_plait_library name library)
@@ -10,7 +16,7 @@ macro(_plait_library name library)
     add_library(plait::${name} SHARED IMPORTED)
     set_target_properties(plait::${name} PROPERTIES
       IMPORTED_LOCATION "${_plait}/lib/lib${library}.so"
-      INTERFACE_INCLUDE_DIRECTORIES "${_plait}/include"
+      INTERFACE_INCLUDE_DIRECTORIES "${_plait_includes}"
       INTERFACE_LINK_LIBRARIES "${ARGN}")
     get_property(_languages GLOBAL PROPERTY ENABLED_LANGUAGES)
     if("CXX" IN_LIST _languages)
@@ -24,7 +30,8 @@ macro(_plait_library name library)
 endmacro()
 
 _plait_library(core plait_core)
-if(NOT plait_FIND_COMPONENTS STREQUAL "core" AND EXISTS "${_plait}/lib/libplait.so")
+if(NOT plait_FIND_COMPONENTS STREQUAL "core" AND
+   (EXISTS "${_plait}/lib/libplait.so" OR EXISTS "${_plait}/lib/libplait_ops.so"))
   # Beside Python's plait lies its torch; a prefix of its own says which one it was built with.
   include("${CMAKE_CURRENT_LIST_DIR}/plait-built-with.cmake" OPTIONAL)
   if(NOT PLAIT_TORCH_DIR AND EXISTS "${_plait}/../torch/lib/libtorch_cpu.so")

@@ -1,0 +1,118 @@
+"""Every test: IR verified between passes, errors raised where eager could run the graph, kernels
+cached below pytest's own cache, Dynamo forgotten, one seed, for what files make when they are
+imported too."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads OpenMP: threads that wait in a loop take the processors from the other
+# processes of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from plait.capture import dynamo
+from plait.runtime import cubin
+from plait.wrapper.program import Program
+from tests import other_torch
+
+collect_ignore_glob = [] if torch.cuda.is_available() else ["*/test_gpu*.py"]
+
+
+SAMPLED = {
+    "test_frontend_cases.py::test_dynamic": 2,
+    "test_frontend_cases.py::test_dynamic_training": 2,
+    "test_frontend_cases.py::test_training": 2,
+    "test_indices_of_nothing.py::test_gradients": 2,
+    "test_indices_of_nothing.py::test_sizes_of_0": 2,
+    "test_interruptions.py::test_no_memory_in_the_middle_of_a_compile": 2,
+    "test_ladder.py::test_training_whose_graphs_are_left_to_eager": 2,
+    "test_lower_pool.py::test_windows_beyond_the_input": 2,
+    "test_metadata.py::test_of_compiled_functions": 2,
+    "test_metadata.py::test_of_training": 2,
+    "test_mutants.py::test_the_fuzzer_finds": 2,
+    "test_native_training.py::test_compiled_autograd_runs_the_backward_program": 2,
+    "test_opinfo.py::test_dynamic": 2,
+    "test_opinfo.py::test_forward": 3,
+    "test_opinfo.py::test_gradient": 2,
+    "test_optimizers.py::test_optimizer": 2,
+    "test_purity.py::test_nothing_forbidden_is_loaded": 2,
+    "test_stores.py::test_gradients_of_programs": 3,
+    "test_stores.py::test_programs": 3,
+    "test_wrapper_same.py::test_random_graphs_have_the_bits_of_native": 2,
+}
+"""Tests of many cases: one case in so many, by the checksum of its name, runs every day; the others
+are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        every = SAMPLED.get(item.nodeid.partition("[")[0].rpartition("/")[2])
+        if every is not None and (zlib.crc32(item.name.encode()) >> 8) % every:
+            item.add_marker(pytest.mark.slow)
+    other_torch.skip(items)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("PLAIT_VERIFY", "1")
+    os.environ.setdefault(
+        "PLAIT_STRICT", "1"
+    )  # what leaves the kernels for eager fails; tests of the ladder unset it
+    assert config.cache is not None
+    folder = str(config.cache.mkdir("plait"))
+    os.environ.setdefault("PLAIT_CACHE_DIR", folder)
+    os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Tensors that a file makes when it is imported are the same in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _registered() -> None:
+    """The entry point gives torch the name "plait"; a tree that was never installed registers it by
+    hand."""
+    import torch._dynamo.backends.registry as registry
+
+    if "plait" not in registry.list_backends(exclude_tags=()):
+        from plait.capture.backend import plait_backend
+
+        registry.register_backend(plait_backend, name="plait")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        cubin.MAX_WORKERS = 1  # every process of the tests has a pool of its own
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """A function that Dynamo compiled too often would run in eager, and be compared with itself: an
+    error here."""
+    torch._dynamo.reset()
+    dynamo.left_to_eager.clear()
+    torch.manual_seed(0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs compiled while the test runs."""
+    import plait.capture.program as module
+
+    made: list[Program] = []
+    compile_graph = module.compile_graph
+
+    def noted(*args: Any, **kwargs: Any) -> Program:
+        made.append(compile_graph(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(module, "compile_graph", noted)
+    return made

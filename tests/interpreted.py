@@ -151,7 +151,7 @@ def _interpret(pipeline: Any) -> None:
 
     os.environ["PLAIT_GPU_ARCH"] = "sm_90"
     generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]
-    importlib.import_module("plait.wrapper.fx").triton_function = _triton_function  # type: ignore[attr-defined]
+    importlib.import_module("plait.wrapper.fxnodes").triton_function = _triton_function  # type: ignore[attr-defined]
     torch.cuda.current_device, torch.cuda.set_device = _current_gpu, _choose_gpu
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment,misc]
     pipeline._build, pipeline.compile_graph = build, compile_for_gpu

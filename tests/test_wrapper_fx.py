@@ -30,7 +30,7 @@ from plait.errors import UserError
 from plait.ir.dtypes import f32
 from plait.kernel.target import Source
 from plait.runtime.cubin import Job
-from plait.wrapper import fx
+from plait.wrapper import fx, fxnodes
 from plait.wrapper.instructions import (
     AssertAlignment,
     AssertScalar,
@@ -368,7 +368,7 @@ def gpu_graphs(compile_only: None, monkeypatch: pytest.MonkeyPatch) -> list[Grap
         graphs.append(fx.make_fx(program, parts))
         return Loaded()
 
-    monkeypatch.setattr(fx, "triton_function", Function)
+    monkeypatch.setattr(fxnodes, "triton_function", Function)
     monkeypatch.setattr(pipeline, "WRAPPERS", {"native": target})
     return graphs
 
@@ -436,7 +436,7 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = [Launch(f"k{k}", (f"x{k}",), (), (f"x{k}",), 1, grid=3) for k in (0, 0, 1, 0)]
     program = WrapperProgram("two", inputs, (*kernels, *starts, Return(())))
     source = Source("", {}, units=(replace(job, name="k0"), replace(job, name="k1")))
-    monkeypatch.setattr(fx, "triton_function", Function)
+    monkeypatch.setattr(fxnodes, "triton_function", Function)
     module = fx.make_fx(program, Artifacts({}, sources={"cuda": source}))
     order = [n.args[0] for n in module.graph.nodes if n.target is torch.cuda.set_device]
     before = next(n for n in module.graph.nodes if n.target is torch.cuda.current_device)

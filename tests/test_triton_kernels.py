@@ -31,10 +31,10 @@ from plait.ir.dtypes import DType, bf16, f16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import Expr, evaluate, floordiv, free_symbols, smin, symbol
-from plait.kernel.linear import linearised
 from plait.kernel.triton.ops import _FUNCTIONS, literal
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.gpu_rows import kernel_of
 
@@ -281,7 +281,7 @@ def test_sums_of_columns_get_columns_though_what_rows_have_is_wider() -> None:
         buffer("mean", 512),
         buffer("out", 16384),
     )
-    tile = plan_tile(linearised(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
+    tile = plan_tile(legalize(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
     assert {g.name: g.block for g in tile.groups}["x"] == 64  # 128 bytes of a row of x
 
 
@@ -296,7 +296,7 @@ def _columns(rows: int, columns: int, dtype: DType, parts: int = 1) -> Tile:
         buffer("mean", parts, rows),
         buffer("out", parts, columns),
     )
-    return plan_tile(linearised(kernel(*stmts, vars_=(p, i), rvars=(r,), args=args)))
+    return plan_tile(legalize(kernel(*stmts, vars_=(p, i), rvars=(r,), args=args)))
 
 
 def test_blocks_of_columns() -> None:
@@ -353,7 +353,7 @@ def test_a_sum_of_columns_that_are_stored_has_many_threads(
     )
     large = [buffer(n, 16, rows, 3072, dtype=bf16) for n in "xyd"]
     tile = plan_tile(
-        linearised(kernel(*stmts, vars_=(p, i), rvars=(r,), args=(*large, buffer("out", 16, 3072))))
+        legalize(kernel(*stmts, vars_=(p, i), rvars=(r,), args=(*large, buffer("out", 16, 3072))))
     )
     x_, r_ = tile.groups
     assert (x_.block, r_.block, tile.looped) == blocks and tile.num_warps == warps
@@ -367,7 +367,7 @@ def test_few_long_rows_have_large_blocks() -> None:
             Store("out", (i,), node("acc", (), "s", f32), False),
         )
         tile = plan_tile(
-            linearised(
+            legalize(
                 kernel(
                     *stmts,
                     vars_=(i,),
@@ -396,7 +396,7 @@ def test_rows_that_begin_anywhere_and_are_read_twice_have_short_blocks(
     off = node("sub", (x, node("acc", (), "peak", f32)))
     stmts = (Reduce("peak", "max", x), Store("out", (i, r), cast(off, bf16), True))
     args = tuple(Buffer(n, bf16, (rows, length), (pitch, 1)) for n in ("x", "out"))
-    tile = plan_tile(linearised(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
+    tile = plan_tile(legalize(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
     assert (tile.groups[1].block, tile.num_warps, tile.looped) == (block, warps, block < length)
 
 

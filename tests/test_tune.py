@@ -32,7 +32,6 @@ from plait.config import MODES, Config
 from plait.errors import ToolchainError
 from plait.ir.dtypes import f32
 from plait.ir.loops import Buffer, Load, const, loop_vars, node
-from plait.kernel.linear import linearised
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import plan_tile
 from plait.kernel.triton.tune import MAX_TILES, candidates, describe
@@ -40,6 +39,7 @@ from plait.runtime import tune
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.load import LoadError
 from plait.runtime.store import CacheWarning, Store
+from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
 from tests.kernel_tools import run_kernel, strided
@@ -117,7 +117,7 @@ KERNELS = (
 # -------------------------------------------------------------------------------------------- tiles
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_candidates(kernel: Kernel) -> None:
-    linear = linearised(kernel)
+    linear = legalize(kernel)
     tiles = candidates(linear)
     assert tiles[0] == plan_tile(linear)
     assert 5 <= len(set(tiles)) == len(tiles) <= MAX_TILES
@@ -131,7 +131,7 @@ def test_candidates(kernel: Kernel) -> None:
 
 def test_rows_are_tried_whole_and_in_pieces() -> None:
     for kernel in KERNELS[:2]:
-        assert {t.looped for t in candidates(linearised(kernel))} == {False, True}
+        assert {t.looped for t in candidates(legalize(kernel))} == {False, True}
 
 
 def run_tiles() -> None:
@@ -146,7 +146,7 @@ def run_tiles() -> None:
             want = {n: a.copy() for n, a in data.items()}
             run_kernel(kernel, want, wide=True)
             close = 1e-6 * float(np.abs(want["out"]).max())
-            for k, tile in enumerate(candidates(linearised(kernel))):
+            for k, tile in enumerate(candidates(legalize(kernel))):
                 runner = Runner([kernel], Path(folder))
                 runner.made[kernel.name] = emit_kernel(kernel, f"{kernel.name}_{k}", tile)
                 got = {n: a.copy() for n, a in data.items()}
@@ -163,7 +163,7 @@ def compile_tiles() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for kernel in KERNELS:
-            for k, tile in enumerate(candidates(linearised(kernel))):
+            for k, tile in enumerate(candidates(legalize(kernel))):
                 cubin = compiled(emit_kernel(kernel, f"{kernel.name}_{k}", tile), 90, Path(folder))
                 assert cubin[:4] == b"\x7fELF"
 
@@ -467,7 +467,7 @@ def test_the_emitted_kernel_is_the_tuned_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kernel = replace(KERNELS[5], args=tuple(replace(b, device="cuda:0") for b in KERNELS[5].args))
-    tiles = candidates(linearised(kernel))
+    tiles = candidates(legalize(kernel))
     clock = Clock(monkeypatch, *([10.0] * (len(tiles) - 1) + [5.0]))
     cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
     plain = TritonTarget().emit([kernel], frozenset(), cfg)
@@ -491,7 +491,7 @@ def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     stmts = (Put("out", (i, j), node("load", (), Load("x", (i, j)), f32), True),)
     kernel = Kernel("k", (i, j), (), stmts, (x, out), ("out",), ())
     seen: list[tune.Contest] = []
-    clock = Clock(monkeypatch, *[1.0] * len(candidates(linearised(kernel))))
+    clock = Clock(monkeypatch, *[1.0] * len(candidates(legalize(kernel))))
     monkeypatch.setattr(tune, "times_us", lambda c, v: seen.append(c) or clock.us)
     TritonTarget().emit(
         [kernel], frozenset(), Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True)

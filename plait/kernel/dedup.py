@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from plait.ir.loops import Load, Node, walk
-from plait.kernel.linear import stmt_nodes
+from plait.schedule.legalize.linear import stmt_nodes
 from plait.schedule.plan import Kernel, Reduce
 
 

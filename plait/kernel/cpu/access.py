@@ -22,8 +22,8 @@ from plait.kernel.cpu.expr import (
     vtype,
 )
 from plait.kernel.cpu.values import Values, atom_text
-from plait.kernel.linear import offset_of
 from plait.kernel.stores import How, how_to_store
+from plait.schedule.legalize.linear import offset_of
 from plait.schedule.plan import Store
 
 _UPDATE = {"add": "add", "mul": "mul", "min": "min", "max": "max"}

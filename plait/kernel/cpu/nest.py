@@ -18,8 +18,8 @@ from plait.kernel.cpu.expr import memory
 from plait.kernel.cpu.passes import Nest, buffer_points, row_points
 from plait.kernel.cpu.reduce import Accumulators
 from plait.kernel.cpu.values import Values
-from plait.kernel.linear import blocks, extent
 from plait.runtime.toolchain import Isa
+from plait.schedule.legalize.linear import blocks, extent
 from plait.schedule.plan import Kernel, Reduce, Stmt
 
 SHORT = 8

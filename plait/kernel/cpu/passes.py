@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Size, bounds, coefficient
-from plait.kernel.linear import (
+from plait.schedule.cost import hint
+from plait.schedule.legalize.cut_passes import cut_passes
+from plait.schedule.legalize.linear import (
     LinearKernel,
     blocks,
     dependences,
     extent,
     offset_of,
-    passes_of,
     stmt_nodes,
     trip_count,
 )
-from plait.schedule.cost import hint
 from plait.schedule.plan import Reduce, Stmt, Store
 
 ROW_BUFFER_BYTES = 131072
@@ -65,7 +65,7 @@ def plan_nest(linear: LinearKernel, lanes: int, sequential: bool, keep: bool = T
     """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar
     code. keep: may use row buffers."""
     deps = dependences(linear)
-    passes, last = passes_of(linear, deps)
+    passes, last = cut_passes(linear, deps)
     axis, inner = (
         (None, False) if lanes == 1 else _axis(linear, deps, passes, last, lanes, sequential)
     )

@@ -27,7 +27,7 @@ from plait.kernel.cpu.expr import (
     vtype,
 )
 from plait.kernel.cpu.values import Values
-from plait.kernel.linear import extent
+from plait.schedule.legalize.linear import extent
 from plait.schedule.plan import Reduce
 
 CHUNK = 32

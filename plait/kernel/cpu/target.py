@@ -17,11 +17,11 @@ from plait.kernel.cpu.nest import kernel_body
 from plait.kernel.cpu.passes import plan_nest
 from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.dedup import part_operands, structure, symbol_for
-from plait.kernel.linear import linearised
 from plait.kernel.target import Source
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
+from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
 
 _SPECIAL = {
@@ -98,7 +98,7 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
     """The C++ function of one kernel."""
-    linear = linearised(kernel)
+    linear = legalize(kernel)
     nest = plan_nest(linear, isa.lanes, kernel.sequential)
     before, instead = "", ""
     if nest.keep_limit:  # a second version for rows that are too long for a buffer on the stack

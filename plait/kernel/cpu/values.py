@@ -32,8 +32,8 @@ from plait.kernel.cpu.expr import (
     vtype,
 )
 from plait.kernel.cpu.passes import Nest
-from plait.kernel.linear import dependences, extent
 from plait.runtime.toolchain import Isa
+from plait.schedule.legalize.linear import dependences, extent
 
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}

@@ -29,11 +29,11 @@ from plait.ir.sizes import (
     substitute,
     symbol,
 )
-from plait.kernel.linear import LinearKernel, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton.ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton.passes import offset_from, peak_of, plan_passes, rescales, scale_of
 from plait.kernel.triton.tiles import Group, Tile, held_dtypes
+from plait.schedule.legalize.linear import LinearKernel, dependences, extent, offset_of, stmt_nodes
 from plait.schedule.plan import PART, Reduce, Store
 
 NEAR = {

@@ -8,13 +8,12 @@ together once, after the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from plait.ir.dtypes import i64
-from plait.ir.loops import Node, const, node
-from plait.ir.sizes import Expr
-from plait.kernel.linear import LinearKernel, dependences, extent, passes_of, replaced
+from plait.ir.loops import Node
+from plait.schedule.legalize.cut_passes import cut_passes
+from plait.schedule.legalize.linear import LinearKernel, dependences
 from plait.schedule.plan import Reduce, Store
 
 
@@ -40,57 +39,10 @@ class Passes:
         return [s for s in reduces if self.spread.get(s.name) is first]
 
 
-def without_picks(linear: LinearKernel) -> LinearKernel:
-    """The kernel with the sum of what is 0 but at one point (the gradient of a choice) as that,
-    which takes no pass."""
-    for s in linear.stmts:
-        if isinstance(s, Reduce) and (value := _picked(s, linear, dependences(linear))) is not None:
-            return without_picks(replaced(linear, s.name, value))
-    return linear
-
-
-def _picked(
-    s: Reduce, linear: LinearKernel, deps: Callable[[Node], frozenset[object]]
-) -> Node | None:
-    """v where 0 <= k < n and c, of a sum over r < n of (v where r == k and c)."""
-    if s.kind != "sum" or s.running or len(linear.rvars) != 1 or s.value.op != "where":
-        return None
-    (r,) = linear.rvars
-    met, value, zero = s.value.args
-    if zero.op != "const" or zero.attr != 0:
-        return None
-    found: list[Node] = []
-    rest = [value]
-    todo = [met]
-    while todo:
-        n = todo.pop()
-        if n.op == "and":
-            todo += n.args
-            continue
-        sides = n.args if n.op == "eq" else ()
-        here = [
-            k
-            for k, a in enumerate(sides)
-            if a.op == "index" and isinstance(a.attr, Expr) and a.attr.symbol == r
-        ]
-        if here and sides[0].dtype == i64:
-            found.append(sides[1 - here[0]])
-        else:
-            rest.append(n)
-    if len(found) != 1 or any(r in deps(n) for n in (*found, *rest)):
-        return None
-    size = extent(r)
-    end = const(size, i64) if isinstance(size, int) else node("index", (), size, i64)
-    inside = node("and", (node("ge", (found[0], const(0, i64))), node("lt", (found[0], end))))
-    for n in rest[1:]:
-        inside = node("and", (inside, n))
-    return node("add", (node("where", (inside, value, zero)), zero))  # -0.0 + 0.0 is 0.0
-
-
 def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
     """The passes of a kernel. looped: the block walks along the rows; otherwise it holds them."""
     deps = dependences(linear)
-    found, last = passes_of(linear, deps)
+    found, last = cut_passes(linear, deps)
     if not looped:
         return Passes(found, last)
     level = {

@@ -19,17 +19,18 @@ from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.dedup import structure, symbol_for
-from plait.kernel.linear import LinearKernel, linearised
 from plait.kernel.target import Source
 from plait.kernel.triton.body import BodyWriter
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
-from plait.kernel.triton.passes import without_picks
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.runtime.cubin import Job, get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint
+from plait.schedule.legalize import legalize
+from plait.schedule.legalize.drop_picks import drop_picks
+from plait.schedule.legalize.linear import LinearKernel
 from plait.schedule.plan import Kernel, Store
 
 _HEAD = """import triton
@@ -240,7 +241,7 @@ def emit_kernel(
 
 
 def _space(kernel: Kernel) -> LinearKernel:
-    return without_picks(linearised(kernel))
+    return drop_picks(legalize(kernel))
 
 
 def _is_wide(linear: LinearKernel, tile: Tile) -> bool:

@@ -23,8 +23,8 @@ from plait.ir.sizes import (
     product,
     substitute,
 )
-from plait.kernel.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton.passes import plan_passes
+from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Store, walkers
 
 PERSISTENT_POINTS = 32768

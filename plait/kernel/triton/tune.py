@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.linear import LinearKernel
 from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.schedule.legalize.linear import LinearKernel
 
 MAX_TILES = 14
 MAX_WARPS = 32

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"
 ORDER = (
     "errors", "config", "log", "compat", "runtime", "ops", "ir", "graph", "lower", "schedule",
-    "kernel", "wrapper", "compile", "capture", "tools",
+    "kernel", "wrapper", "compile", "capture", "tools", "extend",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule
 
 from plait.config import Config
+from plait.errors import UserError
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
@@ -41,10 +42,33 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 )
 
 
+ADDED: list[tuple[str, Pass]] = []
+"""Passes from outside the tree, see `plait.extend.graph_pass`."""
+
+
 def clean_graph(captured: Captured, cfg: Config) -> Captured:
     """Runs PASSES over the graph in place and returns the same object. The module's code is not
     regenerated."""
     for _, run in PASSES:
         if run is not replace_random or not cfg.eager_random:
             run(captured.graph)
+    for name, run in ADDED:
+        run(captured.graph)
+        _verify_added(name, captured.graph)
+    if ADDED:
+        drop_dead(captured.graph)
     return captured
+
+
+def _verify_added(name: str, graph: GraphModule) -> None:
+    """Raises UserError where a pass from outside the tree left what lowering cannot take."""
+    try:
+        graph.graph.lint()
+    except RuntimeError as e:
+        raise UserError(f"the graph pass {name!r} left a broken graph: {e}") from e
+    for n in graph.graph.nodes:
+        if n.op == "call_function" and "val" not in n.meta:
+            raise UserError(
+                f"the graph pass {name!r} left {n.name} without its fake value",
+                hint='set meta["val"] of every node that it makes',
+            )

@@ -1,0 +1,108 @@
+"""The doors for code outside the tree: a lowering, a decomposition, a graph pass, a kernel target.
+
+Each registers for the process, before anything that needs it is compiled; what is compiled already
+stays as it is. A mistake raises UserError where it is made. `examples/extending.py` goes through
+all of them; CONTRIBUTING.md tells how the same is done inside the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import HigherOrderOperator, OpOverload
+
+from plait import compat
+from plait.errors import UserError
+from plait.graph import clean
+from plait.ir.ops import OPS, SPECIAL
+from plait.kernel.target import Target
+from plait.kernel.targets import TARGETS
+from plait.lower import core
+from plait.lower.graph import load_rules
+
+Rule = Callable[..., Any]
+
+
+def lowering(*ops: OpOverload | HigherOrderOperator) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the rule of these operators.
+
+    It is called as rule(ctx, *args, **kwargs) with a `Lowering`, Views for tensors and integer
+    expressions for integers, and returns a View, or a tuple of them; docs/lowering.md tells more.
+    Raises UserError for what is no operator, and for one that has a rule.
+    """
+    load_rules()
+    for op in ops:
+        if not isinstance(op, (OpOverload, HigherOrderOperator)):
+            raise UserError(
+                f"a lowering for {op!r}, which is no operator",
+                hint="name the overload: torch.ops.mylib.scale.default",
+            )
+        if op in core.RULES:
+            raise UserError(f"a second lowering for {op}", hint="plait has a rule for it already")
+    return core.lower(*ops)
+
+
+def decomposition(op: OpOverload) -> Callable[[Rule], Rule]:
+    """Registers the decorated function as what tracing puts in place of an operator: a function of
+    the operator's arguments that calls other operators.
+
+    Raises UserError for what is no operator, and for one that has a decomposition here.
+    """
+    if not isinstance(op, OpOverload):
+        raise UserError(
+            f"a decomposition of {op!r}, which is no operator",
+            hint="name the overload: torch.ops.mylib.scale.default",
+        )
+    if op in compat.decompositions.DECOMPOSITIONS:
+        raise UserError(f"a second decomposition of {op}")
+
+    def register(rule: Rule) -> Rule:
+        compat.decompositions.DECOMPOSITIONS[op] = rule
+        return rule
+
+    return register
+
+
+def graph_pass(name: str) -> Callable[[clean.Pass], clean.Pass]:
+    """Registers the decorated function as a pass over captured graphs: it edits a
+    torch.fx.GraphModule in place and returns how many nodes it changed.
+
+    It runs after plait's own passes, in the order of registration; nodes without users go
+    afterwards. Every node that it makes needs its fake value as meta["val"]. Raises UserError for a
+    name that is taken; so does a compile in which the pass left a broken graph.
+    """
+    if name in {taken for taken, _ in (*clean.PASSES, *clean.ADDED)}:
+        raise UserError(f"a second graph pass named {name!r}", hint="each has a name of its own")
+
+    def register(run: clean.Pass) -> clean.Pass:
+        clean.ADDED.append((name, run))
+        return run
+
+    return register
+
+
+def kernel_target(kind: str, target: Target) -> Target:
+    """Makes `target` the one that makes kernels for a kind of device, such as "cpu"; returns the
+    one before, which may be registered again. What it builds must be what the programs of this kind
+    of device launch.
+
+    Raises UserError if its table has no row for one of the operations of the loop IR, or names one
+    that there is not, and for an unknown kind of device.
+    """
+    before = TARGETS.get(kind)
+    if before is None:
+        raise UserError(
+            f"a kernel target for {kind!r}", hint=f"kinds of devices are {', '.join(TARGETS)}"
+        )
+    wrong = {*OPS, *SPECIAL} ^ set(target.table)
+    if wrong:
+        raise UserError(
+            f"the table of kernel target {target.name!r} and plait/ir/ops.py differ in "
+            f"{', '.join(sorted(wrong))}"
+        )
+    TARGETS[kind] = target
+    return before
+
+
+__all__ = ["decomposition", "graph_pass", "kernel_target", "lowering"]

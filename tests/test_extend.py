@@ -1,0 +1,111 @@
+"""The doors for code outside the tree (`plait/extend.py`): the example runs, and mistakes are told
+where they are made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import plait
+from plait import compat, extend
+from plait.errors import UserError
+from plait.graph import clean
+from plait.kernel.cpu.target import CppTarget
+from plait.kernel.null import NullTarget
+from plait.lower import core
+
+aten = torch.ops.aten
+EXAMPLE = Path(__file__).parent.parent / "examples" / "extending.py"
+
+
+def test_the_example_is_one_kernel() -> None:
+    """Lowering, decomposition and pass meet in one loop, which the target of the example made. In a
+    process of its own: what it registers stays."""
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "-> 1 kernel, 0 calls of PyTorch's own operators" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 kernel"
+    assert "neg" not in done.stdout
+
+
+def test_a_lowering_is_for_an_operator_that_has_none() -> None:
+    with pytest.raises(UserError, match="which is no operator"):
+        extend.lowering(torch.relu)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"a second lowering for aten\.exp\.default"):
+        extend.lowering(aten.exp.default)
+
+
+def test_a_lowering_serves_the_next_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = aten.special_airy_ai.default
+    monkeypatch.setattr(core, "RULES", dict(core.RULES))
+    monkeypatch.setattr("plait.lower.graph.RULES", core.RULES)
+
+    @extend.lowering(op)
+    def zero(ctx: core.Lowering, x: core.View) -> core.View:
+        from plait.lower.pointwise import elementwise
+
+        return elementwise(ctx, lambda a: a * 0.0 + 7.0, (x,))
+
+    compiled = torch.compile(lambda x: torch.special.airy_ai(x), backend="plait")
+    assert torch.equal(compiled(torch.ones(5)), torch.full((5,), 7.0))
+
+
+def test_a_decomposition_is_for_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.decompositions, "DECOMPOSITIONS", {})
+    with pytest.raises(UserError, match="which is no operator"):
+        extend.decomposition(aten.exp)  # type: ignore[arg-type]
+    extend.decomposition(aten.exp.default)(torch.exp)
+    with pytest.raises(UserError, match="a second decomposition"):
+        extend.decomposition(aten.exp.default)
+
+
+def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clean, "ADDED", [])
+
+    @extend.graph_pass("careless")
+    def careless(gm: torch.fx.GraphModule) -> int:
+        for n in list(gm.graph.nodes):
+            if n.target is aten.exp.default:
+                with gm.graph.inserting_before(n):
+                    new = gm.graph.call_function(aten.sin.default, n.args)  # without meta["val"]
+                n.replace_all_uses_with(new)
+        return 1
+
+    with pytest.raises(UserError, match="a second graph pass"):
+        extend.graph_pass("careless")
+    with pytest.raises(UserError, match="'careless' left sin_default without its fake value"):
+        plait.compile(lambda x: x.exp() + 1, (torch.ones(3),))
+
+
+def test_a_pass_runs_in_every_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clean, "ADDED", [])
+
+    @extend.graph_pass("sines for exponentials")
+    def sines(gm: torch.fx.GraphModule) -> int:
+        found = [n for n in gm.graph.nodes if n.target is aten.exp.default]
+        for n in found:
+            n.target = aten.sin.default
+        return len(found)
+
+    x = torch.rand(7)
+    assert torch.allclose(plait.compile(lambda x: x.exp(), (x,))(x), x.sin())
+    assert torch.allclose(torch.compile(lambda x: x.exp(), backend="plait")(x), x.sin())
+
+
+def test_a_kernel_target_has_every_operation() -> None:
+    class Holes(CppTarget):
+        name = "holes"
+        table: ClassVar = {k: v for k, v in CppTarget.table.items() if k != "exp"}
+
+    with pytest.raises(UserError, match=r"'holes' and plait/ir/ops\.py differ in exp"):
+        extend.kernel_target("cpu", Holes())
+    with pytest.raises(UserError, match="a kernel target for 'abacus'"):
+        extend.kernel_target("abacus", CppTarget())
+    assert {*NullTarget.table} == {*CppTarget.table}
+    before = extend.kernel_target("cpu", CppTarget())
+    assert isinstance(extend.kernel_target("cpu", before), CppTarget)

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
+from plait.ir.dtypes import DType, b1
 from plait.ir.loops import (
     Alias,
     Assert,
     Buffer,
+    Const,
     Extern,
     Item,
     LoopProgram,
@@ -38,6 +40,21 @@ class Reduce:
     kind: str
     value: Node
     running: bool = False
+
+
+def identity(kind: str, dtype: DType) -> Const:
+    """The value with which a reduction begins: combining it changes nothing."""
+    if kind in ("sum", "any", "xor"):
+        return 0
+    if kind in ("prod", "all"):
+        return 1
+    low = kind in ("max", "argmax")
+    if dtype.is_float:
+        return float("-inf") if low else float("inf")
+    if dtype == b1:
+        return not low
+    bits = dtype.nbytes * 8 - (dtype.kind == "i")
+    return ((1 << bits) - 1) if not low else -(1 << bits) if dtype.kind == "i" else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
-from plait.ir.dtypes import DType, b1, i64
+from plait.ir.dtypes import DType, i64
 from plait.ir.loops import (
     Buffer,
-    Const,
     Load,
     LoopProgram,
     Node,
@@ -44,6 +43,7 @@ from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
+from plait.schedule.plan import identity
 
 MERGED = (
     "sum",
@@ -309,7 +309,7 @@ class _Split:
             return inline(node("load", (), Load("body", index), dtype), producer)
         inside = node("lt", (node("index", (), at, i64), _number(size)))
         value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)
-        return node("where", (inside, value, const(_neutral(self.op.kind, dtype), dtype)))
+        return node("where", (inside, value, const(identity(self.op.kind, dtype), dtype)))
 
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
@@ -393,19 +393,3 @@ class _Split:
 def _number(e: Size) -> Node:
     """An integer expression as i64."""
     return const(e, i64) if isinstance(e, int) else node("index", (), e, i64)
-
-
-def _neutral(kind: str, dtype: DType) -> Const:
-    """The value that changes nothing."""
-    if kind in ("sum", "any", "xor"):
-        return 0
-    if kind in ("prod", "all"):
-        return 1
-    if dtype.is_float:
-        return float("-inf") if kind == "max" else float("inf")
-    if dtype == b1:
-        return kind == "min"
-    bits = dtype.nbytes * 8 - (dtype.kind == "i")
-    if kind == "max":
-        return -(1 << bits) if dtype.kind == "i" else 0
-    return (1 << bits) - 1

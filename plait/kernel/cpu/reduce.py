@@ -28,7 +28,7 @@ from plait.kernel.cpu.expr import (
 )
 from plait.kernel.cpu.values import Values
 from plait.schedule.legalize.linear import extent
-from plait.schedule.plan import Reduce
+from plait.schedule.plan import Reduce, identity
 
 CHUNK = 32
 """Additions to one accumulator before it is emptied into the second level."""
@@ -276,18 +276,3 @@ class Accumulators:
 
 def _one_register(op: str, d: DType, a: str, b: str) -> str:
     return vector_op(op, d, ((a,) * n_parts(d), (b,) * n_parts(d)), d)[0]
-
-
-def identity(kind: str, d: DType) -> Const:
-    """The neutral element of a reduction."""
-    if kind in ("sum", "xor", "any"):
-        return 0
-    if kind in ("prod", "all"):
-        return 1
-    low = kind in ("max", "argmax")
-    if d.is_float:
-        return float("-inf") if low else float("inf")
-    if d.kind == "i":
-        least = -(1 << (8 * d.nbytes - 1))
-        return least if low else -least - 1
-    return 0 if low else (1 << (8 * d.nbytes)) - 1

@@ -52,29 +52,29 @@ def build(
     cfg: says which checks it makes beyond the necessary ones; None: none. guarded: whether others
     look at the strides of inputs before a call. Raises InternalError if the plan contradicts
     itself."""
-    b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
+    d = _Draft(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
     for k, entry in enumerate(plan.program.inputs):
-        b.add_input(k, entry)
-    b.define_symbols()
-    for i in b.inputs:
+        _add_input(d, k, entry)
+    d.define_symbols()
+    for i in d.inputs:
         if isinstance(i, ins.TensorInput):
-            if b.cfg.size_asserts or not (guarded or _is_known(i)):
-                b.check_layout(i.name)
-            b.check_alignment(i.name)
-    b.define_tables()
+            if d.cfg.size_asserts or not (guarded or _is_known(i)):
+                _check_layout(d, i.name)
+            _check_alignment(d, i.name)
+    _define_tables(d)
     for step in plan.steps:
-        b.add_step(step)
-        b.define_symbols()
-        b.check_results(step)  # sizes that only the results tell are symbols by now
-    b.add_return()
+        _add_step(d, step)
+        d.define_symbols()
+        _check_results(d, step)  # sizes that only the results tell are symbols by now
+    _add_return(d)
     callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
     origins = [
         (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
     ]
     return ins.WrapperProgram(
         name=name,
-        inputs=tuple(b.inputs),
-        body=_without_unread(b.body),
+        inputs=tuple(d.inputs),
+        body=_without_unread(d.body),
         n_constants=len(plan.program.constants),
         n_callables=max([0, *callables]),
         origins=tuple(origins),
@@ -140,8 +140,9 @@ def _is_known(i: ins.TensorInput) -> bool:
     )
 
 
-class _Builder:
+class _Draft:
     """The instructions so far and what they defined.
+
     how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
 
     def __init__(self, plan: Plan, bumped: frozenset[object], cfg: Config) -> None:
@@ -155,19 +156,6 @@ class _Builder:
         self.pending = dict(plan.program.symbols)
         self.views: dict[TensorArg, str] = {}
         self.typed = _read_as_memory(plan)
-
-    # ---- signature, symbols, tables
-    def add_input(self, k: int, entry: str | tuple[str, str] | None) -> None:
-        if entry is None:
-            self.inputs.append(ins.OpaqueInput(self.fresh(f"opaque{k}")))
-        elif isinstance(entry, tuple):
-            self.inputs.append(ins.SymbolInput(entry[1]))
-            self.pending.pop(entry[1], None)
-            self.how[entry[1]] = "symbol"
-        else:
-            b = self.plan.program.buffers[entry]
-            self.inputs.append(ins.TensorInput(b.name, b.dtype, b.shape, b.strides, b.device))
-            self.how[entry] = "input"
 
     def define_symbols(self) -> None:
         """Defines every symbol whose source exists by now, in the order of the program's table as
@@ -194,135 +182,6 @@ class _Builder:
     def bring_symbol(self, name: str) -> None:
         self.pending.pop(name, None)
         self.how[name] = "symbol"
-
-    def define_tables(self) -> None:
-        for k, name in enumerate(self.plan.program.constants):
-            self.body.append(ins.Constant(name, k))
-            self.how[name] = "constant"
-        kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
-        # Launches of equal kernels share one definition.
-        defines = dict.fromkeys(_definition(k) for k in kernels)
-        self.body.extend(defines)
-        memory = self.plan.memory
-        if memory.offsets:
-            if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):
-                raise InternalError(
-                    f"the arena's size {memory.arena_nbytes} is not known when the program starts"
-                )
-            devices = {self.buffer(n).device for n in memory.offsets}
-            if len(devices) > 1:
-                raise InternalError(f"an arena on {' and '.join(sorted(devices))}")
-            self.body.append(ins.Arena(ARENA, memory.arena_nbytes, *devices))
-
-    # ---- steps
-    def add_step(self, step: Step) -> None:
-        match step:
-            case Kernel():
-                self.note(step.origin)
-                self.launch(step)
-            case Extern():
-                self.note(step.origin)
-                self.call(step)
-            case Alias(out, base, offset, relative):
-                self.view(self.buffer(out), base, offset, relative)
-            case Item(name, buf):
-                self.define_symbol(name, ins.ItemOf(buf))
-            case Assert(expr, message, values, error):
-                self.body.append(ins.AssertScalar(expr, message, values, error))
-            case Mutate(target, source):
-                self.mutate(target, source)
-            case _:
-                assert_never(step)
-
-    def note(self, origin: tuple[str, ...]) -> None:
-        if origin:
-            self.body.append(ins.Note("; ".join(origin)))
-
-    def launch(self, k: Kernel) -> None:
-        for out in k.outs:
-            if out not in self.how:
-                self.make(self.buffer(out))
-        self.body.append(
-            ins.Launch(
-                kernel=k.name,
-                args=tuple(b.name for b in k.args),
-                sizes=k.sizes,
-                outs=k.outs,
-                work_ns=k.work_ns,
-                parallel=not k.sequential or bool(k.apart),
-                grid=k.grid,
-            )
-        )
-
-    def call(self, e: Extern) -> None:
-        args = tuple(self.operand(a) for a in e.args)
-        kwargs = tuple((k, self.operand(a)) for k, a in e.kwargs)
-        into = self.call_into(e)
-        if into:
-            given = tuple((k, ins.Ref(n)) for k, n in zip(e.out_names, into, strict=True))
-            self.body.append(
-                ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
-            )
-            return
-        outs = list(e.outs)
-        for k, symbol in e.symbols:
-            outs.extend([None] * (k + 1 - len(outs)))
-            outs[k] = symbol
-            self.bring_symbol(symbol)
-        for name in e.outs:
-            if name is not None:
-                self.how[name] = "result"
-        if e.callable_index >= 0:
-            self.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
-        else:
-            self.body.append(
-                ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence)
-            )
-
-    def check_results(self, step: Step) -> None:
-        """What operators make is what tracing said, before anything reads it. One that shares
-        memory with others is never copied."""
-        if isinstance(step, Extern):
-            for name in step.outs:
-                if name is not None and self.how.get(name) == "result":
-                    origin = "; ".join(step.origin) or step.op
-                    self.check_layout(name, origin, copies=not step.aliases)
-                    self.check_alignment(name)
-
-    def check_layout(self, name: str, origin: str = "", copies: bool = False) -> None:
-        """The check of a tensor that somebody else has made."""
-        b = self.buffer(name)
-        dtype = (
-            b.dtype if name in self.typed or not origin else opaque
-        )  # operators look at the type themselves
-        self.body.append(ins.AssertSizeStride(name, dtype, b.shape, b.strides, origin, copies))
-
-    def check_alignment(self, name: str) -> None:
-        """The same of where it starts."""
-        b = self.buffer(name)
-        if self.cfg.alignment_asserts and b.dtype != opaque:
-            nbytes = b.dtype.nbytes if b.device == "cpu" else _GPU_ALIGNMENT
-            self.body.append(ins.AssertAlignment(name, nbytes))
-
-    def call_into(self, e: Extern) -> tuple[str, ...]:
-        """Memory for all results, if the plan has a place for each and the op can write there; else
-        ()."""
-        memory = self.plan.memory
-        names = [
-            n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)
-        ]
-        if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
-            return ()
-        for n in names:
-            self.make(self.buffer(n))
-        return tuple(names)
-
-    def mutate(self, target: str, source: str) -> None:
-        if source == target or self.plan.memory.in_place.get(source) == target:
-            if target in self.bumped:
-                self.body.append(ins.BumpVersion(target))
-        else:
-            self.body.append(ins.Copy(target, source, bump=target in self.bumped))
 
     # ---- memory
     def make(self, b: Buffer) -> None:
@@ -360,7 +219,6 @@ class _Builder:
         self.body.append(ins.View(b.name, base, b.dtype, b.shape, b.strides, offset, relative))
         self.how[b.name] = "view"
 
-    # ---- operands
     def operand(self, a: ExternArg) -> ins.Operand:
         match a:
             case TensorArg():
@@ -396,26 +254,6 @@ class _Builder:
             self.how[found] = "view"
         return found
 
-    def add_return(self) -> None:
-        self.check_symbols()
-        values: list[ins.Operand] = []
-        for out in self.plan.program.outputs:
-            if isinstance(out, Number):
-                values.append(ins.ValueOf(out.buf))
-            elif isinstance(out, TensorArg):
-                values.append(ins.Ref(self.tensor(out, exact=True)))
-            else:
-                values.append(self.operand(out))
-        self.body.append(ins.Return(tuple(values)))
-
-    def check_symbols(self) -> None:
-        """Symbols that the table has but nothing defines are wrong only where something needs them:
-        verify tells."""
-        cyclic = [n for n, source in self.pending.items() if source is not None]
-        if cyclic:
-            raise InternalError(f"the sources of symbols {', '.join(cyclic)} never come to exist")
-
-    # ---- names
     def buffer(self, name: str) -> Buffer:
         found = self.plan.buffers.get(name) or self.plan.program.buffers.get(name)
         if found is None:
@@ -430,3 +268,171 @@ class _Builder:
             k += 1
             name = f"{stem}{k}"
         return name
+
+
+def _add_input(d: _Draft, k: int, entry: str | tuple[str, str] | None) -> None:
+    if entry is None:
+        d.inputs.append(ins.OpaqueInput(d.fresh(f"opaque{k}")))
+    elif isinstance(entry, tuple):
+        d.inputs.append(ins.SymbolInput(entry[1]))
+        d.pending.pop(entry[1], None)
+        d.how[entry[1]] = "symbol"
+    else:
+        b = d.plan.program.buffers[entry]
+        d.inputs.append(ins.TensorInput(b.name, b.dtype, b.shape, b.strides, b.device))
+        d.how[entry] = "input"
+
+
+def _define_tables(d: _Draft) -> None:
+    for k, name in enumerate(d.plan.program.constants):
+        d.body.append(ins.Constant(name, k))
+        d.how[name] = "constant"
+    kernels = [s for s in d.plan.steps if isinstance(s, Kernel)]
+    # Launches of equal kernels share one definition.
+    defines = dict.fromkeys(_definition(k) for k in kernels)
+    d.body.extend(defines)
+    memory = d.plan.memory
+    if memory.offsets:
+        if not all(a.name in d.how for a in free_symbols(memory.arena_nbytes)):
+            raise InternalError(
+                f"the arena's size {memory.arena_nbytes} is not known when the program starts"
+            )
+        devices = {d.buffer(n).device for n in memory.offsets}
+        if len(devices) > 1:
+            raise InternalError(f"an arena on {' and '.join(sorted(devices))}")
+        d.body.append(ins.Arena(ARENA, memory.arena_nbytes, *devices))
+
+
+def _add_step(d: _Draft, step: Step) -> None:
+    match step:
+        case Kernel():
+            _note(d, step.origin)
+            _launch(d, step)
+        case Extern():
+            _note(d, step.origin)
+            _call(d, step)
+        case Alias(out, base, offset, relative):
+            d.view(d.buffer(out), base, offset, relative)
+        case Item(name, buf):
+            d.define_symbol(name, ins.ItemOf(buf))
+        case Assert(expr, message, values, error):
+            d.body.append(ins.AssertScalar(expr, message, values, error))
+        case Mutate(target, source):
+            _mutate(d, target, source)
+        case _:
+            assert_never(step)
+
+
+def _note(d: _Draft, origin: tuple[str, ...]) -> None:
+    if origin:
+        d.body.append(ins.Note("; ".join(origin)))
+
+
+def _launch(d: _Draft, k: Kernel) -> None:
+    for out in k.outs:
+        if out not in d.how:
+            d.make(d.buffer(out))
+    d.body.append(
+        ins.Launch(
+            kernel=k.name,
+            args=tuple(b.name for b in k.args),
+            sizes=k.sizes,
+            outs=k.outs,
+            work_ns=k.work_ns,
+            parallel=not k.sequential or bool(k.apart),
+            grid=k.grid,
+        )
+    )
+
+
+def _call(d: _Draft, e: Extern) -> None:
+    args = tuple(d.operand(a) for a in e.args)
+    kwargs = tuple((k, d.operand(a)) for k, a in e.kwargs)
+    into = _call_into(d, e)
+    if into:
+        given = tuple((k, ins.Ref(n)) for k, n in zip(e.out_names, into, strict=True))
+        d.body.append(ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep))
+        return
+    outs = list(e.outs)
+    for k, symbol in e.symbols:
+        outs.extend([None] * (k + 1 - len(outs)))
+        outs[k] = symbol
+        d.bring_symbol(symbol)
+    for name in e.outs:
+        if name is not None:
+            d.how[name] = "result"
+    if e.callable_index >= 0:
+        d.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
+    else:
+        d.body.append(
+            ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence)
+        )
+
+
+def _check_results(d: _Draft, step: Step) -> None:
+    """What operators make is what tracing said, before anything reads it. One that shares
+    memory with others is never copied."""
+    if isinstance(step, Extern):
+        for name in step.outs:
+            if name is not None and d.how.get(name) == "result":
+                origin = "; ".join(step.origin) or step.op
+                _check_layout(d, name, origin, copies=not step.aliases)
+                _check_alignment(d, name)
+
+
+def _check_layout(d: _Draft, name: str, origin: str = "", copies: bool = False) -> None:
+    """The check of a tensor that somebody else has made."""
+    b = d.buffer(name)
+    dtype = (
+        b.dtype if name in d.typed or not origin else opaque
+    )  # operators look at the type themselves
+    d.body.append(ins.AssertSizeStride(name, dtype, b.shape, b.strides, origin, copies))
+
+
+def _check_alignment(d: _Draft, name: str) -> None:
+    """The same of where it starts."""
+    b = d.buffer(name)
+    if d.cfg.alignment_asserts and b.dtype != opaque:
+        nbytes = b.dtype.nbytes if b.device == "cpu" else _GPU_ALIGNMENT
+        d.body.append(ins.AssertAlignment(name, nbytes))
+
+
+def _call_into(d: _Draft, e: Extern) -> tuple[str, ...]:
+    """Memory for all results, if the plan has a place for each and the op can write there; else
+    ()."""
+    memory = d.plan.memory
+    names = [n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)]
+    if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
+        return ()
+    for n in names:
+        d.make(d.buffer(n))
+    return tuple(names)
+
+
+def _mutate(d: _Draft, target: str, source: str) -> None:
+    if source == target or d.plan.memory.in_place.get(source) == target:
+        if target in d.bumped:
+            d.body.append(ins.BumpVersion(target))
+    else:
+        d.body.append(ins.Copy(target, source, bump=target in d.bumped))
+
+
+def _add_return(d: _Draft) -> None:
+    _check_symbols(d)
+    values: list[ins.Operand] = []
+    for out in d.plan.program.outputs:
+        if isinstance(out, Number):
+            values.append(ins.ValueOf(out.buf))
+        elif isinstance(out, TensorArg):
+            values.append(ins.Ref(d.tensor(out, exact=True)))
+        else:
+            values.append(d.operand(out))
+    d.body.append(ins.Return(tuple(values)))
+
+
+def _check_symbols(d: _Draft) -> None:
+    """Symbols that the table has but nothing defines are wrong only where something needs them:
+    verify tells."""
+    cyclic = [n for n, source in d.pending.items() if source is not None]
+    if cyclic:
+        raise InternalError(f"the sources of symbols {', '.join(cyclic)} never come to exist")

@@ -21,7 +21,7 @@ from plait.ir.sizes import Expr
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
 from plait.wrapper.spec import Kind, fields_of
-from plait.wrapper.walk import defined, refs, root, sizes, symbols, used
+from plait.wrapper.walk import defined, refs, root, sizes, symbols, used, views_of
 
 LITERALS = frozenset(
     {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
@@ -85,7 +85,7 @@ class _Verifier:
         self.samples = _samples(program)
         self.arenas: dict[str, ins.Arena] = {}
         self.at = -1
-        self.uses = self._uses()
+        self.uses = _uses(program.body)
         self.owners = Owners()
 
     def run(self) -> None:
@@ -137,22 +137,6 @@ class _Verifier:
     def tensor(self, name: str) -> None:
         if self.live(name) in ("symbol", "opaque", "arena"):
             self.fail(f"{name} is no tensor")
-
-    def _uses(self) -> dict[str, list[int]]:
-        """Positions at which each tensor, or a view of it, is used; views do not count as uses
-        themselves."""
-        base: dict[str, str] = {}
-        out: dict[str, list[int]] = {}
-        for k, i in enumerate(self.p.body):
-            if isinstance(i, ins.View):
-                base[i.name] = i.base
-                continue
-            for name in used(i):
-                at: str | None = name
-                while at is not None:
-                    out.setdefault(at, []).append(k)
-                    at = base.get(at)
-        return out
 
     def first_use(self, name: str) -> int:
         return next(iter(self.uses.get(name, ())), len(self.p.body))
@@ -326,6 +310,20 @@ class _Verifier:
             for name in refs(o) if isinstance(o, ins.Ref) else ():
                 if self.kind[root(name, self.base)] == "place":
                     self.fail(f"output {name} lies in the arena")
+
+
+def _uses(body: Sequence[ins.Instr]) -> dict[str, list[int]]:
+    """Positions at which each tensor, or a view of it, is used; views do not count as uses
+    themselves."""
+    base = views_of(body)
+    out: dict[str, list[int]] = {}
+    for k, i in enumerate(body):
+        for name in () if isinstance(i, ins.View) else used(i):
+            at: str | None = name
+            while at is not None:
+                out.setdefault(at, []).append(k)
+                at = base.get(at)
+    return out
 
 
 # ------------------------------------------------------------------------------------ sample values

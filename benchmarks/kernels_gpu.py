@@ -28,12 +28,11 @@ from triton.testing import do_bench
 from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.clean import clean_graph
 from plait.ir.loops import TensorArg
 from plait.kernel.triton.target import EARLY, compute_capability, emit_kernel
 from plait.lower.graph import load_rules, lower_graph
+from plait.pipelines import clean_graph, schedule
 from plait.runtime.triton_worker import load_module
-from plait.schedule import schedule
 from plait.schedule.plan import Alias, Kernel, Plan
 
 f32, bf16 = torch.float32, torch.bfloat16

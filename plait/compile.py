@@ -19,28 +19,24 @@ import torch
 from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.clean import clean_graph
-from plait.ir.verify import verify as verify_loops
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
+from plait.pipelines import VERIFIERS, clean_graph, run_passes, schedule
 from plait.runtime.cubin import triton_version
 from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa, find_toolchain
-from plait.schedule import LOOP_STEPS, schedule
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
-from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
-from plait.wrapper.passes import run_passes
 from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, observe
 from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
@@ -58,20 +54,15 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where
     the machine cannot build its kernels, and InternalError where a stage broke a rule of its IR.
     """
-    log = _log(captured, cfg)
+    log = PassLog(cfg, captured.name, VERIFIERS)
     if cfg.kernels:
         _find_tools(captured, cfg)
         check_isa(cfg)  # it will run here
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
-    lowered, plan = _plan(captured, cfg, log)
-    sources = log("emit kernels", _emit, plan, cfg)
-    plan = _name_kernels(plan, sources)  # equal kernels now have one name
-    show.show_plan(log, plan)
-    show.show_sources(log, sources)
-    with workers(
-        1
-    ) as beside:  # compilers are processes of their own: the wrapper is made while they run
+    lowered, plan, sources = _kernels(captured, cfg, log)
+    # Compilers are processes of their own: the wrapper is made while they run.
+    with workers(1) as beside:
         building = beside.submit(_build, sources, cfg)
         wrapper = _wrap(captured, lowered, plan, cfg, log)
         built = log("build kernels", building.result)
@@ -107,12 +98,8 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
 def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Artifacts]:
     """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
     loaded, so the graph may be for a machine that is not this one."""
-    log = _log(captured, cfg)
-    lowered, plan = _plan(captured, cfg, log)
-    sources = log("emit kernels", _emit, plan, cfg)
-    plan = _name_kernels(plan, sources)
-    show.show_plan(log, plan)
-    show.show_sources(log, sources)
+    log = PassLog(cfg, captured.name, VERIFIERS)
+    lowered, plan, sources = _kernels(captured, cfg, log)
     wrapper = _wrap(captured, lowered, plan, cfg, log)
     show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)
     return wrapper, Artifacts(
@@ -137,7 +124,7 @@ class Portable:
 def compile_calls(captured: Captured, cfg: Config) -> Portable:
     """Compiles one graph as eager runs it: a call of ATen for every operator, nothing rewritten."""
     cfg = replace(cfg, kernels=False)
-    log = _log(captured, cfg)
+    log = PassLog(cfg, captured.name, VERIFIERS)
     lowered = log("lower", lower_graph, captured, cfg)
     plan = log("schedule", schedule, lowered.program, cfg, log)
     wrapper = _wrap(captured, lowered, plan, cfg, log)
@@ -152,7 +139,7 @@ def compile_portable(
     """Compiles one graph for every machine with one of isas and one of archs, as far as it has
     kernels that depend on them: planned once, kernels built side by side. Raises as compile_graph
     does."""
-    log = _log(captured, cfg)
+    log = PassLog(cfg, captured.name, VERIFIERS)
     if cfg.kernels:
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
@@ -194,11 +181,6 @@ def _constant_devices(lowered: Lowered) -> tuple[str, ...]:
     return tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
 
 
-def _log(captured: Captured, cfg: Config) -> PassLog:
-    loops = {step: partial(verify_loops, passname=step) for step in LOOP_STEPS}
-    return PassLog(cfg, captured.name, {"lower": _verify_lowered, "schedule": verify_plan, **loops})
-
-
 def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
     """The front half, which knows nothing of machines."""
     show.show_given(log, captured)
@@ -207,6 +189,18 @@ def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]
     lowered = log("lower", lower_graph, captured, cfg)
     show.show_loops(log, lowered.program)
     return lowered, log("schedule", schedule, lowered.program, cfg, log)
+
+
+def _kernels(
+    captured: Captured, cfg: Config, log: PassLog
+) -> tuple[Lowered, Plan, dict[str, Source]]:
+    """The front half, and the sources of its kernels, of which equal ones have one name."""
+    lowered, plan = _plan(captured, cfg, log)
+    sources = log("emit kernels", _emit, plan, cfg)
+    plan = _name_kernels(plan, sources)
+    show.show_plan(log, plan)
+    show.show_sources(log, sources)
+    return lowered, plan, sources
 
 
 def _wrap(
@@ -246,10 +240,6 @@ def _spent(captured: Captured) -> set[str]:
     given = captured.graph.graph.find_nodes(op="placeholder")
     tangents = [k for k, n in enumerate(given) if compat.autograd.is_tangent(n)]
     return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
-
-
-def _verify_lowered(lowered: Lowered) -> None:
-    verify_loops(lowered.program, "lower")
 
 
 def _emit(plan: Plan, cfg: Config) -> dict[str, Source]:

@@ -14,12 +14,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait import compat
 from plait.errors import UserError
-from plait.graph import clean
 from plait.ir.ops import OPS, SPECIAL
 from plait.kernel.target import Target
 from plait.kernel.targets import TARGETS
 from plait.lower import core
 from plait.lower.graph import load_rules
+from plait.pipelines import ADDED, GRAPH, GraphPass
 
 Rule = Callable[..., Any]
 
@@ -64,7 +64,7 @@ def decomposition(op: OpOverload) -> Callable[[Rule], Rule]:
     return register
 
 
-def graph_pass(name: str) -> Callable[[clean.Pass], clean.Pass]:
+def graph_pass(name: str) -> Callable[[GraphPass], GraphPass]:
     """Registers the decorated function as a pass over captured graphs: it edits a
     torch.fx.GraphModule in place and returns how many nodes it changed.
 
@@ -72,11 +72,11 @@ def graph_pass(name: str) -> Callable[[clean.Pass], clean.Pass]:
     afterwards. Every node that it makes needs its fake value as meta["val"]. Raises UserError for a
     name that is taken; so does a compile in which the pass left a broken graph.
     """
-    if name in {taken for taken, _ in (*clean.PASSES, *clean.ADDED)}:
+    if name in {taken for taken, _ in (*GRAPH, *ADDED)}:
         raise UserError(f"a second graph pass named {name!r}", hint="each has a name of its own")
 
-    def register(run: clean.Pass) -> clean.Pass:
-        clean.ADDED.append((name, run))
+    def register(run: GraphPass) -> GraphPass:
+        ADDED.append((name, run))
         return run
 
     return register

@@ -31,7 +31,7 @@ from plait.capture.early import early_changes
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured, GraphKind
-from plait.graph.joint import partition
+from plait.pipelines import split_joint
 
 # Results that are random or uninitialised: tests/test_capture_random.py checks the former by their
 # statistics.
@@ -180,7 +180,7 @@ def compiled(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=functools.partial(partition, config),
+        partition_fn=functools.partial(split_joint, config),
         decompositions=compat.decompositions.decomposition_table(),
         keep_inference_input_mutations=True,
         dynamic=dynamic,

@@ -22,8 +22,8 @@ from plait.config import Config
 from plait.ir.loops import LoopProgram
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
+from plait.pipelines import schedule
 from plait.runtime.toolchain import ISAS
-from plait.schedule import schedule
 from plait.schedule.device import KINDS
 from plait.schedule.plan import Kernel
 from plait.schedule.text import kernel_text, read_kernel

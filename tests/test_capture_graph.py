@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.clean import PASSES, clean_graph
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.noop import drop_noops
+from plait.pipelines import GRAPH, clean_graph
 
 aten = torch.ops.aten
 
@@ -176,7 +176,7 @@ def test_noop_goes(fn: Callable[[Tensor], Tensor]) -> None:
 def test_what_the_caller_can_tell_apart_stays(fn: Callable[[Tensor], Any]) -> None:
     gm = graph(fn, X)
     before = copy.deepcopy(gm)
-    for _, run in PASSES:
+    for _, run in GRAPH:
         run(gm)
     same_results(gm, before, X)
     got, want = gm(X), before(X)

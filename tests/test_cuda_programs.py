@@ -24,11 +24,11 @@ from plait import compat
 from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
-from plait.graph.joint import partition
 from plait.ir.loops import Alias, Extern
 from plait.ir.sizes import numel
 from plait.kernel.triton.ops import _FUNCTIONS
 from plait.kernel.triton.target import compute_capability
+from plait.pipelines import split_joint
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
 from plait.schedule.layout import unaligned
@@ -551,7 +551,7 @@ def test_log_softmax_is_made_again_from_its_input() -> None:
     given = [[logits, target], [torch.tensor(3.0)]]
     traced = make_fx(joint, compat.decompositions.decomposition_table(), "fake")(*given)
     with on_gpu(traced):
-        forward, backward = partition(Config(), traced, given, num_fwd_outputs=1)
+        forward, backward = split_joint(Config(), traced, given, num_fwd_outputs=1)
     loss, *saved = forward(logits, target)
     assert sum(s.numel() * s.element_size() for s in saved) < logits.numel() * 2 + 64 * 4 * 8
     found = backward(*saved, given[1][0])[0]

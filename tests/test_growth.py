@@ -16,11 +16,9 @@ from torch._subclasses import FakeTensorMode
 
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.clean import clean_graph
 from plait.lower.graph import load_rules, lower_graph
-from plait.schedule import schedule
+from plait.pipelines import clean_graph, run_passes, schedule
 from plait.wrapper.build import build
-from plait.wrapper.passes import run_passes
 
 CFG = Config()
 aten = torch.ops.aten

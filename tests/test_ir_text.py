@@ -38,11 +38,11 @@ from plait.ir.loops import (
 from plait.ir.record import Recorder
 from plait.ir.symtext import Scope, TextError
 from plait.ir.text import op_lines, program_text, read_program
-from plait.schedule import schedule
+from plait.pipelines import schedule
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Store
 from plait.schedule.text import kernel_text, plan_text, read_kernel, read_plan, step_summary
+from plait.tools.table import EXAMPLE
 from plait.wrapper import show
-from plait.wrapper.table import EXAMPLE
 from plait.wrapper.text import read as read_wrapper
 from tests.fuzz_kernels import Maker
 from tests.models import MODELS, SOME

@@ -146,7 +146,7 @@ def test_a_target_that_fails_leaves_the_graph_to_eager(
 
 @pytest.mark.parametrize(
     "name",
-    ["simplify_masks", "partition", "compat.tracing.aot_compile", "DirectGraph", "TrainingGraph"],
+    ["simplify_masks", "split_joint", "compat.tracing.aot_compile", "DirectGraph", "TrainingGraph"],
 )
 def test_what_fails_around_the_pipeline_leaves_the_graph_to_eager(
     name: str, monkeypatch: pytest.MonkeyPatch

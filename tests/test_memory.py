@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from benchmarks.memory import allocator_peak, peak
 from plait.config import Config
+from plait.pipelines import schedule
 from plait.runtime.load import arena_stats
-from plait.schedule import schedule
 from tests.models import MODELS, images, tokens
 from tests.schedule_tools import Builder
 

@@ -10,7 +10,7 @@ import pytest
 from plait.config import Config
 from plait.ir.loops import LoopProgram, Node, apply
 from plait.ir.sizes import Expr, Size, evaluate, floordiv, symbol
-from plait.schedule import LOOP_STEPS, schedule
+from plait.pipelines import LOOPS, schedule
 from plait.schedule.cost import HINT, hint
 from plait.schedule.plan import Kernel, Plan, Reduce, Store
 from tests.schedule_tools import Builder, check, kernels
@@ -422,4 +422,4 @@ def test_every_step_that_gives_loops_is_verified() -> None:
     b = Builder()
     b.output(b.map("sqrt", b.input(4, 5)))
     schedule(b.program(), Config(), log)
-    assert tuple(found) == LOOP_STEPS
+    assert tuple(found) == LOOPS

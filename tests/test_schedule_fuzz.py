@@ -17,7 +17,7 @@ from plait.ir.dtypes import f32, i64
 from plait.ir.loops import apply
 from plait.ir.sizes import Size, smin
 from plait.ir.verify import verify
-from plait.schedule import schedule
+from plait.pipelines import schedule
 from plait.schedule.device import KINDS
 from tests.repro import program_repro
 from tests.schedule_tools import Builder, Record, check, kernels

@@ -14,8 +14,8 @@ from torch import Tensor
 import plait
 from plait.config import Config
 from plait.errors import InternalError
+from plait.pipelines import schedule
 from plait.runtime.toolchain import find_toolchain
-from plait.schedule import schedule
 from plait.schedule.kernels import Names, joined
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, Plan

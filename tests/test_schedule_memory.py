@@ -14,7 +14,7 @@ from plait.ir import sizes as sz
 from plait.ir.dtypes import f32, i64
 from plait.ir.loops import Mutate, Scatter, arg_symbol, loop_vars
 from plait.ir.sizes import Size
-from plait.schedule import schedule
+from plait.pipelines import schedule
 from plait.schedule.memory import Block, lives, peak_nbytes, place, storage_nbytes
 from plait.schedule.plan import Kernel, Plan
 from plait.schedule.spans import Spans, Timeline

@@ -8,7 +8,7 @@ import pytest
 from plait.config import Config
 from plait.ir.dtypes import i64
 from plait.ir.loops import Scatter, arg_symbol, loop_vars
-from plait.schedule import schedule
+from plait.pipelines import schedule
 from plait.schedule.plan import Plan
 from tests.schedule_tools import Builder, Record, check, kernels
 

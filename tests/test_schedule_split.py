@@ -10,7 +10,7 @@ from plait.config import Config
 from plait.ir.dtypes import DType, bf16, f32
 from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
-from plait.schedule import schedule
+from plait.pipelines import schedule
 from plait.schedule.deps import extent
 from plait.schedule.plan import Reduce, Store, walkers
 from tests.schedule_tools import Builder, check, kernels

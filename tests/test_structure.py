@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.wrapper import table
+from plait.tools import table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"
 ORDER = (
     "errors", "config", "log", "compat", "runtime", "ops", "ir", "graph", "lower", "schedule",
-    "kernel", "wrapper", "compile", "capture", "tools", "extend",
+    "kernel", "wrapper", "pipelines", "compile", "capture", "tools", "extend",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -24,9 +24,9 @@ from plait.ir.loops import (
     TensorArg,
 )
 from plait.ir.sizes import Size
+from plait.pipelines import run_passes
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.wrapper.build import build
-from plait.wrapper.passes import run_passes
 from plait.wrapper.text import line
 from plait.wrapper.verify import verify
 

@@ -30,6 +30,7 @@ from plait.errors import UserError
 from plait.ir.dtypes import f32
 from plait.kernel.target import Source
 from plait.runtime.cubin import Job
+from plait.tools.table import example
 from plait.wrapper import fx, fxnodes
 from plait.wrapper.instructions import (
     AssertAlignment,
@@ -44,7 +45,6 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.program import Artifacts, CompileRecord
-from plait.wrapper.table import example
 from plait.wrapper.text import read
 from tests import test_frontend_cases, test_lower_extern, test_memory, test_models
 from tests.against_eager import same

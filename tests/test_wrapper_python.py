@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.runtime import generated
-from plait.wrapper import table
+from plait.tools import table
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import make_python
 from plait.wrapper.targets import TARGETS

@@ -20,6 +20,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, ZERO_DIVISION
 from plait.ir.dtypes import b1, c64, f32, f64, i32, i64, opaque
 from plait.ir.sizes import Size
+from plait.pipelines import run_passes
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpp import build_cpp, make_cpp
@@ -60,7 +61,6 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.native import encode
-from plait.wrapper.passes import run_passes
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import load_python, make_python
 from plait.wrapper.text import read, text

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InternalError
-from plait.wrapper import table
+from plait.pipelines import PROGRAM, run_passes
+from plait.tools import table
 from plait.wrapper.instructions import Alloc, AssertScalar, Free, Launch, WrapperProgram
-from plait.wrapper.passes import PASSES, run_passes
 from plait.wrapper.text import read
 from plait.wrapper.verify import verify, verify_kept
 
@@ -475,7 +475,7 @@ return (c,)
 
 def test_every_pass_keeps_the_example_legal() -> None:
     p = table.example()
-    for name, step in PASSES:
+    for name, step in PROGRAM:
         now = step(p)
         verify(now, after=name)
         verify_kept(p, now, after=name)

@@ -1,5 +1,5 @@
 // native/core/instructions.h: the instructions of a plan, their reader, and a walk over their
-// fields. Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead,
+// fields. Written by `python -m plait.tools.table`; edit plait/wrapper/instructions.py instead,
 // where the meaning of each is written.
 #pragma once
 

@@ -31,8 +31,8 @@ from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
-from plait.graph.joint import partition
 from plait.log import KERNELS, PassLog
+from plait.pipelines import split_joint
 from plait.wrapper.program import Target
 from plait.wrapper.watch import watcher
 
@@ -140,7 +140,7 @@ class _OneGraph:
     def partition(
         self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        forward, backward = partition(self.cfg, joint, joint_inputs, **kwargs)
+        forward, backward = split_joint(self.cfg, joint, joint_inputs, **kwargs)
         self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward
 

@@ -1,1 +1,1 @@
-"""FX to FX passes, each a file. The ordered list of passes is data: `plait.graph.clean.PASSES`."""
+"""FX to FX passes, each a file. The ordered list of passes is data: `plait.pipelines.GRAPH`."""

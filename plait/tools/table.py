@@ -1,7 +1,7 @@
 """docs/instructions.md, written from the code: every instruction, what it means and what each
 target makes of it, and every pass.
 
-`python -m plait.wrapper.table` writes it, and the header of `header.py`; a test proves that both
+`python -m plait.tools.table` writes it, and the header of `header.py`; a test proves that both
 are up to date. Meanings are
 the docstrings of `wrapper/instructions.py`; the rest is one legal program with every instruction in
 it, put through the targets.
@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from plait.pipelines import PROGRAM, ProgramPass
+from plait.tools.header import header
 from plait.wrapper import instructions as ins
 from plait.wrapper import passes
 from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.fx import fx_lines
-from plait.wrapper.header import header
 from plait.wrapper.native import encode
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import python_lines
@@ -110,7 +111,7 @@ def markdown() -> str:
     parts = [
         "# Wrapper instructions",
         "",
-        "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py "
+        "<!-- Written by `python -m plait.tools.table`; edit plait/wrapper/instructions.py "
         "instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`),",
@@ -141,7 +142,7 @@ def markdown() -> str:
         "",
         "| pass | file | what it does |",
         "| --- | --- | --- |",
-        *(_pass(name, step) for name, step in passes.PASSES),
+        *(_pass(name, step) for name, step in PROGRAM),
         "",
         "## A program with all of them",
         "",
@@ -183,7 +184,7 @@ def _paragraphs(doc: str | None) -> list[str]:
     return inspect.cleandoc(doc or "").splitlines()
 
 
-def _pass(name: str, step: passes.Pass) -> str:
+def _pass(name: str, step: ProgramPass) -> str:
     module = inspect.getmodule(step)
     assert module is not None
     words = " ".join((module.__doc__ or "").split())

@@ -1,0 +1,221 @@
+"""Every list of passes, in order: of captured graphs, joint graphs, loops and programs.
+
+`compile.py` runs them one after the other, capture the one of joint graphs. Each pass has a file of
+its own; its name here is the one in times, dumps and errors. A constraint on order is a comment on
+the line that it binds. Who runs them is `log.PassLog`, which times every step and, where
+`Config.verifies`, checks what it made; `quiet` runs steps and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from torch.fx import GraphModule
+
+from plait import compat
+from plait.config import Config
+from plait.errors import UserError
+from plait.graph.captured import Captured
+from plait.graph.constants import fold_constants
+from plait.graph.cse import merge_common
+from plait.graph.dead import drop_dead
+from plait.graph.edit import know_replaced
+from plait.graph.fma import gather_products
+from plait.graph.items import list_items
+from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
+from plait.graph.memory_format import channels_last
+from plait.graph.noop import drop_noops
+from plait.graph.pool_indices import narrow_pool_indices
+from plait.graph.random import replace_random
+from plait.graph.softmax import split_log_softmax
+from plait.graph.streams import order_streams
+from plait.ir.loops import LoopProgram
+from plait.ir.verify import verify as verify_loops
+from plait.lower.graph import Lowered
+from plait.schedule.assemble import make_plan
+from plait.schedule.deps import Bodies
+from plait.schedule.deps import drop_dead as drop_dead_loops
+from plait.schedule.fuse import fuse
+from plait.schedule.grouping import group_loops
+from plait.schedule.horizontal import fuse_horizontally
+from plait.schedule.inline import inline_loops
+from plait.schedule.layout import settle_layouts
+from plait.schedule.memory import plan_memory
+from plait.schedule.normal import normalise
+from plait.schedule.order import order
+from plait.schedule.plan import Plan
+from plait.schedule.split import split_reductions
+from plait.schedule.verify import verify_plan
+from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.passes.drop_dead import drop_dead as drop_dead_instructions
+from plait.wrapper.passes.find_barriers import find_barriers
+from plait.wrapper.passes.merge_views import merge_views
+from plait.wrapper.passes.place_frees import place_frees
+from plait.wrapper.passes.share_sizes import share_sizes
+from plait.wrapper.verify import verify as verify_program
+from plait.wrapper.verify import verify_kept
+
+P = ParamSpec("P")
+T = TypeVar("T")
+GraphPass = Callable[[GraphModule], int | None]
+"""Edits a graph in place; returns how many nodes it changed, if it counts them."""
+ProgramPass = Callable[[WrapperProgram], WrapperProgram]
+
+
+class Log(Protocol):
+    """Runs one named step (`log.PassLog` does)."""
+
+    def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """fn(*args, **kwargs)."""
+        ...
+
+
+def quiet(step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs a step, and does nothing else."""
+    return fn(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------- captured graphs
+GRAPH: tuple[tuple[str, GraphPass], ...] = (
+    ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
+    ("list items", list_items),  # before passes that drop or merge what makes no number
+    ("order streams", order_streams),  # before passes that make nodes, which have no stream
+    ("replace random", replace_random),  # before CSE: two equal random calls are two draws
+    ("channels last", channels_last),  # before copies that change nothing go
+    ("drop dead", drop_dead),  # early: the other passes are linear in what is left
+    ("drop no-ops", drop_noops),
+    ("gather products", gather_products),
+    ("fold constants", fold_constants),
+    ("merge common", merge_common),
+    ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users
+)
+ADDED: list[tuple[str, GraphPass]] = []
+"""Passes from outside the tree, see `extend.graph_pass`: they run after GRAPH."""
+
+
+def clean_graph(captured: Captured, cfg: Config) -> Captured:
+    """Runs the passes over the graph in place and returns the same object. The module's code is not
+    regenerated."""
+    for name, run in GRAPH:
+        if not (cfg.eager_random and name == "replace random"):
+            run(captured.graph)
+    for name, run in ADDED:
+        run(captured.graph)
+        _verify_added(name, captured.graph)
+    if ADDED:
+        drop_dead(captured.graph)
+    return captured
+
+
+def _verify_added(name: str, graph: GraphModule) -> None:
+    """Raises UserError where a pass from outside the tree left what lowering cannot take."""
+    try:
+        graph.graph.lint()
+    except RuntimeError as e:
+        raise UserError(f"the graph pass {name!r} left a broken graph: {e}") from e
+    for n in graph.graph.nodes:
+        if n.op == "call_function" and "val" not in n.meta:
+            raise UserError(
+                f"the graph pass {name!r} left {n.name} without its fake value",
+                hint='set meta["val"] of every node that it makes',
+            )
+
+
+# ------------------------------------------------------------------------------------- joint graphs
+JOINT: tuple[tuple[str, GraphPass], ...] = (
+    # Before the split, so that a value that the backward pass makes again comes from the seed that
+    # the forward pass saved.
+    ("replace random", replace_random),
+    ("save random", save_random),
+    ("channels last", channels_last),
+    ("split log_softmax", split_log_softmax),
+    ("narrow pool indices", narrow_pool_indices),
+    ("list items", list_items),
+    ("drop bags", drop_bags),
+    ("widen logsumexp", widen_logsumexp),
+    ("merge common", merge_common),
+    ("save old values", save_old_values),  # last: of the nodes that there are in the end
+)
+
+
+def split_joint(
+    cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward of a joint graph, by torch's min-cut: the partition function that
+    AOTAutograd is given. kwargs are whatever its version passes on."""
+    for name, run in JOINT:
+        if not (cfg.eager_random and name == "replace random"):
+            run(joint)
+    return compat.tracing.min_cut_partition(joint, joint_inputs, **kwargs)
+
+
+# -------------------------------------------------------------------------------------------- loops
+LOOPS = ("drop dead loops", "normal form", "inline", "drop inlined loops", "settle layouts")
+"""The steps of `schedule` that give a loop program."""
+
+
+def schedule(program: LoopProgram, cfg: Config, log: Log = quiet) -> Plan:
+    """From loops to kernels: the plan of a program."""
+    bodies = Bodies()
+    loops = log("drop dead loops", drop_dead_loops, program, bodies)
+    loops = log("normal form", normalise, loops, bodies)
+    loops = log("inline", inline_loops, loops, cfg, bodies)
+    loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
+    # Before splitting, which asks what is contiguous.
+    loops = log("settle layouts", settle_layouts, loops, bodies)
+    split = log("split reductions", split_reductions, loops, bodies)
+    grouping = log("group loops", group_loops, split, bodies)
+    grouping = log("fuse", fuse, grouping, cfg)
+    ordered = log("order", order, grouping)
+    # After the order is known: it must not let more memory be alive at once.
+    ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
+    plan = log("make plan", make_plan, grouping, ordered)
+    return log("plan memory", plan_memory, plan, cfg)
+
+
+# ----------------------------------------------------------------------------------------- programs
+PROGRAM: tuple[tuple[str, ProgramPass], ...] = (
+    ("merge views", merge_views),
+    ("drop dead", drop_dead_instructions),  # after merging: a view may have lost its only use
+    ("find barriers", find_barriers),
+    ("share sizes", share_sizes),  # after all that compare sizes
+    ("place frees", place_frees),  # only now are the last uses known
+)
+
+
+def run_passes(
+    program: WrapperProgram,
+    check: bool = False,
+    show: Callable[[str, WrapperProgram], None] | None = None,
+) -> WrapperProgram:
+    """The program after all passes.
+
+    check: verify before the first and after each, and that none dropped an effect. show: called
+    with each result.
+    """
+    if check:
+        verify_program(program)
+    for name, step in PROGRAM:
+        now = step(program)
+        if check:
+            verify_program(now, after=name)
+            verify_kept(program, now, after=name)
+        if show is not None:
+            show(name, now)
+        program = now
+    return program
+
+
+# ---------------------------------------------------------------------------------------- verifiers
+def _verify_lowered(lowered: Lowered) -> None:
+    verify_loops(lowered.program, "lower")
+
+
+VERIFIERS: dict[str, Callable[[Any], object]] = {
+    "lower": _verify_lowered,
+    **{step: partial(verify_loops, passname=step) for step in LOOPS},
+    "schedule": verify_plan,
+}
+"""The check of what a step makes, by the step's name. Programs are checked by `run_passes`."""

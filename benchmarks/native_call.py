@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from plait._native import Training
 from plait.ir.dtypes import f32
-from plait.ir.sizes import symbol
+from plait.ir.expr import symbol
 from plait.runtime.load import Bound, Program
 from plait.wrapper.instructions import (
     Arena,

@@ -20,9 +20,9 @@ import numpy as np
 
 from plait.ir import interp
 from plait.ir.dtypes import DTYPES, DType, b1, f32, f64, i64
+from plait.ir.expr import Expr, Size, symbol
 from plait.ir.loops import Buffer, Load, Node, apply, cast, const, loop_vars, node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size, symbol
 from plait.kernel.null import NullTarget
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store

@@ -33,7 +33,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.ir.dtypes import f32, f64, i64
-from plait.ir.sizes import Size, compare, evaluate, floordiv, smax, symbol
+from plait.ir.expr import Size, compare, evaluate, smax, symbol
 from plait.runtime.load import LoadError, PlanError, Program, load
 from plait.wrapper import instructions as ins
 from plait.wrapper.instructions import ListOf, Literal, Ref, ValueOf, WrapperProgram
@@ -99,7 +99,7 @@ def _everything() -> Base:
         ins.AssertAlignment("y", 4),
         ins.Arena("m", 4096),
         ins.Place("p", "m", 64, f32, (4, 4), (4, 1)),
-        ins.Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),
+        ins.Place("q", "m", n // 1 * 64, f32, (4,), (1,)),
         ins.Fill("q", Literal("bool", "True")),
         ins.CallExtern(
             "aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False

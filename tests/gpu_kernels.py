@@ -20,8 +20,8 @@ import numpy as np
 from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.dtypes import f32
+from plait.ir.expr import evaluate
 from plait.ir.loops import Load, loop_vars, node
-from plait.ir.sizes import evaluate
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store

@@ -16,8 +16,8 @@ import torch
 from plait.config import Config
 from plait.ir import interp
 from plait.ir.dtypes import DType
+from plait.ir.expr import Size, substitute
 from plait.ir.loops import Buffer
-from plait.ir.sizes import Size, add, mod, mul, substitute
 from plait.kernel.cpu.target import emit_library
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
@@ -145,8 +145,8 @@ def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
         return index
     position: Size = 0
     for v in kernel.vars:
-        position = add(mul(position, extent(v)), v)
-    return tuple(substitute(e, {part_of(n).symbol: mod(position, n)}) for e in index)  # type: ignore[dict-item]
+        position = position * extent(v) + v
+    return tuple(substitute(e, {part_of(n).symbol: position % n}) for e in index)  # type: ignore[dict-item]
 
 
 def strided(

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
+from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -66,7 +66,7 @@ def _op(name: str, *a: T) -> T:
     return getattr(torch, name)(*a)
 
 
-def _size(e: sz.Size, env: Mapping[str, T]) -> T:
+def _size(e: Size, env: Mapping[str, T]) -> T:
     if isinstance(e, int):
         return torch.tensor(e)
     out = torch.tensor(e.const)
@@ -78,7 +78,7 @@ def _size(e: sz.Size, env: Mapping[str, T]) -> T:
     return out
 
 
-def _atom(a: sz.Atom, env: Mapping[str, T]) -> T:
+def _atom(a: Atom, env: Mapping[str, T]) -> T:
     x, y = _size(a.a, env), _size(a.b, env)
     fn: dict[str, Callable[[T, T], T]] = {
         "div": lambda p, q: torch.div(p, q, rounding_mode="floor"), "mod": torch.remainder,
@@ -124,10 +124,10 @@ class Evaluate:
                     self.env[name] = torch.tensor(
                         t.shape[source[2]] if source[1] == "size" else t.stride(source[2])
                     )
-            elif all(a.name in self.env for a in sz.free_symbols(source)):
+            elif all(a.name in self.env for a in free_symbols(source)):
                 self.env[name] = _size(source, self.env)
 
-    def num(self, e: sz.Size) -> int:
+    def num(self, e: Size) -> int:
         return int(_size(e, self.env))
 
     def new(self, name: str) -> T:
@@ -136,7 +136,7 @@ class Evaluate:
         return torch.empty_strided(shape, strides, dtype=TO_TORCH[b.dtype])
 
     # ---- bodies
-    def grid(self, vars_: Sequence[sz.Expr], extents: Sequence[int]) -> dict[str, T]:
+    def grid(self, vars_: Sequence[Expr], extents: Sequence[int]) -> dict[str, T]:
         env = dict(self.env)
         self.empty = 0 in extents
         for k, (v, n) in enumerate(zip(vars_, extents, strict=True)):
@@ -145,7 +145,7 @@ class Evaluate:
             env[v.symbol.name] = torch.arange(n).reshape(shape)
         return env
 
-    def extents(self, vars_: Sequence[sz.Expr]) -> list[int]:
+    def extents(self, vars_: Sequence[Expr]) -> list[int]:
         return [self.num(v.symbol.extent) for v in vars_]
 
     def body(self, root: Node, env: dict[str, T]) -> T:

@@ -13,7 +13,7 @@ import torch
 
 from plait.ir.checks import OUT_OF_RANGE
 from plait.ir.dtypes import DType, f32
-from plait.ir.sizes import Size
+from plait.ir.expr import Size
 from plait.runtime.load import Program, load
 from plait.wrapper.instructions import (
     Alloc,

@@ -14,9 +14,9 @@ import numpy as np
 
 from plait.ir import loops as L
 from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.expr import Expr, Size, contiguous_strides, evaluate
 from plait.ir.loops import apply
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size, contiguous_strides, evaluate
 from plait.schedule.plan import Kernel, Plan, Reduce
 from plait.schedule.verify import verify_plan
 from tests.kernel_tools import dealt
@@ -75,7 +75,7 @@ class Builder:
         return name
 
     def size(self, name: str, lo: int = 2, hint: int | None = None) -> Expr:
-        from plait.ir.sizes import symbol
+        from plait.ir.expr import symbol
 
         self.symbols[name] = None
         if hint is not None:
@@ -344,7 +344,7 @@ def run_kernel(k: Kernel, arrays: Arrays, syms: Mapping[str, int]) -> None:
 
 
 def _free(e: Size) -> frozenset:
-    from plait.ir.sizes import free_symbols
+    from plait.ir.expr import free_symbols
 
     return free_symbols(e)
 

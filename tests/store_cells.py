@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
+from plait.ir.expr import Expr, symbol
 from plait.ir.loops import Node, apply, loop_vars, node
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, symbol
 from plait.kernel.stores import STORES
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.kernel_tools import run_kernel, strided

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ir.dtypes import DType, bf16, f16, f32
-from plait.ir.sizes import Size, symbol
+from plait.ir.expr import Size, symbol
 from plait.runtime.load import Program
 from plait.wrapper.instructions import (
     Alloc,

@@ -13,9 +13,10 @@ import torch
 
 import plait
 from plait.config import Config
-from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import b1, f16, f32, f64, i8, i64
+from plait.ir.expr import compare, symbol
+from plait.ir.expr.text import Scope, TextError
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -36,7 +37,6 @@ from plait.ir.loops import (
     node,
 )
 from plait.ir.record import Recorder
-from plait.ir.symtext import Scope, TextError
 from plait.ir.text import op_lines, program_text, read_program
 from plait.pipelines import schedule
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Store
@@ -48,7 +48,7 @@ from tests.fuzz_kernels import Maker
 from tests.models import MODELS, SOME
 from tests.test_schedule_fuzz import Fuzzer
 
-s0 = sz.symbol("s0", lo=2)
+s0 = symbol("s0", lo=2)
 I = loop_vars("i", (s0, 8))
 R = loop_vars("r", (8,))
 X = Buffer("x", f32, (s0, 8), (8, 1), fixed=True)
@@ -73,7 +73,7 @@ def test_a_program() -> None:
         inputs=(("sym", "s0"), "x", None, "rows"),
         buffers={b.name: b for b in (X, ROWS, Y, z)},
         constants=(),
-        ops=(exp_of_row(None), total, Assert(sz.compare("lt", s0, 100), "many"), Mutate("x", "y")),
+        ops=(exp_of_row(None), total, Assert(compare("lt", s0, 100), "many"), Mutate("x", "y")),
         outputs=(TensorArg("z", (s0,), (1,), 0), s0 * 2, Scalar("none")),
         symbols={"s0": None, "s1": ("x", "stride", 0)},
         donated=("rows",),
@@ -121,12 +121,12 @@ def test_other_ops() -> None:
     ops = Recorder()
     load = ops.load("x", I, f32)
     scan = Scan(("v", None), I, 1, "max", load)
-    symbol = sz.symbol("$0", extent=s0)
+    key = symbol("$0", extent=s0)
     scatter = Scatter(
         "y",
         "x",
         I,
-        (symbol, I[1]),
+        (key, I[1]),
         (ops.load("rows", (I[0],), i64),),
         load,
         "add",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from plait.errors import InternalError
-from plait.ir import sizes as sz
 from plait.ir.dtypes import b1, bf16, f32, i64
+from plait.ir.expr import compare, contiguous_strides, symbol
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -34,7 +34,7 @@ from plait.ir.loops import (
 )  # fmt: skip
 from plait.ir.verify import verify
 
-N = sz.symbol("s0", lo=2)
+N = symbol("s0", lo=2)
 I = loop_vars("i", (N, 4))
 R = loop_vars("r", (4,))
 
@@ -46,7 +46,7 @@ def _load(buf: str, *index: Any) -> Any:
 def program() -> LoopProgram:
     """y = x * 2; z = sum(y, 1); a scatter, an alias and an output."""
     buffers = {
-        name: Buffer(name, dtype, shape, sz.contiguous_strides(shape))
+        name: Buffer(name, dtype, shape, contiguous_strides(shape))
         for name, dtype, shape in (
             ("x", f32, (N, 4)), ("at", i64, (N,)), ("y", f32, (N, 4)), ("z", f32, (N,)),
             ("w", f32, (N, 4)), ("a", f32, (4, N)),
@@ -62,7 +62,7 @@ def program() -> LoopProgram:
             Reduction(("z",), I[:1], R, "sum", _load("y", I[0], R[0])),
             Scatter("w", "y", I, (arg_symbol(0, N), I[1]), (index,), _load("x", *I), "add"),
             Alias("a", "w", 0),
-            Assert(sz.compare("le", 3, N), "too small"),
+            Assert(compare("le", 3, N), "too small"),
         ),
         outputs=(TensorArg("a", (4, N), (N, 1), 0), N),
         symbols={"s0": None},
@@ -142,7 +142,7 @@ BROKEN: dict[str, tuple[Callable[[LoopProgram], LoopProgram], str]] = {
     "scatter mask": (_op(2, mask=const(1, i64)), "a mask of i64"),
     "scan kind": (_add(Scan(("q",), I, 1, "median", _load("x", *I))), "scan median"),
     "item": (_add(Item("u0", "at")), "u0 is no symbol"),
-    "assert": (_add(Assert(sz.symbol("u1"), "")), "the symbol u1"),
+    "assert": (_add(Assert(symbol("u1"), "")), "the symbol u1"),
     "mutate": (_add(Mutate("y", "w")), "cannot take the value"),
     "operand": (
         _add(Extern((None,), "aten::sin", (TensorArg("q", (), (), 0),))),

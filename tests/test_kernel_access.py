@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import apply, loop_vars
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size, floordiv, mod
 from plait.kernel.cpu.target import emit_library
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Store
@@ -81,12 +81,10 @@ def test_positions_that_wrap_around(isa: Isa, name: str, tmp_path: Path) -> None
     d, kernels = DTYPES[name], []
     for n in LENGTHS:
         x = values_of(d, 2 * n)
-        roll = copy_kernel(f"roll{n}", d, 2, n, n, lambda j, n=n: mod(j + n // 2, n))
+        roll = copy_kernel(f"roll{n}", d, 2, n, n, lambda j, n=n: (j + n // 2) % n)
         kernels.append((roll, x, np.roll(x.reshape(2, n), -(n // 2), 1)))
         columns = np.arange(n) // 17 + np.arange(n) % 17
-        both = copy_kernel(
-            f"both{n}", d, 2, n, int(columns.max()) + 1, lambda j: floordiv(j, 17) + mod(j, 17)
-        )
+        both = copy_kernel(f"both{n}", d, 2, n, int(columns.max()) + 1, lambda j: j // 17 + j % 17)
         x = values_of(d, 2 * (int(columns.max()) + 1))
         kernels.append((both, x, x.reshape(2, -1)[:, columns]))
     check_copies(kernels, isa, tmp_path)
@@ -94,7 +92,7 @@ def test_positions_that_wrap_around(isa: Isa, name: str, tmp_path: Path) -> None
 
 def test_views_of_views_need_no_division() -> None:
     (i,) = loop_vars("i", (4096,))
-    flat = Recorder().load("x", (floordiv(i, 512), mod(i, 512)), f32)
+    flat = Recorder().load("x", (i // 512, i % 512), f32)
     buffers = (strided("x", f32, (8, 512)), strided("out", f32, (4096,)))
     kernel = Kernel("flat", (i,), (), (Store("out", (i,), flat, True),), buffers, ("out",), ())
     text = emit_library([kernel], ISAS["avx512"]).text

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from plait.ir.dtypes import b1, f32, i64
+from plait.ir.expr import Size, evaluate, symbol
 from plait.ir.loops import Buffer, Load, Node, apply, loop_vars, node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Size, evaluate, floordiv, symbol
 from plait.kernel.cpu.target import emit_library, structure
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Store
@@ -243,7 +243,7 @@ def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> 
 @pytest.mark.parametrize("n", [12, 80, 135])
 def test_transpose_of_sizes_that_are_computed(isa: Isa, n: int, tmp_path: Path) -> None:
     """Sizes that are variables of the kernel must not be confused with the tile's own."""
-    rows = floordiv(symbol("s0", 0, 1 << 20), 4)
+    rows = symbol("s0", 0, 1 << 20) // 4
     transpose_and_add(rows, rows * rows, {"s0": n}, isa, tmp_path)
 
 

@@ -20,7 +20,7 @@ from plait import compat
 from plait.config import Config
 from plait.errors import Unsupported
 from plait.graph.captured import Captured
-from plait.ir import sizes as sz
+from plait.ir.expr import Expr, bounds, evaluate
 from plait.ir.loops import Extern, Mutate, Pointwise, Reduction, TensorArg, loop_vars, walk
 from plait.ir.verify import verify
 from plait.lower import core
@@ -421,7 +421,7 @@ def test_as_strided_reaches_beyond_a_view() -> None:
 def test_integer_and_none_outputs() -> None:
     low, got = lowered(lambda x: (x + 1, x.shape[0] * 2 - 1, None), X, dynamic=True)
     assert got[1:] == [11, None]
-    assert isinstance(low.program.outputs[1], sz.Expr) or low.program.outputs[1] == 11
+    assert isinstance(low.program.outputs[1], Expr) or low.program.outputs[1] == 11
 
 
 def test_mutated_inputs() -> None:
@@ -518,7 +518,7 @@ def test_a_size_that_is_an_expression_is_solved() -> None:
     verify(low.program, "lower")
     real = torch.randn(13)
     torch.testing.assert_close(Evaluate(low, [real]).run()[0], real * 2)
-    assert any(isinstance(source, sz.Expr) for source in low.program.symbols.values())
+    assert any(isinstance(source, Expr) for source in low.program.symbols.values())
 
 
 def test_symbols_in_any_order() -> None:
@@ -544,7 +544,7 @@ def test_sizes_keep_their_ranges_and_meaning() -> None:
     x, _ = _fake((7, 9), ShapeEnv())
     n, m = x.shape
     size = to_size(n)
-    assert sz.bounds(size)[0] >= 0 and to_size(n) is size
+    assert bounds(size)[0] >= 0 and to_size(n) is size
     for sym, python in (
         (n * m, 63), (n // 2, 3), (n % 4, 3), (2 * n - 1, 13), (torch.sym_max(n, m), 9),
         (torch.sym_min(n, m), 7), (n == m, 0), (n <= m, 1), (torch.sym_ite(n > m, n, m), 9),
@@ -554,7 +554,7 @@ def test_sizes_keep_their_ranges_and_meaning() -> None:
         names = {
             a.name: v for a, v in zip((to_size(n).symbol, to_size(m).symbol), (7, 9), strict=True)
         }  # type: ignore[union-attr]
-        assert sz.evaluate(to_size(sym), names) == python, sym
+        assert evaluate(to_size(sym), names) == python, sym
     with pytest.raises(Unsupported):
         to_size(n**-2)
 

@@ -14,7 +14,7 @@ import torch
 
 from plait.errors import InputError
 from plait.ir.dtypes import f32
-from plait.ir.sizes import symbol
+from plait.ir.expr import symbol
 from plait.runtime.load import Bound, Program, arena_stats
 from plait.wrapper.instructions import (
     Arena,

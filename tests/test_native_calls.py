@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plait.ir.dtypes import f32, f64, i64, opaque
-from plait.ir.sizes import symbol
+from plait.ir.expr import symbol
 from plait.runtime.load import LoadError, load
 from plait.wrapper.instructions import (
     Arena,

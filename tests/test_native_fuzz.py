@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from plait.ir.dtypes import f32
-from plait.ir.sizes import Size, symbol
+from plait.ir.expr import Size, symbol
 from plait.wrapper.instructions import (
     Alloc,
     Arena,

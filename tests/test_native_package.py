@@ -15,7 +15,7 @@ import torch
 
 from plait._native import Package, PackageError, checksum, write
 from plait.errors import InputError, Unsupported
-from plait.ir.sizes import symbol
+from plait.ir.expr import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, Control, PackageWriter, Routine, Variant

@@ -15,7 +15,7 @@ import torch
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import f32, i64
-from plait.ir.sizes import compare, floordiv, symbol
+from plait.ir.expr import compare, symbol
 from plait.runtime.load import LoadError, PlanError, load
 from plait.wrapper.instructions import (
     Alloc,
@@ -66,7 +66,7 @@ def rich_program():
         AssertSizeStride("y", f32, (4, 4), (4, 1)),
         Arena("m", 4096),
         Place("p", "m", 64, f32, (4, 4), (4, 1)),
-        Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),
+        Place("q", "m", n // 1 * 64, f32, (4,), (1,)),
         CallExtern(
             "aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False
         ),

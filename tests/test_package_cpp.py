@@ -18,7 +18,7 @@ from torch.export import Dim
 
 import plait
 from plait.ir.dtypes import f32
-from plait.ir.sizes import symbol
+from plait.ir.expr import symbol
 from plait.wrapper.instructions import Literal, Ref, Return, SizeOf, Symbol, View
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, Variant

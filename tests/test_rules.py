@@ -11,10 +11,10 @@ import pytest
 
 from plait.ir.checks import OUT_OF_RANGE, Bound
 from plait.ir.dtypes import DType, b1, f32, f64, i32, i64
+from plait.ir.expr import Size
 from plait.ir.interp import Evaluation
 from plait.ir.loops import Load, Node, arg_symbol, cast, const, loop_vars, node
 from plait.ir.rules import RULES, Simplifier, preserves
-from plait.ir.sizes import Size, floordiv, mod
 
 I, J = loop_vars("i", (6, 4))
 N = 8
@@ -65,7 +65,7 @@ class Random:
                 [const(True, b1), const(False, b1), node("lt", (self.leaf(f32), self.leaf(f32)))]
             )
         if dtype == i64 and self.rng.random() < 0.6:
-            e: Size = self.rng.choice([I, J, I + 1, I * 4 + J, floordiv(I, 2), mod(I * 4 + J, 3)])
+            e: Size = self.rng.choice([I, J, I + 1, I * 4 + J, I // 2, (I * 4 + J) % 3])
             return node("index", (), e, i64)
         if dtype in (f32, i64) and self.rng.random() < 0.5:
             return self.load(dtype)
@@ -78,7 +78,7 @@ class Random:
             [node("index", (), I, i64), node("index", (), J + 1, i64), const(2, i64)]
         )
         args: tuple[Node, ...] = ()
-        at: Size = mod(I * 4 + J, N)
+        at: Size = (I * 4 + J) % N
         if self.rng.random() < 0.6:
             args = (node("bounded", (index,), Bound(N, OUT_OF_RANGE), i64),)
             at = arg_symbol(0, N)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 import plait
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import i64
+from plait.ir.expr import symbol
 from plait.ir.loops import apply, check_of, const, walk
 from plait.ir.record import Recorder
 from plait.ir.rules import Simplifier
-from plait.ir.sizes import symbol
 from tests.against_eager import compiled
 
 X = torch.arange(15.0).reshape(5, 3)

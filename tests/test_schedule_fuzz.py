@@ -14,8 +14,8 @@ import pytest
 from plait.config import Config
 from plait.ir import loops as L
 from plait.ir.dtypes import f32, i64
+from plait.ir.expr import Size, smin
 from plait.ir.loops import apply
-from plait.ir.sizes import Size, smin
 from plait.ir.verify import verify
 from plait.pipelines import schedule
 from plait.schedule.device import KINDS

@@ -10,10 +10,9 @@ import pytest
 
 from plait.config import Config
 from plait.errors import InternalError
-from plait.ir import sizes as sz
 from plait.ir.dtypes import f32, i64
+from plait.ir.expr import Size, evaluate, symbol, total
 from plait.ir.loops import Mutate, Scatter, arg_symbol, loop_vars
-from plait.ir.sizes import Size
 from plait.pipelines import schedule
 from plait.schedule.memory import Block, lives, peak_nbytes, place, storage_nbytes
 from plait.schedule.plan import Kernel, Plan
@@ -83,17 +82,8 @@ def test_unknown_sizes_share_where_they_are_equal() -> None:
     assert len(set(map(str, plan.memory.offsets.values()))) == 2
 
 
-S0, S1 = sz.symbol("s0", lo=1), sz.symbol("s1", lo=2)
-PRODUCTS = (
-    1,
-    S0,
-    S1,
-    S0 * S1,
-    S0 * S0 * S1,
-    sz.floordiv(S0 + 1, 2) * S1,
-    sz.floordiv(S0 - 3, 2) * S1 + S1,
-    S0 - 1,
-)
+S0, S1 = symbol("s0", lo=1), symbol("s1", lo=2)
+PRODUCTS = (1, S0, S1, S0 * S1, S0 * S0 * S1, (S0 + 1) // 2 * S1, (S0 - 3) // 2 * S1 + S1, S0 - 1)
 
 
 def random_blocks(seed: int) -> list[Block]:
@@ -101,11 +91,11 @@ def random_blocks(seed: int) -> list[Block]:
     blocks = []
     for k in range(24):
         parts = [
-            sz.mul(rng.choice(PRODUCTS), rng.choice((4, 60, 64, 512, 3072)))
+            rng.choice(PRODUCTS) * rng.choice((4, 60, 64, 512, 3072))
             for _ in range(rng.randint(1, 2))
         ]
         start = rng.randrange(30)
-        blocks.append(Block((f"b{k}",), sz.total(parts), start, start + rng.randrange(8)))
+        blocks.append(Block((f"b{k}",), total(parts), start, start + rng.randrange(8)))
     return blocks
 
 
@@ -115,9 +105,9 @@ def test_what_lives_at_one_time_lies_apart_whatever_the_sizes(seed: int) -> None
     offsets, nbytes = place(blocks, {"s0": 48, "s1": 4})
     for s0, s1 in ((1, 2), (2, 300), (5, 17), (48, 4), (1000, 2), (777, 333)):
         env = {"s0": s0, "s1": s1}
-        starts = [sz.evaluate(offsets[b.names[0]], env) for b in blocks]
-        ends = [start + sz.evaluate(b.nbytes, env) for start, b in zip(starts, blocks, strict=True)]
-        assert all(start % 64 == 0 for start in starts) and max(ends) <= sz.evaluate(nbytes, env)
+        starts = [evaluate(offsets[b.names[0]], env) for b in blocks]
+        ends = [start + evaluate(b.nbytes, env) for start, b in zip(starts, blocks, strict=True)]
+        assert all(start % 64 == 0 for start in starts) and max(ends) <= evaluate(nbytes, env)
         for k, a in enumerate(blocks):
             for j, b in enumerate(blocks[:k]):
                 if a.start <= b.end and b.start <= a.end:
@@ -132,8 +122,8 @@ def test_unlike_sizes_share_an_arena_as_known_ones_do() -> None:
     sizes = [rows, S0 * S1 * 4, rows * 3, scores, rows, rows, rows * 4, rows]
     blocks = [Block((f"b{k}",), n, k, k + 1 + k % 2) for k, n in enumerate(sizes * 3)]
     nbytes = place(blocks, hints)[1]
-    known = place([replace(b, nbytes=sz.evaluate(b.nbytes, hints)) for b in blocks], hints)[1]
-    assert sz.evaluate(nbytes, hints) <= known * 1.01 + 1024
+    known = place([replace(b, nbytes=evaluate(b.nbytes, hints)) for b in blocks], hints)[1]
+    assert evaluate(nbytes, hints) <= known * 1.01 + 1024
 
 
 def test_a_kernel_writes_over_what_dies_in_it() -> None:

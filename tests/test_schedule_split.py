@@ -8,8 +8,8 @@ import pytest
 
 from plait.config import Config
 from plait.ir.dtypes import DType, bf16, f32
+from plait.ir.expr import Size, numel
 from plait.ir.loops import LoopProgram
-from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.pipelines import schedule
 from plait.schedule.deps import extent
 from plait.schedule.plan import Reduce, Store, walkers
@@ -133,12 +133,7 @@ def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> Non
     b = Builder()
     x = b.input(32, 12, 197, 64)
     b.output(
-        b.reduce(
-            (768,),
-            (32, 197),
-            "sum",
-            lambda o, c, n, t: o.load(x, n, floordiv(c, 64), t, mod(c, 64)),
-        )
+        b.reduce((768,), (32, 197), "sum", lambda o, c, n, t: o.load(x, n, c // 64, t, c % 64))
     )
     program = on_gpu(b)
     plan = schedule(program, CFG)

@@ -19,8 +19,8 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import plait
-from plait.ir import sizes as sz
 from plait.ir.dtypes import i64
+from plait.ir.expr import Size, call, evaluate, smax, smin, symbol
 from plait.ir.loops import Buffer, LoopProgram, Pointwise, node
 from plait.lower.symbols import definitions, to_size, to_word
 from plait.lower.wide import take_out_wide
@@ -74,8 +74,8 @@ def operands(name: str) -> Iterator[tuple[int, int]]:
 
 
 def program(*names: str) -> WrapperProgram:
-    a, b = (sz.symbol(n, -math.inf) for n in "ab")
-    calls = tuple(sz.call(name, a, b) for name in names)
+    a, b = (symbol(n, -math.inf) for n in "ab")
+    calls = tuple(call(name, a, b) for name in names)
     made = WrapperProgram("p", (SymbolInput("a"), SymbolInput("b")), (Return(calls),))
     verify(made, after="the test")
     assert read(text(made)) == made
@@ -248,14 +248,14 @@ def test_expressions_of_symbols_are_pythons(name: str, n: int, m: int) -> None:
     want = PYTHON[name](n, m)
     made = traced(name)
     symbols = {"n": n, "m": m}
-    for symbol, value in made[1]:
-        symbols[symbol] = sz.evaluate(value, symbols)
-    got = sz.evaluate(made[0], symbols)
+    for known, value in made[1]:
+        symbols[known] = evaluate(value, symbols)
+    got = evaluate(made[0], symbols)
     assert (number(got) if isinstance(want, float) else got) == want
 
 
 @cache
-def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
+def traced(name: str) -> tuple[Size, tuple[tuple[str, Size], ...]]:
     """The expression of symbols n and m, and what stands behind its own symbols. A float's is its
     word."""
     env = ShapeEnv()
@@ -267,7 +267,7 @@ def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
     made = PYTHON[name](n, m)
     size = to_word(made.node.expr, env) if isinstance(made, torch.SymFloat) else to_size(made)
     made_of = {k: value for k, (_, value) in definitions((n,)).items()}
-    behind = {**dict(zip((s.name for s in given), map(sz.symbol, "nm"), strict=True)), **made_of}
+    behind = {**dict(zip((s.name for s in given), map(symbol, "nm"), strict=True)), **made_of}
     return size, tuple(behind.items())
 
 
@@ -334,11 +334,11 @@ def test_sizes_of_tensors_stay_in_kernels(name: str) -> None:
 
 
 def test_what_is_taken_out_of_a_loop() -> None:
-    n, k, i = sz.symbol("n"), sz.symbol("k", lo=-math.inf), sz.symbol("i", extent=4)
-    few = sz.symbol("few", lo=0, hi=1000)
+    n, k, i = symbol("n"), symbol("k", lo=-math.inf), symbol("i", extent=4)
+    few = symbol("few", lo=0, hi=1000)
     symbols = dict.fromkeys(("n", "k", "few"))
 
-    def taken(e: sz.Size) -> tuple[str, list[str]]:
+    def taken(e: Size) -> tuple[str, list[str]]:
         loop = Pointwise("out", (i,), node("index", (), e, i64))
         (op,), values = take_out_wide([loop], [Buffer("x", i64, (n, 4), (4, 1))], symbols)
         assert isinstance(op, Pointwise)
@@ -352,7 +352,7 @@ def test_what_is_taken_out_of_a_loop() -> None:
         few * n,
         k * i,
         i * i,
-        sz.smin(n, k),
+        smin(n, k),
         k // 2 + i,
         k % 7,
     ):
@@ -362,4 +362,4 @@ def test_what_is_taken_out_of_a_loop() -> None:
     assert taken(n * n + i) == ("i + wide0", ["n*n"])
     assert taken(k * k * i + 2 * k) == ("i*wide0 + wide1", ["k*k", "2*k"])
     assert taken((k * k + i) % 5) == ("((i + wide0) % 5)", ["k*k"])
-    assert taken(sz.smax(k * k, i)) == ("max(i, wide0)", ["k*k"])
+    assert taken(smax(k * k, i)) == ("max(i, wide0)", ["k*k"])

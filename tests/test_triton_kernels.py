@@ -28,9 +28,9 @@ from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import DType, bf16, f16, f32, i16, i64
+from plait.ir.expr import Expr, evaluate, free_symbols, smin, symbol
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
-from plait.ir.sizes import Expr, evaluate, floordiv, free_symbols, smin, symbol
 from plait.kernel.triton.ops import _FUNCTIONS, literal
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import Tile, plan_tile
@@ -436,13 +436,7 @@ def test_values_made_of_sizes_are_as_wide_as_they_get() -> None:
     """What a point stores, and what is on the way to it, though all places of the tensor are
     near."""
     near, far = symbol("s0", 0, 1000), symbol("w", lo=-math.inf)
-    values = {
-        near: False,
-        far: True,
-        near * 10**9: True,
-        floordiv(far, 2**40): True,
-        smin(far, 7): True,
-    }
+    values = {near: False, far: True, near * 10**9: True, far // 2**40: True, smin(far, 7): True}
     for value, wide in values.items():
         (i,) = loop_vars("i", (4,))
         x = node("index", (), value, i64)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from plait.errors import InternalError
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, f32, i64
+from plait.ir.expr import Size, compare, contiguous_strides, symbol
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -23,18 +23,17 @@ from plait.ir.loops import (
     Scalar,
     TensorArg,
 )
-from plait.ir.sizes import Size
 from plait.pipelines import run_passes
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.wrapper.build import build
 from plait.wrapper.text import line
 from plait.wrapper.verify import verify
 
-s0 = sz.symbol("s0", lo=2)
+s0 = symbol("s0", lo=2)
 
 
 def buf(name: str, shape: tuple[Size, ...] = (8,), dtype: DType = f32) -> Buffer:
-    return Buffer(name, dtype, shape, sz.contiguous_strides(shape))
+    return Buffer(name, dtype, shape, contiguous_strides(shape))
 
 
 def whole(b: Buffer) -> TensorArg:
@@ -202,7 +201,7 @@ def test_calls_write_into_planned_memory() -> None:
 
 
 def test_results_nobody_wants_and_symbols_of_calls() -> None:
-    u0 = sz.symbol("u0", lo=float("-inf"))
+    u0 = symbol("u0", lo=float("-inf"))
     call = Extern((None, "y"), "aten::sort", (whole(X),))
     count = Extern((), "mylib::count", (whole(X),), symbols=((0, "u0"),))
     p = plan(["x"], [call, count], [whole(Y), u0 * 2], [X, Y], symbols={"u0": None})
@@ -222,7 +221,7 @@ def test_python_callables() -> None:
 
 
 def test_symbols_are_defined_when_their_source_exists() -> None:
-    u0, m = sz.symbol("u0", lo=float("-inf")), buf("m", (s0, 3))
+    u0, m = symbol("u0", lo=float("-inf")), buf("m", (s0, 3))
     n, k = buf("n", (u0,)), buf("k", (), i64)
     table: dict[str, Any] = {
         "s1": s0 * 3, "s0": ("m", "size", 0), "s2": ("n", "stride", 0), "u0": None, "s3": u0 + s0,
@@ -230,14 +229,14 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
     }  # fmt: skip
     steps = [
         Item("u0", "k"),
-        Assert(sz.compare("le", u0, 9), "few"),
+        Assert(compare("le", u0, 9), "few"),
         Extern(("n",), "aten::f", (whole(m), u0)),
     ]
-    s3 = sz.symbol("s3", lo=float("-inf"))
+    s3 = symbol("s3", lo=float("-inf"))
     p = plan(
         ["m", ("sym", "i0"), "k", None],
         steps,
-        [whole(n), s3, sz.symbol("s1")],
+        [whole(n), s3, symbol("s1")],
         [m, n, k],
         symbols=table,
     )
@@ -266,7 +265,7 @@ def test_a_symbol_whose_source_never_comes_is_our_bug() -> None:
 
 
 def test_an_arena_must_know_its_size_at_the_start() -> None:
-    u0 = sz.symbol("u0")
+    u0 = symbol("u0")
     p = plan(["x"], [], [], [X], MemoryPlan(u0 * 4, {"y": 0}), symbols={"u0": None})
     with pytest.raises(
         InternalError, match=r"the arena's size 4[*]u0 is not known when the program starts"

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from plait.config import Config
 from plait.errors import warn_once
-from plait.ir import sizes as sz
 from plait.ir.dtypes import f32
+from plait.ir.expr import compare, symbol
 from plait.runtime.load import LoadError, arena_stats, load
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
@@ -176,11 +176,9 @@ def test_inputs_of_a_boxed_call_die_early() -> None:
 
 
 def test_sizes_overflow_as_in_native() -> None:
-    n = sz.symbol("n", lo=1)
+    n = symbol("n", lo=1)
     p = WrapperProgram(
-        "g",
-        (SymbolInput("n"),),
-        (Symbol("m", n * n * n), Return((sz.symbol("m"), sz.floordiv(7, n)))),
+        "g", (SymbolInput("n"),), (Symbol("m", n * n * n), Return((symbol("m"), 7 // n)))
     )
     native, cpp = load(encode(p), {}), build(p)
     for value in (3, 2**20):
@@ -206,7 +204,7 @@ def test_any_text_is_safe() -> None:
     p = program(
         (tensor("x", 4), SymbolInput("n")),
         Note(NASTY),
-        AssertScalar(sz.compare("lt", sz.symbol("n"), 3), NASTY),
+        AssertScalar(compare("lt", symbol("n"), 3), NASTY),
         alloc("y", 4),
         launch("k_inc", "x", "y", n=4),
         ret("y"),

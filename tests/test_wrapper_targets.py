@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from plait.config import Config
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.checks import OUT_OF_RANGE, ZERO_DIVISION
 from plait.ir.dtypes import b1, c64, f32, f64, i32, i64, opaque
-from plait.ir.sizes import Size
+from plait.ir.expr import Size, smax, smin, symbol
 from plait.pipelines import run_passes
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
@@ -122,9 +122,9 @@ KERNELS = (
     DefineKernel("k_divide", 1, 0, (ZERO_DIVISION,)),
     DefineKernel("k_check", 1, 1, (OUT_OF_RANGE, ZERO_DIVISION, OUT_OF_RANGE)),
 )
-s0 = sz.symbol("s0", lo=1)
+s0 = symbol("s0", lo=1)
 INF = float("inf")
-u0 = sz.symbol("u0", lo=-INF)
+u0 = symbol("u0", lo=-INF)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ def tensor(
 
 
 def double(src: str, dst: str, n: Size = 6, **more: Any) -> Launch:
-    return Launch("k_double", (src, dst), (n,), (dst,), sz.mul(n, 2), **more)
+    return Launch("k_double", (src, dst), (n,), (dst,), n * 2, **more)
 
 
 def add(a: str, b: str, dst: str, n: Size = 6, **more: Any) -> Launch:
-    return Launch("k_add", (a, b, dst), (n,), (dst,), sz.mul(n, 2), **more)
+    return Launch("k_add", (a, b, dst), (n,), (dst,), n * 2, **more)
 
 
 def alloc(name: str, n: Size = 6) -> Alloc:
@@ -246,16 +246,14 @@ CASES: dict[str, Case] = {
         lambda: [torch.tensor(4)],
     ),
     "sizes and strides": Case(
-        (tensor(shape=(s0, sz.symbol("s1")), strides=(sz.symbol("t0"), 2)),),
+        (tensor(shape=(s0, symbol("s1")), strides=(symbol("t0"), 2)),),
         (
             Symbol("s0", SizeOf("x", "size", 0)),
             Symbol("s1", SizeOf("x", "size", 1)),
             Symbol("t0", SizeOf("x", "stride", 0)),
             Symbol("o0", SizeOf("x", "offset", 0)),
-            Symbol("n", sz.mul(s0, sz.symbol("s1"))),
-            Return(
-                (s0, sz.symbol("s1"), sz.symbol("t0"), sz.symbol("o0"), sz.symbol("n"), Ref("x"))
-            ),
+            Symbol("n", s0 * symbol("s1")),
+            Return((s0, symbol("s1"), symbol("t0"), symbol("o0"), symbol("n"), Ref("x"))),
         ),
         lambda: [torch.randn(60)[4:].as_strided((3, 4), (12, 2), 4)],
     ),
@@ -265,13 +263,13 @@ CASES: dict[str, Case] = {
             Return(
                 (
                     s0 * 3 - u0 * 2 + 1,
-                    sz.floordiv(u0, s0),
-                    sz.mod(u0, s0),
-                    sz.smin(s0, u0),
-                    sz.smax(s0, u0),
+                    u0 // s0,
+                    u0 % s0,
+                    smin(s0, u0),
+                    smax(s0, u0),
                     s0 * u0 * u0,
-                    *(sz.compare(op, s0, u0) for op in ("eq", "ne", "lt", "le")),
-                    sz.floordiv(u0 * s0 + 3, 7) * u0 - 5,
+                    *(expr.compare(op, s0, u0) for op in ("eq", "ne", "lt", "le")),
+                    (u0 * s0 + 3) // 7 * u0 - 5,
                     -4,
                 )
             ),
@@ -293,7 +291,7 @@ CASES: dict[str, Case] = {
         (
             Symbol("u0", ItemOf("k")),
             Symbol("u1", ItemOf("q")),
-            Return((u0 + 1, sz.symbol("u1", lo=-INF))),
+            Return((u0 + 1, symbol("u1", lo=-INF))),
         ),
         lambda: [torch.tensor(-41), torch.tensor([True])],
     ),
@@ -310,12 +308,12 @@ CASES: dict[str, Case] = {
     ),
     "assert holds": Case(
         (SymbolInput("s0"),),
-        (AssertScalar(sz.compare("lt", s0, 9), "no"), Return((s0,))),
+        (AssertScalar(expr.compare("lt", s0, 9), "no"), Return((s0,))),
         lambda: [8],
     ),
     "assert fails": Case(
         (SymbolInput("s0"),),
-        (AssertScalar(sz.compare("lt", s0, 9), "s0 must be < 9"), Return((s0,))),
+        (AssertScalar(expr.compare("lt", s0, 9), "s0 must be < 9"), Return((s0,))),
         lambda: [9],
         fails="s0 must be < 9",
     ),
@@ -933,7 +931,7 @@ def test_passes_keep_the_meaning(name: str, target: str, library: str) -> None:
 
 
 def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
-    n, m = sz.floordiv(sz.mul(s0, sz.symbol("s1", lo=1)) + 7, 8), s0 * 4 + 1
+    n, m = (s0 * symbol("s1", lo=1) + 7) // 8, s0 * 4 + 1
     launches = [
         step
         for k in range(10)
@@ -941,7 +939,7 @@ def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
     ]
     p = run_passes(
         Case(
-            (tensor(shape=(s0, sz.symbol("s1", lo=1)), strides=(sz.symbol("s1", lo=1), 1)),),
+            (tensor(shape=(s0, symbol("s1", lo=1)), strides=(symbol("s1", lo=1), 1)),),
             (
                 Symbol("s0", SizeOf("x", "size", 0)),
                 Symbol("s1", SizeOf("x", "size", 1)),

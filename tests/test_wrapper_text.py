@@ -8,23 +8,23 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS, Check
 from plait.ir.dtypes import DTYPES, f32
-from plait.ir.symtext import TextError
+from plait.ir.expr import Size, bounds, compare, smax, smin, symbol
+from plait.ir.expr.text import TextError
 from plait.wrapper import instructions as ins
 from plait.wrapper.spec import Kind, fields_of
 from plait.wrapper.text import read, text
 
 SYMBOLS = [
-    sz.symbol("s0", lo=2),
-    sz.symbol("s1"),
-    sz.symbol("s1", lo=float("-inf")),  # one name, two ranges
-    sz.symbol("u0", lo=-3, hi=77),
-    sz.symbol("zero-or-one", hi=1),
-    sz.symbol("i0", extent=8),
-    sz.symbol("i1", extent=sz.symbol("s0", lo=2)),
-    sz.symbol("buf1", lo=1),  # named like a tensor
+    symbol("s0", lo=2),
+    symbol("s1"),
+    symbol("s1", lo=float("-inf")),  # one name, two ranges
+    symbol("u0", lo=-3, hi=77),
+    symbol("zero-or-one", hi=1),
+    symbol("i0", extent=8),
+    symbol("i1", extent=symbol("s0", lo=2)),
+    symbol("buf1", lo=1),  # named like a tensor
 ]
 NAMES = ["buf0", "buf1", "view", "min", "ref", "lambda", "x.y", "_", "s0", "None", "inf"]
 
@@ -35,19 +35,19 @@ class Random:
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
 
-    def size(self, depth: int = 2) -> sz.Size:
+    def size(self, depth: int = 2) -> Size:
         if depth == 0 or self.r.random() < 0.3:
             return self.r.choice([*SYMBOLS, self.r.randint(-9, 9)])
         a, b = self.size(depth - 1), self.size(depth - 1)
-        positive = sz.smax(b, 1)
+        positive = smax(b, 1)
         made = [
-            lambda: sz.add(a, b), lambda: sz.mul(a, b), lambda: sz.floordiv(a, positive),
-            lambda: sz.mod(a, positive), lambda: sz.smin(a, b), lambda: sz.smax(a, b),
-            lambda: sz.compare(self.r.choice(["eq", "ne", "lt", "le"]), a, b),
+            lambda: a + b, lambda: a * b, lambda: a // positive,
+            lambda: a % positive, lambda: smin(a, b), lambda: smax(a, b),
+            lambda: compare(self.r.choice(["eq", "ne", "lt", "le"]), a, b),
         ]  # fmt: skip
         return self.r.choice(made)()
 
-    def sizes(self, n: int | None = None) -> tuple[sz.Size, ...]:
+    def sizes(self, n: int | None = None) -> tuple[Size, ...]:
         return tuple(self.size() for _ in range(self.r.randint(0, 3) if n is None else n))
 
     def name(self) -> str:
@@ -151,15 +151,15 @@ def test_whole_programs_read_back_and_print_alike() -> None:
 
 
 def test_symbols_keep_their_ranges() -> None:
-    a, b = sz.symbol("s0", lo=2, hi=64), sz.symbol("s0")
+    a, b = symbol("s0", lo=2, hi=64), symbol("s0")
     p = ins.WrapperProgram("g", (), (ins.Return((a, b)),))
     (back,) = read(text(p)).body
     assert isinstance(back, ins.Return)
-    assert [sz.bounds(v) for v in back.values] == [(2, 64), (0, float("inf"))]  # type: ignore[arg-type]
+    assert [bounds(v) for v in back.values] == [(2, 64), (0, float("inf"))]  # type: ignore[arg-type]
 
 
 def test_the_text_is_readable() -> None:
-    s0 = sz.symbol("s0", lo=2)
+    s0 = symbol("s0", lo=2)
     p = ins.WrapperProgram(
         "g",
         (ins.TensorInput("x", f32, (s0, 8), (8, 1)),),

@@ -18,7 +18,7 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
-from plait.ir.sizes import evaluate
+from plait.ir.expr import evaluate
 from plait.kernel.triton.target import emit_kernel
 from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel

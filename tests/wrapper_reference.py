@@ -12,8 +12,8 @@ from typing import Any, assert_never
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
+from plait.ir.expr import Size, evaluate
 from plait.lower.dtypes import TO_TORCH
 from plait.wrapper import instructions as ins
 
@@ -48,10 +48,10 @@ class _Call:
             self.step(i)
         raise AssertionError("no Return")
 
-    def size(self, e: sz.Size) -> int:
-        return sz.evaluate(e, self.env)
+    def size(self, e: Size) -> int:
+        return evaluate(e, self.env)
 
-    def sizes(self, values: Sequence[sz.Size]) -> list[int]:
+    def sizes(self, values: Sequence[Size]) -> list[int]:
         return [self.size(v) for v in values]
 
     def step(self, i: Any) -> None:

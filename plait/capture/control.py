@@ -20,7 +20,7 @@ from plait.compile import Portable, compile_calls
 from plait.config import Config
 from plait.errors import Unsupported
 from plait.graph.captured import Captured
-from plait.ir.sizes import Expr
+from plait.ir.expr import Expr
 from plait.lower.pycall import PythonCall
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk

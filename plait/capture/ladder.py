@@ -33,8 +33,8 @@ from plait.errors import (
 from plait.graph.captured import GraphKind
 from plait.graph.edit import output_of
 from plait.ir.dtypes import opaque
+from plait.ir.expr import symbol
 from plait.ir.loops import LoopProgram
-from plait.ir.sizes import symbol
 from plait.log import STAGES, PassLog
 from plait.lower import symbols
 from plait.lower.dtypes import device_name

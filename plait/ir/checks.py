@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.ir.sizes import Size
+from plait.ir.expr import Size
 
 # The classes that eager raises; the position is the code in a native plan.
 ERRORS: tuple[str, ...] = ("IndexError", "RuntimeError")

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
+from plait.ir.expr import Atom, Expr, Size, fold
 from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
-from plait.ir.sizes import Atom, Expr, Size, fold
 
 Array = NDArray[Any]
 Memory = dict[str, Array]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, b1
+from plait.ir.expr import Atom, Expr, Size, substitute, symbol
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, substitute, symbol
 
 Const = bool | int | float
 

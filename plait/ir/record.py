@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
+from plait.ir.expr import Atom, Expr, Size, free_symbols, substitute, symbol
 from plait.ir.loops import (
     Const,
     Load,
@@ -26,7 +27,6 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.ops import CHECKED
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
 
 class Recorder:

@@ -9,30 +9,16 @@ what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Callable
 from fractions import Fraction
 
+from plait.ir import expr
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64
+from plait.ir.expr import Atom, Expr, Size
 from plait.ir.loops import Attr, Load, Node, const, index_exprs, is_arg, node, with_args
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    bounds,
-    compare,
-    floordiv,
-    free_symbols,
-    known_lt,
-    known_nonneg,
-    may_be_zero,
-    mod,
-    mul,
-    substitute,
-    symbol,
-)
 
 Rule = Callable[["Simplifier", Node], Node | None]
 
@@ -94,23 +80,23 @@ def _index(e: Size, args: tuple[Node, ...]) -> Node:
     """The i64 node of an expression; arguments that it does not use any more are left out."""
     if isinstance(e, int):
         return const(e, i64)
-    used = sorted({int(a.name[1:]) for a in free_symbols(e) if is_arg(a)})
+    used = sorted({int(a.name[1:]) for a in expr.free_symbols(e) if is_arg(a)})
     if len(used) < len(args):
         env: dict[Atom, Size] = {}
-        for a in free_symbols(e):
+        for a in expr.free_symbols(e):
             if is_arg(a):
                 k = used.index(int(a.name[1:]))
-                env[a] = symbol(f"${k}", a.lo, a.hi, a.extent)
-        e = substitute(e, env)
+                env[a] = expr.symbol(f"${k}", a.lo, a.hi, a.extent)
+        e = expr.substitute(e, env)
         args = tuple(args[k] for k in used)
     return node("index", args, e, i64)
 
 
 # ----------------------------------------------------------------------------------------- integers
 _INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {
-    "add": add,
-    "sub": lambda a, b: a - b,
-    "mul": mul,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
 }
 
 
@@ -125,22 +111,19 @@ def index_division(s: Simplifier, n: Node) -> Node | None:
     if n.dtype != i64:
         return None
     found = _pair(n)
-    if found is None or bounds(found[1])[0] <= 0:
+    if found is None or expr.bounds(found[1])[0] <= 0:
         return None
-    signs_agree = known_nonneg(found[0])
+    signs_agree = expr.known_nonneg(found[0])
     if n.op in ("truncdiv", "rem") and not signs_agree:
         return None
-    divide = floordiv if n.op in ("floordiv", "truncdiv") else mod
-    return _index(divide(found[0], found[1]), found[2])
+    a, b, symbols = found
+    return _index(a // b if n.op in ("floordiv", "truncdiv") else a % b, symbols)
 
 
 _COMPARE: dict[str, Callable[[Size, Size], Size]] = {
-    "lt": lambda a, b: compare("lt", a, b),
-    "le": lambda a, b: compare("le", a, b),
-    "gt": lambda a, b: compare("lt", b, a),
-    "ge": lambda a, b: compare("le", b, a),
-    "eq": lambda a, b: compare("eq", a, b),
-    "ne": lambda a, b: compare("ne", a, b),
+    **{op: expr.BUILD[op] for op in ("eq", "ne", "lt", "le")},
+    "gt": lambda a, b: expr.compare("lt", b, a),
+    "ge": lambda a, b: expr.compare("le", b, a),
 }
 
 
@@ -162,9 +145,9 @@ def index_extreme(s: Simplifier, n: Node) -> Node | None:
     if found is None:
         return None
     a, b, _ = found
-    if compare("le", a, b) == 1:
+    if expr.compare("le", a, b) == 1:
         return n.args[0] if n.op == "min" else n.args[1]
-    if compare("le", b, a) == 1:
+    if expr.compare("le", b, a) == 1:
         return n.args[1] if n.op == "min" else n.args[0]
     return None
 
@@ -172,7 +155,7 @@ def index_extreme(s: Simplifier, n: Node) -> Node | None:
 def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
     found = _integer(n.args[0])
     assert isinstance(n.attr, Bound)
-    if found is not None and known_nonneg(found[0]) and known_lt(found[0], n.attr.size):
+    if found is not None and expr.known_nonneg(found[0]) and expr.known_lt(found[0], n.attr.size):
         return n.args[0]
     return _always_checked(n)
 
@@ -180,7 +163,9 @@ def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
 def nonzero_for_sure(s: Simplifier, n: Node) -> Node | None:
     value = n.args[0]
     found = _integer(value)
-    if (value.op == "const" and value.attr) or (found is not None and not may_be_zero(found[0])):
+    if (value.op == "const" and value.attr) or (
+        found is not None and not expr.may_be_zero(found[0])
+    ):
         return value
     return _always_checked(n)
 
@@ -207,15 +192,15 @@ def known_arguments(s: Simplifier, n: Node) -> Node | None:
     exprs = []
     for e in index_exprs(n):
         env: dict[Atom, Size] = {}
-        for a in free_symbols(e) if isinstance(e, Expr) else ():
+        for a in expr.free_symbols(e) if isinstance(e, Expr) else ():
             if is_arg(a):
                 k = int(a.name[1:])
                 found = known.get(k)
                 if found is None:
-                    env[a] = symbol(f"${kept.index(args[k])}", a.lo, a.hi, a.extent)
+                    env[a] = expr.symbol(f"${kept.index(args[k])}", a.lo, a.hi, a.extent)
                 else:
                     env[a] = _renumbered(found, kept)
-        exprs.append(substitute(e, env))
+        exprs.append(expr.substitute(e, env))
     if n.op == "index":
         return _index(exprs[0], tuple(kept))
     assert isinstance(n.attr, Load)
@@ -226,11 +211,11 @@ def known_arguments(s: Simplifier, n: Node) -> Node | None:
 def _renumbered(found: tuple[Size, tuple[Node, ...]], kept: list[Node]) -> Size:
     e, args = found
     env: dict[Atom, Size] = {}
-    for a in free_symbols(e) if isinstance(e, Expr) else ():
+    for a in expr.free_symbols(e) if isinstance(e, Expr) else ():
         if is_arg(a):
             k = kept.index(args[int(a.name[1:])])
-            env[a] = symbol(f"${k}", a.lo, a.hi, a.extent)
-    return substitute(e, env)
+            env[a] = expr.symbol(f"${k}", a.lo, a.hi, a.extent)
+    return expr.substitute(e, env)
 
 
 def mask_known(s: Simplifier, n: Node) -> Node | None:

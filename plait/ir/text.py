@@ -18,6 +18,26 @@ from typing import Any, TypeGuard, assert_never
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
+from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
+from plait.ir.expr.text import (
+    Scope,
+    SymbolReader,
+    check_text,
+    is_variable,
+    items,
+    keywords,
+    literal_text,
+    name_of,
+    name_text,
+    positional,
+    read_check,
+    read_literal,
+    symbol_text,
+    text_of,
+    tuple_text,
+    word,
+    wrong,
+)
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -43,26 +63,6 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.ops import CHECKED, OPS
-from plait.ir.sizes import Expr, Size, bounds, free_symbols, symbol
-from plait.ir.symtext import (
-    Scope,
-    SymbolReader,
-    check_text,
-    is_variable,
-    items,
-    keywords,
-    literal_text,
-    name_of,
-    name_text,
-    positional,
-    read_check,
-    read_literal,
-    symbol_text,
-    text_of,
-    tuple_text,
-    word,
-    wrong,
-)
 
 
 def program_text(p: LoopProgram) -> str:

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
-from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, f64, i64
+from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, REDUCTIONS, SPECIAL
-from plait.ir.sizes import Atom, Expr, Size
 
 # Ops that may stand on half types: they move values and do not compute.
 _MOVES = frozenset({"where"})
@@ -82,7 +81,7 @@ class _Verify:
     def sizes(self, exprs: Iterable[Size], allowed: frozenset[Atom] = frozenset()) -> None:
         """Every symbol is a size symbol of the program or one of those allowed."""
         for e in exprs:
-            for a in sz.free_symbols(e):
+            for a in free_symbols(e):
                 if a not in allowed and a.name not in self.program.symbols:
                     raise self.fail(
                         f"the symbol {a} in {e} is neither a loop variable nor a size symbol"
@@ -309,7 +308,7 @@ class _Verify:
             raise self.fail(
                 f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions"
             )
-        found = {a for e in exprs for a in sz.free_symbols(e) if ir.is_arg(a)}
+        found = {a for e in exprs for a in free_symbols(e) if ir.is_arg(a)}
         if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
             raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")
         if any(a.dtype != i64 for a in args):

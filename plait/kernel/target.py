@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from plait.config import Config
-from plait.ir.sizes import Size
+from plait.ir.expr import Size
 from plait.runtime.store import Built
 from plait.schedule.plan import Kernel
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
@@ -29,7 +28,7 @@ def convolution(
     assert ctx.node is not None
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
-    flops = sz.product((2, *points, *weight.shape[1:]))
+    flops = product((2, *points, *weight.shape[1:]))
     # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with
     # what follows.
     apart = (
@@ -56,7 +55,7 @@ def _biased(ctx: Lowering, x: View, bias: View) -> View:
 def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest: Any) -> Any:
     assert ctx.node is not None
     transposed, wanted = rest[4], rest[7]
-    one = sz.product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
+    one = product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
     flops = one * sum(map(bool, wanted[:2]))
     return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, flops=flops)
 
@@ -69,7 +68,7 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
 )
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
-    flops = sz.product((4, *q.shape, k.shape[-2]))
+    flops = product((4, *q.shape, k.shape[-2]))
     return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, flops=flops)
 
 
@@ -83,6 +82,6 @@ def attention_backward(
     ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any
 ) -> Any:
     assert ctx.node is not None
-    flops = sz.product((10, *q.shape, k.shape[-2]))
+    flops = product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)

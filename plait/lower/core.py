@@ -20,8 +20,9 @@ from torch._prims_common import is_contiguous_or_false
 
 from plait.config import Config
 from plait.errors import Fallback, Rung
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType, i64
+from plait.ir.expr import INF, Atom, Expr, Size
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -42,7 +43,6 @@ from plait.ir.loops import (
     walk,
 )  # fmt: skip
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.symbols import to_size
 
@@ -80,7 +80,7 @@ class View:
     def at(self, point: Index) -> tuple[Size, ...]:
         """The buffer's index for logical index `point`."""
         env = {v.symbol: e for v, e in zip(self.vars, point, strict=True) if v.symbol is not None}
-        return tuple(sz.substitute(e, env) for e in self.index)
+        return tuple(expr.substitute(e, env) for e in self.index)
 
     def load(self, ops: Recorder, point: Index) -> Node:
         """Records the load of element `point`. Of nothing it is 0: whatever leads there, such as
@@ -223,7 +223,7 @@ class Lowering:
         """Declares a buffer. Its strides are row-major, and it is where the current node's result
         is, unless given."""
         name = f"buf{len(self.buffers)}"
-        strides = strides or sz.contiguous_strides(shape)
+        strides = strides or expr.contiguous_strides(shape)
         self.buffers[name] = Buffer(name, dtype, shape, strides, device or self.device(), fixed)
         return name
 
@@ -324,7 +324,7 @@ class Lowering:
         given = self.strided(x)
         if given is None:
             raise NoRule(f"a copy of {x.dtype} elements that no strides describe, without a loop")
-        rows = sz.contiguous_strides(x.shape)
+        rows = expr.contiguous_strides(x.shape)
         if strides is None or _same_layout(x.shape, strides, rows):
             rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
             return self._called(x, "aten::clone", (given,), rowmajor, rows)
@@ -352,18 +352,18 @@ class Lowering:
         """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
         no strides describe it."""
         b = self.buffers[x.buf]
-        flat = sz.total(e * s for e, s in zip(x.index, b.strides, strict=True))
+        flat = expr.total(e * s for e, s in zip(x.index, b.strides, strict=True))
         strides: list[Size] = []
         rest = flat
         for v in x.vars:
             atom = v.symbol
             assert atom is not None
-            k = sz.coefficient(flat, atom)
+            k = expr.coefficient(flat, atom)
             if k is None:
                 return None
             strides.append(k)
             rest = rest - v * k
-        if any(v.symbol in sz.free_symbols(rest) for v in x.vars):
+        if any(v.symbol in expr.free_symbols(rest) for v in x.vars):
             return None
         # A dimension of size 1 has a variable that is always 0: give it a stride that keeps
         # contiguity checks happy.
@@ -414,13 +414,13 @@ class Lowering:
             b.device == "cpu"
             or b.fixed
             or x.dtype not in LOOP_DTYPES
-            or b.strides != sz.contiguous_strides(b.shape)
+            or b.strides != expr.contiguous_strides(b.shape)
         ):
             return
         target = strides or self._natural(x)
         if (
-            not isinstance(n := sz.numel(x.shape), int)
-            or n != sz.numel(b.shape)
+            not isinstance(n := expr.numel(x.shape), int)
+            or n != expr.numel(b.shape)
             or not _is_dense(x.shape, target)
         ):
             return
@@ -428,8 +428,8 @@ class Lowering:
             _stride_of(e, x.vars, target) if size != 1 else 1
             for e, size in zip(x.index, b.shape, strict=True)
         ]
-        flat = sz.total(v * t for v, t in zip(x.vars, target, strict=True))
-        laid = sz.total(e * s for e, s in zip(x.index, new, strict=True))
+        flat = expr.total(v * t for v, t in zip(x.vars, target, strict=True))
+        laid = expr.total(e * s for e, s in zip(x.index, new, strict=True))
         kept = all(
             t == 1
             for s, t, size in zip(b.strides, new, b.shape, strict=True)
@@ -441,14 +441,14 @@ class Lowering:
     def _natural(self, x: View) -> tuple[Size, ...]:
         """Strides for x's elements side by side: row-major, or column-major where neighbours in
         memory are those along the last dimension but one."""
-        rows = sz.contiguous_strides(x.shape)
+        rows = expr.contiguous_strides(x.shape)
         if len(x.shape) < 2:
             return rows
         strides = self.buffers[x.buf].strides
-        flat = sz.total(e * s for e, s in zip(x.index, strides, strict=True))
+        flat = expr.total(e * s for e, s in zip(x.index, strides, strict=True))
         across, along = (v.symbol for v in x.vars[-2:])
         assert across is not None and along is not None
-        turned = sz.is_contiguous(flat, across) and not sz.is_contiguous(flat, along)
+        turned = expr.is_contiguous(flat, across) and not expr.is_contiguous(flat, along)
         return (*rows[:-2], 1, x.shape[-2]) if turned else rows
 
     def copied_once(self, x: View, strides: tuple[Size, ...]) -> View:
@@ -508,8 +508,8 @@ class Lowering:
         storage, seen as int64): a view of its own elements goes to that byte first."""
         if first % dtype.nbytes != 0:
             item = x.dtype.nbytes
-            end = sz.total((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            some = sz.product(sz.smin(n, 1) for n in shape)  # 0 for no elements
+            end = expr.total((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            some = expr.product(expr.smin(n, 1) for n in shape)  # 0 for no elements
             room = (end + 1) * some * dtype.nbytes // item
             x = self.alias(x, x.dtype, (room,), (1,), first // item)
             first = 0
@@ -535,43 +535,43 @@ class Lowering:
     def define_functions(self) -> None:
         """Gives the symbols that stand for functions of known sizes their values. That a function
         of what is found at run time has the range that tracing gives it is asserted."""
-        for name, (symbol, value) in self.functions.items():
+        for name, (traced, value) in self.functions.items():
             if name in self.symbols or any(
-                a.name not in self.symbols for a in sz.free_symbols(value)
+                a.name not in self.symbols for a in expr.free_symbols(value)
             ):
                 continue
             self.symbols[name] = value
             if self.is_found(value):
                 self.found.add(name)
                 found, said = (
-                    sz.symbol(name, lo=-sz._INF),
+                    expr.symbol(name, lo=-INF),
                     f"found {{}} where {{}} to {{}} was traced: {value}",
                 )
-                lo, hi = (int(max(min(b, 2**63 - 1), -(2**63))) for b in sz.bounds(symbol))
+                lo, hi = (int(max(min(b, 2**63 - 1), -(2**63))) for b in expr.bounds(traced))
                 if (lo, hi) != (-(2**63), 2**63 - 1):
-                    inside = sz.compare("le", lo, found) * sz.compare("le", found, hi)
+                    inside = expr.compare("le", lo, found) * expr.compare("le", found, hi)
                     self.assert_true(inside, said, (found, lo, hi))
 
     def assert_true(
-        self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError"
+        self, holds: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError"
     ) -> None:
         """A run-time assertion. values: what the first marks {} of message stand for."""
-        if not (isinstance(expr, int) and expr):
-            self.ops.append(Assert(expr, message, values, error))
+        if not (isinstance(holds, int) and holds):
+            self.ops.append(Assert(holds, message, values, error))
 
     def is_found(self, *sizes: Size) -> bool:
         """Whether one of sizes depends on numbers that are found at run time: no guard has looked
         at it."""
-        return any(a.name in self.found for e in sizes for a in sz.free_symbols(e))
+        return any(a.name in self.found for e in sizes for a in expr.free_symbols(e))
 
     def require_index(self, index: Size, dim: int, size: Size) -> None:
         """Asserts that an index into dimension dim, of this size, is in [-size, size), unless what
         was checked says so: torch 2.11 traces `x[1]` without a guard. Raises NoRule for one that
         never is, which ATen refuses."""
-        inside = sz.compare("le", -size, index) * sz.compare("lt", index, size)
+        inside = expr.compare("le", -size, index) * expr.compare("lt", index, size)
         if inside == 0:
             raise NoRule(f"index {index} is out of bounds for dimension {dim} with size {size}")
-        if inside == 1 and sz.may_be_zero(size):  # its range does not tell 0
+        if inside == 1 and expr.may_be_zero(size):  # its range does not tell 0
             inside = size
         if inside != 1:
             said = f"index {{}} is out of bounds for dimension {dim} with size {{}}"
@@ -625,16 +625,16 @@ def _is_dense(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
         if stride != end:
             return False
         end = end * n
-    return end == sz.numel(shape)
+    return end == expr.numel(shape)
 
 
 def _stride_of(e: Size, vars_: tuple[Expr, ...], strides: tuple[Size, ...]) -> Size:
     """The address, in strides of vars_, of where e first is 1; 0 if no single variable takes it
     there."""
-    zero: dict[sz.Atom, Size] = dict.fromkeys(sz.free_symbols(e), 0)
+    zero: dict[Atom, Size] = dict.fromkeys(expr.free_symbols(e), 0)
     for v, stride in zip(vars_, strides, strict=True):
-        for at in (1, *sz.divisors(e)):
-            if v.symbol in zero and sz.substitute(e, {**zero, v.symbol: at}) == 1:
+        for at in (1, *expr.divisors(e)):
+            if v.symbol in zero and expr.substitute(e, {**zero, v.symbol: at}) == 1:
                 return stride * at
     return 0
 

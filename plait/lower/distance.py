@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
+from plait.ir.expr import Expr, bounds, may_be_zero
 from plait.ir.loops import Node, const
 from plait.ir.maths import eq, ne, sign, sqrt, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
@@ -29,11 +28,11 @@ _ROWS = 25  # ATen multiplies matrices from this many rows on
 @lower(aten._cdist_forward.default)
 def cdist(ctx: Lowering, a: View, b: View, p: float, compute_mode: int | None) -> Any:
     """The p-norm of the difference of every row of a and every row of b. Batches were expanded."""
-    rows = max(sz.bounds(x.shape[-2])[1] for x in (a, b))
+    rows = max(bounds(x.shape[-2])[1] for x in (a, b))
     if p == 2 and (compute_mode == 1 or (not compute_mode and rows > _ROWS)):
         assert ctx.node is not None
         return call_extern(ctx, ctx.node, (a, b, p, compute_mode), {}, fallback=False)
-    if sz.may_be_zero(a.shape[-1]) or a.shape[:-2] != b.shape[:-2]:
+    if may_be_zero(a.shape[-1]) or a.shape[:-2] != b.shape[:-2]:
         raise NoRule("rows without coordinates, or batches that differ")
     compute = compute_dtype(a.dtype)
 
@@ -66,7 +65,7 @@ def cdist_backward(ctx: Lowering, grad: View, a: View, b: View, p: float, dist: 
     compute = compute_dtype(a.dtype)
     if p == 0:
         return result(ctx, lambda ops, i: ops.const(0, a.dtype))
-    if a.shape[:-2] != b.shape[:-2] or sz.may_be_zero(b.shape[-2]):
+    if a.shape[:-2] != b.shape[:-2] or may_be_zero(b.shape[-2]):
         raise NoRule("nothing to sum, or batches that differ")
 
     def term(ops: Recorder, i: Point, r: Point) -> Node:

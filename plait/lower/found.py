@@ -18,9 +18,9 @@ import torch.fx
 
 from plait.errors import Unsupported
 from plait.graph.edit import aten, is_view, shape_env_of
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import i64
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
 from plait.lower.symbols import (
     Binding,
@@ -89,7 +89,7 @@ class Found:
             if a != b and self.ctx.is_found(a, b):
                 origin = "; ".join(self.ctx.origin)
                 self._assert(
-                    sz.compare("eq", a, b),
+                    expr.compare("eq", a, b),
                     f"found {{}} where {{}} was traced: a size of {origin}",
                     (a, b),
                 )
@@ -109,7 +109,7 @@ class Found:
                 value = value[k]
             elif kind == "divided":
                 symbols[f"{name}_whole"] = symbols.pop(name)
-                symbols[name] = sz.symbol(f"{name}_whole") // k
+                symbols[name] = expr.symbol(f"{name}_whole") // k
             elif isinstance(value, View):
                 self.ctx.fix_layout(value.buf)
                 symbols[name] = (value.buf, kind, k)
@@ -132,7 +132,9 @@ class Found:
                 first = zip(
                     value.at((0,) * len(value.shape)), map(to_size, like.stride()), strict=True
                 )
-                return to_size(like.storage_offset()) + sz.total(i * stride for i, stride in first)
+                return to_size(like.storage_offset()) + expr.total(
+                    i * stride for i, stride in first
+                )
         return None
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
@@ -156,18 +158,18 @@ class Found:
             symbols[whole.name] = found
             self._check_range(found, whole, natural, what)
             return True
-        unknown = [a for a in sz.free_symbols(traced) if a.name not in symbols]
+        unknown = [a for a in expr.free_symbols(traced) if a.name not in symbols]
         if len(unknown) > 1:
             return False
         for atom in unknown:
-            k = sz.coefficient(traced, atom)
-            if k is None or sz.bounds(k)[0] <= 0:
+            k = expr.coefficient(traced, atom)
+            if k is None or expr.bounds(k)[0] <= 0:
                 return False
             self.ctx.found.add(atom.name)
-            value = symbols[atom.name] = (found - sz.substitute(traced, {atom: 0})) // k
+            value = symbols[atom.name] = (found - expr.substitute(traced, {atom: 0})) // k
             self._check_range(value, atom, -_INF, what)
         self._assert(
-            sz.compare("eq", found, traced),
+            expr.compare("eq", found, traced),
             f"found {{}} where {{}} was traced: {what}",
             (found, traced),
         )
@@ -175,15 +177,15 @@ class Found:
 
     def _check_range(self, found: Size, atom: Atom, natural: float, what: str) -> None:
         """Asserts that a number is in the range that is relied on."""
-        lo, hi = sz.bounds(found)
+        lo, hi = expr.bounds(found)
         if atom.lo > max(lo, natural):
             least = int(atom.lo)
             said = f"found {{}} where at least {{}} was traced: {what}"
-            self._assert(sz.compare("le", least, found), said, (found, least))
+            self._assert(expr.compare("le", least, found), said, (found, least))
         if atom.hi < hi:
             most = int(atom.hi)
             said = f"found {{}} where at most {{}} was traced: {what}"
-            self._assert(sz.compare("le", found, most), said, (found, most))
+            self._assert(expr.compare("le", found, most), said, (found, most))
 
     def _check_conditions(self, env: Any, origin: str) -> None:
         """Asserts what tracing takes for granted of numbers that are all known by now."""
@@ -212,11 +214,13 @@ class Found:
             if is_found(s):
                 found = self.values.get(s.name)
                 if found is None and s.name in self.ctx.symbols:
-                    found = sz.symbol(s.name, lo=-_INF)
+                    found = expr.symbol(s.name, lo=-_INF)
             else:
                 found = to_size(env.replace(s), env)
                 self.ctx.define_functions()
-            if found is None or any(a.name not in self.ctx.symbols for a in sz.free_symbols(found)):
+            if found is None or any(
+                a.name not in self.ctx.symbols for a in expr.free_symbols(found)
+            ):
                 return None
             known[s] = found
         return known
@@ -233,7 +237,7 @@ def truth(ctx: Lowering, condition: sympy.Basic, env: Any) -> Size:
     holds = ctx.pointwise(
         (), i64, lambda ops, i: ops.cast(to_truth(ops, condition, env, floats), i64)
     )
-    return ctx.item(holds, sz.symbol(f"{holds.buf}_holds", lo=0, hi=1))
+    return ctx.item(holds, expr.symbol(f"{holds.buf}_holds", lo=0, hi=1))
 
 
 def _begins_at_found(node: torch.fx.Node) -> bool:

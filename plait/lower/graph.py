@@ -29,11 +29,10 @@ from plait.graph.captured import Captured, InputView
 from plait.graph.edit import begins_anywhere, is_view, last_frame, memory_of
 from plait.graph.refuse import CLONE, SHARED
 from plait.graph.streams import is_fence
-from plait.ir import loops
-from plait.ir import sizes as sz
+from plait.ir import expr, loops
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f64, opaque
+from plait.ir.expr import Atom, Expr, Size
 from plait.ir.loops import Buffer, Extern, LoopProgram, Number, Scalar, TensorArg
-from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
@@ -100,8 +99,8 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule
     nor an extern call will do."""
     load_rules()
-    if sz.interned() > _MAX_INTERNED:
-        sz.forget()
+    if expr.interned() > _MAX_INTERNED:
+        expr.forget()
         loops.forget()
     return _Walk(captured, cfg).run()
 
@@ -174,9 +173,9 @@ class _Walk:
         given = [(e, source) for e, source in self.facts if isinstance(source, str)]
         functions = {name: e for name, (_, e) in self.ctx.functions.items()}
         for e, name in (*given, *((e, name) for name, e in (*functions.items(), *wide.items()))):
-            if name in self.ctx.symbols and all(a.name in hints for a in sz.free_symbols(e)):
+            if name in self.ctx.symbols and all(a.name in hints for a in expr.free_symbols(e)):
                 with suppress(ArithmeticError, ValueError):  # a function that has no value there
-                    hints[name] = sz.evaluate(e, hints)
+                    hints[name] = expr.evaluate(e, hints)
         return hints
 
     # ---- inputs
@@ -204,7 +203,9 @@ class _Walk:
         name = f"arg{len(self.inputs)}"
         shape = tuple(to_size(s) for s in val.shape)
         dense = val.layout == torch.strided
-        strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
+        strides = (
+            tuple(to_size(s) for s in val.stride()) if dense else expr.contiguous_strides(shape)
+        )
         dtype = from_torch(val.dtype) if dense else opaque
         self.ctx.buffers[name] = Buffer(
             name, dtype, shape, strides, device=device_name(val.device), fixed=True
@@ -248,24 +249,24 @@ class _Walk:
         while progress:
             progress = False
             for e, source in self.facts:
-                unknown = [a for a in sz.free_symbols(e) if a.name not in symbols]
+                unknown = [a for a in expr.free_symbols(e) if a.name not in symbols]
                 if len(unknown) == 1:
                     progress |= self._solve(e, source, unknown[0])
 
     def _value_of(self, source: tuple[str, str, int] | str) -> tuple[str, str, int] | Size:
-        return sz.symbol(source) if isinstance(source, str) else source
+        return expr.symbol(source) if isinstance(source, str) else source
 
     def _solve(self, e: Size, source: tuple[str, str, int] | str, unknown: Atom) -> bool:
-        k = sz.coefficient(e, unknown)
-        if k is None or sz.bounds(k)[0] <= 0:
+        k = expr.coefficient(e, unknown)
+        if k is None or expr.bounds(k)[0] <= 0:
             return False
         if isinstance(source, str):
-            given: Size = sz.symbol(source)
+            given: Size = expr.symbol(source)
         else:
             name = f"t{source[0]}_{source[1]}{source[2]}"
             self.ctx.symbols[name] = source
-            given = sz.symbol(name)
-        known = sz.substitute(e, {unknown: 0})
+            given = expr.symbol(name)
+        known = expr.substitute(e, {unknown: 0})
         self.ctx.symbols[unknown.name] = (given - known) // k
         return True
 
@@ -290,7 +291,7 @@ class _Walk:
         name = f"const{len(ctx.constants)}"
         dense = value.layout == torch.strided
         shape = tuple(int(s) for s in value.shape)
-        strides = tuple(int(s) for s in value.stride()) if dense else sz.contiguous_strides(shape)
+        strides = tuple(int(s) for s in value.stride()) if dense else expr.contiguous_strides(shape)
         dtype = from_torch(value.dtype) if dense else opaque
         if (
             not shape
@@ -479,7 +480,7 @@ class _Walk:
                 )
             if value.shape != shape:
                 if any(
-                    sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)
+                    expr.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)
                 ):
                     raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
                 self.found.check_shape(value.shape, shape)
@@ -556,7 +557,7 @@ class _Walk:
             return
         storage = compat.tracing.storage_of(like)
         memory = self.ctx.memory(view.buf)
-        part = not sz.known_eq(self._nbytes(memory), sz.numel(view.shape) * view.dtype.nbytes)
+        part = not expr.known_eq(self._nbytes(memory), expr.numel(view.shape) * view.dtype.nbytes)
         if not part and not seen:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
@@ -568,7 +569,7 @@ class _Walk:
 
     def _nbytes(self, buf: str) -> Size:
         b = self.ctx.buffers[buf]
-        return sz.numel(b.shape) * b.dtype.nbytes
+        return expr.numel(b.shape) * b.dtype.nbytes
 
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
         """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an
@@ -623,7 +624,7 @@ class _Walk:
             a.name in self.ctx.symbols
             for e in exprs
             if isinstance(e, Expr)
-            for a in sz.free_symbols(e)
+            for a in expr.free_symbols(e)
         )
 
     def _in_root(self, x: View, node: torch.fx.Node) -> TensorArg | None:
@@ -681,9 +682,12 @@ class _Walk:
 def _bit(condition: Size) -> Expr | None:
     """The symbol of a bool that is found, 0 or 1: tracing has it as a condition, that the symbol is
     1."""
-    for a in sz.free_symbols(condition):
-        if (a.lo, a.hi) == (0, 1) and [sz.substitute(condition, {a: k}) for k in (0, 1)] == [0, 1]:
-            return sz.symbol(a.name, 0, 1)
+    for a in expr.free_symbols(condition):
+        if (a.lo, a.hi) == (0, 1) and [expr.substitute(condition, {a: k}) for k in (0, 1)] == [
+            0,
+            1,
+        ]:
+            return expr.symbol(a.name, 0, 1)
     return None
 
 
@@ -756,7 +760,7 @@ def _check_symbols(program: LoopProgram) -> None:
     """Every symbol in the shape of a buffer has a source. Raises Unsupported."""
     for buf in program.buffers.values():
         for e in (*buf.shape, *buf.strides):
-            for atom in () if isinstance(e, int) else sz.free_symbols(e):
+            for atom in () if isinstance(e, int) else expr.free_symbols(e):
                 if atom.name not in program.symbols:
                     raise InexpressibleSize(
                         f"no input tells the value of the size symbol {atom.name} (in {e})",

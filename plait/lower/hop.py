@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES
-from plait.ir.sizes import Size
+from plait.ir.expr import Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
 from plait.lower.inplace import count_uses, may_write

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, i64, u8
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
 from plait.lower.inplace import is_scattered, may_write, strides_like
@@ -84,11 +84,11 @@ def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 def require_elements(ctx: Lowering, x: View, how: Indexing) -> None:
     """Asserts, as eager does before it looks at an index, that none picks from a size of 0. Kernels
     look only where there is something to read or to write."""
-    picked = sz.product(s for d, s in enumerate(x.shape) if d in how.tensors)
+    picked = expr.product(s for d, s in enumerate(x.shape) if d in how.tensors)
     require_some(
         ctx,
         picked,
-        sz.numel(how.common),
+        expr.numel(how.common),
         "index is out of bounds for dimension with size 0",
         "IndexError",
     )
@@ -97,8 +97,8 @@ def require_elements(ctx: Lowering, x: View, how: Indexing) -> None:
 def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, says: str) -> None:
     """Asserts that all indices are positions along dimension d of x where its other dimensions have
     no elements: eager looks at them then too, and a kernel does not."""
-    size, rest = x.shape[d], sz.numel(x.shape[:d] + x.shape[d + 1 :])
-    if not sz.may_be_zero(rest):
+    size, rest = x.shape[d], expr.numel(x.shape[:d] + x.shape[d + 1 :])
+    if not expr.may_be_zero(rest):
         return
 
     def is_outside(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
@@ -108,23 +108,23 @@ def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, 
 
     index = at_least_1d(index)
     wrong = ctx.reduce((), index.shape, "sum", is_outside)
-    found = ctx.item(wrong, sz.symbol(f"{wrong.buf}_found", lo=0))
-    ctx.assert_true(sz.smax(from_zero(rest), sz.compare("le", found, 0)), says, error=error)
+    found = ctx.item(wrong, expr.symbol(f"{wrong.buf}_found", lo=0))
+    ctx.assert_true(expr.smax(from_zero(rest), expr.compare("le", found, 0)), says, error=error)
 
 
 def require_some(ctx: Lowering, size: Size, count: Size, says: str, error: str) -> None:
     """Asserts that there is something to pick from, or nothing is picked."""
-    if sz.may_be_zero(size):
+    if expr.may_be_zero(size):
         ctx.assert_true(
-            sz.smax(from_zero(size), sz.compare("eq", from_zero(count), 0)), says, error=error
+            expr.smax(from_zero(size), expr.compare("eq", from_zero(count), 0)), says, error=error
         )
 
 
 def from_zero(size: Size) -> Size:
     """A size without what its range does not tell: one that varies from 1 on may be 0, see
     `capture/least.py`."""
-    least = {a: sz.symbol(a.name, hi=a.hi) for a in sz.free_symbols(size) if a.lo == 1}
-    return sz.substitute(size, least)
+    least = {a: expr.symbol(a.name, hi=a.hi) for a in expr.free_symbols(size) if a.lo == 1}
+    return expr.substitute(size, least)
 
 
 @lower(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -183,7 +183,7 @@ def _require_selected(ctx: Lowering, x: View, d: int, index: View) -> None:
     if len(x.shape) < 2 or ctx.device() != "cpu":
         return
     says = "index_select(): self indexing axis dim should be positive"
-    require_some(ctx, x.shape[d], sz.numel(index.shape), says, "RuntimeError")
+    require_some(ctx, x.shape[d], expr.numel(index.shape), says, "RuntimeError")
     require_all_inside(ctx, x, d, index, "RuntimeError", "INDICES element is out of DATA bounds")
 
 
@@ -210,11 +210,11 @@ _TAKE = Check("IndexError", "out of range: tried to access an index of a tensor 
 
 @lower(aten.take.default)
 def take(ctx: Lowering, x: View, index: View) -> View:
-    if sz.numel(x.shape) == 0:  # eager allows it where nothing is read
+    if expr.numel(x.shape) == 0:  # eager allows it where nothing is read
         return result(ctx, lambda ops, i: ops.const(0, x.dtype))
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        flat = ops.checked(index.load(ops, i), sz.numel(x.shape), check=_TAKE)
+        flat = ops.checked(index.load(ops, i), expr.numel(x.shape), check=_TAKE)
         return x.load(ops, unflatten(flat, x.shape))
 
     return result(ctx, body)
@@ -223,7 +223,7 @@ def take(ctx: Lowering, x: View, index: View) -> View:
 def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
     """The index of element number `flat`, row-major."""
     out: list[Size] = []
-    for step, s in zip(sz.contiguous_strides(shape), shape, strict=True):
+    for step, s in zip(expr.contiguous_strides(shape), shape, strict=True):
         out.append(flat // step % s)
     return tuple(out)
 
@@ -247,7 +247,7 @@ def slice_scatter(
     size = x.shape[d]
     first = _clamped(0 if start is None else start, size)
     last = size if end is None else end
-    length = sz.ceildiv(sz.smax(clamp_start(last, size, -1, step) - first, 0), step)
+    length = expr.ceildiv(expr.smax(clamp_start(last, size, -1, step) - first, 0), step)
     src = fit(ctx, src, (*x.shape[:d], length, *x.shape[d + 1 :]), _UNEQUAL)
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
@@ -268,11 +268,11 @@ def slice_scatter(
 
 def _clamped(start: Size, size: Size) -> Size:
     """A slice's start as a position in [0, size]. Raises NoRule where its sign is unknown."""
-    if sz.bounds(start)[1] < 0:
-        start = sz.smax(start + size, 0)
-    elif sz.bounds(start)[0] < 0:
+    if expr.bounds(start)[1] < 0:
+        start = expr.smax(start + size, 0)
+    elif expr.bounds(start)[0] < 0:
         raise NoRule(f"a slice that starts at {start}, which may be negative")
-    return sz.smin(start, size)
+    return expr.smin(start, size)
 
 
 def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, at: Index) -> Node:
@@ -323,8 +323,8 @@ def diagonal_scatter(
     rank = len(x.shape)
     d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
     others = tuple(n for d, n in enumerate(x.shape) if d not in (d1, d2))
-    ends = sz.smin(x.shape[d1] + min(offset, 0), x.shape[d2] - max(offset, 0))
-    src = fit(ctx, src, (*others, sz.smax(ends, 0)), _UNEQUAL)
+    ends = expr.smin(x.shape[d1] + min(offset, 0), x.shape[d2] - max(offset, 0))
+    src = fit(ctx, src, (*others, expr.smax(ends, 0)), _UNEQUAL)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         along = i[d1] if offset >= 0 else i[d2]

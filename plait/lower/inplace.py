@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.fx
 
+from plait.ir.expr import Size
 from plait.ir.loops import Alias, Extern, Pointwise, Reduction, Scan, Scatter
-from plait.ir.sizes import Size
 from plait.lower.core import Lowering, Value, View
 from plait.lower.view import dense_order
 

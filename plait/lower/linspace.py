@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, f64
+from plait.ir.expr import Expr, Size, smax
 from plait.ir.loops import Node
 from plait.ir.maths import fma, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.shape import compare, result, scalar
@@ -36,7 +35,7 @@ def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View
         raise NoRule(f"{dtype} elements")
     compute = compute_dtype(dtype) if dtype.is_float else f64
     last = steps - 1
-    half = sz.smax(steps // 2, 1)  # one element is the start
+    half = smax(steps // 2, 1)  # one element is the start
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def number(value: Any) -> Node:
@@ -46,7 +45,7 @@ def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View
             return ops.cast(ops.index(value), compute)
 
         first, final = number(start), number(end)
-        step = (final - first) / count(sz.smax(last, 1))
+        step = (final - first) / count(smax(last, 1))
         up = fma(step, count(i[0]), first)
         left = last - i[0]
         down = fma(-step, count(left), final)

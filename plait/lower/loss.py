@@ -12,10 +12,10 @@ import torch
 
 from plait.ir.checks import Check
 from plait.ir.dtypes import i64
+from plait.ir.expr import Expr, Size, numel
 from plait.ir.loops import Node
 from plait.ir.maths import eq, exp, maximum, minimum, ne, sign, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size, numel
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.index import at_least_1d

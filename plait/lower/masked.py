@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import b1, i64
+from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols, numel, total
 from plait.ir.loops import Node, Scan, Scatter, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.index import unflatten
 from plait.lower.shape import broadcast, result
@@ -46,27 +45,27 @@ class Hits:
         """Which one of the ones point i is, counted from 0 (where it is one)."""
         k, inner = len(self.rows), self.mask.shape[len(self.rows) :]
         row = self.counts.load(ops, (_flat(i[:k], self.rows),))
-        before = (row - ops.const(1, i64)) * ops.index(sz.numel(inner))
+        before = (row - ops.const(1, i64)) * ops.index(numel(inner))
         return before + ops.index(_flat(i[k:], inner))
 
 
 def _hits(ctx: Lowering, mask: View) -> Hits:
     k = len(mask.shape)
-    used = {a for e in mask.index for a in sz.free_symbols(e)}
+    used = {a for e in mask.index for a in free_symbols(e)}
     while k and mask.vars[k - 1].symbol not in used:
         k -= 1
     rows = mask.shape[:k]
-    ops, vars_ = Recorder(), loop_vars("i", (sz.numel(rows),))
+    ops, vars_ = Recorder(), loop_vars("i", (numel(rows),))
     point = (*unflatten(vars_[0], rows), *(0 for _ in mask.shape[k:]))
     body = ops.cast(ops.cast(mask.load(ops, point), b1), i64)
-    name = ctx.new_buffer(i64, (sz.numel(rows),))
+    name = ctx.new_buffer(i64, (numel(rows),))
     ctx.ops.append(Scan((name,), vars_, 0, "sum", body, origin=ctx.origin))
     return Hits(mask, rows, ctx.whole(name))
 
 
 def _flat(point: Index, shape: tuple[Size, ...]) -> Size:
     """The row-major number of a point."""
-    return sz.total(p * s for p, s in zip(point, sz.contiguous_strides(shape), strict=True))
+    return total(p * s for p, s in zip(point, contiguous_strides(shape), strict=True))
 
 
 @lower(aten.masked_scatter.default)
@@ -81,7 +80,7 @@ def masked_scatter(ctx: Lowering, x: View, mask: View, source: View) -> View:
 
         def new() -> Node:
             number = hits.number(ops, i)
-            at = ops.checked(number, sz.numel(source.shape), wrap=False, check=_TOO_FEW)
+            at = ops.checked(number, numel(source.shape), wrap=False, check=_TOO_FEW)
             return ops.cast(source.load(ops, unflatten(at, source.shape)), x.dtype)
 
         return where(hit, ops.masked(hit, new, 0), x.load(ops, i))
@@ -93,7 +92,7 @@ def masked_scatter(ctx: Lowering, x: View, mask: View, source: View) -> View:
 def masked_scatter_backward(ctx: Lowering, grad: View, mask: View, sizes: Sequence[Size]) -> View:
     """The gradients under the mask, one after the other; zeros behind them."""
     shape = ctx.out_shape()
-    n = sz.numel(shape)
+    n = numel(shape)
     if 0 in shape or 0 in grad.shape:
         raise NoRule("nothing to take")
     hits = _hits(ctx, broadcast(mask, grad.shape))

@@ -15,11 +15,10 @@ import torch
 import torch.fx
 
 from plait.graph.edit import is_view, output_of, value_of
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, b1, bf16, f16, f32
+from plait.ir.expr import Expr, Size, contiguous_strides, numel, product
 from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern, call_op
@@ -46,7 +45,7 @@ def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
 
 
 def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
-    return sz.product((2, *batch, m, n, k))
+    return product((2, *batch, m, n, k))
 
 
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
@@ -97,20 +96,20 @@ def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
     of 16 bytes: otherwise tensor cores get their operands, and give back their result, at a
     fraction of their speed. None where rows are fine or the matrix is another."""
     each = _ROW_NBYTES // b.dtype.nbytes
-    n = sz.numel(b.shape)
+    n = numel(b.shape)
     if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2:
         return None
-    if not isinstance(n, int) or n < _MANY or b.strides != sz.contiguous_strides(b.shape):
+    if not isinstance(n, int) or n < _MANY or b.strides != contiguous_strides(b.shape):
         return None
     length = b.shape[-1]
     if not isinstance(length, int) or length < _LONG or length % each == 0:
         return None
     row = -(-length // each) * each
-    return (*(s * row for s in sz.contiguous_strides(b.shape[:-1])), 1)
+    return (*(s * row for s in contiguous_strides(b.shape[:-1])), 1)
 
 
 def _pays_a_copy(b: Buffer, flops: Size) -> bool:
-    n = sz.numel(b.shape)
+    n = numel(b.shape)
     return isinstance(flops, int) and isinstance(n, int) and flops >= _FLOPS * n
 
 

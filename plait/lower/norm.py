@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from plait.ir.dtypes import DType
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import rsqrt
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, ReduceBody, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern

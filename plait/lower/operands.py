@@ -11,8 +11,8 @@ import torch.fx
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES, opaque
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
 from plait.lower.symbols import bindings, to_size

@@ -19,6 +19,7 @@ from plait import compat
 from plait.graph.refuse import SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, f64, i64
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Const, Node, apply, cast, const, node
 from plait.ir.maths import (
     copysign,
@@ -43,7 +44,6 @@ from plait.ir.maths import (
     where,
 )
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import TO_TORCH, compute_dtype, from_torch
 from plait.lower.extern import call_extern

@@ -6,21 +6,21 @@ number of threads may run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import eq, isnan, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, Rule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.scatter import scatter_loop, unless_empty
@@ -63,9 +63,9 @@ def _inside(ops: Recorder, at: Point, bounds: Bounds) -> list[Node]:
     """The conditions for first <= at < end that are not certain."""
     out = []
     for e, (first, end) in zip(at, bounds, strict=True):
-        if not sz.known_le(first, e):
+        if not expr.known_le(first, e):
             out.append(compare(ops, "ge", e, first))
-        if not sz.known_lt(e, end):
+        if not expr.known_lt(e, end):
             out.append(compare(ops, "lt", e, end))
     return out
 
@@ -114,16 +114,16 @@ class _Window:
         self.padding, self.dilation = _spread(padding, n), _spread(dilation, n)
         self.sizes, self.outs = tuple(sizes), tuple(outs)
         large = prod(self.kernel) > _MAX_TAPS
-        rooms = [sz.ceildiv(size, d) for size, d in zip(self.sizes, self.dilation, strict=True)]
+        rooms = [expr.ceildiv(size, d) for size, d in zip(self.sizes, self.dilation, strict=True)]
         self.counts: Point = tuple(
-            sz.smin(k, room) if large or isinstance(room, int) else k
+            expr.smin(k, room) if large or isinstance(room, int) else k
             for k, room in zip(self.kernel, rooms, strict=True)
         )
 
     @property
     def is_small(self) -> bool:
         """Whether the taps are few enough to be written out."""
-        return sz.product(self.counts) in range(_MAX_TAPS + 1)
+        return expr.product(self.counts) in range(_MAX_TAPS + 1)
 
     @property
     def taps(self) -> list[Point]:
@@ -131,7 +131,7 @@ class _Window:
         counts = [c for c in self.counts if isinstance(c, int)]
         if not self.is_small:
             raise NoRule("a large window")
-        return list(product(*map(range, counts)))
+        return list(itertools.product(*map(range, counts)))
 
     def start(self, o: Point) -> Point:
         """Where the window begins, which may be before the input."""
@@ -140,7 +140,7 @@ class _Window:
     def bounds(self, o: Point) -> Bounds:
         """The positions of the input that the window may reach."""
         return tuple(
-            (0, size if n == k else sz.smin(size, b + ((k - 1) * d + 1)))
+            (0, size if n == k else expr.smin(size, b + ((k - 1) * d + 1)))
             for b, k, n, d, size in zip(
                 self.start(o), self.kernel, self.counts, self.dilation, self.sizes, strict=True
             )
@@ -157,7 +157,7 @@ class _Window:
     def first(self, o: Point) -> Point:
         """The input position of the first tap that lies in the input."""
         return tuple(
-            sz.smax(b, 0) if d == 1 else b + sz.ceildiv(sz.smax(-b, 0), d) * d
+            expr.smax(b, 0) if d == 1 else b + expr.ceildiv(expr.smax(-b, 0), d) * d
             for b, d in zip(self.start(o), self.dilation, strict=True)
         )
 
@@ -172,16 +172,16 @@ class _Window:
         ]
         if prod(counts) > _MAX_TAPS:
             raise NoRule("windows that overlap too much")
-        for back in product(*map(range, counts)):
+        for back in itertools.product(*map(range, counts)):
             o: list[Size] = []
             bounds: list[tuple[Size, Size]] = []
             for k, (e, a, size) in enumerate(zip(i, back, self.outs, strict=True)):
                 s, p, span = self.stride[k], self.padding[k], spans[k]
                 last = (e + p) // s
-                least = sz.smax(sz.ceildiv(e + (p - span + 1), s), 0)
+                least = expr.smax(expr.ceildiv(e + (p - span + 1), s), 0)
                 if counts[k] < reach[k]:  # there are fewer points than a window could reach
                     o.append(a)
-                    bounds.append((least, sz.smin(size, last + 1)))
+                    bounds.append((least, expr.smin(size, last + 1)))
                     continue
                 o.append(last - a)
                 bounds.append((least if (a + 1) * s > span else 0, size))
@@ -214,10 +214,10 @@ def _maximum(
     """The greatest tap of each window and its position in the input, row-major; the first one of
     equals, a NaN before all."""
     low = _lowest(x.dtype)
-    strides = sz.contiguous_strides(x.shape[lead:])
+    strides = expr.contiguous_strides(x.shape[lead:])
 
     def position(ops: Recorder, at: Point) -> Node:
-        return ops.index(sz.total(e * s for e, s in zip(at, strides, strict=True)))
+        return ops.index(expr.total(e * s for e, s in zip(at, strides, strict=True)))
 
     def values(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         found = (_tap(ops, x, i[:lead], at, bounds, low) for at, bounds in taps(i))
@@ -259,11 +259,11 @@ def _chosen(
 ) -> View:
     """The gradient of a maximum: each input element sums over the windows that hold it and chose
     it."""
-    strides = sz.contiguous_strides(x.shape[lead:])
+    strides = expr.contiguous_strides(x.shape[lead:])
     compute = compute_dtype(grad.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        mine = ops.index(sz.total(e * s for e, s in zip(i[lead:], strides, strict=True)))
+        mine = ops.index(expr.total(e * s for e, s in zip(i[lead:], strides, strict=True)))
 
         def share(o: Point, bounds: Bounds) -> Node:
             best = _tap(ops, indices, i[:lead], o, bounds, -1)
@@ -284,9 +284,9 @@ def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None)
     for b, k, p, size in zip(
         window.start(o), window.kernel, window.padding, window.sizes, strict=True
     ):
-        end = sz.smin(b + k, size + p)
+        end = expr.smin(b + k, size + p)
         if not include_pad:
-            b, end = sz.smax(b, 0), sz.smin(end, size)
+            b, end = expr.smax(b, 0), expr.smin(end, size)
         out = out * (end - b)
     return out
 
@@ -334,7 +334,7 @@ def _avg_pool_backward(
         def share(o: Point, bounds: Bounds) -> Node:
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
             return _divided(
-                ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1)
+                ops, given, override or expr.smax(_divisor(window, o, include_pad, None), 1)
             )
 
         return ops.cast(_sum(ops, (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype)
@@ -354,7 +354,7 @@ class _Parts:
     def bounds(self, i: Point) -> Bounds:
         """The positions of part i."""
         return tuple(
-            (e * a // b, sz.ceildiv((e + 1) * a, b))
+            (e * a // b, expr.ceildiv((e + 1) * a, b))
             for e, a, b in zip(i, self.of, self.into, strict=True)
         )
 
@@ -364,25 +364,25 @@ class _Parts:
 
     def size(self, i: Point) -> Size:
         """How many positions part i holds."""
-        return sz.product(end - first for first, end in self.bounds(i))
+        return expr.product(end - first for first, end in self.bounds(i))
 
     @property
     def is_small(self) -> bool:
         """Whether the parts are small enough to be written out."""
-        return sz.product(self.counts) in range(_MAX_TAPS + 1)
+        return expr.product(self.counts) in range(_MAX_TAPS + 1)
 
     def taps(self, i: Point) -> list[tuple[Point, Bounds]]:
         """All positions of part i. Raises NoRule if they are many or unknown."""
         counts = [c for c in self.counts if isinstance(c, int)]
         if not self.is_small:
             raise NoRule("a large window")
-        return [(self.at(i, tap), self.bounds(i)) for tap in product(*map(range, counts))]
+        return [(self.at(i, tap), self.bounds(i)) for tap in itertools.product(*map(range, counts))]
 
 
 def _most(of: Size, into: Size) -> Size:
     """The size of the largest part."""
-    whole = sz.exact_div(of, into)
-    return sz.ceildiv(of, into) + 1 if whole is None else whole
+    whole = expr.exact_div(of, into)
+    return expr.ceildiv(of, into) + 1 if whole is None else whole
 
 
 def _sum_of_parts(
@@ -394,7 +394,7 @@ def _sum_of_parts(
 
     def tap(ops: Recorder, i: Point, at: Point) -> Node:
         value = _tap(ops, x, i[:lead], at, parts.bounds(i[lead:]), 0)
-        return _divided(ops, value, sz.smax(back.size(at), 1)) if weigh else value
+        return _divided(ops, value, expr.smax(back.size(at), 1)) if weigh else value
 
     summed = None
     if not parts.is_small:
@@ -450,8 +450,8 @@ def _max_unpool(ctx: Lowering, x: View, indices: View, size: Sequence[Size], *_:
     wrong = Check("RuntimeError", "Found an invalid max index")
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Point, Node]:
-        at = ops.checked(indices.load(ops, i), sz.numel(shape[lead:]), wrap=False, check=wrong)
+        at = ops.checked(indices.load(ops, i), expr.numel(shape[lead:]), wrap=False, check=wrong)
         return (*i[:lead], *unflatten(shape[lead:], at)), x.load(ops, i)
 
     zeros = ctx.pointwise(shape, dtype, lambda ops, i: ops.const(0, dtype))
-    return scatter_loop(ctx, zeros, unless_empty(ctx, x.shape, sz.numel(size)), "store", body)
+    return scatter_loop(ctx, zeros, unless_empty(ctx, x.shape, expr.numel(size)), "store", body)

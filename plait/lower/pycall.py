@@ -16,8 +16,8 @@ import torch.utils._pytree as pytree
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import f64
+from plait.ir.expr import Expr
 from plait.ir.loops import Extern
-from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, View
 from plait.lower.operands import is_object_input, operand, results
 from plait.lower.symbols import to_scalar_node

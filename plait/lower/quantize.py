@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from plait.ir.dtypes import f32, i64
+from plait.ir.expr import Expr
 from plait.ir.loops import Node, const
 from plait.ir.maths import maximum, minimum, ne, rounded, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.shape import result, scalar
 from plait.lower.view import wrap_dim

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 import plait.runtime.philox  # noqa: F401 - it defines the operators
-from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import bf16, f16, f32, f64, i64
+from plait.ir.expr import Size, compare, contiguous_strides, total
 from plait.ir.loops import Node, apply
 from plait.ir.maths import cos, eq, log, mod, philox, sqrt, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
@@ -56,10 +55,10 @@ def within(ctx: Lowering, x: View, low: float, high: float, message: str) -> Vie
 def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:
     """The current node's result: formula over the words of each element, cast to its dtype."""
     shape, dtype = ctx.out_shape(), ctx.out_dtype()
-    strides = sz.contiguous_strides(shape)
+    strides = contiguous_strides(shape)
 
     def body(ops: Recorder, i: tuple[Size, ...]) -> Node:
-        linear = ops.index(sz.total(v * s for v, s in zip(i, strides, strict=True)))
+        linear = ops.index(total(v * s for v, s in zip(i, strides, strict=True)))
         drawn = key.load(ops, ())
 
         def word(k: int) -> Node:
@@ -125,7 +124,7 @@ def philox_randint(
 ) -> View:
     span = high - low
     ctx.assert_true(
-        sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})"
+        compare("lt", low, high), f"random integers from the empty range [{low}, {high})"
     )
 
     def formula(ops: Recorder, word: Words) -> Node:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import DType, b1, f64, i64
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import eq, isnan, maximum, ne, sqrt, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.pointwise import convert, operand
@@ -41,7 +41,7 @@ class Axes:
         self.x = x
         self.shape = tuple(x.shape[d] for d in self.kept)
         self.rshape = tuple(x.shape[d] for d in self.reduced)
-        self.numel = sz.numel(self.rshape)
+        self.numel = expr.numel(self.rshape)
 
     def at(self, i: Sequence[Size], r: Sequence[Size]) -> tuple[Size, ...]:
         """The index into x of reduced point r of kept point i."""
@@ -183,10 +183,12 @@ def _need_elements(ctx: Lowering, axes: Axes) -> None:
         raise NoRule("an extremum of nothing")  # eager's own error
     # Sizes that were 2 or more when the graph was traced can be 0 in a program that torch.export
     # made.
-    sizes = {a: sz.symbol(a.name, 0, a.hi) for a in sz.free_symbols(axes.numel) if 0 < a.lo <= 2}
-    numel = sz.substitute(axes.numel, sizes)
+    sizes = {
+        a: expr.symbol(a.name, 0, a.hi) for a in expr.free_symbols(axes.numel) if 0 < a.lo <= 2
+    }
+    numel = expr.substitute(axes.numel, sizes)
     ctx.assert_true(
-        sz.compare("ne", numel, 0), f"{name}(): Expected a reduction of one or more elements"
+        expr.compare("ne", numel, 0), f"{name}(): Expected a reduction of one or more elements"
     )
 
 
@@ -301,7 +303,7 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         lost = isnan(m2.load(ops, i))
-        if sz.may_be_zero(axes.numel):
+        if expr.may_be_zero(axes.numel):
             count = ops.cast(
                 ops.index(axes.numel), mean.dtype
             )  # a float: of integers their ranges would decide
@@ -346,7 +348,7 @@ def _vector_norm(
     ):  # the norm of one element is its size, of which no power overflows
         return axes.restore(convert(ctx, axes.reduce(ctx, "max", size), out), keepdim)
     total = axes.reduce(ctx, kind, term)
-    one = axes.reduce(ctx, "max", size) if powers and not sz.known_lt(1, axes.numel) else None
+    one = axes.reduce(ctx, "max", size) if powers and not expr.known_lt(1, axes.numel) else None
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         v = total.load(ops, i)

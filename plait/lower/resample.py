@@ -15,12 +15,11 @@ from operator import add
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, f32, f64, i64
+from plait.ir.expr import Expr, Size, exact_div, known_le, known_lt, smax
 from plait.ir.loops import Node
 from plait.ir.maths import eq, floor, maximum, minimum, where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Body, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.shape import all_of, compare, result
@@ -33,8 +32,8 @@ Taps = list[tuple[Node, Node]]  # (position, weight)
 
 def _inside(ops: Recorder, e: Size, size: Size) -> list[Node]:
     """The conditions for 0 <= e < size that are not certain."""
-    low = [] if sz.known_le(0, e) else [compare(ops, "ge", e, 0)]
-    return low + ([] if sz.known_lt(e, size) else [compare(ops, "lt", e, size)])
+    low = [] if known_le(0, e) else [compare(ops, "ge", e, 0)]
+    return low + ([] if known_lt(e, size) else [compare(ops, "lt", e, size)])
 
 
 def _load(ops: Recorder, x: View, at: Sequence[Size], d: int) -> Node:
@@ -63,7 +62,7 @@ def upsample_nearest_backward(
     """Where every input element was repeated a whole number of times, its gradient is the sum over
     its copies."""
     lead = 2
-    times = [sz.exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
+    times = [exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
     whole = [t for t in times if isinstance(t, int)]
     if len(whole) < len(times) or any(
         s is not None and s != t for s, t in zip(scales, whole, strict=False)
@@ -154,7 +153,7 @@ class _Axis:
             steps = self.out - 1
             if steps == 0:
                 return const(0.0)
-            step = number(self.size - 1) / number(sz.smax(steps, 1))
+            step = number(self.size - 1) / number(smax(steps, 1))
             return step * number(o)
         step = (
             const(1.0 / self.scale)
@@ -197,7 +196,7 @@ class _Axis:
         too much."""
         if not isinstance(self.size, int) or not isinstance(self.out, int):
             raise NoRule("the gradient of resampling between unknown sizes")
-        times = sz.exact_div(self.out, self.size)
+        times = exact_div(self.out, self.size)
         start: Callable[[Recorder, Expr], Size]
         if isinstance(times, int) and not self.align and self.scale in (None, times):
             lead = reach * times - (times - 1) // 2 - 1

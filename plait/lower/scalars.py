@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.ir import sizes as sz
-from plait.ir.sizes import Expr, Size
+from plait.ir.expr import Expr, Size, compare
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.symbols import bindings, is_found_float, to_size, unranged
 
@@ -44,13 +43,9 @@ def _constrain(
 ) -> None:
     if isinstance(size, Expr):
         if min is not None:
-            ctx.assert_true(
-                sz.compare("le", min, size), f"Invalid value range: a size is below {min}"
-            )
+            ctx.assert_true(compare("le", min, size), f"Invalid value range: a size is below {min}")
         if max is not None:
-            ctx.assert_true(
-                sz.compare("le", size, max), f"Invalid value range: a size is above {max}"
-            )
+            ctx.assert_true(compare("le", size, max), f"Invalid value range: a size is above {max}")
 
 
 @lower(aten._assert_tensor_metadata.default, any_dtype=True, no_loops=True)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
+from plait.ir.expr import Expr, Size, may_be_zero, numel, smin, symbol
 from plait.ir.loops import Node, Scatter, apply, loop_vars
 from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
@@ -88,11 +87,11 @@ def scatter_loop(
 def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Size, ...]:
     """Points to go over, of this shape (rank 1 or more), none where `size` is 0: eager looks at no
     index then."""
-    if not sz.may_be_zero(size):
+    if not may_be_zero(size):
         return shape
-    some = sz.symbol(f"some_{len(ctx.symbols)}", hi=1)
+    some = symbol(f"some_{len(ctx.symbols)}", hi=1)
     assert some.symbol is not None
-    ctx.symbols[some.symbol.name] = sz.smin(from_zero(size), 1)
+    ctx.symbols[some.symbol.name] = smin(from_zero(size), 1)
     return (shape[0] * some, *shape[1:])
 
 
@@ -366,7 +365,7 @@ def index_reduce(
     d = wrap_dim(dim, len(x.shape))
     if len(x.shape) > 1 and ctx.device() == "cpu":
         says, error = OUT_OF_RANGE.message, OUT_OF_RANGE.error
-        require_some(ctx, x.shape[d], sz.numel(index.shape), says, error)
+        require_some(ctx, x.shape[d], numel(index.shape), says, error)
         require_all_inside(ctx, x, d, index, error, says)
 
     def put(base: View, value: Any, mode: str) -> View:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import DType, b1, f64
+from plait.ir.expr import Expr, Size, known_le, product, smax, smin
 from plait.ir.loops import Node, Pointwise, apply, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
 from plait.lower.pointwise import operand, wrap
 from plait.lower.view import reshape, wrap_dim
@@ -64,7 +64,7 @@ def fit(ctx: Lowering, x: View, shape: tuple[Size, ...], said: str, ones: bool =
         raise NoRule(said)
     for have, want in zip(x.shape, shape[lead:], strict=True):
         if have != want and not (ones and have == 1):
-            same = sz.compare("eq", have, want)
+            same = expr.compare("eq", have, want)
             if same == 0:
                 raise NoRule(said)
             ctx.assert_true(same, f"{said}: found {{}} where {{}} is wanted", (have, want))
@@ -84,7 +84,7 @@ def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
     once where ranges allow."""
     if op == "ge":
         return compare(ops, "le", b, a)
-    known = sz.compare(op, a, b)
+    known = expr.compare(op, a, b)
     if isinstance(known, int):
         return ops.const(bool(known), b1)
     return apply(op, ops.index(a), ops.index(b))
@@ -262,7 +262,7 @@ def roll(ctx: Lowering, x: View, shifts: Sequence[Size], dims: Sequence[int] = (
     if isinstance(shifts, (int, Expr)):
         shifts = [shifts]
     if not dims:
-        flat = reshape(x, (sz.product(x.shape),))
+        flat = reshape(x, (product(x.shape),))
         return reshape(_rolled(ctx, flat, shifts[0], 0, (1,)), ctx.out_shape())
     for s, d in zip(shifts[:-1], dims[:-1], strict=True):
         x = _rolled(ctx, x, s, wrap_dim(d, len(x.shape)), ctx.out_strides())
@@ -324,9 +324,9 @@ def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0)
         at = tuple(v - lo for v, lo in zip(i, lows, strict=True))
         inside = []
         for d, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
-            if not sz.known_le(lo, 0):
+            if not known_le(lo, 0):
                 inside.append(compare(ops, "ge", at[d], 0))
-            if not sz.known_le(hi, 0):
+            if not known_le(hi, 0):
                 inside.append(compare(ops, "lt", at[d], x.shape[d]))
         if not inside:
             return x.load(ops, at)
@@ -351,8 +351,8 @@ def _pads(rank: int, pad: Sequence[Size]) -> tuple[list[Size], list[Size]]:
 def reflected(j: Size, size: Size) -> Size:
     """Index j mirrored at the ends of [0, size), the border elements not repeated."""
     last = size - 1
-    t = last - sz.smax(j, -j)
-    return last - sz.smax(t, -t)
+    t = last - smax(j, -j)
+    return last - smax(t, -t)
 
 
 @lower(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
@@ -387,7 +387,7 @@ def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
 
     def fn(i: tuple[Expr, ...]) -> Index:
         return tuple(
-            sz.smin(sz.smax(v - lo, 0), s - 1) for v, lo, s in zip(i, lows, x.shape, strict=True)
+            smin(smax(v - lo, 0), s - 1) for v, lo, s in zip(i, lows, x.shape, strict=True)
         )
 
     return _gathered(ctx, x, fn)

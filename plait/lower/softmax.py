@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import exp, log
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.reduce import Axes

@@ -28,11 +28,11 @@ from torch.utils._sympy.value_ranges import bound_sympy
 from plait import compat
 from plait.errors import InexpressibleSize, Unsupported
 from plait.graph.edit import shape_env_of
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import b1, f64
+from plait.ir.expr import INF, Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
 from plait.runtime.functions import FUNCTIONS, bits
 
 SymScalar = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
@@ -60,24 +60,24 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
         if is_ragged(value):
             hint = "read it from the nested tensor outside of the compiled function"
             raise Unsupported(f"the ragged size {value} of a nested tensor, as a number", hint=hint)
-        shape_env, expr = value.node.shape_env, value.node.expr
-        if expr.args and isinstance(value, torch.SymInt) and _is_one(value):
+        shape_env, term = value.node.shape_env, value.node.expr
+        if term.args and isinstance(value, torch.SymInt) and _is_one(value):
             return 1
     elif isinstance(value, sympy.Basic):
-        expr = value
+        term = value
     else:
         raise Unsupported(f"{value!r} is not an integer size")
     memo = _memos.get(shape_env)
     if memo is None:
         memo = _memos[shape_env] = {}
     try:
-        return _size(expr, memo, shape_env)
+        return _size(term, memo, shape_env)
     except Unsupported as error:
-        raise _of_symbols(error, expr) from None
+        raise _of_symbols(error, term) from None
 
 
-def _of_symbols(error: Unsupported, expr: sympy.Basic) -> InexpressibleSize:
-    names = tuple(sorted(s.name for s in expr.free_symbols))
+def _of_symbols(error: Unsupported, term: sympy.Basic) -> InexpressibleSize:
+    names = tuple(sorted(s.name for s in term.free_symbols))
     return InexpressibleSize(error.what, where=error.where, hint=error.hint, symbols=names)
 
 
@@ -140,9 +140,9 @@ def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
     if env is None or not isinstance(found, Expr) or not (set(_kinds(found)) & FUNCTIONS.keys()):
         return found
     made = _made.setdefault(env, {})
-    symbol = sz.symbol(f"fn{len(made)}", *_range(e, env))
-    made[str(symbol)] = symbol, found
-    return symbol
+    fn = expr.symbol(f"fn{len(made)}", *_range(e, env))
+    made[str(fn)] = fn, found
+    return fn
 
 
 def _kinds(e: Expr) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _range(e: sympy.Basic, env: Any) -> tuple[float, float]:
         TypeError,
         ValueError,
     ):
-        return -sz._INF, sz._INF
+        return -INF, INF
     return _bound(found.lower, -1), _bound(found.upper, 1)
 
 
@@ -203,7 +203,7 @@ def _by_factors(e: Any, env: Any) -> sympy.Basic:
 
 
 def _symbol(s: sympy.Symbol, env: Any) -> Size:
-    lo, hi = -sz._INF, sz._INF
+    lo, hi = -INF, INF
     found = env.var_to_range.get(s) if env is not None else None
     if found is not None:
         lo, hi = _bound(found.lower, -1), _bound(found.upper, 1)
@@ -211,12 +211,12 @@ def _symbol(s: sympy.Symbol, env: Any) -> Size:
         lo = max(lo, 0)
     elif s.is_nonnegative:
         lo = max(lo, 0)
-    return sz.symbol(s.name, lo=lo, hi=hi)
+    return expr.symbol(s.name, lo=lo, hi=hi)
 
 
 def _bound(value: Any, side: int) -> float:
     if not isinstance(value, sympy.Integer) or abs(int(value)) >= _FAR:
-        return side * sz._INF
+        return side * INF
     return int(value)
 
 
@@ -239,8 +239,8 @@ def _pow(e: Any, sub: Sub) -> Size:
     if isinstance(exponent, sympy.Integer) and int(exponent) < 0:
         raise Unsupported(f"a size that is {e}")
     if isinstance(exponent, sympy.Integer) and int(exponent) <= 16:
-        return sz.product([sub(base)] * int(exponent))
-    return sz.call("power", sub(base), sub(exponent))
+        return expr.product([sub(base)] * int(exponent))
+    return expr.call("power", sub(base), sub(exponent))
 
 
 def _floordiv(e: Any, sub: Sub) -> Size:
@@ -248,14 +248,14 @@ def _floordiv(e: Any, sub: Sub) -> Size:
 
 
 def _divide(a: Size, b: Size) -> Size:
-    if sz.bounds(b)[1] < 0:
+    if expr.bounds(b)[1] < 0:
         a, b = -a, -b
     return a // b
 
 
 def _mod(e: Any, sub: Sub) -> Size:
     a, b = sub(e.args[0]), sub(e.args[1])
-    if sz.bounds(b)[1] < 0:  # the sign of Python's remainder is the divisor's
+    if expr.bounds(b)[1] < 0:  # the sign of Python's remainder is the divisor's
         return -(-a % -b)
     return a % b
 
@@ -282,9 +282,9 @@ def _compare(op: str, swap: bool) -> Callable[[Any, Sub], Size]:
     def rule(e: Any, sub: Sub) -> Size:
         if any(map(_is_float, e.args)):
             left, right = (_real(a, sub) for a in e.args)
-            return sz.call(f"real_{op}", *((right, left) if swap else (left, right)))
+            return expr.call(f"real_{op}", *((right, left) if swap else (left, right)))
         a, b = sub(e.args[0]), sub(e.args[1])
-        return sz.compare(op, b, a) if swap else sz.compare(op, a, b)
+        return expr.compare(op, b, a) if swap else expr.compare(op, a, b)
 
     return rule
 
@@ -293,7 +293,7 @@ def _shift(name: str) -> Callable[[Any, Sub], Size]:
     def rule(e: Any, sub: Sub) -> Size:
         a, n = sub(e.args[0]), sub(e.args[1])
         if not isinstance(n, int) or not 0 <= n < 63:
-            return sz.call(name, a, n)
+            return expr.call(name, a, n)
         return a * (1 << n) if name == "shift_left" else a // (1 << n)
 
     return rule
@@ -307,10 +307,10 @@ def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
         try:
             p, q = _fraction(e.args[0], sub)
         except Unsupported:
-            return sz.call(mode, _real(e.args[0], sub))
-        if mode == "round" or (mode == "trunc" and sz.bounds(p)[0] < 0):
-            return sz.call(mode, _real(e.args[0], sub))
-        return sz.ceildiv(p, q) if mode == "ceil" else p // q
+            return expr.call(mode, _real(e.args[0], sub))
+        if mode == "round" or (mode == "trunc" and expr.bounds(p)[0] < 0):
+            return expr.call(mode, _real(e.args[0], sub))
+        return expr.ceildiv(p, q) if mode == "ceil" else p // q
 
     return rule
 
@@ -320,18 +320,18 @@ def _real(e: Any, sub: Sub) -> Size:
     if isinstance(e, sympy.Number):
         return bits(float(e))
     if isinstance(e, sf.IntTrueDiv):
-        return sz.call("true_div", sub(e.args[0]), sub(e.args[1]))
+        return expr.call("true_div", sub(e.args[0]), sub(e.args[1]))
     if isinstance(e, sf.RoundDecimal):
-        return sz.call("real_round", _real(e.args[0], sub), sub(e.args[1]))
+        return expr.call("real_round", _real(e.args[0], sub), sub(e.args[1]))
     if isinstance(e, sf.ToFloat):
-        return sz.call("real", sub(e.args[0]))
+        return expr.call("real", sub(e.args[0]))
     if type(e) in _REAL_UNARY:
-        return sz.call(_REAL_UNARY[type(e)], _real(e.args[0], sub))
+        return expr.call(_REAL_UNARY[type(e)], _real(e.args[0], sub))
     if type(e) in _REAL_BINARY and _is_float(e):
         name = _REAL_BINARY[type(e)]
-        return reduce(lambda a, b: sz.call(name, a, b), (_real(a, sub) for a in e.args))
+        return reduce(lambda a, b: expr.call(name, a, b), (_real(a, sub) for a in e.args))
     if _is_whole(e):
-        return sz.call("real", sub(e))
+        return expr.call("real", sub(e))
     raise Unsupported(
         f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
     )
@@ -362,11 +362,11 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
         return ratio.numerator, ratio.denominator
     if isinstance(e, sympy.Mul):
         ps, qs = zip(*(_fraction(a, sub) for a in e.args), strict=True)
-        return sz.product(ps), sz.product(qs)
+        return expr.product(ps), expr.product(qs)
     if isinstance(e, sympy.Add):
         parts = [_fraction(a, sub) for a in e.args]
-        den = sz.product(q for _, q in parts)
-        return sz.total(p * (den // q) for p, q in parts), den
+        den = expr.product(q for _, q in parts)
+        return expr.total(p * (den // q) for p, q in parts), den
     if _is_whole(e):
         return sub(e), 1
     raise Unsupported(f"a size made from the float {e}")
@@ -408,30 +408,30 @@ _OF_BITS = (sf.BitwiseFn_bitwise_and, sf.BitwiseFn_bitwise_or, sf.BitwiseFn_bitw
 _INTEGRAL = (sf.RoundToInt, sf.CeilToInt, sf.FloorToInt, sf.TruncToInt, sympy.floor, sympy.ceiling)
 
 _RULES: dict[type, Callable[[Any, Sub], Size]] = {
-    sympy.Add: lambda e, sub: sz.total(sub(a) for a in e.args),
+    sympy.Add: lambda e, sub: expr.total(sub(a) for a in e.args),
     sympy.Mul: _mul,
     sympy.Pow: _pow,
     sf.PowByNatural: _pow,
     sf.FloorDiv: _floordiv,
     sf.CleanDiv: _floordiv,
-    sf.CeilDiv: lambda e, sub: sz.ceildiv(sub(e.args[0]), sub(e.args[1])),
+    sf.CeilDiv: lambda e, sub: expr.ceildiv(sub(e.args[0]), sub(e.args[1])),
     sf.Mod: _mod,
     sf.PythonMod: _mod,
     sympy.Mod: _mod,
     sf.ModularIndexing: _modular_indexing,
-    sf.Max: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
-    sf.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
-    sympy.Max: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
-    sympy.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
-    sympy.Abs: lambda e, sub: sz.smax(sub(e.args[0]), -sub(e.args[0])),
+    sf.Max: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
+    sf.Min: lambda e, sub: reduce(expr.smin, map(sub, e.args)),
+    sympy.Max: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
+    sympy.Min: lambda e, sub: reduce(expr.smin, map(sub, e.args)),
+    sympy.Abs: lambda e, sub: expr.smax(sub(e.args[0]), -sub(e.args[0])),
     sf.Where: _where,
     sympy.Piecewise: _piecewise,
     sf.Identity: lambda e, sub: sub(e.args[0]),
     sf.LShift: _shift("shift_left"),
     sf.RShift: _shift("shift_right"),
-    sf.BitwiseFn_bitwise_and: lambda e, sub: sz.call("bit_and", sub(e.args[0]), sub(e.args[1])),
-    sf.BitwiseFn_bitwise_or: lambda e, sub: sz.call("bit_or", sub(e.args[0]), sub(e.args[1])),
-    sf.BitwiseFn_bitwise_xor: lambda e, sub: sz.call("bit_xor", sub(e.args[0]), sub(e.args[1])),
+    sf.BitwiseFn_bitwise_and: lambda e, sub: expr.call("bit_and", sub(e.args[0]), sub(e.args[1])),
+    sf.BitwiseFn_bitwise_or: lambda e, sub: expr.call("bit_or", sub(e.args[0]), sub(e.args[1])),
+    sf.BitwiseFn_bitwise_xor: lambda e, sub: expr.call("bit_xor", sub(e.args[0]), sub(e.args[1])),
     sf.RoundToInt: _from_float("round"),
     sf.CeilToInt: _from_float("ceil"),
     sf.FloorToInt: _from_float("floor"),
@@ -444,8 +444,8 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sympy.Le: _compare("le", False),
     sympy.Gt: _compare("lt", True),
     sympy.Ge: _compare("le", True),
-    sympy.And: lambda e, sub: sz.product(sub(a) for a in e.args),
-    sympy.Or: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
+    sympy.And: lambda e, sub: expr.product(sub(a) for a in e.args),
+    sympy.Or: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
     sympy.Not: _bool_not,
 }
 
@@ -487,12 +487,12 @@ def bindings(node: torch.fx.Node) -> tuple[Binding, ...]:
 def _binding(raw: sympy.Symbol, path: tuple[tuple[str, int], ...], env: Any) -> Binding:
     known = env.unbacked_renamings.get(raw, raw)  # made again when the graph was traced again
     if not raw.is_integer:
-        found = sz.symbol(known.name)
+        found = expr.symbol(known.name)
         return Binding((known.name,), path, found, found)
     traced = to_size(env.replace(known), env)
     atom = traced.symbol if isinstance(traced, Expr) else None
     name = known.name if atom is not None and atom.name == known.name else f"{raw.name}_found"
-    return Binding((raw.name, known.name), path, sz.symbol(name, lo=-sz._INF), traced)
+    return Binding((raw.name, known.name), path, expr.symbol(name, lo=-INF), traced)
 
 
 def deferred_asserts(env: Any) -> list[sympy.Basic]:

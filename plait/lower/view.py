@@ -15,10 +15,10 @@ import torch
 from plait import compat
 from plait.errors import Unsupported, refusal
 from plait.graph.edit import base_of
-from plait.ir import sizes as sz
+from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import TensorArg
-from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
 from plait.lower.symbols import bindings, to_size
@@ -59,11 +59,11 @@ def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
     if not new:
         return len(old), 0
     a, b, n_a, n_b = old[-1], new[-1], 1, 1
-    while not sz.known_eq(a, b):
-        if n_a < len(old) and sz.exact_div(b, a) is not None:
+    while not expr.known_eq(a, b):
+        if n_a < len(old) and expr.exact_div(b, a) is not None:
             n_a += 1
             a = a * old[-n_a]
-        elif n_b < len(new) and sz.exact_div(a, b) is not None:
+        elif n_b < len(new) and expr.exact_div(a, b) is not None:
             n_b += 1
             b = b * new[-n_b]
         else:
@@ -201,13 +201,18 @@ def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Siz
     often proves that nothing needs clamping."""
     if start is None:
         return 0
-    if sz.bounds(start)[1] < 0 or (isinstance(start, int) and start < 0):
+    if expr.bounds(start)[1] < 0 or (isinstance(start, int) and start < 0):
         start = size + start
-    elif sz.bounds(start)[0] < 0:
-        start = start + size * sz.compare("lt", start, 0)
-    if length != -1 and step == 1 and sz.known_le(start + length, size) and sz.known_le(0, start):
+    elif expr.bounds(start)[0] < 0:
+        start = start + size * expr.compare("lt", start, 0)
+    if (
+        length != -1
+        and step == 1
+        and expr.known_le(start + length, size)
+        and expr.known_le(0, start)
+    ):
         return start
-    return sz.smin(sz.smax(start, 0), size)
+    return expr.smin(expr.smax(start, 0), size)
 
 
 @lower(aten.slice.Tensor, any_dtype=True)
@@ -226,7 +231,7 @@ def _slice(
         if b.path == (("size", dim),) and b.found.symbol is not None:
             first = clamp_start(start, x.shape[dim], -1, step)
             last = clamp_start(x.shape[dim] if end is None else end, x.shape[dim], -1, step)
-            ctx.computed[b.found.symbol.name] = sz.ceildiv(sz.smax(last - first, 0), step)
+            ctx.computed[b.found.symbol.name] = expr.ceildiv(expr.smax(last - first, 0), step)
     return part(x, dim, clamp_start(start, x.shape[dim], length, step), length, step)
 
 
@@ -242,12 +247,12 @@ def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View
 
 def wrap_index(index: Size, size: Size) -> Size:
     """A Python index counted from the front."""
-    lo, hi = sz.bounds(index)
+    lo, hi = expr.bounds(index)
     if lo >= 0:
         return index
     if hi < 0:
         return index + size
-    return index + size * sz.compare("lt", index, 0)
+    return index + size * expr.compare("lt", index, 0)
 
 
 @lower(aten.select.int, any_dtype=True)
@@ -327,8 +332,8 @@ def _as_strided(
         raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
     inside = offset - first
-    span = sz.total((s - 1) * st for s, st in zip(shape, stride, strict=True))
-    within = sz.known_le(0, inside) and sz.known_lt(inside + span, sz.numel(owner.shape))
+    span = expr.total((s - 1) * st for s, st in zip(shape, stride, strict=True))
+    within = expr.known_le(0, inside) and expr.known_lt(inside + span, expr.numel(owner.shape))
     # An input's storage may be larger than the input, and nobody checks where it begins there.
     fits = not given or (storage_offset is None and within)
     if not given and not within:
@@ -338,7 +343,7 @@ def _as_strided(
         dense = tuple(owner.shape[d] for d in order)
 
         def at(v: tuple[Expr, ...]) -> tuple[Size, ...]:
-            flat = inside + sz.total(e * st for e, st in zip(v, stride, strict=True))
+            flat = inside + expr.total(e * st for e, st in zip(v, stride, strict=True))
             by_dim = dict(zip(order, unflatten(dense, flat), strict=True))
             return tuple(by_dim[d] for d in range(len(order)))
 
@@ -366,8 +371,10 @@ def _require_room(
         raise _beyond()
     nbytes = ctx.out_meta().element_size()
     end = (offset + (span + 1)) * nbytes
-    room = sz.numel(sizes) * like.element_size()
-    holds = sz.smax(sz.compare("eq", sz.numel(tuple(shape)), 0), sz.compare("le", end, room))
+    room = expr.numel(sizes) * like.element_size()
+    holds = expr.smax(
+        expr.compare("eq", expr.numel(tuple(shape)), 0), expr.compare("le", end, room)
+    )
     of = f"sizes {list(shape)}, strides {list(stride)}, storage offset {offset}"
     says = f"setStorage: {of}, and itemsize {nbytes} requiring a storage size of {{}} are out of"
     says = f"{says} bounds for storage of size {{}}"
@@ -405,13 +412,13 @@ def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int]
     wanted: tuple[Size, ...] = (1,)
     while left:
         inner = next(
-            (d for d in reversed(left) if any(sz.known_eq(strides[d], n) for n in wanted)), None
+            (d for d in reversed(left) if any(expr.known_eq(strides[d], n) for n in wanted)), None
         )
         if inner is None:
             return None
         order.append(inner)
         left.remove(inner)
-        wanted = tuple(strides[inner] * n for n in (shape[inner], sz.smax(shape[inner], 1)))
+        wanted = tuple(strides[inner] * n for n in (shape[inner], expr.smax(shape[inner], 1)))
     return order[::-1]
 
 
@@ -448,8 +455,8 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
 def _require_place(ctx: Lowering, memory: TensorArg, given: DType, to: DType) -> None:
     """Asserts that memory of an input begins at a whole number of these larger elements, as eager
     does: no guard looks at where an input begins in its storage."""
-    begin = sz.symbol(f"{memory.buf}_offset")
+    begin = expr.symbol(f"{memory.buf}_offset")
     ctx.symbols[f"{memory.buf}_offset"] = (memory.buf, "offset", 0)
     at, ratio = begin + memory.offset, to.nbytes // given.nbytes
     said = f"a storage offset of {{}} must be divisible by {ratio} to view {given} as {to}"
-    ctx.assert_true(sz.compare("eq", at % ratio, 0), said, (at,))
+    ctx.assert_true(expr.compare("eq", at % ratio, 0), said, (at,))

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from plait.ir import sizes as sz
+from plait.ir.expr import BUILD, INF, Atom, Expr, Mono, Size, bounds, free_symbols, symbol
 from plait.ir.loops import Buffer, Loop, Node, Op, Scatter, node, rewrite, with_args
-from plait.ir.sizes import Atom, Expr, Mono, Size
 from plait.runtime.functions import FUNCTIONS
 
 _ELEMENTS = 2**48  # more than a tensor can have
@@ -92,20 +91,18 @@ class _Taken:
         if a.kind == "sym":
             return a.expr
         x, y = self._part(a.a), self._part(a.b)
-        return sz.BUILD[a.kind](x, y)
+        return BUILD[a.kind](x, y)
 
     def _is_fixed(self, e: Expr) -> bool:
         """Whether nothing but what the program knows before a loop is in e."""
-        return all(a.name in self._symbols for a in sz.free_symbols(e))
+        return all(a.name in self._symbols for a in free_symbols(e))
 
     def _name(self, e: Expr) -> Expr:
         if e not in self._names:
-            lo, hi = sz.bounds(e)
+            lo, hi = bounds(e)
             name = f"wide{len(self.values)}"
             self.values[name] = e
-            self._names[e] = sz.symbol(
-                name, lo if lo > _LEAST else -sz._INF, hi if hi < _MOST else sz._INF
-            )
+            self._names[e] = symbol(name, lo if lo > _LEAST else -INF, hi if hi < _MOST else INF)
         return self._names[e]
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.ir.expr import Atom, Expr, Size, free_symbols, numel, product, substitute
 from plait.ir.loops import is_arg
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, numel, product, substitute
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.ir.sizes import Atom, Expr, Size, coefficient, free_symbols, substitute, symbol
+from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, substitute, symbol
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 

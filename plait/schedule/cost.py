@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from plait.ir.expr import Atom, Expr, Size, evaluate, free_symbols
 from plait.ir.loops import Buffer, Node, index_exprs
-from plait.ir.sizes import Atom, Expr, Size, evaluate, free_symbols
 from plait.schedule.deps import extent
 
 Hints: TypeAlias = Mapping[str, int]  # LoopProgram.hints

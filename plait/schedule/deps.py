@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.ir import loops as ir
+from plait.ir.expr import Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS
-from plait.ir.sizes import Expr, Size, free_symbols
 
 # Cycles of an element of the nodes that are no rows of OPS.
 _SPECIAL_COST = {"cast": 0.5, "index": 0.5, "bounded": 1.0, "nonzero": 0.5}

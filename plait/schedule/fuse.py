@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
+from plait.ir.expr import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from plait.ir.dtypes import i64
+from plait.ir.expr import Atom, Expr, Size, substitute
 from plait.ir.loops import (
     Load,
     Loop,
@@ -26,7 +27,6 @@ from plait.ir.loops import (
     rewrite,
     with_args,
 )
-from plait.ir.sizes import Atom, Expr, Size, substitute
 from plait.schedule.deps import load_of, loop_outs, space
 from plait.schedule.plan import Reduce, Stmt, Store, part_of
 

@@ -10,8 +10,8 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
+from plait.ir.expr import Atom, Expr, Size, free_symbols, symbol, total
 from plait.ir.loops import Buffer, Load, Node, exprs_of, index_exprs, is_arg, walk
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
 from plait.schedule.cost import Hints, hint
 from plait.schedule.deps import extent, load_of
 from plait.schedule.plan import PART, Kernel, Reduce, Stmt, Store, stmt_roots

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from plait.ir.expr import Atom, Expr, Size, coefficient, smax, total
 from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate
-from plait.ir.sizes import Atom, Expr, Size, coefficient, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import Bodies, load_of, roots
 from plait.schedule.group import stored

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from plait.ir import loops as ir
 from plait.ir.dtypes import i64
-from plait.ir.sizes import Atom, Size
+from plait.ir.expr import Atom, Size
 from plait.schedule.deps import (
     Bodies,
     extent,

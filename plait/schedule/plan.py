@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType, b1
+from plait.ir.expr import Expr, Size, free_symbols, symbol
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -25,7 +26,6 @@ from plait.ir.loops import (
     check_of,
     walk,
 )
-from plait.ir.sizes import Expr, Size, free_symbols, symbol
 
 
 @dataclass(frozen=True, slots=True)

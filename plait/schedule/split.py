@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
+from plait.ir import expr
 from plait.ir.dtypes import DType, i64
+from plait.ir.expr import Atom, Size
 from plait.ir.loops import (
     Buffer,
     Load,
@@ -29,16 +31,6 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.record import inline
-from plait.ir.sizes import (
-    Atom,
-    Size,
-    ceildiv,
-    coefficient,
-    contiguous_strides,
-    free_symbols,
-    is_contiguous,
-    numel,
-)
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.device import DeviceKind, kind_of
@@ -132,7 +124,7 @@ def _valued(op: Reduction, buffers: dict[str, Buffer]) -> tuple[Pointwise, Reduc
     stem = next(o for o in op.outs if o is not None)
     shape = tuple(extent(v) for v in op.rvars)
     name, dtype = f"{stem}_value", op.body.dtype
-    buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape), buffers[stem].device)
+    buffers[name] = Buffer(name, dtype, shape, expr.contiguous_strides(shape), buffers[stem].device)
     value = Pointwise(name, op.rvars, op.body, origin=op.origin)
     return value, replace(op, body=node("load", (), Load(name, op.rvars), dtype))
 
@@ -196,7 +188,7 @@ def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints
     if isinstance(size, int):
         equal = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
         want = min(equal, key=lambda d: abs(d - want), default=want)
-    return Cut(0, want, ceildiv(size, want))
+    return Cut(0, want, expr.ceildiv(size, want))
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -206,12 +198,12 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     used = [a for v in op.rvars if (a := v.symbol) is not None]
     for axis, v in zip(reversed(used), reversed(op.rvars), strict=True):
         for flat in flats:
-            step, last = coefficient(flat, axis), coefficient(flat, used[-1])
+            step, last = expr.coefficient(flat, axis), expr.coefficient(flat, used[-1])
             if step is None or last is None or step != last * steps:
                 return op
         steps = steps * extent(v)
     exprs = [e for n in walk((op.body,)) if n.op == "index" for e in index_exprs(n)]
-    if any(not isinstance(e, int) and not free_symbols(e).isdisjoint(used) for e in exprs):
+    if any(not isinstance(e, int) and not expr.free_symbols(e).isdisjoint(used) for e in exprs):
         return op
     (whole,) = loop_vars("r", (steps,))
     env: dict[Atom, Size] = {}
@@ -266,9 +258,9 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
     inner = [v.symbol for v in op.rvars]
     for n in loads:
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
-        if not n.args and all(r is not None and coefficient(flat, r) == 0 for r in inner):
+        if not n.args and all(r is not None and expr.coefficient(flat, r) == 0 for r in inner):
             continue
-        if any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in op.vars):
+        if any(v.symbol is not None and expr.is_contiguous(flat, v.symbol) for v in op.vars):
             return False
     return True
 
@@ -288,7 +280,7 @@ class _Split:
         self.vars = loop_vars("i", outer)
         self.value = self._first_value()
         loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
-        free = Buffer("", self.value.dtype, self.shape, contiguous_strides(self.shape))
+        free = Buffer("", self.value.dtype, self.shape, expr.contiguous_strides(self.shape))
         self.strides = follow(
             free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints
         ).strides
@@ -314,7 +306,7 @@ class _Split:
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
         name = f"{stem}_{suffix}"
-        strides = self.strides if shape == self.shape else contiguous_strides(shape)
+        strides = self.strides if shape == self.shape else expr.contiguous_strides(shape)
         self.buffers[name] = Buffer(name, dtype, shape, strides, self.buffers[stem].device)
         return name
 
@@ -354,7 +346,9 @@ class _Split:
         chunk = self.buffer("chunk", i64, self.shape[len(self.chunks) :])
         at = Load(place, (arg_symbol(0, self.chunks[0]), *self.vars))
         inside = node("load", (self.at(chunk),), at, i64)
-        before = node("mul", (self.at(chunk), _number(numel(extent(v) for v in self.first_rvars))))
+        before = node(
+            "mul", (self.at(chunk), _number(expr.numel(extent(v) for v in self.first_rvars)))
+        )
         (out,) = self.op.outs
         assert out is not None
         return [
@@ -375,7 +369,7 @@ class _Split:
         between = self.buffer("between", dtype, self.shape[len(self.chunks) :])
         if mean is None:
             mean = self.buffer("mean", dtype, self.shape[len(self.chunks) :])
-        n = _number(numel(extent(v) for v in self.first_rvars))
+        n = _number(expr.numel(extent(v) for v in self.first_rvars))
         ops: list[Op] = [
             self.first("welford", (means, inside, None)),
             self.second("welford", (mean, between, None), means),
@@ -385,7 +379,7 @@ class _Split:
             spread = node("mul", (self.at(between), cast(n, dtype)))
             ops.append(self.pointwise(m2, node("add", (self.at(total), spread))))
         if count is not None:
-            points = _number(numel(extent(v) for v in self.op.rvars))
+            points = _number(expr.numel(extent(v) for v in self.op.rvars))
             ops.append(self.pointwise(count, cast(points, dtype)))
         return ops
 

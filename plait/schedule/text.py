@@ -13,9 +13,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from plait.ir.loops import Buffer, Extern, LoopProgram
-from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import (
+from plait.ir.expr import Expr, Size
+from plait.ir.expr.text import (
     Scope,
     keywords,
     name_of,
@@ -26,6 +25,7 @@ from plait.ir.symtext import (
     word,
     wrong,
 )
+from plait.ir.loops import Buffer, Extern, LoopProgram
 from plait.ir.text import (
     Body,
     BodyReader,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plait.errors import InternalError
+from plait.ir.expr import Atom, Size, free_symbols
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.ops import REDUCTIONS
-from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, numel, total
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, coefficient, free_symbols, numel, total
 from plait.schedule.deps import extent, load_of, node_cost
 from plait.schedule.device import KINDS
 from plait.schedule.layout import flat_index

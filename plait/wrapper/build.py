@@ -14,6 +14,7 @@ from typing import assert_never
 from plait.config import Config
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
+from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -27,7 +28,6 @@ from plait.ir.loops import (
     Scalar,
     TensorArg,
 )
-from plait.ir.sizes import Expr, Size, contiguous_strides, free_symbols
 from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from plait.ir.dtypes import opaque
-from plait.ir.sizes import Expr
+from plait.ir.expr import Expr
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import bases_of, defined, used
 

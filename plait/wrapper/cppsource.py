@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpplives import lives_of, nbytes_of

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES
-from plait.ir.sizes import Expr, Size
+from plait.ir.expr import Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper.cppsource import Source, comment, real, string
 from plait.wrapper.text import line

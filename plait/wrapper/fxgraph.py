@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait import compat
 from plait.errors import InternalError
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
@@ -84,8 +83,8 @@ class FxGraph:
         self.meta: dict[str, Any] = {}  # of the nodes that follow
         self.gpu = ""  # the current one, where the program has chosen one
         self.callers_gpu: Node | None = None
-        atoms = [a for i in program.inputs for e in sizes(i) for a in sz.free_symbols(e)]
-        atoms += [a for i in program.body for e in sizes(i) for a in sz.free_symbols(e)]
+        atoms = [a for i in program.inputs for e in sizes(i) for a in free_symbols(e)]
+        atoms += [a for i in program.body for e in sizes(i) for a in free_symbols(e)]
         self.atoms = {a.name: a for a in reversed(atoms)}
         self.symbols: dict[str, Any] = {}
 

@@ -16,8 +16,7 @@ from torch.fx.node import has_side_effect, map_arg
 from torch.utils._pytree import tree_unflatten
 
 from plait import compat
-from plait.ir import sizes as sz
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size, ceildiv, product, smin, symbol, total
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
@@ -180,9 +179,9 @@ def _view(g: FxGraph, i: ins.View) -> None:
         return
     start = _start(g, i.base) if i.relative else 0
     first = i.offset + start * have.itemsize // want.itemsize
-    last = sz.total((n - 1) * s for n, s in zip(i.shape, i.strides, strict=True))
-    end = (first + last + 1) * sz.product(sz.smin(n, 1) for n in i.shape)  # 0 for no elements
-    room = sz.ceildiv(end * want.itemsize, have.itemsize)
+    last = total((n - 1) * s for n, s in zip(i.shape, i.strides, strict=True))
+    end = (first + last + 1) * product(smin(n, 1) for n in i.shape)  # 0 for no elements
+    room = ceildiv(end * want.itemsize, have.itemsize)
     flat = g.call(aten.as_strided.default, (base, [g.size(room)], [1], 0))
     typed = g.call(aten.view.dtype, (flat, want))
     g.env[i.name] = g.call(aten.as_strided.default, (typed, *layout, g.size(first)), name=i.name)
@@ -198,9 +197,9 @@ def _start(g: FxGraph, name: str) -> Size:
     """Where a tensor starts in its storage."""
     if name in g.own:
         return 0
-    symbol = f"offset of {name}"
-    g.env[symbol] = g.integer(aten.sym_storage_offset.default, g.env[name])
-    return sz.symbol(symbol)
+    variable = f"offset of {name}"
+    g.env[variable] = g.integer(aten.sym_storage_offset.default, g.env[name])
+    return symbol(variable)
 
 
 def _constant(g: FxGraph, i: ins.Constant) -> None:

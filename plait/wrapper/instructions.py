@@ -17,7 +17,7 @@ from typing import Annotated
 
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.sizes import Size
+from plait.ir.expr import Size
 from plait.wrapper.spec import Kind
 
 

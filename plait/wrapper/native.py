@@ -18,7 +18,7 @@ from typing import Any
 from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk

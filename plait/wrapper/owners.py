@@ -9,8 +9,7 @@ expressions rely on must follow.
 
 from __future__ import annotations
 
-from plait.ir import sizes as sz
-from plait.ir.sizes import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size, bounds, free_symbols, substitute, symbol
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, sizes, used
 
@@ -51,9 +50,7 @@ class Owners:
                         f"nothing stands behind the sizes of {name}, the result of a call: no "
                         "require_layout"
                     )
-            for atom in sorted(
-                (a for e in sizes(i) for a in sz.free_symbols(e)), key=lambda a: a.key
-            ):
+            for atom in sorted((a for e in sizes(i) for a in free_symbols(e)), key=lambda a: a.key):
                 lo, hi = self._range(atom.name)
                 if atom.name in self.found and not (atom.lo <= lo and hi <= atom.hi):
                     relied, known = (_text(r) for r in ((atom.lo, atom.hi), (lo, hi)))
@@ -80,7 +77,7 @@ class Owners:
             case ins.Symbol(name, ins.ItemOf()):
                 self.found[name] = _ANY
             case ins.Symbol(name, int() | Expr() as value):
-                if any(a.name in self.found for a in sz.free_symbols(value)):
+                if any(a.name in self.found for a in free_symbols(value)):
                     self.found[name] = value
             case ins.AssertScalar():
                 self._bound(i.expr)
@@ -91,11 +88,11 @@ class Owners:
         """The least and the most that a symbol found at run time can be, by all that is known."""
         known = self.found.get(name, _ANY)
         if isinstance(known, tuple):
-            return _both(known, self.bounded.get(_free(sz.symbol(name)), _ANY))
-        atoms = [a for a in sz.free_symbols(known) if a.name in self.found]
-        exact = sz.substitute(known, {a: sz.symbol(a.name, *self._range(a.name)) for a in atoms})
-        said = _both(*(self.bounded.get(_free(e), _ANY) for e in (known, sz.symbol(name))))
-        return _both(sz.bounds(exact), said)
+            return _both(known, self.bounded.get(_free(symbol(name)), _ANY))
+        atoms = [a for a in free_symbols(known) if a.name in self.found]
+        exact = substitute(known, {a: symbol(a.name, *self._range(a.name)) for a in atoms})
+        said = _both(*(self.bounded.get(_free(e), _ANY) for e in (known, symbol(name))))
+        return _both(bounds(exact), said)
 
     def _bound(self, condition: Size) -> None:
         """Notes what an assert says: comparisons with constants, one or a product of several."""
@@ -125,7 +122,7 @@ def _bounds_of(a: Atom) -> list[tuple[Size, Range]]:
 
 def _free(e: Size) -> Size:
     """The expression on symbols of which nothing is known, so that equal ones are equal."""
-    return sz.substitute(e, {a: sz.symbol(a.name, lo=-_INF) for a in sz.free_symbols(e)})
+    return substitute(e, {a: symbol(a.name, lo=-_INF) for a in free_symbols(e)})
 
 
 def _both(a: Range, b: Range) -> Range:

@@ -17,8 +17,8 @@ import torch
 
 from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES, DType, opaque
-from plait.ir.sizes import Atom, Expr, Size
-from plait.ir.symtext import Scope, tuple_text
+from plait.ir.expr import Atom, Expr, Size
+from plait.ir.expr.text import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from plait.ir.sizes import Atom, Size, free_symbols
+from plait.ir.expr import Atom, Size, free_symbols
 from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins

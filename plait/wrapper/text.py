@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterator
 from typing import Any, assert_never
 
-from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import (
+from plait.ir.expr import Expr, Size
+from plait.ir.expr.text import (
     Scope,
     SymbolReader,
     TextError,

@@ -15,9 +15,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from plait.errors import InternalError
-from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS
-from plait.ir.sizes import Expr
+from plait.ir.expr import Expr, evaluate, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
 from plait.wrapper.spec import Kind, fields_of
@@ -244,7 +243,7 @@ class _Verifier:
         ranges = self.ranges[i.name] = [_bytes(i, env) for env in self.samples]
         room = self.arenas[i.arena].nbytes
         if any(
-            end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
+            end > evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
         ):
             self.fail(f"it ends beyond the {room} bytes of {i.arena}")
         for other in self.placed.values():
@@ -340,7 +339,7 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
 
     A symbol that is an expression takes its value from the others. Conditions that are checked hold
     symbols without the ranges that follow from them."""
-    found = {a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
+    found = {a for i in p.body for e in sizes(i) for a in free_symbols(e)}
     atoms = {a.name: a for a in sorted(found, key=lambda a: (a.lo, -a.hi))}
     given = {
         i.name: i.value
@@ -361,20 +360,20 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
             env[name] = int(min(value, atom.hi))
         with suppress(ArithmeticError, ValueError):  # a call at these sizes fails there
             for name, source in given.items():
-                env[name] = sz.evaluate(source, env)
+                env[name] = evaluate(source, env)
             for e in placed:
-                sz.evaluate(e, env)
+                evaluate(e, env)
             out.append(env)
     return out
 
 
 def _bytes(i: ins.Place, env: Env) -> tuple[int, int]:
     """First byte and one past the last byte of a placed tensor; equal if it has no elements."""
-    start = sz.evaluate(i.offset, env)
-    shape = [sz.evaluate(s, env) for s in i.shape]
+    start = evaluate(i.offset, env)
+    shape = [evaluate(s, env) for s in i.shape]
     if 0 in shape:
         return start, start
-    reach = sum((s - 1) * sz.evaluate(t, env) for s, t in zip(shape, i.strides, strict=True))
+    reach = sum((s - 1) * evaluate(t, env) for s, t in zip(shape, i.strides, strict=True))
     return start, start + (reach + 1) * i.dtype.nbytes
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
-from plait.ir.sizes import Expr, Size, free_symbols
+from plait.ir.expr import Expr, Size, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper.spec import Kind, fields_of
 

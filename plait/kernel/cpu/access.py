@@ -9,8 +9,8 @@ pointer there. Along the vector axis an access is contiguous (coefficient 1), th
 from __future__ import annotations
 
 from plait.ir.dtypes import DType, b1, i64, u8
+from plait.ir.expr import Atom, Expr, Size, bounds, coefficient, free_symbols, substitute, total
 from plait.ir.loops import Load, Node
-from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, substitute, total
 from plait.kernel.cpu.expr import (
     Parts,
     mask_part,

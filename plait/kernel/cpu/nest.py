@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from plait.ir.expr import Atom, Size, may_be_zero, product, symbol
 from plait.ir.loops import walk
-from plait.ir.sizes import Atom, Size, may_be_zero, product, symbol
 from plait.kernel.cpu.access import AccessWriter
 from plait.kernel.cpu.expr import memory
 from plait.kernel.cpu.passes import Nest, buffer_points, row_points

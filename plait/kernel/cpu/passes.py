@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from plait.ir.expr import Atom, Size, bounds, coefficient
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Size, bounds, coefficient
 from plait.schedule.cost import hint
 from plait.schedule.legalize.cut_passes import cut_passes
 from plait.schedule.legalize.linear import (

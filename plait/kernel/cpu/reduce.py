@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plait.ir.dtypes import DType, b1, f32, f64, i64
+from plait.ir.expr import Atom, Expr, Size, product
 from plait.ir.loops import Const, Node, node
-from plait.ir.sizes import Atom, Expr, Size, product
 from plait.kernel.cpu.expr import (
     Parts,
     ctype,

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
+from plait.ir.expr import Atom, Expr, Size, bounds, coefficient, free_symbols, may_be_zero
 from plait.ir.loops import Node, check_of, const, node, walk
-from plait.ir.sizes import Atom, Expr, Size, bounds, coefficient, free_symbols, may_be_zero
 from plait.kernel.cpu.expr import (
     Parts,
     ctype,

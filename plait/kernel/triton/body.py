@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, bf16, f32, i64
-from plait.ir.loops import Const, Load, Node, check_of, walk
-from plait.ir.ops import OPS
-from plait.ir.sizes import (
+from plait.ir.expr import (
     Atom,
     Expr,
     Size,
@@ -29,6 +27,8 @@ from plait.ir.sizes import (
     substitute,
     symbol,
 )
+from plait.ir.loops import Const, Load, Node, check_of, walk
+from plait.ir.ops import OPS
 from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton.ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton.passes import offset_from, peak_of, plan_passes, rescales, scale_of

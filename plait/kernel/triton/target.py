@@ -15,9 +15,9 @@ import torch
 
 from plait.config import Config
 from plait.errors import Unsupported, UserError
+from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
-from plait.ir.sizes import Size, bounds, ceildiv
 from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.target import Source
 from plait.kernel.triton.body import BodyWriter

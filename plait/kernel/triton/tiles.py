@@ -11,18 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from plait.ir import expr
 from plait.ir.dtypes import DType
+from plait.ir.expr import Atom, Size
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import (
-    Atom,
-    Size,
-    bounds,
-    ceildiv,
-    free_symbols,
-    is_contiguous,
-    product,
-    substitute,
-)
 from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Store, walkers
@@ -104,7 +96,9 @@ class Tile:
     def grid(self) -> Size:
         """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
-        return self.walkers or product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
+        return self.walkers or expr.product(
+            (count, *(expr.ceildiv(g.points, g.block) for g in self.outer))
+        )
 
 
 def plan_tile(linear: LinearKernel) -> Tile:
@@ -318,8 +312,8 @@ def _reads_again(linear: LinearKernel) -> bool:
 def _is_ragged(linear: LinearKernel) -> bool:
     """Whether rows that lie along memory begin in the middle of vectors of 16 bytes."""
     for offset, dtype in _accesses(linear):
-        along = any(is_contiguous(offset, r) for r in linear.rvars)
-        begin = substitute(offset, dict.fromkeys(linear.rvars, 0))
+        along = any(expr.is_contiguous(offset, r) for r in linear.rvars)
+        begin = expr.substitute(offset, dict.fromkeys(linear.rvars, 0))
         if along and begin % (16 // dtype.nbytes) != 0:
             return True
     return False
@@ -365,7 +359,7 @@ def held_dtypes(linear: LinearKernel, outer: tuple[Atom, ...]) -> list[DType]:
 
 
 def _along_rows(linear: LinearKernel, outer: tuple[Atom, ...], n: Node) -> bool:
-    used = free_symbols(offset_of(n))
+    used = expr.free_symbols(offset_of(n))
     return not used.isdisjoint(linear.rvars) and not (outer and used.isdisjoint(outer))
 
 
@@ -379,10 +373,10 @@ def _unit_strides(linear: LinearKernel) -> dict[Atom, int]:
     votes: dict[Atom, int] = {}
     axes = (*linear.vars, *linear.rvars)
     for offset, dtype in _accesses(linear):
-        used = free_symbols(offset)
+        used = expr.free_symbols(offset)
         nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:
-            if is_contiguous(offset, a) and _known(extent(a)) > 1:
+            if expr.is_contiguous(offset, a) and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
     return votes
 
@@ -407,7 +401,7 @@ def _known(n: Size) -> int:
     """A size, or a guess where it is known at run time only."""
     if isinstance(n, int):
         return n
-    low = bounds(n)[0]
+    low = expr.bounds(n)[0]
     return max(1024, int(low)) if low > -1e18 else 1024
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plait.ir.dtypes import i64
+from plait.ir.expr import Expr
 from plait.ir.loops import Node, const, node, rewrite, with_args
-from plait.ir.sizes import Expr
 from plait.schedule.legalize.linear import LinearKernel, dependences, extent, map_stmt, rebuilt
 from plait.schedule.plan import Reduce
 

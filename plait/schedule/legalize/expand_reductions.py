@@ -10,8 +10,8 @@ import math
 from dataclasses import replace
 
 from plait.ir.dtypes import f32, f64, i32, i64
+from plait.ir.expr import Size, product
 from plait.ir.loops import Node, cast, const, node, rewrite, with_args
-from plait.ir.sizes import Size, product
 from plait.schedule.legalize.linear import LinearKernel, extent, map_stmt, rebuilt
 from plait.schedule.plan import Reduce, Stmt
 

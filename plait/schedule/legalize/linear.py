@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from plait.ir.expr import Atom, Expr, Size, free_symbols, product
 from plait.ir.loops import Buffer, Load, Node, walk
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, product
 from plait.schedule.plan import Reduce, Stmt, Store
 
 

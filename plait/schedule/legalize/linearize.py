@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plait.ir.expr import Atom, Expr, Size, fold, free_symbols, substitute, symbol, total
 from plait.ir.loops import Load, Node, is_arg, node, rewrite, with_args
-from plait.ir.sizes import Atom, Expr, Size, fold, free_symbols, substitute, symbol, total
 from plait.schedule.legalize.linear import LinearKernel, offsets_of
 from plait.schedule.plan import Kernel, Reduce, Stmt
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+from plait.ir.expr import Atom, Expr, Size, coefficient, substitute, symbol
 from plait.ir.loops import Load, Node, node, rewrite, with_args
-from plait.ir.sizes import Atom, Expr, Size, coefficient, substitute, symbol
 from plait.schedule.legalize.linear import (
     LinearKernel,
     extent,

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from plait.ir import sizes as sz
-from plait.ir.sizes import Size
+from plait.ir.expr import Size, known_le, total
 from plait.schedule.spans import Spans
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import bases_of, root, used
@@ -85,11 +84,11 @@ class _Touched:
 
 def _apart(a: Range, b: Range) -> bool:
     """Whether two places certainly do not overlap."""
-    return sz.known_le(a[1], b[0]) or sz.known_le(b[1], a[0])
+    return known_le(a[1], b[0]) or known_le(b[1], a[0])
 
 
 def _end(p: ins.Place) -> Size:
-    reach = sz.total((s - 1) * t for s, t in zip(p.shape, p.strides, strict=True))
+    reach = total((s - 1) * t for s, t in zip(p.shape, p.strides, strict=True))
     return p.offset + (reach + 1) * p.dtype.nbytes
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.ir import sizes as sz
-from plait.ir.sizes import Expr, Size, free_symbols
+from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 from plait.wrapper.walk import defined, rewrite
@@ -31,8 +30,8 @@ def share_sizes(p: ins.WrapperProgram) -> ins.WrapperProgram:
     taken = {i.name for i in p.inputs}.union(*map(defined, p.body))
     shared: dict[Expr, Expr] = {}
     for e in repeated:
-        lo, hi = sz.bounds(e)
-        shared[e] = sz.symbol(_fresh("n", taken), lo, hi)
+        lo, hi = bounds(e)
+        shared[e] = symbol(_fresh("n", taken), lo, hi)
     ready = {i.name for i in p.inputs if isinstance(i, ins.SymbolInput)}
     waiting = dict(shared)
     out = _define_ready(waiting, ready)

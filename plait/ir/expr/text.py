@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import ast
 import keyword
+import operator
 import re
 from collections.abc import Callable
-from functools import partial
 
-from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
-from plait.ir.sizes import Atom, Expr, Size, expr_text
-from plait.runtime.functions import FUNCTIONS
+from plait.ir.expr.core import INF, Atom, Expr, Size, expr_text
+from plait.ir.expr.fold import BUILD
+from plait.ir.expr.ranges import bounds, symbol
 
 _INFIX = {"div": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
-INF = float("inf")
 _VALUE = re.compile(r"t\d+")  # t0, t1, ... are the values of a loop body
 
 
@@ -106,7 +105,7 @@ def symbol_text(a: Atom, variable: str, extent: str | None) -> str:
     parts = [] if a.name == variable else [repr(a.name)]
     hi = INF
     if extent is not None and a.extent is not None:
-        hi = sz.bounds(a.extent)[1] - 1
+        hi = bounds(a.extent)[1] - 1
         parts.append(f"extent={extent}")
     if a.lo != 0:
         parts.append(f"lo={_bound(a.lo)}")
@@ -159,15 +158,14 @@ def _from_hex(value: str) -> float | None:
 
 _COMPARE: dict[type[ast.cmpop], str] = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le"}
 _BINARY: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
-    ast.Add: sz.add,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: sz.mul,
-    ast.FloorDiv: sz.floordiv,
-    ast.Mod: sz.mod,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: BUILD["div"],
+    ast.Mod: BUILD["mod"],
 }
-_CALLS: dict[str, Callable[[Size, Size], Size]] = {
-    "min": sz.smin, "max": sz.smax, **{name: partial(sz.call, name) for name in FUNCTIONS}
-}  # fmt: skip
+_CALLS = BUILD.keys() - _INFIX.keys()
+"""Functions that the text spells as calls."""
 
 
 class SymbolReader:
@@ -178,22 +176,19 @@ class SymbolReader:
 
     def declaration(self, s: ast.stmt) -> bool:
         """Takes `x = symbol(...)`; False for any other statement."""
-        if not (isinstance(s, ast.Assign) and isinstance(s.value, ast.Call)):
-            return False
-        call, target = s.value, s.targets[0]
-        if not (
-            isinstance(call.func, ast.Name)
-            and call.func.id == "symbol"
-            and isinstance(target, ast.Name)
-        ):
-            return False
-        name = text_of(call.args[0]) if call.args else target.id
+        match s:
+            case ast.Assign([ast.Name(variable), *_], ast.Call(ast.Name("symbol")) as call):
+                self.symbols[variable] = self._symbol(call, variable)
+                return True
+        return False
+
+    def _symbol(self, call: ast.Call, variable: str) -> Expr:
+        name = text_of(call.args[0]) if call.args else variable
         given = keywords(call, ("lo", "hi", "extent"))
         lo = self.bound(given["lo"]) if "lo" in given else 0
         hi = self.bound(given["hi"]) if "hi" in given else INF
         extent = self.size(given["extent"]) if "extent" in given else None
-        self.symbols[target.id] = sz.symbol(name, lo, hi, extent)
-        return True
+        return symbol(name, lo, hi, extent)
 
     def is_tensor_type(self, e: ast.expr) -> bool:
         """Whether this is `x[..] @ (..)`."""
@@ -255,9 +250,9 @@ class SymbolReader:
                 except (ZeroDivisionError, AssertionError):
                     raise wrong(e, "a division by a positive number") from None
             case ast.Call(func=ast.Name(id=name), args=[left, right]) if name in _CALLS:
-                return _CALLS[name](self.size(left), self.size(right))
+                return BUILD[name](self.size(left), self.size(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
-                return sz.compare(_COMPARE[type(op)], self.size(left), self.size(right))
+                return BUILD[_COMPARE[type(op)]](self.size(left), self.size(right))
             case _:
                 raise wrong(e, "an integer expression")
 

@@ -147,7 +147,7 @@ def included(path: Path) -> set[str]:
 def test_triton_launch_is_used_as_by_any_user() -> None:
     """The compiler sees public names and headers; the library of the compiler what README.md
     says."""
-    public = re.compile(r"triton_launch(\.worker)?(\.[a-zA-Z]\w*)?")
+    public = re.compile(r"triton_launch(\.specialization)?(\.[a-zA-Z]\w*)?")
     used = {name for p in SOURCES for name in imports(p, "triton_launch")}
     assert used and [name for name in sorted(used) if not public.fullmatch(name)] == []
     compiler = [p for p in cpp_and_python(ROOT / "native", PACKAGE) if p.suffix != ".py"]

@@ -1,7 +1,7 @@
 """Triton kernels launched from C++, C and other languages: README.md says how.
 
-Python's side: `worker` compiles what a program lacks, and reads and writes how calls are
-specialized.
+Python's side: `worker` compiles what a program lacks; `specialization` reads and writes how calls
+are specialized.
 """
 
 from pathlib import Path

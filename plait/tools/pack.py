@@ -26,7 +26,7 @@ from pathlib import Path
 
 from plait.errors import UserError
 from plait.runtime.cubin import Cubin, pack
-from triton_launch.worker import read_options, read_specialization, write_item, write_value
+from triton_launch.specialization import read_options, read_specialization, write_item, write_value
 
 MAX_PROCESSES = 8
 OLDEST_CAPABILITY = 80

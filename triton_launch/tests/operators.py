@@ -32,15 +32,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 import plait.ops as ops  # noqa: E402
 from plait.runtime.triton_worker import load_module  # noqa: E402
 from tests.triton_tools import TensorHandle  # noqa: E402
+from triton_launch.specialization import DType, Item, read_specialization  # noqa: E402
 from triton_launch.tests import ops_cases  # noqa: E402
-from triton_launch.worker import DType, Item, read_specialization  # noqa: E402
 
 STUB = f"""\
 #!/bin/sh
 unset TRITON_INTERPRET
 exec {sys.executable} -c '
 import hashlib, pathlib
-import triton_launch.worker as kernels
+import triton_launch.worker as worker
 from plait.runtime.cubin import Cubin
 
 def words(item):
@@ -53,11 +53,11 @@ def words(item):
 def compile_kernel(fn, capability, specialization, options):
     symbol = fn.__name__ + "_" + hashlib.sha256((specialization + options).encode()).hexdigest()[:8]
     pathlib.Path("{FOLDER}", symbol).write_text(fn.__name__ + " " + specialization)
-    n = sum(map(words, kernels.read_specialization(specialization))) + 2
+    n = sum(map(words, worker.read_specialization(specialization))) + 2
     return Cubin(f"{{symbol}} {{n}} 0".encode(), symbol, 4, 1, 0, (0, 1), (0, 1), False, False)
 
-kernels.compile_kernel = compile_kernel
-kernels.main()'
+worker.compile_kernel = compile_kernel
+worker.main()'
 """
 
 TYPES = {

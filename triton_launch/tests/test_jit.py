@@ -31,15 +31,8 @@ from plait.errors import UserError
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
-from triton_launch.worker import (
-    Callee,
-    DType,
-    _module_of,
-    describe,
-    read_specialization,
-    write_item,
-    write_value,
-)
+from triton_launch.functions import describe, module_of
+from triton_launch.specialization import Callee, DType, read_specialization, write_item, write_value
 
 HERE = Path(__file__).parent
 LAUNCH = HERE.parent
@@ -777,11 +770,11 @@ def test_files_of_kernels_replace_no_modules(
     path, modules = list(sys.path), dict(sys.modules)
     (tmp_path / "beside.py").write_text("x = 1\n")
     (tmp_path / "random.py").write_text("from beside import x\n")
-    module = _module_of(tmp_path / "random.py")
+    module = module_of(tmp_path / "random.py")
     assert (
         module.x == 1
         and sys.modules["random"] is random
-        and _module_of(tmp_path / "random.py") is module
+        and module_of(tmp_path / "random.py") is module
     )
     assert sys.path == [*path, str(tmp_path)]
     package = tmp_path / "of_kernels"
@@ -789,11 +782,11 @@ def test_files_of_kernels_replace_no_modules(
     (package / "__init__.py").write_text("y = 2\n")
     (package / "first.py").write_text("from . import y\n")
     (package / "broken.py").write_text("raise ValueError('broken')\n")
-    assert _module_of(package / "first.py") is sys.modules["of_kernels.first"]
+    assert module_of(package / "first.py") is sys.modules["of_kernels.first"]
     with pytest.raises(ValueError, match="broken"):
-        _module_of(package / "broken.py")
+        module_of(package / "broken.py")
     with pytest.raises(FileNotFoundError, match="no Python file"):
-        _module_of(tmp_path / "none.py")
+        module_of(tmp_path / "none.py")
     new = sys.modules.keys() - modules.keys()
     assert new == {"beside", "of_kernels", "of_kernels.first", module.__name__}
     for name in new:

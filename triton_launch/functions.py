@@ -1,6 +1,6 @@
 """The functions of a user's files: found and loaded, and described for C++.
 
-What C++ knows of a function is its parameters and decorators, as src/specialize.h reads them.
+What C++ knows of a function is its parameters and decorators, as src/signature.h reads them.
 """
 
 from __future__ import annotations

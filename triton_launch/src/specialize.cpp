@@ -4,36 +4,10 @@
 
 #include <charconv>
 #include <cmath>
-#include <map>
-#include <mutex>
-#include <set>
 
 namespace plait::triton {
 namespace {
-constexpr const char* kNames[] = {
-    "",     "u1",   "i8",   "i16",  "i32",     "i64",   "u8",       "u16",     "u32",     "u64",
-    "fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
-constexpr int64_t kMaxBlock = 1 << 20;  // elements
-constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
-const char* name_of(DType t) {
-  return static_cast<size_t>(t) < std::size(kNames) ? kNames[static_cast<size_t>(t)] : "";
-}
-
-std::optional<DType> dtype_named(std::string_view name) {
-  for (size_t k = 1; k < std::size(kNames); ++k)
-    if (name == kNames[k]) return static_cast<DType>(k);
-  return std::nullopt;
-}
-bool is_float(DType t) { return t >= DType::fp16 && t <= DType::fp64; }
 bool is_signed(DType t) { return t >= DType::i8 && t <= DType::i64; }
-
-std::string float_text(double v) {
-  if (std::isnan(v)) return "nan";
-  char text[40];
-  const auto end = std::to_chars(text, text + sizeof text, v, std::chars_format::general, 17).ptr;
-  std::string out(text, end);
-  return out.find_first_of(".ein") == out.npos ? out + ".0" : out;
-}
 
 // Leaves and their values, made from text.
 struct Literal {
@@ -122,20 +96,20 @@ struct Item {
          split(std::string_view(*block).substr(1, block->size() - 2), ',')) {
       size_t length = 0;
       std::from_chars(one.data(), one.data() + one.size(), length);
-      count = std::has_single_bit(length) && length <= kMaxBlock
-                  ? std::min<size_t>(count * length, kMaxBlock + 1)
-                  : kMaxBlock + 1;
+      count = std::has_single_bit(length) && length <= max_block
+                  ? std::min<size_t>(count * length, max_block + 1)
+                  : max_block + 1;
       ++n;
     }
-    const bool fits = n == rank && count <= kMaxBlock;
+    const bool fits = n == rank && count <= max_block;
     return type.substr(0, type.find('[') + 1) + (fits ? block->substr(1, block->size() - 2) : "") +
            "]>";
   }
 
   void slot(size_t k, DType to, bool fix, size_t extra_words = 0) const {
     out.slots.push_back({parameter, is_default, static_cast<uint32_t>(k),
-                         static_cast<uint32_t>(from.word(k) + extra_words),
-                         kBytes[static_cast<size_t>(to)], from.leaf(k).kind, to, fix});
+                         static_cast<uint32_t>(from.word(k) + extra_words), itemsize_of(to),
+                         from.leaf(k).kind, to, fix});
   }
 
   void add(size_t k, const Rules& rules) const {
@@ -194,8 +168,7 @@ struct Item {
         if (out.text.ends_with("[]>"))
           refuse(
               "a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a "
-              "block's "
-              "lengths are powers of two, 1048576 elements at most");
+              "block's lengths are powers of two, 1048576 elements at most");
         return slot(k, state::type_of(state), false);
       case Kind::none:
       case Kind::dtype:
@@ -248,165 +221,6 @@ void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* s
     mark(leaves, j, inside, states, words, first_word);
 }
 }  // namespace
-
-std::vector<std::string_view> split(std::string_view text, char at) {
-  std::vector<std::string_view> parts;
-  for (;;) {
-    const size_t end = text.find(at);
-    parts.push_back(text.substr(0, end));
-    if (end == text.npos) return parts;
-    text.remove_prefix(end + 1);
-  }
-}
-
-std::string quoted(std::string_view s) {
-  constexpr char digits[] = "0123456789ABCDEF";
-  std::string out = "'";
-  for (const unsigned char c : s) {
-    const bool plain =
-        (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
-        std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
-    if (plain)
-      out += static_cast<char>(c);
-    else
-      out += {'%', digits[c >> 4], digits[c & 15]};
-  }
-  return out + "'";
-}
-
-Settings read_settings(std::string_view text) {
-  Settings found;
-  for (const std::string_view item : split(text, ';')) {
-    const size_t at = item.find('=');
-    if (at != item.npos) found.emplace_back(item.substr(0, at), item.substr(at + 1));
-  }
-  return found;
-}
-
-std::string write_settings(const Settings& settings) {
-  std::string text;
-  for (const auto& [name, value] : settings) text += (text.empty() ? "" : ";") + name + "=" + value;
-  return text;
-}
-
-const std::string* find(const Settings& settings, std::string_view name) {
-  for (const auto& [known, value] : settings)
-    if (known == name) return &value;
-  return nullptr;
-}
-
-Error::Error(const std::string& what, std::string kernel, std::string specialization, int argument,
-             std::string traceback)
-    : std::runtime_error("kernel " + kernel + ": " + what +
-                         (specialization.empty() ? "" : "\n  specialization: " + specialization) +
-                         (traceback.empty() ? "" : "\n" + traceback)),
-      kernel(std::move(kernel)),
-      specialization(std::move(specialization)),
-      traceback(std::move(traceback)),
-      argument(argument) {}
-
-bool Layer::sets(std::string_view name) const {
-  if (!tunes) return std::find(names.begin(), names.end(), name) != names.end();
-  return std::any_of(configs.begin(), configs.end(),
-                     [&](const Settings& c) { return find(c, name); });
-}
-
-Signature::Signature(const std::string& function, const std::string& text) : function(function) {
-  const auto lines = split(text, '\n');
-  const auto names = [](std::string_view list) {
-    std::vector<std::string> found;
-    for (const std::string_view name : split(list, ','))
-      if (!name.empty()) found.emplace_back(name);
-    return found;
-  };
-  options = read_settings(lines[0]);
-  for (size_t k = 1; k < lines.size(); ++k) {
-    if (lines[k].empty()) continue;
-    const char first = lines[k][0];
-    const std::string_view rest = lines[k].substr(1);
-    const auto fields = split(lines[k], '|');
-    if (first == '#') {
-      identity = rest;
-    } else if (first == '>') {
-      facts.emplace_back(rest);
-    } else if (first == '+' && !layers.empty()) {
-      layers.back().configs.push_back(read_settings(rest));
-    } else if (fields[0] == "@heuristics" && fields.size() == 2) {
-      layers.push_back({false, false, false, false, names(fields[1]), {}, {}, {}});
-    } else if (fields[0] == "@autotune" && fields.size() == 5) {
-      const auto has = [&](char flag) { return fields[4].find(flag) != std::string_view::npos; };
-      layers.push_back({true,
-                        has('p'),
-                        has('b'),
-                        has('h'),
-                        names(fields[1]),
-                        names(fields[2]),
-                        names(fields[3]),
-                        {}});
-    } else if (fields.size() == 4) {
-      const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
-      parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
-                            has('c'), has('k'), has('s'), has('a')});
-    } else {
-      throw Error("its signature cannot be read", function);
-    }
-  }
-}
-
-bool Signature::is_set(std::string_view parameter) const {
-  return std::any_of(layers.begin(), layers.end(),
-                     [&](const Layer& l) { return l.sets(parameter); });
-}
-
-Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const uint64_t* words,
-                     std::span<const std::string_view> strings)
-    : leaves_(leaves), states_(states), words_(words), strings_(strings) {
-  uint32_t word = 0, string = 0;
-  for (const Leaf& leaf : leaves) {
-    first_word_.push_back(word);
-    first_string_.push_back(string);
-    word += leaf.n_words();
-    string += leaf.has_text();
-  }
-}
-
-std::string Arguments::value(size_t k, bool pointers) const {
-  const uint64_t* word = words_ + first_word_[k];
-  if (states_[k] & state::none) return "None";
-  switch (leaves_[k].kind) {
-    case Kind::pointer:
-      if (!pointers) throw std::invalid_argument("a pointer cannot be a constant");
-      return "*" + std::string(name_of(state::type_of(states_[k])));
-    case Kind::integer:
-      return state::type_of(states_[k]) == DType::u64 ? std::to_string(*word)
-                                                      : std::to_string(static_cast<int64_t>(*word));
-    case Kind::floating: return float_text(std::bit_cast<double>(word[1]));
-    case Kind::boolean: return *word ? "True" : "False";
-    case Kind::none: return "None";
-    case Kind::dtype: return name_of(state::type_of(states_[k]));
-    case Kind::string: return quoted(strings_[first_string_[k]]);
-    case Kind::function: return "@" + std::string(strings_[first_string_[k]]);
-    case Kind::descriptor: {
-      if (!pointers) throw std::invalid_argument("a tensor descriptor cannot be a constant");
-      std::string lengths;
-      int64_t count = 1;
-      for (size_t d = 0; d < (*word & 0xff); ++d) {
-        const int64_t length = int64_t{1} << (*word >> 8 * (d + 1) & 0xff);
-        count *= std::min(length, kMaxBlock + 1);
-        if (count > kMaxBlock)
-          return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[]>";
-        lengths += (d ? "," : "") + std::to_string(length);
-      }
-      return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[" + lengths +
-             "]>";
-    }
-    case Kind::tuple: break;
-  }
-  std::string out = "(";
-  for (size_t j = k + 1; j < next(k); j = next(j))
-    out += (j == k + 1 ? "" : ",") + value(j, pointers);
-  return out + ")";
-}
 
 Binding bind(const Signature& signature, std::span<const Leaf> leaves) {
   const std::vector<Parameter>& parameters = signature.parameters;
@@ -533,170 +347,6 @@ void fix(const Slot& slot, const Signature& signature, uint8_t state, uint64_t* 
   if (slot.to == DType::bf16) *word = single >> 16;  // cut off, as Triton's launcher does
   if (slot.to == DType::fp32) *word = single;
   if (slot.to == DType::fp64) *word = std::bit_cast<uint64_t>(v);
-}
-
-std::vector<Recipe> read_recipes(std::string_view text) {
-  std::vector<Recipe> found;
-  for (const std::string_view one : split(text, ';')) {
-    const auto fields = split(one, ',');
-    if (fields.size() != 5) continue;
-    const auto number = [](std::string_view s) {
-      int v = 0;
-      std::from_chars(s.data(), s.data() + s.size(), v);
-      return v;
-    };
-    found.push_back(
-        {number(fields[0]), number(fields[1]), number(fields[2]), number(fields[3]) != 0, {}});
-    for (const std::string_view n : split(fields[4], 'x'))
-      found.back().block.push_back(static_cast<uint32_t>(number(n)));
-  }
-  return found;
-}
-
-std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recipe>& recipes,
-                         const Arguments& call) {
-  std::vector<Slot> out;
-  int n = 0;
-  for (const Slot& slot : slots) {
-    if (slot.from != Kind::descriptor) {
-      out.push_back(slot);
-      continue;
-    }
-    const size_t rank = call.descriptor_rank(slot.leaf);
-    const auto put = [&](size_t word, uint8_t nbytes, int map = -1) {
-      Slot part = slot;
-      part.word += static_cast<uint32_t>(word);
-      part.nbytes = nbytes;
-      part.map = map;
-      out.push_back(part);
-    };
-    constexpr size_t shape = 2, strides = shape + Extents::max_rank,
-                     padding = strides + Extents::max_rank;
-    const bool is_map = !recipes.empty();
-    if (is_map && (static_cast<size_t>(n) >= recipes.size() ||
-                   recipes[static_cast<size_t>(n)].block.size() != rank))
-      throw std::runtime_error("the compiled kernel has no tensor descriptor of " +
-                               std::to_string(rank) + " dimensions as number " + std::to_string(n));
-    if (is_map) {
-      put(0, Recipe::map_nbytes, n);
-    } else {
-      put(1, 8);
-      for (const size_t first : {shape, strides})
-        for (size_t k = 0; k < rank; ++k) put(first + k, 8);
-      put(padding, 1);
-    }
-    for (size_t k = 0; k < rank; ++k)
-      put(shape + k, 4, is_map && recipes[static_cast<size_t>(n)].is_fp4 && k + 1 == rank ? n : -1);
-    for (size_t k = 0; k < rank; ++k) put(strides + k, 8);
-    ++n;
-  }
-  if (static_cast<size_t>(n) < recipes.size())
-    throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) +
-                             " tensor descriptors, not " + std::to_string(n));
-  return out;
-}
-
-const char* Fields::wrong(DType dtype) const {
-  const size_t n = rank();
-  if (base() % 16 != 0) return "its base is not a multiple of 16";
-  for (size_t k = 0; k < n; ++k)
-    if (shape(k) <= 0) return "its shape is not positive";
-  for (size_t k = 0; k + 1 < n; ++k)
-    if (stride(k) * kBytes[static_cast<size_t>(dtype)] % 16 != 0)
-      return "its strides are not multiples of 16 bytes";
-  if (stride(n - 1) != 1) return "its last stride is not 1";
-  const bool is_floating = is_float(dtype) || dtype >= DType::fp8e4nv;
-  return nan() && !is_floating ? "only floating-point elements can be padded with nan" : nullptr;
-}
-
-// Sets of options by their text; they stay for good.
-class OptionSet {
- public:
-  std::vector<std::pair<std::string, std::string>> options;
-};
-
-const OptionSet* option_set(std::span<const Option> options) {
-  static std::mutex mutex;
-  static auto* all = new std::map<std::vector<std::pair<std::string, std::string>>, OptionSet>;
-  std::vector<std::pair<std::string, std::string>> pairs;
-  for (const Option& o : options) pairs.emplace_back(o.name, o.value);
-  std::sort(pairs.begin(), pairs.end());
-  const std::scoped_lock lock(mutex);
-  return &all->try_emplace(pairs, OptionSet{pairs}).first->second;
-}
-
-Settings options_of(const Signature& signature, const Options& o, const Settings& chosen) {
-  std::map<std::string, std::string> set;
-  const auto number = [&](const char* name, int16_t value) {
-    if (value >= 0) set[name] = std::to_string(value);
-  };
-  number("num_warps", o.num_warps);
-  number("num_stages", o.num_stages);
-  number("num_ctas", o.num_ctas);
-  number("maxnreg", o.maxnreg);
-  if (o.cooperative) set["launch_cooperative_grid"] = "True";
-  if (o.pdl) set["launch_pdl"] = "True";
-  if (o.others)
-    for (const auto& [name, value] : o.others->options)
-      if (!set.try_emplace(name, value).second)
-        throw Error("two values for option " + name, signature.function);
-  const auto& parameters = signature.parameters;
-  for (const auto& [name, value] : chosen) {
-    if (std::any_of(parameters.begin(), parameters.end(),
-                    [&](const Parameter& p) { return p.name == name; }))
-      continue;
-    if (name.find('.') != name.npos) continue;  // a parameter's block shape
-    if (!set.try_emplace(name, value).second)
-      throw Error("option " + name + " is set by a decorator", signature.function);
-  }
-  return {set.begin(), set.end()};
-}
-
-std::string options_text(const Signature& signature, Settings options) {
-  std::erase_if(options, [&](const auto& option) {
-    const std::string* fallback = find(signature.options, option.first);
-    return fallback && *fallback == option.second;
-  });
-  return write_settings(options);
-}
-
-DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
-  static constexpr struct {
-    unsigned code, bits;
-    DType dtype;
-  } known[] = {{2, 32, DType::fp32},  {4, 16, DType::bf16},    {2, 16, DType::fp16},
-               {2, 64, DType::fp64},  {0, 32, DType::i32},     {0, 64, DType::i64},
-               {0, 8, DType::i8},     {0, 16, DType::i16},     {1, 8, DType::u8},
-               {1, 16, DType::u16},   {1, 32, DType::u32},     {1, 64, DType::u64},
-               {6, 8, DType::u1},     {10, 8, DType::fp8e4nv}, {11, 8, DType::fp8e4b8},
-               {12, 8, DType::fp8e5}, {13, 8, DType::fp8e5b16}};
-  for (const auto& k : known)
-    if (k.code == code && k.bits == bits && lanes == 1) return k.dtype;
-  return state::unknown;
-}
-
-uint64_t detail::dense_nbytes(int n, const int64_t* shape, const int64_t* strides,
-                              size_t itemsize) {
-  uint64_t count = 1;
-  for (int k = 0; k < n; ++k) count *= static_cast<uint64_t>(shape[k]);
-  uint64_t inside = 1;  // elements of the innermost dimensions found so far
-  const auto is_next = [&](int k) {
-    return shape[k] > 1 && static_cast<uint64_t>(strides[k]) == inside;
-  };
-  for (int found = 0; strides && count > inside; found = 0) {
-    for (int k = 0; k < n && !found; ++k)
-      if (is_next(k)) found = k + 1;
-    if (!found) return 0;
-    inside *= static_cast<uint64_t>(shape[found - 1]);
-  }
-  return count * itemsize;
-}
-
-std::string detail::value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
-                               std::span<const std::string_view> strings) {
-  const uint64_t* values = &words[n_head_words + n_state_words(leaves.size())];
-  return Arguments(leaves, reinterpret_cast<const uint8_t*>(&words[n_head_words]), values, strings)
-      .value(0);
 }
 
 }  // namespace plait::triton

@@ -12,7 +12,7 @@ namespace plait::triton {
 
 inline cuda::Stream of_driver(Stream stream) { return reinterpret_cast<cuda::Stream>(stream); }
 
-// Facts of one function, as specialize.h writes them. Threads may share it.
+// Facts of one function, as signature.h writes them. Threads may share it.
 class Facts {
  public:
   void read(const std::string& function, std::string_view line);  // throws Error

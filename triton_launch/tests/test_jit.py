@@ -807,7 +807,8 @@ needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside 
 
 @needs_triton
 def test_specializes_as_triton(tmp_path: Path) -> None:
-    sources = (HERE / "native_specialize.cpp", SRC / "specialize.cpp")
+    rules = [SRC / f"{part}.cpp" for part in ("arguments", "signature", "specialize")]
+    sources = (HERE / "native_specialize.cpp", *rules)
     build("-shared", "-fPIC", "-o", tmp_path / "libspecialize.so", *sources)
     in_triton("specializes_as_triton", tmp_path)
 

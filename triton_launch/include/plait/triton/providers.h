@@ -54,7 +54,7 @@ class PLAIT_API Provider {
  public:
   virtual ~Provider() = default;
   // Names that the answer depends on, with commas; a newline; and the answer, as
-  // triton_launch/src/specialize.h has facts. Asked only where there are decorators.
+  // triton_launch/src/signature.h has facts. Asked only where there are decorators.
   virtual std::string evaluate(const Question& question);
   // How many kernels it compiles at once.
   virtual unsigned concurrency() const { return 1; }
@@ -63,7 +63,7 @@ class PLAIT_API Provider {
   virtual std::unique_lock<std::mutex> hold(std::mutex& mutex) const {
     return std::unique_lock(mutex);
   }
-  // The function's parameters, a line each; triton_launch/src/specialize.h says how.
+  // The function's parameters, a line each; triton_launch/src/signature.h says how.
   virtual std::string describe(const std::string& file, const std::string& function) = 0;
   virtual Binary compile(const Request& request) = 0;
 };

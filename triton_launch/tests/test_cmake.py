@@ -121,6 +121,16 @@ def test_a_prefix_says_what_it_lacks(prefix: Path, tmp_path: Path, wanted: str, 
     assert done.returncode != 0 and said in " ".join(done.stderr.split()), done.stderr
 
 
+def test_a_project_of_its_own(tmp_path: Path) -> None:
+    """Configured only: what is built is the same. It installs what a prefix has."""
+    run("cmake", "-S", HERE.parent, "-B", tmp_path / "build", "-G", "Ninja", *NO_PYTHON)
+    targets = run("ninja", "-C", tmp_path / "build", "-t", "targets", "all")
+    assert "libplait_core.so:" in targets and "libplait_ops.so" not in targets
+    installed = (tmp_path / "build" / "cmake_install.cmake").read_text()
+    for part in ("libplait_core.so", "plait-config.cmake", "triton_launch/include/plait"):
+        assert part in installed
+
+
 def test_a_folder_of_a_project(tmp_path: Path) -> None:
     """Configured only: what is built is the same. A torch that is not there is said to be
     missing."""
@@ -133,10 +143,9 @@ def test_a_folder_of_a_project(tmp_path: Path) -> None:
     command = ("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *NO_PYTHON)
     torch = Path(sys.modules["torch"].__file__ or "").parent
     run(*command, f"-DPLAIT_TORCH_DIR={torch}")
-    assert (
-        "libplait"
-        not in (tmp_path / "build" / "plait" / "native" / "cmake_install.cmake").read_text()
-    )
+    for part in ("native", "triton_launch"):
+        install = tmp_path / "build" / "plait" / part / "cmake_install.cmake"
+        assert "libplait" not in install.read_text()
     done = subprocess.run(
         [*map(str, command), "-DPLAIT_TORCH_DIR=/nowhere"],
         env={**os.environ, "PATH": TOOLS}, capture_output=True, text=True, timeout=60,

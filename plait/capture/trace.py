@@ -97,6 +97,129 @@ class Traced:
     views: Mapping[int, InputView]
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What one run of a module showed.
+
+    spec: how its results are put together.
+    leaves: its results, VALUE for those of the graph.
+    views: the results that are inputs or views of them.
+    moved: some of these lie in inputs that got other strides.
+    left: what it left in objects that are no tensors.
+    in_arguments: the same of its arguments.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    views: Mapping[int, InputView]
+    moved: bool
+    left: list[Change]
+    in_arguments: list[Change]
+
+
+Arrange = Callable[[pytree.TreeSpec, Iterator[Any]], Any]
+Exported = tuple[GraphModule, tuple[int, ...], int]
+
+
+class _Flattened:
+    """A module as a function from state and tensor leaves to a tuple of tensors and sizes. It is
+    run more than once; `seen` is of the last run that counts."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        who: str,
+        env: ExportEnv,
+        given: tuple[list[Any], pytree.TreeSpec],
+        state: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.module, self.who, self.env = module, who, env
+        self.leaves, self.spec = given
+        self.state = state
+        self.is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
+        fakes = (x for x, value in zip(env.leaves, self.is_value, strict=True) if value)
+        self.fakes = tuple(fakes)
+        self.inputs = [*(env.fake_state(t) for t in state.values()), *self.fakes]
+        self.arrange: Arrange = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
+        self.before: list[Change] = []  # what the run before left
+        self.seen: _Seen | None = None
+        # As first found: a size may be known only when the module is run again.
+        self.is_result: list[bool] = []
+
+    def run(self, *flat: Any) -> tuple[Any, ...]:
+        """Calls the module, notes what is seen, returns the results that are values."""
+        given = iter(flat[len(self.state) :])
+        leaves = [
+            next(given) if value else real if fake is None else fake
+            for value, real, fake in zip(self.is_value, self.leaves, self.env.leaves, strict=True)
+        ]
+        args, kwargs = self.arrange(self.spec, iter(leaves))
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
+        given_away = Kept(SimpleNamespace(**bound.arguments))
+        holding = Holding(self.module, self.who, self.before)
+        state = flat[: len(self.state)]
+        with holding.state(self.state, state), NotingLayouts(self.env) as layouts:
+            result = self.module(*args, **kwargs)
+        layouts.ask_of_results(flat, result)
+        left, in_arguments = holding.left, given_away.changes()
+        paths, spec = pytree.tree_flatten_with_path(result)
+        self._check_results(paths)
+        found = holding.write([x for _, x in paths])
+        self.is_result = self.is_result or [_is_value(x) for x in found]
+        of = list(zip(found, self.is_result, strict=True))
+        results = tuple(x for x, value in of if value)
+        views = views_of_inputs(results, flat)
+        moved = any(compat.tracing.is_moved(flat[v.input]) for v in views.values())
+        known = tuple(VALUE if value else x for x, value in of)
+        self.seen = _Seen(spec, known, views, moved, left, in_arguments)
+        return results
+
+    def _check_results(self, paths: list[tuple[pytree.KeyPath, Any]]) -> None:
+        for path, x in paths:
+            if not _is_value(x) and not isinstance(x, CONSTANTS):
+                what = (
+                    f"a result of {_name_of(self.module)}, {_type_name(x)}{_at(path)}, which may "
+                    "hold tensors"
+                )
+                raise Unsupported(f"{self.who} of {what}", hint=_REGISTER)
+
+    def export(self, turned: Collection[Question] = ()) -> Exported:
+        """The graph of a run, the positions of the inputs that it writes, and its tokens."""
+        module = FunctionModule(self.run)
+        with early_changes, numbers_kept, mended_tracing, CheckWrites():
+            made = export_graph(self.env, module, self.inputs, self.who, turned)
+            if self.known.moved:
+                # Of their new values: how results lie is right where nothing is made functional.
+                with self.env.mode, exporting, torch.no_grad():
+                    self.run(*(x.detach() if _is_tensor(x) else x for x in self.inputs))
+        return made
+
+    @property
+    def known(self) -> _Seen:
+        assert self.seen is not None, "the module was run"
+        return self.seen
+
+    def again(
+        self,
+        first: Exported,
+        turned: Collection[Question] = (),
+        alike: Callable[[GraphModule, GraphModule], bool] = same_program,
+    ) -> _Seen | None:
+        """What one more run shows, if it traces the same program; `seen` stays that of the first
+        one."""
+        made = self.known
+        try:
+            graph, mutated, _ = self.export(turned)
+        except Exception:  # noqa: BLE001  whatever comes of what is no tensor
+            return None
+        else:
+            now = self.known
+            same = mutated == first[1] and alike(graph, first[0])
+            return now if same and (now.spec, now.leaves) == (made.spec, made.leaves) else None
+        finally:
+            self.seen = made
+
+
 def trace(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -111,6 +234,55 @@ def trace(
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot
     be traced, and what the module raises, with a note of the user's line.
     """
+    _check_module(module, who)
+    leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
+    names = _leaf_names(module, args, kwargs)
+    for name, x in zip(names, leaves, strict=True):
+        _check_argument(name, x, who)
+    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
+    state = state_of(module)
+    flat = _Flattened(module, who, env, (leaves, in_spec), state)
+    try:
+        exported = flat.export()
+    except Exception as error:
+        instead = _instead(error, module, who, (state, args, kwargs) if device is None else None)
+        if instead is error:
+            raise
+        raise instead from error
+    graph, mutated, tokens = exported
+    for size, questions in env.told_from_one(flat.fakes).items():
+        if flat.again(exported, questions, functools.partial(same_for_one, size=size)):
+            env.ones[size] = questions
+    left = _settle(flat, exported)
+    if flat.known.in_arguments:
+        told = _names(flat.known.in_arguments)
+        warn_once(
+            f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the "
+            "program does not"
+        )
+    loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
+    any_order = not has_orders(args_spec, kwargs_spec, loose)
+    if not any_order and not left:
+        flat.arrange = in_another_order
+        any_order = flat.again(exported) is not None
+    drop_tokens(graph.graph, tokens)
+    _write_back(graph, mutated)
+    signature = Signature(
+        in_spec,
+        tuple(VALUE if value else x for value, x in zip(flat.is_value, leaves, strict=True)),
+        names,
+        len(args),
+        tuple(kwargs),
+        flat.known.spec,
+        flat.known.leaves,
+        any_order,
+        () if any_order else loose,
+    )
+    facts = with_least_sizes(env.size_facts(flat.fakes, graph), graph)
+    return Traced(graph, mutated, state, flat.fakes, signature, facts, flat.known.views)
+
+
+def _check_module(module: torch.nn.Module, who: str) -> None:
     if not _is_python(module.forward):
         kind = type(module.forward).__name__
         raise Unsupported(
@@ -120,178 +292,65 @@ def trace(
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{who} of {_name_of(module)}, of which {name!r} is a ScriptModule, not Python"
             raise Unsupported(what, hint="the module that it was scripted from")
-    real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
-    names = _leaf_names(module, args, kwargs)
-    for name, x in zip(names, real_leaves, strict=True):
-        _check_argument(name, x, who)
-    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
-    is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
-    state = state_of(module)
-    out_spec: pytree.TreeSpec | None = None
-    out_leaves: tuple[Any, ...] = ()
-    is_result: list[
-        bool
-    ] = []  # as first found: a size may be known only when the module is run again
-    views: dict[int, InputView] = {}
-    moved = False  # whether results lie in inputs that got other strides
-    before: list[Change] = []
-    left: list[Change] = []
-    in_arguments: list[Change] = []
-    arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: (
-        pytree.tree_unflatten(leaves, spec)
-    )
 
-    class Flat(torch.nn.Module):
-        """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than
-        once."""
 
-        def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves, is_result, views, moved, left, in_arguments
-            given = iter(flat[len(state) :])
-            leaves = [
-                next(given) if value else real if fake is None else fake
-                for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
-            ]
-            call_args, call_kwargs = arrange(in_spec, iter(leaves))
-            bound = inspect.signature(module.forward).bind(*call_args, **call_kwargs)
-            given_away = Kept(SimpleNamespace(**bound.arguments))
-            holding = Holding(module, who, before)
-            with holding.state(state, flat[: len(state)]), NotingLayouts(env) as layouts:
-                result = module(*call_args, **call_kwargs)
-            layouts.ask_of_results(flat, result)
-            left, in_arguments = holding.left, given_away.changes()
-            paths, out_spec = pytree.tree_flatten_with_path(result)
-            for path, x in paths:
-                if not _is_value(x) and not isinstance(x, CONSTANTS):
-                    what = (
-                        f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may "
-                        "hold tensors"
-                    )
-                    raise Unsupported(f"{who} of {what}", hint=_REGISTER)
-            found = holding.write([x for _, x in paths])
-            is_result = is_result or [_is_value(x) for x in found]
-            out_leaves = tuple(
-                VALUE if value else x for x, value in zip(found, is_result, strict=True)
-            )
-            results = tuple(x for x, value in zip(found, is_result, strict=True) if value)
-            views = views_of_inputs(results, flat)
-            moved = any(compat.tracing.is_moved(flat[v.input]) for v in views.values())
-            return results
-
-    fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
-    inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
-
-    def export(turned: Collection[Question] = ()) -> tuple[GraphModule, tuple[int, ...], int]:
-        with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            made = export_graph(env, Flat(), inputs, who, turned)
-            if (
-                moved
-            ):  # of their new values: how results lie is right where nothing is made functional
-                with env.mode, exporting, torch.no_grad():
-                    Flat()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
-            return made
-
-    try:
-        graph, mutated, tokens = export()
-    except InputError as error:
+def _instead(
+    error: Exception,
+    module: torch.nn.Module,
+    who: str,
+    eager: tuple[Mapping[str, torch.Tensor], tuple[Any, ...], Mapping[str, Any]] | None,
+) -> Exception:
+    """What is raised for an error of tracing. eager: state, args and kwargs, where eager can be
+    asked what it raises."""
+    line = users_line(error)
+    if isinstance(error, InputError):
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
-        raise Unsupported(
-            what, where=users_line(error), hint="call the function itself: its __wrapped__"
-        ) from error
-    except PlaitError:
-        raise
-    except Exception as error:
-        line = users_line(error)
-        if wants_values(error):
-            raise Unsupported(
-                f"{who} cannot trace {_name_of(module)}: {_first_line(error)}",
-                where=line,
-                hint='torch.compile(fn, backend="plait"), which can break graphs',
-            ) from error
-        if "internal overlap" in str(error):  # of a tensor that a view of it is written through
-            raise Unsupported(SHARED, where=line, hint=CLONE) from error
-        found = _raised_by_eager(module, state, args, kwargs) if device is None else None
-        note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
-        if found is None:
-            error.add_note(note)
-            raise
-        found.add_note(note)
-        raise found from error
-    for size, questions in env.told_from_one(fakes).items():
-        made = out_spec, out_leaves, views
-        again, alike = (
-            functools.partial(export, questions),
-            functools.partial(same_for_one, size=size),
+        hint = "call the function itself: its __wrapped__"
+        return Unsupported(what, where=line, hint=hint)
+    if isinstance(error, PlaitError):
+        return error
+    if wants_values(error):
+        what = f"{who} cannot trace {_name_of(module)}: {_first_line(error)}"
+        hint = 'torch.compile(fn, backend="plait"), which can break graphs'
+        return Unsupported(what, where=line, hint=hint)
+    if "internal overlap" in str(error):  # of a tensor that a view of it is written through
+        return Unsupported(SHARED, where=line, hint=CLONE)
+    found = _raised_by_eager(module, *eager) if eager is not None else None
+    note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
+    if found is None:
+        error.add_note(note)
+        return error
+    found.add_note(note)
+    return found
+
+
+def _settle(flat: _Flattened, exported: Exported) -> list[Change]:
+    """What the next call finds left by this one. Raises Unsupported where it would be another
+    program."""
+    left = flat.known.left
+    if not left:
+        return left
+    flat.before = left
+    now = flat.again(exported)
+    name = _name_of(flat.module)
+    if now is None or not settled(left, now.left):
+        what = (
+            f"{flat.who} of {name}, of which a call asks for what the one before it left: "
+            f"{_names(left)}"
         )
-        if _again(again, graph, mutated, alike) and (out_spec, out_leaves) == made[:2]:
-            env.ones[size] = questions
-        out_spec, out_leaves, views = made
-    if left:
-        before, made = left, (out_spec, out_leaves, views)
-        told = ", ".join(dict.fromkeys(repr(change.name) for change in left))
-        if (
-            not _again(export, graph, mutated)
-            or (out_spec, out_leaves) != made[:2]
-            or not settled(before, left)
-        ):
-            what = (
-                f"{who} of {_name_of(module)}, of which a call asks for what the one before it "
-                f"left: {told}"
-            )
-            raise Unsupported(what, hint=_KEEP)
-        out_spec, out_leaves, views = made
-        warn_once(
-            f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not"
-        )
-    if in_arguments:
-        told = ", ".join(dict.fromkeys(repr(change.name) for change in in_arguments))
-        warn_once(
-            f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the "
-            "program does not"
-        )
-    loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
-    any_order = not has_orders(args_spec, kwargs_spec, loose)
-    if not any_order and not left:
-        arrange, made = in_another_order, (out_spec, out_leaves, views)
-        any_order = _again(export, graph, mutated) and (out_spec, out_leaves) == made[:2]
-        out_spec, out_leaves, views = made
-    drop_tokens(graph.graph, tokens)
-    _write_back(graph, mutated)
-    assert out_spec is not None
-    leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
-    signature = Signature(
-        in_spec,
-        leaves,
-        names,
-        len(args),
-        tuple(kwargs),
-        out_spec,
-        out_leaves,
-        any_order,
-        () if any_order else loose,
-    )
-    facts = with_least_sizes(env.size_facts(fakes, graph), graph)
-    return Traced(graph, mutated, state, fakes, signature, facts, views)
+        raise Unsupported(what, hint=_KEEP)
+    warn_once(f"{flat.who}: a call of {name} assigns {_names(left)}, one of the program does not")
+    return now.left
+
+
+def _names(changes: list[Change]) -> str:
+    return ", ".join(dict.fromkeys(repr(change.name) for change in changes))
 
 
 _KEEP = (
     "a buffer (register_buffer) or an argument for what changes; what is made once has to be "
     "there before: call it once with the largest sizes"
 )
-
-
-def _again(
-    export: Callable[[], tuple[GraphModule, tuple[int, ...], int]],
-    graph: GraphModule,
-    mutated: tuple[int, ...],
-    alike: Callable[[GraphModule, GraphModule], bool] = same_program,
-) -> bool:
-    """Whether the same program is traced once more."""
-    try:
-        found = export()
-    except Exception:  # noqa: BLE001  whatever comes of what is no tensor
-        return False
-    return found[1] == mutated and alike(found[0], graph)
 
 
 def _raised_by_eager(
@@ -356,6 +415,10 @@ def users_line(error: Exception) -> str:
         if not f.filename.startswith((*ours, "<"))
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def _is_value(x: Any) -> bool:

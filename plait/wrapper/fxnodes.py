@@ -24,6 +24,7 @@ from plait.runtime.cubin import NUMBERS
 from plait.runtime.fxops import PythonFunction, triton_function
 from plait.wrapper import instructions as ins
 from plait.wrapper.fxgraph import Arg, FxGraph, aten, value_of
+from plait.wrapper.operators import lists_of, operator_of
 
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")
 
@@ -257,20 +258,18 @@ def _set_gpu(g: FxGraph, device: str) -> None:
 
 
 def _call_extern(g: FxGraph, i: ins.CallExtern) -> None:
-    namespace, _, rest = i.op.partition("::")
-    name, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    op = getattr(packet, overload or "default")
+    op = operator_of(i.op)
     args, kwargs = g.arguments(i)
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
     while (
         len(args) < len(positional) and positional[len(args)] in kwargs
     ):  # 'from' is no keyword for Python
         args.append(kwargs.pop(positional[len(args)]))
-    lists = [isinstance(r.type, torch.ListType) for r in op._schema.returns]
+    lists = lists_of(op)
     several = lists != [False]
     one = i.outs[0] if len(i.outs) == 1 and not several else None
-    node = g.call(packet if keyword.iskeyword(overload) else op, tuple(args), kwargs, one)
+    function = op.overloadpacket if keyword.iskeyword(op._overloadname) else op
+    node = g.call(function, tuple(args), kwargs, one)
     if several:
         nested = len(lists) > 1 and any(lists)
         g.unpack(g.call(generated.flat, (node,)) if nested else node, i.outs)

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse, pairwise, takewhile
-from typing import Any
 
 import torch
 
 from plait.wrapper import instructions as ins
+from plait.wrapper.operators import operator_of
 from plait.wrapper.walk import bases_of, defined, is_fence, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
@@ -329,7 +329,7 @@ class _Facts:
 
 def _without_dropout(i: ins.CallExtern) -> bool:
     """Whether an attention operator's probability of dropping is 0."""
-    given = _overload(i.op)
+    given = operator_of(i.op)
     if given is None:
         return True
     names = [a.name for a in given._schema.arguments]
@@ -342,15 +342,8 @@ def _without_dropout(i: ins.CallExtern) -> bool:
     )
 
 
-def _overload(op: str) -> Any:
-    """The operator, None if torch does not know it by now."""
-    name, _, overload = op.partition(".")
-    space, _, packet = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
-
-
 def _tags(op: str) -> list[torch.Tag]:
-    found = _overload(op)
+    found = operator_of(op)
     return [] if found is None else list(found.tags)
 
 

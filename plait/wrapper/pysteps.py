@@ -11,9 +11,7 @@ import keyword
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import assert_never
-
-import torch
+from typing import Any, assert_never
 
 from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES, DType, opaque
@@ -22,6 +20,7 @@ from plait.ir.expr.text import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
+from plait.wrapper.operators import lists_of, operator_of
 from plait.wrapper.walk import sizes
 
 _RESERVED = frozenset(
@@ -250,13 +249,12 @@ def _call(m: Statements, i: ins.CallExtern | ins.CallPython) -> None:
     for key, o in i.kwargs:
         plain = key.isidentifier() and not keyword.iskeyword(key)
         args.append(f"{key}={m.operand(o)}" if plain else f"**{{{key!r}: {m.operand(o)}}}")
+    several = True
     if isinstance(i, ins.CallExtern):
-        function, several = f"{_operator(i.op)}(", _returns_several(i.op)
+        op = operator_of(i.op)
+        function, several = f"{_operator_text(op)}(", lists_of(op) != [False]
     else:
-        function, several = (
-            f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}",
-            True,
-        )
+        function = f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}"
         m.body.append(f"# {i.label}")
     made = f"{function}{', '.join(args)})"
     targets = ["_" if n is None else m.names.variable(n) for n in i.outs]
@@ -272,25 +270,10 @@ def dtype_text(d: DType) -> str:
     return str(TO_TORCH[d]) if d in TO_TORCH else "torch.uint8"
 
 
-def _operator(op: str) -> str:
-    """torch.ops' spelling of 'namespace::name.overload'."""
-    namespace, _, rest = op.partition("::")
-    name, _, overload = rest.partition(".")
-    packet = f"torch.ops.{namespace}.{name}"
-    overload = overload or "default"
-    return (
-        f"{packet}.{overload}"
-        if not keyword.iskeyword(overload)
-        else f"getattr({packet}, {overload!r})"
-    )
-
-
-def _returns_several(op: str) -> bool:
-    namespace, _, rest = op.partition("::")
-    name, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    returns = getattr(packet, overload or "default")._schema.returns
-    return len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
+def _operator_text(op: Any) -> str:
+    if keyword.iskeyword(op._overloadname):
+        return f"getattr(torch.ops.{op.overloadpacket}, {op._overloadname!r})"
+    return f"torch.ops.{op}"
 
 
 def _literal(o: ins.Literal) -> str:

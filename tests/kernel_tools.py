@@ -54,7 +54,7 @@ class Loaded:
         self, kernels: Sequence[Kernel], isa: Isa, folder: Path, opt_level: int = 2
     ) -> None:
         found = find_toolchain(Config())
-        self.source = emit_library(kernels, isa)
+        self.source = emit_library(kernels, isa, verifies=True)
         path = folder / f"k{abs(hash(self.source.text))}-{isa.name}.so"
         Toolchain(found.compiler, found.version, isa, opt_level).compile(self.source.text, path)
         self.lib = ctypes.CDLL(str(path))

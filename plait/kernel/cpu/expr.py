@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Callable
 
-from plait.ir.dtypes import DTYPES, DType, b1, f32, i32
+from plait.ir.dtypes import DTYPES, DType, b1, f32, i32, u8
 from plait.ir.loops import Const
 from plait.ir.ops import OPS
 from plait.runtime.mathtable import SLEEF
@@ -97,6 +97,11 @@ def ctype(d: DType) -> str:
 def memory(d: DType) -> str:
     """The C++ type of an element in memory."""
     return {"b1": "u8", "f16": "u16", "bf16": "u16"}.get(d.name, d.name)
+
+
+def stored(d: DType) -> DType:
+    """The dtype whose lanes have the width of d's elements in memory."""
+    return u8 if d == b1 else d
 
 
 def vtype(d: DType) -> str:

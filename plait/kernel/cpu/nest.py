@@ -13,11 +13,14 @@ from contextlib import contextmanager
 
 from plait.ir.expr import Atom, Size, may_be_zero, product, symbol
 from plait.ir.loops import walk
-from plait.kernel.cpu.access import AccessWriter
+from plait.kernel.cpu.compute import compute
 from plait.kernel.cpu.expr import memory
+from plait.kernel.cpu.loads import fill_tile
 from plait.kernel.cpu.passes import Nest, buffer_points, row_points
 from plait.kernel.cpu.reduce import Accumulators
+from plait.kernel.cpu.stores import store
 from plait.kernel.cpu.values import Values
+from plait.kernel.cpu.vectorize import Vectors
 from plait.runtime.toolchain import Isa
 from plait.schedule.legalize.linear import blocks, extent
 from plait.schedule.plan import Kernel, Reduce, Stmt
@@ -31,21 +34,20 @@ UNROLLED = 100
 constants."""
 
 
-def kernel_body(kernel: Kernel, nest: Nest, isa: Isa, instead: str = "") -> str:
+def kernel_body(kernel: Kernel, facts: Vectors, isa: Isa, instead: str = "") -> str:
     """The statements of the kernel's function. instead: the function to call where row buffers are
     too small."""
-    return NestWriter(kernel, nest, isa).text(instead)
+    return NestWriter(kernel, facts, isa).text(instead)
 
 
 class NestWriter:
     """Loops and passes of one kernel. Values, memory accesses and accumulators have writers of
     their own."""
 
-    def __init__(self, kernel: Kernel, nest: Nest, isa: Isa) -> None:
-        self.kernel, self.nest = kernel, nest
-        self.v = Values(nest, isa, kernel.checks)
-        self.access = AccessWriter(self.v)
-        self.v.loader = self.access
+    def __init__(self, kernel: Kernel, facts: Vectors, isa: Isa) -> None:
+        self.kernel, self.nest = kernel, facts.nest
+        nest = self.nest
+        self.v = Values(facts, isa, kernel.checks, compute)
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.linear.vars if nest.inner or a != nest.axis)
         apart = {v.symbol for v in kernel.apart} if nest.sequential else set()
@@ -253,21 +255,21 @@ class NestWriter:
         for s in self.nest.last:
             for rep in range(v.reps):
                 v.rep = rep
-                self.access.store(s)
+                store(self.v, s)
         v.rep = 0
 
     def _tiles(self, along: Atom, block: Atom) -> None:
         """Turns one tile of every tiled load around, then runs the stores over the tile."""
-        v, lanes, n, x = self.v, self.nest.lanes, v_size(self.v, along), self.v.names[along]
+        v, lanes, n, x = self.v, self.nest.lanes, self.v.integer(extent(along)), self.v.names[along]
         v.line(
             f"const i64 first = xt * {lanes}, beyond = first + {lanes} < {n} ? first + {lanes} : "
             f"{n};"
         )
         for load in self.nest.tiled:
-            self.access.fill_tile(load, along, block)
+            fill_tile(self.v, load, along, block)
         with v.loop(f"for (i64 {x} = first; {x} < beyond; ++{x}) {{", (along,)):
             for s in self.nest.last:
-                self.access.store(s)
+                store(self.v, s)
 
     def _pass(self, stmts: tuple[Stmt, ...]) -> None:
         v, nest = self.v, self.nest
@@ -276,10 +278,8 @@ class NestWriter:
         self.accs.begin(reduces, reps)
         loops = [a for a in nest.order if not (nest.inner and a == nest.axis)]
         innermost = nest.axis if nest.inner else loops.pop() if loops else None
-        opened = [
-            (a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v_size(v, a)}; ++{v.names[a]}) {{")
-            for a in loops
-        ]
+        named = [(a, v.names[a], v.integer(extent(a))) for a in loops]
+        opened = [(a, f"for (i64 {x} = 0; {x} < {n}; ++{x}) {{") for a, x, n in named]
         with v.unless_empty(nest.order), v.nested(opened):
             if innermost is None:
                 self._statements(stmts)
@@ -294,7 +294,7 @@ class NestWriter:
         stay accurate."""
         v, nest = self.v, self.nest
         x, n = v.names[a], v.integer(extent(a))
-        chunk = self.accs.chunk(reduces, a)
+        chunk = v.facts.chunk(reduces, a)
         start, end = "0", n
         with v.maybe(f"for (i64 c = 0; c < {n}; c += {chunk}) {{" if chunk else None):
             if chunk:
@@ -319,7 +319,7 @@ class NestWriter:
                 if isinstance(s, Reduce):
                     self.accs.update(s)
                 else:
-                    self.access.store(s)
+                    store(self.v, s)
         v.rep = 0
 
     def _kept_buffers(self) -> Iterator[str]:
@@ -347,8 +347,3 @@ def _short_row(nest: Nest) -> int | None:
     ):  # loops in a row: vectors are work to share
         return None
     return n // nest.lanes if isinstance(n, int) and n <= SHORT * nest.lanes * nest.unroll else None
-
-
-def v_size(v: Values, a: Atom) -> str:
-    """The extent of a loop variable as text."""
-    return v.integer(extent(a))

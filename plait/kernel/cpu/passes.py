@@ -7,8 +7,8 @@ are those of the op table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from plait.ir.expr import Atom, Size, bounds, coefficient
 from plait.ir.loops import Node, walk
@@ -37,89 +37,65 @@ again."""
 class Nest:
     """A kernel with its loop structure decided.
 
-    axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis.
+    deps: what a node depends on: loop variables and accumulators.
+    passes: the statements of each walk over the inner axes.
+    last: stores at outer level, after all passes.
+    sequential: points run in order.
+    axis: the vectorised loop variable, or None (no loop at all).
+    inner: it is a reduction axis.
     lanes: vector length, 1 for scalar code.
-    unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept:
-    full-level node -> pass that computes it and keeps it in a row buffer; keep_limit: with sizes
-    that are not known now, the points that such a buffer holds (0: sizes are known). order: the
-    reduction axes, outermost first, as they are looped over.
+    order: the reduction axes, outermost first, as they are looped over.
+    unroll: vectors in flight.
+    kept: node of a pass -> the pass that computes it and keeps it in a row buffer.
+    keep_limit: the points that such a buffer holds where sizes are not known now, else 0.
     tile: an outer variable along which the loads `tiled` are contiguous while the axis is not:
-    these go through lanes x lanes tiles."""
+        these go through lanes x lanes tiles."""
 
     linear: LinearKernel
-    axis: Atom | None
-    inner: bool
-    lanes: int
-    unroll: int
+    deps: Callable[[Node], frozenset[object]]
     passes: tuple[tuple[Stmt, ...], ...]
     last: tuple[Store, ...]
-    kept: dict[Node, int]
-    keep_limit: int
-    order: tuple[Atom, ...]
     sequential: bool
+    axis: Atom | None = None
+    inner: bool = False
+    lanes: int = 1
+    order: tuple[Atom, ...] = ()
+    unroll: int = 1
+    kept: Mapping[Node, int] = field(default_factory=dict)
+    keep_limit: int = 0
     tile: Atom | None = None
     tiled: tuple[Node, ...] = ()
+
+    def reduces(self) -> list[Reduce]:
+        """The reductions of all passes."""
+        return [s for p in self.passes for s in p if isinstance(s, Reduce)]
 
 
 def plan_nest(linear: LinearKernel, lanes: int, sequential: bool, keep: bool = True) -> Nest:
     """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar
     code. keep: may use row buffers."""
     deps = dependences(linear)
-    passes, last = cut_passes(linear, deps)
-    axis, inner = (
-        (None, False) if lanes == 1 else _axis(linear, deps, passes, last, lanes, sequential)
-    )
-    if axis is None:
-        lanes, axis = 1, linear.vars[-1] if linear.vars else None
-        inner = False
-    order = linear.rvars
-    if inner:
-        assert axis is not None
-        order = (*(r for r in linear.rvars if r != axis), axis)
-    unroll = _unroll(linear, deps, passes, last, axis, inner, lanes)
-    width = 1 if inner else lanes * unroll
-    kept = _kept(linear, deps, passes, width) if keep else {}
-    limit = 0
-    if kept and not all(isinstance(extent(r), int) for r in linear.rvars):
-        limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
-    tile, tiled = (
-        (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(linear, axis)
-    )
-    return Nest(
-        linear,
-        axis,
-        inner,
-        lanes,
-        unroll,
-        passes,
-        last,
-        kept,
-        limit,
-        order,
-        sequential,
-        tile,
-        tiled,
-    )
+    nest = choose_axis(Nest(linear, deps, *cut_passes(linear, deps), sequential), lanes)
+    nest = replace(nest, unroll=_unroll(nest))
+    if keep:
+        nest = keep_rows(nest)
+    return turn_tiles(nest)
 
 
 # -------------------------------------------------------------------------------------- values kept
-def _kept(
-    linear: LinearKernel,
-    deps: Callable[[Node], frozenset[object]],
-    passes: tuple[tuple[Stmt, ...], ...],
-    width: int,
-) -> dict[Node, int]:
-    """Full-level values needed by several passes and too dear to compute twice, with the pass that
-    computes them."""
+def keep_rows(nest: Nest) -> Nest:
+    """Keeps values that several passes need and that are too dear to compute twice."""
+    linear, deps = nest.linear, nest.deps
+    width = 1 if nest.inner else nest.lanes * nest.unroll
     points = trip_count(linear.rvars)
-    if len(passes) < 2 or points == 0:
-        return {}
+    if len(nest.passes) < 2 or points == 0:
+        return nest
     known = hint(points, linear.hints)
     inner = frozenset(linear.rvars)
     seen: dict[Node, int] = {}
     kept: dict[Node, int] = {}
     room = ROW_BUFFER_BYTES
-    for p, stmts in enumerate(passes):
+    for p, stmts in enumerate(nest.passes):
         stack = [n for s in stmts for n in stmt_nodes(s)]
         here: set[Node] = set()
         while stack:
@@ -138,7 +114,10 @@ def _kept(
             stack.extend(n.args)
         for n in here:
             seen.setdefault(n, p)
-    return kept
+    limit = 0
+    if kept and not all(isinstance(extent(r), int) for r in linear.rvars):
+        limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
+    return replace(nest, kept=kept, keep_limit=limit)
 
 
 def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[object]]) -> float:
@@ -175,48 +154,39 @@ def accesses(
             yield MemoryAccess(s.index[0], linear.buffers[s.buf].dtype.nbytes, data, s.full, True)
 
 
-def _axis(
-    linear: LinearKernel,
-    deps: Callable[[Node], frozenset[object]],
-    passes: tuple[tuple[Stmt, ...], ...],
-    last: tuple[Store, ...],
-    lanes: int,
-    sequential: bool,
-) -> tuple[Atom | None, bool]:
-    """The axis with unit stride for most bytes, and whether it is an inner one."""
-    reduces = [s for p in passes for s in p if isinstance(s, Reduce)]
-    ordered = any(s.running for s in reduces)
-    positions = any(s.kind in ("argmax", "argmin") for s in reduces)
-    candidates: list[tuple[Atom, bool]] = []
-    if sequential:
-        if linear.vars and not linear.rvars:
-            candidates.append((linear.vars[-1], False))
-    else:
-        candidates += [(a, False) for a in linear.vars]
-    if not sequential and not (ordered and len(linear.rvars) > 1):
-        inner = linear.rvars[-1:] if positions else linear.rvars
-        candidates += [(a, True) for a in inner]
-    found = list(accesses(linear, deps))
-    best: tuple[float, int, Atom | None, bool] = (
-        _scalar_cost(found, bool(linear.rvars)),
-        0,
-        None,
-        False,
-    )
-    for k, (a, is_inner) in enumerate(candidates):
-        cost = _axis_cost(a, is_inner, found, lanes, bool(linear.rvars))
-        if (cost, -k) < best[:2]:
-            best = (cost, -k, a, is_inner)
-    return best[2], best[3]
+def choose_axis(nest: Nest, lanes: int) -> Nest:
+    """Vectors along the axis with unit stride for most bytes, or scalar code where that is cheaper
+    or one lane is asked for."""
+    linear, has_inner = nest.linear, bool(nest.linear.rvars)
+    found = list(accesses(linear, nest.deps))
+    scalar = sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
+    costs: list[tuple[float, int, Atom | None, bool]] = [(scalar, 0, None, False)]
+    for k, (a, inner) in enumerate(_candidates(nest) if lanes > 1 else ()):
+        costs.append((_axis_cost(a, inner, found, lanes, has_inner), -k, a, inner))
+    *_, axis, inner = min(costs, key=lambda c: c[:2])
+    if axis is None:
+        lanes, axis = 1, linear.vars[-1] if linear.vars else None
+    order = (*(r for r in linear.rvars if r != axis), axis) if inner and axis else linear.rvars
+    return replace(nest, axis=axis, inner=inner, lanes=lanes, order=order)
+
+
+def _candidates(nest: Nest) -> Iterator[tuple[Atom, bool]]:
+    """The axes that lanes may run along, and whether they are inner ones."""
+    vars_, rvars = nest.linear.vars, nest.linear.rvars
+    if nest.sequential:
+        if vars_ and not rvars:
+            yield vars_[-1], False
+        return
+    yield from ((a, False) for a in vars_)
+    if any(s.running for s in nest.reduces()) and len(rvars) > 1:
+        return
+    positions = any(s.kind in ("argmax", "argmin") for s in nest.reduces())
+    yield from ((a, True) for a in (rvars[-1:] if positions else rvars))
 
 
 def _weight(a: MemoryAccess, has_inner: bool) -> float:
     """How much oftener than an outer access this one runs."""
     return 16.0 if a.full or not has_inner else 1.0
-
-
-def _scalar_cost(found: list[MemoryAccess], has_inner: bool) -> float:
-    return sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
 
 
 def _axis_cost(
@@ -250,9 +220,12 @@ def _axis_cost(
     return cost + (0.5 if inner else 0.0)
 
 
-def _tiles(linear: LinearKernel, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
-    """The variable along which most loads that are strided along the axis are contiguous, and these
-    loads."""
+def turn_tiles(nest: Nest) -> Nest:
+    """Turns tiles around for the variable along which most loads that are strided along the axis
+    are contiguous."""
+    linear, axis = nest.linear, nest.axis
+    if nest.passes or nest.lanes == 1 or axis is None or nest.sequential:
+        return nest
     found: dict[Atom, list[Node]] = {}
     for n in walk(linear.roots()):
         if n.op != "load" or n.args or coefficient(offset_of(n), axis) in (None, 0, 1):
@@ -267,40 +240,28 @@ def _tiles(linear: LinearKernel, axis: Atom) -> tuple[Atom | None, tuple[Node, .
                 found.setdefault(b, []).append(n)
                 break
     if not found:
-        return None, ()
+        return nest
     best = max(linear.vars, key=lambda b: len(found.get(b, ())))
-    return best, tuple(found[best])
+    return replace(nest, tile=best, tiled=tuple(found[best]))
 
 
-def _unroll(
-    linear: LinearKernel,
-    deps: Callable[[Node], frozenset[object]],
-    passes: tuple[tuple[Stmt, ...], ...],
-    last: tuple[Store, ...],
-    axis: Atom | None,
-    inner: bool,
-    lanes: int,
-) -> int:
+def _unroll(nest: Nest) -> int:
     """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else
     one."""
-    reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
-    if (
-        axis is None
-        or lanes == 1
-        or not reduces
-        or any(isinstance(s, Reduce) and s.running for p in passes for s in p)
-    ):
+    reduces = nest.reduces()
+    if nest.axis is None or nest.lanes == 1 or not reduces or any(s.running for s in reduces):
         return 1
-    if inner:  # a pass has its own loop; what lies outside of it is not copied
-        loops = frozenset(linear.rvars)
+    if nest.inner:  # a pass has its own loop; what lies outside of it is not copied
+        loops = frozenset(nest.linear.rvars)
         cost = max(
-            sum(_cost(root, loops, deps) for s in p for root in stmt_nodes(s)) for p in passes
+            sum(_cost(root, loops, nest.deps) for s in p for root in stmt_nodes(s))
+            for p in nest.passes
         )
     else:
-        cost = sum(OPS[n.op].cost for n in walk(linear.roots()) if n.op in OPS)
-    most = max(sum(isinstance(s, Reduce) for s in p) for p in passes)
-    n = extent(axis)
-    room = n // lanes if isinstance(n, int) else 4
+        cost = sum(OPS[n.op].cost for n in walk(nest.linear.roots()) if n.op in OPS)
+    most = max(sum(isinstance(s, Reduce) for s in p) for p in nest.passes)
+    n = extent(nest.axis)
+    room = n // nest.lanes if isinstance(n, int) else 4
     for unroll in (4, 2):
         if cost <= 8 and room >= unroll and most * unroll <= 8:
             return unroll

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plait.ir.dtypes import DType, b1, f32, f64, i64
-from plait.ir.expr import Atom, Expr, Size, product
+from plait.ir.expr import Expr, Size
 from plait.ir.loops import Const, Node, node
 from plait.kernel.cpu.expr import (
     Parts,
@@ -30,8 +30,6 @@ from plait.kernel.cpu.values import Values
 from plait.schedule.legalize.linear import extent
 from plait.schedule.plan import Reduce, identity
 
-CHUNK = 32
-"""Additions to one accumulator before it is emptied into the second level."""
 _OP = {
     "sum": "add",
     "prod": "mul",
@@ -48,27 +46,20 @@ class Accumulators:
     """Writes the reductions of a kernel into the blocks of a `Values`."""
 
     def __init__(self, values: Values) -> None:
-        self.v = values
+        self.v, self.sums = values, values.facts.sums
         self.now: dict[tuple[str, int], Parts] = {}
         self.whole: dict[tuple[str, int], Parts] = {}
         self.positions: dict[tuple[str, int], Parts] = {}
-
-    def is_vector(self, s: Reduce) -> bool:
-        """Whether the accumulator has lanes: always when lanes run over the reduced axis."""
-        v = self.v
-        return v.lanes > 1 and (v.nest.inner or v.is_vector(s.value))
 
     def begin(self, reduces: Sequence[Reduce], reps: int) -> None:
         """Declares the accumulators of a pass in the innermost block."""
         v = self.v
         for s in reduces:
-            vector = self.is_vector(s)
-            if vector and (s.running or not v.nest.inner):
-                v.vector_roots.add(s.name)
+            vector = self.sums[s.name].vector
             for rep in range(reps if vector else 1):
                 d = s.value.dtype
                 first = identity(s.kind, d)
-                if self._is_long(s):
+                if self.sums[s.name].long:
                     self.whole[s.name, rep] = self._declare(f64, first, vector)
                     continue
                 self.now[s.name, rep] = self._declare(d, first, vector)
@@ -86,38 +77,21 @@ class Accumulators:
         return names
 
     # --------------------------------------------------------------------------------------- chunks
-    def chunk(self, reduces: Sequence[Reduce], innermost: Atom) -> int:
-        """Points of the innermost loop in one chunk; 0 to leave the loop whole."""
-        n, step = extent(innermost), self._points_an_addition()
-        if not any(self._is_long(s) for s in reduces):
-            return 0
-        return 0 if isinstance(n, int) and n <= 2 * CHUNK * step else CHUNK * step
-
-    def _points_an_addition(self) -> int:
-        nest = self.v.nest
-        return nest.lanes * nest.unroll if nest.inner else 1
-
-    def _is_long(self, s: Reduce) -> bool:
-        if s.kind != "sum" or s.value.dtype != f32 or s.running:
-            return False
-        n = product(extent(a) for a in self.v.nest.linear.rvars)
-        return not isinstance(n, int) or n > CHUNK * self._points_an_addition()
-
     def _long(self, reduces: Sequence[Reduce], reps: int) -> Iterator[tuple[Reduce, int]]:
         """Long sums, once for each vector in flight."""
-        for s in filter(self._is_long, reduces):
-            yield from ((s, rep) for rep in range(reps if self.is_vector(s) else 1))
+        for s in (s for s in reduces if self.sums[s.name].long):
+            yield from ((s, rep) for rep in range(reps if self.sums[s.name].vector else 1))
 
     def begin_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
         """Starts the next part of long sums."""
         for s, rep in self._long(reduces, reps):
-            self.now[s.name, rep] = self._declare(f32, 0.0, self.is_vector(s))
+            self.now[s.name, rep] = self._declare(f32, 0.0, self.sums[s.name].vector)
 
     def end_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
         """Adds the parts to the sums."""
         for s, rep in self._long(reduces, reps):
             part = self.now[s.name, rep]
-            wide = vector_cast(part, f32, f64) if self.is_vector(s) else part
+            wide = vector_cast(part, f32, f64) if self.sums[s.name].vector else part
             for whole, x in zip(self.whole[s.name, rep], wide, strict=True):
                 self.v.line(f"{whole} += {x};")
 
@@ -125,7 +99,7 @@ class Accumulators:
     def update(self, s: Reduce) -> None:
         """Combines the present value (of copy v.rep) into the accumulator."""
         v, d = self.v, s.value.dtype
-        vector = self.is_vector(s)
+        vector = self.sums[s.name].vector
         if not vector and v.rep > 0:
             return
         acc = self.now[s.name, v.rep if vector else 0]
@@ -213,12 +187,12 @@ class Accumulators:
             if s.running:
                 continue
             v.depth_of[s.name] = len(v.chain) - 1
-            vector = self.is_vector(s)
+            vector = self.sums[s.name].vector
             if not (vector and v.nest.inner):
                 for rep in range(reps if vector else 1):
                     found = self.positions if s.kind in _ARG else self.now
                     v.acc_values[s.name, rep] = (
-                        self._rounded(s, rep) if self._is_long(s) else found[s.name, rep]
+                        self._rounded(s, rep) if self.sums[s.name].long else found[s.name, rep]
                     )
             elif s.kind in _ARG:
                 v.acc_values[s.name, 0] = (self._first_best(s, reps),)
@@ -227,7 +201,7 @@ class Accumulators:
 
     def _across(self, s: Reduce, reps: int) -> str:
         """All copies, registers and lanes combined into one scalar."""
-        v, op, long = self.v, _OP[s.kind], self._is_long(s)
+        v, op, long = self.v, _OP[s.kind], self.sums[s.name].long
         d = f64 if long else s.value.dtype
         parts = [
             (p,) for rep in range(reps) for p in (self.whole if long else self.now)[s.name, rep]
@@ -244,7 +218,7 @@ class Accumulators:
     def _rounded(self, s: Reduce, rep: int) -> Parts:
         """A long sum as f32."""
         v, whole = self.v, self.whole[s.name, rep]
-        if not self.is_vector(s):
+        if not self.sums[s.name].vector:
             return (v.define(ctype(f32), scalar_cast(whole[0], f64, f32)),)
         return tuple(v.define(vtype(f32), x) for x in vector_cast(whole, f64, f32))
 

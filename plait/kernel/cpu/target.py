@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from plait.config import Config
+from plait.errors import InternalError
+from plait.kernel.cpu.compute import RULES
 from plait.kernel.cpu.expr import SCALAR, VECTOR
 from plait.kernel.cpu.nest import kernel_body
 from plait.kernel.cpu.passes import plan_nest
 from plait.kernel.cpu.prelude import prelude_for
+from plait.kernel.cpu.vectorize import faults_of_vectors, vectorize
 from plait.kernel.dedup import part_operands, structure, symbol_for
 from plait.kernel.target import Source
 from plait.runtime.cache import get_or_build
@@ -25,10 +28,7 @@ from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
 
 _SPECIAL = {
-    "const": "expr.literal", "index": "Values._index",
-    "cast": "expr.scalar_cast, vector_cast", "bitcast": "expr.vector_bitcast",
-    "load": "Access.load", "bounded": "Values._bounded", "nonzero": "Values._nonzero",
-    "acc": "Values._acc",
+    **RULES, "cast": "expr.scalar_cast, vector_cast", "bitcast": "expr.vector_bitcast",
 }  # fmt: skip
 
 
@@ -40,17 +40,17 @@ class CppTarget:
 
     def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
         """One translation unit. Vectors are read from any address."""
-        return emit_library(kernels, find_toolchain(cfg).isa)
+        return emit_library(kernels, find_toolchain(cfg).isa, cfg.verifies)
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""
         return get_or_build(source.text, find_toolchain(cfg), cfg, {*source.entry_points.values()})
 
 
-def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:
+def emit_library(kernels: Sequence[Kernel], isa: Isa, verifies: bool = False) -> Source:
     """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin
-    share one symbol."""
-    library = _Library(isa)
+    share one symbol. verifies: what was decided is checked before it is printed."""
+    library = _Library(isa, verifies)
     entry_points = {kernel.name: library.symbol_of(kernel) for kernel in kernels}
     body = "\n".join(library.functions)
     return Source(f"{prelude_for(body, isa)}\n{body}", entry_points)
@@ -59,8 +59,8 @@ def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:
 class _Library:
     """The functions written so far."""
 
-    def __init__(self, isa: Isa) -> None:
-        self.isa = isa
+    def __init__(self, isa: Isa, verifies: bool) -> None:
+        self.isa, self.verifies = isa, verifies
         self.functions: list[str] = []
         self.shared: dict[object, str] = {}
         self.taken: set[str] = set()
@@ -72,10 +72,13 @@ class _Library:
         symbol = self.shared.get(key)
         if symbol is None:
             symbol = self.shared[key] = symbol_for(kernel.name, self.taken)
-            text = emit_calls(kernel, symbol, parts) if parts else None
+            if parts:
+                text = emit_calls(kernel, symbol, parts)
+            else:
+                text = emit_function(kernel, symbol, self.isa, self.verifies)
             counts = f"{len(kernel.args)}, {len(kernel.sizes)}"
             takes = f'extern "C" const int {symbol}_takes[2] = {{{counts}}};\n'
-            self.functions.append((text or emit_function(kernel, symbol, self.isa)) + takes)
+            self.functions.append(text + takes)
         return symbol
 
 
@@ -96,16 +99,18 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
     return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
 
 
-def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
+def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:
     """The C++ function of one kernel."""
-    linear = legalize(kernel)
-    nest = plan_nest(linear, isa.lanes, kernel.sequential)
+    linear = legalize(kernel, verifies)
+    facts = vectorize(plan_nest(linear, isa.lanes, kernel.sequential))
+    if verifies and (faults := faults_of_vectors(facts)):
+        raise InternalError(f"kernel {kernel.name} {faults[0]}")
     before, instead = "", ""
-    if nest.keep_limit:  # a second version for rows that are too long for a buffer on the stack
+    if facts.nest.keep_limit:  # a second version, for rows too long for a buffer on the stack
         instead = f"{symbol}_long"
-        plain = plan_nest(linear, isa.lanes, kernel.sequential, keep=False)
+        plain = vectorize(plan_nest(linear, isa.lanes, kernel.sequential, keep=False))
         before = _function(f"static i64 {instead}", kernel_body(kernel, plain, isa))
-    return before + _function(f'extern "C" i64 {symbol}', kernel_body(kernel, nest, isa, instead))
+    return before + _function(f'extern "C" i64 {symbol}', kernel_body(kernel, facts, isa, instead))
 
 
 def _function(head: str, body: str) -> str:

@@ -73,6 +73,36 @@ class _Node:
         """The buffers that it reads and does not make."""
         return [b for b in self.reads if b not in self.writes]
 
+    def read_at(self, name: str) -> list[Index]:
+        """The different indices at which it loads a buffer, over its variables."""
+        found = self.reads.get(name, ())
+        return list(dict.fromkeys(self.members[op].at(load_of(n).index) for op, n in found))
+
+    def drop_unit_axes(self) -> None:
+        """Takes away axes of one point."""
+        g = self.group
+        unit: Env = {
+            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
+        }
+        if not unit:
+            return
+        g.vars = tuple(v for v in g.vars if v.symbol not in unit)
+        g.rvars = tuple(v for v in g.rvars if v.symbol not in unit)
+        self.rebase(unit, False)
+
+    def rebase(self, env: Env, full: bool) -> None:
+        """Moves a group's members to new variables. full: pointwise ones are at full level from now
+        on."""
+        members = [moved(m, env, full) for m in self.group.members]
+        self.group.members = members
+        self.members = {m.op: m for m in members}
+        for m in members:
+            self.writes.update(_writes(m))
+
+    def weigh(self, nbytes: Mapping[str, int]) -> None:
+        """Counts the bytes of the buffers that it touches."""
+        self.moved_nbytes = sum(nbytes[n] for n in self.reads.keys() | self.writes.keys())
+
 
 def _writes(m: Member) -> dict[str, _Write]:
     loop = m.loop
@@ -119,8 +149,8 @@ class _Fuser:
     def run(self) -> Grouping:
         for k in sorted(self.nodes):
             node = self.nodes[k]
-            self._drop_unit_axes(node)
-            self._weigh(node)
+            node.drop_unit_axes()
+            node.weigh(self.nbytes)
             for name in node.reads:
                 self.readers.setdefault(name, []).append(k)
             for name in node.writes:
@@ -160,17 +190,6 @@ class _Fuser:
             for name in node.external()
         ]
         return bool(kinds) and all("sum" in k for k in kinds)
-
-    def _drop_unit_axes(self, node: _Node) -> None:
-        g = node.group
-        unit: Env = {
-            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
-        }
-        if not unit:
-            return
-        g.vars = tuple(v for v in g.vars if v.symbol not in unit)
-        g.rvars = tuple(v for v in g.rvars if v.symbol not in unit)
-        self._rebase(node, unit, False)
 
     def _grow(self, k: int, sharing: bool) -> None:
         """Fuses group k with the best of its candidates until none is left. sharing: also with
@@ -224,18 +243,19 @@ class _Fuser:
         x, y = self.nodes[a], self.nodes[b]
         if self._device(x) != self._device(y):
             return Reason("they run on different devices")
-        why = self._limits(x, y) or self._between(a, b)
+        why = _limits(x, y, self.cfg) or self._between(a, b)
         if why is not None:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
         found = self._align(host, guest)
         if isinstance(found, Reason):
             for k, rows in ((b, x), (a, y)):
-                columns = self._across(rows, self.nodes[k])
+                columns = _across(self.grouping, rows, self.nodes[k])
                 if columns is not None and isinstance(
                     across := self._align(rows, columns), Alignment
                 ):
                     self.nodes[k] = columns
+                    columns.weigh(self.nbytes)
                     host, guest, found = rows, columns, across
                     break
         if isinstance(found, Reason):
@@ -243,54 +263,11 @@ class _Fuser:
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
 
-    def _across(self, rows: _Node, columns: _Node) -> _Node | None:
-        """A group of one sum as what runs across rows, if it may."""
-        whole = self.grouping.walks.get(columns.group.name)
-        if (
-            whole is None
-            or len(columns.members) > 1
-            or rows.running
-            or rows.ordered
-            or not rows.group.rvars
-        ):
-            return None
-        if any(w.kind == "update" for w in rows.writes.values()):
-            return None
-        parts = self.buffers[columns.group.name].shape[0]
-        member = Member(columns.group.members[0].op, whole, full=True, parts=parts)
-        node = _Node(self.grouping, Group(columns.group.name, whole.vars, whole.rvars, [member]))
-        self._drop_unit_axes(node)
-        self._weigh(node)
-        return node
-
     def _device(self, x: _Node) -> str:
         return self.grouping.program.buffers[next(iter(x.writes))].device
 
     def _kind(self, x: _Node) -> DeviceKind:
         return kind_of(self.grouping.program.buffers[next(iter(x.writes))])
-
-    def _limits(self, x: _Node, y: _Node) -> Reason | None:
-        for n, other in ((x, y), (y, x)):
-            for name, w in n.writes.items():
-                touched = name in other.reads or name in other.writes
-                if w.kind == "sum" and name in other.reads:
-                    return Reason(f"{name} is known once all rows are")
-                if w.kind == "update" or (w.kind == "piece" and name in other.reads):
-                    return Reason(f"{name} is written in pieces or updated in place")
-                if touched and w.kind == "point" and name in other.writes:
-                    return Reason(f"both write {name}")
-        tiny = x.moved_nbytes + y.moved_nbytes <= TINY_NBYTES
-        n_reads = len({*x.external(), *y.external()} - x.writes.keys() - y.writes.keys())
-        most = MAX_TINY if tiny else self.cfg.max_fusion_reads
-        if n_reads > most:
-            return Reason(f"would read {n_reads} buffers, limit {most}")
-        n_writes = len(x.writes.keys() | y.writes.keys())
-        most = MAX_TINY if tiny else MAX_WRITES
-        if n_writes > most:
-            return Reason(f"would write {n_writes} buffers, limit {most}")
-        if x.size + y.size > MAX_NODES:
-            return Reason(f"would hold {x.size + y.size} operations, limit {MAX_NODES}")
-        return None
 
     def _between(self, a: int, b: int) -> Reason | None:
         """A Reason if something outside both must run after the one and before the other."""
@@ -319,7 +296,7 @@ class _Fuser:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > LARGE_NUMEL and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
-        found = align(hs, gs, list(self._ties(host, guest)), self.fresh, across)
+        found = align(hs, gs, list(_ties(host, guest)), self.fresh, across)
         if found is None:
             return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
         if (host.running or guest.running) and len(found.space.rvars) != 1:
@@ -328,81 +305,23 @@ class _Fuser:
             return Reason("the order of the reduced axes matters")
         new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
         new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
-        why = self._walks(found.space, {**new_host, **new_guest})
+        why = _walks(self.grouping, found.space, {**new_host, **new_guest})
         if why is not None:
             return why
         for w, r, makers, users in (
             (host, guest, new_host, new_guest),
             (guest, host, new_guest, new_host),
         ):
-            why = self._dependences(w, r, makers, users)
+            why = _dependences(w, r, makers, users)
             if why is not None:
                 return why
         return found
 
-    def _walks(self, space: IterationSpace, members: Mapping[int, Member]) -> Reason | None:
-        """A Reason if there are members across, and no program of the device can walk the rows for
-        them."""
-        sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
-        if not sums:
-            return None
-        outer = {v.symbol for v in space.vars}
-        rows = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
-        if len({m.parts for m, _ in sums}) > 1 or any(
-            {a for a in r if a.extent is not None} != outer for r in rows
-        ):
-            return Reason("sums run over different rows")
-        sites = [
-            (m, load_of(n)) for m, loop in sums for n in self.grouping.bodies.of(roots(loop)).loads
-        ]
-        m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
-        flat = flat_index(self.buffers[load.buf], m.at(load.index))
-        if not any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in space.rvars):
-            return Reason("rows do not lie along memory")
-        return None
-
-    def _ties(self, host: _Node, guest: _Node) -> Iterator[tuple[Index, Index]]:
-        """Indices with which both touch one buffer: dependences first, then shared reads."""
-        for name, w in host.writes.items():
-            for at in self._read_at(guest, name):
-                yield w.index, at
-        for name, w in guest.writes.items():
-            for at in self._read_at(host, name):
-                yield at, w.index
-        for name in host.reads:
-            if name in guest.reads and name not in host.writes and name not in guest.writes:
-                ones, others = self._read_at(host, name), self._read_at(guest, name)
-                if len(ones) == 1 and len(others) == 1:
-                    yield ones[0], others[0]
-
-    def _read_at(self, node: _Node, name: str) -> list[Index]:
-        """The different indices at which a group loads a buffer, over its variables."""
-        found = node.reads.get(name, ())
-        return list(dict.fromkeys(node.members[op].at(load_of(n).index) for op, n in found))
-
-    def _dependences(
-        self, maker: _Node, user: _Node, makers: dict[int, Member], users: dict[int, Member]
-    ) -> Reason | None:
-        """A Reason if user loads something at another point than maker stores it."""
-        for name in maker.writes:
-            if name not in user.reads:
-                continue
-            op = next(k for k, m in makers.items() if name in _writes(m))
-            w = _writes(makers[op])[name]
-            for k, n in user.reads[name]:
-                m = users[k]
-                at = m.at(load_of(n).index)
-                if k < op or at != w.index:
-                    return Reason(f"{name} is stored at {_text(w.index)}, loaded at {_text(at)}")
-                if w.full and not (m.full or isinstance(m.loop, Reduction)):
-                    return Reason(f"{name} is made in the reduced range and needed outside of it")
-        return None
-
     # ---- bookkeeping
     def _join(self, a: int, b: int, host: _Node, guest: _Node, found: Alignment) -> None:
         host.group.vars, host.group.rvars = found.space.vars, found.space.rvars
-        self._rebase(host, found.host, False)
-        self._rebase(guest, found.guest, found.full)
+        host.rebase(found.host, False)
+        guest.rebase(found.guest, found.full)
         keep, gone = (a, b) if a < b else (b, a)
         x, y = self.nodes[keep], self.nodes.pop(gone)
         x.group.vars, x.group.rvars = found.space.vars, found.space.rvars
@@ -413,15 +332,12 @@ class _Fuser:
             x.reads.setdefault(name, []).extend(sites)
         x.writes.update(y.writes)
         x.size += y.size
-        self._weigh(x)
+        x.weigh(self.nbytes)
         x.ordered = x.ordered or y.ordered
         x.running = x.running or y.running
         self.leader[gone] = keep
         self.waiting -= {keep, gone}
         self._merge_order(keep, gone)
-
-    def _weigh(self, node: _Node) -> None:
-        node.moved_nbytes = sum(self.nbytes[n] for n in node.reads.keys() | node.writes.keys())
 
     def _merge_order(self, keep: int, gone: int) -> None:
         bits = self.bits[keep] | self.bits[gone]
@@ -438,14 +354,107 @@ class _Fuser:
                 self.before[u] |= more
                 todo += self.users[u]
 
-    def _rebase(self, node: _Node, env: Env, full: bool) -> None:
-        """Moves a group's members to new variables. full: pointwise ones are at full level from now
-        on."""
-        members = [moved(m, env, full) for m in node.group.members]
-        node.group.members = members
-        node.members = {m.op: m for m in members}
-        for m in members:
-            node.writes.update(_writes(m))
+
+def _limits(x: _Node, y: _Node, cfg: Config) -> Reason | None:
+    """A Reason if both together are too much for a kernel, or one changes what the other reads."""
+    for n, other in ((x, y), (y, x)):
+        for name, w in n.writes.items():
+            touched = name in other.reads or name in other.writes
+            if w.kind == "sum" and name in other.reads:
+                return Reason(f"{name} is known once all rows are")
+            if w.kind == "update" or (w.kind == "piece" and name in other.reads):
+                return Reason(f"{name} is written in pieces or updated in place")
+            if touched and w.kind == "point" and name in other.writes:
+                return Reason(f"both write {name}")
+    tiny = x.moved_nbytes + y.moved_nbytes <= TINY_NBYTES
+    n_reads = len({*x.external(), *y.external()} - x.writes.keys() - y.writes.keys())
+    most = MAX_TINY if tiny else cfg.max_fusion_reads
+    if n_reads > most:
+        return Reason(f"would read {n_reads} buffers, limit {most}")
+    n_writes = len(x.writes.keys() | y.writes.keys())
+    most = MAX_TINY if tiny else MAX_WRITES
+    if n_writes > most:
+        return Reason(f"would write {n_writes} buffers, limit {most}")
+    if x.size + y.size > MAX_NODES:
+        return Reason(f"would hold {x.size + y.size} operations, limit {MAX_NODES}")
+    return None
+
+
+def _walks(
+    grouping: Grouping, space: IterationSpace, members: Mapping[int, Member]
+) -> Reason | None:
+    """A Reason if there are members across, and no program of the device can walk the rows for
+    them."""
+    sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
+    if not sums:
+        return None
+    outer = {v.symbol for v in space.vars}
+    rows = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
+    if len({m.parts for m, _ in sums}) > 1 or any(
+        {a for a in r if a.extent is not None} != outer for r in rows
+    ):
+        return Reason("sums run over different rows")
+    sites = [(m, load_of(n)) for m, loop in sums for n in grouping.bodies.of(roots(loop)).loads]
+    buffers = grouping.program.buffers
+    m, load = max(sites, key=lambda s: buffer_nbytes(buffers[s[1].buf], grouping.program.hints))
+    flat = flat_index(buffers[load.buf], m.at(load.index))
+    if not any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in space.rvars):
+        return Reason("rows do not lie along memory")
+    return None
+
+
+def _ties(host: _Node, guest: _Node) -> Iterator[tuple[Index, Index]]:
+    """Indices with which both touch one buffer: dependences first, then shared reads."""
+    for name, w in host.writes.items():
+        for at in guest.read_at(name):
+            yield w.index, at
+    for name, w in guest.writes.items():
+        for at in host.read_at(name):
+            yield at, w.index
+    for name in host.reads:
+        if name in guest.reads and name not in host.writes and name not in guest.writes:
+            ones, others = host.read_at(name), guest.read_at(name)
+            if len(ones) == 1 and len(others) == 1:
+                yield ones[0], others[0]
+
+
+def _dependences(
+    maker: _Node, user: _Node, makers: dict[int, Member], users: dict[int, Member]
+) -> Reason | None:
+    """A Reason if user loads something at another point than maker stores it."""
+    for name in maker.writes:
+        if name not in user.reads:
+            continue
+        op = next(k for k, m in makers.items() if name in _writes(m))
+        w = _writes(makers[op])[name]
+        for k, n in user.reads[name]:
+            m = users[k]
+            at = m.at(load_of(n).index)
+            if k < op or at != w.index:
+                return Reason(f"{name} is stored at {_text(w.index)}, loaded at {_text(at)}")
+            if w.full and not (m.full or isinstance(m.loop, Reduction)):
+                return Reason(f"{name} is made in the reduced range and needed outside of it")
+    return None
+
+
+def _across(grouping: Grouping, rows: _Node, columns: _Node) -> _Node | None:
+    """A group of one sum as what runs across rows, if it may."""
+    whole = grouping.walks.get(columns.group.name)
+    if (
+        whole is None
+        or len(columns.members) > 1
+        or rows.running
+        or rows.ordered
+        or not rows.group.rvars
+    ):
+        return None
+    if any(w.kind == "update" for w in rows.writes.values()):
+        return None
+    parts = grouping.program.buffers[columns.group.name].shape[0]
+    member = Member(columns.group.members[0].op, whole, full=True, parts=parts)
+    node = _Node(grouping, Group(columns.group.name, whole.vars, whole.rvars, [member]))
+    node.drop_unit_axes()
+    return node
 
 
 def _same_order(guest: IterationSpace, found: Alignment) -> bool:

@@ -37,15 +37,8 @@ from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
 from plait.schedule.plan import identity
 
-MERGED = (
-    "sum",
-    "prod",
-    "max",
-    "min",
-    "any",
-    "all",
-    "xor",
-)  # kinds that a partial result of any length serves
+MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")
+"""Kinds that a partial result of any length serves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,13 @@ def test_blocks_of_rows_that_begin_anywhere_begin_where_lines_do() -> None:
         assert "along" not in emit_kernel(kernel_of(*whole), "k").text
 
 
+def test_the_ends_of_rows_that_begin_anywhere_are_masked_though_blocks_divide_rows() -> None:
+    text = emit_kernel(kernel_of("softmax", 65536, 65537), "k").text
+    assert text.count("tl.load(p0 + (i4 + along), rmask, other=0") == 2  # a pass over memory each
+    assert text.count("tl.store(p1 + (i4 + along)") == 2
+    assert ", rmask)" in text[text.rindex("tl.store(") :]
+
+
 def test_a_share_of_a_softmax_is_the_nearest_float32() -> None:
     """What the kernel computes, where a fused product and sum has 64 bits: no further off than a
     division."""

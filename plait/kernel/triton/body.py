@@ -125,7 +125,11 @@ class BodyWriter:
 
     def mask(self, names: frozenset[str]) -> list[str]:
         """Conditions under which a point lies inside the tensor."""
-        covered = {g.name for g in self.tile.groups if g.full or (g.name == "r" and self.inside)}
+        covered = {g.name for g in self.tile.groups if g.full}
+        if self.begin is not None:  # blocks begin before the row, and end behind it
+            covered.discard("r")
+        if self.inside:
+            covered.add("r")
         return [f"{g.name}mask" for g in self.tile.groups if g.name in names - covered]
 
     # ---------------------------------------------------------------------------------- kernel body
@@ -211,7 +215,8 @@ class BodyWriter:
         if self.begin is not None:
             head = ["along = rbase + offset", f"r = along - {self._lead(self.begin)}"]
             mask = f"rmask = (r >= 0) & (r < {n})"
-        cut = last and (self.begin is not None or self._keeps_from_vectors(stmts, n))
+        rest = isinstance(n, int) and 0 < last < n and self._keeps_from_vectors(stmts, n)
+        cut = self.begin is not None or rest
         if cut:
             self.inside = True
             self._block_of(stmts, begun)

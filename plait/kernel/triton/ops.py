@@ -292,18 +292,12 @@ _FUNCTIONS: dict[str, str] = dict((
     more = tl.sum(tl.sum(p_exp_below(x, peak[:, None, :, None]), 3), 1)
     return total * p_exp_below(old, peak) + more
 """),
-    ("p_argmax", """def p_argmax(a, i, b, j):
-    better = (a > b) | ((a != a) & (b == b))
+    *((f"p_{name}", f"""def p_{name}(a, i, b, j):
+    better = (a {sign} b) | ((a != a) & (b == b))
     same = (a == b) | ((a != a) & (b != b))
     take = better | (same & (i < j))
     return tl.where(take, a, b), tl.where(take, i, j)
-"""),
-    ("p_argmin", """def p_argmin(a, i, b, j):
-    better = (a < b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    take = better | (same & (i < j))
-    return tl.where(take, a, b), tl.where(take, i, j)
-"""),
+""") for name, sign in (("argmax", ">"), ("argmin", "<"))),
     ("p_philox", """def p_philox(seed, counter, word):
     c2 = (word >> 2).to(tl.uint32)
     low = counter.to(tl.uint32) + tl.zeros_like(c2)

@@ -88,6 +88,11 @@ class Tile:
         return self.groups[0].walkers if self.groups else 0
 
     @property
+    def block(self) -> int:
+        """How many points a block has."""
+        return math.prod(g.block for g in self.groups)
+
+    @property
     def outer(self) -> tuple[Group, ...]:
         """The dimensions that are spread over programs."""
         return tuple(g for g in self.groups if g.name != "r")
@@ -114,7 +119,7 @@ def plan_tile(linear: LinearKernel) -> Tile:
         if across is not None:
             return _square(axes, across)
     points = _known(trip_count(axes))
-    block = min(_power(points), BLOCK_POINTS)
+    block = min(power(points), BLOCK_POINTS)
     # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
     while block > 128 and points // block < 256:
         block //= 2
@@ -128,8 +133,8 @@ def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
     """Two dimensions, each with its own contiguous axis."""
     fast = axes[-1]
     rest = (*(a for a in axes if a not in (fast, across)), across)
-    x = min(_power(_known(extent(fast))), TILE)
-    y = min(_power(_known(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
+    x = min(power(_known(extent(fast))), TILE)
+    y = min(power(_known(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
     return Tile((Group("y", rest, y), Group("x", (fast,), x)), False, _warps(x * y, 16))
 
 
@@ -214,14 +219,14 @@ def _is_held(f: _Rows) -> bool:
     if not f.column:
         longest = PERSISTENT_POINTS // max(len(f.held), 1) if f.again else 0
         return f.length <= max(longest, ONE_PASS_POINTS)
-    if f.narrow and _is_wasteful(f.length, _power(f.length)):
+    if f.narrow and _is_wasteful(f.length, power(f.length)):
         return False
     return f.length <= PERSISTENT_POINTS // (4 if f.narrow else 1) // f.width
 
 
 def _held(f: _Rows) -> Tile:
     """Whole rows or columns."""
-    r = _power(f.length)
+    r = power(f.length)
     x = _block_rows(f.rows, r, f.width if f.column else 1)
     each = 16 if f.narrow else 8
     if not f.stores:
@@ -233,7 +238,7 @@ def _held(f: _Rows) -> Tile:
 
 def _columns(f: _Rows) -> Tile:
     """Pieces of columns, several columns side by side."""
-    x = min(_power(f.rows), _column_width(f.rows, TILE, f.held))
+    x = min(power(f.rows), _column_width(f.rows, TILE, f.held))
     several = f.stores or not f.one
     r = _column_points(f, x, several)
     return f.tile(
@@ -265,15 +270,15 @@ def _long_rows(f: _Rows) -> Tile:
     if f.again and f.ragged and f.known and not few:
         # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
         return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
-    r = min(_power(f.length), AGAIN_POINTS if f.again or few else REDUCE_POINTS)
-    return f.tile(1, r, True, max(_power(r // (32 * (16 if few and not f.again else 8))), 1))
+    r = min(power(f.length), AGAIN_POINTS if f.again or few else REDUCE_POINTS)
+    return f.tile(1, r, True, max(power(r // (32 * (16 if few and not f.again else 8))), 1))
 
 
 def _walk(linear: LinearKernel, n: int, votes: dict[Atom, int]) -> Tile:
     """Whole rows, a few at a time, where a row is short."""
     inner = _fastest_last(linear.rvars, votes)
-    r = _power(_known(trip_count(inner)))
-    x = max(1, min(_power(_known(trip_count(linear.vars)) // n), WALK_POINTS // r))
+    r = power(_known(trip_count(inner)))
+    x = max(1, min(power(_known(trip_count(linear.vars)) // n), WALK_POINTS // r))
     nbytes = x * r * sum(d.nbytes for d in held_dtypes(linear, linear.vars))
     stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
     warps = _warps(x * r, WALK_EACH)
@@ -337,7 +342,7 @@ def _block_rows(rows: int, length: int, least: int) -> int:
     x = max(least, 1)
     while x * length < 1024 and rows // (2 * x) >= 264:
         x *= 2
-    return min(x, _power(rows))
+    return min(x, power(rows))
 
 
 # ------------------------------------------------------------------------------------ memory access
@@ -405,11 +410,11 @@ def _known(n: Size) -> int:
     return max(1024, int(low)) if low > -1e18 else 1024
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
     """The least power of two that is no less than n, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _warps(points: int, each: int) -> int:
     """Warps so that a thread has about `each` points."""
-    return min(16, max(1, _power(points // (32 * each))))
+    return min(16, max(1, power(points // (32 * each))))

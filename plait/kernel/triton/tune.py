@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.kernel.triton.tiles import MAX_WARPS, Tile, plan_tile, power
 from plait.schedule.legalize.linear import LinearKernel
 
 MAX_TILES = 14
-MAX_WARPS = 32
 MAX_EACH = 128
 """Points of a block that a thread may have: more do not fit its registers."""
 MAX_ROW = 1 << 16
@@ -44,14 +43,8 @@ def _pointwise(first: Tile) -> Iterator[Tile]:
         blocks: list[tuple[int, ...]] = [(2 * x,), (4 * x,), (x // 2,), (8 * x,)]
     else:
         y, x = (g.block for g in first.groups)
-        blocks = [
-            (y // 2, x),
-            (y, x // 2),
-            (y // 2, x // 2),
-            (y // 4, x),
-            (y // 2, 2 * x),
-            (2 * y, x // 2),
-        ]
+        blocks = [(y // 2, x), (y, x // 2), (y // 2, x // 2), (y // 4, x)]
+        blocks += [(y // 2, 2 * x), (2 * y, x // 2)]
     for block in blocks:
         sized = _sized(first, block, first.looped)
         yield sized
@@ -64,21 +57,14 @@ def _reductions(first: Tile) -> Iterator[Tile]:
     yield from _with_warps(first)
     rows, r = (g.block for g in first.groups)
     length = first.groups[1].points
-    whole = _power(length) if isinstance(length, int) else 0
+    whole = power(length) if isinstance(length, int) else 0
+    shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
     if first.walkers:
-        shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
         yield replace(first, num_stages=2)
     elif first.looped:
-        shapes = [
-            (rows, 2 * r),
-            (rows, r // 2),
-            (2 * rows, r // 2),
-            (rows // 2, r),
-            (rows // 2, 2 * r),
-        ]
+        shapes = [(rows, 2 * r), (rows, r // 2), (2 * rows, r // 2)]
+        shapes += [(rows // 2, r), (rows // 2, 2 * r)]
         yield replace(first, num_stages=3)
-    else:
-        shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
     yield from (_sized(first, shape, first.looped) for shape in shapes)
     if first.looped and 0 < whole <= MAX_ROW:
         row = _sized(first, (1, whole), False)
@@ -103,22 +89,10 @@ def _sized(tile: Tile, blocks: tuple[int, ...], looped: bool) -> Tile:
     """The tile with other blocks, its threads with as many points as before."""
     groups = tuple(replace(g, block=max(b, 1)) for g, b in zip(tile.groups, blocks, strict=True))
     made = replace(tile, groups=groups, looped=looped)
-    return _on_warps(made, tile.num_warps * _points(made) // _points(tile))
+    return _on_warps(made, tile.num_warps * made.block // tile.block)
 
 
 def _fits(tile: Tile) -> bool:
     """Whether threads have something to do, and room for it."""
-    useful = all(g.block <= _power(g.points) for g in tile.groups if isinstance(g.points, int))
-    return useful and 32 * tile.num_warps <= _points(tile) <= MAX_EACH * 32 * tile.num_warps
-
-
-def _points(tile: Tile) -> int:
-    out = 1
-    for g in tile.groups:
-        out *= g.block
-    return out
-
-
-def _power(n: int) -> int:
-    """The least power of two that is no less than n."""
-    return 1 << max(0, n - 1).bit_length()
+    useful = all(g.block <= power(g.points) for g in tile.groups if isinstance(g.points, int))
+    return useful and 32 * tile.num_warps <= tile.block <= MAX_EACH * 32 * tile.num_warps

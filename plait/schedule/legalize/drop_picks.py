@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from plait.ir.dtypes import i64
 from plait.ir.expr import Expr
-from plait.ir.loops import Node, const, node, rewrite, with_args
-from plait.schedule.legalize.linear import LinearKernel, dependences, extent, map_stmt, rebuilt
+from plait.ir.loops import Node, const, node, with_args
+from plait.schedule.legalize.linear import LinearKernel, dependences, extent, map_nodes
 from plait.schedule.plan import Reduce
 
 
@@ -60,13 +61,9 @@ def _picked(
 
 def _replaced(linear: LinearKernel, name: str, value: Node) -> LinearKernel:
     """The kernel without this reduction, whose result is `value`."""
-    memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         return value if n.op == "acc" and n.attr == name else with_args(n, args)
 
-    def on_node(n: Node) -> Node:
-        return rewrite(n, fn, memo)
-
     kept = (s for s in linear.stmts if not (isinstance(s, Reduce) and s.name == name))
-    return rebuilt(linear, tuple(map_stmt(s, on_node) for s in kept), on_node)
+    return map_nodes(replace(linear, stmts=tuple(kept)), fn)

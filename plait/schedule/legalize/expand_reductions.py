@@ -12,7 +12,7 @@ from dataclasses import replace
 from plait.ir.dtypes import f32, f64, i32, i64
 from plait.ir.expr import Size, product
 from plait.ir.loops import Node, cast, const, node, rewrite, with_args
-from plait.schedule.legalize.linear import LinearKernel, extent, map_stmt, rebuilt
+from plait.schedule.legalize.linear import LinearKernel, extent, map_stmt
 from plait.schedule.plan import Reduce, Stmt
 
 
@@ -44,7 +44,8 @@ def expand_reductions(linear: LinearKernel) -> LinearKernel:
                 accs[s.name] = cast(node("acc", (), s.name, wide), narrow)
         else:
             stmts.append(s)
-    return rebuilt(linear, tuple(stmts), lambda n: rewrite(n, fn, memo))
+    indirect = {a: rewrite(n, fn, memo) for a, n in linear.indirect.items()}
+    return replace(linear, stmts=tuple(stmts), indirect=indirect)
 
 
 def _is_rewritten(s: Reduce) -> bool:

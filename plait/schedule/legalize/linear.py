@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from plait.ir.expr import Atom, Expr, Size, free_symbols, product
-from plait.ir.loops import Buffer, Load, Node, walk
+from plait.ir.loops import Buffer, Load, Node, rewrite, walk
 from plait.schedule.plan import Reduce, Stmt, Store
 
 
@@ -82,10 +82,12 @@ def map_stmt(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:
     return replace(s, value=fn(s.value), index_args=tuple(fn(a) for a in s.index_args), mask=mask)
 
 
-def rebuilt(
-    linear: LinearKernel, stmts: tuple[Stmt, ...], fn: Callable[[Node], Node]
-) -> LinearKernel:
-    return replace(linear, stmts=stmts, indirect={a: fn(n) for a, n in linear.indirect.items()})
+def map_nodes(linear: LinearKernel, fn: Callable[[Node, tuple[Node, ...]], Node]) -> LinearKernel:
+    """The kernel with fn applied to each node and its new arguments, arguments first."""
+    memo: dict[Node, Node] = {}
+    stmts = tuple(map_stmt(s, lambda n: rewrite(n, fn, memo)) for s in linear.stmts)
+    indirect = {a: rewrite(n, fn, memo) for a, n in linear.indirect.items()}
+    return replace(linear, stmts=stmts, indirect=indirect)
 
 
 def dependences(linear: LinearKernel) -> Callable[[Node], frozenset[object]]:

@@ -7,16 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from plait.ir.expr import Atom, Expr, Size, coefficient, substitute, symbol
-from plait.ir.loops import Load, Node, node, rewrite, with_args
-from plait.schedule.legalize.linear import (
-    LinearKernel,
-    extent,
-    map_stmt,
-    offset_of,
-    offsets_of,
-    rebuilt,
-)
-from plait.schedule.plan import Reduce, Store
+from plait.ir.loops import Load, Node, node, with_args
+from plait.schedule.legalize.linear import LinearKernel, extent, map_nodes, offset_of, offsets_of
+from plait.schedule.plan import Reduce, Stmt, Store
 
 
 def _substituted(
@@ -24,38 +17,24 @@ def _substituted(
 ) -> LinearKernel:
     """The kernel with loop variables replaced in every offset; axis `drop` leaves, env's other axis
     becomes `put`."""
-    memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
-        if n.op == "load":
-            assert isinstance(n.attr, Load)
-            return node(
-                "load",
-                args,
-                Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked),
-                n.dtype,
-            )
-        if n.op == "index":
-            assert isinstance(n.attr, (int, Expr))
+        if isinstance(n.attr, Load):
+            attr = replace(n.attr, index=(substitute(offset_of(n), env),))
+            return node("load", args, attr, n.dtype)
+        if n.op == "index" and isinstance(n.attr, Expr):
             return node("index", args, substitute(n.attr, env), n.dtype)
         return with_args(n, args)
 
-    def on_node(n: Node) -> Node:
-        return rewrite(n, fn, memo)
-
-    stmts = []
-    for s in linear.stmts:
-        s = map_stmt(s, on_node)
-        if isinstance(s, Store):
-            s = replace(s, index=(substitute(s.index[0], env),))
-        stmts.append(s)
+    def moved(s: Stmt) -> Stmt:
+        return replace(s, index=(substitute(s.index[0], env),)) if isinstance(s, Store) else s
 
     def axes(old: tuple[Atom, ...]) -> tuple[Atom, ...]:
-        kept = [a for a in old if a != drop]
-        return tuple(put if put is not None and a in env else a for a in kept)
+        return tuple(put if put is not None and a in env else a for a in old if a != drop)
 
-    out = rebuilt(linear, tuple(stmts), on_node)
-    return replace(out, vars=axes(linear.vars), rvars=axes(linear.rvars))
+    out = map_nodes(linear, fn)
+    stmts = tuple(map(moved, out.stmts))
+    return replace(out, stmts=stmts, vars=axes(linear.vars), rvars=axes(linear.rvars))
 
 
 def drop_single_axes(linear: LinearKernel) -> LinearKernel:

@@ -48,6 +48,7 @@ from plait.lower.symbols import (
     to_scalar_node,
     to_size,
 )
+from plait.lower.view import bytes_behind
 from plait.lower.wide import take_out_wide
 
 aten = torch.ops.aten
@@ -614,7 +615,7 @@ class _Walk:
                 self.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False
             )
             return TensorArg(x.buf, shape, strides, 0)
-        first = _behind(self.placeholders[view.input].meta["val"], at[2], val)
+        first = bytes_behind(self.placeholders[view.input].meta["val"], at[2], val)
         return self._aliased(name, dtype, shape, strides, first)
 
     def _knows(self, layout: tuple[Any, ...]) -> bool:
@@ -647,7 +648,7 @@ class _Walk:
             return None
         memory = self.ctx.tensor_arg(view, strides)
         within = memory.offset * view.dtype.nbytes
-        first = within + _behind(like, val.storage_offset(), val)
+        first = within + bytes_behind(like, val.storage_offset(), val)
         dtype = from_torch(val.dtype)
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
         if dtype == self.ctx.buffers[memory.buf].dtype:
@@ -724,13 +725,6 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
 def _repeats(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
     """Whether elements of a tensor are known to share memory."""
     return any(stride == 0 and size != 1 for size, stride in zip(shape, strides, strict=True))
-
-
-def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
-    """How many bytes `offset`, in elements of like from the start of base's storage, lies behind
-    base's first element."""
-    first = to_size(base.storage_offset()) * base.element_size()
-    return to_size(offset) * like.element_size() - first
 
 
 def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:

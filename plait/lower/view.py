@@ -443,13 +443,19 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
     if to.nbytes > x.dtype.nbytes and ctx.memory(memory.buf) in ctx.input_buffers:
         offset = memory.offset
-        base = base_of(given).meta["val"]
-        if 0 in x.shape and base.dtype == given.meta["val"].dtype:
-            # No element is there to tell where: PyTorch counts on.
-            offset = to_size(given.meta["val"].storage_offset()) - to_size(base.storage_offset())
+        if 0 in x.shape:  # no element is there to tell where: PyTorch counts on
+            like, base = given.meta["val"], base_of(given).meta["val"]
+            offset = bytes_behind(base, like.storage_offset(), like) // x.dtype.nbytes
         _require_place(ctx, replace(memory, offset=offset), x.dtype, to)
     first = memory.offset * x.dtype.nbytes
     return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
+
+
+def bytes_behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
+    """How many bytes `offset`, in elements of like from the start of base's storage, lies behind
+    base's first element."""
+    first = to_size(base.storage_offset()) * base.element_size()
+    return to_size(offset) * like.element_size() - first
 
 
 def _require_place(ctx: Lowering, memory: TensorArg, given: DType, to: DType) -> None:

@@ -245,13 +245,13 @@ bool throws(F f) {
 int main(int argc, char** argv) {
   CHECK(dlopen(argv[1], RTLD_NOW));
   if (argc == 2) {
-    CHECK(!Library::loaded());
+    CHECK(!Library::used_by("libtorch_cuda.so"));
     return failed != 0;
   }
   void* handle = dlopen(argv[2], RTLD_NOW);
   CHECK(dlopen(argv[3], RTLD_NOW));
-  CHECK(Library::loaded() &&
-        reinterpret_cast<void*>(Library::loaded()->run) == dlsym(handle, "cublasLtMatmul"));
+  const auto used = Library::used_by("libtorch_cuda.so");
+  CHECK(used && reinterpret_cast<void*>(used->run) == dlsym(handle, "cublasLtMatmul"));
   const auto count = [&](const char* name) {
     return reinterpret_cast<int (*)()>(dlsym(handle, name));
   };

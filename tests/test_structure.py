@@ -171,6 +171,17 @@ def test_inductor_is_never_named() -> None:
     assert [str(p) for p in files if "_inductor" in p.read_text()] == []
 
 
+def test_only_its_folder_knows_torch_in_native() -> None:
+    """Names of operators are data of a plan, and a text for people may name torch."""
+    known = re.compile(
+        r"#include [<\"](torch|ATen|c10|Python|pybind)|\b(at|c10)::|libtorch|\bPy_?[A-Z]"
+    )
+    code = {p: re.sub(r"//.*", "", p.read_text()) for p in cpp_and_python(ROOT / "native" / "core")}
+    assert (
+        code and {str(p): m.group() for p, text in code.items() if (m := known.search(text))} == {}
+    )
+
+
 def test_triton_is_unknown_to_ir_and_schedule() -> None:
     files = [p for d in ("ir", "schedule") for p in sorted((PACKAGE / d).rglob("*.py"))]
     assert files and [str(p) for p in files if "triton" in p.read_text().lower()] == []

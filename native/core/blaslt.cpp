@@ -97,13 +97,10 @@ Library::Library(void* handle) {
   find(handle, run, "cublasLtMatmul");
 }
 
-const Library* Library::loaded() {
-  // Names are looked up in what libtorch_cuda depends on: another version may be there too.
-  static const Library* library = [] {
-    void* torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return torch && dlsym(torch, "cublasLtMatmul") ? new Library(torch) : nullptr;
-  }();
-  return library;
+std::unique_ptr<Library> Library::used_by(const char* shared_library) {
+  // Names are looked up in what it depends on: another version may be there too.
+  void* user = dlopen(shared_library, RTLD_NOW | RTLD_NOLOAD);
+  return user && dlsym(user, "cublasLtMatmul") ? std::make_unique<Library>(user) : nullptr;
 }
 
 Library::~Library() {

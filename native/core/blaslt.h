@@ -1,8 +1,8 @@
 // native/core/blaslt.h: matrix products by cuBLASLt, prepared once and called again.
 //
-// Needs neither CUDA headers nor the library to build: it is found in the process, where torch has
-// loaded it. Everything but the pointers is part of a plan: descriptors, layouts, the algorithm and
-// what memory it works in. A current context is the caller's business.
+// Needs neither CUDA headers nor the library to build: it is found in the process, where others
+// have loaded it. Everything but the pointers is part of a plan: descriptors, layouts, the
+// algorithm and what memory it works in. A current context is the caller's business.
 #pragma once
 
 #include <atomic>
@@ -37,9 +37,9 @@ class Plans;
 // The entry points of one library. Handles of descriptors are pointers to what only it knows.
 class Library {
  public:
-  // The one that torch's own products use; null where torch is not there, or where it has the
-  // library inside itself.
-  static const Library* loaded();
+  // The one that a shared library of this process uses; null where that is not there, or has it
+  // inside itself.
+  static std::unique_ptr<Library> used_by(const char* shared_library);
   // Throws std::runtime_error where an entry point is missing. handle: from dlopen, stays open; of
   // the library or of one that depends on it.
   explicit Library(void* handle);

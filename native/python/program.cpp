@@ -47,15 +47,15 @@ PyObject* outputs(const ProgramState& s, Frame& f) {
 
 namespace {
 
-void bind_input(const Program& p, Frame& f, const Input& input, PyObject* arg) {
+void bind_argument(Frame& f, const Input& input, PyObject* arg) {
   switch (input.kind) {
     case Input::Kind::tensor:
       if (!is_tensor(arg)) [[unlikely]]
-        throw InputTypeError("input '" + p.slot(input.id).name + "': expected a tensor, got " +
+        throw InputTypeError("input '" + f.slot(input.id).name + "': expected a tensor, got " +
                              Py_TYPE(arg)->tp_name);
-      p.require_fit(input, unpack(arg));
-      return p.bind(f, input, unpack(arg));
-    case Input::Kind::symbol: return p.set_symbol(f, input.id, integer(arg));
+      require_fit(f, input, unpack(arg));
+      return bind_input(f, input, unpack(arg));
+    case Input::Kind::symbol: return set_symbol(f, input.id, integer(arg));
     case Input::Kind::opaque:
       f.opaques[static_cast<size_t>(input.id)] = arg;
       if (is_tensor(arg)) f.refs[static_cast<size_t>(input.id)] = &unpack(arg);
@@ -73,7 +73,7 @@ void check_count(const Program& p, Py_ssize_t got) {
 
 void bind_inputs(const Program& p, Frame& f, PyObject* const* args) {
   const std::vector<Input>& inputs = p.plan().inputs;
-  for (size_t i = 0; i < inputs.size(); ++i) bind_input(p, f, inputs[i], args[i]);
+  for (size_t i = 0; i < inputs.size(); ++i) bind_argument(f, inputs[i], args[i]);
 }
 
 namespace {
@@ -107,8 +107,7 @@ c10::IValue to_ivalue(void* object) {
 // torch module.
 class PythonOperands {
  public:
-  PythonOperands(const Program& p, Frame& f, const plait::Operands& given)
-      : p_(p), f_(f), given_(given) {}
+  PythonOperands(Frame& f, const plait::Operands& given) : f_(f), given_(given) {}
 
   Ref convert(const Operand& o) {
     switch (o.kind) {
@@ -137,24 +136,23 @@ class PythonOperands {
 
  private:
   Ref slot(SlotId s) {
-    if (p_.slot(s).kind == SlotInfo::Kind::opaque)
+    if (f_.slot(s).kind == SlotInfo::Kind::opaque)
       return Ref::borrow(static_cast<PyObject*>(f_.opaques[static_cast<size_t>(s)]));
     const at::Tensor& t = *f_.refs[static_cast<size_t>(s)];
-    return Ref::check(wrap(p_.in_arena(s) ? t.clone() : t));  // a hook's, which may keep it
+    return Ref::check(wrap(in_arena(f_.code, s) ? t.clone() : t));  // a hook's, which may keep it
   }
   static Ref torch(const char* name) {
     const Ref module = Ref::check(PyImport_ImportModule("torch"));
     return Ref::check(PyObject_GetAttrString(module.get(), name));
   }
 
-  const Program& p_;
   Frame& f_;
   const plait::Operands& given_;
 };
 
-void call_python(const Program& p, Frame& f, const PythonCall& c, const plait::Operands& given) {
-  ProgramState& s = *static_cast<ProgramState*>(p.owner());
-  PythonOperands operands(p, f, given);
+void call_host(Frame& f, const PythonCall& c, const plait::Operands& given) {
+  ProgramState& s = *static_cast<ProgramState*>(f.code.owner);
+  PythonOperands operands(f, given);
   const Ref args = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(c.args.size())));
   for (size_t i = 0; i < c.args.size(); ++i)
     PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), operands.convert(c.args[i]).release());
@@ -174,12 +172,12 @@ void call_python(const Program& p, Frame& f, const PythonCall& c, const plait::O
                              std::to_string(c.outs.size()) + " were expected");
   for (size_t i = 0; i < c.outs.size(); ++i) {
     PyObject* item = i < static_cast<size_t>(n) ? items[i] : Py_None;
-    if (c.outs[i].kind == Result::Kind::symbol) p.set_symbol(f, c.outs[i].id, integer(item));
+    if (c.outs[i].kind == Result::Kind::symbol) set_symbol(f, c.outs[i].id, integer(item));
     if (c.outs[i].kind != Result::Kind::tensor) continue;
     if (item != Py_None && !is_tensor(item))
       throw std::runtime_error(c.label + " returned a " + Py_TYPE(item)->tp_name +
                                " where a tensor was expected");
-    p.define(f, c.outs[i].id, item == Py_None ? at::Tensor() : unpack(item));
+    define(f, c.outs[i].id, item == Py_None ? at::Tensor() : unpack(item));
   }
 }
 
@@ -235,7 +233,7 @@ void abort_capture(void* capture) {
 
 constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
                      [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); },
-                     call_python,
+                     call_host,
                      to_ivalue,
                      begin_capture,
                      keep_allocations,
@@ -330,17 +328,17 @@ PyObject* program_stats(PyObject* self, PyObject*) {
     const Program& p = *state_of(self).program;
     Ref d = Ref::check(PyDict_New());
     put(d.get(), "name", PyUnicode_FromString(p.plan().name.c_str()));
-    put(d.get(), "launches", PyLong_FromSize_t(p.launches().size()));
-    put(d.get(), "regions", PyLong_FromSize_t(p.regions().size()));
-    put(d.get(), "steps", PyLong_FromSize_t(p.n_steps()));
-    put(d.get(), "arena_bytes", PyLong_FromLongLong(p.arena_bytes()));
+    put(d.get(), "launches", PyLong_FromSize_t(p.code().launches.size()));
+    put(d.get(), "regions", PyLong_FromSize_t(p.code().regions.size()));
+    put(d.get(), "steps", PyLong_FromSize_t(p.code().steps.size()));
+    put(d.get(), "arena_bytes", PyLong_FromLongLong(p.code().arena_bytes));
     Ref externs = Ref::check(PyDict_New());
     const auto count = [&](const std::string& name) {
       PyObject* have = PyDict_GetItemString(externs.get(), name.c_str());
       put(externs.get(), name.c_str(), PyLong_FromLongLong((have ? integer(have) : 0) + 1));
     };
-    for (const ExternCall& c : p.externs()) count(c.name);
-    for (const PythonCall& c : p.pythons()) count(c.label);
+    for (const ExternCall& c : p.code().externs) count(c.name);
+    for (const PythonCall& c : p.code().pythons) count(c.label);
     put(d.get(), "externs", externs.release());
     if (p.graphs()) put(d.get(), "graphs", graph_stats(*p.graphs()).release());
     return d.release();
@@ -366,7 +364,7 @@ PyObject* boxed_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
     call.frame().owns_inputs = true;
     for (size_t i = 0; i < inputs.size(); ++i) {
       PyObject* arg = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
-      bind_input(*s.program, call.frame(), inputs[i], arg);
+      bind_argument(call.frame(), inputs[i], arg);
       if (inputs[i].kind == Input::Kind::opaque) objects.push_back(Ref::borrow(arg));
     }
     if (PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0) throw PythonError{};
@@ -441,9 +439,10 @@ PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> k
                     " callables and got " + std::to_string(callables.size()));
   auto state = std::make_unique<ProgramState>();
   state->callables = std::move(callables);
-  state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
-                                             std::move(constants), kHost, state.get(),
-                                             std::move(generated), std::move(control));
+  state->program =
+      std::make_unique<Program>(Code{std::move(plan), std::move(kernels), std::move(cubins),
+                                     std::move(constants), kHost, state.get(), std::move(control)},
+                                std::move(generated));
   state->outputs = plan_outputs(*state->program);
   Ref self = Ref::check(type->tp_alloc(type, 0));
   reinterpret_cast<PyProgram*>(self.get())->call = program_call;

@@ -8,7 +8,7 @@
 
 #include "core/plan.h"
 #include "python/object.h"
-#include "torch/program.h"
+#include "torch/checks.h"
 
 namespace plait {
 

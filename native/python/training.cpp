@@ -84,13 +84,13 @@ ag::variable_list run_backward(TrainingState& t, BackwardRun& run) {
   size_t k = 0;
   for (int64_t size : *run.sizes) {
     // A size that tracing found to be constant is an input that nothing reads.
-    if (inputs[k].kind == Input::Kind::symbol) p.set_symbol(f, inputs[k].id, size);
+    if (inputs[k].kind == Input::Kind::symbol) set_symbol(f, inputs[k].id, size);
     ++k;
   }
   for (auto* tensors : {&run.saved, &run.tangents}) {
     for (const at::Tensor& tensor : *tensors) {
-      p.require_fit(inputs[k], tensor);
-      p.bind(f, inputs[k++], tensor);
+      require_fit(f, inputs[k], tensor);
+      bind_input(f, inputs[k++], tensor);
     }
     tensors->clear();
   }
@@ -166,7 +166,7 @@ bool serves(const TrainingState& t, const Program& p, PyObject* const* args, Py_
     if (inputs[i].kind != Input::Kind::tensor) continue;
     if (!is_tensor(args[i])) return false;
     const at::Tensor& t = unpack(args[i]);
-    if (p.misfit(inputs[i], t) != Program::Misfit::none) return false;
+    if (find_misfit(p.slot(inputs[i].id), t) != Misfit::none) return false;
   }
   return true;
 }
@@ -222,9 +222,9 @@ PyObject* training_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
     Call call(*s.program);
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].kind == Input::Kind::tensor)
-        p.bind(call.frame(), inputs[i], unpack(args[i]));
+        bind_input(call.frame(), inputs[i], unpack(args[i]));
       else if (inputs[i].kind == Input::Kind::symbol)
-        p.set_symbol(call.frame(), inputs[i].id, integer(args[i]));
+        set_symbol(call.frame(), inputs[i].id, integer(args[i]));
       else
         call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[i];
     }

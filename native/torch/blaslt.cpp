@@ -12,7 +12,7 @@
 #include <algorithm>
 
 #include "core/parts.h"
-#include "program.h"
+#include "memory.h"
 
 namespace plait {
 namespace {
@@ -109,7 +109,7 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
 class Products {
  public:
   Products(const Accelerator& gpu, Type type, Precision how)
-      : type_(type), how_(how), plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
+      : type_(type), how_(how), plans_(blaslt_library()->plans(gpu.device().index())) {}
 
   // False where the library cannot do it.
   bool add(const blaslt::Part& p, float alpha, float beta) {
@@ -148,8 +148,12 @@ class Products {
 };
 }  // namespace
 
-// False where the general path has to be taken.
-bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) const {
+const blaslt::Library* blaslt_library() {
+  static const auto* const used = blaslt::Library::used_by("libtorch_cuda.so").release();
+  return used;
+}
+
+bool call_blaslt(Frame& f, const ExternCall& c, const Operands& o) {
   const size_t first = c.tensors.size() - 3;  // an addend may stand before the factors
   const auto impl = [&](size_t i) -> const c10::TensorImpl& {
     return *o.tensor(c.tensors[i]).unsafeGetTensorImpl();
@@ -162,7 +166,7 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   const size_t n_given = c.tensors.size() - (c.makes_result ? 1 : 0);
   for (size_t i = 0; i < n_given; ++i)
     if (impl(i).dtype().toScalarType() != scalar ||
-        !impl(i).key_set().has(c10::DispatchKey::CUDA) || impl(i).device() != gpu_->device())
+        !impl(i).key_set().has(c10::DispatchKey::CUDA) || impl(i).device() != f.code.gpu->device())
       return false;
   const std::optional<Precision> how = precision(*type);
   if (!how) return false;
@@ -176,7 +180,7 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   at::Tensor made;
   if (c.makes_result) {
     const int64_t nbytes = batch * m * n * static_cast<int64_t>(c10::elementSize(scalar));
-    made = new_tensor(f, gpu_->device(), nbytes, scalar);
+    made = new_tensor(f, f.code.gpu->device(), nbytes, scalar);
     made.unsafeGetTensorImpl()->set_sizes_contiguous(want);
   }
   c10::TensorImpl& out =
@@ -186,7 +190,7 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   const blaslt::Part whole{matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
                            matrix(out, out.mutable_data(), m, n),
                            first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt, batch};
-  Products products(*gpu_, *type, *how);
+  Products products(*f.code.gpu, *type, *how);
   const auto alpha = static_cast<float>(c.alpha), beta = static_cast<float>(c.beta);
   const blaslt::Parts parts = blaslt::parts(*type, whole);
   for (const blaslt::Part& part : parts)
@@ -195,7 +199,8 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.
   at::DataPtr workspace;
-  if (products.workspace() > 0) workspace = memory(f, gpu_->device(), products.workspace());
+  if (products.workspace() > 0)
+    workspace = memory_on(f, f.code.gpu->device(), products.workspace());
   if (!products.run(f.stream, workspace.get())) return false;
   if (c.makes_result) define(f, c.tensors.back(), std::move(made));
   return true;

@@ -146,7 +146,7 @@ void Bound::fail(const InputSpec& s, const std::string& what) const {
 
 void Bound::fail_misfit(const Input& input, const InputSpec& s, const at::Tensor& t,
                         const std::string& type_name) const {
-  if (program_.misfit(input, t) == Program::Misfit::dtype)
+  if (find_misfit(program_.slot(input.id), t) == Misfit::dtype)
     fail(s, std::string("expected dtype ") + torch_name(input.dtype) + ", got " +
                 torch_name(from_scalar_type(t.scalar_type())));
   if (const std::string device = t.device().str(); device != input.device)
@@ -204,7 +204,7 @@ void Bound::bind_symbols(Frame& f, const Symbols& symbols) const {
     if (!symbols.known(index))
       throw InputError("no input defines the size '" +
                        signature_.symbols[static_cast<size_t>(index)] + "'");
-    program_.set_symbol(f, program_.plan().inputs[i].id, symbols[index]);
+    set_symbol(f, program_.plan().inputs[i].id, symbols[index]);
   }
 }
 

@@ -158,25 +158,25 @@ void Bound::bind(Frame& f, const Arguments& args) const {
       case InputSpec::Kind::bound: {
         const BoundTensor& b = bound[static_cast<size_t>(spec.arg)];
         if (!b.strided) [[unlikely]]
-          program_.require_fit(inputs[i], b.tensor);
-        else if (program_.misfit(inputs[i], b.tensor) != Program::Misfit::none || b.moved())
+          require_fit(f, inputs[i], b.tensor);
+        else if (find_misfit(f.slot(inputs[i].id), b.tensor) != Misfit::none || b.moved())
           fail_moved(inputs[i], spec, b);
         if (forward_mode.reaches(b.tensor)) [[unlikely]]
           fail_tangent(i);
-        program_.bind(f, inputs[i], b.tensor);
+        bind_input(f, inputs[i], b.tensor);
         break;
       }
       case InputSpec::Kind::tensor: {
         const at::Tensor* t = args.tensor(spec.arg);
         if (!t) [[unlikely]]
           fail(spec, "expected a tensor, got " + args.type_name(spec.arg));
-        if (program_.misfit(inputs[i], *t) != Program::Misfit::none) [[unlikely]]
+        if (find_misfit(f.slot(inputs[i].id), *t) != Misfit::none) [[unlikely]]
           fail_misfit(inputs[i], spec, *t, args.type_name(spec.arg));
         if (!fits(spec, *t, symbols)) [[unlikely]]
           fail_tensor(spec, *t, symbols);
         if (forward_mode.reaches(*t)) [[unlikely]]
           fail_tangent(i);
-        program_.bind(f, inputs[i], *t);
+        bind_input(f, inputs[i], *t);
         break;
       }
       case InputSpec::Kind::integer: {
@@ -184,7 +184,7 @@ void Bound::bind(Frame& f, const Arguments& args) const {
         if (!args.integer(spec.arg, value))
           fail(spec, "expected an int, got " + args.type_name(spec.arg));
         check_integer(spec, value, symbols);
-        program_.set_symbol(f, inputs[i].id, value);
+        set_symbol(f, inputs[i].id, value);
         break;
       }
       case InputSpec::Kind::object:

@@ -36,7 +36,7 @@ class Call {
     frame_ = p.take_frame();
   }
   ~Call() {
-    program_.reset(*frame_);
+    reset(*frame_);
     const std::lock_guard<Lock> held(lock_);
     program_.give_frame(std::move(frame_));
   }

@@ -18,13 +18,13 @@ at::Tensor settled(const at::Tensor& t, c10::IntArrayRef strides) {
 
 void bind(const Program& p, Frame& f, const Input& input, ControlValue& v) {
   if (input.kind == Input::Kind::opaque) return;  // nothing reads it
-  if (input.kind == Input::Kind::symbol) return p.set_symbol(f, input.id, v.integer);
+  if (input.kind == Input::Kind::symbol) return set_symbol(f, input.id, v.integer);
   const SlotInfo& slot = p.slot(input.id);
   TORCH_CHECK(v.tensor.defined(), "'", slot.name, "' of ", p.plan().name, " is no tensor");
-  p.require_fit(input, v.tensor);
+  require_fit(f, input, v.tensor);
   if (slot.meta.is_static && v.tensor.sizes() == slot.meta.sizes)
     v.tensor = settled(v.tensor, slot.meta.strides);
-  p.bind(f, input, v.tensor);  // sizes and strides are checked by the program
+  bind_input(f, input, v.tensor);  // sizes and strides are checked by the program
 }
 
 bool is_true(const ControlValue& v) {
@@ -33,18 +33,17 @@ bool is_true(const ControlValue& v) {
 
 }  // namespace
 
-constinit const Host kNoPython{
-    []() -> void* { return nullptr; },
-    [](void*) {},
-    [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
-    [](void*) -> c10::IValue { no_python(); },
-    [](int) -> void* { no_python(); },
-    [](void*, bool) {},
-    [](void*) -> Host::Captured { no_python(); },
-    [](void*) {},
-    [](void*) {},
-    [](void*) {},
-    [](const std::string&, size_t, const std::string&) {}};
+constinit const Host kNoPython{[]() -> void* { return nullptr; },
+                               [](void*) {},
+                               [](Frame&, const PythonCall&, const Operands&) { no_python(); },
+                               [](void*) -> c10::IValue { no_python(); },
+                               [](int) -> void* { no_python(); },
+                               [](void*, bool) {},
+                               [](void*) -> Host::Captured { no_python(); },
+                               [](void*) {},
+                               [](void*) {},
+                               [](void*) {},
+                               [](const std::string&, size_t, const std::string&) {}};
 
 Routine::Routine(std::unique_ptr<Program> program) : program_(std::move(program)) {
   if (program_->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
@@ -110,7 +109,7 @@ void Control::check(const CallPython& call) const {
     require(g.constant || static_cast<size_t>(g.value) < call.args.size());
 }
 
-void Control::run(const Program& p, Frame& f, const PythonCall& call, const Operands& o) const {
+void Control::run(Frame& f, const PythonCall& call, const Operands& o) const {
   ControlValues given;
   for (const Manifest::Control::Given& g : what_.operands) {
     if (g.constant) {
@@ -137,10 +136,10 @@ void Control::run(const Program& p, Frame& f, const PythonCall& call, const Oper
     const Result& r = call.outs[k];
     TORCH_CHECK(r.kind != Result::Kind::symbol || !out[k].tensor.defined(), call.label,
                 " returned a tensor where an integer was expected");
-    if (r.kind == Result::Kind::symbol) p.set_symbol(f, r.id, out[k].integer);
+    if (r.kind == Result::Kind::symbol) set_symbol(f, r.id, out[k].integer);
     if (r.kind != Result::Kind::tensor) continue;
     const auto& strides = what_.strides[k];
-    p.define(f, r.id, strides ? settled(out[k].tensor, *strides) : out[k].tensor);
+    define(f, r.id, strides ? settled(out[k].tensor, *strides) : out[k].tensor);
   }
 }
 
@@ -196,9 +195,8 @@ ControlFlow control_flow(const Plan& plan, const std::vector<Manifest::Control>&
   for (const Instr& i : plan.body)
     if (const auto* call = std::get_if<CallPython>(&i))
       controls[static_cast<size_t>(call->index)].check(*call);
-  return [controls = std::move(controls)](const Program& p, Frame& f, const PythonCall& c,
-                                          const Operands& o) {
-    controls[static_cast<size_t>(c.index)].run(p, f, c, o);
+  return [controls = std::move(controls)](Frame& f, const PythonCall& c, const Operands& o) {
+    controls[static_cast<size_t>(c.index)].run(f, c, o);
   };
 }
 

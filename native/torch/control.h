@@ -38,7 +38,7 @@ class Control {
   Control(const Manifest::Control& what, const Routines& all);
   // Throws LoadError unless the call has the operands that this takes, and its results.
   void check(const CallPython& call) const;
-  void run(const Program& p, Frame& f, const PythonCall& call, const Operands& o) const;
+  void run(Frame& f, const PythonCall& call, const Operands& o) const;
 
  private:
   using Kind = Manifest::Control::Kind;

@@ -1,4 +1,4 @@
-// native/torch/load.cpp: Plan -> Program. Everything that can be decided once is decided here.
+// native/torch/load.cpp: Plan -> Code. Everything that can be decided once is decided here.
 #include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -6,36 +6,22 @@
 #include <climits>
 #include <optional>
 
-#include "partitions.h"
+#include "frame.h"
 
 namespace plait {
 
 c10::ScalarType scalar_type(DType dtype) {
   using S = c10::ScalarType;
-  switch (dtype) {
-    case DType::b1: return S::Bool;
-    case DType::u8: return S::Byte;
-    case DType::u16: return S::UInt16;
-    case DType::u32: return S::UInt32;
-    case DType::u64: return S::UInt64;
-    case DType::i8: return S::Char;
-    case DType::i16: return S::Short;
-    case DType::i32: return S::Int;
-    case DType::i64: return S::Long;
-    case DType::f16: return S::Half;
-    case DType::bf16: return S::BFloat16;
-    case DType::f32: return S::Float;
-    case DType::f64: return S::Double;
-    case DType::c32: return S::ComplexHalf;
-    case DType::c64: return S::ComplexFloat;
-    case DType::c128: return S::ComplexDouble;
-    case DType::f8e4m3fn: return S::Float8_e4m3fn;
-    case DType::f8e5m2: return S::Float8_e5m2;
-    case DType::f8e4m3fnuz: return S::Float8_e4m3fnuz;
-    case DType::f8e5m2fnuz: return S::Float8_e5m2fnuz;
-    case DType::f8e8m0fnu: return S::Float8_e8m0fnu;
-    default: throw LoadError("the element type 'opaque' cannot be allocated");
-  }
+  static constexpr S types[] = {
+      S::Bool,          S::Byte,        S::UInt16,          S::UInt32,
+      S::UInt64,        S::Char,        S::Short,           S::Int,
+      S::Long,          S::Half,        S::BFloat16,        S::Float,
+      S::Double,        S::ComplexHalf, S::ComplexFloat,    S::ComplexDouble,
+      S::Float8_e4m3fn, S::Float8_e5m2, S::Float8_e4m3fnuz, S::Float8_e5m2fnuz,
+      S::Float8_e8m0fnu};
+  static_assert(std::size(types) == static_cast<size_t>(DType::opaque));
+  if (dtype >= DType::opaque) throw LoadError("the element type 'opaque' cannot be allocated");
+  return types[static_cast<size_t>(dtype)];
 }
 
 DType from_scalar_type(c10::ScalarType type) {
@@ -55,9 +41,8 @@ const char* torch_name(DType dtype) {
 }
 
 namespace {
-constexpr int64_t kRegionBreakBytes =
-    1
-    << 20;  // memory that dies inside a region and is worth ending it for, if an allocation follows
+// Memory that dies inside a region and is worth ending it for, if an allocation follows.
+constexpr int64_t kRegionBreakBytes = 1 << 20;
 constexpr int64_t kSmallRegionNs = 10'000;
 }  // namespace
 
@@ -65,49 +50,49 @@ constexpr int64_t kSmallRegionNs = 10'000;
 // steps.
 class Loader {
  public:
-  explicit Loader(Program& p)
-      : p_(p), plan_(p.plan_), patches_(plan_.slots.size()), last_use_(plan_.slots.size(), -1) {}
+  explicit Loader(Code& p)
+      : p_(p), plan_(p.plan), patches_(plan_.slots.size()), last_use_(plan_.slots.size(), -1) {}
 
   void run() {
     fold_constants();
-    p_.slots_.resize(plan_.slots.size());
+    p_.slots.resize(plan_.slots.size());
     for (size_t s = 0; s < plan_.slots.size(); ++s) {
-      p_.slots_[s].name = plan_.slots[s].name;
-      p_.slots_[s].dtype = plan_.slots[s].dtype;
+      p_.slots[s].name = plan_.slots[s].name;
+      p_.slots[s].dtype = plan_.slots[s].dtype;
       if (plan_.slots[s].dtype < DType::opaque)
-        p_.slots_[s].scalar = scalar_type(plan_.slots[s].dtype);
-      p_.slots_[s].root = static_cast<SlotId>(s);
+        p_.slots[s].scalar = scalar_type(plan_.slots[s].dtype);
+      p_.slots[s].root = static_cast<SlotId>(s);
     }
     for (const Input& i : plan_.inputs) learn(i);
     for (at_ = 0; at_ < n_instrs(); ++at_)
       std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
     drops_.resize(plan_.body.size());
-    for (size_t s = 0; s < p_.slots_.size(); ++s) plan_drop(static_cast<SlotId>(s));
+    for (size_t s = 0; s < p_.slots.size(); ++s) plan_drop(static_cast<SlotId>(s));
     for (at_ = 0; at_ < n_instrs(); ++at_) {
       std::visit([this](const auto& i) { emit(i); }, plan_.body[static_cast<size_t>(at_)]);
       for (const Step& drop : drops_[static_cast<size_t>(at_)])
-        (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
+        (region_open() ? pending_drops_ : p_.steps).push_back(drop);
     }
     flatten_patches();
-    if (p_.generated_) use_generated();
-    if (!p_.partitions_.empty()) {
-      p_.partitions_.back().last = static_cast<int32_t>(p_.steps_.size());
-      PartitionLearner(p_, patches_, writes_).run();
+    if (p_.generated) use_generated();
+    if (!p_.partitions.empty()) {
+      p_.partitions.back().last = static_cast<int32_t>(p_.steps.size());
+      learn_partitions(p_, patches_, writes_);
     }
     int64_t work_ns = 0;
-    p_.small_ = p_.externs_.empty() && p_.pythons_.empty() && !p_.gpu_;
-    for (const RegionInfo& r : p_.regions_) {
-      p_.small_ = p_.small_ && r.is_static && r.work_ns < kSmallRegionNs;
+    p_.small = p_.externs.empty() && p_.pythons.empty() && !p_.gpu;
+    for (const RegionInfo& r : p_.regions) {
+      p_.small = p_.small && r.is_static && r.work_ns < kSmallRegionNs;
       work_ns += r.work_ns;
     }
-    p_.typical_ticks_ = work_ns * kTicksPerUs / 1000;  // a first guess
+    p_.typical_ticks = work_ns * kTicksPerUs / 1000;  // a first guess
   }
 
  private:
   using Kind = SlotInfo::Kind;
 
   int n_instrs() const { return static_cast<int>(plan_.body.size()); }
-  SlotInfo& info(SlotId s) { return p_.slots_[static_cast<size_t>(s)]; }
+  SlotInfo& info(SlotId s) { return p_.slots[static_cast<size_t>(s)]; }
   const std::optional<int64_t>& constant(ExprId e) const {
     return constants_[static_cast<size_t>(e)];
   }
@@ -117,17 +102,17 @@ class Loader {
     const size_t n = plan_.exprs.size();
     constants_.resize(n);
     evaluated_.resize(n);
-    p_.values_.resize(n);
-    p_.symbol_exprs_.resize(plan_.symbols.size());
+    p_.values.resize(n);
+    p_.symbol_exprs.resize(plan_.symbols.size());
     for (size_t i = 0; i < n; ++i) {
       const ExprNode& e = plan_.exprs[i];
       if (e.op == ExprNode::Op::symbol) {
-        p_.symbol_exprs_[static_cast<size_t>(e.a)].push_back(static_cast<ExprId>(i));
+        p_.symbol_exprs[static_cast<size_t>(e.a)].push_back(static_cast<ExprId>(i));
         evaluated_[i] = true;  // written when the symbol is defined
       } else if (e.op == ExprNode::Op::constant ||
                  (constants_[static_cast<size_t>(e.a)] && constants_[static_cast<size_t>(e.b)])) {
-        evaluate(e, p_.values_.data(), p_.values_[i]);
-        constants_[i] = p_.values_[i];
+        evaluate(e, p_.values.data(), p_.values[i]);
+        constants_[i] = p_.values[i];
         evaluated_[i] = true;
       }
     }
@@ -148,9 +133,8 @@ class Loader {
     }
     if (found.empty()) return;
     std::sort(found.begin(), found.end());  // operands stand before their users
-    push(StepKind::eval, static_cast<int32_t>(p_.evals_.size()),
-         static_cast<int32_t>(found.size()));
-    p_.evals_.insert(p_.evals_.end(), found.begin(), found.end());
+    push(StepKind::eval, static_cast<int32_t>(p_.evals.size()), static_cast<int32_t>(found.size()));
+    p_.evals.insert(p_.evals.end(), found.begin(), found.end());
   }
   void need(const Shape& shape) {
     need(shape.sizes);
@@ -227,10 +211,10 @@ class Loader {
       throw LoadError("there is no device '" + text + "'");
     }
     if (!d.is_cuda()) throw LoadError("a tensor on device '" + text + "'");
-    if (!p_.gpu_) p_.gpu_.emplace(d);
+    if (!p_.gpu) p_.gpu.emplace(d);
     const auto is_known = [&](const Accelerator& g) { return g.device() == d; };
-    if (!is_known(*p_.gpu_) && std::none_of(p_.others_.begin(), p_.others_.end(), is_known))
-      p_.others_.emplace_back(d);
+    if (!is_known(*p_.gpu) && std::none_of(p_.others.begin(), p_.others.end(), is_known))
+      p_.others.emplace_back(d);
     return d;
   }
   void learn(const Symbol& i) {
@@ -244,8 +228,7 @@ class Loader {
   void learn(const CheckFinite& i) { use_header(i.tensor); }
   void learn(const Arena& i) {
     define(i.slot, Kind::arena).device = device(i.device);
-    p_.arena_slot_ = i.slot;
-    p_.arena_bytes_ = constant(i.nbytes).value_or(0);
+    p_.arena_bytes = constant(i.nbytes).value_or(0);
   }
   void learn(const Place& i) {
     SlotInfo& s = define(i.slot, Kind::place, i.shape);
@@ -304,7 +287,7 @@ class Loader {
     if (!s.meta.is_static || s.scalar == c10::ScalarType::Undefined) return;
     SlotInfo& root = info(s.root);
     if (root.kind == Kind::arena || root.kind == Kind::alloc) {
-      const int64_t room = root.kind == Kind::arena ? p_.arena_bytes_
+      const int64_t room = root.kind == Kind::arena ? p_.arena_bytes
                            : root.meta.is_static    ? root.meta.nbytes
                                                     : 0;
       s.inside = s.meta.nbytes == 0 ||
@@ -323,8 +306,8 @@ class Loader {
   }
   void learn(const Constant& i) {
     SlotInfo& s = define(i.slot, Kind::constant);
-    const at::Tensor& t = p_.constants_[static_cast<size_t>(i.index)];
-    if (is_odd(t)) p_.constants_[static_cast<size_t>(i.index)] = materialised(t);
+    const at::Tensor& t = p_.constants[static_cast<size_t>(i.index)];
+    if (is_odd(t)) p_.constants[static_cast<size_t>(i.index)] = materialised(t);
     s.offset = i.index;
     s.dtype = from_scalar_type(t.scalar_type());
     s.meta.is_static = true;
@@ -332,8 +315,8 @@ class Loader {
     s.meta.strides = t.strides().vec();
   }
   void learn(const Launch& i) {
-    p_.kernel_devices_.resize(plan_.kernels.size(), c10::kCPU);
-    p_.kernel_devices_[static_cast<size_t>(i.kernel)] =
+    p_.kernel_devices.resize(plan_.kernels.size(), c10::kCPU);
+    p_.kernel_devices[static_cast<size_t>(i.kernel)] =
         device(plan_.kernels[static_cast<size_t>(i.kernel)].device);
     for (SlotId s : i.outs) mark_written(s);
     for (SlotId s : i.args) touch(s);
@@ -347,19 +330,19 @@ class Loader {
       mark_written(s);
     }
     use_results(i.outs);
-    p_.needs_guard_ = true;
+    p_.needs_guard = true;
   }
   void learn(const CallPython& i) {
     for (const Operand& o : i.args) use_operand(o, true);
     for (const KeywordOperand& o : i.kwargs) use_operand(o.value, true);
     use_results(i.outs);
-    p_.needs_guard_ = true;
+    p_.needs_guard = true;
   }
   void learn(const Copy& i) {
     mark_written(i.dst);
     use_header(i.dst);
     use_header(i.src);
-    p_.needs_guard_ = true;
+    p_.needs_guard = true;
   }
   void learn(const BumpVersion& i) {
     mark_written(i.tensor);
@@ -369,7 +352,7 @@ class Loader {
   void learn(const Fill& i) {
     mark_written(i.tensor);
     use_header(i.tensor);
-    p_.needs_guard_ = true;
+    p_.needs_guard = true;
   }
   void learn(const Return& i) {
     for (const Operand& o : i.values) {
@@ -381,7 +364,7 @@ class Loader {
 
   // ----------------------------------------------------------------------------------- second walk
   void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) {
-    p_.steps_.push_back({kind, a, b});
+    p_.steps.push_back({kind, a, b});
   }
 
   void plan_drop(SlotId s) {
@@ -389,12 +372,12 @@ class Loader {
     const int last = last_use_[static_cast<size_t>(s)];
     const bool owned = i.kind == Kind::alloc || i.kind == Kind::result ||
                        ((i.kind == Kind::view || i.kind == Kind::place) && i.header);
-    if (owned) p_.owned_.push_back(s);
+    if (owned) p_.owned.push_back(s);
     if (i.kind == Kind::place) return;  // its header is kept from call to call and owns nothing
     if (last + 1 == n_instrs() || (!owned && i.kind != Kind::input)) return;
     const Step drop{i.kind == Kind::input ? StepKind::drop_input : StepKind::drop, s, kNone};
     if (last < 0)
-      p_.steps_.push_back(drop);
+      p_.steps.push_back(drop);
     else
       drops_[static_cast<size_t>(last)].push_back(drop);
   }
@@ -403,18 +386,18 @@ class Loader {
 
   void close_region() {
     if (!region_open()) return;
-    RegionInfo r{static_cast<int32_t>(p_.launches_.size()), static_cast<int32_t>(region_.size())};
+    RegionInfo r{static_cast<int32_t>(p_.launches.size()), static_cast<int32_t>(region_.size())};
     for (LaunchInfo& l : region_) {
       const auto& work = constant(l.work_ns);
       r.is_static = r.is_static && work.has_value();
       if (work) r.work_ns += *work;
       if (work && l.parallel && *work >= kSplitTaskNs) r.split_ns += *work;
-      p_.launches_.push_back(std::move(l));
+      p_.launches.push_back(std::move(l));
     }
-    push(StepKind::region, static_cast<int32_t>(p_.regions_.size()));
-    p_.regions_.push_back(r);
+    push(StepKind::region, static_cast<int32_t>(p_.regions.size()));
+    p_.regions.push_back(r);
     region_.clear();
-    p_.steps_.insert(p_.steps_.end(), pending_drops_.begin(), pending_drops_.end());
+    p_.steps.insert(p_.steps.end(), pending_drops_.begin(), pending_drops_.end());
     pending_drops_.clear();
   }
 
@@ -437,7 +420,7 @@ class Loader {
     if (!i.folded) {
       need(std::vector<ExprId>{i.offset});
       push(StepKind::pointer, s);
-    } else if (!i.inside && !i.header && !p_.gpu_) {
+    } else if (!i.inside && !i.header && !p_.gpu) {
       // Kernels alone read it. On a GPU recordings may have its memory elsewhere than this step.
       push(StepKind::inside, s);
       mark_pointer(s);
@@ -448,8 +431,8 @@ class Loader {
   }
   int32_t add_buf(SlotId s) {
     patches_[static_cast<size_t>(info(s).root)].push_back(
-        {static_cast<int32_t>(p_.n_bufs_), info(s).delta});
-    return static_cast<int32_t>(p_.n_bufs_++);
+        {static_cast<int32_t>(p_.n_bufs), info(s).delta});
+    return static_cast<int32_t>(p_.n_bufs++);
   }
 
   void emit(const Symbol& i) {
@@ -496,14 +479,14 @@ class Loader {
   void emit(const Free&) {}
   void emit(const View& i) { emit_slot(i.slot); }
   void emit(const Constant&) {}
-  void write(SlotId s) { writes_.emplace_back(static_cast<int32_t>(p_.partitions_.size()) - 1, s); }
+  void write(SlotId s) { writes_.emplace_back(static_cast<int32_t>(p_.partitions.size()) - 1, s); }
   void emit(const Launch& i) {
     for (SlotId s : i.outs) write(s);
     if (plan_.kernels[static_cast<size_t>(i.kernel)].device != "cpu") return emit_grid(i);
     LaunchInfo l{i.kernel,
                  kernel(i.kernel),
-                 {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
-                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())},
+                 {static_cast<int32_t>(p_.n_bufs), static_cast<int32_t>(i.args.size())},
+                 {static_cast<int32_t>(p_.n_syms), static_cast<int32_t>(i.sizes.size())},
                  i.sizes,
                  false,
                  i.work_ns,
@@ -513,16 +496,16 @@ class Loader {
     need(i.sizes);
     need(std::vector<ExprId>{i.work_ns});
     for (ExprId e : i.sizes) l.dynamic_sizes = l.dynamic_sizes || !constant(e);
-    p_.n_syms_ += static_cast<int64_t>(i.sizes.size());
+    p_.n_syms += static_cast<int64_t>(i.sizes.size());
     region_.push_back(std::move(l));
   }
   void emit_grid(const Launch& i) {
     close_region();
     GridLaunch l{i.kernel,
                  grid_kernel(i.kernel),
-                 {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
-                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())},
-                 {static_cast<int32_t>(p_.n_params_), 0},
+                 {static_cast<int32_t>(p_.n_bufs), static_cast<int32_t>(i.args.size())},
+                 {static_cast<int32_t>(p_.n_syms), static_cast<int32_t>(i.sizes.size())},
+                 {static_cast<int32_t>(p_.n_params), 0},
                  i.sizes,
                  false,
                  i.grid};
@@ -531,30 +514,28 @@ class Loader {
     need(i.sizes);
     need(std::vector<ExprId>{i.grid});
     for (ExprId e : i.sizes) l.dynamic_sizes = l.dynamic_sizes || !constant(e);
-    p_.n_syms_ += l.sizes.n;
-    p_.n_params_ += l.params.n;
-    push(StepKind::launch, static_cast<int32_t>(p_.grid_launches_.size()));
-    p_.grid_launches_.push_back(std::move(l));
+    p_.n_syms += l.sizes.n;
+    p_.n_params += l.params.n;
+    push(StepKind::launch, static_cast<int32_t>(p_.grid_launches.size()));
+    p_.grid_launches.push_back(std::move(l));
   }
   const cuda::Kernel* grid_kernel(int32_t k) {
-    if (!p_.cubins_) throw LoadError("the program has GPU kernels and no file of them was given");
-    p_.kernels_.resize(plan_.kernels.size());
-    const cuda::Kernel*& loaded = p_.kernels_[static_cast<size_t>(k)];
+    if (!p_.cubins) throw LoadError("the program has GPU kernels and no file of them was given");
+    p_.kernels.resize(plan_.kernels.size());
+    const cuda::Kernel*& loaded = p_.kernels[static_cast<size_t>(k)];
     if (loaded) return loaded;
-    const c10::DeviceGuard there(p_.kernel_devices_[static_cast<size_t>(k)]);
+    const c10::DeviceGuard there(p_.kernel_devices[static_cast<size_t>(k)]);
     p_.on(there.current_device()).stream();  // kernels are loaded into a current context
     const Kernel& kernel = plan_.kernels[static_cast<size_t>(k)];
-    loaded = p_.cubins_->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
+    loaded = p_.cubins->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
     return loaded;
   }
-  KernelFn load_kernel(const Kernel& k) const {
-    return p_.library_->kernel(k.name, k.n_args, k.n_sizes);
-  }
   KernelFn kernel(int32_t k) {
-    p_.functions_.resize(plan_.kernels.size());
-    KernelFn& fn = p_.functions_[static_cast<size_t>(k)];
-    if (!p_.library_) throw LoadError("the program has kernels and no kernel library was given");
-    if (!fn) fn = load_kernel(plan_.kernels[static_cast<size_t>(k)]);
+    p_.functions.resize(plan_.kernels.size());
+    KernelFn& fn = p_.functions[static_cast<size_t>(k)];
+    if (!p_.library) throw LoadError("the program has kernels and no kernel library was given");
+    const Kernel& made = plan_.kernels[static_cast<size_t>(k)];
+    if (!fn) fn = p_.library->kernel(made.name, made.n_args, made.n_sizes);
     return fn;
   }
 
@@ -575,14 +556,14 @@ class Loader {
     const std::vector<SlotId> given = number_operands(renumbered);
     ExternCall call = resolve_extern(renumbered, constants_);
     call.n_given = static_cast<int32_t>(n_given_);
-    if (p_.gpu_)
+    if (p_.gpu)
       call.road = ExternCall::Road::boxed;  // the other roads are those of the CPU
     else
       bind_gemm(call, given);
-    p_.forks_ |= call.forks;
-    push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
-    p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
-    p_.externs_.push_back(std::move(call));
+    p_.forks |= call.forks;
+    push(StepKind::call_extern, static_cast<int32_t>(p_.externs.size()));
+    p_.stack_size = std::max(p_.stack_size, call.stack.size());
+    p_.externs.push_back(std::move(call));
   }
   // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see
   // extern.cpp.
@@ -590,7 +571,7 @@ class Loader {
     if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
     const size_t n = call.tensors.size() - (call.makes_result ? 1 : 0);
     const auto slot = [&](size_t k) {
-      return p_.generated_ ? given[static_cast<size_t>(call.tensors[k])] : call.tensors[k];
+      return p_.generated ? given[static_cast<size_t>(call.tensors[k])] : call.tensors[k];
     };
     const DType dtype = info(slot(0)).dtype;
     if (dtype != DType::f32 && dtype != DType::f64) return;
@@ -600,8 +581,8 @@ class Loader {
       need(i.meta.ids);
     }
     call.single = dtype == DType::f32;
-    call.bufs = static_cast<int32_t>(p_.n_bufs_);
-    if (!p_.generated_)
+    call.bufs = static_cast<int32_t>(p_.n_bufs);
+    if (!p_.generated)
       for (SlotId s : call.tensors) add_buf(s);
   }
   void emit(const CallPython& i) {
@@ -609,9 +590,9 @@ class Loader {
     need_operands(i);
     CallPython renumbered = i;
     number_operands(renumbered);
-    push(StepKind::call_python, static_cast<int32_t>(p_.pythons_.size()));
-    p_.pythons_.push_back({i.index, i.label, renumbered.args, renumbered.kwargs, i.outs,
-                           static_cast<int32_t>(n_given_)});
+    push(StepKind::call_python, static_cast<int32_t>(p_.pythons.size()));
+    p_.pythons.push_back({i.index, i.label, renumbered.args, renumbered.kwargs, i.outs,
+                          static_cast<int32_t>(n_given_)});
   }
 
   // A generated program hands operands over in a list, constants aside: they are numbered so, see
@@ -620,7 +601,7 @@ class Loader {
   std::vector<SlotId> number_operands(Call& call) {
     std::vector<SlotId> slots;
     n_given_ = 0;
-    if (!p_.generated_) return slots;
+    if (!p_.generated) return slots;
     const auto number = [&](auto& self, Operand& o) -> void {
       const bool tensor = o.kind == Operand::Kind::ref;
       if (tensor || (o.kind == Operand::Kind::size && !is_literal(o.id))) {
@@ -646,11 +627,11 @@ class Loader {
   void emit(const BumpVersion& i) { push(StepKind::bump, i.tensor); }
   void emit(const Partition& i) {
     close_region();
-    if (!p_.gpu_ || p_.generated_) return;      // a CPU has nothing to record
-    const bool first = p_.partitions_.empty();  // unused inputs are dropped before anything runs
-    const auto at = first ? 0 : static_cast<int32_t>(p_.steps_.size());
-    if (!first) p_.partitions_.back().last = at;
-    p_.partitions_.push_back({.first = at, .last = at, .recorded = i.recorded});
+    if (!p_.gpu || p_.generated) return;       // a CPU has nothing to record
+    const bool first = p_.partitions.empty();  // unused inputs are dropped before anything runs
+    const auto at = first ? 0 : static_cast<int32_t>(p_.steps.size());
+    if (!first) p_.partitions.back().last = at;
+    p_.partitions.push_back({.first = at, .last = at, .recorded = i.recorded});
   }
   void emit(const Fill& i) {
     close_region();
@@ -661,38 +642,38 @@ class Loader {
   void emit(const Return& i) {
     close_region();
     for (const Operand& o : i.values) need_operand(o);
-    p_.outputs_ = &i.values;
+    p_.outputs = &i.values;
   }
 
   // A root whose pointer is used by more than patches (headers of views, dynamic offsets, checks).
   void mark_pointer(SlotId s) { info(info(s).root).needs_pointer = true; }
 
   void flatten_patches() {
-    for (size_t s = 0; s < p_.slots_.size(); ++s) {
-      SlotInfo& i = p_.slots_[s];
+    for (size_t s = 0; s < p_.slots.size(); ++s) {
+      SlotInfo& i = p_.slots[s];
       if ((i.kind == Kind::view || i.kind == Kind::place) && (i.header || !i.folded)) {
         mark_pointer(static_cast<SlotId>(s));
         if (i.base != kNone) mark_pointer(i.base);
       }
     }
-    for (size_t s = 0; s < p_.slots_.size(); ++s) {
-      SlotInfo& i = p_.slots_[s];
-      i.patches = {static_cast<int32_t>(p_.patches_.size()),
+    for (size_t s = 0; s < p_.slots.size(); ++s) {
+      SlotInfo& i = p_.slots[s];
+      i.patches = {static_cast<int32_t>(p_.patches.size()),
                    static_cast<int32_t>(patches_[s].size())};
       i.needs_pointer = i.needs_pointer || !patches_[s].empty();
-      p_.patches_.insert(p_.patches_.end(), patches_[s].begin(), patches_[s].end());
+      p_.patches.insert(p_.patches.end(), patches_[s].begin(), patches_[s].end());
     }
   }
 
   // The library runs instead of the steps: nothing here could.
   void use_generated() {
-    p_.steps_.clear();
-    p_.patches_.clear();
-    for (SlotInfo& i : p_.slots_) i.patches = {};
-    p_.functions_.resize(plan_.kernels.size());
+    p_.steps.clear();
+    p_.patches.clear();
+    for (SlotInfo& i : p_.slots) i.patches = {};
+    p_.functions.resize(plan_.kernels.size());
   }
 
-  Program& p_;
+  Code& p_;
   const Plan& plan_;
   size_t n_given_ = 0;
   std::vector<std::vector<Patch>> patches_;
@@ -706,23 +687,13 @@ class Loader {
   int at_ = -1;
 };
 
-Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
-                 std::vector<at::Tensor> constants, const Host& host, void* owner,
-                 std::optional<Generated> generated, ControlFlow control)
-    : plan_(std::move(plan)),
-      library_(std::move(library)),
-      cubins_(std::move(cubins)),
-      generated_(std::move(generated)),
-      constants_(std::move(constants)),
-      host_(host),
-      owner_(owner),
-      control_(std::move(control)) {
-  if (constants_.size() != static_cast<size_t>(plan_.n_constants))
-    throw LoadError("the program wants " + std::to_string(plan_.n_constants) +
-                    " constants and got " + std::to_string(constants_.size()));
-  full_precision_ =
+void load(Code& code) {
+  if (code.constants.size() != static_cast<size_t>(code.plan.n_constants))
+    throw LoadError("the program wants " + std::to_string(code.plan.n_constants) +
+                    " constants and got " + std::to_string(code.constants.size()));
+  code.full_precision =
       at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
-  Loader(*this).run();
+  Loader(code).run();
 }
 
 }  // namespace plait

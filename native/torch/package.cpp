@@ -148,8 +148,8 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
       std::vector<at::Tensor> own = constants_of(part, r.first_constant);
       ControlFlow inner = control_flow(part, r.controls, routines);
       routines.push_back(std::make_shared<Routine>(
-          std::make_unique<Program>(std::move(part), nullptr, nullptr, std::move(own), kNoPython,
-                                    nullptr, std::nullopt, std::move(inner))));
+          std::make_unique<Program>(Code{std::move(part), nullptr, nullptr, std::move(own),
+                                         kNoPython, nullptr, std::move(inner)})));
     }
     controls = control_flow(plan, m.controls, routines);
     constants = constants_of(plan, 0);
@@ -306,9 +306,9 @@ struct Package::State {
     OpenPackage open(file, options.device, options.verify_weights, options.machine);
     const Manifest& m = open.file.manifest();
     open.bind([&] {
-      program = std::make_unique<Program>(
-          std::move(open.plan), std::move(open.kernels), std::move(open.cubins),
-          std::move(open.constants), kNoPython, nullptr, std::nullopt, std::move(open.controls));
+      program = std::make_unique<Program>(Code{std::move(open.plan), std::move(open.kernels),
+                                               std::move(open.cubins), std::move(open.constants),
+                                               kNoPython, nullptr, std::move(open.controls)});
       if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
       open.require_results(*program);
       results = plan_outputs(*program);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "code.h"
+
 namespace plait {
 namespace {
 
@@ -28,32 +30,111 @@ void extern_slots(const ExternCall& c, const Use& use) {
   }
 }
 
-}  // namespace
+class PartitionLearner {
+ public:
+  // patches: by root, where kernels read its pointer. writes: (partition, what it writes).
+  PartitionLearner(Code& code, const std::vector<std::vector<Patch>>& patches,
+                   const std::vector<std::pair<int32_t, SlotId>>& writes);
+  void run();
 
-PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vector<Patch>>& patches,
+ private:
+  template <class F>
+  void for_steps(const F& f) {
+    for (int32_t k = 0; k < n_; ++k)
+      for (at_ = partition(k).first; at_ < partition(k).last; ++at_)
+        f(k, p_.steps[static_cast<size_t>(at_)]);
+  }
+  PartitionInfo& partition(int32_t k) { return p_.partitions[static_cast<size_t>(k)]; }
+  int32_t& home(SlotId s) { return home_[static_cast<size_t>(s)]; }
+  // The slot whose memory this one names.
+  SlotId memory(SlotId s) const {
+    while (is_derived(s)) s = p_.slot(s).base;
+    return s;
+  }
+  bool is_derived(SlotId s) const {
+    return p_.slot(s).kind == SlotInfo::Kind::view || p_.slot(s).kind == SlotInfo::Kind::place;
+  }
+  void place(int32_t k, const Step& s);
+  void make(int32_t k, SlotId s) {
+    home(s) = k;
+    last_[static_cast<size_t>(s)] = at_;
+    partition(k).made.push_back(s);
+  }
+  void trace(int32_t k, const Step& s);
+  void find(int32_t k, int32_t symbol) {
+    symbol_home_[static_cast<size_t>(symbol)] = k;
+    const std::vector<ExprId>& nodes = p_.symbol_exprs[static_cast<size_t>(symbol)];
+    partition(k).values.insert(partition(k).values.end(), nodes.begin(), nodes.end());
+  }
+  // Notes the symbols that a value depends on. Partitions are followed one after the other.
+  void read(int32_t k, ExprId e) {
+    int32_t& last = read_by_[static_cast<size_t>(e)];
+    if (std::exchange(last, k) == k) return;
+    const ExprNode& node = p_.plan.exprs[static_cast<size_t>(e)];
+    if (node.op == ExprNode::Op::constant) return;
+    if (node.op == ExprNode::Op::symbol) {
+      symbols_[static_cast<size_t>(k)][static_cast<size_t>(node.a)] = true;
+      return;
+    }
+    read(k, static_cast<ExprId>(node.a));
+    read(k, static_cast<ExprId>(node.b));
+  }
+  void read(int32_t k, const std::vector<ExprId>& all) {
+    for (ExprId e : all) read(k, e);
+  }
+  // The sizes of a tensor in partition k. Those of an operator's result may depend on anything.
+  void read_shape(int32_t k, SlotId s) {
+    const SlotInfo& i = p_.slot(s);
+    if (i.kind == SlotInfo::Kind::result && home(s) < k)
+      std::fill(symbols_[static_cast<size_t>(k)].begin(), symbols_[static_cast<size_t>(k)].end(),
+                true);
+    read(k, i.meta.ids.sizes);
+    read(k, i.meta.ids.strides);
+    if (i.offset != kNone && is_derived(s)) read(k, i.offset);
+  }
+  void kernel(int32_t k, Range bufs, bool fixed);
+  void see(int32_t k, SlotId s);
+  void bring_in(int32_t k, SlotId s, bool fixed);
+  void keep(PartitionInfo& p);
+  void finish(int32_t k);
+
+  Code& p_;
+  const std::vector<std::pair<int32_t, SlotId>>& writes_;
+  const int32_t n_;
+  std::vector<int32_t> home_;  // by slot: where its memory, or a view's pointer, is made; -1: given
+  std::vector<int32_t> last_;  // by slot: the step of its home that touches its memory last
+  int32_t at_ = 0;             // the step that is looked at
+  std::vector<std::vector<int32_t>> made_;  // by slot: the steps that make a view
+  std::vector<bool> exported_, escaping_;
+  std::vector<int32_t> symbol_home_;
+  std::vector<int32_t> read_by_;            // by expression: the partition that read it last
+  std::vector<std::vector<bool>> symbols_;  // by partition: symbols that it reads
+};
+
+PartitionLearner::PartitionLearner(Code& code, const std::vector<std::vector<Patch>>& patches,
                                    const std::vector<std::pair<int32_t, SlotId>>& writes)
-    : p_(program),
+    : p_(code),
       writes_(writes),
-      n_(static_cast<int32_t>(p_.partitions_.size())),
-      home_(p_.slots_.size(), -1),
-      last_(p_.slots_.size(), -1),
-      made_(p_.slots_.size()),
-      exported_(p_.slots_.size(), false),
-      escaping_(p_.slots_.size(), false),
-      symbol_home_(p_.plan_.symbols.size(), -1),
-      read_by_(p_.plan_.exprs.size(), -1),
-      symbols_(static_cast<size_t>(n_), std::vector<bool>(p_.plan_.symbols.size(), false)) {
-  p_.buf_roots_.resize(static_cast<size_t>(p_.n_bufs_));
+      n_(static_cast<int32_t>(p_.partitions.size())),
+      home_(p_.slots.size(), -1),
+      last_(p_.slots.size(), -1),
+      made_(p_.slots.size()),
+      exported_(p_.slots.size(), false),
+      escaping_(p_.slots.size(), false),
+      symbol_home_(p_.plan.symbols.size(), -1),
+      read_by_(p_.plan.exprs.size(), -1),
+      symbols_(static_cast<size_t>(n_), std::vector<bool>(p_.plan.symbols.size(), false)) {
+  p_.buf_roots.resize(static_cast<size_t>(p_.n_bufs));
   for (size_t s = 0; s < patches.size(); ++s)
     for (const Patch& patch : patches[s])
-      p_.buf_roots_[static_cast<size_t>(patch.buf)] = {static_cast<int32_t>(s), patch.delta};
+      p_.buf_roots[static_cast<size_t>(patch.buf)] = {static_cast<int32_t>(s), patch.delta};
 }
 
 void PartitionLearner::run() {
   for_steps([this](int32_t k, const Step& s) { place(k, s); });
   for_steps([this](int32_t k, const Step& s) { trace(k, s); });
-  const std::vector<Operand>& outputs = *p_.outputs_;
-  const int32_t n_results = p_.plan_.n_results;
+  const std::vector<Operand>& outputs = *p_.outputs;
+  const int32_t n_results = p_.plan.n_results;
   for (size_t at = 0; at < outputs.size(); ++at) {
     const Operand& o = outputs[at];
     if (o.kind != Operand::Kind::ref && o.kind != Operand::Kind::value) continue;
@@ -65,30 +146,6 @@ void PartitionLearner::run() {
     if (k >= 0)
       for (PartitionInfo::Import& i : partition(k).imports) i.written |= i.slot == memory(slot);
   for (int32_t k = 0; k < n_; ++k) finish(k);
-  if (p_.graphs_) p_.graphs_->partitions.resize(static_cast<size_t>(n_));
-}
-
-template <class F>
-void PartitionLearner::for_steps(const F& f) {
-  for (int32_t k = 0; k < n_; ++k)
-    for (at_ = partition(k).first; at_ < partition(k).last; ++at_)
-      f(k, p_.steps_[static_cast<size_t>(at_)]);
-}
-
-// The slot whose memory this one names.
-SlotId PartitionLearner::memory(SlotId s) const {
-  while (is_derived(s)) s = p_.slot(s).base;
-  return s;
-}
-
-bool PartitionLearner::is_derived(SlotId s) const {
-  return p_.slot(s).kind == SlotInfo::Kind::view || p_.slot(s).kind == SlotInfo::Kind::place;
-}
-
-void PartitionLearner::make(int32_t k, SlotId s) {
-  home(s) = k;
-  last_[static_cast<size_t>(s)] = at_;
-  partition(k).made.push_back(s);
 }
 
 // Notes what comes into being in partition k.
@@ -109,13 +166,13 @@ void PartitionLearner::place(int32_t k, const Step& s) {
       made_[static_cast<size_t>(s.a)].push_back(at_);
       return;
     case StepKind::call_extern: {
-      const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+      const ExternCall& c = p_.externs[static_cast<size_t>(s.a)];
       results(c.outs);
       p.random |= !c.builtin || c.op->hasTag(at::Tag::nondeterministic_seeded);
       p.waits |= c.name != "plait::seed";
       return;
     }
-    case StepKind::call_python: return results(p_.pythons_[static_cast<size_t>(s.a)].outs);
+    case StepKind::call_python: return results(p_.pythons[static_cast<size_t>(s.a)].outs);
     case StepKind::define:
       symbol_home_[static_cast<size_t>(s.a)] = k;
       p.after.push_back(at_);
@@ -137,41 +194,6 @@ void PartitionLearner::place(int32_t k, const Step& s) {
   }
 }
 
-void PartitionLearner::find(int32_t k, int32_t symbol) {
-  symbol_home_[static_cast<size_t>(symbol)] = k;
-  const std::vector<ExprId>& nodes = p_.symbol_exprs_[static_cast<size_t>(symbol)];
-  partition(k).values.insert(partition(k).values.end(), nodes.begin(), nodes.end());
-}
-
-// Notes the symbols that a value depends on. Partitions are followed one after the other.
-void PartitionLearner::read(int32_t k, ExprId e) {
-  int32_t& last = read_by_[static_cast<size_t>(e)];
-  if (std::exchange(last, k) == k) return;
-  const ExprNode& node = p_.plan_.exprs[static_cast<size_t>(e)];
-  if (node.op == ExprNode::Op::constant) return;
-  if (node.op == ExprNode::Op::symbol) {
-    symbols_[static_cast<size_t>(k)][static_cast<size_t>(node.a)] = true;
-    return;
-  }
-  read(k, static_cast<ExprId>(node.a));
-  read(k, static_cast<ExprId>(node.b));
-}
-
-void PartitionLearner::read(int32_t k, const std::vector<ExprId>& all) {
-  for (ExprId e : all) read(k, e);
-}
-
-// The sizes of a tensor in partition k. Those of an operator's result may depend on anything.
-void PartitionLearner::read_shape(int32_t k, SlotId s) {
-  const SlotInfo& i = p_.slot(s);
-  if (i.kind == SlotInfo::Kind::result && home(s) < k)
-    std::fill(symbols_[static_cast<size_t>(k)].begin(), symbols_[static_cast<size_t>(k)].end(),
-              true);
-  read(k, i.meta.ids.sizes);
-  read(k, i.meta.ids.strides);
-  if (i.offset != kNone && is_derived(s)) read(k, i.offset);
-}
-
 // Follows what a step of partition k reads and writes to where that comes from.
 void PartitionLearner::trace(int32_t k, const Step& s) {
   const auto use = [&](SlotId t) { see(k, t); };
@@ -184,7 +206,7 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
     case StepKind::alloc: return read_shape(k, s.a);
     case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).value.tensor);
     case StepKind::call_extern: {
-      const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+      const ExternCall& c = p_.externs[static_cast<size_t>(s.a)];
       for (const ExternCall::Fill& f : c.fills) {
         using Kind = ExternCall::Fill::Kind;
         if (f.kind == Kind::int_list) read(k, f.ids);
@@ -194,7 +216,7 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       return extern_slots(c, use);
     }
     case StepKind::call_python: {
-      const PythonCall& c = p_.pythons_[static_cast<size_t>(s.a)];
+      const PythonCall& c = p_.pythons[static_cast<size_t>(s.a)];
       for (const Operand& o : c.args) operand_slots(o, use);
       for (const KeywordOperand& o : c.kwargs) operand_slots(o.value, use);
       return;
@@ -225,15 +247,15 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       if (home(memory(s.a)) != k) bring_in(k, memory(s.a), true);
       return;
     case StepKind::launch: {
-      const GridLaunch& l = p_.grid_launches_[static_cast<size_t>(s.a)];
+      const GridLaunch& l = p_.grid_launches[static_cast<size_t>(s.a)];
       read(k, l.grid);
       read(k, l.size_ids);
       return kernel(k, l.args, false);
     }
     case StepKind::region: {
-      const RegionInfo& r = p_.regions_[static_cast<size_t>(s.a)];
+      const RegionInfo& r = p_.regions[static_cast<size_t>(s.a)];
       for (int32_t i = r.first; i < r.first + r.n; ++i)
-        kernel(k, p_.launches_[static_cast<size_t>(i)].args, true);
+        kernel(k, p_.launches[static_cast<size_t>(i)].args, true);
       return;
     }
     default: return;
@@ -243,7 +265,7 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
 // The arguments of a kernel in partition k.
 void PartitionLearner::kernel(int32_t k, Range bufs, bool fixed) {
   for (int32_t b = bufs.first; b < bufs.first + bufs.n; ++b) {
-    const SlotId root = p_.buf_roots_[static_cast<size_t>(b)].buf;
+    const SlotId root = p_.buf_roots[static_cast<size_t>(b)].buf;
     if (!is_derived(root))
       bring_in(k, root, fixed);
     else if (home(root) != k)
@@ -291,17 +313,17 @@ void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
 // Finds the steps that make what the partition leaves in memory of its own. An operator that may
 // return its operands makes none of it.
 void PartitionLearner::keep(PartitionInfo& p) {
-  std::vector<bool> kept(p_.slots_.size(), false);
+  std::vector<bool> kept(p_.slots.size(), false);
   for (const PartitionInfo::Export& e : p.exports) kept[static_cast<size_t>(e.slot)] = !e.escapes;
   for (int32_t at = p.last - 1; at >= p.first; --at) {
-    const Step& s = p_.steps_[static_cast<size_t>(at)];
+    const Step& s = p_.steps[static_cast<size_t>(at)];
     if (s.kind == StepKind::alloc && kept[static_cast<size_t>(s.a)]) p.kept.push_back(at);
     if (s.kind == StepKind::assert_size_stride) {  // it may copy the tensor
       const AssertSizeStride& a = p_.instr<AssertSizeStride>(s.a);
       if (a.copies && kept[static_cast<size_t>(a.tensor)]) p.kept.push_back(at);
     }
     if (s.kind != StepKind::call_extern) continue;
-    const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+    const ExternCall& c = p_.externs[static_cast<size_t>(s.a)];
     if (std::none_of(c.outs.begin(), c.outs.end(), [&](const Result& r) {
           return r.kind == Result::Kind::tensor && kept[static_cast<size_t>(r.id)];
         }))
@@ -314,7 +336,7 @@ void PartitionLearner::keep(PartitionInfo& p) {
 void PartitionLearner::finish(int32_t k) {
   PartitionInfo& p = partition(k);
   for (int32_t at = p.first; at < p.last; ++at) {
-    const Step& s = p_.steps_[static_cast<size_t>(at)];
+    const Step& s = p_.steps[static_cast<size_t>(at)];
     if (s.kind == StepKind::drop_input || (s.kind == StepKind::drop && home(s.a) != k))
       p.dropped.push_back(s.a);
   }
@@ -324,13 +346,13 @@ void PartitionLearner::finish(int32_t k) {
   }
   for (size_t s = 0; s < exported_.size(); ++s) {
     if (home_[s] != k || !exported_[s]) continue;
-    const SlotInfo::Kind kind = p_.slots_[s].kind;
+    const SlotInfo::Kind kind = p_.slots[s].kind;
     if (kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result)
       p.exports.push_back({static_cast<int32_t>(s), escaping_[s], last_[s], {}});
   }
   keep(p);
-  for (size_t s = 0; s < p_.slots_.size(); ++s)
-    if (p_.slots_[s].kind == SlotInfo::Kind::view && !p_.slots_[s].relative)
+  for (size_t s = 0; s < p_.slots.size(); ++s)
+    if (p_.slots[s].kind == SlotInfo::Kind::view && !p_.slots[s].relative)
       for (PartitionInfo::Import& i : p.imports)
         i.stored |= i.slot == memory(static_cast<SlotId>(s));
   for (SlotId v : p.made)
@@ -341,11 +363,17 @@ void PartitionLearner::finish(int32_t k) {
                   p_.slot(i.slot).kind == SlotInfo::Kind::alloc;
   for (size_t s = 0; s < symbol_home_.size(); ++s) {
     const int32_t at = symbol_home_[s];
-    if (at < k && !p_.symbol_exprs_[s].empty() && symbols_[static_cast<size_t>(k)][s])
-      p.key.push_back(p_.symbol_exprs_[s].front());
+    if (at < k && !p_.symbol_exprs[s].empty() && symbols_[static_cast<size_t>(k)][s])
+      p.key.push_back(p_.symbol_exprs[s].front());
   }
   p.waits &= !p.recorded;
-  if (p.recorded && !p_.graphs_) p_.graphs_ = std::make_unique<Graphs>();
+}
+
+}  // namespace
+
+void learn_partitions(Code& code, const std::vector<std::vector<Patch>>& patches,
+                      const std::vector<std::pair<int32_t, SlotId>>& writes) {
+  PartitionLearner(code, patches, writes).run();
 }
 
 }  // namespace plait

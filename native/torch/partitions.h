@@ -1,49 +1,51 @@
 // native/torch/partitions.h: what each partition of a program takes from those before it and leaves
-// to those after it, learned once when the program is loaded.
+// to those after it. Learned once, when the program is loaded.
 #pragma once
 
-#include "program.h"
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "steps.h"
 
 namespace plait {
 
-class PartitionLearner {
- public:
-  // patches: by root, where kernels read its pointer. writes: (partition, what it writes).
-  PartitionLearner(Program& program, const std::vector<std::vector<Patch>>& patches,
-                   const std::vector<std::pair<int32_t, SlotId>>& writes);
-  void run();  // fills Program's partitions, and makes its Graphs if one can be recorded
+struct Code;
 
- private:
-  template <class F>
-  void for_steps(const F& f);
-  PartitionInfo& partition(int32_t k) { return p_.partitions_[static_cast<size_t>(k)]; }
-  int32_t& home(SlotId s) { return home_[static_cast<size_t>(s)]; }
-  SlotId memory(SlotId s) const;
-  bool is_derived(SlotId s) const;
-  void place(int32_t k, const Step& s);
-  void make(int32_t k, SlotId s);
-  void trace(int32_t k, const Step& s);
-  void find(int32_t k, int32_t symbol);
-  void read(int32_t k, ExprId e);
-  void read(int32_t k, const std::vector<ExprId>& all);
-  void read_shape(int32_t k, SlotId s);
-  void kernel(int32_t k, Range bufs, bool fixed);
-  void see(int32_t k, SlotId s);
-  void bring_in(int32_t k, SlotId s, bool fixed);
-  void keep(PartitionInfo& p);
-  void finish(int32_t k);
-
-  Program& p_;
-  const std::vector<std::pair<int32_t, SlotId>>& writes_;
-  const int32_t n_;
-  std::vector<int32_t> home_;  // by slot: where its memory, or a view's pointer, is made; -1: given
-  std::vector<int32_t> last_;  // by slot: the step of its home that touches its memory last
-  int32_t at_ = 0;             // the step that is looked at
-  std::vector<std::vector<int32_t>> made_;  // by slot: the steps that make a view
-  std::vector<bool> exported_, escaping_;
-  std::vector<int32_t> symbol_home_;
-  std::vector<int32_t> read_by_;            // by expression: the partition that read it last
-  std::vector<std::vector<bool>> symbols_;  // by partition: symbols that it reads
+struct PartitionInfo {
+  int32_t first = 0, last = 0;  // steps [first, last)
+  bool recorded = false;
+  // What it reads or writes that exists before it. fixed: others than our kernels touch it, too.
+  // stored: views count from the start of its storage.
+  struct Import {
+    int32_t slot;
+    bool fixed = false, written = false, stored = false;
+  };
+  // Allocations and results that live on after it. escapes: the caller gets them.
+  struct Export {
+    int32_t slot;
+    bool escapes = false;
+    int32_t last;                // the step that needs its memory last
+    std::vector<int32_t> views;  // of its memory, made in the partition
+  };
+  std::vector<Import> imports;
+  std::vector<Export> exports;
+  std::vector<int32_t> kept;     // steps that make memory which outlives a run without being copied
+  std::vector<int32_t> after;    // steps that a replay does not spare: sizes, headers of views
+  std::vector<int32_t> names;    // steps before it that make headers and pointers for it
+  std::vector<int32_t> bumps;    // inputs whose versions go up
+  std::vector<int32_t> dropped;  // slots from before it that die in it
+  std::vector<int32_t> made;     // slots whose tensors are made in it
+  std::vector<int32_t> key;      // expressions of the symbols from before it that it reads
+  std::vector<int32_t> values;   // expressions of the symbols that it reads off its results
+  int32_t n_direct = 0;          // results for the caller that kernels write where they belong
+  bool random = false;
+  bool waits = false;  // not recorded: the host may wait for the device in it
 };
+
+// Fills the partitions of a program whose steps are there, and its buf_roots.
+// patches: by root, where kernels read its pointer. writes: (partition, what it writes).
+void learn_partitions(Code& code, const std::vector<std::vector<Patch>>& patches,
+                      const std::vector<std::pair<int32_t, SlotId>>& writes);
 
 }  // namespace plait

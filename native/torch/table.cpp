@@ -5,13 +5,15 @@
 #include <exception>
 
 #include "core/functions.h"
+#include "checks.h"
+#include "memory.h"
 #include "program.h"
+#include "run.h"
 
 namespace plait {
 namespace {
 
 struct RunningCall : plait_call {
-  const Program& program;
   Frame& f;
   std::exception_ptr error;
 };
@@ -28,7 +30,7 @@ template <class F>
 int guarded(plait_call* c, F&& body) noexcept {
   auto& call = *static_cast<RunningCall*>(c);
   try {
-    body(call.program, call.f, call);
+    body(call.f, call);
     return 0;
   } catch (...) {
     call.error = std::current_exception();
@@ -50,156 +52,136 @@ bool is_contiguous(const Extents& e) {
   return true;
 }
 
-Operand number(int kind, int64_t integer, double real, double imaginary) {
-  Operand o;
-  o.kind = kind == plait_bool   ? Operand::Kind::boolean
-           : kind == plait_real ? Operand::Kind::real
-                                : Operand::Kind::complex;
-  o.id = static_cast<int32_t>(integer);
-  o.re = real;
-  o.im = imaginary;
-  return o;
-}
-
 }  // namespace
 
 struct Table {
-  static const ExprNode& node(const Program& p, ExprId e) {
-    return p.plan_.exprs[static_cast<size_t>(e)];
-  }
-
   static int64_t symbol(const plait_call* c, int32_t symbol) {
     const auto& call = *static_cast<const RunningCall*>(c);
-    return call.program.value(call.f,
-                              call.program.symbol_exprs_[static_cast<size_t>(symbol)].front());
+    return call.f.value(call.f.code.symbol_exprs[static_cast<size_t>(symbol)].front());
   }
   static int read(plait_call* c, int32_t s, int what, int64_t dim, int64_t* out) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      *out = p.read(f, s, static_cast<Source::Kind>(what + 1), dim);
+    return guarded(c, [&](Frame& f, auto&) {
+      *out = plait::read(f, s, static_cast<Source::Kind>(what + 1), dim);
     });
   }
   static int arena(plait_call* c, int32_t s, int64_t nbytes) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) { p.take_arena(f, s, nbytes); });
+    return guarded(c, [&](Frame& f, auto&) { take_arena(f, s, nbytes); });
   }
   static int place(plait_call* c, int32_t s, int64_t offset, int rank, const int64_t* sizes,
                    const int64_t* strides) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+    return guarded(c, [&](Frame& f, auto&) {
       const Extents e = extents(rank, sizes, strides);
-      char* at = p.place(f, s, offset, e);
+      char* at = plait::place(f, s, offset, e);
       f.pointers[static_cast<size_t>(s)] = at;
-      if (p.slot(s).header) p.bind_header(f, s, at, e);
+      if (f.code.slot(s).header) bind_header(f, s, at, e);
     });
   }
   static int alloc(plait_call* c, int32_t s, int rank, const int64_t* sizes,
                    const int64_t* strides) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+    return guarded(c, [&](Frame& f, auto&) {
       const Extents e = extents(rank, sizes, strides);
-      p.allocate(f, s, e, e.nbytes(element_size(p.slot(s).dtype)), is_contiguous(e));
+      allocate(f, s, e, e.nbytes(element_size(f.code.slot(s).dtype)), is_contiguous(e));
     });
   }
   static int view(plait_call* c, int32_t s, char* first, int rank, const int64_t* sizes,
                   const int64_t* strides) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+    return guarded(c, [&](Frame& f, auto&) {
       f.pointers[static_cast<size_t>(s)] = first;
-      p.bind_header(f, s, first, extents(rank, sizes, strides));
+      bind_header(f, s, first, extents(rank, sizes, strides));
     });
   }
   static int storage(plait_call* c, int32_t s, char** first) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      *first = static_cast<char*>(p.storage_of(f, s, true).unsafeGetStorageImpl()->mutable_data());
+    return guarded(c, [&](Frame& f, auto&) {
+      *first = static_cast<char*>(storage_of(f, s, true).unsafeGetStorageImpl()->mutable_data());
     });
   }
   static void drop(plait_call* c, int32_t s) {
     const auto& call = *static_cast<RunningCall*>(c);
-    if (call.program.slot(s).kind == SlotInfo::Kind::input)
-      call.program.drop_input(call.f, s);
+    if (call.f.code.slot(s).kind == SlotInfo::Kind::input)
+      drop_input(call.f, s);
     else
-      call.program.drop(call.f, s);
+      plait::drop(call.f, s);
   }
   static int failed(plait_call* c, int32_t kernel, int64_t code) {
-    return guarded(c, [&](const Program& p, Frame&, auto&) { p.fail_check(kernel, code); });
+    return guarded(c, [&](Frame& f, auto&) { fail_check(f.code, kernel, code); });
   }
   static int run(plait_call* c, const plait_task* tasks, int n, int64_t split_ns) {
-    return guarded(c, [&](const Program& p, Frame&, RunningCall& call) {
-      p.run_tasks(reinterpret_cast<const Task*>(tasks), n, split_ns, call.profiled);
+    return guarded(c, [&](Frame& f, RunningCall& call) {
+      run_tasks(f.code, reinterpret_cast<const Task*>(tasks), n, split_ns, call.profiled);
     });
   }
   static int launch(plait_call* c, int32_t kernel, void* const* buffers, const int64_t* sizes,
                     int64_t grid) {
-    return guarded(c, [&](const Program& p, Frame& f, RunningCall& call) {
-      const Kernel& k = p.plan_.kernels[static_cast<size_t>(kernel)];
+    return guarded(c, [&](Frame& f, RunningCall& call) {
+      const Kernel& k = f.code.plan.kernels[static_cast<size_t>(kernel)];
       c10::SmallVector<void*, 32> params;
       for (int32_t i = 0; i < k.n_args; ++i) params.push_back(const_cast<void**>(buffers + i));
       for (int32_t i = 0; i < k.n_sizes; ++i) params.push_back(const_cast<int64_t*>(sizes + i));
       for (void*& pointer : f.scratch) params.push_back(&pointer);
-      p.run_grid(f, kernel, grid, params.data(), call.profiled);
+      run_grid(f, kernel, grid, params.data(), call.profiled);
     });
   }
   static int op(plait_call* c, int32_t index, const plait_operand* operands, int n) {
-    return guarded(c, [&](const Program& p, Frame& f, RunningCall& call) {
-      const ExternCall& e = p.externs_[static_cast<size_t>(index)];
+    return guarded(c, [&](Frame& f, RunningCall& call) {
+      const ExternCall& e = f.code.externs[static_cast<size_t>(index)];
       TORCH_INTERNAL_ASSERT(n == e.n_given);
-      p.call_operator(f, e, Operands(f, operands, p.plan_.exprs.size()), call.profiled);
+      call_operator(f, e, Operands(f, operands, f.code.plan.exprs.size()), call.profiled);
     });
   }
   static int python(plait_call* c, int32_t index, const plait_operand* operands, int n) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      const PythonCall& e = p.pythons_[static_cast<size_t>(index)];
+    return guarded(c, [&](Frame& f, auto&) {
+      const PythonCall& e = f.code.pythons[static_cast<size_t>(index)];
       TORCH_INTERNAL_ASSERT(n == e.n_given);
-      p.run_python(f, e, Operands(f, operands, p.plan_.exprs.size()));
+      call_python(f, e, Operands(f, operands, f.code.plan.exprs.size()));
     });
   }
   static int copy(plait_call* c, int32_t dst, int32_t src, bool bump) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) { p.copy(f, {dst, src, bump}); });
+    return guarded(c, [&](Frame& f, auto&) { plait::copy(f, {dst, src, bump}); });
   }
   static int bump(plait_call* c, int32_t s) {
-    return guarded(c, [&](const Program&, Frame& f, auto&) {
-      f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
-    });
+    return guarded(c, [&](Frame& f, auto&) { f.tensor(s).unsafeGetTensorImpl()->bump_version(); });
   }
   static int fill(plait_call* c, int32_t s, int kind, int64_t integer, double real,
                   double imaginary) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      if (kind == plait_integer)
-        f.refs[static_cast<size_t>(s)]->fill_(integer);
-      else
-        p.fill(f, {s, number(kind, integer, real, imaginary)});
+    return guarded(c, [&](Frame& f, auto&) {
+      f.tensor(s).fill_(kind == plait_integer ? c10::Scalar(integer)
+                        : kind == plait_bool  ? c10::Scalar(integer != 0)
+                        : kind == plait_real  ? c10::Scalar(real)
+                                              : c10::Scalar(c10::complex<double>(real, imaginary)));
     });
   }
   static int layout(plait_call* c, int32_t s, const char* origin, bool copies, int dtype, int rank,
                     const int64_t* sizes, const int64_t* strides) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+    return guarded(c, [&](Frame& f, auto&) {
       const auto n = static_cast<size_t>(rank);
       const Layout want{static_cast<DType>(dtype), {sizes, n}, {strides, n}};
-      if (!p.has_layout(f, s, want)) p.mend_layout(f, s, want, origin, copies);
+      if (!has_layout(f, s, want)) mend_layout(f, s, want, origin, copies);
     });
   }
   static int aligned(plait_call* c, int32_t s, const char* first, int64_t nbytes) {
-    return guarded(c,
-                   [&](const Program& p, Frame&, auto&) { p.check_alignment(s, first, nbytes); });
+    return guarded(c, [&](Frame& f, auto&) { check_alignment(f, s, first, nbytes); });
   }
   static int finite(plait_call* c, int32_t s, const char* origin, bool infinities) {
-    return guarded(
-        c, [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
+    return guarded(c, [&](Frame& f, auto&) { check_finite(f, s, origin, infinities); });
   }
   static int fail(plait_call* c, int error, const char* message, int64_t n_bytes,
                   const int64_t* values, int n_values) {
-    return guarded(c, [&](const Program&, Frame&, auto&) {
+    return guarded(c, [&](Frame&, auto&) {
       fail_assert(static_cast<Check::Error>(error), {message, static_cast<size_t>(n_bytes)},
                   {values, static_cast<size_t>(n_values)});
     });
   }
   static int overflow(plait_call* c) {
-    return guarded(c, [&](const Program&, Frame&, auto&) { fail_size(); });
+    return guarded(c, [&](Frame&, auto&) { fail_size(); });
   }
   // What is returned was named by the plan; integers are known only now.
   static int give(plait_call* c, const plait_operand* results, int n) {
-    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+    return guarded(c, [&](Frame& f, auto&) {
       int k = 0;
-      for (const Operand& o : p.outputs()) {
+      for (const Operand& o : *f.code.outputs) {
         const bool tensor = o.kind == Operand::Kind::ref || o.kind == Operand::Kind::value;
-        if (!tensor &&
-            (o.kind != Operand::Kind::size || node(p, o.id).op == ExprNode::Op::constant))
+        if (!tensor && (o.kind != Operand::Kind::size ||
+                        f.code.plan.exprs[static_cast<size_t>(o.id)].op == ExprNode::Op::constant))
           continue;
         TORCH_INTERNAL_ASSERT(k < n && (!tensor || results[k].value == o.id));
         if (!tensor) f.values[static_cast<size_t>(o.id)] = results[k].value;
@@ -227,10 +209,10 @@ Generated::Generated(const std::string& path, const std::string& entry)
   if (!run_) throw LoadError("program '" + entry + "' is not in " + path);
 }
 
-void Program::run_generated(Frame& f, bool profiled) const {
+void Generated::run(Frame& f, bool profiled) const {
   RunningCall call{
-      {&Table::functions, functions_.data(), f.pointers.data(), profiled}, *this, f, {}};
-  if (generated_->run(&call) != 0) std::rethrow_exception(call.error);
+      {&Table::functions, f.code.functions.data(), f.pointers.data(), profiled}, f, {}};
+  if (run_(&call) != 0) std::rethrow_exception(call.error);
 }
 
 }  // namespace plait

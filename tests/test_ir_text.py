@@ -41,10 +41,10 @@ from plait.ir.text import op_lines, program_text, read_program
 from plait.pipelines import schedule
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Store
 from plait.schedule.text import kernel_text, plan_text, read_kernel, read_plan, step_summary
-from plait.tools.table import EXAMPLE
 from plait.wrapper import show
 from plait.wrapper.text import read as read_wrapper
 from tests.fuzz_kernels import Maker
+from tests.instruction_table import EXAMPLE
 from tests.models import MODELS, SOME
 from tests.test_schedule_fuzz import Fuzzer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.tools import table
+from tests import instruction_table as table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"

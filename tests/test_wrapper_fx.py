@@ -30,7 +30,6 @@ from plait.errors import UserError
 from plait.ir.dtypes import f32
 from plait.kernel.target import Source
 from plait.runtime.cubin import Job
-from plait.tools.table import example
 from plait.wrapper import fx, fxnodes
 from plait.wrapper.instructions import (
     AssertAlignment,
@@ -48,6 +47,7 @@ from plait.wrapper.program import Artifacts, CompileRecord
 from plait.wrapper.text import read
 from tests import test_frontend_cases, test_lower_extern, test_memory, test_models
 from tests.against_eager import same
+from tests.instruction_table import example
 from tests.models import MODELS
 from tests.one_target import only
 from tests.test_cuda_programs import compile_only, fakes, pipeline, record  # noqa: F401  (a fixture)

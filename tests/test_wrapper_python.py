@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from plait.runtime import generated
-from plait.tools import table
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import make_python
 from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read
+from tests import instruction_table as table
 from tests.against_eager import same
 from tests.test_frontend_cases import BOTH, NO_GRAD
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from plait.errors import InternalError
-from plait.tools import table
-from plait.tools.header import header
 from plait.wrapper import native, walk
 from plait.wrapper import text as texts
 from plait.wrapper.instructions import INSTRUCTIONS, ASize, Uses
 from plait.wrapper.verify import verify
+from tests import instruction_table as table
+from tests.plan_header import header
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_files_are_up_to_date() -> None:
     for path, text in table.files().items():
-        assert path.read_text() == text, "run python -m plait.tools.table"
+        assert path.read_text() == text, "run python -m tests.instruction_table"
 
 
 def test_the_example_has_every_instruction_and_reads_back() -> None:

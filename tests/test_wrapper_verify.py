@@ -9,10 +9,10 @@ import pytest
 
 from plait.errors import InternalError
 from plait.pipelines import PROGRAM, run_passes
-from plait.tools import table
 from plait.wrapper.instructions import Alloc, AssertScalar, Free, Launch, WrapperProgram
 from plait.wrapper.text import read
 from plait.wrapper.verify import verify, verify_kept
+from tests import instruction_table as table
 
 HEAD = """
 program('g', n_constants=1, n_callables=1)

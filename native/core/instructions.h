@@ -1,6 +1,6 @@
 // native/core/instructions.h: the instructions of a plan, their reader, and a walk over their
-// fields. Written by `python -m plait.tools.table`; edit plait/wrapper/instructions.py instead,
-// where the meaning of each is written.
+// fields. Written by `python -m tests.instruction_table` from plait/wrapper/instructions.py, where
+// the meaning of each is written.
 #pragma once
 
 #include "operands.h"

@@ -1,7 +1,7 @@
 """native/core/instructions.h, written from the kinds of fields: the instructions of a plan as
 structs, their reader and a walk over their fields.
 
-`python -m plait.tools.table` writes it; a test proves that it is up to date.
+`python -m tests.instruction_table` writes it; a test proves that it is up to date.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _WALKED = {
 
 _HEAD = """\
 // native/core/instructions.h: the instructions of a plan, their reader, and a walk over their
-// fields. Written by `python -m plait.tools.table`; edit plait/wrapper/instructions.py instead,
-// where the meaning of each is written.
+// fields. Written by `python -m tests.instruction_table` from plait/wrapper/instructions.py, where
+// the meaning of each is written.
 #pragma once
 
 #include "operands.h"

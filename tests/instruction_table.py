@@ -1,7 +1,7 @@
 """docs/instructions.md, written from the code: every instruction, what it means and what each
 target makes of it, and every pass.
 
-`python -m plait.tools.table` writes it, and the header of `header.py`; a test proves that both
+`python -m tests.instruction_table` writes it, and the header of `plan_header.py`; a test proves that both
 are up to date. Meanings are
 the docstrings of `wrapper/instructions.py`; the rest is one legal program with every instruction in
 it, put through the targets.
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from plait.pipelines import PROGRAM, ProgramPass
-from plait.tools.header import header
 from plait.wrapper import instructions as ins
 from plait.wrapper import passes
 from plait.wrapper.cpp import cpp_lines
@@ -26,6 +25,7 @@ from plait.wrapper.python import python_lines
 from plait.wrapper.spec import Kind, fields_of
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
+from tests.plan_header import header
 
 EXAMPLE = """\
 program('example', n_constants=1, n_callables=2)
@@ -111,7 +111,7 @@ def markdown() -> str:
     parts = [
         "# Wrapper instructions",
         "",
-        "<!-- Written by `python -m plait.tools.table`; edit plait/wrapper/instructions.py "
+        "<!-- Written by `python -m tests.instruction_table`; edit plait/wrapper/instructions.py "
         "instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`),",
@@ -197,7 +197,7 @@ def _cell(words: str) -> str:
 
 def files() -> dict[Path, str]:
     """What is written from the instructions, by its place in a source tree."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     return {
         root / "docs" / "instructions.md": markdown(),
         root / "native" / "core" / "instructions.h": header(),

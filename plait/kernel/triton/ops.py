@@ -91,10 +91,15 @@ TABLE: dict[str, Row] = {
     "fma": "tl.fma({0}, {1}, {2})",
     "philox": "p_philox({0}, {1}, {2})",
 }
+NEAR = {
+    "tanh": "p_near_tanh({0})", "exp": "p_ex2({0} * 1.4426950408889634)",
+    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})", "logistic": "({0} * p_rcp({1}))",
+}  # fmt: skip
+"""Faster approximations, for values that are rounded to 16 bits anyway. logistic: a quotient by
+1 + exp(x)."""
 SPECIAL_ROWS: dict[str, str] = {
-    "const": "literal", "index": "Writer._index", "cast": "cast", "bitcast": "bitcast",
-    "load": "Writer._load", "bounded": "Writer._bounded", "nonzero": "Writer._nonzero",
-    "acc": "Writer._acc",
+    "const": "literal", "cast": "cast", "bitcast": "bitcast",
+    **dict.fromkeys(("index", "load", "bounded", "nonzero", "acc"), "values.Values"),
 }  # fmt: skip
 """Ops with an attribute -> what writes them."""
 

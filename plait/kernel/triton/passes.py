@@ -8,7 +8,7 @@ together once, after the loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.loops import Node
@@ -35,8 +35,14 @@ class Passes:
 
     def deviations(self, first: Reduce) -> list[Reduce]:
         """The sums in `spread` that belong to `first`."""
-        reduces = (s for p in self.loops for s in p if isinstance(s, Reduce))
-        return [s for s in reduces if self.spread.get(s.name) is first]
+        return [s for s in self._reductions() if self.spread.get(s.name) is first]
+
+    def exponentials(self, first: Reduce) -> list[Reduce]:
+        """The sums in `rescaled` that belong to `first`."""
+        return [s for s in self._reductions() if self.rescaled.get(s.name) is first]
+
+    def _reductions(self) -> Iterator[Reduce]:
+        return (s for p in self.loops for s in p if isinstance(s, Reduce))
 
 
 def plan_passes(linear: LinearKernel, looped: bool) -> Passes:

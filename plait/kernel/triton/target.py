@@ -20,8 +20,9 @@ from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.target import Source
-from plait.kernel.triton.body import BodyWriter
+from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
+from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.runtime.cubin import Job, get_or_build_pack
@@ -215,11 +216,10 @@ def emit_kernel(
     linear = _space(kernel)
     tile = tile or plan_tile(linear)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
-    wide = _is_wide(linear, tile)
-    writer = BodyWriter(linear, tile, wide, names)
-    lines = writer.write()
+    index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
+    lines, checks = BodyPrinter(plan_body(linear, tile, index_type, names)).print()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
-    lines = [f"{s} = {s}.to({'tl.int64' if wide else 'tl.int32'})" for s in names.values()] + lines
+    lines = [*(f"{s} = {s}.to({index_type})" for s in names.values()), *lines]
     if early:  # before the first access to memory
         lines.insert(0, "tl.extra.cuda.gdc_wait()")
     pointers = [f"p{k}" for k in range(len(kernel.args))]
@@ -236,7 +236,7 @@ def emit_kernel(
         **dict.fromkeys(names.values(), "i64"),
     }
     return TritonKernel(
-        symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks, early
+        symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, checks, early
     )
 
 

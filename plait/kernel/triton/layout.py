@@ -1,0 +1,87 @@
+"""Which dimensions of a block the values and indices of a kernel vary along.
+
+A value is one Triton variable of the block's rank, of extent 1 along the dimensions that it does
+not vary along. What does not vary along the dimension of a loop is computed outside of it.
+"""
+
+from __future__ import annotations
+
+from plait.ir.expr import Atom, Size, coefficient, free_symbols, product, substitute, symbol
+from plait.ir.loops import Node
+from plait.kernel.triton.tiles import Tile
+from plait.schedule.legalize.linear import LinearKernel, dependences, extent
+from plait.schedule.plan import Reduce
+
+
+class Layout:
+    """A kernel cut into blocks. Its methods are functions of kernel and tile alone.
+
+    everything: names of all dimensions of a block.
+    rows: names of those that are spread over programs.
+    along: the dimension that the loop of a block walks along.
+    groups: axes that one index walks: the block's dimensions, and what a program has one point of.
+    """
+
+    def __init__(self, linear: LinearKernel, tile: Tile) -> None:
+        self.linear, self.tile = linear, tile
+        self.everything = frozenset(g.name for g in tile.groups)
+        self.rows = frozenset(g.name for g in tile.outer)
+        self.along = "x" if tile.walkers else "r"
+        self.groups = (*tile.groups, *((tile.programs,) if tile.programs else ()))
+        self.group_of = {a: g for g in self.groups for a in g.axes}
+        self.deps = dependences(linear)
+        self._running = {s.name for s in linear.stmts if isinstance(s, Reduce) and s.running}
+
+    def dims(self, n: Node) -> frozenset[str]:
+        """The dimensions that a value varies along."""
+        return self._dims(self.deps(n))
+
+    def dims_of_index(self, e: Size) -> frozenset[str]:
+        """The dimensions that an index varies along."""
+        return self._dims(
+            frozenset().union(
+                *(
+                    {a} if a in self.group_of else self.deps(self.linear.indirect[a])
+                    for a in free_symbols(e)
+                    if a in self.group_of or a in self.linear.indirect
+                )
+            )
+        )
+
+    def _dims(self, what: frozenset[object]) -> frozenset[str]:
+        found = {g.name for g in self.tile.groups if not what.isdisjoint(g.axes)}
+        names = {d for d in what if isinstance(d, str)}
+        return frozenset(found).union(
+            self.rows if names else (), () if names.isdisjoint(self._running) else "r"
+        )
+
+    def is_inner(self, n: Node) -> bool:
+        """Whether a value is computed inside the loop."""
+        return self.along in self.dims(n)
+
+    def shape(self, names: frozenset[str]) -> str:
+        """The block's shape over these dimensions, 1 along the others."""
+        return f"[{', '.join(str(g.block) if g.name in names else '1' for g in self.tile.groups)}]"
+
+    def walk_groups(self, e: Size) -> Size:
+        """e with axes that it walks in the order of their group as one: the group's index itself,
+        undivided."""
+        for g in self.groups:
+            if isinstance(e, int) or len(g.axes) < 2:
+                continue
+            step = coefficient(e, g.axes[-1])
+            steps = [
+                None if step is None else step * product(map(extent, g.axes[k + 1 :]))
+                for k in range(len(g.axes))
+            ]
+            if step not in (None, 0) and all(
+                c is not None and coefficient(e, a) == c for a, c in zip(g.axes, steps, strict=True)
+            ):
+                rest = substitute(e, dict.fromkeys(g.axes, 0))
+                e = rest + step * symbol(f"#{g.name}", extent=g.points)
+        return e
+
+
+def undivided(a: Atom) -> str:
+    """The name of the group whose index a symbol of `walk_groups` is, or "" for other symbols."""
+    return a.name[1:] if a.name.startswith("#") else ""

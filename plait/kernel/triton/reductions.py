@@ -1,0 +1,194 @@
+"""Prints reductions: of a block that holds its rows, or a block after the other in a loop."""
+
+from __future__ import annotations
+
+from plait.ir.dtypes import DType, i64
+from plait.kernel.triton.choose_accumulators import Accumulator, How
+from plait.kernel.triton.ops import TYPES, combiner, identity, literal, render
+from plait.kernel.triton.passes import offset_from, scale_of
+from plait.kernel.triton.values import Values
+from plait.schedule.plan import Reduce
+
+_LAST = 2**63 - 1
+"""A position behind all others."""
+
+
+class Reductions:
+    """Prints the reductions of one kernel.
+
+    begun: reduction -> the variables that accumulate it.
+    lanes: reduction -> its accumulator after the loop, one value a lane.
+    seen: how many blocks of its row a program has seen.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.values, self.layout, self.lines = values, values.layout, values.lines
+        self.begun: dict[str, tuple[str, ...]] = {}
+        self.lanes: dict[str, str] = {}
+        self.seen = ""
+
+    # ------------------------------------------------------------------------------- of whole rows
+    def whole(self, a: Accumulator) -> None:
+        """A reduction of a block that holds whole rows."""
+        s = a.reduce
+        if a.how is How.POINT:
+            text = literal(0, i64) if a.is_arg else self.values.value(s.value)
+        elif a.how is How.SCAN:
+            fn = combiner(s.kind, s.value.dtype, running=True)
+            text = self.lines.define(f"tl.associative_scan({self._block(s)}, 1, {fn})", True)
+        else:
+            block = self._block(s)
+            position = self._position() if a.is_arg else ""
+            text = self.lines.define(self._reduced(s, block, position, inner=True), True, "a")
+        self.values.results[s.name] = text
+
+    def _block(self, s: Reduce) -> str:
+        """The value of a reduction over the whole block, identity outside the tensor."""
+        shape = self.layout.shape(self.layout.everything)
+        value = f"tl.broadcast_to({self.values.value(s.value)}, {shape})"
+        for mask in self.values.mask(frozenset("r")):
+            value = f"tl.where({mask}, {value}, {identity(s.kind, s.value.dtype)})"
+        return self.lines.define(value, True)
+
+    def _position(self) -> str:
+        shape = self.layout.shape(self.layout.everything)
+        return self.lines.define(f"tl.broadcast_to(r.to(tl.int64), {shape})", True)
+
+    def _reduced(self, s: Reduce, block: str, position: str, inner: bool) -> str:
+        """The rows' results out of a block, as a column."""
+        d = s.value.dtype
+        if position:
+            return f"tl.reduce(({block}, {position}), 1, p_{s.kind})[1][:, None]"
+        if s.kind == "sum" and d.is_float:
+            return f"tl.sum({block}, 1)[:, None]"
+        if s.kind in ("any", "all"):
+            word = self.lines.define(f"{block}.to(tl.int32)", inner)
+            return f"(tl.reduce({word}, 1, {combiner(s.kind, d)})[:, None] != 0)"
+        return f"tl.reduce({block}, 1, {combiner(s.kind, d)})[:, None].to({TYPES[d.name]})"
+
+    # ------------------------------------------------------------------------------- before a loop
+    def start(self, a: Accumulator) -> None:
+        """Accumulators before the loop."""
+        shape = self.layout.shape(self.layout.rows if a.how is How.SCAN else self.layout.everything)
+        if a.folds:
+            shape = f"[{a.folds[0]}, {a.folds[2]}]"
+        first = identity(a.reduce.kind, a.reduce.value.dtype)
+        names = [self.lines.define(f"tl.broadcast_to({first}, {shape})", False, "a")]
+        if a.is_arg:
+            names.append(self.lines.define(f"tl.full({shape}, {_LAST}, tl.int64)", False, "a"))
+        self.begun[a.reduce.name] = tuple(names)
+
+    def start_count(self) -> None:
+        """The count of blocks before the loop."""
+        self.seen = self.lines.define("tl.full([], 0, tl.float32)", False, "a")
+
+    # ----------------------------------------------------------------------------------- in a loop
+    def step(self, a: Accumulator) -> None:
+        """One block of a reduction inside the loop."""
+        if a.how is How.WITH:
+            return
+        if a.how is How.MEAN:
+            self._mean(a)
+            return
+        block, names = self._block(a.reduce), self.begun[a.reduce.name]
+        kind = a.reduce.kind
+        if a.how is How.SCAN:
+            self._scan(a.reduce, block)
+        elif a.is_arg:
+            position = self._position()
+            for mask in self.values.mask(frozenset("r")):
+                position = self.lines.define(f"tl.where({mask}, {position}, {_LAST})", True)
+            both = ", ".join(names)
+            self.lines.add(f"{both} = p_{kind}({both}, {block}, {position})", True)
+        elif a.how is How.PEAK:
+            self._peak(a, block)
+        elif kind in ("any", "all"):
+            self.lines.add(f"{names[0]} = {names[0]} {'|' if kind == 'any' else '&'} {block}", True)
+        else:
+            fn = combiner(kind, a.reduce.value.dtype)
+            self.lines.add(f"{names[0]} = {fn}({names[0]}, {block})", True)
+
+    def count(self) -> None:
+        """One more block at the end of the loop's body."""
+        self.lines.add(f"{self.seen} = {self.seen} + 1", True)
+
+    def _scan(self, s: Reduce, block: str) -> None:
+        fn = combiner(s.kind, s.value.dtype, running=True)
+        (carry,) = self.begun[s.name]
+        scanned = self.lines.define(f"tl.associative_scan({block}, 1, {fn})", True)
+        whole = f"tl.broadcast_to({carry}, {scanned}.shape)"
+        self.values.results[s.name] = self.lines.define(f"{fn}({whole}, {scanned})", True)
+        total = f"tl.reduce({block}, 1, {fn})[:, None]"
+        if fn.endswith("_last"):  # which depends on the order
+            total = f"p_at({scanned}, rbase == {self.layout.tile.groups[-1].block - 1})"
+        self.lines.add(f"{carry} = {fn}({carry}, {total})", True)
+
+    def _peak(self, a: Accumulator, block: str) -> None:
+        """A maximum, and before it the sums of exponentials below it."""
+        (old,), fn = self.begun[a.reduce.name], combiner(a.reduce.kind, a.reduce.value.dtype)
+        block = self.lines.define(f"tl.reshape({block}, {list(a.folds)})", True)
+        folded = f"tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn})"
+        new = self.lines.define(f"{fn}({old}, {folded})", True)
+        for s in a.beside:
+            (total,) = self.begun[s.name]
+            self.lines.add(f"{total} = p_exp_sum({total}, {old}, {block}, {new})", True)
+        self.lines.add(f"{old} = {new}", True)
+
+    def _mean(self, a: Accumulator) -> None:
+        """Adds a block to each lane's mean, which its accumulator is, and to its squared deviations
+        from that: of equal numbers exactly."""
+        d, (mean,) = a.reduce.value.dtype, self.begun[a.reduce.name]
+        x, _ = offset_from(a.beside[0])
+        off = f"{self.values.value(x)} - {mean}"
+        for mask in self.values.mask(frozenset("r")):
+            off = f"tl.where({mask}, {off}, 0.0)"
+        off = self.lines.define(off, True)
+        seen = self.lines.define(f"{self.seen}.to({TYPES[d.name]})", True)
+        share = self.lines.define(render("truediv", d, (literal(1, d), f"({seen} + 1)")), True)
+        for s in a.beside:
+            if s.value.op == "mul":  # the weight is 0 where the square may be too large
+                (squares,) = self.begun[s.name]
+                added = f"{off} * ({off} * ({seen} * {share}))"
+                self.lines.add(f"{squares} = {squares} + {added}", True)
+        self.lines.add(f"{mean} = {mean} + {off} * {share}", True)
+
+    # -------------------------------------------------------------------------------- after a loop
+    def finish(self, a: Accumulator) -> None:
+        """The rows' results after the loop."""
+        s, names = a.reduce, self.begun[a.reduce.name]
+        if a.how is How.SCAN:
+            return
+        if a.first is not None:
+            rescaled = bool(a.folds)
+            text = self._rescaled(a.first, names[0]) if rescaled else self._gathered(s, a.first)
+        else:
+            self.lanes[s.name] = lanes = names[0]
+            if a.how is How.MEAN:
+                scale = scale_of(a.beside[0], s)
+                scaled = lanes if scale is None else f"{lanes} * {self.values.value(scale)}"
+                lanes = self.lines.define(f"{scaled} * {self._lane_counts(s.value.dtype)}", False)
+            text = self._reduced(s, lanes, names[1] if a.is_arg else "", inner=False)
+        self.values.results[s.name] = self.lines.define(text, False, "a")
+
+    def _rescaled(self, first: Reduce, total: str) -> str:
+        """The sum of exp(x - max x) of a row out of its lanes'."""
+        peak = self.values.results[first.name]
+        lane = f"{total} * p_exp_below({self.lanes[first.name]}, {peak})"
+        # A row of nothing but -inf: its differences from its maximum are NaN.
+        return f"tl.where({peak} == float('-inf'), float('nan'), tl.sum({lane}, 1)[:, None])"
+
+    def _gathered(self, s: Reduce, first: Reduce) -> str:
+        """The sum of x - c, or of its square, of a row out of its lanes'."""
+        _, center = offset_from(s)
+        off = f"{self.lanes[first.name]} - {self.values.value(center)}"
+        off = self.lines.define(off, False)
+        lanes = f"{self._lane_counts(s.value.dtype)} * {off}"
+        if s.value.op == "mul":
+            lanes = f"{self.begun[s.name][0]} + {lanes} * {off}"
+        return f"tl.sum({lanes}, 1)[:, None]"
+
+    def _lane_counts(self, d: DType) -> str:
+        """How many points of a row each lane has."""
+        r = self.layout.tile.groups[-1]
+        points = self.values.indices.size(r.points)
+        return f"(({points} - rbase + {r.block - 1}) // {r.block}).to({TYPES[d.name]})"

@@ -1,0 +1,22 @@
+"""Finds the values that are seen in nothing but 16-bit floats: they may be approximated."""
+
+from __future__ import annotations
+
+from plait.ir.dtypes import f32
+from plait.ir.loops import Node, walk
+from plait.schedule.legalize.linear import LinearKernel
+
+
+def find_narrow(linear: LinearKernel) -> frozenset[Node]:
+    """The float32 values of which errors of a few of the last bits do not matter."""
+    found: set[Node] = set()
+    shown = {n for n in linear.roots() if n.dtype == f32}
+    for n in reversed(list(walk(linear.roots()))):
+        if n.dtype == f32 and n not in shown:
+            found.add(n)
+        ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
+        if not ends and not (
+            n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")
+        ):
+            shown.update(n.args)
+    return frozenset(found)

@@ -1,10 +1,9 @@
 """docs/instructions.md, written from the code: every instruction, what it means and what each
 target makes of it, and every pass.
 
-`python -m tests.instruction_table` writes it, and the header of `plan_header.py`; a test proves that both
-are up to date. Meanings are
-the docstrings of `wrapper/instructions.py`; the rest is one legal program with every instruction in
-it, put through the targets.
+`python -m tests.instruction_table` writes it, and the header of `plan_header.py`; a test proves
+that both are up to date. Meanings are the docstrings of `wrapper/instructions.py`; the rest is one
+legal program with every instruction in it, put through the targets.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Indices:
         """A loop variable out of the index that walks its group."""
         g = self.layout.group_of[a]
         if len(g.axes) == 1:
-            return g.name
+            return str(g.name)
         k = g.axes.index(a)
         inner = self.size(product(map(extent, g.axes[k + 1 :])))
         text = g.name if k == len(g.axes) - 1 else f"({g.name} // {inner})"

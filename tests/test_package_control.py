@@ -20,6 +20,7 @@ from torch.export import Dim, export
 
 import plait
 from plait.errors import Unsupported
+from plait.lower.control_flow import ControlFlow, control_flow
 from plait.wrapper.package import Contents, Control, PackageWriter
 from tests.native_tools import write_package
 
@@ -157,6 +158,40 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     write_package(tmp_path / "p", replace(c, controls=()))
     with pytest.raises(plait.PackageError, match="calls 1 functions, 0 were described"):
         plait.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "operands", "calls"),
+    [
+        ("repeat", "loop", (0, 2, 0, 0), ({"lt"}, {"add", "sin", "mul"})),
+        ("branch", "cond", (1, 0, 0, 4), ({"addmm", "sin"}, {"add", "mul"})),
+        ("scanned", "scan", (0, 1, 1, 0), ({"add", "mul"},)),
+        ("mapped", "scan", (0, 0, 1, 1), ({"sin", "add", "mul"},)),
+    ],
+)
+def test_control_flow_is_data(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+    operands: tuple[int, ...],
+    calls: tuple[set[str], ...],
+) -> None:
+    """Lowering's calls say which subgraphs they run and on what."""
+    made: list[ControlFlow | None] = []
+
+    def noting(call: object) -> ControlFlow | None:
+        made.append(control_flow(call))
+        return made[-1]
+
+    monkeypatch.setattr("plait.capture.control.control_flow", noting)
+    contents(monkeypatch, PROGRAMS[name])
+    (flow,) = made
+    assert flow is not None and flow.kind == kind
+    given = (flow.predicate, flow.carried, flow.scanned, flow.shared)
+    assert tuple(map(len, given)) == operands
+    for graph, want in zip(flow.subgraphs, calls, strict=True):
+        ops = {str(n.target).split(".")[1] for n in graph.graph.nodes if n.op == "call_function"}
+        assert want <= ops
 
 
 GENERATOR = torch.Generator()

@@ -18,6 +18,7 @@ import torch
 
 from plait import compat
 from plait.config import Config
+from plait.devices import DEVICES, facts_of
 from plait.graph.captured import Captured
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
@@ -144,11 +145,11 @@ def compile_portable(
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
     kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
-    on_gpu = any(b.device != "cpu" for b in lowered.program.buffers.values())
+    on_gpu = any(not facts_of(b.device).is_host for b in lowered.program.buffers.values())
     anywhere = ("gpu_arch", ["ptx_0"]) if on_gpu else ("isa", isas[-1:])  # without kernels
-    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [
-        anywhere
-    ]
+    machines_of = {"isa": isas, "gpu_arch": archs}
+    asked = [facts.machine for kind, facts in DEVICES.items() if kind in kinds]
+    rows = [(option, machines_of[option]) for option in asked] or [anywhere]
     machines = list(product(*(found for _, found in rows)))
     cfgs = [
         cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)})
@@ -254,7 +255,7 @@ def _emit(plan: Plan, cfg: Config) -> dict[str, Source]:
 
 def _build(sources: Mapping[str, Source], cfg: Config) -> dict[str, Built]:
     # An FX graph holds a GPU's kernels as text.
-    kinds = sources if cfg.wrapper != "fx" else sources.keys() & {"cpu"}
+    kinds = [k for k in sources if cfg.wrapper != "fx" or facts_of(k).is_host]
     return {kind: KERNELS[kind].build(sources[kind], cfg) for kind in kinds}
 
 
@@ -272,7 +273,7 @@ def _find_tools(captured: Captured, cfg: Config) -> None:
     """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels
     for the graph's devices are built with."""
     values = [n.meta.get("val") for n in captured.graph.graph.nodes if n.op == "placeholder"]
-    if any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values):
+    if any(isinstance(v, torch.Tensor) and facts_of(v.device).streams for v in values):
         triton_version()
     else:
         find_toolchain(cfg)

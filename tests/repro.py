@@ -19,12 +19,12 @@ from unittest.mock import patch
 import numpy as np
 
 from plait.config import Config
+from plait.devices import DEVICES
 from plait.ir.loops import LoopProgram
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.pipelines import schedule
 from plait.runtime.toolchain import ISAS
-from plait.schedule.device import KINDS
 from plait.schedule.plan import Kernel
 from plait.schedule.text import kernel_text, read_kernel
 from tests.kernel_tools import Loaded
@@ -115,8 +115,8 @@ def program_repro(
 ) -> str:
     """A program that schedules a loop program and compares the plan with the unfused program.
 
-    sizes: values of the size symbols; seed: of the inputs; split: what was changed in the row of
-    CPUs of schedule/device.py."""
+    sizes: values of the size symbols; seed: of the inputs; split: what was changed in the rates
+    of CPUs in plait/devices.py."""
     return f"""\
 # Save as repro.py in the root of the source tree, then: python repro.py
 from tests.repro import rerun_program
@@ -134,7 +134,9 @@ def rerun_program(text: str, sizes: dict[str, int], seed: int, split: dict[str, 
     where it is illegal."""
     program = read_program(text)
     verify(program, "repro")
-    with patch.dict(KINDS, cpu=replace(KINDS["cpu"], **split)):  # type: ignore[arg-type]
+    cpu = DEVICES["cpu"]
+    changed = replace(cpu, rates=replace(cpu.rates, **split))  # type: ignore[arg-type]
+    with patch.dict(DEVICES, cpu=changed):
         plan = schedule(program, Config())
     check(plan, program, sizes, seed)
     print("the plan computes what the program says")

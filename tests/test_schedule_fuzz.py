@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plait.config import Config
+from plait.devices import DEVICES
 from plait.ir import loops as L
 from plait.ir.dtypes import f32, i64
 from plait.ir.expr import Size, smin
 from plait.ir.loops import apply
 from plait.ir.verify import verify
 from plait.pipelines import schedule
-from plait.schedule.device import KINDS
 from tests.repro import program_repro
 from tests.schedule_tools import Builder, Record, check, kernels
 
@@ -335,7 +335,8 @@ def test_random_programs_with_every_reduction_split(
         "align_along": aligned,
         "align_across": aligned,
     }
-    monkeypatch.setitem(KINDS, "cpu", replace(KINDS["cpu"], **split))
+    cpu = DEVICES["cpu"]
+    monkeypatch.setitem(DEVICES, "cpu", replace(cpu, rates=replace(cpu.rates, **split)))
     for seed in range(first, first + 80):
         run(seed, split)
 

@@ -14,8 +14,8 @@ from tests import instruction_table as table
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"
 ORDER = (
-    "errors", "config", "log", "compat", "runtime", "ops", "ir", "graph", "lower", "schedule",
-    "kernel", "wrapper", "pipelines", "compile", "capture", "tools", "extend",
+    "errors", "config", "log", "devices", "compat", "runtime", "ops", "ir", "graph", "lower",
+    "schedule", "kernel", "wrapper", "pipelines", "compile", "capture", "tools", "extend",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -63,6 +63,63 @@ def test_imports_only_go_down(path: Path) -> None:
         return
     assert name in ORDER, f"{path} is in no room of the design"
     assert upward_imports(name, path.read_text()) == []
+
+
+KINDS = {"cpu", "cuda"}
+COMPARING_CALLS = {"startswith", "endswith", "count", "index", "find", "removeprefix"}
+
+
+def _constants(node: ast.AST) -> set[object]:
+    """A constant, or those that a literal collection holds."""
+    if isinstance(node, ast.Constant):
+        return {node.value}
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return {c for e in node.elts for c in _constants(e)}
+    if isinstance(node, ast.Dict):
+        return {c for e in node.keys if e is not None for c in _constants(e)}
+    return set()
+
+
+def compared_kinds(source: str) -> list[int]:
+    """Lines that compare something with the name of a kind of device."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        operands: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            operands = [n.value for n in ast.walk(node.pattern) if isinstance(n, ast.MatchValue)]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Sub, ast.BitAnd)):
+            operands = [node.left, node.right]  # sets
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            operands = [*node.args] if node.func.attr in COMPARING_CALLS else []
+        for operand in operands:
+            if any(isinstance(c, str) and c.rstrip(":") in KINDS for c in _constants(operand)):
+                found.add(operand.lineno)
+    return sorted(found)
+
+
+def test_the_check_finds_compared_kinds() -> None:
+    for text in (
+        'x.device.type == "cpu"',
+        'device not in ("cpu", "meta")',
+        '("cuda", f) != (kind, g)',
+        'device.startswith("cuda:")',
+        'devices - {"cpu"}',
+        'match kind:\n  case "meta" | "cuda":\n    pass',
+    ):
+        assert compared_kinds(text), text
+    assert not compared_kinds('facts_of(x).is_host and f(torch.device("cpu")) is not None')
+
+
+def test_no_kind_of_device_is_named() -> None:
+    """Facts of devices.py are asked instead, but in a target's folder and in the runtime."""
+    for path in SOURCES:
+        parts = path.relative_to(PACKAGE).parts
+        target = parts[0] == "kernel" and len(parts) > 2
+        if parts[0] != "runtime" and not target:
+            lines = compared_kinds(path.read_text())
+            assert not lines, f"{path}: compares with the name of a kind of device: lines {lines}"
 
 
 def test_ir_does_not_import_torch() -> None:

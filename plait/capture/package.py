@@ -29,6 +29,7 @@ from plait.capture.program import collector_paused, guarded
 from plait.capture.trace import Traced, state_of, trace
 from plait.compile import Portable, compile_portable
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
@@ -172,9 +173,10 @@ def _device(name: str | torch.device | None) -> torch.device | None:
         raise UserError(
             f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only"
         )
-    if str(device) != "cuda":
+    if str(device) != device.type or facts_of(device).is_host:
         return device
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return torch.device(device.type, current)
 
 
 def _require_conditions(traced: Traced) -> None:
@@ -257,10 +259,11 @@ def _contents(
             Variant(
                 machine=portable.machine,
                 plan=plans[id(portable.wrapper)],
-                kernels=portable.kernels["cpu"].read() if "cpu" in portable.kernels else None,
-                cubins=portable.kernels["cuda"].read() if "cuda" in portable.kernels else None,
+                kernels=read.get("cpu"),
+                cubins=read.get("cuda"),
             )
             for portable in made
+            for read in [{kind: built.read() for kind, built in portable.kernels.items()}]
         ),
         python=json.dumps(signatures.dump(signature)),
         routines=tuple(routines),

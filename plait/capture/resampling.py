@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from plait.devices import facts_of
+
 AUTOGRAD = torch._C.DispatchKey.Autograd
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _aten = torch.ops.aten
@@ -44,7 +46,7 @@ def _resampled(
         isinstance(s, int) for s in (*x.size(), *sizes)
     )  # torch cannot trace the gradients between others
     image = (
-        x.dtype == torch.uint8 and x.device.type == "cpu"
+        x.dtype == torch.uint8 and facts_of(x.device).eager_cpu
     )  # no other device has a kernel for them
     if image or (known and x.requires_grad and torch.is_grad_enabled()):
         return op(x, sizes, align, *(factors or ()))

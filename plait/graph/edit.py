@@ -18,8 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from plait import compat
 
 aten = torch.ops.aten
-DEVICES = ("cuda",)
-"""Where the speed of a layout, or of what is saved, decides over it."""
 
 # Views in all but their schema: the result may be the argument's memory.
 _HIDDEN_VIEWS = frozenset(

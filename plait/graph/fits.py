@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from plait import compat
+from plait.devices import facts_of
 from plait.errors import refusal
 from plait.graph.refuse import or_else, users_line
 from plait.graph.strides import is_view  # what it puts in order is looked at before
@@ -131,7 +132,7 @@ def _index_source(
     _demand_equal(
         shapes[0], shapes[1], f"{says}. Got self.shape = {x.shape} source.shape = {source.shape}"
     )
-    if x.dim() == 1 and x.device.type == "cpu":
+    if x.dim() == 1 and facts_of(x.device).eager_cpu:
         kind = IndexError if kwargs.get("include_self", True) else RuntimeError
         _demand(sym_or(x.shape[dim] > 0, n == 0), "index out of range in self", kind)
     return NotImplemented
@@ -149,7 +150,7 @@ def _isin(x: Any, given: Tensor, **kwargs: Any) -> Any:
     """Eager compares with all of a few elements, which it sees as one row."""
     n = x.numel() if isinstance(x, Tensor) else 1
     if _is(given.numel() + 1 <= 10.0 * n**0.145):
-        seen = given.to(torch.result_type(x, given)) if given.device.type == "cpu" else given
+        seen = given.to(torch.result_type(x, given)) if facts_of(given.device).eager_cpu else given
         says = (
             "view size is not compatible with input tensor's size and stride. Use .reshape(...) "
             "instead."
@@ -281,14 +282,14 @@ def _pixel_unshuffle(x: Tensor, factor: int) -> Any:
         says = f"expects {name} to be divisible by downscale_factor, but input.size({k})="
         holds = x.shape[k] % factor == 0
         _demand(holds, f"pixel_unshuffle {says}{x.shape[k]} is not divisible by {factor}")
-    return x.clone() if x.device.type == "cpu" and _is(x.numel() == 0) else NotImplemented
+    return x.clone() if facts_of(x.device).eager_cpu and _is(x.numel() == 0) else NotImplemented
 
 
 # ------------------------------------------------------------------------------------------- norms
 def _in_single(op: Any, x: Tensor, *args: Any) -> Any:
     """On a CPU weights or statistics of float32 make those of a half input so."""
     single = any(isinstance(t, Tensor) and t.dtype == torch.float32 for t in args)
-    if x.device.type != "cpu" or x.dtype not in _HALF or not single:
+    if not facts_of(x.device).eager_cpu or x.dtype not in _HALF or not single:
         return NotImplemented
     out, *rest = op(x.float(), *args)
     return (out.to(x.dtype), *rest)
@@ -302,7 +303,8 @@ def _group_norm(
             says = f"Expected {name} to be a vector of size equal to the number of channels in"
             _demand(t.dim() == 1, f"{says} input, but got {name} of shape {t.shape}")
             _demand_equal(t.shape, [c], f"{says} input, but got {name} of shape {t.shape}")
-    order = prims.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    cpu = facts_of(x.device).eager_cpu
+    order = prims.suggest_memory_format(x) if cpu else torch.contiguous_format
     if not any(map(free_unbacked_symbols, (*x.shape, *x.stride()))):
         _demand(
             x.is_contiguous(memory_format=order),
@@ -316,7 +318,7 @@ def _group_norm(
 
 
 def _batch_norm(x: Tensor, *args: Any) -> Any:
-    if args[4] and x.device.type == "cpu":
+    if args[4] and facts_of(x.device).eager_cpu:
         _demand(
             x.numel() > 0,
             f"input tensor must have at least one element, but got input_sizes = {list(x.shape)}",
@@ -436,7 +438,7 @@ def _selected(x: Tensor, dim: int, index: Any) -> Any:
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Any:
     """Eager's kernel is called with another size, and looks; PyTorch's own pass takes a result of
     no elements for made without it."""
-    if output_size is not None and repeats.device.type == "cpu" and _is(output_size == 0):
+    if output_size is not None and facts_of(repeats.device).eager_cpu and _is(output_size == 0):
         torch._assert_async(repeats.sum() == 0, "allocated size does not match required size")
     return NotImplemented
 

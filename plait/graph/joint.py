@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import compat
+from plait.devices import facts_of
 from plait.graph.edit import aten, insert, replace
 
 
@@ -29,7 +30,7 @@ def drop_bags(joint: GraphModule) -> None:
     its fake kernel says so: the operators of its gradient find that themselves, given nothing."""
     for node in joint.graph.find_nodes(op="call_function", target=aten._embedding_bag.default):
         weight, mode = node.args[0].meta["val"], node.args[4] if len(node.args) > 4 else 0
-        if (weight.device.type, weight.dtype, mode) != ("cpu", torch.bfloat16, 0):
+        if not facts_of(weight.device).eager_cpu or (weight.dtype, mode) != (torch.bfloat16, 0):
             continue
         for bags in [u for u in node.users if u.args[1] == 1]:
             replace(bags, insert(bags, node.args[2], aten.new_empty.default, [0]))

@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.edit import DEVICES, aten, insert, value_of
+from plait.devices import facts_of
+from plait.graph.edit import aten, insert, value_of
 
 _POOLS: dict[Any, int] = {  # and the rank of their images
     aten.max_pool2d_with_indices.default: 2,
@@ -55,7 +56,7 @@ def _saved_as(node: Node) -> torch.dtype | None:
         return None
     pool: Any = node.args[0]
     rank = _POOLS.get(pool.target)
-    if rank is None or value_of(node).device.type not in DEVICES:
+    if rank is None or not facts_of(value_of(node).device).layout_matters:
         return None
     if not all(u.target in _GRADIENTS and u.args[_GRADIENTS[u.target]] is node for u in node.users):
         return None

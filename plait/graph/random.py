@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 import plait.runtime.philox  # noqa: F401  (defines the operators)
 from plait import compat
+from plait.devices import facts_of
 from plait.graph.edit import aten, value_of
 
 prims = torch.ops.prims
@@ -317,7 +318,7 @@ def _replaceable(node: Node) -> bool:
     first = value[0] if isinstance(value, (tuple, list)) else value
     if (
         not isinstance(first, torch.Tensor)
-        or first.device.type not in ("cpu", "cuda")
+        or not facts_of(first.device).target
         or first.layout != torch.strided
     ):
         return False

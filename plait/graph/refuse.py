@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 import plait.runtime.philox  # noqa: F401  (defines plait::within)
 from plait import compat
+from plait.devices import facts_of
 from plait.errors import refusal
 from plait.graph.edit import last_frame
 
@@ -134,7 +135,7 @@ def _of_a_gpu(op: OpOverload, given: list[tuple[str, torch.Tensor]]) -> Exceptio
     if kernel is None or len(dtypes) > 1 or not dtypes <= _WORDS.keys():
         return None
     if any(
-        x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.tracing.hint_of, x.shape)
+        not facts_of(x.device).streams or x.ndim > 1 and 0 in map(compat.tracing.hint_of, x.shape)
         for _, x in given
     ):
         return None
@@ -223,11 +224,11 @@ def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device
     CPU knows as well, where the machine lacks the GPU."""
     if any(x.layout != torch.strided for _, x in given):
         return None
-    where = next((x.device for _, x in given if x.device.type != "cpu"), torch.device("cpu"))
-    if where.type == "cpu":
-        return where
+    where = next((x.device for _, x in given if not facts_of(x.device).is_host), None)
+    if where is None:
+        return torch.device("cpu")
     if (
-        where.type == "cuda" and torch.cuda.is_available()
+        facts_of(where).streams and torch.cuda.is_available()
     ):  # an index into nothing would break its context
         return None if any(guard_or_false(n == 0) for _, x in given for n in x.shape) else where
     mixed = len({x.dtype for name, x in given if name not in taken.others}) > 1
@@ -243,7 +244,7 @@ def answer(
 ) -> Exception | None:
     """What eager raises for fn of real(x) for each x in args and kwargs, on device. Random numbers
     of later operators stay what they were."""
-    cards = [device] if device.type == "cuda" else []
+    cards = [device] if facts_of(device).streams else []
     with compat.tracing.untraced_operators(), torch.no_grad(), torch.random.fork_rng(cards):
         try:
             given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
@@ -267,7 +268,7 @@ def _tried(
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return compat.tracing.hint_of(x)
-        at = x.device if x.device.type == "cpu" else device
+        at = x.device if facts_of(x.device).is_host else device
         shape = [compat.tracing.hint_of(s) for s in x.shape]
         if id(x) in others:
             return torch.zeros(shape, dtype=others[id(x)], device=at)

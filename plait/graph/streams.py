@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from plait import compat
+from plait.devices import facts_of
 from plait.graph.edit import aten, is_view, output_of
 
 
@@ -114,7 +115,7 @@ def _works(node: Node) -> bool:
     )
     if val is not None and not made:
         return False  # a size
-    return any(t.device.type != "cpu" for t in (*made, *given))
+    return any(not facts_of(t.device).is_host for t in (*made, *given))
 
 
 def _tensors(val: Any) -> list[torch.Tensor]:

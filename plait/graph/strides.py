@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 import plait.graph.margins  # noqa: F401 - puts its decompositions into the table
 from plait import compat
+from plait.devices import facts_of
 from plait.graph.refuse import or_else  # what is refused is looked at first
 
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ def _in_format(op: Any) -> Callable[..., Any]:
     row-major."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.device.type != "cpu" or _known_rows(x):
+        if not facts_of(x.device).eager_cpu or _known_rows(x):
             return NotImplemented
         order = prims.suggest_memory_format(x)
         if x.is_contiguous(memory_format=order):
@@ -140,7 +141,7 @@ def _formatted(op: Any) -> Callable[..., Any]:
     """On a CPU eager's result of a channels-last operand is so, too."""
 
     def run(x: Tensor, *args: Any) -> Any:
-        if x.device.type != "cpu" or _known_rows(x):
+        if not facts_of(x.device).eager_cpu or _known_rows(x):
             return NotImplemented
         return op(x.contiguous(), *args).contiguous(memory_format=prims.suggest_memory_format(x))
 
@@ -179,7 +180,7 @@ def _places(
     read = [i.to(x.device, torch.int64) for i in wide]
     last = len(shape) - first - read[0].ndim
     strides = [_among(i, first, last) for i in read]
-    if x.device.type != "cpu" and any(s != strides[0] for s in strides):
+    if not facts_of(x.device).eager_cpu and any(s != strides[0] for s in strides):
         rows = prims.make_contiguous_strides_for([*[1] * first, *wide[0].shape, *[1] * last])
         strides = [s if _known_rows(i) else list(rows) for i, s in zip(read, strides, strict=True)]
     for k in (*range(first), *range(len(shape) - last, len(shape))):

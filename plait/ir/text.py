@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeGuard, assert_never
 
+from plait.devices import facts_of
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
 from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
@@ -146,7 +147,7 @@ def buffer_line(b: Buffer, scope: Scope) -> str:
     """The declaration of a buffer: type, sizes, strides, whether its layout is fixed, its device if
     not the CPU."""
     facts = ["fixed"] if b.fixed else []
-    facts += [repr(b.device)] if b.device != "cpu" else []
+    facts += [repr(b.device)] if not facts_of(b.device).is_host else []
     is_so = f" = {', '.join(facts)}" if facts else ""
     return f"{name_text(b.name)}: {scope.tensor_type(b.dtype, b.shape, b.strides)}{is_so}"
 

@@ -31,9 +31,8 @@ def convolution(
     flops = product((2, *points, *weight.shape[1:]))
     # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with
     # what follows.
-    apart = (
-        bias if ctx.device() != "cpu" and ctx.cfg.kernels and x.dtype in (f16, bf16, f32) else None
-    )
+    kernels = ctx.cfg.kernels and not ctx.facts().eager_cpu
+    apart = bias if kernels and x.dtype in (f16, bf16, f32) else None
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
     out = call_extern(ctx, ctx.node, args, {}, fallback=False, flops=flops)

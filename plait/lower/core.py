@@ -19,6 +19,7 @@ import torch.fx
 from torch._prims_common import is_contiguous_or_false
 
 from plait.config import Config
+from plait.devices import Facts, facts_of
 from plait.errors import Fallback, Rung
 from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType, i64
@@ -205,6 +206,10 @@ class Lowering:
         found = next((v for v in values if isinstance(v, torch.Tensor)), None)
         return "cpu" if found is None else device_name(found.device)
 
+    def facts(self) -> Facts:
+        """What is known of that device."""
+        return facts_of(self.device())
+
     def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
         """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard:
         what sizes are does not become a condition of the program."""
@@ -239,7 +244,7 @@ class Lowering:
 
     def is_hosts(self, x: View) -> bool:
         """Whether x is in the host's memory, or a number that was copied from there."""
-        return x.buf in self.from_host or self.buffers[x.buf].device == "cpu"
+        return x.buf in self.from_host or facts_of(self.buffers[x.buf].device).is_host
 
     def fix_layout(self, buf: str) -> None:
         """From now on the scheduler must keep this buffer's strides."""
@@ -411,7 +416,7 @@ class Lowering:
         of a GPU do not mind the rest."""
         b = self.buffers[x.buf]
         if (
-            b.device == "cpu"
+            facts_of(b.device).is_host
             or b.fixed
             or x.dtype not in LOOP_DTYPES
             or b.strides != expr.contiguous_strides(b.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from plait.devices import facts_of
 from plait.ir import dtypes as ir
 from plait.ir.dtypes import DType
 
@@ -35,7 +36,8 @@ TO_TORCH: dict[DType, torch.dtype] = {v: k for k, v in FROM_TORCH.items()}
 
 def device_name(device: torch.device) -> str:
     """'cpu', or a device with its number: 'cuda:0'."""
-    return device.type if device.type in ("cpu", "meta") else f"{device.type}:{device.index or 0}"
+    numbered = not facts_of(device).is_host and device.type != "meta"
+    return f"{device.type}:{device.index or 0}" if numbered else device.type
 
 
 def from_torch(dtype: torch.dtype) -> DType:

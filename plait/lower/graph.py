@@ -24,6 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait import compat
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import Fallback, InexpressibleSize, OperandError, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import begins_anywhere, is_view, last_frame, memory_of
@@ -299,7 +300,7 @@ class _Walk:
             and ctx.cfg.kernels
             and dtype in LOOP_DTYPES
             and type(value) is torch.Tensor
-            and device.type == "cpu"
+            and facts_of(device).is_host
         ):
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
@@ -414,7 +415,7 @@ class _Walk:
         """Arguments of a rule: numbers that lie in the host's memory come to where the result
         is."""
         where = self.ctx.device()
-        if where == "cpu":
+        if facts_of(where).is_host:
             return values
         if isinstance(values, dict):
             return {k: self._beside(v) for k, v in values.items()}
@@ -423,7 +424,7 @@ class _Walk:
         if (
             isinstance(values, View)
             and not values.shape
-            and self.ctx.buffers[values.buf].device == "cpu"
+            and facts_of(self.ctx.buffers[values.buf].device).is_host
         ):
             return self._moved(values, where)
         return values

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from plait.devices import facts_of
 from plait.graph.edit import is_view, output_of, value_of
 from plait.ir.dtypes import DType, b1, bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, numel, product
@@ -97,7 +98,7 @@ def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
     fraction of their speed. None where rows are fine or the matrix is another."""
     each = _ROW_NBYTES // b.dtype.nbytes
     n = numel(b.shape)
-    if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2:
+    if facts_of(b.device).eager_cpu or b.dtype not in (f16, bf16) or len(b.shape) < 2:
         return None
     if not isinstance(n, int) or n < _MANY or b.strides != contiguous_strides(b.shape):
         return None
@@ -225,7 +226,7 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
     """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows:
     on a GPU in full float32, where vendors' kernels that add a bias are the slow ones."""
-    if ctx.device() == "cpu" or not ctx.cfg.kernels or a.dtype != f32:
+    if ctx.facts().eager_cpu or not ctx.cfg.kernels or a.dtype != f32:
         return False
     if (
         torch.backends.cuda.matmul.fp32_precision == "tf32"

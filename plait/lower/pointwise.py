@@ -163,7 +163,7 @@ def _rounds_factors(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
 
 def _rounds_terms(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
     """Of a sum: all on a CPU; on a GPU as of a product."""
-    return rounds_all(ctx, xs) if ctx.device() == "cpu" else _rounds_factors(ctx, xs)
+    return rounds_all(ctx, xs) if ctx.facts().eager_cpu else _rounds_factors(ctx, xs)
 
 
 def _rounds_dividend(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
@@ -421,7 +421,7 @@ def _divided(ctx: Lowering, b: Operand) -> Formula:
     """How eager's kernel divides floats by b: those of a GPU multiply by the reciprocal of a
     number, which may be a last bit off."""
     number = not any(_rounds_factors(ctx, (b,)))
-    return _by_reciprocal if number and ctx.device() != "cpu" else _truediv
+    return _by_reciprocal if number and not ctx.facts().eager_cpu else _truediv
 
 
 def _floor_divide(a: Node, b: Node, divided: Formula, held: DType) -> Node:
@@ -512,7 +512,7 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
 
     common = common_dtype((x, exponent))
     power = float(exponent) if common == compute_dtype(common) else _rounded(exponent, common)
-    roots = common != f16 or ctx.device() != "cpu"  # of -0 and -infinity, they are no powers
+    roots = common != f16 or not ctx.facts().eager_cpu  # of -0 and -infinity, they are no powers
 
     def formula(a: Node) -> Node:
         if not a.dtype.is_float:
@@ -544,7 +544,7 @@ def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
     if not common_dtype((x, exponent)).is_float:
         raise NoRule("an integer power with an exponent that is not constant")
     doubles = (
-        common_dtype((x, exponent)) == f64 and ctx.device() != "cpu"
+        common_dtype((x, exponent)) == f64 and not ctx.facts().eager_cpu
     )  # pow is the nearer there
     if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2 and not doubles:
         return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plait.devices import facts_of
 from plait.ir import expr
 from plait.ir.dtypes import DType, b1, f64, i64
 from plait.ir.expr import Expr, Size
@@ -264,7 +265,7 @@ def _variance(
 def spread(ctx: Lowering, x: View) -> DType:
     """What variances are computed in: on a CPU in double, as eager's are, where a square does not
     overflow."""
-    return f64 if ctx.buffers[x.buf].device == "cpu" else compute_dtype(x.dtype)
+    return f64 if facts_of(ctx.buffers[x.buf].device).eager_cpu else compute_dtype(x.dtype)
 
 
 def _register_variance(name: str) -> None:

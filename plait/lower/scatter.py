@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plait.devices import facts_of
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.expr import Expr, Size, may_be_zero, numel, smin, symbol
@@ -76,7 +77,7 @@ def scatter_loop(
         mode = "max"
     if (
         mode != "store"
-        and ctx.buffers[out].device != "cpu"
+        and facts_of(ctx.buffers[out].device).atomics
         and base.dtype.name not in ATOMICS.get(mode, ())
     ):
         raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
@@ -316,7 +317,8 @@ def _index_along(
     points = unless_empty(ctx, shape, flat.shape[d]) if drop else shape
     # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is
     # added to it.
-    out = scatter_loop(ctx, flat, points, mode, body, once=ctx.buffers[x.buf].device == "cpu")
+    once = facts_of(ctx.buffers[x.buf].device).eager_cpu
+    out = scatter_loop(ctx, flat, points, mode, body, once=once)
     return out if x.shape else out.remap((), lambda _: (0,))
 
 
@@ -363,7 +365,7 @@ def index_reduce(
     include_self: bool = True,
 ) -> View:
     d = wrap_dim(dim, len(x.shape))
-    if len(x.shape) > 1 and ctx.device() == "cpu":
+    if len(x.shape) > 1 and ctx.facts().eager_cpu:
         says, error = OUT_OF_RANGE.message, OUT_OF_RANGE.error
         require_some(ctx, x.shape[d], numel(index.shape), says, error)
         require_all_inside(ctx, x, d, index, error, says)

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
+from plait.devices import Rates, facts_of
 from plait.ir.expr import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
-from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
 from plait.schedule.grouping import Grouping
 from plait.schedule.layout import flat_index
@@ -266,8 +266,8 @@ class _Fuser:
     def _device(self, x: _Node) -> str:
         return self.grouping.program.buffers[next(iter(x.writes))].device
 
-    def _kind(self, x: _Node) -> DeviceKind:
-        return kind_of(self.grouping.program.buffers[next(iter(x.writes))])
+    def _kind(self, x: _Node) -> Rates:
+        return facts_of(self.grouping.program.buffers[next(iter(x.writes))].device).rates
 
     def _between(self, a: int, b: int) -> Reason | None:
         """A Reason if something outside both must run after the one and before the other."""

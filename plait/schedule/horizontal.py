@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plait.config import Config
+from plait.devices import facts_of
 from plait.ir.loops import Extern, Scatter
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
-from plait.schedule.device import KINDS
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.order import traffic
 from plait.schedule.plan import Fused, Reason
+from plait.schedule.work import CPU
 
 MAX_PARTS = 8
 MAX_HOSTS = 4  # earlier launches that are looked at
@@ -126,7 +127,7 @@ class _HorizontalFusion:
         ):
             return False
         buffers = self.grouping.program.buffers
-        return all(buffers[b].device == "cpu" for b in (*u.reads, *u.writes))
+        return all(facts_of(buffers[b].device).is_host for b in (*u.reads, *u.writes))
 
     def settle(self, k: int) -> Fused | Reason:
         """Finds a launch for node k, which is the last one so far that may be joined."""
@@ -156,7 +157,7 @@ class _HorizontalFusion:
         for moving, to in (([k], i), (self.members[i], k)):
             if not self._legal(moving, to):
                 continue
-            if calls and (nbytes := self._touched(moving)) > KINDS["cpu"].cache_nbytes:
+            if calls and (nbytes := self._touched(moving)) > CPU.cache_nbytes:
                 found = Reason(f"{nbytes} bytes would leave the cache")
                 continue
             why = self._move(moving, to, i, k)

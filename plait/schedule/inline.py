@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
+from plait.devices import facts_of
 from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, fences, node
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
@@ -32,7 +33,6 @@ from plait.schedule.deps import (
     space,
     updates,
 )
-from plait.schedule.device import kind_of
 from plait.schedule.grouping import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
@@ -205,7 +205,7 @@ class _Inliner:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        kind = kind_of(self.buffers[loop.out])
+        kind = facts_of(self.buffers[loop.out].device).rates
         saved = (
             kind.moved_ns(nbytes) * (1 + len(readers))
             + kind.moved_ns(self._read_nbytes(facts))

@@ -2,7 +2,7 @@
 
 The outermost reduced axes (or a part of one) become outer axes of a first reduction, whose partial
 results a second, short one combines. What it takes to be worth a second kernel is the device's
-(`device.KINDS`).
+(`devices.Rates`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
+from plait.devices import Rates, facts_of
 from plait.ir import expr
 from plait.ir.dtypes import DType, i64
 from plait.ir.expr import Atom, Size
@@ -33,7 +34,6 @@ from plait.ir.loops import (
 from plait.ir.record import inline
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
-from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
 from plait.schedule.plan import identity
 
@@ -61,7 +61,7 @@ def split_reductions(
     walks: dict[str, Reduction] = {}
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
-    if any(kind_of(b).walkers for b in buffers.values()):
+    if any(facts_of(b.device).rates.walkers for b in buffers.values()):
         rows, results = _of_rows(program, bodies)
     for op in program.ops:
         if isinstance(op, Reduction) and _asks_rows(op, bodies, results):
@@ -136,7 +136,7 @@ def _chunks(
     found = bodies.of(roots(op)).loads
     if not op.rvars or not found:
         return None
-    kind = kind_of(buffers[next(o for o in op.outs if o is not None)])
+    kind = facts_of(buffers[next(o for o in op.outs if o is not None)].device).rates
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
@@ -169,7 +169,7 @@ def _chunks(
     return None if parts is None else (op, parts, False)
 
 
-def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints) -> Cut | None:
+def _walked(op: Reduction, nbytes: int, row: int, kind: Rates, hints: Hints) -> Cut | None:
     """So many parts as programs walk the rows, or None where sums of columns are better made apart.
     row: points of one. Where no kernel walks them, parts are equal if they can be."""
     if op.kind != "sum" or op.body.dtype.nbytes < 4 or len(op.rvars) > 1:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from plait.devices import DEVICES
 from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, numel, total
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
 from plait.schedule.deps import extent, load_of, node_cost
-from plait.schedule.device import KINDS
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Reduce, Stmt
 
-CPU = KINDS["cpu"]
+CPU = DEVICES["cpu"].rates
 # Cycles of an element that is not next to its neighbour in the same vector.
 INDIRECT, INDIRECT_STORE = 4.0, 15.0  # its position is data
 TURNED, TURNED_STORE = 2.0, 6.0  # contiguous along another axis

@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
+from plait.devices import facts_of
 from plait.errors import PlaitError
 from plait.wrapper.show import GIVEN, GIVEN_TENSORS
 
@@ -167,7 +168,7 @@ def _again(recorded: Path, out: Path) -> None:
         return
     (target / "7_native.txt").write_text("\n".join(re.findall(".{1,64}", encode(program).hex())))
     (target / "7_program.cpp").write_text(make_cpp(program))
-    if "cuda" in artifacts.sources and find_spec("triton") is None:
+    if find_spec("triton") is None and any(not facts_of(k).is_host for k in artifacts.sources):
         return  # an FX graph holds a GPU's kernels as Triton's functions
     unbuilt = replace(artifacts, libraries={"cpu": "kernels.so"})
     (target / "7_graph.py").write_text(make_fx(program, unbuilt).code)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
@@ -96,7 +97,7 @@ def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
 def _definition(k: Kernel) -> ins.DefineKernel:
     # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is
     # returned.
-    checks = k.checks if k.device == "cpu" else ()
+    checks = k.checks if facts_of(k.device).is_host else ()
     return ins.DefineKernel(k.name, len(k.args), len(k.sizes), checks, k.device)
 
 
@@ -393,7 +394,7 @@ def _check_alignment(d: _Draft, name: str) -> None:
     """The same of where it starts."""
     b = d.buffer(name)
     if d.cfg.alignment_asserts and b.dtype != opaque:
-        nbytes = b.dtype.nbytes if b.device == "cpu" else _GPU_ALIGNMENT
+        nbytes = b.dtype.nbytes if facts_of(b.device).is_host else _GPU_ALIGNMENT
         d.body.append(ins.AssertAlignment(name, nbytes))
 
 

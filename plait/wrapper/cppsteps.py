@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
+from plait.devices import facts_of
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES
 from plait.ir.expr import Expr, Size
@@ -166,7 +167,7 @@ def _launch(s: Source, i: ins.Launch) -> None:
     kernel = f"kernel::{s.kernel_names[i.kernel]}"
     buffers = ", ".join(s.at(a) for a in i.args)
     sizes = s.listed(i.sizes)
-    if s.devices[i.kernel] != "cpu":
+    if not facts_of(s.devices[i.kernel]).is_host:
         s.begin()
         grid = s.size(i.grid)
         s.add(

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import compat
+from plait.devices import facts_of
 from plait.errors import Unsupported
 from plait.runtime import generated
 from plait.runtime.fxops import python_below_autograd
@@ -40,7 +41,7 @@ def load_fx(
 
     Raises RuntimeError if a library lacks a kernel."""
     for i in program.body:
-        if isinstance(i, ins.DefineKernel) and i.device == "cpu":
+        if isinstance(i, ins.DefineKernel) and facts_of(i.device).is_host:
             generated.kernel(artifacts.libraries["cpu"], i.name)  # the file may be gone later
     module = make_fx(program, artifacts)
     return FxProgram(program, module, boxed(module) if compiler is None else compiler(module))
@@ -58,7 +59,8 @@ class FxProgram:
         self.module = module
         signature = promises(program)
         in_list = getattr(run, "_boxed_call", False)
-        gpus = sorted({i.device for i in program.body if isinstance(i, ins.DefineKernel)} - {"cpu"})
+        kernels = [i for i in program.body if isinstance(i, ins.DefineKernel)]
+        gpus = sorted({i.device for i in kernels if not facts_of(i.device).is_host})
         if len(gpus) > 1:  # Triton's operator launches on the current device
             raise Unsupported(
                 f"one FX graph with kernels on {' and '.join(gpus)}",

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from plait import compat
+from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES
 from plait.ir.expr import Atom, Expr, Size, free_symbols
@@ -77,7 +78,7 @@ class FxGraph:
         self.jobs = {
             job.name: job
             for kind, s in artifacts.sources.items()
-            if kind != "cpu"
+            if not facts_of(kind).is_host
             for job in s.units
         }
         self.meta: dict[str, Any] = {}  # of the nodes that follow

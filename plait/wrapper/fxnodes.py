@@ -16,6 +16,7 @@ from torch.fx.node import has_side_effect, map_arg
 from torch.utils._pytree import tree_unflatten
 
 from plait import compat
+from plait.devices import facts_of
 from plait.ir.expr import Atom, Expr, Size, ceildiv, product, smin, symbol, total
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
@@ -83,7 +84,7 @@ def add_instruction(g: FxGraph, i: ins.Instr) -> None:
         case ins.DefineKernel():
             g.kernels[i.name] = i
         case ins.Launch():
-            _launch(g, i) if g.kernels[i.kernel].device == "cpu" else _launch_on_gpu(g, i)
+            _launch(g, i) if facts_of(g.kernels[i.kernel].device).is_host else _launch_on_gpu(g, i)
         case ins.CallExtern():
             _call_extern(g, i)
         case ins.CallPython():

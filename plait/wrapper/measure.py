@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from plait.devices import facts_of
 from plait.log import KERNELS, PassLog
 from plait.runtime.load import Libraries
 from plait.runtime.timing import Boxed, table, time_kernels
@@ -52,7 +53,7 @@ def measured(
     its first call."""
     if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):
         return loaded
-    if any(isinstance(i, DefineKernel) and i.device != "cpu" for i in program.body):
+    if any(isinstance(i, DefineKernel) and not facts_of(i.device).is_host for i in program.body):
         log.note(KERNELS, f"{log.name}: kernels on a GPU are not timed")
         return loaded
     if program.n_callables:

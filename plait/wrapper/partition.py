@@ -20,6 +20,7 @@ from itertools import filterfalse, pairwise, takewhile
 
 import torch
 
+from plait.devices import facts_of
 from plait.wrapper import instructions as ins
 from plait.wrapper.operators import operator_of
 from plait.wrapper.walk import bases_of, defined, is_fence, operands, refs, root, symbols, used
@@ -86,8 +87,11 @@ def partition(
 def _gpus(program: ins.WrapperProgram) -> set[str]:
     named = [*program.inputs, *program.body]
     return {
-        i.device for i in named if isinstance(i, (ins.DefineKernel, ins.TensorInput, ins.Alloc))
-    } - {"cpu"}
+        i.device
+        for i in named
+        if isinstance(i, (ins.DefineKernel, ins.TensorInput, ins.Alloc))
+        and not facts_of(i.device).is_host
+    }
 
 
 def _is_early(i: ins.Instr) -> bool:
@@ -247,7 +251,9 @@ class _Facts:
     def __init__(self, program: ins.WrapperProgram, constants: Sequence[torch.Tensor]) -> None:
         self.host_kernels: set[str] = set()
         self.host = {
-            i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"
+            i.name
+            for i in program.inputs
+            if isinstance(i, ins.TensorInput) and facts_of(i.device).is_host
         }
         self.objects = {i.name for i in program.inputs if isinstance(i, ins.OpaqueInput)}
         self.constants = constants
@@ -287,11 +293,11 @@ class _Facts:
 
     def _learn(self, i: ins.Instr) -> None:
         match i:
-            case ins.DefineKernel() if i.device == "cpu":
+            case ins.DefineKernel() if facts_of(i.device).is_host:
                 self.host_kernels.add(i.name)
-            case ins.Alloc() | ins.Arena() if i.device == "cpu":
+            case ins.Alloc() | ins.Arena() if facts_of(i.device).is_host:
                 self.host.add(i.name)
-            case ins.Constant() if self.constants[i.index].device.type == "cpu":
+            case ins.Constant() if facts_of(self.constants[i.index].device).is_host:
                 self.host.add(i.name)
             case ins.View() | ins.Place() | ins.Reuse() if self.host.intersection(used(i)):
                 self.host.add(i.name)
@@ -301,16 +307,15 @@ class _Facts:
     def _extern(self, i: ins.CallExtern) -> str:
         tensors = [n for o in operands(i) for n in refs(o)]
         devices = [o.text for o in operands(i) if isinstance(o, ins.Literal) and o.kind == "device"]
+        hosts = [facts_of(d).is_host for d in devices]
         here = [n for n in tensors if n in self.host]
-        if "cpu" in devices or (
-            here and not any(d != "cpu" for d in devices) and len(here) == len(tensors)
-        ):
+        if any(hosts) or (here and all(hosts) and len(here) == len(tensors)):
             self.host.update(defined(i))
         if i.op == SEED:
             return "a seed is drawn"
         if self.objects.intersection(tensors):
             return f"{i.op} takes an object that may change"
-        if here or "cpu" in devices:
+        if here or any(hosts):
             return f"{i.op} has a tensor on the host"
         name = i.op.partition(".")[0]
         tags = _tags(i.op)
@@ -376,7 +381,10 @@ def _outputs_of_kernels(
     return {
         i.name
         for i in rest
-        if isinstance(i, ins.Alloc) and i.name in kept and i.device != "cpu" and symbols(i) <= known
+        if isinstance(i, ins.Alloc)
+        and i.name in kept
+        and not facts_of(i.device).is_host
+        and symbols(i) <= known
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import Fallback
 from plait.kernel.target import Source
 from plait.lower.dtypes import TO_TORCH
@@ -114,7 +115,7 @@ def promises(program: WrapperProgram) -> list[Promise]:
     out: list[Promise] = []
     for i in program.inputs:
         if isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH:
-            anywhere = i.device != "cpu" and not i.shape and i.name not in touched
+            anywhere = not facts_of(i.device).is_host and not i.shape and i.name not in touched
             out.append((i.name, TO_TORCH[i.dtype], None if anywhere else i.device))
         else:
             out.append(None)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
+from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES, DType, opaque
 from plait.ir.expr import Atom, Expr, Size
@@ -81,7 +82,8 @@ class Statements:
     def computed(self, i: ins.Instr) -> Iterator[Expr]:
         """Expressions of an instruction that take more than the name of a symbol."""
         if isinstance(i, ins.Launch):
-            i = replace(i, work_ns=0) if self.devices[i.kernel] != "cpu" else replace(i, grid=1)
+            host = facts_of(self.devices[i.kernel]).is_host
+            i = replace(i, grid=1) if host else replace(i, work_ns=0)
         if not isinstance(i, ins.Symbol):
             yield from (e for e in sizes(i) if isinstance(e, Expr) and e.symbol is None)
 
@@ -217,7 +219,7 @@ def _view(m: Statements, i: ins.View) -> None:
 def _define_kernel(m: Statements, i: ins.DefineKernel) -> None:
     checks = "".join(f"({c.error}, {c.message!r}), " for c in i.checks)
     given = f", ({checks.rstrip()})" if checks else ""
-    if i.device == "cpu":
+    if facts_of(i.device).is_host:
         made = f"rt.kernel(libraries['cpu'], {i.name!r}{given})"
     else:
         made = f"rt.GpuKernel(libraries['cuda'], {i.name!r}, {i.device!r})"
@@ -235,7 +237,7 @@ def _check_layout(m: Statements, i: ins.AssertSizeStride) -> None:
 def _launch(m: Statements, i: ins.Launch) -> None:
     args = tuple_text([m.names.variable(a) for a in i.args])
     sizes = m.sizes(i.sizes)
-    if m.devices[i.kernel] == "cpu":
+    if facts_of(m.devices[i.kernel]).is_host:
         more = f"work_ns={m.size(i.work_ns)}{'' if i.parallel else ', parallel=False'}"
     else:
         more = f"grid={m.size(i.grid)}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from plait.devices import facts_of
 from plait.graph.captured import Captured
 from plait.graph.text import given_text, tensors_of
 from plait.ir.loops import LoopProgram
@@ -82,7 +83,7 @@ def show_sources(log: PassLog, sources: Mapping[str, Source]) -> None:
     """The kernels' source as their compilers see it, and how they were tuned. sources: by kind of
     device."""
     for kind, source in sources.items():
-        log.dump("4_kernels.cpp" if kind == "cpu" else f"4_kernels_{kind}.py", source.text)
+        log.dump(facts_of(kind).kernel_file, source.text)
         for line in source.notes:
             log.note(KERNELS, f"{log.name}: {line}")
         if log.shows(SOURCE):

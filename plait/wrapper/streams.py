@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from plait.devices import facts_of
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import bases_of, defined, forks, is_fence, root, used
 
@@ -23,6 +24,7 @@ def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.Wrappe
     changes = forks(p)
     if not changes:
         return p
+    away = {name for name, device in devices.items() if not facts_of(device).is_host}
     home = now = changes[0].args[0]
     bases = bases_of(p.body)
     known: dict[str, set[ins.Operand]] = {i.name: {home} for i in p.inputs}
@@ -35,7 +37,7 @@ def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.Wrappe
         known.update((name, {now}) for name in defined(i) if name not in bases)
         if isinstance(i, (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)):
             for name in dict.fromkeys(root(n, bases) for n in used(i)):
-                if devices.get(name, "cpu") != "cpu" and now not in known[name]:
+                if name in away and now not in known[name]:
                     known[name].add(now)
                     out.append(ins.CallExtern(RECORD, (ins.Ref(name), now), (), (), fence=True))
     return replace(p, body=tuple(out))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from plait.devices import DEVICES
 from plait.ir import expr
 from plait.ir.dtypes import DType
 from plait.ir.expr import Atom, Size
@@ -39,7 +40,7 @@ WALK_AHEAD = 1 << 14
 of rows."""
 MAX_WARPS = 32
 """Warps that a block may have."""
-BUSY = 264
+BUSY = DEVICES["cuda"].busy
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
@@ -340,7 +341,7 @@ def _block_rows(rows: int, length: int, least: int) -> int:
     """Rows of a block that holds whole rows: enough for its threads, few enough to occupy the
     device."""
     x = max(least, 1)
-    while x * length < 1024 and rows // (2 * x) >= 264:
+    while x * length < 1024 and rows // (2 * x) >= BUSY:
         x *= 2
     return min(x, power(rows))
 

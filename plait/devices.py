@@ -1,0 +1,151 @@
+"""Kinds of devices: one row of facts for each. The compiler asks a row, never a device's name.
+
+A row holds what differs between kinds of devices: where memory is, what eager's kernels do there,
+and the measured numbers that decisions are made with. It knows nothing of torch, and of no language
+that kernels are written in (`plait/kernel` has a folder for each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What scheduling knows: how fast the device is, and how much work keeps it busy.
+
+    A unit of work is what runs without the others: a result, or `neighbours` results that lie side
+    by side. A reduction is cut in two stages if it has split_nbytes or more, unit_nbytes or more a
+    unit, and fewer than min_units.
+
+    cycles_a_ns: cycles of the op table that pass in a nanosecond
+    cache_bytes_a_ns: bytes a nanosecond, up to cache_nbytes of them
+    far_bytes_a_ns: bytes a nanosecond, of more
+    launch_ns: what a kernel costs by being there
+    units: how many units a cut reduction aims at
+    narrow_units: the same across memory, of elements of at most two bytes
+    min_along, min_across: points side by side in memory, or not, that a partial result is worth
+    align_along, align_across: what the first point of a part is a multiple of, where it can be
+    fewer_across, more_across: how far parts of equal length may be fewer or more than aimed at
+    walkers: programs that each sum the columns of a part of the rows; 0: none do
+    walk_rows: the fewest rows of a part
+    walk_row: the longest row that is walked
+    walk_points: how many elements all programs together have under way
+    walk_nbytes: the smallest tensor that is walked
+    min_outer: outer points from which on a large loop joins a reduction
+    tiny_nbytes: groups near each other that move no more are joined if only their shapes agree
+    """
+
+    cycles_a_ns: float
+    cache_bytes_a_ns: float
+    far_bytes_a_ns: float
+    cache_nbytes: int
+    launch_ns: float
+    split_nbytes: int
+    unit_nbytes: int
+    min_units: int
+    units: int
+    narrow_units: int
+    neighbours: int
+    min_along: int
+    min_across: int
+    align_along: int
+    align_across: int
+    fewer_across: int
+    more_across: int
+    walkers: int
+    walk_rows: int
+    walk_row: int
+    walk_points: int
+    walk_nbytes: int
+    min_outer: int
+    tiny_nbytes: int
+
+    def moved_ns(self, nbytes: float) -> float:
+        """Nanoseconds that it takes to read or write so many bytes."""
+        return nbytes / (
+            self.cache_bytes_a_ns if nbytes <= self.cache_nbytes else self.far_bytes_a_ns
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A row of the table.
+
+    is_host: the host reads and writes its memory, and work there is done when a call returns
+    streams: torch.cuda drives it; it has streams, graphs and a generator of random numbers
+    eager_cpu: eager runs its CPU kernels there; plait keeps their rounding, checks and strides
+    atomics: points of a kernel run at once, so that stores to one element need atomics
+    layout_matters: the speed of a layout, or of what is saved, decides over it
+    target: the kernel target, by name ('' for none)
+    machine: the option that names the machine which kernels are built for
+    kernel_file: what the debug folder calls the kernels' source
+    busy: programs that fill the device
+    rates: what scheduling knows
+    """
+
+    is_host: bool
+    streams: bool
+    eager_cpu: bool
+    atomics: bool
+    layout_matters: bool
+    target: str
+    machine: str
+    kernel_file: str
+    busy: int
+    rates: Rates
+
+
+# One core with AVX-512, fitted to the measured times of 412 kernels of models and of
+# benchmarks/kernel_cases.py: cycles are those of narrow vectors; far is between the last cache (50)
+# and memory (10).
+_CORE = Rates(
+    cycles_a_ns=45.0, cache_bytes_a_ns=90.0, far_bytes_a_ns=36.0, cache_nbytes=1 << 20,
+    launch_ns=110.0, split_nbytes=1 << 20, unit_nbytes=0, min_units=8, units=16,
+    narrow_units=16, neighbours=64, min_along=1024, min_across=1024, align_along=1,
+    align_across=1, fewer_across=1, more_across=4, walkers=0, walk_rows=0, walk_row=0,
+    walk_points=0, walk_nbytes=0, min_outer=4, tiny_nbytes=4096,
+)  # fmt: skip
+# A whole Hopper device; units are programs, eight (or four) for each of its 132 multiprocessors.
+_HOPPER = Rates(
+    cycles_a_ns=20000.0, cache_bytes_a_ns=5000.0, far_bytes_a_ns=3000.0, cache_nbytes=32 << 20,
+    launch_ns=2500.0, split_nbytes=1 << 19, unit_nbytes=1 << 18, min_units=256, units=1024,
+    narrow_units=512, neighbours=64, min_along=4096, min_across=128, align_along=64,
+    align_across=32, fewer_across=2, more_across=2, walkers=512, walk_rows=8, walk_row=8192,
+    walk_points=1 << 20, walk_nbytes=2 << 20, min_outer=128, tiny_nbytes=1 << 20,
+)  # fmt: skip
+
+DEVICES: dict[str, Facts] = {
+    "cpu": Facts(
+        is_host=True,
+        streams=False,
+        eager_cpu=True,
+        atomics=False,
+        layout_matters=False,
+        target="cpp",
+        machine="isa",
+        kernel_file="4_kernels.cpp",
+        busy=1,
+        rates=_CORE,
+    ),
+    # busy: two programs for each multiprocessor of a Hopper device.
+    "cuda": Facts(
+        is_host=False,
+        streams=True,
+        eager_cpu=False,
+        atomics=True,
+        layout_matters=True,
+        target="triton",
+        machine="gpu_arch",
+        kernel_file="4_kernels_cuda.py",
+        busy=264,
+        rates=_HOPPER,
+    ),
+}
+_OTHER = Facts(False, False, False, True, False, "", "", "", 1, _CORE)
+
+
+def facts_of(device: object) -> Facts:
+    """The row of a device, such as 'cuda:0' or torch's device; of one that plait has no kernels
+    for, a row that promises nothing."""
+    return DEVICES.get(str(device).partition(":")[0], _OTHER)

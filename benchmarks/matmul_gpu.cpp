@@ -91,15 +91,20 @@ Type type_of(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf ? Type::f16 : Type::bf16;
 }
 
+const plait::blaslt::Library* blaslt_library() {
+  static const auto* const used =
+      plait::blaslt::Library::used_by("libtorch_cuda.so").release();  // plans refer to it
+  return used;
+}
+
 // As a program calls it: the plan is looked up, memory to work in comes from the allocator, as much
 // as torch would give.
 void add_plans(Roads& roads, const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
                const at::Tensor& bias, std::string& note) {
-  static const auto& library = *plait::blaslt::Library::loaded();
   static const size_t plain = direct<size_t (*)()>("_ZN2at4cuda22getChosenWorkspaceSizeEv")(),
                       biased = direct<size_t (*)()>("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")();
   const size_t room = bias.defined() ? biased : plain;
-  const auto plans = std::make_shared<plait::blaslt::Plans>(library, 0);
+  const auto plans = std::make_shared<plait::blaslt::Plans>(*blaslt_library(), 0);
   const auto made = [=] {
     Matrix added{};
     if (bias.defined()) added = {bias.data_ptr(), out.size(-2), out.size(-1), 0, 1, 0};
@@ -210,7 +215,7 @@ void others(at::ScalarType dtype) {
 int main() {
   const at::AutoDispatchBelowADInplaceOrView below;
   make({1}, at::kFloat);
-  if (!plait::blaslt::Library::loaded()) {
+  if (!blaslt_library()) {
     std::fprintf(stderr, "no cuBLASLt is loaded\n");
     return 1;
   }

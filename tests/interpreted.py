@@ -97,9 +97,12 @@ def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
 
 def pytest_configure() -> None:
     """From here on, whoever compiles a graph compiles it for a GPU."""
+    from plait.devices import facts_of
+
     os.environ.setdefault("PLAIT_WRAPPER", "python")
     memory_format: Any = importlib.import_module("plait.graph.memory_format")
-    memory_format.DEVICES = ()  # results of the CPU's convolutions have layouts of their own
+    # Results of the CPU's convolutions have layouts of their own.
+    memory_format.facts_of = lambda device: facts_of("")
     pipeline: Any = importlib.import_module("plait.compile")
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpret(pipeline)

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait.graph.memory_format as memory_format
 from plait import compat
+from plait.devices import facts_of
 from tests.models import MODELS
 from tests.test_models import build, close, double, trains_as_eager
 
@@ -41,7 +42,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             source.meta["val"] = x
 
-    monkeypatch.setattr(memory_format, "DEVICES", ("cpu",))
+    monkeypatch.setattr(memory_format, "facts_of", lambda device: facts_of("cuda"))
     monkeypatch.setattr(memory_format, "_wants", also_float32)
     yield
 

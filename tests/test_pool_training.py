@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait.graph.pool_indices as pool_indices
+from plait.devices import facts_of
 from plait.ir.dtypes import f32
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.plan import Kernel
@@ -129,7 +130,7 @@ def test_positions_are_saved_as_small_integers(
     x, g = torch.randn(1, 2, *size), torch.randn(1, 2, size[0] // 2, size[1] // 2)
     gm = make_fx(fn, tracing_mode="fake")(x, g)
     assert pool_indices.narrow_pool_indices(gm) == 0  # on a CPU
-    monkeypatch.setattr(pool_indices, "DEVICES", ("cpu",))
+    monkeypatch.setattr(pool_indices, "facts_of", lambda device: facts_of("cuda"))
     assert pool_indices.narrow_pool_indices(gm) == (saved is not None)
     gm.graph.lint()
     gm.recompile()
@@ -152,7 +153,7 @@ def step(model: nn.Module, x: Tensor, run: Callable[..., Tensor]) -> list[Tensor
 def test_first_layers_train_as_in_eager(
     image: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_indices, "DEVICES", ("cpu",))
+    monkeypatch.setattr(pool_indices, "facts_of", lambda device: facts_of("cuda"))
     torch.manual_seed(0)
     stem = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)

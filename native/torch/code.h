@@ -74,7 +74,6 @@ struct Code {
   std::vector<PythonCall> pythons;
   std::vector<SlotId> owned;  // slots to reset after a call
   const std::vector<Operand>* outputs = nullptr;
-  SlotId arena_slot = kNone;
   int64_t arena_bytes = 0;
   int64_t n_bufs = 0, n_syms = 0, n_params = 0;
   size_t stack_size = 0;

@@ -4,8 +4,7 @@
 //
 // - What a call may do to memory was decided by the plan: a result never lies in the arena.
 // - Operators run below autograd and autocast, as the program does; operators that are not ATen's
-// and
-//   Python functions see the caller's dispatch state, gradients and autocast off.
+//   and Python functions see the caller's dispatch state, gradients and autocast off.
 // - The GIL is taken back for as long as Python runs.
 // - An operator leaves the sizes of what it writes as they are, or the call throws.
 #pragma once

@@ -1,14 +1,12 @@
 // native/torch/frame.h: the values of one call: tensors, sizes, kernel arguments and the arena.
 //
 // - A Frame belongs to one call at a time: two threads in one program hold two frames.
-// - `refs` is what a slot is now: a tensor of the frame's own, of the caller's or of the program's.
-//   The caller's live as long as the call.
+// - `refs` is what a slot is now: a tensor of the frame, of the caller or of the program. Those of
+//   the caller live as long as the call.
 // - Inputs are bound one by one, then the program runs, then the outputs are read, then the frame
-// is
-//   reset and given back, whatever has happened.
+//   is reset and given back, whatever has happened.
 // - Between calls a frame keeps the headers of tensors that nobody else holds, without their
-// memory,
-//   and what does not change: constants, their patches, the addresses of launch parameters.
+//   memory, and what does not change: constants, their patches, the addresses of launch parameters.
 #pragma once
 
 #include "core/arena.h"
@@ -56,7 +54,7 @@ struct Frame {
   bool owns_inputs = false;
   std::vector<Copied> copied;
   DeadMemory* dead_memory = nullptr;   // while something is recorded: room for what it makes
-  c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
+  c10::DispatchKeySet excluded_by_us;  // what the call added to the thread's excluded keys
   void* gil = nullptr;
 };
 

@@ -566,7 +566,7 @@ class Loader {
     p_.externs.push_back(std::move(call));
   }
   // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see
-  // extern.cpp.
+  // gemm.cpp.
   void bind_gemm(ExternCall& call, const std::vector<SlotId>& given) {
     if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
     const size_t n = call.tensors.size() - (call.makes_result ? 1 : 0);

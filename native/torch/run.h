@@ -1,11 +1,9 @@
 // native/torch/run.h: the steps of a program, and the kernels that they launch.
 //
 // - The GPU, stream and dispatch state that steps rely on are set by whoever walks them: Program
-// for a
-//   whole call, graphs.cpp for a partition.
+//   for a whole call, graphs.cpp and record.cpp for a partition.
 // - Launches on the CPU that follow each other are one region: it is divided over ATen's threads,
-// or
-//   runs in this one where that costs less.
+//   or runs in this one where that costs less.
 // - A launch on a GPU goes on the frame's stream, or on the current one of the kernel's device.
 // - A kernel that finds one of its checks broken stops its region, and the error names the kernel.
 #pragma once

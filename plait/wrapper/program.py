@@ -105,7 +105,7 @@ dtype that is known."""
 
 
 def promises(program: WrapperProgram) -> list[Promise]:
-    """What the Python targets ask of every input, as `Program::misfit` in native/torch/run.cpp asks
+    """What the Python targets ask of every input, as `find_misfit` in native/torch/frame.cpp asks
     it.
 
     Attention gives the state of its random numbers on the host, though the fake tensors say

@@ -57,8 +57,10 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
                 out[name, i.kernel] += 1
             case ins.CallExtern():
                 out[name, i.op] += 1
-            case ins.CallPython() | ins.Hook():
+            case ins.CallPython():
                 out[name, i.label] += 1
+            case ins.Hook():
+                out[name, i.node, i.label] += 1
             case ins.Free() | ins.DefineKernel() | ins.Partition() | ins.Note() | ins.Return():
                 pass
             case _ if not defined(i):

@@ -239,22 +239,31 @@ def _affine(n: Node) -> Size | None:
 def faults_of_vectors(v: Vectors) -> list[str]:
     """What a nest's vectors break: every load, store and reduction has a row, a row's elements lie
     as it says, rows that are read backwards or by two have neither tail nor mask, and what may
-    collide is not stored as a row."""
+    collide is not stored as a row. Scalar code reaches one element at a time."""
     faults = []
     for n in walk(v.nest.linear.roots()):
         for tail in (False, True) if n.op == "load" else ():
             how = v.loads.get((n, tail), Walk.REPEAT)
-            whole = not (tail or getattr(n.attr, "masked", False))
-            if (
-                STEPS.get(how) not in (None, v.step(offset_of(n)))
-                or (how in (Walk.BACK, Walk.SECOND) and not whole)
-                or (how == Walk.ONE) == v.differs(n)
-                or how == Walk.REPEAT
-            ):
+            if not _can_load(v, n, tail, how):
                 faults.append(f"cannot load {n} as {how.value}")
     for s in v.nest.linear.stmts:
         if isinstance(s, Reduce):
             faults += [] if s.name in v.sums else [f"does not say how {s.name} accumulates"]
-        elif v.stores.get(s) in (None, Walk.ROW) and (s.atomic or v.step(s.index[0]) != 1):
+        elif not _can_store(v, s, v.stores.get(s, Walk.ROW)):
             faults.append(f"cannot store {s.buf} as a row")
     return faults
+
+
+def _can_load(v: Vectors, n: Node, tail: bool, how: Walk) -> bool:
+    if v.nest.lanes == 1 or how == Walk.ONE:
+        return how == Walk.ONE and not v.differs(n)
+    if how in STEPS and STEPS[how] != v.step(offset_of(n)):
+        return False
+    whole = not (tail or getattr(n.attr, "masked", False))
+    return v.differs(n) and how != Walk.REPEAT and (whole or how not in (Walk.BACK, Walk.SECOND))
+
+
+def _can_store(v: Vectors, s: Store, how: Walk) -> bool:
+    if v.nest.lanes == 1:
+        return how == Walk.ONE
+    return how != Walk.ROW or (not s.atomic and v.step(s.index[0]) == 1)

@@ -72,10 +72,10 @@ def graph_pass(name: str) -> Callable[[GraphPass], GraphPass]:
     afterwards. Every node that it makes needs its fake value as meta["val"]. Raises UserError for a
     name that is taken; so does a compile in which the pass left a broken graph.
     """
-    if name in {taken for taken, _ in (*GRAPH, *ADDED)}:
-        raise UserError(f"a second graph pass named {name!r}", hint="each has a name of its own")
 
     def register(run: GraphPass) -> GraphPass:
+        if name in {taken for taken, _ in (*GRAPH, *ADDED)}:
+            raise UserError(f"a second graph pass {name!r}", hint="each has a name of its own")
         ADDED.append((name, run))
         return run
 

@@ -8,11 +8,11 @@ the line that it binds. Who runs them is `log.PassLog`, which times every step a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.config import Config
@@ -102,21 +102,23 @@ def clean_graph(captured: Captured, cfg: Config) -> Captured:
         if not (cfg.eager_random and name == "replace random"):
             run(captured.graph)
     for name, run in ADDED:
+        before = set(captured.graph.graph.nodes)
         run(captured.graph)
-        _verify_added(name, captured.graph)
+        _verify_added(name, captured.graph, before)
     if ADDED:
         drop_dead(captured.graph)
     return captured
 
 
-def _verify_added(name: str, graph: GraphModule) -> None:
-    """Raises UserError where a pass from outside the tree left what lowering cannot take."""
+def _verify_added(name: str, graph: GraphModule, before: Set[Node]) -> None:
+    """Raises UserError where a pass from outside the tree left what lowering cannot take. before:
+    nodes that are not its own, of which those that give nothing have no value."""
     try:
         graph.graph.lint()
     except RuntimeError as e:
         raise UserError(f"the graph pass {name!r} left a broken graph: {e}") from e
     for n in graph.graph.nodes:
-        if n.op == "call_function" and "val" not in n.meta:
+        if n not in before and n.op == "call_function" and "val" not in n.meta:
             raise UserError(
                 f"the graph pass {name!r} left {n.name} without its fake value",
                 hint='set meta["val"] of every node that it makes',

@@ -10,10 +10,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 from plait import compat, extend, pipelines
+from plait.config import Config
 from plait.errors import UserError
+from plait.graph.captured import Captured
 from plait.kernel.cpu.target import CppTarget
 from plait.kernel.null import NullTarget
 from plait.lower import core
@@ -63,6 +66,14 @@ def test_a_decomposition_is_for_an_operator(monkeypatch: pytest.MonkeyPatch) -> 
         extend.decomposition(aten.exp.default)
 
 
+def test_a_decomposition_goes_before_plaits_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an operator that plait keeps whole, too."""
+    monkeypatch.setattr(compat.decompositions, "DECOMPOSITIONS", {})
+    monkeypatch.setattr(compat.decompositions, "CHECKS", {})
+    extend.decomposition(aten.roll.default)(torch.roll)
+    assert compat.decompositions.decomposition_table()[aten.roll.default] is torch.roll
+
+
 def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines, "ADDED", [])
     monkeypatch.setattr(extend, "ADDED", pipelines.ADDED)
@@ -77,9 +88,20 @@ def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) 
         return 1
 
     with pytest.raises(UserError, match="a second graph pass"):
-        extend.graph_pass("careless")
+        extend.graph_pass("careless")(careless)
     with pytest.raises(UserError, match="'careless' left sin_default without its fake value"):
         plait.compile(lambda x: x.exp() + 1, (torch.ones(3),))
+
+
+def test_a_pass_answers_for_its_own_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that gives nothing has no fake value."""
+    monkeypatch.setattr(pipelines, "ADDED", [])
+    monkeypatch.setattr(extend, "ADDED", pipelines.ADDED)
+    extend.graph_pass("idle")(lambda gm: 0)
+    checked = lambda x: (aten._assert_async.default(x.sum() > 0), x + 1)[1]
+    gm = make_fx(checked, tracing_mode="fake")(torch.ones(3))
+    assert any("val" not in n.meta for n in gm.graph.nodes if n.op == "call_function")
+    pipelines.clean_graph(Captured(gm, "inference_0", "inference"), Config())
 
 
 def test_a_pass_runs_in_every_compile(monkeypatch: pytest.MonkeyPatch) -> None:

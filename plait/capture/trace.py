@@ -245,10 +245,8 @@ def trace(
     try:
         exported = flat.export()
     except Exception as error:
-        instead = _instead(error, module, who, (state, args, kwargs) if device is None else None)
-        if instead is error:
-            raise
-        raise instead from error
+        _tell(error, module, who, (state, args, kwargs) if device is None else None)
+        raise
     graph, mutated, tokens = exported
     for size, questions in env.told_from_one(flat.fakes).items():
         if flat.again(exported, questions, functools.partial(same_for_one, size=size)):
@@ -294,34 +292,37 @@ def _check_module(module: torch.nn.Module, who: str) -> None:
             raise Unsupported(what, hint="the module that it was scripted from")
 
 
-def _instead(
+def _tell(
     error: Exception,
     module: torch.nn.Module,
     who: str,
     eager: tuple[Mapping[str, torch.Tensor], tuple[Any, ...], Mapping[str, Any]] | None,
-) -> Exception:
-    """What is raised for an error of tracing. eager: state, args and kwargs, where eager can be
-    asked what it raises."""
+) -> None:
+    """Raises what says more than an error of tracing, if there is something; else notes the user's
+    line. eager: state, args and kwargs, where eager can be asked what it raises."""
     line = users_line(error)
     if isinstance(error, InputError):
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         hint = "call the function itself: its __wrapped__"
-        return Unsupported(what, where=line, hint=hint)
+        raise Unsupported(what, where=line, hint=hint) from error
     if isinstance(error, PlaitError):
-        return error
+        return
     if wants_values(error):
         what = f"{who} cannot trace {_name_of(module)}: {_first_line(error)}"
         hint = 'torch.compile(fn, backend="plait"), which can break graphs'
-        return Unsupported(what, where=line, hint=hint)
+        raise Unsupported(what, where=line, hint=hint) from error
     if "internal overlap" in str(error):  # of a tensor that a view of it is written through
-        return Unsupported(SHARED, where=line, hint=CLONE)
+        raise Unsupported(SHARED, where=line, hint=CLONE) from error
     found = _raised_by_eager(module, *eager) if eager is not None else None
     note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
     if found is None:
         error.add_note(note)
-        return error
+        return
     found.add_note(note)
-    return found
+    try:
+        raise found from error
+    finally:
+        del found  # its traceback holds this frame, with all tensors of the call
 
 
 def _settle(flat: _Flattened, exported: Exported) -> list[Change]:

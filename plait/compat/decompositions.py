@@ -36,7 +36,8 @@ def kept_whole() -> tuple[Any, ...]:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Of operators that are not ATen's: who registers an operator puts its decomposition here."""
+"""Those that are put in from outside: who registers an operator puts its decomposition here. They
+go before all others."""
 
 
 CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
@@ -50,12 +51,13 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms
     to build.
     """
-    table = dict(torch._decomp._core_aten_decompositions_post_autograd()) | DECOMPOSITIONS
+    table = dict(torch._decomp._core_aten_decompositions_post_autograd())
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
     norm = torch.ops.aten.native_layer_norm_backward.default
     table[norm] = partial(_layer_norm_backward, table[norm])
+    table |= DECOMPOSITIONS
     return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
 
 

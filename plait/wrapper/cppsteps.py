@@ -59,7 +59,7 @@ def add_instruction(s: Source, i: ins.Instr) -> None:
         case ins.Reuse():
             _view(s, i, s.at(i.old))
         case ins.Free():
-            pass  # `last` says the same, of kernels' views too
+            pass  # `Lives.drops` says the same, of kernels' views too
         case ins.View():
             start = s.at(i.base) if i.relative else _storage(s, i.base)
             far = f" + {s.size(i.offset)} * {i.dtype.nbytes}" if i.offset != 0 else ""

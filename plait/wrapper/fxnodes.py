@@ -25,7 +25,7 @@ from plait.runtime.cubin import NUMBERS
 from plait.runtime.fxops import PythonFunction, triton_function
 from plait.wrapper import instructions as ins
 from plait.wrapper.fxgraph import Arg, FxGraph, aten, value_of
-from plait.wrapper.operators import lists_of, operator_of
+from plait.wrapper.operators import known_operator, lists_of
 
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")
 
@@ -259,7 +259,7 @@ def _set_gpu(g: FxGraph, device: str) -> None:
 
 
 def _call_extern(g: FxGraph, i: ins.CallExtern) -> None:
-    op = operator_of(i.op)
+    op = known_operator(i.op)
     args, kwargs = g.arguments(i)
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
     while (

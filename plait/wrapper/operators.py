@@ -15,6 +15,14 @@ def operator_of(op: str) -> Any:
     return getattr(found, overload or "default", None)
 
 
+def known_operator(op: str) -> Any:
+    """The operator of a name. Raises LookupError for one that torch does not know."""
+    found = operator_of(op)
+    if found is None:
+        raise LookupError(f"torch knows no operator {op}")
+    return found
+
+
 def lists_of(op: Any) -> list[bool]:
     """Of each result of an operator, whether it is a list."""
     return [isinstance(r.type, torch.ListType) for r in op._schema.returns]

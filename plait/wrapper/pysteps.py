@@ -21,7 +21,7 @@ from plait.ir.expr.text import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
-from plait.wrapper.operators import lists_of, operator_of
+from plait.wrapper.operators import known_operator, lists_of
 from plait.wrapper.walk import sizes
 
 _RESERVED = frozenset(
@@ -253,7 +253,7 @@ def _call(m: Statements, i: ins.CallExtern | ins.CallPython) -> None:
         args.append(f"{key}={m.operand(o)}" if plain else f"**{{{key!r}: {m.operand(o)}}}")
     several = True
     if isinstance(i, ins.CallExtern):
-        op = operator_of(i.op)
+        op = known_operator(i.op)
         function, several = f"{_operator_text(op)}(", lists_of(op) != [False]
     else:
         function = f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}"

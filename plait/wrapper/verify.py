@@ -187,7 +187,8 @@ class _Verifier:
             case ins.Return():
                 self.at_return(i)
             case _:
-                pass
+                for name in defined(i):
+                    self.define(name, "tensor")
 
     def field(self, kind: Kind, value: Any) -> None:
         """The rules that hold for every field of a kind."""
@@ -204,6 +205,8 @@ class _Verifier:
                 self.tensor(value.tensor)
             case Kind.OPERAND:
                 self.operand(value)
+                for name in refs(value):
+                    self.tensor(name)
             case Kind.OPERANDS:
                 for o in value:
                     self.operand(o)

@@ -302,6 +302,20 @@ def test_parts_of_a_long_sum_are_on_the_device(compile_only: None) -> None:
     assert {k.device for k in made.plan.steps if isinstance(k, Kernel)} == {"cuda:0"}
 
 
+def test_deviations_of_a_sum_that_another_pass_rescales(compile_only: None) -> None:
+    """The sum of exponentials follows their maximum from block to block; what is left of its mean
+    needs it whole, so it has a pass of its own."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        e = (x - x.amax(1, True)).exp()
+        return (e - e.mean(1, True)).square().sum(1)
+
+    mode, (x,) = fakes((6, 200_000))
+    made = record(fn, x, mode=mode)
+    assert sum(isinstance(k, Kernel) for k in made.plan.steps) >= 1
+    assert made.ladder == ()
+
+
 def test_random_numbers_have_a_seed_of_the_device(compile_only: None) -> None:
     mode, (x,) = fakes((64,))
     made = record(lambda x: F.dropout(x, 0.5) + torch.rand_like(x), x, mode=mode)

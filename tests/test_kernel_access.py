@@ -9,17 +9,22 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import apply, loop_vars
 from plait.ir.record import Recorder
+from plait.kernel.cpu.passes import plan_nest
 from plait.kernel.cpu.target import emit_library
+from plait.kernel.cpu.vectorize import Walk, faults_of_vectors, vectorize
 from plait.runtime.toolchain import ISAS, Isa
+from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
 from tests.store_cells import at_page_end
@@ -238,3 +243,33 @@ def test_an_index_into_an_empty_table_is_reported_and_reads_nothing(
         "out": np.zeros(2 * n, np.float32),
     }
     assert Loaded([kernel], isa, tmp_path)(kernel, arrays) == 1
+
+
+def test_a_later_pass_gathers_with_an_index_that_an_earlier_one_kept() -> None:
+    """The index is in a buffer of the row, in 64 bits; the gather takes 32."""
+    w, x, y = torch.randint(0, 116, (64, 200)), torch.randn(50), torch.randn(50)
+
+    def fn(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        k = (w * 3) // 7
+        return y[k] - x[k].amax(1, keepdim=True)
+
+    assert torch.equal(torch.compile(fn, backend="plait")(w, x, y), fn(w, x, y))
+
+
+def test_a_scan_whose_positions_nobody_wants() -> None:
+    x = torch.randn(5, 70)
+    compiled = torch.compile(lambda x: x.cummax(1)[0], backend="plait")
+    assert torch.equal(compiled(x), x.cummax(1)[0])
+
+
+def test_a_row_that_says_what_is_not_so_is_a_fault() -> None:
+    i, j = loop_vars("i", (4, 64))
+    x, out = strided("x", f32, (64, 4)), strided("out", f32, (4, 64))
+    value = Recorder().load("x", (j, i), f32)  # 4 apart from lane to lane
+    store = Store("out", (i, j), value, True)
+    kernel = Kernel("k", (i, j), (), (store,), (x, out), ("out",), ())
+    vectors = vectorize(plan_nest(legalize(kernel), 8, False))
+    assert faults_of_vectors(vectors) == []
+    rows = replace(vectors, loads=dict.fromkeys(vectors.loads, Walk.ROW))
+    assert faults_of_vectors(rows) != []
+    assert faults_of_vectors(replace(vectors, stores={})) == ["cannot store out as it says"]

@@ -188,8 +188,12 @@ class Values:
     # -------------------------------------------------------------------------- integer expressions
     def short(self, n: Node) -> str:
         """The lanes of a checked index as a vi32."""
-        self.get(n)
-        return self.chain[self.depth(n)].memo["short", n, self.rep][0]
+        parts = self.get(n)
+        depth, key = self.depth(n), ("short", n, self.rep)
+        memo = self.chain[depth].memo
+        if key not in memo:  # an earlier pass kept it, in 64 bits
+            memo[key] = (self.define("vi32", f"sat_i32({', '.join(parts)})", depth),)
+        return memo[key][0]
 
     def rep_offset(self, step: Size) -> str:
         """Text that moves an index by `step` a lane from the first vector in flight to the present

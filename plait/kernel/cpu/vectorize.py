@@ -246,11 +246,11 @@ def faults_of_vectors(v: Vectors) -> list[str]:
             how = v.loads.get((n, tail), Walk.REPEAT)
             if not _can_load(v, n, tail, how):
                 faults.append(f"cannot load {n} as {how.value}")
+    for r in v.nest.reduces():  # a scan that nothing uses is in no pass
+        faults += [] if r.name in v.sums else [f"does not say how {r.name} accumulates"]
     for s in v.nest.linear.stmts:
-        if isinstance(s, Reduce):
-            faults += [] if s.name in v.sums else [f"does not say how {s.name} accumulates"]
-        elif not _can_store(v, s, v.stores.get(s, Walk.ROW)):
-            faults.append(f"cannot store {s.buf} as a row")
+        if isinstance(s, Store) and not (s in v.stores and _can_store(v, s, v.stores[s])):
+            faults.append(f"cannot store {s.buf} as it says")
     return faults
 
 

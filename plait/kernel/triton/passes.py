@@ -69,7 +69,7 @@ def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
             if not base and _is_offset(s):
                 names = deps(offset_from(s)[1])
                 base, moved = next(map(str, names), "") if len(names) == 1 else "", spread
-            if base in spread:  # which lanes do not know
+            if base in spread or base in rescaled:  # which lanes do not know
                 continue
             at, first = level.get(base, (k, s))
             if at < k and (rescales(s, first) if moved is rescaled else _deviates(s, first, means)):

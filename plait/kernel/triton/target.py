@@ -76,6 +76,9 @@ class TritonTarget:
         keys = [_key(k, unaligned) for k in kernels]
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
+        if cfg.verifies:
+            for k in distinct.values():
+                legalize(k, verifies=True)
         capability = {
             device: compute_capability(device, cfg) for device in {k.device for k in kernels}
         }

@@ -11,7 +11,7 @@ from dataclasses import replace
 from plait.ir.expr import Atom, Expr, Size, fold, free_symbols, substitute, symbol, total
 from plait.ir.loops import Load, Node, is_arg, node, rewrite, with_args
 from plait.schedule.legalize.linear import LinearKernel, offsets_of
-from plait.schedule.plan import Kernel, Reduce, Stmt
+from plait.schedule.plan import PART, Kernel, Reduce, Stmt
 
 
 def linearize(kernel: Kernel) -> LinearKernel:
@@ -96,7 +96,7 @@ def atom_of(e: Expr) -> Atom:
 
 
 def faults_of_offsets(linear: LinearKernel) -> list[str]:
-    """Offsets that hold a symbol which is no axis, value or size of the kernel."""
+    """Offsets that hold a symbol which is no axis, value or size of the kernel, or its part."""
     known = {*linear.vars, *linear.rvars, *linear.indirect}
-    used = {a for e in offsets_of(linear) for a in free_symbols(e)}
+    used = {a for e in offsets_of(linear) for a in free_symbols(e) if a.name != PART}
     return [f"has the unknown index {a.name}" for a in used - known if is_arg(a) or a.extent]

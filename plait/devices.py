@@ -1,8 +1,8 @@
 """Kinds of devices: one row of facts for each. The compiler asks a row, never a device's name.
 
 A row holds what differs between kinds of devices: where memory is, what eager's kernels do there,
-and the measured numbers that decisions are made with. It knows nothing of torch, and of no language
-that kernels are written in (`plait/kernel` has a folder for each).
+and the measured numbers that decisions are made with. It knows nothing of torch, and of the
+languages that kernels are written in only names (`plait/kernel` has a folder for each).
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ DEVICES: dict[str, Facts] = {
         rates=_HOPPER,
     ),
 }
-_OTHER = Facts(False, False, False, True, False, "", "", "", 1, _CORE)
+_OTHER = Facts(
+    is_host=False, streams=False, eager_cpu=False, atomics=True, layout_matters=False,
+    target="", machine="", kernel_file="", busy=1, rates=_CORE,
+)  # fmt: skip
 
 
 def facts_of(device: object) -> Facts:

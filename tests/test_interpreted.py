@@ -68,7 +68,8 @@ def test_sample(suite: str, tmp_path: Path) -> None:
     some_ops = f"test_forward and ({forward}) or test_dynamic and pool"
     samples = {
         "graphs": (
-            [
+            ALL[:2]
+            + [
                 f"tests/test_fuzz_graphs.py::test_random_graphs[{k}]"
                 for k in (1, 2, 4, 5, 6, 7, 8, 9)
             ],

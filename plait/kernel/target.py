@@ -1,8 +1,8 @@
 """What a kernel target is: a name, one table with a row for every op, and the ways from kernels to
 a file that runs.
 
-A new target is one entry module and a row in `targets.TARGETS`. A test proves that no target's
-table has a hole.
+A new target is one entry module, an entry in `targets.py`, and its name in a row of
+`plait/devices.py`. A test proves that no target's table has a hole.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ dimensions of equal size, and only within a group is it taken apart by division 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -18,7 +17,6 @@ from plait.graph.edit import base_of
 from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import TensorArg
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
 from plait.lower.symbols import bindings, to_size
@@ -441,12 +439,14 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
         raise NoRule("memory of an element type that loops do not know")
     memory = ctx.tensor_arg(x, tuple(to_size(s) for s in given.meta["val"].stride()))
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
-    if to.nbytes > x.dtype.nbytes and ctx.memory(memory.buf) in ctx.input_buffers:
-        offset = memory.offset
-        if 0 in x.shape:  # no element is there to tell where: PyTorch counts on
+    root = ctx.memory(memory.buf)
+    if to.nbytes > x.dtype.nbytes and root in ctx.input_buffers:
+        if 0 in x.shape:  # no element is there to tell where: PyTorch counts on, from the input
             like, base = given.meta["val"], base_of(given).meta["val"]
-            offset = bytes_behind(base, like.storage_offset(), like) // x.dtype.nbytes
-        _require_place(ctx, replace(memory, offset=offset), x.dtype, to)
+            behind = bytes_behind(base, like.storage_offset(), like)
+            _require_place(ctx, root, behind, x.dtype, to)
+        else:
+            _require_place(ctx, memory.buf, memory.offset * x.dtype.nbytes, x.dtype, to)
     first = memory.offset * x.dtype.nbytes
     return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
 
@@ -458,11 +458,12 @@ def bytes_behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Ten
     return to_size(offset) * like.element_size() - first
 
 
-def _require_place(ctx: Lowering, memory: TensorArg, given: DType, to: DType) -> None:
-    """Asserts that memory of an input begins at a whole number of these larger elements, as eager
-    does: no guard looks at where an input begins in its storage."""
-    begin = expr.symbol(f"{memory.buf}_offset")
-    ctx.symbols[f"{memory.buf}_offset"] = (memory.buf, "offset", 0)
-    at, ratio = begin + memory.offset, to.nbytes // given.nbytes
+def _require_place(ctx: Lowering, buf: str, first: Size, given: DType, to: DType) -> None:
+    """Asserts that the byte `first` of memory of an input is where one of these larger elements may
+    begin, as eager does: no guard looks at where an input begins in its storage."""
+    begin = expr.symbol(f"{buf}_offset")
+    ctx.symbols[f"{buf}_offset"] = (buf, "offset", 0)
+    at = (begin * ctx.buffers[buf].dtype.nbytes + first) // given.nbytes
+    ratio = to.nbytes // given.nbytes
     said = f"a storage offset of {{}} must be divisible by {ratio} to view {given} as {to}"
     ctx.assert_true(expr.compare("eq", at % ratio, 0), said, (at,))

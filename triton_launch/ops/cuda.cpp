@@ -16,6 +16,7 @@
 #include <dlfcn.h>
 #include <plait/ops.h>
 #include <plait/triton_torch.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -55,13 +56,17 @@ struct Kernels {
 };
 std::atomic<const Kernels*> chosen{};
 
-// The file that lies beside the Python package plait, which has this library.
+// The file that lies beside the Python package plait, which has this library. A prefix has none,
+// and what lies beside a prefix is not plait's.
 std::string kernel_file() {
   Dl_info info;
   TORCH_CHECK(dladdr(reinterpret_cast<const void*>(&kernel_file), &info) && info.dli_fname,
               "plait::ops does not know where its library lies");
   const std::string library = info.dli_fname;
-  return library.substr(0, library.rfind('/') + 1) + "../../triton_launch/ops/kernels.py";
+  const std::string folder = library.substr(0, library.rfind('/') + 1);
+  TORCH_CHECK(access((folder + "../__init__.py").c_str(), F_OK) == 0,
+              "plait::ops has no kernels beside ", library, ": call plait::ops::use_pack");
+  return folder + "../../triton_launch/ops/kernels.py";
 }
 
 // Sets are never freed: another thread may launch from one.

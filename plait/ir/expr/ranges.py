@@ -24,11 +24,11 @@ def _times(x: tuple[Bound, Bound], y: tuple[Bound, Bound]) -> tuple[Bound, Bound
 def atom_bounds(a: Atom) -> tuple[Bound, Bound]:
     """(lo, hi) with lo <= a <= hi."""
     if a._bounds is None:
-        a._bounds = _computeatom_bounds(a)
+        a._bounds = _compute_bounds(a)
     return a._bounds
 
 
-def _computeatom_bounds(a: Atom) -> tuple[Bound, Bound]:
+def _compute_bounds(a: Atom) -> tuple[Bound, Bound]:
     if a.kind == "sym":
         return a.lo, a.hi
     if a.kind in FUNCTIONS:

@@ -19,6 +19,7 @@ def _mono_key(mono: Mono) -> tuple[str, ...]:
 
 
 def from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
+    """The sum of const and coefficient * monomial, in order, without terms that are 0."""
     items = [(m, c) for m, c in acc.items() if c]
     if len(items) > 1:
         items.sort(key=lambda t: _mono_key(t[0]))

@@ -5,7 +5,7 @@
 get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 # Beside Python's plait lies triton_launch; a prefix has the headers of both in one folder.
 set(_plait_includes "${_plait}/include")
-if(EXISTS "${_plait}/../triton_launch/include")
+if(EXISTS "${_plait}/__init__.py" AND EXISTS "${_plait}/../triton_launch/include")
   get_filename_component(_plait_launch "${_plait}/../triton_launch/include" ABSOLUTE)
   list(APPEND _plait_includes "${_plait_launch}")
 endif()

@@ -2,8 +2,8 @@
 
 `compile.py` runs them one after the other, capture the one of joint graphs. Each pass has a file of
 its own; its name here is the one in times, dumps and errors. A constraint on order is a comment on
-the line that it binds. Who runs them is `log.PassLog`, which times every step and, where
-`Config.verifies`, checks what it made; `quiet` runs steps and nothing else.
+the line that it binds. `log.PassLog` times steps and, where `Config.verifies`, checks what they
+made (VERIFIERS): the steps of `schedule` one by one, each other list as a whole.
 """
 
 from __future__ import annotations
@@ -95,12 +95,16 @@ ADDED: list[tuple[str, GraphPass]] = []
 """Passes from outside the tree, see `extend.graph_pass`: they run after GRAPH."""
 
 
+def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:
+    for _, run in passes:
+        if not (cfg.eager_random and run is replace_random):  # eager's own operators draw then
+            run(graph)
+
+
 def clean_graph(captured: Captured, cfg: Config) -> Captured:
     """Runs the passes over the graph in place and returns the same object. The module's code is not
     regenerated."""
-    for name, run in GRAPH:
-        if not (cfg.eager_random and name == "replace random"):
-            run(captured.graph)
+    _run(GRAPH, captured.graph, cfg)
     for name, run in ADDED:
         before = set(captured.graph.graph.nodes)
         run(captured.graph)
@@ -147,9 +151,7 @@ def split_joint(
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph, by torch's min-cut: the partition function that
     AOTAutograd is given. kwargs are whatever its version passes on."""
-    for name, run in JOINT:
-        if not (cfg.eager_random and name == "replace random"):
-            run(joint)
+    _run(JOINT, joint, cfg)
     return compat.tracing.min_cut_partition(joint, joint_inputs, **kwargs)
 
 

@@ -21,7 +21,7 @@ from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
 from plait.wrapper.program import Artifacts
 from plait.wrapper.python import python_lines
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind, Select
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
 from tests.plan_header import header
@@ -153,13 +153,13 @@ def markdown() -> str:
 
 
 def _meaning(cls: type) -> str:
-    names = ", ".join(name for name, _ in fields_of(cls))
+    names = ", ".join(name for name, _ in FIELDS[cls])
     words = " ".join((inspect.getdoc(cls) or "").split())
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
 def _kind(kind: Kind) -> str:
-    of = [f"{cls.__name__}.{name}" for cls in ins.INSTRUCTIONS for name, _ in fields_of(cls, kind)]
+    of = [f"{cls.__name__}.{name}" for cls in ins.INSTRUCTIONS for name, _ in Select(kind)[cls]]
     return f"| {kind.name.lower()} | {_cell(kind.value)} | {', '.join(of)} |"
 
 

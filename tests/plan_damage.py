@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plait.wrapper.native import OPCODES
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind
 
 HEADER = 24
 CLASSES = tuple(OPCODES)
@@ -184,13 +184,13 @@ class _Reader:
             self.word("expression")
 
     def fields(self, cls: type) -> None:
-        kinds = [kind for _, kind in fields_of(cls)]
+        kinds = [kind for _, kind in FIELDS[cls]]
         for kind in kinds:
             match kind:
                 case Kind.SHAPE:
                     self.shape()
-                case Kind.STRIDES:
-                    pass  # a part of the shape
+                case Kind.STRIDES | Kind.FOR_PASSES:
+                    pass  # a part of the shape; not in plans
                 case Kind.DTYPE if Kind.DEFINES in kinds:
                     pass  # in the table of slots
                 case Kind.SOURCE:

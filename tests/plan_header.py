@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plait.wrapper.native import OPCODES
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind
 
 
 class _Member(NamedTuple):
@@ -108,12 +108,12 @@ def _wrapped(line: str) -> str:
 def _members(cls: type) -> Iterator[_Member]:
     """The members of an instruction's struct. Those that define a tensor have its element type in
     the table of slots; the strides are a part of the shape."""
-    fields = fields_of(cls)
+    fields = FIELDS[cls]
     defines = any(kind is Kind.DEFINES for _, kind in fields)
     for name, kind in fields:
         if kind is Kind.OPERATOR:
             yield from (_Member("std::string", n, "string") for n in ("op", "overload"))
-        elif kind is not Kind.STRIDES and not (kind is Kind.DTYPE and defines):
+        elif kind not in (Kind.STRIDES, Kind.FOR_PASSES) and not (kind is Kind.DTYPE and defines):
             of, read = _TYPES[kind]
             yield _Member(of, read if name == "name" else name, read)
 
@@ -125,7 +125,7 @@ def _struct(cls: type) -> str:
 
 def _walk(cls: type) -> str:
     lines = []
-    for name, kind in fields_of(cls):
+    for name, kind in FIELDS[cls]:
         call, field = _WALKED.get(kind), "slot" if name == "name" else name
         if call is None:
             continue

@@ -304,15 +304,16 @@ def test_parts_of_a_long_sum_are_on_the_device(compile_only: None) -> None:
 
 def test_deviations_of_a_sum_that_another_pass_rescales(compile_only: None) -> None:
     """The sum of exponentials follows their maximum from block to block; what is left of its mean
-    needs it whole, so it has a pass of its own."""
+    needs it whole, so it has a pass of its own. So many rows are not cut in two, and so long ones
+    not kept."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         e = (x - x.amax(1, True)).exp()
         return (e - e.mean(1, True)).square().sum(1)
 
-    mode, (x,) = fakes((6, 200_000))
+    mode, (x,) = fakes((4096, 40_000))
     made = record(fn, x, mode=mode)
-    assert sum(isinstance(k, Kernel) for k in made.plan.steps) >= 1
+    assert sum(isinstance(k, Kernel) for k in made.plan.steps) == 1
     assert made.ladder == ()
 
 

@@ -309,6 +309,33 @@ def test_larger_elements_of_an_input_that_begins_between_two(
             run(numbers(2, dtype), 1)
 
 
+def places_of_nothing(at: int) -> Callable[[Tensor], Any]:
+    return lambda x: (x[2:].view(torch.int32)[at:at].view(torch.int64), x + 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_larger_elements_of_nothing_where_an_input_begins_elsewhere(at: int, dynamic: bool) -> None:
+    """Each view counts its place from the input, once; eager refuses those between two elements."""
+    fn = places_of_nothing(at)
+    compiled = torch.compile(fn, backend="plait", dynamic=dynamic, fullgraph=True)
+    numbers = torch.arange(60).short()
+    refused = []
+    for first in (4, 2, 0, 6, 8):
+        x = numbers[first : first + 20]
+        try:
+            want = fn(x)
+        except RuntimeError:
+            refused.append(first)
+            with pytest.raises(RuntimeError, match=r"offset.* divisible by"):
+                compiled(x)
+            continue
+        got = compiled(x)
+        assert torch.equal(got[1], want[1]) and got[0].shape == want[0].shape
+        assert got[0].storage_offset() == want[0].storage_offset()
+    assert 0 < len(refused) < 5
+
+
 FOUND: dict[str, Callable[[Tensor], Any]] = {
     "distinct values": lambda x: (lambda y: (y, y.view(2, -1), y[1:]))(torch.unique(x)),
     "chosen values": lambda x: (lambda y: (y.view(4, -1), y))(torch.masked_select(x, x > 1)),

@@ -13,7 +13,7 @@ from plait.ir.dtypes import DTYPES, f32
 from plait.ir.expr import Size, bounds, compare, smax, smin, symbol
 from plait.ir.expr.text import TextError
 from plait.wrapper import instructions as ins
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind
 from plait.wrapper.text import read, text
 
 SYMBOLS = [
@@ -111,6 +111,7 @@ class Random:
             Kind.SIZES: self.sizes,
             Kind.ALL_USED: self.names,
             Kind.FLAG: lambda: self.r.random() < 0.5,
+            Kind.FOR_PASSES: lambda: self.r.random() < 0.5,
             Kind.INT: number,
             Kind.CONSTANT: number,
             Kind.CALLABLE: number,
@@ -121,7 +122,7 @@ class Random:
 
     def instruction(self, cls: type) -> object:
         self.rank = self.r.randint(0, 3)
-        return cls(**{name: self.field(kind) for name, kind in fields_of(cls)})
+        return cls(**{name: self.field(kind) for name, kind in FIELDS[cls]})
 
     def program(self, classes: tuple[type, ...]) -> ins.WrapperProgram:
         signature = (ins.TensorInput, ins.SymbolInput, ins.OpaqueInput)
@@ -194,9 +195,9 @@ def test_the_text_is_readable() -> None:
 
 def test_every_field_has_a_kind() -> None:
     for cls in (*ins.INSTRUCTIONS, *ins.INPUTS):
-        assert [name for name, _ in fields_of(cls)] == [f.name for f in fields(cls)]
+        assert [name for name, _ in FIELDS[cls]] == [f.name for f in fields(cls)]
     with pytest.raises(TypeError, match=r"Unmarked\.of has no kind"):
-        fields_of(Unmarked)
+        FIELDS[Unmarked]
 
 
 @dataclass(frozen=True)

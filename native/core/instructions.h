@@ -101,7 +101,6 @@ struct CallExtern {
   std::vector<Result> outs;
   std::vector<SlotId> into;
   bool may_keep;
-  bool fence;
 };
 
 struct CallPython {
@@ -159,7 +158,7 @@ Instr read_instr(Reader& in, int32_t opcode) {
     case 12: return Launch{in.kernel(), in.slots(), in.exprs(), in.slots(), in.expr(), in.flag(),
         in.flag(), in.expr()};
     case 13: return CallExtern{in.string(), in.string(), in.operands(), in.keywords(), in.results(),
-        in.slots(), in.flag(), in.flag()};
+        in.slots(), in.flag()};
     case 14: return CallPython{in.callable(), in.string(), in.operands(), in.keywords(),
         in.results()};
     case 15: return Copy{in.slot(), in.slot(), in.flag()};

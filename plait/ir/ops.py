@@ -185,7 +185,7 @@ SPECIAL: dict[str, str] = {
 # Nodes that can make the call fail.
 CHECKED = ("bounded", "nonzero")
 
-# How values combine in a reduction. Identity elements are in plait/ir/loops.py.
+# How values combine in a reduction. Identities are in plait/schedule/plan.py.
 REDUCTIONS: dict[str, str] = {
     "sum": (
         "floating sums accumulate in the body's dtype with error no worse than eager's pairwise sum"

@@ -1,6 +1,6 @@
-"""How a store is done: the table that emitters read.
+"""How a store is done: the table that targets read.
 
-A store statement runs at every point of its loops. An emitter handles several points at once: the
+A store statement runs at every point of its loops. A target handles several points at once: the
 lanes of a vector, the points of a block. The row of a store depends on its mode and on what
 differs between these points: the value (or the mask), the index, both, or neither.
 """

@@ -20,7 +20,7 @@ from plait.errors import Unsupported
 from plait.graph.edit import aten, is_view, shape_env_of
 from plait.ir import expr
 from plait.ir.dtypes import i64
-from plait.ir.expr import Atom, Expr, Size
+from plait.ir.expr import INF, Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
 from plait.lower.symbols import (
     Binding,
@@ -32,8 +32,6 @@ from plait.lower.symbols import (
     to_truth,
     with_found,
 )
-
-_INF = float("inf")
 
 
 class Found:
@@ -140,7 +138,7 @@ class Found:
     def _learn(self, b: Binding, found: Size, what: str) -> None:
         self.values.update(dict.fromkeys(b.names, found))
         self.ctx.found.add(_atom(b.found).name)
-        natural = 0 if b.path and b.path[-1][0] in ("size", "stride") else -_INF
+        natural = 0 if b.path and b.path[-1][0] in ("size", "stride") else -INF
         self.waiting.append((found, b.traced, natural, what))
         todo, self.waiting = self.waiting, []
         self.waiting = [t for t in todo if not self._relate(*t)]
@@ -167,7 +165,7 @@ class Found:
                 return False
             self.ctx.found.add(atom.name)
             value = symbols[atom.name] = (found - expr.substitute(traced, {atom: 0})) // k
-            self._check_range(value, atom, -_INF, what)
+            self._check_range(value, atom, -INF, what)
         self._assert(
             expr.compare("eq", found, traced),
             f"found {{}} where {{}} was traced: {what}",
@@ -214,7 +212,7 @@ class Found:
             if is_found(s):
                 found = self.values.get(s.name)
                 if found is None and s.name in self.ctx.symbols:
-                    found = expr.symbol(s.name, lo=-_INF)
+                    found = expr.symbol(s.name, lo=-INF)
             else:
                 found = to_size(env.replace(s), env)
                 self.ctx.define_functions()

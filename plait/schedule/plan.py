@@ -114,7 +114,7 @@ class Kernel:
     A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier
     statement of the kernel is never loaded again: later statements hold its node. vars are in the
     memory order the scheduler chose: the last of (vars, rvars) is meant to be innermost, but an
-    emitter may vectorise any axis.
+    target may vectorise any axis.
     name: telling and unique in the program. args: buffers in the order of the pointer arguments
     (each once; an in-place pair is two args). outs: those written.
     sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of

@@ -106,6 +106,7 @@ Device = Annotated[str, Kind.DEVICE]
 Text = Annotated[str, Kind.TEXT]
 Int = Annotated[int, Kind.INT]
 Flag = Annotated[bool, Kind.FLAG]
+ForPasses = Annotated[bool, Kind.FOR_PASSES]
 
 
 # ---------------------------------------------------------------------------------------- signature
@@ -339,7 +340,7 @@ class CallExtern:
     outs: Results
     into: AllUsed = ()
     may_keep: Flag = True
-    fence: Flag = False
+    fence: ForPasses = False
 
 
 @dataclass(frozen=True, slots=True)

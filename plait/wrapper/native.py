@@ -22,7 +22,7 @@ from plait.ir.expr import Atom, Expr, Size
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind
 
 PLAN_VERSION = 8
 _MAGIC = b"PLAITNPL"
@@ -227,7 +227,7 @@ class _Encoder:
         refer to itself."""
         words: list[int] = []
         new: tuple[int, str, DType | None] | None = None
-        for name, kind in fields_of(type(i)):
+        for name, kind in FIELDS[type(i)]:
             value = getattr(i, name)
             if kind is Kind.DEFINES:
                 new = len(words), value, getattr(i, "dtype", None)
@@ -276,6 +276,8 @@ class _Encoder:
             case Kind.CHECKS:
                 pairs = ((ERRORS.index(c.error), self._string(c.message)) for c in value)
                 return [len(value), *(w for pair in pairs for w in pair)]
+            case Kind.FOR_PASSES:
+                return []
             case Kind.TEXT | Kind.DEVICE:
                 return [self._string(value)]
             case _:

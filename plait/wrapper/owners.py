@@ -9,12 +9,11 @@ expressions rely on must follow.
 
 from __future__ import annotations
 
-from plait.ir.expr import Atom, Expr, Size, bounds, free_symbols, substitute, symbol
+from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols, substitute, symbol
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, sizes, used
 
-_INF = float("inf")
-_ANY = (-_INF, _INF)
+_ANY = (-INF, INF)
 Range = tuple[float, float]
 
 # These look at a tensor or an integer as it is.
@@ -73,7 +72,7 @@ class Owners:
             case ins.View() if i.base in self.results:
                 self.results.add(i.name)
             case ins.Symbol(name, ins.SizeOf(tensor)) if tensor in self.results:
-                self.found[name] = (0, _INF)
+                self.found[name] = (0, INF)
             case ins.Symbol(name, ins.ItemOf()):
                 self.found[name] = _ANY
             case ins.Symbol(name, int() | Expr() as value):
@@ -112,9 +111,9 @@ def _bounds_of(a: Atom) -> list[tuple[Size, Range]]:
     """What a comparison that holds says of its sides, where one is a constant."""
     step = 1 if a.kind == "lt" else 0
     if a.kind in ("le", "lt") and isinstance(a.a, int):
-        return [(a.b, (a.a + step, _INF))]
+        return [(a.b, (a.a + step, INF))]
     if a.kind in ("le", "lt") and isinstance(a.b, int):
-        return [(a.a, (-_INF, a.b - step))]
+        return [(a.a, (-INF, a.b - step))]
     if a.kind == "eq":
         return [(e, (c, c)) for e, c in ((a.a, a.b), (a.b, a.a)) if isinstance(c, int)]
     return []
@@ -122,7 +121,7 @@ def _bounds_of(a: Atom) -> list[tuple[Size, Range]]:
 
 def _free(e: Size) -> Size:
     """The expression on symbols of which nothing is known, so that equal ones are equal."""
-    return substitute(e, {a: symbol(a.name, lo=-_INF) for a in free_symbols(e)})
+    return substitute(e, {a: symbol(a.name, lo=-INF) for a in free_symbols(e)})
 
 
 def _both(a: Range, b: Range) -> Range:
@@ -134,8 +133,8 @@ def _text(r: Range) -> str:
         return "any number"
     return (
         f"at least {r[0]:g}"
-        if r[1] == _INF
+        if r[1] == INF
         else f"at most {r[1]:g}"
-        if r[0] == -_INF
+        if r[0] == -INF
         else f"{r[0]:g} to {r[1]:g}"
     )

@@ -45,24 +45,29 @@ class Kind(Enum):
     TEXT = "words for people"
     INT = "a number"
     FLAG = "true or false"
+    FOR_PASSES = "true or false, which no target reads: plans lack it"
 
 
 Field = tuple[str, Kind]
 
 
-_FIELDS: dict[tuple[type, tuple[Kind, ...]], tuple[Field, ...]] = {}
+class Select(dict[type, tuple[Field, ...]]):
+    """Name and kind of the fields of an instruction, in order: `select[cls]`. Of these kinds alone,
+    if any are given. Raises TypeError for a field without a kind."""
 
+    def __init__(self, *kinds: Kind) -> None:
+        super().__init__()
+        self.kinds = kinds
 
-def fields_of(cls: type, *kinds: Kind) -> tuple[Field, ...]:
-    """Name and kind of the fields of an instruction, in order; of these kinds alone, if any are
-    given. Raises TypeError for a field without a kind."""
-    found = _FIELDS.get((cls, kinds))
-    if found is None:
+    def __missing__(self, cls: type) -> tuple[Field, ...]:
         types = vars(sys.modules[cls.__module__])
-        all_fields = [(f.name, _kind_of(cls, f.name, types.get(str(f.type)))) for f in fields(cls)]
-        found = tuple(f for f in all_fields if not kinds or f[1] in kinds)
-        _FIELDS[cls, kinds] = found
-    return found
+        found = [(f.name, _kind_of(cls, f.name, types.get(str(f.type)))) for f in fields(cls)]
+        self[cls] = tuple(f for f in found if not self.kinds or f[1] in self.kinds)
+        return self[cls]
+
+
+FIELDS = Select()
+"""All fields."""
 
 
 def _kind_of(cls: type, name: str, annotation: object) -> Kind:

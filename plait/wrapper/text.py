@@ -31,7 +31,7 @@ from plait.ir.expr.text import (
     wrong,
 )
 from plait.wrapper import instructions as ins
-from plait.wrapper.spec import Field, Kind, defaults_of, fields_of
+from plait.wrapper.spec import Kind, Select, defaults_of
 from plait.wrapper.walk import sizes
 
 _WORDS = {**ins.INSTRUCTIONS, **ins.INPUTS}
@@ -41,9 +41,8 @@ _OWN = Kind.SHAPE, Kind.STRIDES, Kind.OPERANDS, Kind.KEYWORDS, Kind.RESULTS
 arguments and results of calls around them. Symbol and Return have rules of their own."""
 
 
-def _spelled(cls: type) -> list[Field]:
-    """The fields between the brackets after an instruction's word, and the name it defines."""
-    return [(name, kind) for name, kind in fields_of(cls) if kind not in _OWN]
+_SPELLED = Select(*(kind for kind in Kind if kind not in _OWN))
+"""The fields between the brackets after an instruction's word, and the name it defines."""
 
 
 def text(p: ins.WrapperProgram) -> str:
@@ -94,7 +93,7 @@ class _ProgramWriter:
     def fields(self, i: ins.Instr | ins.Input) -> tuple[str, str]:
         defaults = defaults_of(type(i))
         left, parts = "", []
-        for name, kind in _spelled(type(i)):
+        for name, kind in _SPELLED[type(i)]:
             if kind is Kind.DTYPE:
                 parts.append(self.scope.tensor_type(*_type_of(i)))
                 continue
@@ -243,7 +242,7 @@ class _ProgramReader:
         given = {k.arg: k.value for k in call.keywords}
         given_in_order = iter(call.args)
         defaults = defaults_of(cls)
-        for name, kind in _spelled(cls):
+        for name, kind in _SPELLED[cls]:
             if kind in (Kind.DEFINES, Kind.SYMBOL):
                 yield name, _new(call, targets)
             elif kind is Kind.DTYPE:
@@ -253,7 +252,7 @@ class _ProgramReader:
                 yield name, self.value(kind, given[name])
             elif name not in defaults:
                 yield name, self.value(kind, _next(given_in_order, call, f"an argument {name}"))
-        known = [name for name, _ in _spelled(cls)]
+        known = [name for name, _ in _SPELLED[cls]]
         for more in (*given_in_order, *(k.value for k in call.keywords if k.arg not in known)):
             raise wrong(more, f"no other arguments than {', '.join(known)}")
 
@@ -271,7 +270,7 @@ class _ProgramReader:
                 return self.operand(e)
             case Kind.CHECKS:
                 return tuple(read_check(x) for x in items(e))
-            case Kind.INT | Kind.CONSTANT | Kind.CALLABLE | Kind.FLAG:
+            case Kind.INT | Kind.CONSTANT | Kind.CALLABLE | Kind.FLAG | Kind.FOR_PASSES:
                 return _constant(e)
             case _:
                 return text_of(e)

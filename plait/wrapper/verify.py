@@ -19,7 +19,7 @@ from plait.ir.checks import ERRORS
 from plait.ir.expr import Expr, evaluate, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import FIELDS, Kind
 from plait.wrapper.walk import defined, refs, root, sizes, symbols, used, views_of
 
 LITERALS = frozenset(
@@ -150,7 +150,7 @@ class _Verifier:
         for name in symbols(i):
             if self.kind.get(name) not in ("symbol", "result"):
                 self.fail(f"symbol {name} is not bound")
-        for name, kind in fields_of(type(i)):
+        for name, kind in FIELDS[type(i)]:
             self.field(kind, getattr(i, name))
         self.ranks(i)
         if missing := self.owners.missing(i):

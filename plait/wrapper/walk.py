@@ -13,18 +13,24 @@ from typing import Any, assert_never
 
 from plait.ir.expr import Expr, Size, free_symbols
 from plait.wrapper import instructions as ins
-from plait.wrapper.spec import Kind, fields_of
+from plait.wrapper.spec import Kind, Select
 
 _OPERANDS = Kind.OPERAND, Kind.OPERANDS, Kind.KEYWORDS, Kind.OUTPUTS
 _USES = Kind.USES, Kind.ALL_USED, Kind.ARENA
 _SIZES = Kind.SIZE, Kind.SIZES, Kind.SHAPE, Kind.STRIDES
+
+_DEFINED = Select(Kind.DEFINES, Kind.SYMBOL, Kind.RESULTS)
+_WITH_OPERANDS = Select(*_OPERANDS)
+_USED = Select(*_USES, Kind.SOURCE, *_OPERANDS)
+_SIZED = Select(*_SIZES, Kind.SOURCE, *_OPERANDS)
+_REWRITTEN = Select(*_USES, Kind.ENDS, *_SIZES, Kind.SOURCE, *_OPERANDS)
 
 
 def defined(i: ins.Instr) -> tuple[str, ...]:
     """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their
     own."""
     names: list[str] = []
-    for name, kind in fields_of(type(i), Kind.DEFINES, Kind.SYMBOL, Kind.RESULTS):
+    for name, kind in _DEFINED[type(i)]:
         value = getattr(i, name)
         names.extend((n for n in value if n is not None) if kind is Kind.RESULTS else (value,))
     return tuple(names)
@@ -60,7 +66,7 @@ def operand_sizes(o: ins.Operand) -> Iterator[Size]:
 
 def operands(i: ins.Instr) -> tuple[ins.Operand, ...]:
     """The operands of a call, a fill or a return; empty for the rest."""
-    return tuple(o for name, kind in fields_of(type(i), *_OPERANDS) for o in _of(i, name, kind))
+    return tuple(o for name, kind in _WITH_OPERANDS[type(i)] for o in _of(i, name, kind))
 
 
 def _of(i: ins.Instr, name: str, kind: Kind) -> tuple[ins.Operand, ...]:
@@ -75,7 +81,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
     """Tensors and arenas that this reads, writes or refers to, each once, in order. Free uses
     nothing."""
     names: list[str] = []
-    for name, kind in fields_of(type(i), *_USES, Kind.SOURCE, *_OPERANDS):
+    for name, kind in _USED[type(i)]:
         if kind in _OPERANDS:
             for o in _of(i, name, kind):
                 names.extend(refs(o))
@@ -93,7 +99,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
 def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
     """Integer expressions that an instruction evaluates or an input promises, in order."""
     found: list[Size] = []
-    for name, kind in fields_of(type(i), *_SIZES, Kind.SOURCE, *_OPERANDS):
+    for name, kind in _SIZED[type(i)]:
         if kind in _OPERANDS:
             assert not isinstance(i, ins.Input), "an input has no operands"
             for o in _of(i, name, kind):
@@ -164,7 +170,7 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
     """The instruction with used tensors renamed by ref and expressions replaced by size. What it
     defines stays."""
     changed: dict[str, Any] = {}
-    for name, kind in fields_of(type(i), *_USES, Kind.ENDS, *_SIZES, Kind.SOURCE, *_OPERANDS):
+    for name, kind in _REWRITTEN[type(i)]:
         changed[name] = _rewritten(kind, getattr(i, name), ref, size)
     return replace(i, **changed) if changed else i
 

@@ -13,7 +13,7 @@ from plait.schedule.legalize.linear import LinearKernel
 from plait.schedule.plan import Reduce, Store
 
 
-class How(Enum):
+class Accumulation(Enum):
     """POINT: it is over one point.
     BLOCK: each lane combines its points.
     SCAN: what all earlier blocks give is carried along.
@@ -41,7 +41,7 @@ class Accumulator:
     """
 
     reduce: Reduce
-    how: How
+    how: Accumulation
     beside: tuple[Reduce, ...] = ()
     first: Reduce | None = None
     folds: tuple[int, ...] = ()
@@ -62,16 +62,16 @@ def choose_accumulators(
 
 def _accumulator(linear: LinearKernel, tile: Tile, passes: Passes, s: Reduce) -> Accumulator:
     if not linear.rvars:
-        return Accumulator(s, How.POINT)
+        return Accumulator(s, Accumulation.POINT)
     if first := passes.rescaled.get(s.name):
-        return Accumulator(s, How.WITH, (), first, _folds(linear, tile))
+        return Accumulator(s, Accumulation.WITH, (), first, _folds(linear, tile))
     if first := passes.spread.get(s.name):
-        return Accumulator(s, How.WITH, (), first)
+        return Accumulator(s, Accumulation.WITH, (), first)
     if spread := passes.deviations(s):
-        return Accumulator(s, How.MEAN, tuple(spread))
+        return Accumulator(s, Accumulation.MEAN, tuple(spread))
     if rescaled := passes.exponentials(s):
-        return Accumulator(s, How.PEAK, tuple(rescaled), None, _folds(linear, tile))
-    return Accumulator(s, How.SCAN if s.running else How.BLOCK)
+        return Accumulator(s, Accumulation.PEAK, tuple(rescaled), None, _folds(linear, tile))
+    return Accumulator(s, Accumulation.SCAN if s.running else Accumulation.BLOCK)
 
 
 def _folds(linear: LinearKernel, tile: Tile) -> tuple[int, ...]:

@@ -167,20 +167,6 @@ def combiner(kind: str, d: DType, running: bool = False) -> str:
     return f"{name}_nan" if d.is_float and kind in ("max", "min") else name
 
 
-def identity(kind: str, d: DType) -> str:
-    """What a reduction begins with."""
-    if kind in ("sum", "xor", "any"):
-        return literal(0, d)
-    if kind in ("prod", "all"):
-        return literal(1, d)
-    greatest = kind in ("max", "argmax")
-    if d.is_float:
-        return literal(-math.inf if greatest else math.inf, d)
-    bits = 8 * d.nbytes - (d.kind == "i")
-    low, high = (-(1 << bits) if d.kind == "i" else 0), (1 << bits) - 1
-    return literal(low if greatest else high, d)
-
-
 # ------------------------------------------------------------------------------------------ helpers
 _TWO = "def {name}(a, b):\n    return {body}\n"
 

@@ -13,7 +13,7 @@ from plait.kernel.triton.choose_accesses import (
     needs_points,
     store_access,
 )
-from plait.kernel.triton.choose_accumulators import Accumulator, How, choose_accumulators
+from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator, choose_accumulators
 from plait.kernel.triton.choose_forms import Form, choose_forms
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.passes import Passes, plan_passes
@@ -42,7 +42,7 @@ class RowPass:
     @property
     def counts(self) -> bool:
         """Whether it counts the blocks of its row that it has seen, for the means of lanes."""
-        return any(a.how is How.MEAN for a in self.accumulators)
+        return any(a.how is Accumulation.MEAN for a in self.accumulators)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _row_passes(layout: Layout, passes: Passes) -> tuple[RowPass, ...]:
         stores = (store_access(layout, s, in_pass=True) for s in stmts if isinstance(s, Store))
         span = Span()
         if tile.looped:
-            ordered = any(a.how in (How.SCAN, How.MEAN) for a in accumulators)
+            ordered = any(a.how in (Accumulation.SCAN, Accumulation.MEAN) for a in accumulators)
             span = split_rows(linear, tile, stmts, ordered)
         found.append(RowPass(accumulators, tuple(stores), span, again))
     return tuple(found)

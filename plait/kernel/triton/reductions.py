@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from plait.ir.dtypes import DType, i64
-from plait.kernel.triton.choose_accumulators import Accumulator, How
-from plait.kernel.triton.ops import TYPES, combiner, identity, literal, render
+from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator
+from plait.kernel.triton.ops import TYPES, combiner, literal, render
 from plait.kernel.triton.passes import offset_from, scale_of
 from plait.kernel.triton.values import Values
-from plait.schedule.plan import Reduce
+from plait.schedule.plan import Reduce, identity
 
 _LAST = 2**63 - 1
 """A position behind all others."""
@@ -31,9 +31,9 @@ class Reductions:
     def whole(self, a: Accumulator) -> None:
         """A reduction of a block that holds whole rows."""
         s = a.reduce
-        if a.how is How.POINT:
+        if a.how is Accumulation.POINT:
             text = literal(0, i64) if a.is_arg else self.values.value(s.value)
-        elif a.how is How.SCAN:
+        elif a.how is Accumulation.SCAN:
             fn = combiner(s.kind, s.value.dtype, running=True)
             text = self.lines.define(f"tl.associative_scan({self._block(s)}, 1, {fn})", True)
         else:
@@ -47,7 +47,7 @@ class Reductions:
         shape = self.layout.shape(self.layout.everything)
         value = f"tl.broadcast_to({self.values.value(s.value)}, {shape})"
         for mask in self.values.mask(frozenset("r")):
-            value = f"tl.where({mask}, {value}, {identity(s.kind, s.value.dtype)})"
+            value = f"tl.where({mask}, {value}, {_first(s)})"
         return self.lines.define(value, True)
 
     def _position(self) -> str:
@@ -69,10 +69,12 @@ class Reductions:
     # ------------------------------------------------------------------------------- before a loop
     def start(self, a: Accumulator) -> None:
         """Accumulators before the loop."""
-        shape = self.layout.shape(self.layout.rows if a.how is How.SCAN else self.layout.everything)
+        shape = self.layout.shape(
+            self.layout.rows if a.how is Accumulation.SCAN else self.layout.everything
+        )
         if a.folds:
             shape = f"[{a.folds[0]}, {a.folds[2]}]"
-        first = identity(a.reduce.kind, a.reduce.value.dtype)
+        first = _first(a.reduce)
         names = [self.lines.define(f"tl.broadcast_to({first}, {shape})", False, "a")]
         if a.is_arg:
             names.append(self.lines.define(f"tl.full({shape}, {_LAST}, tl.int64)", False, "a"))
@@ -85,14 +87,14 @@ class Reductions:
     # ----------------------------------------------------------------------------------- in a loop
     def step(self, a: Accumulator) -> None:
         """One block of a reduction inside the loop."""
-        if a.how is How.WITH:
+        if a.how is Accumulation.WITH:
             return
-        if a.how is How.MEAN:
+        if a.how is Accumulation.MEAN:
             self._mean(a)
             return
         block, names = self._block(a.reduce), self.begun[a.reduce.name]
         kind = a.reduce.kind
-        if a.how is How.SCAN:
+        if a.how is Accumulation.SCAN:
             self._scan(a.reduce, block)
         elif a.is_arg:
             position = self._position()
@@ -100,7 +102,7 @@ class Reductions:
                 position = self.lines.define(f"tl.where({mask}, {position}, {_LAST})", True)
             both = ", ".join(names)
             self.lines.add(f"{both} = p_{kind}({both}, {block}, {position})", True)
-        elif a.how is How.PEAK:
+        elif a.how is Accumulation.PEAK:
             self._peak(a, block)
         elif kind in ("any", "all"):
             self.lines.add(f"{names[0]} = {names[0]} {'|' if kind == 'any' else '&'} {block}", True)
@@ -156,14 +158,14 @@ class Reductions:
     def finish(self, a: Accumulator) -> None:
         """The rows' results after the loop."""
         s, names = a.reduce, self.begun[a.reduce.name]
-        if a.how is How.SCAN:
+        if a.how is Accumulation.SCAN:
             return
         if a.first is not None:
             rescaled = bool(a.folds)
             text = self._rescaled(a.first, names[0]) if rescaled else self._gathered(s, a.first)
         else:
             self.lanes[s.name] = lanes = names[0]
-            if a.how is How.MEAN:
+            if a.how is Accumulation.MEAN:
                 scale = scale_of(a.beside[0], s)
                 scaled = lanes if scale is None else f"{lanes} * {self.values.value(scale)}"
                 lanes = self.lines.define(f"{scaled} * {self._lane_counts(s.value.dtype)}", False)
@@ -192,3 +194,8 @@ class Reductions:
         r = self.layout.tile.groups[-1]
         points = self.values.indices.size(r.points)
         return f"(({points} - rbase + {r.block - 1}) // {r.block}).to({TYPES[d.name]})"
+
+
+def _first(s: Reduce) -> str:
+    """What a reduction begins with."""
+    return literal(identity(s.kind, s.value.dtype), s.value.dtype)

@@ -26,7 +26,7 @@ class Piece:
 
     inside: they lie inside their rows as a whole.
     start: where the first of them begins, if that is before the row.
-    later: the loads that later passes repeat; None if there is no later pass.
+    later: the loads that later passes repeat; None in rows of one pass.
     """
 
     inside: bool = False

@@ -28,7 +28,7 @@ from benchmarks.models import gpt2
 from benchmarks.native_call import add_sum, build, chain, dynamic, linear, measure
 from plait.config import Config
 from plait.runtime.load import Program
-from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
+from plait.wrapper.cpp import build_cpp, load_program, make_cpp
 from plait.wrapper.instructions import Launch, WrapperProgram
 from plait.wrapper.program import Artifacts, CompileRecord, observers
 from tests.native_tools import library
@@ -43,7 +43,7 @@ COMPILERS = {
 
 def build_in_cpp(p: WrapperProgram) -> Program:
     """The C++ target."""
-    return load_cpp(p, Artifacts({"cpu": library()}))
+    return load_program(p, Artifacts({"cpu": library()}))
 
 
 def by_hand() -> None:

@@ -18,6 +18,14 @@ from typing import Any
 
 from plait.errors import UserError, warn_once
 
+WRAPPERS = {
+    "native": "plait.wrapper.native",
+    "python": "plait.wrapper.python",
+    "cpp": "plait.wrapper.cpp",
+    "fx": "plait.wrapper.fx",
+}
+"""The wrapper targets: the module of each, whose `load_program` makes a program run."""
+
 
 def flag(
     default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()
@@ -75,8 +83,8 @@ class Config:
     wrapper: str = flag(
         "native",
         doc="what runs the program: the native executor, generated Python or C++, or an FX graph",
-        choices=("native", "python", "cpp", "fx"),
-    )  # fmt: skip
+        choices=tuple(WRAPPERS),
+    )
     isa: str = flag(
         "auto",
         doc="vector instructions of CPU kernels",

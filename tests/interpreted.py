@@ -117,7 +117,7 @@ def _interpret(pipeline: Any) -> None:
     from plait.kernel.targets import TARGETS
     from plait.runtime import generated
     from plait.runtime.store import Built
-    from plait.wrapper.fx import load_fx
+    from plait.wrapper.fx import load_program
     from plait.wrapper.python import load_python, make_python
     from plait.wrapper.text import read, text
     from tests.triton_tools import interpreted
@@ -150,7 +150,7 @@ def _interpret(pipeline: Any) -> None:
     def fx(program: Any, parts: Any) -> Any:
         lines = text(program).splitlines()  # kernels stay those of a GPU
         lines = [s if s.startswith("kernel(") else s.replace("cuda:0", "cpu") for s in lines]
-        return load_fx(read("\n".join(lines)), parts)
+        return load_program(read("\n".join(lines)), parts)
 
     os.environ["PLAIT_GPU_ARCH"] = "sm_90"
     generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]

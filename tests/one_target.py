@@ -37,7 +37,7 @@ def only(target: str) -> Iterator[list[CompileRecord]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLAIT_WRAPPER", target)
         if target != "native":
-            patch.setattr("plait.wrapper.targets.load", unavailable)
+            patch.setattr("plait.wrapper.native.load", unavailable)
         if target == "cpp":
             patch.setattr(cpp, "load", generated)
         elif target != "native":

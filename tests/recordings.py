@@ -26,7 +26,7 @@ from plait import _native  # noqa: E402
 from plait.runtime.cubin import Cubin, pack  # noqa: E402
 from plait.runtime.load import load  # noqa: E402
 from plait.tools.explain import explain  # noqa: E402
-from plait.wrapper.cpp import load_cpp  # noqa: E402
+from plait.wrapper.cpp import load_program  # noqa: E402
 from plait.wrapper.native import encode  # noqa: E402
 from plait.wrapper.partition import COPIED_NBYTES, partition  # noqa: E402
 from plait.wrapper.program import Artifacts  # noqa: E402
@@ -124,7 +124,7 @@ def ramp(n: int, k: int = 0) -> Tensor:
 def test_the_cpp_target_launches_what_native_does(make: Make, tmp_path: Path) -> None:
     body = CHAIN + "return (c, d)\n"
     kernels = {"cuda": str(tmp_path / "kernels")}
-    native, cpp = make(body), load_cpp(read(HEAD + body), Artifacts(kernels))
+    native, cpp = make(body), load_program(read(HEAD + body), Artifacts(kernels))
     for n in (5, 9, 5):
         given = (n, 2, here(ramp(n)), here(ramp(2)))
         for a, b in zip(cpp(*given), native(*given), strict=True):

@@ -20,7 +20,7 @@ from plait.ir.dtypes import f32
 from plait.ir.expr import compare, symbol
 from plait.runtime.load import LoadError, arena_stats, load
 from plait.runtime.toolchain import ToolchainMissing
-from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
+from plait.wrapper.cpp import build_cpp, load_program, make_cpp
 from plait.wrapper.instructions import (
     Arena,
     AssertScalar,
@@ -55,7 +55,7 @@ def compiled(
 
 
 def build(p: WrapperProgram, callables: tuple[Any, ...] = ()) -> Any:
-    return load_cpp(p, Artifacts({"cpu": library()}, callables=callables))
+    return load_program(p, Artifacts({"cpu": library()}, callables=callables))
 
 
 @pytest.mark.parametrize(

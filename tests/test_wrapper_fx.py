@@ -180,7 +180,7 @@ copy(self, torch, bump=False)
 return (self, torch, inputs, ref['9 lives'], lambda_ + 1)
 """)
     x, y, z = torch.randn(4), torch.randn(4), torch.randn(4)
-    for run in (fx.make_fx(p, Artifacts({})), fx.load_fx(p, Artifacts({}))):
+    for run in (fx.make_fx(p, Artifacts({})), fx.load_program(p, Artifacts({}))):
         out = run(5, x, y, z)
         assert (
             torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] is z and out[4] == 6
@@ -200,7 +200,7 @@ return (y, complex('inf -0x0.0p+0'))
 
 def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> None:  # noqa: F811
     with pytest.raises(RuntimeError, match="kernel plait_relu is not in library"):
-        fx.load_fx(example(), Artifacts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
+        fx.load_program(example(), Artifacts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
 
 
 # ----------------------------------------------------------------------------------------- programs
@@ -344,7 +344,7 @@ return (c,)
     refs.append(weakref.ref(x))
     args: list[object] = [x]
     del x
-    fx.load_fx(program, Artifacts({}, callables=[look])).boxed(args)
+    fx.load_program(program, Artifacts({}, callables=[look])).boxed(args)
     assert args == [] and alive == [[True], [False, True], [False, False, True]]
 
 

@@ -24,7 +24,7 @@ from plait.pipelines import run_passes
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpp import build_cpp, make_cpp
-from plait.wrapper.fx import load_fx, make_fx
+from plait.wrapper.fx import load_program, make_fx
 from plait.wrapper.instructions import (
     Alloc,
     Arena,
@@ -836,7 +836,7 @@ def cpp(case: Case, program: WrapperProgram, library: str) -> Any:
 
 
 def fx(case: Case, program: WrapperProgram, library: str) -> Any:
-    return load_fx(program, Artifacts({"cpu": library}, case.constants, case.callables))
+    return load_program(program, Artifacts({"cpu": library}, case.constants, case.callables))
 
 
 TARGETS = {"native": native, "python": python, "cpp": cpp, "fx": fx}

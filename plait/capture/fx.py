@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from plait.capture.backend import plait_backend
 from plait.errors import PlaitError, UserError
-from plait.wrapper.fx import load_fx
+from plait.wrapper.fx import load_program
 
 
 class FxCompiler:
@@ -43,7 +43,7 @@ class FxCompiler:
     ) -> Callable[..., Any]:
         """What torch.compile calls."""
         chosen = {**(options or {}), "wrapper": "fx"}
-        target = partial(load_fx, compiler=self._compile_graph)
+        target = partial(load_program, compiler=self._compile_graph)
         return plait_backend(gm, example_inputs, mode=mode, options=chosen, target=target)
 
     def _compile_graph(self, gm: GraphModule) -> Callable[..., Any]:

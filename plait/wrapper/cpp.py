@@ -1,7 +1,7 @@
 """The C++ target: a wrapper program as C++ source that is built once and runs the program.
 
-In: a `WrapperProgram`. Out: source that includes `plait/wrapper.h` alone, and with `load_cpp` the
-program itself. The source says what happens at a call, and in which order; operators with their
+In: a `WrapperProgram`. Out: source that includes `plait/wrapper.h` alone, and with `load_program`
+the program itself. The source says what happens at a call, and in which order; operators with their
 literals, kernels, constants and callables go by their numbers in the native target's plan of the
 same program. Library files lie beside those of CPU kernels.
 """
@@ -27,7 +27,7 @@ from plait.wrapper.program import Artifacts
 _INCLUDE = '#include "plait/wrapper.h"\n'
 
 
-def load_cpp(program: ins.WrapperProgram, artifacts: Artifacts) -> Program:
+def load_program(program: ins.WrapperProgram, artifacts: Artifacts) -> Program:
     """The program, built or found in the cache. Where no compiler works, the executor runs its
     plan, with a warning."""
     built = None

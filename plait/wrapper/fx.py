@@ -3,8 +3,8 @@ of tree to consume.
 
 In: a `WrapperProgram` and its `Artifacts`. Out: a module that runs by calling it under no_grad;
 docs/fx.md says what its nodes mean. Memory is plain tensors that die after their last use, as in
-every FX graph: an arena, a Free and a kernel's definition leave no node. `load_fx` runs the module,
-or what a compiler makes of it, behind the interface of the native program.
+every FX graph: an arena, a Free and a kernel's definition leave no node. `load_program` runs the
+module, or what a compiler makes of it, behind the interface of the native program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.wrapper.walk import forks, used
 GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
 
 
-def load_fx(
+def load_program(
     program: ins.WrapperProgram, artifacts: Artifacts, compiler: GraphCompiler | None = None
 ) -> Loaded:
     """The program as a callable. compiler: makes a callable of the graph; None: the graph itself

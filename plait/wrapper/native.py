@@ -20,8 +20,10 @@ from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.expr import Atom, Expr, Size
 from plait.runtime.functions import FUNCTIONS
+from plait.runtime.load import Program, load
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
+from plait.wrapper.program import Artifacts
 from plait.wrapper.spec import FIELDS, Kind
 
 PLAN_VERSION = 8
@@ -55,6 +57,11 @@ class Encoded:
     plan: bytes
     slots: Mapping[str, int]
     symbols: Mapping[str, int]
+
+
+def load_program(program: ins.WrapperProgram, artifacts: Artifacts) -> Program:
+    """The program, run by the executor."""
+    return load(encode(program), artifacts.libraries, artifacts.constants, artifacts.callables)
 
 
 def encode(program: ins.WrapperProgram) -> bytes:

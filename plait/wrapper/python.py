@@ -17,7 +17,7 @@ from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
-from plait.wrapper.program import Promise, promises
+from plait.wrapper.program import Artifacts, Promise, promises
 from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text
 from plait.wrapper.walk import forks, is_fence, sizes
 
@@ -102,6 +102,12 @@ class PythonProgram:
     def boxed(self) -> Callable[[list[object]], tuple[object, ...]]:
         """The same program with its inputs in one list."""
         return self._call
+
+
+def load_program(program: ins.WrapperProgram, artifacts: Artifacts) -> PythonProgram:
+    """The module of a program, executed and bound. Raises as `load_python` does."""
+    source = make_python(program, artifacts.libraries)
+    return load_python(source, artifacts.libraries, artifacts.constants, artifacts.callables)
 
 
 def load_python(

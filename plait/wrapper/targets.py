@@ -1,32 +1,24 @@
-"""The table of wrapper targets: each turns a verified WrapperProgram and its tables into something
-that runs.
+"""The wrapper targets: each makes a verified WrapperProgram and its tables run.
 
-A new target is one new file and one row here.
+`config.WRAPPERS` names a module for each, whose `load_program` is the target. It is imported when
+a program is first made for it: some define operators, which takes 20 ms.
 """
 
 from __future__ import annotations
 
-from plait.runtime.load import load
-from plait.wrapper.cpp import load_cpp
+from importlib import import_module
+
+from plait.config import WRAPPERS
 from plait.wrapper.instructions import WrapperProgram
-from plait.wrapper.native import encode
 from plait.wrapper.program import Artifacts, Loaded, Target
-from plait.wrapper.python import load_python, make_python
 
 
-def _native(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
-    return load(encode(program), artifacts.libraries, artifacts.constants, artifacts.callables)
+def _target(module: str) -> Target:
+    def load(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
+        loaded: Loaded = import_module(module).load_program(program, artifacts)
+        return loaded
+
+    return load
 
 
-def _python(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
-    source = make_python(program, artifacts.libraries)
-    return load_python(source, artifacts.libraries, artifacts.constants, artifacts.callables)
-
-
-def _fx(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
-    from plait.wrapper.fx import load_fx  # defines operators, which takes 20 ms
-
-    return load_fx(program, artifacts)
-
-
-TARGETS: dict[str, Target] = {"native": _native, "python": _python, "cpp": load_cpp, "fx": _fx}
+TARGETS: dict[str, Target] = {name: _target(module) for name, module in WRAPPERS.items()}

@@ -18,7 +18,7 @@ RECIPE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 RECIPES = {m["name"]: m for m in RECIPE.finditer((ROOT / "CONTRIBUTING.md").read_text())}
-FILES = {"an operator": 2, "a pass on graphs": 2}
+FILES = {"an operator": 2, "a pass on graphs": 2, "a wrapper target": 2}
 """How many files each touches at most."""
 
 

@@ -29,7 +29,7 @@ from torch.utils._traceback import CapturedTraceback
 
 import plait
 from plait.capture.trace import trace
-from plait.compat import export as tracing
+from plait.compat import questions as tracing
 from plait.errors import InputError, Unsupported, UserError
 from tests.against_eager import sharing, tree_equal
 
@@ -942,7 +942,12 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
         return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
 
     ours = lines()
-    monkeypatch.setattr(tracing, "_Forwards", CapturedTraceback)
+    changes = [
+        (owner, name, CapturedTraceback if new is tracing._Forwards else new)
+        for owner, name, new in tracing._CHANGES
+    ]
+    assert changes != tracing._CHANGES
+    monkeypatch.setattr(tracing, "_CHANGES", changes)
     assert ours == lines() and len(ours) == 3
     assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]
 

@@ -30,7 +30,7 @@ from torch.export import Dim, export
 
 import plait
 from plait._native import Package as NativePackage
-from plait.compat import export as compat_export
+from plait.compat import size_checks
 from plait.errors import InputError, Unsupported, UserError
 from plait.runtime import signature as signatures
 from plait.runtime.package import Package
@@ -399,7 +399,7 @@ def test_conditions_on_strides_are_checked(
 
 
 def test_a_condition_beyond_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat_export, "_postfix", lambda *_: None)
+    monkeypatch.setattr(size_checks, "_postfix", lambda *_: None)
     line = inspect.getsourcelines(Flat)[1] + 2
     text = rf"needs sizes with x.stride(.|\n)*at test_package.py:{line}\n.*try: plait.compile"
     with pytest.raises(Unsupported, match=text):

@@ -20,7 +20,7 @@ from plait.capture.aliases import Result, view_like
 from plait.capture.owners import Owners
 from plait.capture.plain import has_tangent, special_kind
 from plait.capture.trace import Traced
-from plait.compat.export import Bounds
+from plait.compat.size_facts import Bounds
 from plait.errors import InputError
 from plait.graph.captured import Captured
 from plait.ir.dtypes import DTYPES

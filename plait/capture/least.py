@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from plait import compat
-from plait.compat.export import SizeFacts, wants_values
+from plait.compat.questions import wants_values
+from plait.compat.size_facts import SizeFacts
 from plait.graph.edit import shape_env_of
 
 _Point = Mapping[Any, Any]

@@ -34,14 +34,9 @@ from plait.capture.ones import same_for_one
 from plait.capture.orders import has_orders, in_another_order, loose_keywords
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
-from plait.compat.export import (
-    ExportEnv,
-    Question,
-    SizeFacts,
-    export_graph,
-    exporting,
-    wants_values,
-)
+from plait.compat.export import ExportEnv, export_graph
+from plait.compat.questions import Question, exporting, wants_values
+from plait.compat.size_facts import SizeFacts, size_facts, told_from_one
 from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -248,7 +243,7 @@ def trace(
         _tell(error, module, who, (state, args, kwargs) if device is None else None)
         raise
     graph, mutated, tokens = exported
-    for size, questions in env.told_from_one(flat.fakes).items():
+    for size, questions in told_from_one(env, flat.fakes).items():
         if flat.again(exported, questions, functools.partial(same_for_one, size=size)):
             env.ones[size] = questions
     left = _settle(flat, exported)
@@ -276,7 +271,7 @@ def trace(
         any_order,
         () if any_order else loose,
     )
-    facts = with_least_sizes(env.size_facts(flat.fakes, graph), graph)
+    facts = with_least_sizes(size_facts(env, flat.fakes, graph), graph)
     return Traced(graph, mutated, state, flat.fakes, signature, facts, flat.known.views)
 
 

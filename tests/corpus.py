@@ -1,8 +1,9 @@
 """Compiles some hundred graphs of many kinds, each for a CPU and for a GPU, and runs none of what
 was made: `plait replay record FOLDER -- python -m tests.corpus`.
 
-Models of the test suite and of its zoo with fixed and with dynamic sizes and in training, and
-random programs of the fuzzer. A change of plait that is meant to change no program is proved by it:
+Models of the test suite and of its zoo with fixed and with dynamic sizes and in training, the
+kernels that benchmarks race, rows that blocks do not divide, and random programs of the fuzzer. A
+change of plait that is meant to change no program is proved by it:
 `plait replay rerun FOLDER` shows nothing. Where graphs run, eager runs them as they were captured.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_cases import cases
 from plait import compat
 from plait.compile import Program, compile_texts
 from plait.errors import PlaitError
@@ -36,6 +38,16 @@ FUZZED = 200
 """Programs of the fuzzer, from seed 0 on."""
 ZOO = 5
 """Every so many models of the zoo, one."""
+LONG_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "softmax, weighted": lambda x: (x.exp() * x).sum(-1) + x.logsumexp(-1),
+    "log_softmax backward": lambda x: x - x.log_softmax(-1).exp() * x.sum(-1, keepdim=True),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "columns": lambda x: x.sum(0) + x.amax(0),
+    "all": lambda x: x.var() + x.prod(),
+    "scan": lambda x: x.cumsum(-1).cummax(-1).values,
+}
+LONG_SHAPES = ((3, 65_537), (5, 65_536), (70_001, 3), (1, 1_000_003), (4_099, 2_048))
 GPU = {"gpu_arch": "sm_90", "wrapper": "native"}
 
 Thunk = Callable[[], object]
@@ -66,6 +78,15 @@ def programs() -> Iterator[tuple[str, Thunk]]:
             yield f"{name}, {how}", lambda m=make, d=data, h=how: run_model(m, d, h)
     for name, case in list({**HF, **OWN}.items())[::ZOO]:
         yield f"zoo {name}", lambda c=case: run_model(c.make, c.data, "fixed")
+    for how in ("fixed", "dynamic"):
+        for name, (fn, given) in cases().items():
+            yield f"kernel {name}, {how}", lambda f=fn, g=given, h=how: run_kernel(f, g, h)
+        for name, rows in LONG_ROWS.items():
+            for shape in LONG_SHAPES:
+                yield (
+                    f"rows {name} {shape}, {how}",
+                    lambda f=rows, s=shape, h=how: run_kernel(f, (torch.rand(s),), h),
+                )
     for seed in range(FUZZED):
         yield f"fuzz {seed}", lambda s=seed: run_fuzzed(s)
 
@@ -80,6 +101,11 @@ def run_model(make: Callable[[], Any], data: Any, how: str) -> None:
         out = compiled(*(given if isinstance(given, tuple) else (given,)))
     if how == "training" and isinstance(out, Tensor):
         out.sum().backward()
+
+
+def run_kernel(fn: Callable[..., Any], given: tuple[Tensor, ...], how: str) -> None:
+    """One call of a function."""
+    torch.compile(fn, backend="plait", dynamic=how == "dynamic")(*given)
 
 
 def run_fuzzed(seed: int) -> None:

@@ -45,7 +45,7 @@ def test_a_lowering_is_for_an_operator_that_has_none() -> None:
 def test_a_lowering_serves_the_next_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     op = aten.special_airy_ai.default
     monkeypatch.setattr(core, "RULES", dict(core.RULES))
-    monkeypatch.setattr("plait.lower.graph.RULES", core.RULES)
+    monkeypatch.setattr("plait.lower.calls.RULES", core.RULES)
 
     @extend.lowering(op)
     def zero(ctx: core.Lowering, x: core.View) -> core.View:

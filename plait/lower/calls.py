@@ -1,0 +1,279 @@
+"""Calls of a graph become loops or extern calls, by the ladder: a rule; where there is none, or it
+declines or fails, a call of ATen with the reason; a higher-order operator is called as Python.
+
+Comes in: a node whose arguments have values. Goes out: its value, of the dtype and the shape that
+its fake value has. A rule that declines or fails leaves no trace. Integers that the graph computes
+are not lowered: their value is the size expression that their fake value names.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from plait.devices import facts_of
+from plait.errors import OperandError, PlaitError, Unsupported
+from plait.graph.edit import last_frame
+from plait.graph.refuse import CLONE, SHARED
+from plait.graph.streams import is_fence
+from plait.ir import expr, loops
+from plait.ir.dtypes import LOOP_DTYPES, opaque
+from plait.ir.expr import Size
+from plait.ir.loops import Extern, Scalar
+from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
+from plait.lower.dtypes import from_torch
+from plait.lower.extern import call_extern
+from plait.lower.found import Found, truth
+from plait.lower.hop import call_higher_order
+from plait.lower.symbols import is_found_float, to_size
+
+# What a rule may raise and still leave the compiler standing: the op becomes an extern call, with
+# the error as reason.
+_RULE_ERRORS = (
+    NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass
+class Calls:
+    """What the calls of one graph share.
+
+    ctx: what rules are given.
+    found: what is known of numbers that are found at run time.
+    host_copies: copies of numbers in the host's memory, by number and device.
+    last_fences: fences of streams that wait until inputs have their new values.
+    """
+
+    ctx: Lowering
+    found: Found
+    host_copies: dict[tuple[View, str], View] = field(default_factory=dict)
+    last_fences: list[torch.fx.Node] = field(default_factory=list)
+
+
+def lower_call(calls: Calls, node: torch.fx.Node) -> Value:
+    """The value of a call, by the ladder. Errors name the user's line."""
+    try:
+        return _called(calls, node)
+    except PlaitError as e:
+        if e.where or not (where := where_of(node)):
+            raise
+        raise e.placed(f"{node.target}: {e.what}", where) from e
+
+
+def _called(calls: Calls, node: torch.fx.Node) -> Value:
+    ctx = calls.ctx
+    target, val = node.target, node.meta.get("val")
+    if target is operator.getitem:
+        return value_of(ctx, node.args[0])[node.args[1]]
+    bound = node.meta.get("unbacked_bindings")
+    if not bound and isinstance(val, (bool, int, torch.SymInt, torch.SymBool)):
+        return _size_of(ctx, val)
+    if isinstance(val, float) or (isinstance(val, torch.SymFloat) and not bound):
+        return val
+    if is_fence(node):
+        calls.host_copies.clear()
+        if ctx.mutations and node not in calls.last_fences:
+            calls.last_fences.append(node)
+            return None
+    ctx.node, ctx.origin = node, (_origin(node),)
+    args = tuple(value_of(ctx, a) for a in node.args)
+    kwargs = {k: value_of(ctx, v) for k, v in node.kwargs.items()}
+    ctx.define_functions()  # before the first that relies on their ranges
+    value = _lower(calls, node, args, kwargs)
+    if bound:
+        calls.found.bind(node, value, where_of(node))
+    return value
+
+
+def value_of(ctx: Lowering, a: Any) -> Value:
+    """What stands for an argument of a node."""
+    if isinstance(a, torch.fx.Node):
+        return ctx.env[a]
+    if isinstance(a, list):
+        return [value_of(ctx, x) for x in a]
+    if isinstance(a, tuple):
+        return tuple(value_of(ctx, x) for x in a)
+    if isinstance(a, dict):
+        return {name: value_of(ctx, x) for name, x in a.items()}
+    if isinstance(a, (torch.SymInt, torch.SymBool)):
+        return _size_of(ctx, a)
+    return a
+
+
+def _size_of(ctx: Lowering, value: int | torch.SymInt | torch.SymBool) -> Size:
+    if isinstance(value, torch.SymBool) and any(map(is_found_float, value.node.expr.free_symbols)):
+        return truth(ctx, value.node.expr, value.node.shape_env)
+    return to_size(value)
+
+
+def _lower(
+    calls: Calls, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]
+) -> Value:
+    ctx = calls.ctx
+    target: Any = node.target
+    rule = RULES.get(target)
+    if not ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
+        return _call_extern(ctx, node, args, kwargs, "kernels are switched off")
+    if rule is None and isinstance(target, HigherOrderOperator) and not ctx.cfg.strict:
+        return call_higher_order(ctx, target, args, kwargs)
+    if rule is None:
+        return _call_extern(ctx, node, args, kwargs, "no lowering rule")
+    if target not in ANY_DTYPE:
+        foreign = (
+            _foreign_dtype(args)
+            or _foreign_dtype(tuple(kwargs.values()))
+            or _foreign_meta(node.meta.get("val"))
+        )
+        if foreign:
+            return _call_extern(ctx, node, args, kwargs, f"{foreign} elements")
+    # Others share these copies: they are made before what may be undone.
+    near, named = _beside(calls, args), _beside(calls, kwargs)
+    mark = ctx.mark()
+    try:
+        value = _settle(calls, rule(ctx, *near, **named), node.meta.get("val"))
+        value = calls.found.in_own_memory(node, value)
+        _check_devices(ctx, mark[0])
+        return value
+    except OperandError:  # eager refuses it, too
+        raise
+    except _RULE_ERRORS as e:
+        ctx.undo(mark)
+        if not isinstance(target, OpOverload):
+            raise
+        failed = e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
+        reason = str(e) if isinstance(e, NoRule) else failed
+        return _call_extern(ctx, node, args, kwargs, reason)
+
+
+def _beside(calls: Calls, values: Any) -> Any:
+    """Arguments of a rule: numbers that lie in the host's memory come to where the result
+    is."""
+    ctx = calls.ctx
+    where = ctx.device()
+    if facts_of(where).is_host:
+        return values
+    if isinstance(values, dict):
+        return {k: _beside(calls, v) for k, v in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(_beside(calls, v) for v in values)
+    if (
+        isinstance(values, View)
+        and not values.shape
+        and facts_of(ctx.buffers[values.buf].device).is_host
+    ):
+        return _moved(calls, values, where)
+    return values
+
+
+def _moved(calls: Calls, x: View, where: str) -> View:
+    """A copy of a number on another device; all its readers share it."""
+    ctx = calls.ctx
+    found = calls.host_copies.get((x, where))
+    if found is None:
+        given = ctx.tensor_arg(x)
+        out = ctx.new_buffer(x.dtype, (), device=where, fixed=True)
+        device = (("device", Scalar("device", where)),)
+        ctx.ops.append(
+            Extern((out,), "aten::_to_copy", (given,), device, may_keep=False, fallback=False)
+        )
+        found = calls.host_copies[x, where] = ctx.whole(out)
+        ctx.from_host.add(out)
+    return found
+
+
+def _check_devices(ctx: Lowering, start: int) -> None:
+    """Raises NoRule where a loop recorded since `start` touches memory of two devices."""
+    for op in ctx.ops[start:]:
+        if not isinstance(op, loops.Loop):
+            continue
+        nodes = [op.body, *op.index_args] if isinstance(op, loops.Scatter) else [op.body]
+        names = [n.attr.buf for n in loops.walk(nodes) if isinstance(n.attr, loops.Load)]
+        names += (
+            [op.out]
+            if isinstance(op, (loops.Pointwise, loops.Scatter))
+            else [o for o in op.outs if o]
+        )
+        touched = {ctx.buffers[b].device for b in names}
+        if len(touched) > 1:
+            raise NoRule(f"operands on {' and '.join(sorted(touched))}")
+
+
+def _call_extern(
+    ctx: Lowering,
+    node: torch.fx.Node,
+    args: tuple[Value, ...],
+    kwargs: dict[str, Value],
+    reason: str,
+) -> Value:
+    if not isinstance(node.target, OpOverload):
+        raise Unsupported(f"no lowering for {node.target}", where=where_of(node))
+    if reason == SHARED:  # ATen copies nothing to there
+        raise Unsupported(reason, where=where_of(node), hint=CLONE)
+    return call_extern(ctx, node, args, kwargs, fallback=True, reason=reason)
+
+
+def _settle(calls: Calls, value: Value, val: Any) -> Value:
+    """A rule's result, checked against the fake value: same dtype and shape (spelled as the
+    fake value does)."""
+    if isinstance(val, torch.Tensor):
+        if not isinstance(value, View):
+            raise TypeError(f"the rule gave {type(value).__name__}, not a tensor")
+        shape = tuple(to_size(s) for s in val.shape)
+        dtype = from_torch(val.dtype)
+        if value.dtype != dtype or len(value.shape) != len(shape):
+            raise TypeError(
+                f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
+            )
+        if value.shape != shape:
+            if any(expr.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
+                raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
+            calls.found.check_shape(value.shape, shape)
+            value = value.remap(shape, lambda v: v)
+        if dtype not in LOOP_DTYPES and dtype != opaque and calls.ctx.strided(value) is None:
+            raise NoRule(f"a view of {dtype} elements that no strides describe")
+        return value
+    if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):
+        if len(value) != len(val):
+            raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
+        return tuple(
+            v if v is None else _settle(calls, v, m) for v, m in zip(value, val, strict=True)
+        )
+    return value
+
+
+def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:
+    """The name of a dtype that loops cannot hold, among tensors in values; or ''."""
+    for v in values:
+        if isinstance(v, View):
+            if v.dtype not in LOOP_DTYPES:
+                return v.dtype.name
+        elif isinstance(v, complex):
+            return "complex"
+        elif isinstance(v, (tuple, list)) and v and (found := _foreign_dtype(v)):
+            return found
+    return ""
+
+
+def _foreign_meta(val: Any) -> str:
+    for v in val if isinstance(val, (tuple, list)) else (val,):
+        if isinstance(v, torch.Tensor):
+            if v.layout != torch.strided:
+                return str(v.layout).removeprefix("torch.")
+            if from_torch(v.dtype) not in LOOP_DTYPES:
+                return str(v.dtype).removeprefix("torch.")
+    return ""
+
+
+def where_of(node: torch.fx.Node) -> str:
+    return last_frame(node.meta.get("stack_trace") or "")
+
+
+def _origin(node: torch.fx.Node) -> str:
+    where = where_of(node)
+    return f"{where} {node.target}" if where else str(node.target)

@@ -1,0 +1,267 @@
+"""Results of a graph: tensors with eager's strides, which share memory with inputs and with each
+other as they do in eager.
+
+Comes in: the output node, and the values of all others. Goes out: what the program returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from plait import compat
+from plait.errors import Unsupported
+from plait.graph.captured import Captured, InputView
+from plait.graph.edit import begins_anywhere, is_view, memory_of
+from plait.ir import expr
+from plait.ir.dtypes import DType, b1, f64
+from plait.ir.expr import Expr, Size
+from plait.ir.loops import Number, Scalar, TensorArg
+from plait.lower.calls import value_of
+from plait.lower.core import Lowering, Value, View
+from plait.lower.dtypes import from_torch
+from plait.lower.inputs import Inputs
+from plait.lower.operands import is_object_input
+from plait.lower.symbols import is_ragged, to_scalar_node, to_size
+from plait.lower.view import bytes_behind
+
+Result = TensorArg | Scalar | Size
+
+
+@dataclass
+class _Results:
+    """The results so far.
+
+    owners: the fake storage that each buffer given out stands for.
+    tensors: node -> the tensor that is returned for it.
+    given: the values of tensors.
+    """
+
+    ctx: Lowering
+    captured: Captured
+    inputs: Inputs
+    placeholders: Sequence[torch.fx.Node]
+    owners: dict[str, int]
+    tensors: dict[torch.fx.Node, TensorArg] = field(default_factory=dict)
+    given: set[TensorArg] = field(default_factory=set)
+
+
+def lower_results(
+    ctx: Lowering,
+    captured: Captured,
+    inputs: Inputs,
+    placeholders: Sequence[torch.fx.Node],
+    output: torch.fx.Node,
+) -> tuple[Result, ...]:
+    """What a program returns. Results that are views of one value share its memory, which it has
+    for itself."""
+    (found,) = output.args
+    items = found if isinstance(found, (tuple, list)) else (found,)
+    r = _Results(ctx, captured, inputs, placeholders, dict(inputs.storages))
+    ctx.origin = ("output",)
+    first = items[: captured.n_results]  # what a backward graph reads may lie anywhere
+    own = [a for k, a in enumerate(first) if _is_strided(a) and k not in captured.input_views]
+    roots = {a: _root(a) for a in own}
+    views = {root for a, root in roots.items() if root is not a}
+    for root in roots.values():
+        _own_memory(r, root, seen=root in views)
+    return tuple(_result(r, k, a) for k, a in enumerate(items))
+
+
+def _result(r: _Results, k: int, a: Any) -> Result:
+    """The output at position k."""
+    value = value_of(r.ctx, a)
+    val = a.meta.get("val") if isinstance(a, torch.fx.Node) else None
+    if r.ctx.cfg.kernels and isinstance(val, (torch.SymFloat, torch.SymBool)):
+        return _number(r.ctx, val, value)
+    if isinstance(value, View):
+        assert isinstance(a, torch.fx.Node)
+        if k in r.captured.input_views:
+            return _input_view(r, a, r.captured.input_views[k])
+        if a not in r.tensors:  # one node returned twice is one tensor
+            kept = r.captured.n_results is not None and k >= r.captured.n_results
+            found = None if kept else _in_root(r, value, a)
+            out = _tensor_result(r, value, a) if found is None else found
+            r.tensors[a] = _distinct(r, a, out)
+            r.given.add(r.tensors[a])
+        return r.tensors[a]
+    if value is None:
+        return Scalar("none")
+    if isinstance(value, bool):
+        return Scalar("bool", str(value))
+    if isinstance(value, (int, Expr)):
+        return value
+    if isinstance(value, float):
+        return Scalar("float", value.hex())
+    if is_object_input(value):
+        return Scalar(value.kind, value.text)
+    if is_ragged(value):
+        return to_size(value)  # says why it cannot be
+    raise Unsupported(f"a graph output of type {type(value).__name__}")
+
+
+def _own_memory(r: _Results, root: torch.fx.Node, seen: bool) -> None:
+    """Copies a value that is a result, or that results are views of, where a rule left it in
+    memory of another tensor or in a part of memory: in eager it has its own, which the results
+    that are views of it share. seen: there are such results, so the memory must be laid out as
+    eager's."""
+    view, like = r.ctx.env[root], root.meta["val"]
+    if root.op != "call_function" or not isinstance(view, View) or not r.ctx.cfg.kernels:
+        return
+    storage = compat.tracing.storage_of(like)
+    memory = r.ctx.memory(view.buf)
+    part = not expr.known_eq(_nbytes(r.ctx, memory), expr.numel(view.shape) * view.dtype.nbytes)
+    if not part and not seen:
+        return
+    shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
+    taken = not part and r.owners.setdefault(memory, storage) != storage
+    if _repeats(shape, strides) or not (taken or part or not r.ctx.lay_out(view, strides)):
+        return
+    r.ctx.env[root] = r.ctx.copy(view, strides, fixed=True)
+    r.owners[r.ctx.env[root].buf] = storage
+
+
+def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
+    """x with the fake value's strides. Results share memory with inputs and with each other
+    only where the fake values do: what is a copy in eager is one here."""
+    val = node.meta["val"]
+    if val.layout != torch.strided:
+        return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
+    strides = tuple(to_size(s) for s in val.stride())
+    storage = compat.tracing.storage_of(_root(node).meta["val"])
+    out = r.ctx.tensor_arg(x, strides, shared=True)
+    memory = r.ctx.memory(out.buf)
+    if memory in r.ctx.constants or r.owners.get(memory, storage) != storage:
+        out = r.ctx.tensor_arg(r.ctx.copy(x), strides)
+    r.owners.setdefault(r.ctx.memory(out.buf), storage)
+    return out
+
+
+def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
+    """A result that eager makes as a view of an input, which holds its new value by then."""
+    name = r.inputs.names[view.input]
+    assert isinstance(name, str)
+    base, val = r.ctx.buffers[name], node.meta["val"]
+    if view.whole:
+        return TensorArg(name, base.shape, base.strides, 0)
+    relative = not begins_anywhere(node)
+    at: tuple[Any, ...] = (view.shape, view.strides, view.offset)
+    if not _knows(r.ctx, at):  # numbers found while the function was traced the first time
+        at = (val.shape, val.stride(), val.storage_offset())
+    shape, strides, dtype = *(tuple(map(to_size, n)) for n in at[:2]), from_torch(val.dtype)
+    if not relative:
+        x = r.ctx.alias(r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
+        return TensorArg(x.buf, shape, strides, 0)
+    first = bytes_behind(r.placeholders[view.input].meta["val"], at[2], val)
+    return _aliased(r, name, dtype, shape, strides, first)
+
+
+def _nbytes(ctx: Lowering, buf: str) -> Size:
+    b = ctx.buffers[buf]
+    return expr.numel(b.shape) * b.dtype.nbytes
+
+
+def _number(ctx: Lowering, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
+    """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an
+    integer."""
+    floats = ctx.float_readers()
+    if isinstance(val, torch.SymFloat):
+        found = ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, val, floats))
+    else:
+        found = ctx.pointwise((), b1, lambda ops, i: ops.cast(ops.index(value), b1))
+    return Number(found.buf, (), (), 0)
+
+
+def _in_root(r: _Results, x: View, node: torch.fx.Node) -> TensorArg | None:
+    """A result in the memory of the value at the root of the views that lead to it, which it is
+    a view of in eager: rules may compute a view anew, or see memory that is laid out in another
+    way. None where there is no such root, or its memory is not known to be as eager's."""
+    val = node.meta["val"]
+    root = _root(node)
+    view, like = r.ctx.env[root], root.meta["val"]
+    if root is node or not isinstance(view, View) or not r.ctx.cfg.kernels:
+        return None
+    if root.op == "placeholder" and begins_anywhere(node):
+        return None
+    if (like.is_conj(), like.is_neg()) != (val.is_conj(), val.is_neg()):
+        return None
+    strides = tuple(map(to_size, like.stride()))
+    if root.op != "call_function" and view.buf == x.buf:
+        return None
+    if root.op != "placeholder" and _repeats(tuple(map(to_size, like.shape)), strides):
+        return None
+    memory = r.ctx.tensor_arg(view, strides)
+    within = memory.offset * view.dtype.nbytes
+    first = within + bytes_behind(like, val.storage_offset(), val)
+    dtype = from_torch(val.dtype)
+    shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
+    if dtype == r.ctx.buffers[memory.buf].dtype:
+        return TensorArg(memory.buf, shape, strides, first // dtype.nbytes)
+    return _aliased(r, memory.buf, dtype, shape, strides, first)
+
+
+def _aliased(
+    r: _Results,
+    buf: str,
+    dtype: DType,
+    shape: tuple[Size, ...],
+    strides: tuple[Size, ...],
+    first: Size,
+) -> TensorArg:
+    """Memory of a buffer, from its byte `first` on, as a new tensor of this element type."""
+    view = r.ctx.seen_as(r.ctx.whole(buf), dtype, shape, strides, first)
+    return TensorArg(view.buf, shape, strides, 0)
+
+
+def _distinct(r: _Results, node: torch.fx.Node, out: TensorArg) -> TensorArg:
+    """out as a tensor of its own where another node's result, or an input, is the same memory
+    seen alike: eager makes a new object for every view."""
+    b = r.ctx.buffers[out.buf]
+    whole = TensorArg(b.name, b.shape, b.strides, 0)
+    is_input = node.op != "placeholder" and b.name in r.inputs.storages and out == whole
+    if not is_input and out not in r.given:
+        return out
+    dtype = out.dtype or b.dtype
+    first = out.offset * dtype.nbytes
+    return _aliased(r, b.name, dtype, out.shape, out.strides, first)
+
+
+def _knows(ctx: Lowering, layout: tuple[Any, ...]) -> bool:
+    """Whether every symbol of a shape, strides and offset has a source in this graph."""
+    exprs = [to_size(n) for part in layout[:2] for n in part] + [to_size(layout[2])]
+    return all(
+        a.name in ctx.symbols for e in exprs if isinstance(e, Expr) for a in expr.free_symbols(e)
+    )
+
+
+def _is_strided(node: Any) -> bool:
+    """Whether an output is a tensor with strides."""
+    val = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.layout == torch.strided
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """The value that a result is a view of: as far up as views share one storage."""
+    root = node
+    while (
+        node.op == "call_function"
+        and is_view(node)
+        and isinstance(source := node.args[0], torch.fx.Node)
+    ):
+        if _is_strided(source):
+            if compat.tracing.storage_of(root.meta["val"]) not in map(
+                compat.tracing.storage_of, memory_of(source)
+            ):
+                break
+            root = source
+        node = source
+    return root
+
+
+def _repeats(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
+    """Whether elements of a tensor are known to share memory."""
+    return any(stride == 0 and size != 1 for size, stride in zip(shape, strides, strict=True))

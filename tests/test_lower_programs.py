@@ -27,6 +27,7 @@ from plait.lower import core
 from plait.lower.core import View
 from plait.lower.dtypes import FROM_TORCH, from_torch
 from plait.lower.graph import Lowered, lower_graph
+from plait.lower.memory import copy
 from plait.lower.pointwise import common_dtype
 from plait.lower.symbols import to_scalar_node, to_size
 from tests.lower_eval import Evaluate
@@ -647,7 +648,7 @@ def test_run_time_assertions() -> None:
 # ------------------------------------------------------------------------------------- falling back
 def test_a_failing_rule_falls_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(ctx: core.Lowering, x: View) -> View:
-        ctx.copy(x)
+        copy(ctx, x)
         raise ValueError("half-way")
 
     monkeypatch.setitem(core.RULES, torch.ops.aten.sin.default, broken)
@@ -663,7 +664,7 @@ def test_a_failing_rule_falls_back_and_leaves_nothing(monkeypatch: pytest.Monkey
 def test_a_rule_with_a_wrong_result_falls_back(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     def rule(ctx: core.Lowering, x: View) -> Any:
         if wrong == "shape":
-            return ctx.copy(x.remap((3, 16), lambda v: (0, 0)))
+            return copy(ctx, x.remap((3, 16), lambda v: (0, 0)))
         return (
             ctx.pointwise(x.shape, FROM_TORCH[torch.int64], lambda ops, i: ops.index(i[0]))
             if wrong == "dtype"

@@ -30,6 +30,8 @@ from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
 from plait.lower.found import Found, truth
 from plait.lower.hop import call_higher_order
+from plait.lower.integers import define_functions
+from plait.lower.memory import strided, tensor_arg
 from plait.lower.symbols import is_found_float, to_size
 
 # What a rule may raise and still leave the compiler standing: the op becomes an extern call, with
@@ -84,7 +86,7 @@ def _called(calls: Calls, node: torch.fx.Node) -> Value:
     ctx.node, ctx.origin = node, (_origin(node),)
     args = tuple(value_of(ctx, a) for a in node.args)
     kwargs = {k: value_of(ctx, v) for k, v in node.kwargs.items()}
-    ctx.define_functions()  # before the first that relies on their ranges
+    define_functions(ctx)  # before the first that relies on their ranges
     value = _lower(calls, node, args, kwargs)
     if bound:
         calls.found.bind(node, value, where_of(node))
@@ -176,7 +178,7 @@ def _moved(calls: Calls, x: View, where: str) -> View:
     ctx = calls.ctx
     found = calls.host_copies.get((x, where))
     if found is None:
-        given = ctx.tensor_arg(x)
+        given = tensor_arg(ctx, x)
         out = ctx.new_buffer(x.dtype, (), device=where, fixed=True)
         device = (("device", Scalar("device", where)),)
         ctx.ops.append(
@@ -235,7 +237,7 @@ def _settle(calls: Calls, value: Value, val: Any) -> Value:
                 raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
             calls.found.check_shape(value.shape, shape)
             value = value.remap(shape, lambda v: v)
-        if dtype not in LOOP_DTYPES and dtype != opaque and calls.ctx.strided(value) is None:
+        if dtype not in LOOP_DTYPES and dtype != opaque and strided(calls.ctx, value) is None:
             raise NoRule(f"a view of {dtype} elements that no strides describe")
         return value
     if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):

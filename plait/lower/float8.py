@@ -18,6 +18,7 @@ from plait.ir.loops import Alias, Node
 from plait.ir.maths import eq, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, View
+from plait.lower.memory import alias
 
 _SIGN, _NAN, _INFINITY = 0x80000000, 0x7FC00000, 0x7F800000
 
@@ -146,11 +147,11 @@ def _bytes(ctx: Lowering, x: View) -> View:
             other = ctx.buffers[op.base if op.out == x.buf else op.out]
             if (other.dtype, other.shape, other.strides) == (u8, b.shape, b.strides):
                 return View(other.name, u8, x.shape, x.vars, x.index)
-    seen = ctx.alias(ctx.whole(x.buf), u8, b.shape, b.strides, 0)
+    seen = alias(ctx, ctx.whole(x.buf), u8, b.shape, b.strides, 0)
     return View(seen.buf, u8, x.shape, x.vars, x.index)
 
 
 def _seen(ctx: Lowering, codes: View, want: DType) -> View:
     """A buffer of bytes as one of float8 elements."""
     b = ctx.buffers[codes.buf]
-    return ctx.alias(codes, want, b.shape, b.strides, 0)
+    return alias(ctx, codes, want, b.shape, b.strides, 0)

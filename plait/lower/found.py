@@ -22,6 +22,8 @@ from plait.ir import expr
 from plait.ir.dtypes import i64
 from plait.ir.expr import INF, Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
+from plait.lower.integers import define_functions, is_found_size, item
+from plait.lower.memory import copy
 from plait.lower.symbols import (
     Binding,
     bindings,
@@ -50,7 +52,7 @@ class Found:
 
         Raises Unsupported for one that cannot be read from its value."""
         made = bindings(node)
-        self.ctx.define_functions()
+        define_functions(self.ctx)
         origin = f"{where} {node.target}".strip()
         for b in made:
             if _atom(b.found).name in self.ctx.floats:
@@ -77,14 +79,14 @@ class Found:
     def _copied(self, node: torch.fx.Node, value: Value) -> Value:
         if not isinstance(value, View) or self.ctx.is_whole(value) or not _begins_at_found(node):
             return value
-        return self.ctx.copy(value, tuple(map(to_size, node.meta["val"].stride())))
+        return copy(self.ctx, value, tuple(map(to_size, node.meta["val"].stride())))
 
     def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
         """Asserts that a rule's result has the sizes that were traced, where these depend on
         numbers found at run time; guards look at all others."""
-        self.ctx.define_functions()
+        define_functions(self.ctx)
         for a, b in zip(made, traced, strict=True):
-            if a != b and self.ctx.is_found(a, b):
+            if a != b and is_found_size(self.ctx, a, b):
                 origin = "; ".join(self.ctx.origin)
                 self._assert(
                     expr.compare("eq", a, b),
@@ -215,7 +217,7 @@ class Found:
                     found = expr.symbol(s.name, lo=-INF)
             else:
                 found = to_size(env.replace(s), env)
-                self.ctx.define_functions()
+                define_functions(self.ctx)
             if found is None or any(
                 a.name not in self.ctx.symbols for a in expr.free_symbols(found)
             ):
@@ -235,7 +237,7 @@ def truth(ctx: Lowering, condition: sympy.Basic, env: Any) -> Size:
     holds = ctx.pointwise(
         (), i64, lambda ops, i: ops.cast(to_truth(ops, condition, env, floats), i64)
     )
-    return ctx.item(holds, expr.symbol(f"{holds.buf}_holds", lo=0, hi=1))
+    return item(ctx, holds, expr.symbol(f"{holds.buf}_holds", lo=0, hi=1))
 
 
 def _begins_at_found(node: torch.fx.Node) -> bool:

@@ -25,6 +25,8 @@ from plait.lower.calls import Calls, lower_call, where_of
 from plait.lower.core import Lowering, View
 from plait.lower.found import Found
 from plait.lower.inputs import Inputs, add_constant, add_input, define_symbols, example_sizes
+from plait.lower.integers import define_functions
+from plait.lower.memory import finish_mutations
 from plait.lower.results import Result, lower_results
 from plait.lower.symbols import definitions
 from plait.lower.wide import take_out_wide
@@ -89,7 +91,7 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
             ctx.env[node] = add_constant(ctx, inputs, captured.graph, node)
         elif node.op == "output":
             results = lower_results(ctx, captured, inputs, placeholders, node)
-            ctx.finish_mutations()
+            finish_mutations(ctx)
             for fence in calls.last_fences:
                 lower_call(calls, fence)
         elif node.op != "placeholder":
@@ -104,7 +106,7 @@ def _lowered(
     placeholders: Sequence[torch.fx.Node],
     results: tuple[Result, ...],
 ) -> Lowered:
-    ctx.define_functions()
+    define_functions(ctx)
     ops, wide = take_out_wide(ctx.ops, ctx.buffers.values(), ctx.symbols)
     ctx.symbols |= wide
     donated = (inputs.names[k] for k in captured.donated_inputs)

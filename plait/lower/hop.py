@@ -28,6 +28,7 @@ from plait.ir.expr import Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
 from plait.lower.inplace import count_uses, may_write
+from plait.lower.memory import copy
 from plait.lower.pycall import call_python
 from plait.lower.symbols import to_size
 
@@ -131,7 +132,7 @@ def _target(ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[An
     if count_uses(ctx, args, x.buf) == 1 and may_write(ctx, x, strides):
         ctx.fix_layout(x.buf)
         return x
-    return ctx.copy(x, strides, fixed=True)
+    return copy(ctx, x, strides, fixed=True)
 
 
 def _is_plain(view: Any) -> bool:

@@ -23,6 +23,7 @@ from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
 from plait.lower.inplace import is_scattered, may_write, strides_like
+from plait.lower.integers import item, require_index
 from plait.lower.shape import all_of, broadcast, compare, fit, result, scalar
 from plait.lower.view import clamp_start, wrap_dim, wrap_index
 
@@ -108,7 +109,7 @@ def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, 
 
     index = at_least_1d(index)
     wrong = ctx.reduce((), index.shape, "sum", is_outside)
-    found = ctx.item(wrong, expr.symbol(f"{wrong.buf}_found", lo=0))
+    found = item(ctx, wrong, expr.symbol(f"{wrong.buf}_found", lo=0))
     ctx.assert_true(expr.smax(from_zero(rest), expr.compare("le", found, 0)), says, error=error)
 
 
@@ -288,7 +289,7 @@ def _written(
     """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites
     in the end (of a cache little changes) and what comes of it. None for others: readers inline a
     choice between x and src."""
-    mine = is_scattered(ctx, x.buf) or ctx.is_input(x.buf)
+    mine = is_scattered(ctx, x.buf) or x.buf in ctx.input_buffers
     if not mine or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
         return None
     ops, vars_ = Recorder(), loop_vars("i", src.shape)
@@ -303,7 +304,7 @@ def _written(
 @lower(aten.select_scatter.default)
 def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> View:
     d = wrap_dim(dim, len(x.shape))
-    ctx.require_index(index, d, x.shape[d])
+    require_index(ctx, index, d, x.shape[d])
     at = wrap_index(index, x.shape[d])
     src = fit(ctx, src, (*x.shape[:d], *x.shape[d + 1 :]), _UNEQUAL)
     written = _written(ctx, x, src, lambda i: (*i[:d], at, *i[d:]))

@@ -16,6 +16,7 @@ import torch.fx
 from plait.ir.expr import Size
 from plait.ir.loops import Alias, Extern, Pointwise, Reduction, Scan, Scatter
 from plait.lower.core import Lowering, Value, View
+from plait.lower.memory import owner_of
 from plait.lower.view import dense_order
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     these strides."""
     if not ctx.is_whole(x) or ctx.buffers[x.buf].strides != strides:
         return False
-    if ctx.is_input(x.buf):
+    if x.buf in ctx.input_buffers:
         if x.buf not in ctx.donated and not _is_overwritten(ctx, x.buf):
             return False
     elif not _is_own(ctx, x.buf):
@@ -68,7 +69,7 @@ def buffers_of(value: Value) -> Iterator[str]:
 
 def count_uses(ctx: Lowering, values: Sequence[Value], buf: str) -> int:
     """How many tensors among the values lie in the memory of a buffer."""
-    return sum(ctx.memory(name) == ctx.memory(buf) for v in values for name in buffers_of(v))
+    return sum(owner_of(ctx, name) == owner_of(ctx, buf) for v in values for name in buffers_of(v))
 
 
 def _is_own(ctx: Lowering, buf: str) -> bool:

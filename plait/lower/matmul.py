@@ -23,6 +23,7 @@ from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern, call_op
+from plait.lower.memory import copied_once
 from plait.lower.shape import broadcast, scalar
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ def _aligned(ctx: Lowering, x: View, flops: Size) -> View:
     pays = _pays_a_copy(b, flops)
     if b.fixed:
         return (
-            replace(x, buf=ctx.copied_once(ctx.whole(x.buf), strides).buf)
+            replace(x, buf=copied_once(ctx, ctx.whole(x.buf), strides).buf)
             if pays and ctx.cfg.kernels
             else x
         )

@@ -15,6 +15,7 @@ from plait.ir.expr import Expr, Size
 from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
+from plait.lower.memory import strided, tensor_arg
 from plait.lower.symbols import bindings, to_size
 
 NO = Scalar("none")
@@ -135,13 +136,13 @@ def _tensor_operand(
     if x.dtype == opaque or ctx.buffers[x.buf].dtype == opaque:
         return TensorArg(x.buf, x.shape, ctx.buffers[x.buf].strides, 0)
     if in_place or x.dtype not in LOOP_DTYPES:
-        found = ctx.strided(x)
+        found = strided(ctx, x)
         if found is None:
             raise Unsupported(
                 f"an operator needs the memory of a view of {x.buf} that no strides describe"
             )
         return found
-    return ctx.tensor_arg(x, strides, shared)
+    return tensor_arg(ctx, x, strides, shared)
 
 
 # ----------------------------------------------------------------------------------------------

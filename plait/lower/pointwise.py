@@ -695,7 +695,7 @@ def _copy(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View
 
 @lower(aten.copy_.default, any_dtype=True)
 def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
-    if not (ctx.is_whole(x) and ctx.is_input(x.buf)):
+    if not (ctx.is_whole(x) and x.buf in ctx.input_buffers):
         raise NoRule("a copy into something that is no input")
     if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
         raise NoRule(f"{src.dtype} to {x.dtype}")
@@ -703,5 +703,5 @@ def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> Vie
     if repeats(ctx.node.args[0].meta["val"]):  # type: ignore[union-attr]  # which elements were written is lost
         raise NoRule(SHARED)
     value = convert(ctx, src, x.dtype, x.shape)
-    ctx.mutate(x.buf, value)
+    ctx.mutations.append((x.buf, value))  # views of it see what it held before
     return x if any(user.op == "output" for user in ctx.node.users) else value

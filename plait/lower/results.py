@@ -25,6 +25,7 @@ from plait.lower.calls import value_of
 from plait.lower.core import Lowering, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.inputs import Inputs
+from plait.lower.memory import alias, copy, lay_out, owner_of, seen_as, tensor_arg
 from plait.lower.operands import is_object_input
 from plait.lower.symbols import is_ragged, to_scalar_node, to_size
 from plait.lower.view import bytes_behind
@@ -113,15 +114,15 @@ def _own_memory(r: _Results, root: torch.fx.Node, seen: bool) -> None:
     if root.op != "call_function" or not isinstance(view, View) or not r.ctx.cfg.kernels:
         return
     storage = compat.tracing.storage_of(like)
-    memory = r.ctx.memory(view.buf)
+    memory = owner_of(r.ctx, view.buf)
     part = not expr.known_eq(_nbytes(r.ctx, memory), expr.numel(view.shape) * view.dtype.nbytes)
     if not part and not seen:
         return
     shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
     taken = not part and r.owners.setdefault(memory, storage) != storage
-    if _repeats(shape, strides) or not (taken or part or not r.ctx.lay_out(view, strides)):
+    if _repeats(shape, strides) or not (taken or part or not lay_out(r.ctx, view, strides)):
         return
-    r.ctx.env[root] = r.ctx.copy(view, strides, fixed=True)
+    r.ctx.env[root] = copy(r.ctx, view, strides, fixed=True)
     r.owners[r.ctx.env[root].buf] = storage
 
 
@@ -133,11 +134,11 @@ def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
         return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
     strides = tuple(to_size(s) for s in val.stride())
     storage = compat.tracing.storage_of(_root(node).meta["val"])
-    out = r.ctx.tensor_arg(x, strides, shared=True)
-    memory = r.ctx.memory(out.buf)
+    out = tensor_arg(r.ctx, x, strides, shared=True)
+    memory = owner_of(r.ctx, out.buf)
     if memory in r.ctx.constants or r.owners.get(memory, storage) != storage:
-        out = r.ctx.tensor_arg(r.ctx.copy(x), strides)
-    r.owners.setdefault(r.ctx.memory(out.buf), storage)
+        out = tensor_arg(r.ctx, copy(r.ctx, x), strides)
+    r.owners.setdefault(owner_of(r.ctx, out.buf), storage)
     return out
 
 
@@ -154,7 +155,7 @@ def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
         at = (val.shape, val.stride(), val.storage_offset())
     shape, strides, dtype = *(tuple(map(to_size, n)) for n in at[:2]), from_torch(val.dtype)
     if not relative:
-        x = r.ctx.alias(r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
+        x = alias(r.ctx, r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
         return TensorArg(x.buf, shape, strides, 0)
     first = bytes_behind(r.placeholders[view.input].meta["val"], at[2], val)
     return _aliased(r, name, dtype, shape, strides, first)
@@ -194,7 +195,7 @@ def _in_root(r: _Results, x: View, node: torch.fx.Node) -> TensorArg | None:
         return None
     if root.op != "placeholder" and _repeats(tuple(map(to_size, like.shape)), strides):
         return None
-    memory = r.ctx.tensor_arg(view, strides)
+    memory = tensor_arg(r.ctx, view, strides)
     within = memory.offset * view.dtype.nbytes
     first = within + bytes_behind(like, val.storage_offset(), val)
     dtype = from_torch(val.dtype)
@@ -213,7 +214,7 @@ def _aliased(
     first: Size,
 ) -> TensorArg:
     """Memory of a buffer, from its byte `first` on, as a new tensor of this element type."""
-    view = r.ctx.seen_as(r.ctx.whole(buf), dtype, shape, strides, first)
+    view = seen_as(r.ctx, r.ctx.whole(buf), dtype, shape, strides, first)
     return TensorArg(view.buf, shape, strides, 0)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from plait.ir.expr import Expr, Size, compare
 from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.integers import item
 from plait.lower.symbols import bindings, is_found_float, to_size, unranged
 
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
         assert found.symbol is not None
         ctx.floats[found.symbol.name] = x.remap((), lambda _: (0,) * len(x.shape))
         return val
-    ctx.item(x, found)
+    item(ctx, x, found)
     return to_size(val)
 
 

@@ -16,6 +16,7 @@ from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
+from plait.lower.memory import copy
 from plait.lower.pointwise import convert
 from plait.lower.view import wrap_dim
 
@@ -73,7 +74,7 @@ def cumprod(ctx: Lowering, x: View, dim: int, *, dtype: torch.dtype | None = Non
 
 def _extreme(ctx: Lowering, x: View, dim: int, kind: str) -> tuple[View | None, ...]:
     if not x.shape:
-        return ctx.copy(x), ctx.pointwise((), i64, lambda ops, i: ops.const(0, i64))
+        return copy(ctx, x), ctx.pointwise((), i64, lambda ops, i: ops.const(0, i64))
     wide = u8 if x.dtype == b1 else compute_dtype(x.dtype)
     value, at = _scan(ctx, x, dim, kind, wide, (True, True))
     assert value is not None

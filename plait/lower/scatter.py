@@ -32,6 +32,7 @@ from plait.lower.index import (
     require_some,
 )
 from plait.lower.inplace import strides_like
+from plait.lower.memory import copy
 from plait.lower.pointwise import convert
 from plait.lower.shape import fit, result, scalar
 from plait.lower.view import wrap_dim
@@ -66,7 +67,7 @@ def scatter_loop(
         return ctx.pointwise(
             base.shape, base.dtype, lambda ops, i: ops.cast(total.load(ops, i), base.dtype), kept
         )
-    start = base if ctx.is_whole(base) else ctx.copy(base)
+    start = base if ctx.is_whole(base) else copy(ctx, base)
     ops, vars_ = Recorder(), loop_vars("i", shape)
     point, value = body(ops, vars_)
     if value.dtype != base.dtype:
@@ -112,7 +113,7 @@ def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str)
     src = at_least_1d(src) if isinstance(src, View) else src
     d = wrap_dim(dim, len(flat.shape))
     if len(index.shape) != len(flat.shape):  # eager allows it where nothing is written
-        return ctx.copy(x)
+        return copy(ctx, x)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         value = src.load(ops, i) if isinstance(src, View) else scalar(ctx, ops, src, x.dtype)

@@ -19,6 +19,8 @@ from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
+from plait.lower.integers import is_found_size, require_index
+from plait.lower.memory import alias, owner_of, seen_as, tensor_arg
 from plait.lower.symbols import bindings, to_size
 
 aten = torch.ops.aten
@@ -236,7 +238,7 @@ def _slice(
 @lower(aten.narrow_copy.default, any_dtype=True)
 def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
-    if ctx.is_found(start, length, x.shape[dim]):
+    if is_found_size(ctx, start, length, x.shape[dim]):
         raise NoRule(
             "a part of a tensor that depends on its values"
         )  # ATen checks that there is one
@@ -256,7 +258,7 @@ def wrap_index(index: Size, size: Size) -> Size:
 @lower(aten.select.int, any_dtype=True)
 def _select(ctx: Lowering, x: View, dim: int, index: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
-    ctx.require_index(index, dim, x.shape[dim])
+    require_index(ctx, index, dim, x.shape[dim])
     at = wrap_index(index, x.shape[dim])
     return x.remap((*x.shape[:dim], *x.shape[dim + 1 :]), lambda v: (*v[:dim], at, *v[dim:]))
 
@@ -326,7 +328,7 @@ def _as_strided(
     if offset is None:
         offset = to_size(source.meta["val"].storage_offset())
     shape = tuple(size)
-    if ctx.is_found(*shape, *stride, offset, *x.shape):
+    if is_found_size(ctx, *shape, *stride, offset, *x.shape):
         raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
     inside = offset - first
@@ -349,8 +351,8 @@ def _as_strided(
     if not given:
         raise _beyond()
     if storage_offset is None:
-        return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
-    return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
+        return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
+    return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 
 def _beyond() -> Unsupported:
@@ -437,9 +439,9 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     assert isinstance(given, torch.fx.Node)
     if from_torch(given.meta["val"].dtype) != x.dtype:
         raise NoRule("memory of an element type that loops do not know")
-    memory = ctx.tensor_arg(x, tuple(to_size(s) for s in given.meta["val"].stride()))
+    memory = tensor_arg(ctx, x, tuple(to_size(s) for s in given.meta["val"].stride()))
     strides = tuple(to_size(s) for s in ctx.out_meta().stride())
-    root = ctx.memory(memory.buf)
+    root = owner_of(ctx, memory.buf)
     if to.nbytes > x.dtype.nbytes and root in ctx.input_buffers:
         if 0 in x.shape:  # no element is there to tell where: PyTorch counts on, from the input
             like, base = given.meta["val"], base_of(given).meta["val"]
@@ -448,7 +450,7 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
         else:
             _require_place(ctx, memory.buf, memory.offset * x.dtype.nbytes, x.dtype, to)
     first = memory.offset * x.dtype.nbytes
-    return ctx.seen_as(ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
+    return seen_as(ctx, ctx.whole(memory.buf), to, ctx.out_shape(), strides, first)
 
 
 def bytes_behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:

@@ -158,7 +158,7 @@ def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
         x = alias(r.ctx, r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
         return TensorArg(x.buf, shape, strides, 0)
     first = bytes_behind(r.placeholders[view.input].meta["val"], at[2], val)
-    return _aliased(r, name, dtype, shape, strides, first)
+    return _aliased(r, TensorArg(name, shape, strides, 0), dtype, first)
 
 
 def _nbytes(ctx: Lowering, buf: str) -> Size:
@@ -200,21 +200,17 @@ def _in_root(r: _Results, x: View, node: torch.fx.Node) -> TensorArg | None:
     first = within + bytes_behind(like, val.storage_offset(), val)
     dtype = from_torch(val.dtype)
     shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
+    found = TensorArg(memory.buf, shape, strides, first // dtype.nbytes)
     if dtype == r.ctx.buffers[memory.buf].dtype:
-        return TensorArg(memory.buf, shape, strides, first // dtype.nbytes)
-    return _aliased(r, memory.buf, dtype, shape, strides, first)
+        return found
+    return _aliased(r, found, dtype, first)
 
 
-def _aliased(
-    r: _Results,
-    buf: str,
-    dtype: DType,
-    shape: tuple[Size, ...],
-    strides: tuple[Size, ...],
-    first: Size,
-) -> TensorArg:
-    """Memory of a buffer, from its byte `first` on, as a new tensor of this element type."""
-    view = seen_as(r.ctx, r.ctx.whole(buf), dtype, shape, strides, first)
+def _aliased(r: _Results, like: TensorArg, dtype: DType, first: Size) -> TensorArg:
+    """Memory of like's buffer, from its byte `first` on, as a new tensor of this element type and
+    with like's sizes and strides."""
+    shape, strides = like.shape, like.strides
+    view = seen_as(r.ctx, r.ctx.whole(like.buf), dtype, shape, strides, first)
     return TensorArg(view.buf, shape, strides, 0)
 
 
@@ -227,8 +223,7 @@ def _distinct(r: _Results, node: torch.fx.Node, out: TensorArg) -> TensorArg:
     if not is_input and out not in r.given:
         return out
     dtype = out.dtype or b.dtype
-    first = out.offset * dtype.nbytes
-    return _aliased(r, b.name, dtype, out.shape, out.strides, first)
+    return _aliased(r, out, dtype, out.offset * dtype.nbytes)
 
 
 def _knows(ctx: Lowering, layout: tuple[Any, ...]) -> bool:

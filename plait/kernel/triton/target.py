@@ -76,9 +76,6 @@ class TritonTarget:
         keys = [_key(k, unaligned) for k in kernels]
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
-        if cfg.verifies:
-            for k in distinct.values():
-                legalize(k, verifies=True)
         capability = {
             device: compute_capability(device, cfg) for device in {k.device for k in kernels}
         }
@@ -87,7 +84,7 @@ class TritonTarget:
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
         tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
         made = {
-            key: _unit(k, symbols[key], key, tuned.get(key), capability)
+            key: _unit(k, symbols[key], key, tuned.get(key), capability, cfg.verifies)
             for key, k in distinct.items()
         }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
@@ -121,10 +118,15 @@ def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
 
 
 def _unit(
-    kernel: Kernel, symbol: str, key: Key, tile: Tile | None, capability: Mapping[str, int]
+    kernel: Kernel,
+    symbol: str,
+    key: Key,
+    tile: Tile | None,
+    capability: Mapping[str, int],
+    verifies: bool = False,
 ) -> TritonKernel:
     early = capability[key.device] >= EARLY
-    return replace(emit_kernel(kernel, symbol, tile, early), aligned=key.aligned)
+    return replace(emit_kernel(kernel, symbol, tile, early, verifies), aligned=key.aligned)
 
 
 def _tuned(
@@ -206,17 +208,22 @@ def machine_capability(machine: str) -> int:
 
 
 def emit_kernel(
-    kernel: Kernel, symbol: str, tile: Tile | None = None, early: bool = False
+    kernel: Kernel,
+    symbol: str,
+    tile: Tile | None = None,
+    early: bool = False,
+    verifies: bool = False,
 ) -> TritonKernel:
-    """The module of one kernel. tile: other than the planned one. Raises Unsupported where points
-    collide in a way that Triton has no atomic for."""
+    """The module of one kernel. tile: other than the planned one. verifies: what was decided is
+    checked before it is printed. Raises Unsupported where points collide in a way that Triton has
+    no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
         if not isinstance(s, Store) or s.mode in ("store", "sum"):
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
-    linear = _space(kernel)
+    linear = _space(kernel, verifies)
     tile = tile or plan_tile(linear)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
@@ -243,8 +250,8 @@ def emit_kernel(
     )
 
 
-def _space(kernel: Kernel) -> LinearKernel:
-    return drop_picks(legalize(kernel))
+def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:
+    return drop_picks(legalize(kernel, verifies))
 
 
 def _is_wide(linear: LinearKernel, tile: Tile) -> bool:

@@ -121,7 +121,7 @@ def run_kernel(
         x = space.whole(s.value)
         if isinstance(s, Reduce):
             if s.running:
-                space.accs[s.name] = interp.running_array(s.kind, x)
+                space.accs[s.name] = interp.running_array(s.kind, x, s.value.dtype)
             else:
                 found = interp.reduce_array(s.kind, x, s.value.dtype, n_inner)
                 space.accs.update({s.name + suffix: value for suffix, value in found.items()})

@@ -15,6 +15,7 @@ from plait.ir.dtypes import DTYPES, LOOP_DTYPES, DType, b1, f32, i64
 from plait.ir.loops import Buffer, apply, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.record import Recorder
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.cpu.target import CppTarget, emit_library
 from plait.kernel.null import NullTarget
 from plait.runtime.philox import philox_words
@@ -54,7 +55,7 @@ def specials(d: DType) -> list[float]:
     if d == b1:
         return [0, 1]
     if d.is_int:
-        low, high = interp._least(d), interp._greatest(d)
+        low, high = REDUCTIONS["max"].identity(d), REDUCTIONS["min"].identity(d)
         return [
             0,
             1,

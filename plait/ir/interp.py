@@ -20,6 +20,7 @@ from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
 from plait.ir.expr import Atom, Expr, Size, fold
 from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
+from plait.ir.reductions import REDUCTIONS
 
 Array = NDArray[Any]
 Memory = dict[str, Array]
@@ -115,11 +116,6 @@ def _shift(kind: str, a: Array, b: Array) -> Array:
     return np.where(inside, np.right_shift(a, amount), beyond)
 
 
-def _minmax(kind: str) -> Callable[[Array, Array], Array]:
-    fn = {"min": np.minimum, "max": np.maximum, "fmin": np.fmin, "fmax": np.fmax}[kind]
-    return lambda a, b: np.asarray(fn(a, b))
-
-
 def _pymod(a: Array, b: Array) -> Array:
     m = np.fmod(a, b)
     return np.where((m != 0) & ((m < 0) != (b < 0)), m + b, m)
@@ -147,7 +143,7 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     **{k: (lambda a, b, k=k: _divide(k, a, b)) for k in ("floordiv", "truncdiv", "mod", "rem")},
     "fmod": np.fmod, "pymod": _pymod,
     **{k: (lambda a, b, k=k: _shift(k, a, b)) for k in ("shl", "shr")},
-    **{k: _minmax(k) for k in ("min", "max", "fmin", "fmax")},
+    "min": np.minimum, "max": np.maximum, "fmin": np.fmin, "fmax": np.fmax,
     "max_first": lambda a, b: np.asarray(np.where((b > a) | (b != b), b, a)),
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "where": np.where, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
@@ -331,42 +327,23 @@ def reduce_array(kind: str, x: Array, d: DType, n_inner: int) -> dict[str, Array
 
 
 def _reduce_flat(kind: str, x: Array, d: DType) -> Array:
-    if kind in ("argmax", "argmin"):
+    row = REDUCTIONS[kind]
+    if row.extreme:
         if x.shape[-1] == 0:
             return np.zeros(x.shape[:-1], np.int64)
-        return np.asarray((np.argmax if kind == "argmax" else np.argmin)(x, axis=-1)).astype(
-            np.int64
-        )
-    fns: dict[str, Any] = {
-        "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-        "any": np.logical_or, "all": np.logical_and, "xor": np.bitwise_xor,
-    }  # fmt: skip
-    start = {"max": _least(d), "min": _greatest(d)}.get(kind)
-    if start is not None:
-        first = np.full((*x.shape[:-1], 1), start).astype(x.dtype)
-        return np.asarray(fns[kind].reduce(np.concatenate([first, x], -1), axis=-1))
-    return np.asarray(fns[kind].reduce(x, axis=-1)).astype(x.dtype)
+        find = {"gt": np.argmax, "lt": np.argmin}[row.op]
+        return np.asarray(find(x, axis=-1)).astype(np.int64)
+    combine: Any = EVALUATE[row.op]
+    first = x.dtype.type(row.identity(d))
+    return np.asarray(combine.reduce(x, axis=-1, dtype=x.dtype, initial=first))
 
 
-def _least(d: DType) -> float:
-    if d.is_float:
-        return -math.inf
-    return -(1 << (8 * d.nbytes - 1)) if d.kind == "i" else 0
-
-
-def _greatest(d: DType) -> float:
-    if d.is_float:
-        return math.inf
-    return 1 if d == b1 else (1 << (8 * d.nbytes - (d.kind == "i"))) - 1
-
-
-def running_array(kind: str, x: Array) -> Array:
-    """The inclusive scan of x along its last axis. float32 sums and products accumulate in double,
-    as eager's do."""
-    fns: dict[str, Any] = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
-    fns["logaddexp"] = np.logaddexp
-    wide = x.astype(np.float64) if x.dtype == np.float32 and kind in ("sum", "prod") else x
-    return np.asarray(fns[kind].accumulate(wide, axis=-1)).astype(x.dtype)
+def running_array(kind: str, x: Array, d: DType) -> Array:
+    """The inclusive scan of x, of dtype d, along its last axis."""
+    row = REDUCTIONS[kind]
+    wide = x.astype(np.promote_types(x.dtype, numpy_type(row.accumulates(d, running=True))))
+    combine: Any = EVALUATE[row.op]
+    return np.asarray(combine.accumulate(wide, axis=-1, dtype=wide.dtype)).astype(x.dtype)
 
 
 def write(
@@ -384,13 +361,7 @@ def write(
         return
     if mode == "sum":  # of all points that have this place, or none
         memory[...] = 0
-    fn: Any = {
-        "add": np.add,
-        "mul": np.multiply,
-        "min": np.minimum,
-        "max": np.maximum,
-        "sum": np.add,
-    }[mode]
+    fn = EVALUATE["add" if mode == "sum" else mode]
     for o, x in zip(flat[0], flat[1], strict=True):
         with np.errstate(all="ignore"):
             old = from_memory(memory[o : o + 1], d)
@@ -425,7 +396,9 @@ def run_loop(
             writes.append((loop.out, loop.index, args, x, mask, loop.mode))
         case Scan():
             values = np.moveaxis(
-                running_array(loop.kind, np.moveaxis(x, loop.axis, -1)), -1, loop.axis
+                running_array(loop.kind, np.moveaxis(x, loop.axis, -1), loop.body.dtype),
+                -1,
+                loop.axis,
             )
             results = [values, *([_last_equal(x, values, loop.axis)] if len(loop.outs) > 1 else [])]
             for out, value in zip(loop.outs, results, strict=True):

@@ -315,7 +315,8 @@ class Pointwise:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """outs[m][vars] = (m-th result of) kind over all rvars of body. vars are i0.., rvars r0...
+    """outs[m][vars] = (m-th result of) kind, a row of REDUCTIONS, over all rvars of body. vars are
+    i0.., rvars r0...
 
     One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced
     axes are NOT kept in outs; a keepdim result is a view. body's dtype is the accumulation dtype;
@@ -352,9 +353,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum',
-    'prod', 'max', 'min', 'logaddexp'. outs: (values,) or, for max and min, (values, positions i64
-    as PyTorch's cummax: the last of equal ones)."""
+    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: a row of
+    REDUCTIONS that scans. outs: (values,) or, for max and min, (values, positions i64 as PyTorch's
+    cummax: the last of equal ones)."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]

@@ -185,27 +185,6 @@ SPECIAL: dict[str, str] = {
 # Nodes that can make the call fail.
 CHECKED = ("bounded", "nonzero")
 
-# How values combine in a reduction. Identities are in plait/schedule/plan.py.
-REDUCTIONS: dict[str, str] = {
-    "sum": (
-        "floating sums accumulate in the body's dtype with error no worse than eager's pairwise sum"
-    ),
-    "prod": "product",
-    "max": "NaN wins",
-    "min": "NaN wins",
-    "any": "logical or of b1",
-    "all": "logical and of b1",
-    "xor": "xor of integers",
-    "argmax": (
-        "i64 position (row-major over the reduced axes) of the first maximum; a NaN counts as "
-        "greatest, first NaN wins"
-    ),
-    "argmin": "i64 position of the first minimum; first NaN wins",
-    "welford": (
-        "three results: mean, m2 = sum of squared deviations, count (all of the body's float dtype)"
-    ),
-}
-
 ATOMICS: dict[str, tuple[str, ...]] = {
     "add": ("f16", "bf16", "f32", "f64", "i32", "i64", "u32", "u64"),
     "min": ("i32", "i64", "u32", "u64"),

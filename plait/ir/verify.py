@@ -7,313 +7,270 @@ runs it in tests and when debugging.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
 from plait.ir.checks import ERRORS, Bound
-from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, f64, i64
+from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.expr import Atom, Expr, Size, free_symbols
-from plait.ir.ops import CHECKED, OPS, REDUCTIONS, SPECIAL
+from plait.ir.ops import CHECKED, OPS, SPECIAL
+from plait.ir.reductions import REDUCTIONS
 
 # Ops that may stand on half types: they move values and do not compute.
 _MOVES = frozenset({"where"})
-_SCANS = frozenset({"sum", "prod", "max", "min", "logaddexp"})
 _MODES = frozenset({"store", "add", "mul", "min", "max"})
 
 
 def verify(program: ir.LoopProgram, passname: str) -> None:
     """Checks the whole program. Raises InternalError naming the pass."""
-    _Verify(program, passname).run()
+    known, op = _Known(program), None
+    try:
+        _start(known)
+        for op in program.ops:
+            _op(known, op)
+        op = None
+        _end(known)
+    except _Fault as e:
+        name = "" if op is None else f" in {_name(op)}"
+        raise InternalError(f"after {passname}: {e}{name}") from None
 
 
-class _Verify:
-    def __init__(self, program: ir.LoopProgram, passname: str) -> None:
-        self.program, self.passname = program, passname
-        self.defined: set[str] = set()
-        self.parts: set[str] = set()
-        self.seen: dict[ir.Node, frozenset[Atom]] = {}
-        self.op: ir.Op | None = None
+class _Fault(Exception):
+    """A broken rule, in words."""
 
-    def fail(self, what: str) -> InternalError:
-        name = "" if self.op is None else f" in {_name(self.op)}"
-        return InternalError(f"after {self.passname}: {what}{name}")
 
-    def run(self) -> None:
-        p = self.program
-        for name, buf in p.buffers.items():
-            if name != buf.name or len(buf.shape) != len(buf.strides):
-                raise self.fail(f"buffer {buf} under the name {name}")
-        for given in p.inputs:
-            if isinstance(given, str):
-                self.define(given)
-            elif given is not None and given[1] not in p.symbols:
-                raise self.fail(f"the int input {given[1]} is no symbol of the program")
-        for name in p.constants:
-            self.define(name)
-        for op in p.ops:
-            self.op = op
-            self.check(op)
-        self.op = None
-        for out in p.outputs:
-            self.operand(out)
-            if isinstance(out, ir.Number) and self.buffer(out.buf).dtype not in (f64, b1):
-                raise self.fail(f"{out.buf} is no float and no bool")
-        if unknown := [d for d in p.donated if d not in p.inputs]:
-            raise self.fail(f"donated buffers that are no inputs: {unknown}")
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known at a place of the program.
 
-    # ---- buffers and sizes
-    def buffer(self, name: str) -> ir.Buffer:
-        if name not in self.program.buffers:
-            raise self.fail(f"buffer {name} is not declared")
-        return self.program.buffers[name]
+    defined: the buffers that have a value.
+    pieces: those of them that several loops define together.
+    checked: nodes, with the loop variables that they were checked under.
+    """
 
-    def define(self, name: str) -> None:
-        self.buffer(name)
-        if name in self.defined:
-            raise self.fail(f"buffer {name} is defined twice")
-        self.defined.add(name)
+    program: ir.LoopProgram
+    defined: set[str] = field(default_factory=set)
+    pieces: set[str] = field(default_factory=set)
+    checked: dict[ir.Node, frozenset[Atom]] = field(default_factory=dict)
 
-    def use(self, name: str) -> None:
-        if name not in self.defined:
-            raise self.fail(f"buffer {name} is read before it is defined")
 
-    def sizes(self, exprs: Iterable[Size], allowed: frozenset[Atom] = frozenset()) -> None:
-        """Every symbol is a size symbol of the program or one of those allowed."""
-        for e in exprs:
-            for a in free_symbols(e):
-                if a not in allowed and a.name not in self.program.symbols:
-                    raise self.fail(
-                        f"the symbol {a} in {e} is neither a loop variable nor a size symbol"
-                    )
+def _start(known: _Known) -> None:
+    p = known.program
+    for name, buf in p.buffers.items():
+        if name != buf.name or len(buf.shape) != len(buf.strides):
+            raise _Fault(f"buffer {buf} under the name {name}")
+    for given in p.inputs:
+        if isinstance(given, str):
+            _define(known, given)
+        elif given is not None and given[1] not in p.symbols:
+            raise _Fault(f"the int input {given[1]} is no symbol of the program")
+    for name in p.constants:
+        _define(known, name)
 
-    def space(self, vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
-        """The symbols of loop variables, which must be distinct and (if a shape is given) range
-        over it."""
-        atoms = [v.symbol for v in vars_]
-        found = frozenset(a for a in atoms if a is not None and a.extent is not None)
-        if len(found) != len(vars_):
-            raise self.fail(f"loop variables {vars_} are not distinct symbols with extents")
-        if shape is not None:
-            extents = tuple(a.extent for a in atoms if a is not None)
-            if extents != tuple(shape):
-                raise self.fail(
-                    f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}"
-                )
-        return found
 
-    # ---- ops
-    def check(self, op: ir.Op) -> None:
-        if isinstance(op, ir.Pointwise):
-            self.pointwise(op)
-        elif isinstance(op, ir.Reduction):
-            self.reduction(op)
-        elif isinstance(op, ir.Scatter):
-            self.scatter(op)
-        elif isinstance(op, ir.Scan):
-            self.scan(op)
-        elif isinstance(op, ir.Extern):
-            self.extern(op)
-        elif isinstance(op, ir.Alias):
-            self.use(op.base)
-            self.sizes((op.offset,))
-            self.define(op.out)
-        elif isinstance(op, ir.Item):
-            self.use(op.buf)
-            if op.name not in self.program.symbols:
-                raise self.fail(f"{op.name} is no symbol of the program")
-        elif isinstance(op, ir.Assert):
-            self.sizes((op.expr, *op.values))
-            if op.error not in ERRORS:
-                raise self.fail(f"an assertion that raises {op.error!r}")
-        elif isinstance(op, ir.Mutate):
-            self.mutate(op)
+def _end(known: _Known) -> None:
+    p = known.program
+    for out in p.outputs:
+        _operand(known, out)
+        if isinstance(out, ir.Number) and _buffer(known, out.buf).dtype not in (f64, b1):
+            raise _Fault(f"{out.buf} is no float and no bool")
+    if unknown := [d for d in p.donated if d not in p.inputs]:
+        raise _Fault(f"donated buffers that are no inputs: {unknown}")
 
-    def pointwise(self, op: ir.Pointwise) -> None:
-        out = self.buffer(op.out)
-        if op.index is None:
-            atoms = self.space(op.vars, out.shape)
-            self.define(op.out)
-        else:
-            atoms = self.space(op.vars)
-            if len(op.index) != len(out.shape):
-                raise self.fail(f"{len(op.index)} indices for the shape {out.shape}")
-            self.sizes(op.index, atoms)
-            if op.out not in self.parts:
-                self.define(op.out)
-                self.parts.add(op.out)
-        self.body(op.body, atoms)
-        if op.body.dtype != out.dtype:
-            raise self.fail(f"the body gives {op.body.dtype}, the buffer holds {out.dtype}")
 
-    def reduction(self, op: ir.Reduction) -> None:
-        if op.kind not in REDUCTIONS:
-            raise self.fail(f"no reduction {op.kind}")
-        if len(op.outs) > (3 if op.kind == "welford" else 1):
-            raise self.fail(f"{len(op.outs)} results of {op.kind}")
-        atoms = self.space((*op.vars, *op.rvars))
-        self.body(op.body, atoms)
-        wants = b1 if op.kind in ("any", "all") else None
-        if op.body.dtype in (f16, bf16) or (wants is not None and op.body.dtype != wants):
-            raise self.fail(f"{op.kind} over {op.body.dtype}")
-        dtype = i64 if op.kind in ("argmax", "argmin") else op.body.dtype
-        for name in op.outs:
-            if name is not None:
-                self.define(name)
-                self.space(op.vars, self.buffer(name).shape)
-                if self.buffer(name).dtype != dtype:
-                    raise self.fail(f"{name} holds {self.buffer(name).dtype}, not {dtype}")
+# -------------------------------------------------------------------------------- buffers and sizes
+def _buffer(known: _Known, name: str) -> ir.Buffer:
+    if name not in known.program.buffers:
+        raise _Fault(f"buffer {name} is not declared")
+    return known.program.buffers[name]
 
-    def scatter(self, op: ir.Scatter) -> None:
-        out, base = self.buffer(op.out), self.buffer(op.base)
-        self.use(op.base)
-        if (
-            (out.shape, out.dtype) != (base.shape, base.dtype)
-            or op.body.dtype != out.dtype
-            or op.mode not in _MODES
-        ):
-            raise self.fail(f"scatter ({op.mode}) of {op.body.dtype} into {out} based on {base}")
-        atoms = self.space(op.vars)
-        for n in (op.body, *op.index_args, *(() if op.mask is None else (op.mask,))):
-            self.body(n, atoms)
-        self.indices(op.index, len(out.shape), op.index_args, atoms)
-        if op.mask is not None and op.mask.dtype != b1:
-            raise self.fail(f"a mask of {op.mask.dtype}")
-        if op.out != op.base:  # else it updates its base in place
-            self.define(op.out)
 
-    def scan(self, op: ir.Scan) -> None:
-        if op.kind not in _SCANS or not 0 <= op.axis < len(op.vars):
-            raise self.fail(f"scan {op.kind} over axis {op.axis}")
-        self.body(op.body, self.space(op.vars))
-        for k, name in enumerate(op.outs):
-            if name is not None:
-                out = self.buffer(name)
-                self.space(op.vars, out.shape)
-                if out.dtype != (i64 if k else op.body.dtype):
-                    raise self.fail(f"{name} holds {out.dtype}")
-                self.define(name)
+def _define(known: _Known, name: str | None) -> None:
+    if name is None:
+        return
+    _buffer(known, name)
+    if name in known.defined:
+        raise _Fault(f"buffer {name} is defined twice")
+    known.defined.add(name)
 
-    def extern(self, op: ir.Extern) -> None:
-        for a in (*op.args, *(v for _, v in op.kwargs)):
-            self.operand(a)
-        for name in (*op.aliases, *op.mutates):
-            self.use(name)
-        for _, name in op.symbols:
-            if name not in self.program.symbols:
-                raise self.fail(f"{name} is no symbol of the program")
-        for out in op.outs:
-            if out is not None:
-                self.define(out)
 
-    def mutate(self, op: ir.Mutate) -> None:
-        self.use(op.target)
-        self.use(op.source)
-        a, b = self.buffer(op.target), self.buffer(op.source)
-        if (
-            op.target not in self.program.inputs
-            or a.dtype != b.dtype
-            or len(a.shape) != len(b.shape)
-        ):
-            raise self.fail(f"{a} cannot take the value of {b}")
+def _use(known: _Known, name: str) -> None:
+    if name not in known.defined:
+        raise _Fault(f"buffer {name} is read before it is defined")
 
-    def operand(self, a: ir.ExternArg) -> None:
-        if isinstance(a, ir.TensorArg):
-            self.use(a.buf)
-            self.sizes((*a.shape, *a.strides, a.offset))
-            if len(a.shape) != len(a.strides):
-                raise self.fail(f"operand {a}")
-        elif isinstance(a, ir.ListArg):
-            for item in a.items:
-                self.operand(item)
-        elif isinstance(a, Expr):
-            self.sizes((a,))
 
-    # ---- nodes
-    def body(self, root: ir.Node, atoms: frozenset[Atom]) -> None:
-        for n in ir.walk((root,)):
-            if self.seen.get(n) != atoms:
-                self.seen[n] = atoms
-                self.node(n, atoms)
+def _symbol(known: _Known, name: str) -> None:
+    if name not in known.program.symbols:
+        raise _Fault(f"{name} is no symbol of the program")
 
-    def node(self, n: ir.Node, atoms: frozenset[Atom]) -> None:
-        if n.dtype not in LOOP_DTYPES:
-            raise self.fail(f"a node of {n.dtype}")
-        if n.op in OPS:
-            self.table_node(n)
-        elif n.op == "load":
-            self.load(n, atoms)
-        elif n.op == "index":
-            self.indices(ir.index_exprs(n), 1, n.args, atoms)
-        elif n.op in CHECKED:
-            self.checked(n)
-        elif n.op not in SPECIAL:
-            raise self.fail(f"no op {n.op}")
-        elif len(n.args) != (1 if n.op in ("cast", "bitcast") else 0):
-            raise self.fail(f"{n.op} with {len(n.args)} arguments")
-        elif n.op == "bitcast" and n.dtype.nbytes != n.args[0].dtype.nbytes:
-            raise self.fail(f"a bitcast of {n.args[0].dtype} to {n.dtype}")
 
-    def checked(self, n: ir.Node) -> None:
-        """A node that can make the call fail: (value) or (value, mask), with a known kind of
-        error."""
-        dtypes = [a.dtype for a in n.args]
-        check = ir.check_of(n)
-        if (
-            dtypes[:1] != [n.dtype]
-            or dtypes[1:] not in ([], [b1])
-            or not (n.dtype == i64 if n.op == "bounded" else n.dtype.is_int)
-            or isinstance(n.attr, Bound) != (n.op == "bounded")
-        ):
-            raise self.fail(f"{n}")
-        if check is None or check.error not in ERRORS:
-            raise self.fail(f"{n.op} fails with {check}")
+def _sizes(known: _Known, exprs: Iterable[Size], allowed: frozenset[Atom] = frozenset()) -> None:
+    """Every symbol is a size symbol of the program or one of those allowed."""
+    for e in exprs:
+        for a in free_symbols(e):
+            if a not in allowed and a.name not in known.program.symbols:
+                raise _Fault(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
 
-    def table_node(self, n: ir.Node) -> None:
-        row = OPS[n.op]
-        dtypes = [a.dtype for a in n.args]
-        if len(dtypes) != row.arity:
-            raise self.fail(f"{n.op} with {len(dtypes)} arguments")
-        try:
-            want = row.dtype(*dtypes)
-        except TypeError as e:
-            raise self.fail(f"{n.op}: {e}") from e
-        if n.dtype != want:
-            raise self.fail(f"{n.op} of {dtypes} has dtype {n.dtype}, the op table says {want}")
-        main = dtypes[-1]
-        if main.kind not in row.on or (main in (f16, bf16) and n.op not in _MOVES):
-            raise self.fail(f"{n.op} on {main}")
 
-    def load(self, n: ir.Node, atoms: frozenset[Atom]) -> None:
-        load = n.attr
-        if not isinstance(load, ir.Load):
-            raise self.fail(f"a load of {load}")
-        self.use(load.buf)
-        buf = self.buffer(load.buf)
-        if buf.dtype != n.dtype:
-            raise self.fail(f"a load of {n.dtype} from {buf}")
-        args = n.args
-        if load.masked:
-            if not args or args[-1].dtype != b1:
-                raise self.fail(f"a masked load without a mask: {n}")
-            args = args[:-1]
-        self.indices(load.index, len(buf.shape), args, atoms)
+def _operand(known: _Known, a: ir.ExternArg) -> None:
+    if isinstance(a, ir.TensorArg):
+        _use(known, a.buf)
+        _sizes(known, (*a.shape, *a.strides, a.offset))
+        if len(a.shape) != len(a.strides):
+            raise _Fault(f"operand {a}")
+    elif isinstance(a, ir.ListArg):
+        for item in a.items:
+            _operand(known, item)
+    elif isinstance(a, Expr):
+        _sizes(known, (a,))
 
-    def indices(
-        self, exprs: Sequence[Size], rank: int, args: Sequence[ir.Node], atoms: frozenset[Atom]
-    ) -> None:
-        """Index expressions over loop variables, size symbols and exactly the Arg symbols of
-        args."""
-        if len(exprs) != rank:
-            raise self.fail(
-                f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions"
+
+def _space(vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
+    """The symbols of loop variables, which must be distinct and (if a shape is given) range
+    over it."""
+    atoms = [v.symbol for v in vars_]
+    found = frozenset(a for a in atoms if a is not None and a.extent is not None)
+    if len(found) != len(vars_):
+        raise _Fault(f"loop variables {vars_} are not distinct symbols with extents")
+    if shape is not None:
+        extents = tuple(a.extent for a in atoms if a is not None)
+        if extents != tuple(shape):
+            raise _Fault(
+                f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}"
             )
-        found = {a for e in exprs for a in free_symbols(e) if ir.is_arg(a)}
-        if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
-            raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")
-        if any(a.dtype != i64 for a in args):
-            raise self.fail(f"an index argument that is not i64 in {tuple(exprs)}")
-        self.sizes(exprs, atoms | found)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- ops
+def _pointwise(known: _Known, op: ir.Pointwise) -> None:
+    out = _buffer(known, op.out)
+    atoms = _space(op.vars, out.shape if op.index is None else None)
+    if op.index is not None:
+        if len(op.index) != len(out.shape):
+            raise _Fault(f"{len(op.index)} indices for the shape {out.shape}")
+        _sizes(known, op.index, atoms)
+    _body(known, op.body, atoms)
+    if op.body.dtype != out.dtype:
+        raise _Fault(f"the body gives {op.body.dtype}, the buffer holds {out.dtype}")
+    if op.index is None or op.out not in known.pieces:
+        _define(known, op.out)
+    if op.index is not None:
+        known.pieces.add(op.out)
+
+
+def _reduction(known: _Known, op: ir.Reduction) -> None:
+    row = REDUCTIONS.get(op.kind)
+    if row is None:
+        raise _Fault(f"no reduction {op.kind}")
+    if len(op.outs) > len(row.parts):
+        raise _Fault(f"{len(op.outs)} results of {op.kind}")
+    _body(known, op.body, _space((*op.vars, *op.rvars)))
+    if op.body.dtype in (f16, bf16) or op.body.dtype.kind not in row.on:
+        raise _Fault(f"{op.kind} over {op.body.dtype}")
+    for name in op.outs:
+        _result(known, name, op.vars, row.gives(op.body.dtype))
+
+
+def _scan(known: _Known, op: ir.Scan) -> None:
+    row = REDUCTIONS.get(op.kind)
+    if row is None or not row.scans or not 0 <= op.axis < len(op.vars):
+        raise _Fault(f"scan {op.kind} over axis {op.axis}")
+    _body(known, op.body, _space(op.vars))
+    for k, name in enumerate(op.outs):
+        _result(known, name, op.vars, i64 if k else op.body.dtype)
+
+
+def _result(known: _Known, name: str | None, vars_: Sequence[Expr], dtype: DType) -> None:
+    if name is None:
+        return
+    out = _buffer(known, name)
+    _space(vars_, out.shape)
+    if out.dtype != dtype:
+        raise _Fault(f"{name} holds {out.dtype}, not {dtype}")
+
+
+def _scatter(known: _Known, op: ir.Scatter) -> None:
+    out, base = _buffer(known, op.out), _buffer(known, op.base)
+    if (
+        (out.shape, out.dtype) != (base.shape, base.dtype)
+        or op.body.dtype != out.dtype
+        or op.mode not in _MODES
+    ):
+        raise _Fault(f"scatter ({op.mode}) of {op.body.dtype} into {out} based on {base}")
+    atoms = _space(op.vars)
+    for n in (op.body, *op.index_args, *(() if op.mask is None else (op.mask,))):
+        _body(known, n, atoms)
+    _indices(known, op.index, len(out.shape), op.index_args, atoms)
+    if op.mask is not None and op.mask.dtype != b1:
+        raise _Fault(f"a mask of {op.mask.dtype}")
+    if op.out != op.base:  # else it updates its base in place
+        _define(known, op.out)
+
+
+def _extern(known: _Known, op: ir.Extern) -> None:
+    for a in (*op.args, *(v for _, v in op.kwargs)):
+        _operand(known, a)
+    for _, name in op.symbols:
+        _symbol(known, name)
+
+
+def _item(known: _Known, op: ir.Item) -> None:
+    _symbol(known, op.name)
+
+
+def _assert(known: _Known, op: ir.Assert) -> None:
+    if op.error not in ERRORS:
+        raise _Fault(f"an assertion that raises {op.error!r}")
+
+
+def _mutate(known: _Known, op: ir.Mutate) -> None:
+    a, b = _buffer(known, op.target), _buffer(known, op.source)
+    if op.target not in known.program.inputs or a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        raise _Fault(f"{a} cannot take the value of {b}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What holds of an op.
+
+    uses: gives the buffers that it reads or changes, which have a value.
+    sizes: gives its expressions on size symbols alone.
+    more: what else holds.
+    defines: gives the buffers that have their whole value by it.
+    """
+
+    uses: Callable[[Any], Iterable[str]] = lambda _: ()
+    sizes: Callable[[Any], Iterable[Size]] = lambda _: ()
+    more: Callable[[_Known, Any], None] = lambda known, op: None
+    defines: Callable[[Any], Iterable[str | None]] = lambda _: ()
+
+
+_RULES: dict[type, _Rule] = {
+    ir.Pointwise: _Rule(more=_pointwise),
+    ir.Reduction: _Rule(more=_reduction, defines=lambda op: op.outs),
+    ir.Scan: _Rule(more=_scan, defines=lambda op: op.outs),
+    ir.Scatter: _Rule(uses=lambda op: (op.base,), more=_scatter),
+    ir.Extern: _Rule(
+        lambda op: (*op.aliases, *op.mutates), more=_extern, defines=lambda op: op.outs
+    ),
+    ir.Alias: _Rule(lambda op: (op.base,), lambda op: (op.offset,), defines=lambda op: (op.out,)),
+    ir.Item: _Rule(uses=lambda op: (op.buf,), more=_item),
+    ir.Assert: _Rule(sizes=lambda op: (op.expr, *op.values), more=_assert),
+    ir.Mutate: _Rule(uses=lambda op: (op.target, op.source), more=_mutate),
+}
+
+
+def _op(known: _Known, op: ir.Op) -> None:
+    rule = _RULES[type(op)]
+    for name in rule.uses(op):
+        _use(known, name)
+    _sizes(known, rule.sizes(op))
+    rule.more(known, op)
+    for out in rule.defines(op):
+        _define(known, out)
 
 
 def _name(op: ir.Op) -> str:
@@ -322,3 +279,93 @@ def _name(op: ir.Op) -> str:
     if isinstance(op, (ir.Reduction, ir.Scan)):
         return f"{type(op).__name__} {op.outs}"
     return f"{op}"
+
+
+# -------------------------------------------------------------------------------------------- nodes
+def _body(known: _Known, root: ir.Node, atoms: frozenset[Atom]) -> None:
+    for n in ir.walk((root,)):
+        if known.checked.get(n) != atoms:
+            known.checked[n] = atoms
+            _node(known, n, atoms)
+
+
+def _node(known: _Known, n: ir.Node, atoms: frozenset[Atom]) -> None:
+    if n.dtype not in LOOP_DTYPES:
+        raise _Fault(f"a node of {n.dtype}")
+    if n.op in OPS:
+        _table_node(n)
+    elif n.op == "load":
+        _load(known, n, atoms)
+    elif n.op == "index":
+        _indices(known, ir.index_exprs(n), 1, n.args, atoms)
+    elif n.op in CHECKED:
+        _checked(n)
+    elif n.op not in SPECIAL:
+        raise _Fault(f"no op {n.op}")
+    elif len(n.args) != (1 if n.op in ("cast", "bitcast") else 0):
+        raise _Fault(f"{n.op} with {len(n.args)} arguments")
+    elif n.op == "bitcast" and n.dtype.nbytes != n.args[0].dtype.nbytes:
+        raise _Fault(f"a bitcast of {n.args[0].dtype} to {n.dtype}")
+
+
+def _checked(n: ir.Node) -> None:
+    """A node that can make the call fail: (value) or (value, mask), with a known kind of
+    error."""
+    dtypes = [a.dtype for a in n.args]
+    check = ir.check_of(n)
+    if (
+        dtypes[:1] != [n.dtype]
+        or dtypes[1:] not in ([], [b1])
+        or not (n.dtype == i64 if n.op == "bounded" else n.dtype.is_int)
+        or isinstance(n.attr, Bound) != (n.op == "bounded")
+    ):
+        raise _Fault(f"{n}")
+    if check is None or check.error not in ERRORS:
+        raise _Fault(f"{n.op} fails with {check}")
+
+
+def _table_node(n: ir.Node) -> None:
+    row = OPS[n.op]
+    dtypes = [a.dtype for a in n.args]
+    if len(dtypes) != row.arity:
+        raise _Fault(f"{n.op} with {len(dtypes)} arguments")
+    try:
+        want = row.dtype(*dtypes)
+    except TypeError as e:
+        raise _Fault(f"{n.op}: {e}") from e
+    if n.dtype != want:
+        raise _Fault(f"{n.op} of {dtypes} has dtype {n.dtype}, the op table says {want}")
+    main = dtypes[-1]
+    if main.kind not in row.on or (main in (f16, bf16) and n.op not in _MOVES):
+        raise _Fault(f"{n.op} on {main}")
+
+
+def _load(known: _Known, n: ir.Node, atoms: frozenset[Atom]) -> None:
+    load = n.attr
+    if not isinstance(load, ir.Load):
+        raise _Fault(f"a load of {load}")
+    _use(known, load.buf)
+    buf = _buffer(known, load.buf)
+    if buf.dtype != n.dtype:
+        raise _Fault(f"a load of {n.dtype} from {buf}")
+    args = n.args
+    if load.masked:
+        if not args or args[-1].dtype != b1:
+            raise _Fault(f"a masked load without a mask: {n}")
+        args = args[:-1]
+    _indices(known, load.index, len(buf.shape), args, atoms)
+
+
+def _indices(
+    known: _Known, exprs: Sequence[Size], rank: int, args: Sequence[ir.Node], atoms: frozenset[Atom]
+) -> None:
+    """Index expressions over loop variables, size symbols and exactly the Arg symbols of
+    args."""
+    if len(exprs) != rank:
+        raise _Fault(f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions")
+    found = {a for e in exprs for a in free_symbols(e) if ir.is_arg(a)}
+    if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
+        raise _Fault(f"indices {tuple(exprs)} with {len(args)} arguments")
+    if any(a.dtype != i64 for a in args):
+        raise _Fault(f"an index argument that is not i64 in {tuple(exprs)}")
+    _sizes(known, exprs, atoms | found)

@@ -20,7 +20,7 @@ from plait.config import Config
 from plait.devices import Facts, facts_of
 from plait.errors import Fallback, Rung
 from plait.ir import expr
-from plait.ir.dtypes import LOOP_DTYPES, DType, i64
+from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import (
     Assert,
@@ -30,18 +30,18 @@ from plait.ir.loops import (
     Op,
     Pointwise,
     Reduction,
+    const,
     loop_vars,
     walk,
 )  # fmt: skip
 from plait.ir.record import Recorder
+from plait.ir.reductions import REDUCTIONS
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.symbols import to_size
 
 Index = Sequence[Size]
 Body = Callable[[Recorder, tuple[Expr, ...]], Node]
 ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
-_OF_NOTHING = {"sum": 0, "prod": 1, "any": 0, "all": 1, "xor": 0}
-"""What reductions of no elements give."""
 
 
 class NoRule(Exception):
@@ -290,15 +290,11 @@ class Lowering:
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
         ops = Recorder()
         value = ops.kept(body(ops, vars_, rvars))
-        if (
-            0 in rshape and kind in _OF_NOTHING
-        ):  # a loop that reads nothing might still touch memory
-            return (
-                self.pointwise(
-                    shape, value.dtype, lambda ops, _: ops.const(_OF_NOTHING[kind], value.dtype)
-                ),
-            )
-        dtype = i64 if kind in ("argmax", "argmin") else value.dtype
+        row = REDUCTIONS[kind]
+        if 0 in rshape and row.merges:  # a loop that reads nothing might still touch memory
+            first = const(row.identity(value.dtype), value.dtype)
+            return (self.pointwise(shape, value.dtype, lambda ops, _: first),)
+        dtype = row.gives(value.dtype)
         names = tuple(self.new_buffer(dtype, shape) if want else None for want in outs)
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
         return tuple(None if n is None else self.whole(n) for n in names)

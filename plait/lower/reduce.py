@@ -19,6 +19,7 @@ from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import eq, isnan, maximum, ne, sqrt, where
 from plait.ir.record import Recorder
+from plait.ir.reductions import REDUCTIONS
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.pointwise import convert, operand
@@ -67,6 +68,12 @@ class Axes:
         assert out is not None
         return out
 
+    def accumulate(self, ctx: Lowering, kind: str, out: DType) -> View:
+        """x reduced by kind, in the dtype in which it accumulates those of `out`. Elements are
+        brought to `out` first, as eager does."""
+        wide = REDUCTIONS[kind].accumulates(out)
+        return self.reduce(ctx, kind, lambda ops, e: ops.cast(ops.cast(e, out), wide))
+
     def reduce_many(
         self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]
     ) -> tuple[View | None, ...]:
@@ -89,7 +96,7 @@ class Axes:
         def fill(number: int, of: DType) -> View:
             return ctx.pointwise((), of, lambda ops, i: ops.const(number, of))
 
-        if kind in ("argmax", "argmin"):
+        if REDUCTIONS[kind].extreme:
             return (fill(0, i64),)
         same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
         if kind == "welford":  # x - x is 0 for numbers and NaN for NaN and infinities
@@ -101,16 +108,6 @@ class Axes:
         return (same,)
 
 
-def _plain(ops: Recorder, x: Node) -> Node:
-    return x
-
-
-def accumulate_in(x: View, out: DType) -> Value:
-    """The element brought to the result's dtype, as eager does, and from there to what it is
-    accumulated in."""
-    return lambda ops, e: ops.cast(ops.cast(e, out), compute_dtype(out))
-
-
 # -------------------------------------------------------------------------------- sums and products
 @lower(aten.sum.default, aten.sum.dim_IntList)
 def _sum(
@@ -118,7 +115,7 @@ def _sum(
 ) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
-    total = axes.reduce(ctx, "sum", accumulate_in(x, out))
+    total = axes.accumulate(ctx, "sum", out)
     return axes.restore(convert(ctx, total, out), keepdim)
 
 
@@ -128,7 +125,7 @@ def _mean(
 ) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
-    total = axes.reduce(ctx, "sum", accumulate_in(x, out))
+    total = axes.accumulate(ctx, "sum", out)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         count = ops.cast(ops.index(axes.numel), total.dtype)
@@ -141,21 +138,19 @@ def _mean(
 def _prod(ctx: Lowering, x: View, dim: int | None = None, keepdim: bool = False, **_: Any) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
-    return axes.restore(convert(ctx, axes.reduce(ctx, "prod", accumulate_in(x, out)), out), keepdim)
+    return axes.restore(convert(ctx, axes.accumulate(ctx, "prod", out), out), keepdim)
 
 
 # -------------------------------------------------------------------------------- extrema and tests
 def _extremum(ctx: Lowering, axes: Axes, kind: str) -> View:
     dtype = axes.x.dtype
     if dtype == b1:
-        return axes.reduce(ctx, "any" if kind == "max" else "all", _plain)
-    return convert(ctx, axes.reduce(ctx, kind, accumulate_in(axes.x, dtype)), dtype)
+        return axes.reduce(ctx, "any" if kind == "max" else "all", lambda ops, e: e)
+    return convert(ctx, axes.accumulate(ctx, kind, dtype), dtype)
 
 
 def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
-    x = axes.x
-    compute = compute_dtype(x.dtype) if x.dtype != b1 else i64
-    return axes.reduce(ctx, kind, lambda ops, e: ops.cast(e, compute))
+    return axes.accumulate(ctx, kind, axes.x.dtype)
 
 
 _OF_SOMETHING = (

@@ -14,12 +14,13 @@ import torch
 
 from plait.devices import facts_of
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
-from plait.ir.dtypes import DType, b1, i64, u8
+from plait.ir.dtypes import b1, i64, u8
 from plait.ir.expr import Expr, Size, may_be_zero, numel, smin, symbol
 from plait.ir.loops import Node, Scatter, apply, loop_vars
 from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
+from plait.ir.reductions import REDUCTIONS
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
@@ -124,13 +125,10 @@ def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str)
 
 
 _REDUCE = {
-    "add": "add",
-    "multiply": "mul",
-    "sum": "add",
-    "prod": "mul",
-    "amax": "max",
+    "add": "sum", "multiply": "prod", "sum": "sum", "prod": "prod", "mean": "sum", "amax": "max",
     "amin": "min",
-}
+}  # fmt: skip
+"""What PyTorch calls a reduction -> its name in REDUCTIONS, whose op is the mode of the scatter."""
 
 
 @lower(aten.scatter.src, aten.scatter.value)
@@ -140,7 +138,7 @@ def scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any) -> View:
 
 @lower(aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter_with(ctx: Lowering, x: View, dim: int, index: View, src: Any, *, reduce: str) -> View:
-    return _scatter(ctx, x, dim, index, src, _REDUCE[reduce])
+    return _scatter(ctx, x, dim, index, src, REDUCTIONS[_REDUCE[reduce]].op)
 
 
 @lower(aten.scatter_add.default)
@@ -169,25 +167,6 @@ def scatter_reduce(
     )
 
 
-def _identity(reduce: str, dtype: DType) -> int | float:
-    """The value that changes nothing under a reduction."""
-    if reduce in ("sum", "mean"):
-        return 0
-    if reduce == "prod":
-        return 1
-    if dtype.is_float:
-        return float("-inf") if reduce == "amax" else float("inf")
-    bits = 8 * dtype.nbytes
-    low, high = (
-        (0, 1)
-        if dtype == b1
-        else (0, 2**bits - 1)
-        if dtype.kind == "u"
-        else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    )
-    return low if reduce == "amax" else high
-
-
 def _reduced(
     ctx: Lowering,
     x: View,
@@ -198,11 +177,12 @@ def _reduced(
 ) -> View:
     """The reductions of scatter_reduce and index_reduce. put(base, value, mode) scatters value into
     base."""
-    base = x if include_self else put(x, _identity(reduce, x.dtype), "store")
+    row = REDUCTIONS[_REDUCE[reduce]]
+    base = x if include_self else put(x, row.identity(x.dtype), "store")
     if (
         reduce != "mean" or 0 in x.shape
     ):  # the mean of nothing would drop the sum, and its check of indices
-        return put(base, src, _REDUCE.get(reduce, "add"))
+        return put(base, src, row.op)
     total = put(base, src, "add")
     ones = ctx.pointwise(
         x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype)

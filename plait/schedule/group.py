@@ -27,6 +27,7 @@ from plait.ir.loops import (
     rewrite,
     with_args,
 )
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import load_of, loop_outs, space
 from plait.schedule.plan import Reduce, Stmt, Store, part_of
 
@@ -190,9 +191,9 @@ def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
     if m.parts:
         return [Store(name, index, value, True, "sum")]
     out: list[Stmt] = [Reduce(name, loop.kind, value)]
-    parts = (".mean", ".m2", ".count") if loop.kind == "welford" else ("",)
-    dtype = i64 if loop.kind in ("argmax", "argmin") else value.dtype
-    for buf, part in zip(loop.outs, parts, strict=True):
+    row = REDUCTIONS[loop.kind]
+    dtype = row.gives(value.dtype)
+    for buf, part in zip(loop.outs, row.parts, strict=True):
         if buf is not None:
             acc = node("acc", (), name + part, dtype)
             out.append(Store(buf, index, acc, False))

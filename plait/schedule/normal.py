@@ -15,6 +15,7 @@ from typing import TypeVar
 from plait.ir import loops as ir
 from plait.ir.dtypes import i64
 from plait.ir.expr import Atom, Size
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import (
     Bodies,
     extent,
@@ -219,7 +220,7 @@ def _single(op: ir.Reduction) -> list[ir.Op]:
         # x - mean is 0 for numbers and NaN for NaN and infinities.
         off = ir.node("sub", (x, x))
         return _pointwise(op, env, (x, ir.node("mul", (off, off)), ir.const(1, x.dtype)))
-    if op.kind in ("argmax", "argmin"):
+    if REDUCTIONS[op.kind].extreme:
         return _pointwise(op, env, (ir.const(0, i64),))
     return _pointwise(op, env, (_alone(op),))
 

@@ -11,13 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
-from plait.ir.dtypes import DType, b1
 from plait.ir.expr import Expr, Size, free_symbols, symbol
 from plait.ir.loops import (
     Alias,
     Assert,
     Buffer,
-    Const,
     Extern,
     Item,
     LoopProgram,
@@ -32,29 +30,14 @@ from plait.ir.loops import (
 class Reduce:
     """Combines `value` over all rvars into the result `name`, one value per point of vars.
 
-    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name +
-    '.mean'], '.m2', '.count'). running=True (kinds sum, prod, max, min; one rvar): a scan:
-    acc[name] at full level is the combination of values up to and including this point."""
+    kind: a row of REDUCTIONS. Later statements read it as node acc[name], or acc[name + part] where
+    it has several results. running=True (kinds that scan; one rvar): acc[name] at full level is the
+    combination of values up to and including this point."""
 
     name: str
     kind: str
     value: Node
     running: bool = False
-
-
-def identity(kind: str, dtype: DType) -> Const:
-    """The value with which a reduction begins: combining it changes nothing."""
-    if kind in ("sum", "any", "xor"):
-        return 0
-    if kind in ("prod", "all"):
-        return 1
-    low = kind in ("max", "argmax")
-    if dtype.is_float:
-        return float("-inf") if low else float("inf")
-    if dtype == b1:
-        return not low
-    bits = dtype.nbytes * 8 - (dtype.kind == "i")
-    return ((1 << bits) - 1) if not low else -(1 << bits) if dtype.kind == "i" else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,10 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.record import inline
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.layout import flat_index, follow
-from plait.schedule.plan import identity
-
-MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")
-"""Kinds that a partial result of any length serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +214,8 @@ def _cut(
     fewer, more = near
     sizes = [extent(v) for v in op.rvars]
     whole = 0
-    position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
+    row = REDUCTIONS[op.kind]
+    position = bool(row.extreme)  # is counted in one axis of chunks
     while want >= 2 and whole < len(sizes) - 1 and not (position and whole):
         n = hint(sizes[whole], hints)
         if n > more * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
@@ -238,7 +236,7 @@ def _cut(
         return Cut(whole, even[0], size // even[0])
     if not along and kept is not None and want <= 4:
         return kept
-    if op.kind in MERGED and size > want:
+    if row.merges and size > want:
         rest = -(-size // want)
         rest = -(-rest // aligned) * aligned if last else rest
         return Cut(whole, -(-size // rest), rest) if rest < size else kept
@@ -263,6 +261,7 @@ class _Split:
 
     def __init__(self, op: Reduction, parts: Cut, buffers: dict[str, Buffer], hints: Hints) -> None:
         self.op, self.parts, self.buffers = op, parts, buffers
+        self.row = REDUCTIONS[op.kind]
         sizes = tuple(extent(v) for v in op.rvars)
         self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
         if parts.chunks != 1:
@@ -294,7 +293,7 @@ class _Split:
             return inline(node("load", (), Load("body", index), dtype), producer)
         inside = node("lt", (node("index", (), at, i64), _number(size)))
         value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)
-        return node("where", (inside, value, const(identity(self.op.kind, dtype), dtype)))
+        return node("where", (inside, value, const(self.row.identity(dtype), dtype)))
 
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
@@ -323,7 +322,7 @@ class _Split:
     def ops(self) -> list[Op]:
         if self.op.kind == "welford":
             return self._welford()
-        if self.op.kind in ("argmax", "argmin"):
+        if self.row.extreme:
             return self._position()
         partial = self.buffer("part", self.value.dtype, self.shape)
         return [
@@ -345,7 +344,7 @@ class _Split:
         (out,) = self.op.outs
         assert out is not None
         return [
-            self.first(kind[3:], (best,)),
+            self.first(self.row.extreme, (best,)),
             self.first(kind, (place,)),
             self.second(kind, (chunk,), best),
             self.pointwise(out, node("add", (before, inside))),

@@ -12,13 +12,11 @@ from collections.abc import Iterable
 from plait.errors import InternalError
 from plait.ir.expr import Atom, Size, free_symbols
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
-from plait.ir.ops import REDUCTIONS
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, output_buffers
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
 from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, stmt_roots, walkers
-
-_PARTS = {"welford": (".mean", ".m2", ".count")}
 
 
 def verify_plan(plan: Plan) -> None:
@@ -144,11 +142,11 @@ class _KernelVerifier:
     def reduce(self, s: Reduce, done: set[str]) -> None:
         if s.running and len(self.rvars) != 1:
             raise self.fail(f"{s.name} runs over {len(self.rvars)} axes")
-        if not self.rvars or (s.kind not in REDUCTIONS and s.kind != "logaddexp"):
+        if not self.rvars or s.kind not in REDUCTIONS:
             raise self.fail(f"{s.name} cannot be reduced by {s.kind}")
         if s.name in done:
             raise self.fail(f"{s.name} is reduced twice")
-        done.update((s.name, *(s.name + part for part in _PARTS.get(s.kind, ()))))
+        done.update(s.name + part for part in REDUCTIONS[s.kind].parts)
 
     def store(self, s: Store) -> None:
         if len(s.index) != len(self.plan.buffers[s.buf].shape):

@@ -13,6 +13,7 @@ from plait.devices import DEVICES
 from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, numel, total
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, load_of, node_cost
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Reduce, Stmt
@@ -24,8 +25,7 @@ TURNED, TURNED_STORE = 2.0, 6.0  # contiguous along another axis
 STRIDED, STRIDED_STORE = 7.0, 10.0
 MASKED_STRIDED = 35.0
 DIVIDED = 15.0  # its position is a quotient or remainder
-# Cycles of a point of a reduction besides its value, and of bringing a row to one result.
-REDUCING = {"welford": 2.5, "argmax": 8.0, "argmin": 8.0}
+# Cycles of a point of a scan besides its value, and of bringing a row to one result.
 RUNNING = 7.0
 ROW = 100.0
 
@@ -63,7 +63,7 @@ def kernel_work_ns(
             cycles[deepest] += wide * node_cost(n)
     for s in stmts:
         if isinstance(s, Reduce):
-            cycles[-1] += RUNNING if s.running else REDUCING.get(s.kind, 0.0)
+            cycles[-1] += RUNNING if s.running else REDUCTIONS[s.kind].cycles
             cycles[len(vars_)] += ROW
         else:
             inside = axes if s.full else axes[: len(vars_)]

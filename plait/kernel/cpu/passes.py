@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from plait.ir.expr import Atom, Size, bounds, coefficient
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.cost import hint
 from plait.schedule.legalize.cut_passes import cut_passes
 from plait.schedule.legalize.linear import (
@@ -180,7 +181,7 @@ def _candidates(nest: Nest) -> Iterator[tuple[Atom, bool]]:
     yield from ((a, False) for a in vars_)
     if any(s.running for s in nest.reduces()) and len(rvars) > 1:
         return
-    positions = any(s.kind in ("argmax", "argmin") for s in nest.reduces())
+    positions = any(REDUCTIONS[s.kind].extreme for s in nest.reduces())
     yield from ((a, True) for a in (rvars[-1:] if positions else rvars))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from plait.ir.dtypes import DType, b1, f32, f64, i64
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import Const, Node, node
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.cpu.expr import (
     Parts,
     ctype,
@@ -28,18 +29,7 @@ from plait.kernel.cpu.expr import (
 )
 from plait.kernel.cpu.values import Values
 from plait.schedule.legalize.linear import extent
-from plait.schedule.plan import Reduce, identity
-
-_OP = {
-    "sum": "add",
-    "prod": "mul",
-    "max": "max",
-    "min": "min",
-    "any": "or",
-    "all": "and",
-    "xor": "xor",
-}
-_ARG = {"argmax": "gt", "argmin": "lt"}
+from plait.schedule.plan import Reduce
 
 
 class Accumulators:
@@ -58,12 +48,12 @@ class Accumulators:
             vector = self.sums[s.name].vector
             for rep in range(reps if vector else 1):
                 d = s.value.dtype
-                first = identity(s.kind, d)
+                first = REDUCTIONS[s.kind].identity(d)
                 if self.sums[s.name].long:
                     self.whole[s.name, rep] = self._declare(f64, first, vector)
                     continue
                 self.now[s.name, rep] = self._declare(d, first, vector)
-                if s.kind in _ARG:
+                if REDUCTIONS[s.kind].extreme:
                     self.positions[s.name, rep] = self._declare(i64, 0, vector)
                 if s.running:
                     v.acc_values[s.name, rep] = self.now[s.name, rep]
@@ -109,17 +99,17 @@ class Accumulators:
                 v.line(f"{name} = {text};")
             return
         value = v.vector(s.value) if vector else v.get(s.value)
-        if s.kind in _ARG:
+        if REDUCTIONS[s.kind].extreme:
             self._update_position(s, value, vector)
             return
         if s.running:
             v.depth_of[s.name] = len(v.chain) - 1
         if not vector:  # of equal ones (0. and -0.) the first, but the last of a running extreme
             both = (value[0], acc[0]) if s.running else (acc[0], value[0])
-            v.line(f"{acc[0]} = {scalar_op(_OP[s.kind], d, both, d)};")
+            v.line(f"{acc[0]} = {scalar_op(REDUCTIONS[s.kind].op, d, both, d)};")
             return
         if v.tail and v.nest.inner:
-            rest = splat(literal(identity(s.kind, d), d), d)
+            rest = splat(literal(REDUCTIONS[s.kind].identity(d), d), d)
             value = vector_op("where", d, (("lm",), value, rest), d)
         if s.running and v.nest.inner:
             self._scan(s, acc, value)
@@ -128,7 +118,7 @@ class Accumulators:
         # for the accumulator. Of equal ones (0. and -0.) they give the second, which is the last
         # one that a running minimum wants.
         pair = (acc, value) if s.running else (value, acc)
-        for name, text in zip(acc, vector_op(_OP[s.kind], d, pair, d), strict=True):
+        for name, text in zip(acc, vector_op(REDUCTIONS[s.kind].op, d, pair, d), strict=True):
             v.line(f"{name} = {text};")
 
     def _fuses(self, s: Reduce) -> bool:
@@ -155,12 +145,12 @@ class Accumulators:
         best, at = self.now[s.name, rep], self.positions[s.name, rep]
         here = self._position()
         if not vector:
-            better = scalar_op(_ARG[s.kind], d, (value[0], best[0]), b1)
+            better = scalar_op(REDUCTIONS[s.kind].op, d, (value[0], best[0]), b1)
             if d.is_float:
                 better = f"{better} || ({value[0]} != {value[0]} && {best[0]} == {best[0]})"
             v.line(f"if ({better}) {{ {best[0]} = {value[0]}; {at[0]} = {v.get(here)[0]}; }}")
             return
-        better = vector_op(_ARG[s.kind], d, (value, best), b1)[0]
+        better = vector_op(REDUCTIONS[s.kind].op, d, (value, best), b1)[0]
         if d.is_float:
             nan = vector_op("isnan", d, (value,), b1)[0]
             better = f"{better} | ({nan} & ~{vector_op('isnan', d, (best,), b1)[0]})"
@@ -190,18 +180,18 @@ class Accumulators:
             vector = self.sums[s.name].vector
             if not (vector and v.nest.inner):
                 for rep in range(reps if vector else 1):
-                    found = self.positions if s.kind in _ARG else self.now
+                    found = self.positions if REDUCTIONS[s.kind].extreme else self.now
                     v.acc_values[s.name, rep] = (
                         self._rounded(s, rep) if self.sums[s.name].long else found[s.name, rep]
                     )
-            elif s.kind in _ARG:
+            elif REDUCTIONS[s.kind].extreme:
                 v.acc_values[s.name, 0] = (self._first_best(s, reps),)
             else:
                 v.acc_values[s.name, 0] = (self._across(s, reps),)
 
     def _across(self, s: Reduce, reps: int) -> str:
         """All copies, registers and lanes combined into one scalar."""
-        v, op, long = self.v, _OP[s.kind], self.sums[s.name].long
+        v, op, long = self.v, REDUCTIONS[s.kind].op, self.sums[s.name].long
         d = f64 if long else s.value.dtype
         parts = [
             (p,) for rep in range(reps) for p in (self.whole if long else self.now)[s.name, rep]
@@ -237,7 +227,7 @@ class Accumulators:
                     v.line(f"st_{type_}({array} + {rep * v.lanes + k * v.lanes // 2}, {p});")
         value, where = v.name("a"), v.name("a")
         v.line(f"{t} {value} = {best}[0]; i64 {where} = {at}[0];")
-        x, sign = f"{best}[k]", ">" if s.kind == "argmax" else "<"
+        x, sign = f"{best}[k]", {"gt": ">", "lt": "<"}[REDUCTIONS[s.kind].op]
         nans = (f"({x} != {x})", f"({value} != {value})") if d.is_float else ("false", "false")
         better = f"{x} {sign} {value} || ({nans[0]} && !{nans[1]})"
         equal = f"{x} == {value} || ({nans[0]} && {nans[1]})"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.passes import Passes
 from plait.kernel.triton.tiles import Tile, held_dtypes
 from plait.schedule.legalize.linear import LinearKernel
@@ -49,7 +50,7 @@ class Accumulator:
     @property
     def is_arg(self) -> bool:
         """Whether it gives a position."""
-        return self.reduce.kind.startswith("arg")
+        return REDUCTIONS[self.reduce.kind].extreme != ""
 
 
 def choose_accumulators(

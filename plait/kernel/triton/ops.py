@@ -16,6 +16,7 @@ from collections.abc import Callable
 from plait.ir.dtypes import DType, b1, bf16, f32, i32
 from plait.ir.loops import Const
 from plait.ir.ops import OPS
+from plait.ir.reductions import REDUCTIONS
 
 Row = str | Callable[[DType, tuple[str, ...]], str]
 
@@ -152,19 +153,13 @@ def bitcast(text: str, new: DType) -> str:
     return f"{text}.to({TYPES[new.name]}, bitcast=True)"
 
 
-_COMBINE = {
-    "sum": "p_add", "prod": "p_mul", "max": "p_max", "min": "p_min", "xor": "p_xor",
-    "any": "p_max", "all": "p_min",
-}  # fmt: skip
-
-
 def combiner(kind: str, d: DType, running: bool = False) -> str:
     """The helper that combines two values of a reduction, in any order; of a running one in theirs,
     so that of -0.0 and 0.0 the later is the extreme, as in eager."""
-    name = _COMBINE[kind]
-    if running and d.is_float and kind in ("max", "min"):
-        return f"{name}_last"
-    return f"{name}_nan" if d.is_float and kind in ("max", "min") else name
+    op = {"or": "max", "and": "min"}.get(REDUCTIONS[kind].op, REDUCTIONS[kind].op)
+    if d.is_float and op in ("max", "min"):
+        return f"p_{op}_last" if running else f"p_{op}_nan"
+    return f"p_{op}"
 
 
 # ------------------------------------------------------------------------------------------ helpers

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from plait.ir.dtypes import DType, i64
+from plait.ir.dtypes import DType, b1, i64
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator
 from plait.kernel.triton.ops import TYPES, combiner, literal, render
 from plait.kernel.triton.passes import offset_from, scale_of
 from plait.kernel.triton.values import Values
-from plait.schedule.plan import Reduce, identity
+from plait.schedule.plan import Reduce
 
 _LAST = 2**63 - 1
 """A position behind all others."""
@@ -61,7 +62,7 @@ class Reductions:
             return f"tl.reduce(({block}, {position}), 1, p_{s.kind})[1][:, None]"
         if s.kind == "sum" and d.is_float:
             return f"tl.sum({block}, 1)[:, None]"
-        if s.kind in ("any", "all"):
+        if d == b1:
             word = self.lines.define(f"{block}.to(tl.int32)", inner)
             return f"(tl.reduce({word}, 1, {combiner(s.kind, d)})[:, None] != 0)"
         return f"tl.reduce({block}, 1, {combiner(s.kind, d)})[:, None].to({TYPES[d.name]})"
@@ -104,8 +105,9 @@ class Reductions:
             self.lines.add(f"{both} = p_{kind}({both}, {block}, {position})", True)
         elif a.how is Accumulation.PEAK:
             self._peak(a, block)
-        elif kind in ("any", "all"):
-            self.lines.add(f"{names[0]} = {names[0]} {'|' if kind == 'any' else '&'} {block}", True)
+        elif a.reduce.value.dtype == b1:
+            sign = {"or": "|", "and": "&"}[REDUCTIONS[kind].op]
+            self.lines.add(f"{names[0]} = {names[0]} {sign} {block}", True)
         else:
             fn = combiner(kind, a.reduce.value.dtype)
             self.lines.add(f"{names[0]} = {fn}({names[0]}, {block})", True)
@@ -198,4 +200,4 @@ class Reductions:
 
 def _first(s: Reduce) -> str:
     """What a reduction begins with."""
-    return literal(identity(s.kind, s.value.dtype), s.value.dtype)
+    return literal(REDUCTIONS[s.kind].identity(s.value.dtype), s.value.dtype)

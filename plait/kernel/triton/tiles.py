@@ -16,6 +16,7 @@ from plait.ir import expr
 from plait.ir.dtypes import DType
 from plait.ir.expr import Atom, Size
 from plait.ir.loops import Node, walk
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Store, walkers
@@ -194,7 +195,7 @@ def _reduction(linear: LinearKernel, votes: dict[Atom, int]) -> Tile:
 def _rows_of(linear: LinearKernel, votes: dict[Atom, int]) -> _Rows:
     outer = _fastest_last(linear.vars, votes)
     reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
-    ordered = any(s.running or s.kind in ("argmax", "argmin") for s in reductions)
+    ordered = any(s.running or REDUCTIONS[s.kind].extreme for s in reductions)
     inner = linear.rvars if ordered else _fastest_last(linear.rvars, votes)
     rows = _known(trip_count(outer))
     column = (

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from plait.ir.dtypes import f32, f64, i32, i64
+from plait.ir.dtypes import f64, i64
 from plait.ir.expr import Size, product
 from plait.ir.loops import Node, cast, const, node, rewrite, with_args
+from plait.ir.reductions import REDUCTIONS
 from plait.schedule.legalize.linear import LinearKernel, extent, map_stmt
 from plait.schedule.plan import Reduce, Stmt
 
@@ -37,10 +38,10 @@ def expand_reductions(linear: LinearKernel) -> LinearKernel:
         if isinstance(s, Reduce) and s.kind == "welford":
             stmts.extend(_welford(s, count, accs))
         elif isinstance(s, Reduce) and _is_rewritten(s):
-            narrow = s.value.dtype
-            wide = f64 if s.running else f32 if narrow.is_float else i32
+            row, narrow = REDUCTIONS[s.kind], s.value.dtype
+            wide = row.accumulates(narrow, s.running)
             stmts.append(replace(s, value=cast(s.value, wide)))
-            if s.kind in ("max", "min", "sum", "prod"):
+            if not row.extreme:
                 accs[s.name] = cast(node("acc", (), s.name, wide), narrow)
         else:
             stmts.append(s)
@@ -49,10 +50,8 @@ def expand_reductions(linear: LinearKernel) -> LinearKernel:
 
 
 def _is_rewritten(s: Reduce) -> bool:
-    if s.running:  # eager's cumsum and cumprod of float32 accumulate in double
-        return s.value.dtype == f32 and s.kind in ("sum", "prod")
-    narrow = s.value.dtype.name in ("f16", "bf16", "b1") and s.kind not in ("any", "all")
-    return s.kind == "welford" or narrow
+    d = s.value.dtype
+    return s.kind == "welford" or REDUCTIONS[s.kind].accumulates(d, s.running) != d
 
 
 def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:

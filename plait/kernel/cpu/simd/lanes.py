@@ -4,6 +4,8 @@ tiles. Masks have lanes 0 or -1."""
 from __future__ import annotations
 
 from plait.ir.dtypes import DTYPES
+from plait.ir.ops import OPS
+from plait.ir.reductions import REDUCTIONS
 from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, either, fn, n_lanes
 from plait.runtime.toolchain import Isa
 
@@ -90,13 +92,13 @@ def rearranged(isa: Isa) -> dict[str, str]:
 
 
 _COMBINE = {
-    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "v_max_{t}({0}, {1})",
-    "min": "v_min_{t}({0}, {1})", "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
+    "add": "{0} + {1}", "mul": "{0} * {1}", "max": "v_max_{t}({0}, {1})",
+    "min": "v_min_{t}({0}, {1})",
 }  # fmt: skip
 
 
 _PAIRS = {
-    "sum": "{0} + {1}", "prod": "{0} * {1}", "any": "{0} | {1}", "all": "{0} & {1}",
+    "add": "{0} + {1}", "mul": "{0} * {1}", "or": "{0} | {1}", "and": "{0} & {1}",
     "xor": "{0} ^ {1}", "max": "({0} > {1} ? {0} : {1})", "min": "({0} < {1} ? {0} : {1})",
 }  # fmt: skip
 
@@ -106,11 +108,11 @@ def horizontal(isa: Isa) -> dict[str, str]:
     out = {}
     for t in NUMBERS:
         n, size = n_lanes(isa, t), DTYPES[t].nbytes
-        for kind, how in _PAIRS.items():
-            if t in FLOATS and kind in ("any", "all", "xor"):
+        for kind, row in REDUCTIONS.items():
+            if not row.merges or DTYPES[t].kind not in OPS[row.op].on:
                 continue
-            first = ""
-            if t in FLOATS and kind in ("max", "min"):  # of NaNs once for all
+            first, how = "", _PAIRS[row.op]
+            if t in FLOATS and row.op in ("max", "min"):  # of NaNs once for all
                 nan = "__builtin_nan" + ("f" if t == "f32" else "")
                 first = f'if (any((vi32)(a != a))) return {nan}(""); '
             loop = f"for (int n = {n // 2}; n > 0; n /= 2) for (int k = 0; k < n; ++k) "
@@ -147,9 +149,11 @@ def scans(isa: Isa) -> dict[str, str]:
     for t in NUMBERS:
         n, v = n_lanes(isa, t), f"v{t}"
         out[f"last_{t}"] = fn(v, f"last_{t}", f"{v} a", f"return splat_{t}(a[{n - 1}]);")
-        start = {"sum": "0", "prod": "1", "max": "carry[0]", "min": "carry[0]"}
-        for kind, first in start.items():
-            how, steps = _COMBINE[kind], []
+        for kind, row in REDUCTIONS.items():
+            if not row.scans:
+                continue
+            how, steps = _COMBINE[row.op], []
+            first = "carry[0]" if row.op in ("max", "min") else str(row.identity(DTYPES[t]))
             for s in (1 << k for k in range(n.bit_length() - 1)):
                 picks = ", ".join(str(k if k < s else n + k - s) for k in range(n))
                 steps.append(
@@ -157,7 +161,7 @@ def scans(isa: Isa) -> dict[str, str]:
                 )
             loop = (
                 f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = "
-                f"{_scalar_combine(kind)}; return a;"
+                f"{_scalar_combine(row.op)}; return a;"
             )
             name = f"scan_{kind}_{t}"
             out[name] = "\n".join((
@@ -170,8 +174,8 @@ def scans(isa: Isa) -> dict[str, str]:
     return out
 
 
-def _scalar_combine(kind: str) -> str:
-    return {"sum": "r + a[k]", "prod": "r * a[k]"}.get(kind, f"s_{kind}(a[k], r)")
+def _scalar_combine(op: str) -> str:
+    return {"add": "r + a[k]", "mul": "r * a[k]"}.get(op, f"s_{op}(a[k], r)")
 
 
 def tiles(isa: Isa) -> dict[str, str]:

@@ -28,7 +28,7 @@ from triton.testing import do_bench
 from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.ir.loops import TensorArg
+from plait.ir.calls import TensorArg
 from plait.kernel.triton.target import EARLY, compute_capability, emit_kernel
 from plait.lower.graph import load_rules, lower_graph
 from plait.pipelines import clean_graph, schedule

@@ -14,26 +14,22 @@ from typing import Any
 
 import torch
 
+from plait.ir.calls import Extern, ListArg, Number, Scalar, TensorArg
 from plait.ir.dtypes import DTYPES
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.loops import (
     Alias,
     Assert,
-    Extern,
     Item,
-    ListArg,
     Load,
     Mutate,
     Node,
-    Number,
     Pointwise,
     Reduction,
-    Scalar,
     Scan,
     Scatter,
-    TensorArg,
     walk,
-)  # fmt: skip
+)
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.graph import Lowered
 

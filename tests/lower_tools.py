@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from plait.compat.decompositions import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.ir.loops import Extern
+from plait.ir.calls import Extern
 from plait.lower.graph import Lowered, lower_graph
 from plait.runtime.philox import philox_words
 from tests.lower_eval import Evaluate

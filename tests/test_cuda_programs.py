@@ -24,8 +24,9 @@ from plait import compat
 from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
+from plait.ir.calls import Extern
 from plait.ir.expr import numel
-from plait.ir.loops import Alias, Extern
+from plait.ir.loops import Alias
 from plait.kernel.triton.ops import _FUNCTIONS
 from plait.kernel.triton.target import compute_capability
 from plait.pipelines import split_joint

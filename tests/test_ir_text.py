@@ -13,6 +13,7 @@ import torch
 
 import plait
 from plait.config import Config
+from plait.ir.calls import Extern, Scalar, TensorArg
 from plait.ir.checks import Check
 from plait.ir.dtypes import b1, f16, f32, f64, i8, i64
 from plait.ir.expr import compare, symbol
@@ -21,16 +22,13 @@ from plait.ir.loops import (
     Alias,
     Assert,
     Buffer,
-    Extern,
     Item,
     LoopProgram,
     Mutate,
     Pointwise,
     Reduction,
-    Scalar,
     Scan,
     Scatter,
-    TensorArg,
     apply,
     const,
     loop_vars,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from plait.errors import InternalError
+from plait.ir.calls import Extern, TensorArg
 from plait.ir.dtypes import b1, bf16, f32, i64
 from plait.ir.expr import compare, contiguous_strides, symbol
 from plait.ir.loops import (
     Alias,
     Assert,
     Buffer,
-    Extern,
     Item,
     Load,
     LoopProgram,
@@ -25,13 +25,12 @@ from plait.ir.loops import (
     Reduction,
     Scan,
     Scatter,
-    TensorArg,
     apply,
     arg_symbol,
     const,
     loop_vars,
     node,
-)  # fmt: skip
+)
 from plait.ir.verify import verify
 
 N = symbol("s0", lo=2)

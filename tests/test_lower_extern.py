@@ -14,7 +14,8 @@ from torch._functorch.aot_autograd import aot_module_simplified
 import plait.lower
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.ir.loops import Extern, ListArg, Pointwise, Scalar
+from plait.ir.calls import Extern, ListArg, Scalar
+from plait.ir.loops import Pointwise
 from plait.ir.text import program_text
 from plait.lower.core import ANY_DTYPE, RULES
 from plait.lower.extern import op_facts, op_name

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plait.ir.loops import Extern
+from plait.ir.calls import Extern
 from tests.against_eager import same
 from tests.lower_tools import check, lowered
 

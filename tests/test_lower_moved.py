@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.ir.loops import Extern
+from plait.ir.calls import Extern
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel
 from plait.wrapper.program import CompileRecord, observers

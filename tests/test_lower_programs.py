@@ -20,8 +20,9 @@ from plait import compat
 from plait.config import Config
 from plait.errors import Unsupported
 from plait.graph.captured import Captured
+from plait.ir.calls import Extern, TensorArg
 from plait.ir.expr import Expr, bounds, evaluate
-from plait.ir.loops import Extern, Mutate, Pointwise, Reduction, TensorArg, loop_vars, walk
+from plait.ir.loops import Mutate, Pointwise, Reduction, loop_vars, walk
 from plait.ir.verify import verify
 from plait.lower import core
 from plait.lower.core import View

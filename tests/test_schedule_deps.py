@@ -4,9 +4,10 @@ dead code."""
 from __future__ import annotations
 
 from plait.config import Config
+from plait.ir.calls import Extern
 from plait.ir.dtypes import i64
 from plait.ir.expr import compare, symbol
-from plait.ir.loops import Alias, Assert, Extern, Item, Load, Mutate, apply, node
+from plait.ir.loops import Alias, Assert, Item, Load, Mutate, apply, node
 from plait.pipelines import schedule
 from plait.schedule.deps import Bodies, drop_dead, memory_roots, preds
 from plait.schedule.plan import Plan

@@ -9,20 +9,10 @@ from typing import Any
 import pytest
 
 from plait.errors import InternalError
+from plait.ir.calls import Extern, ListArg, Scalar, TensorArg
 from plait.ir.dtypes import DType, f32, i64
 from plait.ir.expr import Size, compare, contiguous_strides, symbol
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    Item,
-    ListArg,
-    LoopProgram,
-    Mutate,
-    Scalar,
-    TensorArg,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate
 from plait.pipelines import run_passes
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.wrapper.build import build

@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeGuard, assert_never
 
 from plait.devices import facts_of
+from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
 from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
@@ -43,22 +44,16 @@ from plait.ir.loops import (
     Alias,
     Assert,
     Buffer,
-    Extern,
-    ExternArg,
     Item,
-    ListArg,
     Load,
     LoopProgram,
     Mutate,
     Node,
-    Number,
     Op,
     Pointwise,
     Reduction,
-    Scalar,
     Scan,
     Scatter,
-    TensorArg,
     is_arg,
     node,
     walk,

@@ -13,6 +13,7 @@ from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
+from plait.ir.calls import Extern, ExternArg, ListArg, Number, TensorArg
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.expr import Atom, Expr, Size, free_symbols
@@ -75,7 +76,7 @@ def _end(known: _Known) -> None:
     p = known.program
     for out in p.outputs:
         _operand(known, out)
-        if isinstance(out, ir.Number) and _buffer(known, out.buf).dtype not in (f64, b1):
+        if isinstance(out, Number) and _buffer(known, out.buf).dtype not in (f64, b1):
             raise _Fault(f"{out.buf} is no float and no bool")
     if unknown := [d for d in p.donated if d not in p.inputs]:
         raise _Fault(f"donated buffers that are no inputs: {unknown}")
@@ -115,13 +116,13 @@ def _sizes(known: _Known, exprs: Iterable[Size], allowed: frozenset[Atom] = froz
                 raise _Fault(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
 
 
-def _operand(known: _Known, a: ir.ExternArg) -> None:
-    if isinstance(a, ir.TensorArg):
+def _operand(known: _Known, a: ExternArg) -> None:
+    if isinstance(a, TensorArg):
         _use(known, a.buf)
         _sizes(known, (*a.shape, *a.strides, a.offset))
         if len(a.shape) != len(a.strides):
             raise _Fault(f"operand {a}")
-    elif isinstance(a, ir.ListArg):
+    elif isinstance(a, ListArg):
         for item in a.items:
             _operand(known, item)
     elif isinstance(a, Expr):
@@ -210,7 +211,7 @@ def _scatter(known: _Known, op: ir.Scatter) -> None:
         _define(known, op.out)
 
 
-def _extern(known: _Known, op: ir.Extern) -> None:
+def _extern(known: _Known, op: Extern) -> None:
     for a in (*op.args, *(v for _, v in op.kwargs)):
         _operand(known, a)
     for _, name in op.symbols:
@@ -253,9 +254,7 @@ _RULES: dict[type, _Rule] = {
     ir.Reduction: _Rule(more=_reduction, defines=lambda op: op.outs),
     ir.Scan: _Rule(more=_scan, defines=lambda op: op.outs),
     ir.Scatter: _Rule(uses=lambda op: (op.base,), more=_scatter),
-    ir.Extern: _Rule(
-        lambda op: (*op.aliases, *op.mutates), more=_extern, defines=lambda op: op.outs
-    ),
+    Extern: _Rule(lambda op: (*op.aliases, *op.mutates), more=_extern, defines=lambda op: op.outs),
     ir.Alias: _Rule(lambda op: (op.base,), lambda op: (op.offset,), defines=lambda op: (op.out,)),
     ir.Item: _Rule(uses=lambda op: (op.buf,), more=_item),
     ir.Assert: _Rule(sizes=lambda op: (op.expr, *op.values), more=_assert),

@@ -22,9 +22,9 @@ from plait.graph.edit import last_frame
 from plait.graph.refuse import CLONE, SHARED
 from plait.graph.streams import is_fence
 from plait.ir import expr, loops
+from plait.ir.calls import Extern, Scalar
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.expr import Size
-from plait.ir.loops import Extern, Scalar
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern

@@ -18,8 +18,8 @@ import torch
 import torch.fx
 from torch._ops import OpOverload
 
+from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import Extern, ExternArg, ListArg, TensorArg
 from plait.lower.core import Lowering, View
 from plait.lower.operands import is_plain, operand, results
 from plait.lower.pycall import call_python

@@ -20,7 +20,8 @@ from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, Unsupported
 from plait.graph.captured import Captured
 from plait.ir import expr, loops
-from plait.ir.loops import Extern, LoopProgram
+from plait.ir.calls import Extern
+from plait.ir.loops import LoopProgram
 from plait.lower.calls import Calls, lower_call, where_of
 from plait.lower.core import Lowering, View
 from plait.lower.found import Found

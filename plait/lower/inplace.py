@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.fx
 
+from plait.ir.calls import Extern
 from plait.ir.expr import Size
-from plait.ir.loops import Alias, Extern, Pointwise, Reduction, Scan, Scatter
+from plait.ir.loops import Alias, Pointwise, Reduction, Scan, Scatter
 from plait.lower.core import Lowering, Value, View
 from plait.lower.memory import owner_of
 from plait.lower.view import dense_order

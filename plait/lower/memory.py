@@ -13,9 +13,10 @@ from typing import Any
 
 from plait.devices import facts_of
 from plait.ir import expr
+from plait.ir.calls import Extern, ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Atom, Expr, Size
-from plait.ir.loops import Alias, Extern, ExternArg, ListArg, Mutate, Scalar, TensorArg
+from plait.ir.loops import Alias, Mutate
 from plait.lower.core import Lowering, NoRule, View
 
 _MAX_ORDERED = 4  # dimensions whose orders are tried to find a copy that holds the same

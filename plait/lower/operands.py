@@ -10,9 +10,9 @@ import torch
 import torch.fx
 
 from plait.errors import Unsupported
+from plait.ir.calls import ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
 from plait.lower.memory import strided, tensor_arg

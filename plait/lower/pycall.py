@@ -15,9 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from plait.errors import Unsupported
+from plait.ir.calls import Extern
 from plait.ir.dtypes import f64
 from plait.ir.expr import Expr
-from plait.ir.loops import Extern
 from plait.lower.core import Lowering, View
 from plait.lower.operands import is_object_input, operand, results
 from plait.lower.symbols import to_scalar_node

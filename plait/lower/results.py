@@ -18,9 +18,9 @@ from plait.errors import Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import begins_anywhere, is_view, memory_of
 from plait.ir import expr
+from plait.ir.calls import Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, b1, f64
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import Number, Scalar, TensorArg
 from plait.lower.calls import value_of
 from plait.lower.core import Lowering, Value, View
 from plait.lower.dtypes import from_torch

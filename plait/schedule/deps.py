@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.ir import loops as ir
+from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
 from plait.ir.expr import Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS
 
@@ -102,16 +103,16 @@ def extent(v: Expr) -> Size:
     return v.symbol.extent
 
 
-def tensor_args(args: Iterable[ir.ExternArg]) -> Iterable[ir.TensorArg]:
+def tensor_args(args: Iterable[ExternArg]) -> Iterable[TensorArg]:
     """The tensors among operands, those in lists included."""
     for a in args:
-        if isinstance(a, ir.TensorArg):
+        if isinstance(a, TensorArg):
             yield a
-        elif isinstance(a, ir.ListArg):
+        elif isinstance(a, ListArg):
             yield from tensor_args(a.items)
 
 
-def extern_reads(op: ir.Extern) -> tuple[str, ...]:
+def extern_reads(op: Extern) -> tuple[str, ...]:
     """The buffers that an extern is given, each once."""
     operands = (*op.args, *(v for _, v in op.kwargs))
     return tuple(dict.fromkeys(a.buf for a in tensor_args(operands)))
@@ -124,7 +125,7 @@ def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
     if isinstance(op, ir.Scatter):
         loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
         return tuple(dict.fromkeys((op.base, *loaded)))
-    if isinstance(op, ir.Extern):
+    if isinstance(op, Extern):
         return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
     if isinstance(op, ir.Alias):
         return (op.base,)
@@ -139,14 +140,14 @@ def defines(op: ir.Op) -> tuple[str, ...]:
     """The buffers that come into being (or get a part of their contents) by an op."""
     if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         return loop_outs(op)
-    if isinstance(op, ir.Extern):
+    if isinstance(op, Extern):
         return tuple(o for o in op.outs if o is not None)
     return (op.out,) if isinstance(op, ir.Alias) else ()
 
 
 def updates(op: ir.Op) -> tuple[str, ...]:
     """The buffers that an op changes in place."""
-    if isinstance(op, ir.Extern):
+    if isinstance(op, Extern):
         return op.mutates
     if isinstance(op, ir.Mutate):
         return (op.target,)
@@ -155,7 +156,7 @@ def updates(op: ir.Op) -> tuple[str, ...]:
 
 def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
     """The buffers that the program returns, each once."""
-    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, ir.TensorArg)))
+    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, TensorArg)))
 
 
 def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
@@ -172,7 +173,7 @@ def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
         bases: tuple[str, ...] = ()
         if isinstance(op, ir.Alias):
             bases = (op.base,)
-        elif isinstance(op, ir.Extern):
+        elif isinstance(op, Extern):
             bases = op.aliases
         for out in defines(op) if bases else ():
             for base in bases:
@@ -193,7 +194,7 @@ def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> s
             exprs += ir.exprs_of(n)
         if isinstance(op, (ir.Pointwise, ir.Scatter)):
             exprs += op.index or ()
-    elif isinstance(op, ir.Extern):
+    elif isinstance(op, Extern):
         exprs += _scalar_sizes((*op.args, *(v for _, v in op.kwargs)))
     elif isinstance(op, ir.Alias):
         exprs.append(op.offset)
@@ -202,13 +203,13 @@ def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> s
     return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not ir.is_arg(a)}
 
 
-def _scalar_sizes(args: Iterable[ir.ExternArg]) -> Iterable[Size]:
+def _scalar_sizes(args: Iterable[ExternArg]) -> Iterable[Size]:
     for a in args:
         if isinstance(a, (int, Expr)):
             yield a
-        elif isinstance(a, ir.ListArg):
+        elif isinstance(a, ListArg):
             yield from _scalar_sizes(a.items)
-        elif isinstance(a, ir.TensorArg):
+        elif isinstance(a, TensorArg):
             yield from (*a.shape, *a.strides, a.offset)
 
 
@@ -223,7 +224,7 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
     effect = fence = -1
     for k, op in enumerate(ops):
         need: set[int] = {fence} if fence >= 0 else set()
-        if isinstance(op, ir.Extern) and op.fence:
+        if isinstance(op, Extern) and op.fence:
             need.update(range(fence + 1, k))
             fence = k
         for name in reads(op, bodies):
@@ -243,7 +244,7 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
             if name not in changed:
                 definer[name] = k
                 writers.setdefault(memory.get(name, name), []).append(k)
-        if isinstance(op, ir.Extern) and op.effectful:
+        if isinstance(op, Extern) and op.effectful:
             if effect >= 0:
                 need.add(effect)
             effect = k
@@ -300,7 +301,7 @@ def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:
     for k, op in enumerate(program.ops):
         if isinstance(op, ir.Item):
             at[op.name] = k
-        elif isinstance(op, ir.Extern):
+        elif isinstance(op, Extern):
             at.update((name, k) for _, name in op.symbols)
     for name, source in program.symbols.items():
         if isinstance(source, tuple):
@@ -336,13 +337,13 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     for op in reversed(program.ops):
         if isinstance(op, (ir.Item, ir.Assert, ir.Mutate)):
             live = True
-        elif isinstance(op, ir.Extern):
+        elif isinstance(op, Extern):
             live = op.effectful or bool(op.mutates) or bool(op.symbols)
         else:
             live = False
         if not live and needed.isdisjoint(defines(op)):
             continue
-        if isinstance(op, (ir.Extern, ir.Reduction, ir.Scan)):
+        if isinstance(op, (Extern, ir.Reduction, ir.Scan)):
             outs = tuple(o if o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from plait.config import Config
 from plait.devices import facts_of
-from plait.ir.loops import Extern, Scatter
+from plait.ir.calls import Extern
+from plait.ir.loops import Scatter
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.group import Group

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from plait.config import Config
+from plait.ir.calls import Extern
 from plait.ir.expr import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg, smax, total
-from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate, fences
+from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate, fences
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from plait.ir import loops as ir
+from plait.ir.calls import Extern, ListArg, TensorArg
 from plait.ir.dtypes import i64
 from plait.ir.expr import Atom, Size
 from plait.ir.reductions import REDUCTIONS
@@ -126,11 +127,9 @@ class _Takeovers:
             while source := bases.get(source, ""):
                 self.mutated.add((target, source))
         self.plain = {o.out for o in program.ops if isinstance(o, ir.Pointwise)}
-        self.called = {n for o in program.ops if isinstance(o, ir.Extern) for n in o.outs}
+        self.called = {n for o in program.ops if isinstance(o, Extern) for n in o.outs}
         # An op that keeps its arguments may keep its results too.
-        self.held = {
-            n for o in program.ops if isinstance(o, ir.Extern) and o.may_keep for n in o.outs
-        }
+        self.held = {n for o in program.ops if isinstance(o, Extern) and o.may_keep for n in o.outs}
         self.last_read: dict[str, int] = {}
         if any(isinstance(o, ir.Scatter) for o in program.ops):
             for k, op in enumerate(program.ops):
@@ -174,7 +173,7 @@ class _Takeovers:
             return replace(op, body=self._node(op.body), index_args=args, mask=mask, base=base)
         if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan)):
             return replace(op, body=self._node(op.body))
-        if isinstance(op, ir.Extern):
+        if isinstance(op, Extern):
             positional = tuple(map(self.argument, op.args))
             named = tuple((k, self.argument(a)) for k, a in op.kwargs)
             mutates = tuple(self.names.get(n, n) for n in op.mutates)
@@ -198,9 +197,9 @@ class _Takeovers:
 
     def argument(self, a: T) -> T:
         """An operand under its new name."""
-        if isinstance(a, ir.TensorArg) and a.buf in self.names:
+        if isinstance(a, TensorArg) and a.buf in self.names:
             return replace(a, buf=self.names[a.buf])
-        if isinstance(a, ir.ListArg):
+        if isinstance(a, ListArg):
             return replace(a, items=tuple(map(self.argument, a.items)))
         return a
 

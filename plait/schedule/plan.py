@@ -10,20 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from plait.ir.calls import Extern
 from plait.ir.checks import Check
 from plait.ir.expr import Expr, Size, free_symbols, symbol
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    Item,
-    LoopProgram,
-    Mutate,
-    Node,
-    check_of,
-    walk,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from plait.ir.calls import Extern
 from plait.ir.expr import Expr, Size
 from plait.ir.expr.text import (
     Scope,
@@ -25,7 +26,7 @@ from plait.ir.expr.text import (
     word,
     wrong,
 )
-from plait.ir.loops import Buffer, Extern, LoopProgram
+from plait.ir.loops import Buffer, LoopProgram
 from plait.ir.text import (
     Body,
     BodyReader,

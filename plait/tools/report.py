@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from plait.errors import Fallback, Rung
+from plait.ir.calls import Extern
 from plait.ir.expr import free_symbols
-from plait.ir.loops import Extern
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text

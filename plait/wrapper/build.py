@@ -14,21 +14,10 @@ from typing import assert_never
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InternalError
+from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, opaque
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    ExternArg,
-    Item,
-    ListArg,
-    Mutate,
-    Number,
-    Scalar,
-    TensorArg,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Item, Mutate
 from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins

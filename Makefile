@@ -16,7 +16,8 @@ TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-peers bench-gpu bench-jit lint format clean
+.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-peers bench-gpu \
+	bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
@@ -72,9 +73,11 @@ sweep: env
 # What forks, times, counts or kills (mark "stress"), five times in random order beside two loops
 # that keep processors busy.
 test-busy: env
-	@$(PY) -c "while True: pass" & one=$$!; $(PY) -c "while True: pass" & two=$$!; trap "kill $$one $$two" EXIT; \
+	@$(PY) -c "while True: pass" & one=$$!; $(PY) -c "while True: pass" & two=$$!; \
+	trap "kill $$one $$two" EXIT; \
 	for round in 1 2 3 4 5; do \
-		$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" --random-order || exit 1; \
+		$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" \
+			--random-order || exit 1; \
 	done
 
 # Needs a CUDA device, and nothing of the network: after `make env`, or with what a machine has:
@@ -83,8 +86,9 @@ test-busy: env
 test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
-	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -p tests.shown_at_once \
-		--durations=15 tests/test_gpu*.py triton_launch/tests/test_gpu*.py
+	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) \
+		--dist worksteal -p tests.shown_at_once --durations=15 \
+		tests/test_gpu*.py triton_launch/tests/test_gpu*.py
 
 # Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a
 # failure is made small by `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state

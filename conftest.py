@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from plait.capture import dynamo
-from plait.runtime import cubin
+from plait.runtime import cubin_pool
 from plait.wrapper.program import Program
 from tests import other_torch
 
@@ -105,7 +105,7 @@ def _registered() -> None:
 
         registry.register_backend(plait_backend, name="plait")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        cubin.MAX_WORKERS = 1  # every process of the tests has a pool of its own
+        cubin_pool.MAX_WORKERS = 1  # every process of the tests has a pool of its own
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _sized(
     name: str, fn: Callable[..., Any], make: Callable[[int], tuple[Tensor, ...]]
 ) -> dict[str, Case]:
     """A case a size in MB of the largest input."""
-    return {f"{name}_{n}M": (fn, lambda n=n: make(n * MB)) for n in (1, 16, 128, 1024)}  # type: ignore[misc]
+    return {f"{name}_{n}M": (fn, partial(make, n * MB)) for n in (1, 16, 128, 1024)}
 
 
 CASES: dict[str, Case] = {

@@ -18,7 +18,8 @@ import triton
 from table import render
 
 from plait.config import Config
-from plait.runtime.cubin import CubinPool, Job
+from plait.runtime.cubin import Job
+from plait.runtime.cubin_pool import CubinPool
 from plait.runtime.triton_worker import load_module
 
 ROOT = Path(__file__).resolve().parent.parent

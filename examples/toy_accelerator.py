@@ -151,7 +151,8 @@ class Toy(FxCompiler):
             self.machine.run(commands, registers)
             return [filled(r, registers) for r in results]
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # inputs come in a list and may die early
+        # Inputs come in a list and may die early.
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 

@@ -4,7 +4,8 @@ include_guard(GLOBAL)
 
 option(PLAIT_EXTENSION "build the module for Python, and install what lies beside it" OFF)
 option(PLAIT_TORCH "build what needs torch: plait::torch and plait::ops" ${PLAIT_EXTENSION})
-option(PLAIT_INSTALL "install plait where the outer project installs itself" ${PROJECT_IS_TOP_LEVEL})
+option(PLAIT_INSTALL "install plait where the outer project installs itself"
+       ${PROJECT_IS_TOP_LEVEL})
 
 # Inside another project these are its business.
 if(PROJECT_IS_TOP_LEVEL)
@@ -31,7 +32,8 @@ if(PLAIT_EXTENSION OR PLAIT_TORCH)
   include("${PLAIT_CMAKE}/plait-torch.cmake")
   if(NOT TARGET plait::libtorch)
     message(FATAL_ERROR "plait is built against an installed torch: ${PLAIT_TORCH_MISSING}. "
-                        "For Python, install torch first, then plait with: pip install --no-build-isolation .")
+                        "For Python, install torch first, then plait with: "
+                        "pip install --no-build-isolation .")
   endif()
   # The one libstdc++ that torch throws its exceptions through. Named outright, it comes before a
   # static copy that some compilers put on every command line: with two copies in a process, an
@@ -42,13 +44,18 @@ if(PLAIT_EXTENSION OR PLAIT_TORCH)
     target_link_libraries(plait_stdcxx INTERFACE "${PLAIT_STDCXX}")
   endif()
   # A program may know nothing of torch's folder, which lies beside that of plait's Python.
-  set(PLAIT_TORCH_RPATH "$<IF:$<BOOL:${PLAIT_EXTENSION}>,$ORIGIN/../../torch/lib,${PLAIT_TORCH_DIR}/lib>")
+  if(PLAIT_EXTENSION)
+    set(PLAIT_TORCH_RPATH "$ORIGIN/../../torch/lib")
+  else()
+    set(PLAIT_TORCH_RPATH "${PLAIT_TORCH_DIR}/lib")
+  endif()
 endif()
 
 set(PLAIT_INCLUDES "${PLAIT_ROOT}/plait/include" "${PLAIT_ROOT}/triton_launch/include")
 add_library(plait_common INTERFACE)
 target_include_directories(plait_common INTERFACE "${PLAIT_ROOT}/native" ${PLAIT_INCLUDES})
-target_compile_options(plait_common INTERFACE -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
+target_compile_options(plait_common INTERFACE -Wall -Wextra -Wno-unused-parameter
+  -Wno-missing-field-initializers)
 target_link_libraries(plait_common INTERFACE ${CMAKE_DL_LIBS})
 
 # Of native/core, what launches GPU kernels.
@@ -74,12 +81,14 @@ endfunction()
 if(PLAIT_INSTALL AND NOT PLAIT_EXTENSION)
   include("${PLAIT_CMAKE}/plait-config-version.cmake")
   include(CMakePackageConfigHelpers)
-  write_basic_package_version_file(plait-config-version.cmake VERSION ${PACKAGE_VERSION} COMPATIBILITY AnyNewerVersion)
+  write_basic_package_version_file(plait-config-version.cmake VERSION ${PACKAGE_VERSION}
+                                   COMPATIBILITY AnyNewerVersion)
   foreach(folder IN LISTS PLAIT_INCLUDES)
     install(DIRECTORY "${folder}/plait" DESTINATION include)
   endforeach()
   install(FILES "${PLAIT_CMAKE}/plait-config.cmake" "${PLAIT_CMAKE}/plait-torch.cmake"
-                "${CMAKE_CURRENT_BINARY_DIR}/plait-config-version.cmake" DESTINATION lib/cmake/plait)
+                "${CMAKE_CURRENT_BINARY_DIR}/plait-config-version.cmake"
+          DESTINATION lib/cmake/plait)
   if(PLAIT_TORCH)
     file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/plait-built-with.cmake"
          "if(NOT PLAIT_TORCH_DIR)\n  set(PLAIT_TORCH_DIR \"${PLAIT_TORCH_DIR}\")\nendif()\n")

@@ -1,8 +1,8 @@
 """docs/instructions.md, written from the code: every instruction, what it means and what each
 target makes of it, and every pass.
 
-`python -m tests.instruction_table` writes it, and the header of `plan_header.py`; a test proves
-that both are up to date. Meanings are the docstrings of `wrapper/instructions.py`; the rest is one
+`python -m tests.instruction_table` writes it, and the headers of `plan_header.py`; a test proves
+that all are up to date. Meanings are the docstrings of `wrapper/instructions.py`; the rest is one
 legal program with every instruction in it, put through the targets.
 """
 
@@ -24,7 +24,7 @@ from plait.wrapper.python import python_lines
 from plait.wrapper.spec import FIELDS, Kind, Select
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
-from tests.plan_header import header
+from tests.plan_header import header, tables
 
 EXAMPLE = """\
 program('example', n_constants=1, n_callables=2)
@@ -200,6 +200,7 @@ def files() -> dict[Path, str]:
     return {
         root / "docs" / "instructions.md": markdown(),
         root / "native" / "core" / "instructions.h": header(),
+        root / "native" / "core" / "tables.h": tables(),
     }
 
 

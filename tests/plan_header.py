@@ -1,15 +1,24 @@
-"""native/core/instructions.h, written from the kinds of fields: the instructions of a plan as
-structs, their reader and a walk over their fields.
+"""What the executor in C++ has of the compiler's tables.
 
-`python -m tests.instruction_table` writes it; a test proves that it is up to date.
+native/core/tables.h has the numbers and names that plans are written with.
+native/core/instructions.h has the instructions of a plan as structs, their reader and a walk over
+their fields, all from the kinds of the fields.
+
+`python -m tests.instruction_table` writes them; a test proves that they are up to date.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from plait.ir.checks import ERRORS
+from plait.ir.dtypes import DTYPES
+from plait.lower.dtypes import TO_TORCH
+from plait.runtime.functions import FUNCTIONS
+from plait.wrapper import instructions as ins
+from plait.wrapper import native, package
 from plait.wrapper.native import OPCODES
 from plait.wrapper.spec import FIELDS, Kind
 
@@ -53,7 +62,7 @@ _WALKED = {
     Kind.USES: "uses",
     Kind.ALL_USED: "uses",
     Kind.ARENA: "arena",
-    Kind.ENDS: "uses",
+    Kind.ENDS: "ends",
     Kind.OPERAND: "operand",
     Kind.OPERANDS: "operand",
     Kind.KEYWORDS: "operand",
@@ -62,8 +71,13 @@ _WALKED = {
     Kind.SIZE: "size",
     Kind.SIZES: "size",
     Kind.SHAPE: "shape",
+    Kind.SYMBOL: "symbol",
+    Kind.DEFINES: "defines",
+    Kind.RESULTS: "result",
 }
-"""What a walk over the fields of an instruction calls for each, element by element of a list."""
+"""What a walk over the fields of an instruction calls for each, element by element of a list: what
+it defines comes last."""
+_DEFINING = Kind.SYMBOL, Kind.DEFINES, Kind.RESULTS
 
 _HEAD = """\
 // native/core/instructions.h: the instructions of a plan, their reader, and a walk over their
@@ -82,7 +96,10 @@ namespace plait {
 def header() -> str:
     """The text of the file."""
     made = "".join(map(_struct, OPCODES))
-    names = _wrapped(f"using Instr = std::variant<{', '.join(c.__name__ for c in OPCODES)}>;")
+    all_of = [cls.__name__ for cls in OPCODES]
+    names = _wrapped(f"using Instr = std::variant<{', '.join(all_of)}>;")
+    listed = textwrap.wrap(" ".join(f"_({name})" for name in all_of), 90)
+    names += "\n#define PLAIT_INSTRUCTIONS(_) \\\n  " + " \\\n  ".join(listed) + "\n"
     cases = "".join(
         _wrapped(
             f"    case {code}: return {cls.__name__}{{"
@@ -125,13 +142,79 @@ def _struct(cls: type) -> str:
 
 def _walk(cls: type) -> str:
     lines = []
-    for name, kind in FIELDS[cls]:
-        call, field = _WALKED.get(kind), "slot" if name == "name" else name
+    for name, kind in sorted(FIELDS[cls], key=lambda f: f[1] in _DEFINING):
+        call = _WALKED.get(kind)
         if call is None:
             continue
+        field = _TYPES[kind][1] if name == "name" else name
         each = {Kind.KEYWORDS: f"for (const auto& k : i.{field}) v.{call}(k.value);"}.get(kind)
         if each is None and _TYPES[kind][0].startswith("std::vector"):
             each = f"for (const auto& e : i.{field}) v.{call}(e);"
         lines.append(f"  {each or f'v.{call}(i.{field});'}\n")
     named = "const " + cls.__name__ + ("& i, V& v" if lines else "&, V&")
     return f"\ntemplate <class V>\nvoid walk({named}) {{\n{''.join(lines)}}}\n"
+
+
+_WORDS = {"const": "constant", "sym": "symbol", "div": "floordiv", "bool": "boolean",
+          "float": "real", "str": "string"}  # fmt: skip
+"""Names of tables that C++ has another meaning or a better word for."""
+
+_TABLES = """\
+// native/core/tables.h: the numbers and names that plans and packages have. The place of a
+// name is its number. Written by `python -m tests.instruction_table` from the tables of the
+// writers, plait/wrapper/native.py and plait/wrapper/package.py.
+#pragma once
+
+#include <cstdint>
+
+// clang-format off
+
+namespace plait {
+"""
+
+
+def tables() -> str:
+    """The text of native/core/tables.h."""
+    inputs = (cls.__name__.removesuffix("Input").lower() for cls in ins.INPUTS)
+    enums = {
+        "DType": (*DTYPES, "kAny"),
+        "ExprOp": native.EXPR_OPS,
+        "OperandKind": native.OPERANDS,
+        "SourceKind": native.SOURCES,
+        "ResultKind": native.RESULTS,
+        "ErrorKind": (name.removesuffix("Error").lower() for name in ERRORS),
+        "InputKind": inputs,
+    }
+    names = [f'"{name}"' for name in (*DTYPES, "any")]
+    in_torch = {d.name: str(t).removeprefix("torch.") for d, t in TO_TORCH.items()}
+    return "".join(
+        (
+            _TABLES,
+            f"\ninline constexpr uint32_t kPlanVersion = {native.PLAN_VERSION};\n",
+            f"inline constexpr uint32_t kPackageVersion = {package.VERSION};\n",
+            f"inline constexpr int64_t kSizeFunctions = {len(FUNCTIONS)};\n\n",
+            "// How many enumerators E has.\n",
+            "template <class E>\ninline constexpr int64_t kCount = 0;\n",
+            *(_enum(name, words) for name, words in enums.items()),
+            "\n// Of element types by number: bytes, name, name in torch.\n",
+            _array("int64_t", "kElementSize", (*(str(d.nbytes) for d in DTYPES.values()), "0")),
+            _array("const char*", "kDTypeName", names),
+            _array(
+                "const char*", "kTorchName", (f'"{in_torch.get(n[1:-1], n[1:-1])}"' for n in names)
+            ),
+            "\n}\n",
+        )
+    )
+
+
+def _enum(name: str, words: Iterable[str]) -> str:
+    known = [_WORDS.get(w, w) for w in words]
+    return (
+        "\n"
+        + _wrapped(f"enum class {name} : int32_t {{ {', '.join(known)} }};")
+        + f"template <>\ninline constexpr int64_t kCount<{name}> = {len(known)};\n"
+    )
+
+
+def _array(of: str, name: str, values: Iterable[str]) -> str:
+    return _wrapped(f"inline constexpr {of} {name}[] = {{{', '.join(values)}}};")

@@ -26,8 +26,9 @@ import pytest
 
 from plait.config import Config
 from plait.errors import ToolchainError
-from plait.runtime import cubin, triton_worker
-from plait.runtime.cubin import Cubin, CubinPool, Job, pool, start_early
+from plait.runtime import cubin_pool, triton_worker
+from plait.runtime.cubin import Cubin, Job
+from plait.runtime.cubin_pool import CubinPool, pool, start_early
 from plait.runtime.store import CacheWarning
 from plait.runtime.toolchain import ToolchainFailed
 
@@ -183,7 +184,7 @@ def no_orphans(folder: Path) -> None:
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from plait.config import Config\n"
-        "from plait.runtime.cubin import pool\n"
+        "from plait.runtime.cubin_pool import pool\n"
         "from tests.test_cubin import JOB\n"
         "pool().compile([JOB], Config(cache_dir=sys.argv[1]))\n"
         "child = os.fork()\n"
@@ -228,13 +229,13 @@ def forked_child_compiles(folder: Path) -> None:
 
 
 def starts_early_beside_a_gpu(folder: Path) -> None:
-    cubin.DEVICE = folder / "nothing"
+    cubin_pool.DEVICE = folder / "nothing"
     start_early()
-    assert not cubin._pools
-    cubin.DEVICE = folder
+    assert not cubin_pool._pools
+    cubin_pool.DEVICE = folder
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     start_early()
-    assert not cubin._pools
+    assert not cubin_pool._pools
     del os.environ["CUDA_VISIBLE_DEVICES"]
     start_early()
     assert pool()._server is not None and "triton" not in sys.modules
@@ -244,7 +245,7 @@ def starts_early_beside_a_gpu(folder: Path) -> None:
 
 def no_process_can_be_started(folder: Path) -> None:
     """That is an error of the first kernel, not of the import."""
-    cubin.DEVICE = folder
+    cubin_pool.DEVICE = folder
     sys.executable = "/nothing/like/it"
     start_early()
     with pytest.raises(ToolchainError, match="kernel double"):
@@ -262,7 +263,7 @@ def what_a_thread_meets_is_raised(folder: Path) -> None:
         result.result(timeout=60)
     (made,) = pool.compile([JOB], Config(cache_dir=str(folder)))
     assert made.symbol == "double"
-    with patch.object(cubin, "_ask", side_effect=ValueError("no frame")):
+    with patch.object(cubin_pool, "_ask", side_effect=ValueError("no frame")):
         (result,) = pool.submit([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
         with pytest.raises(ToolchainError, match=r"died twice \(no frame\)"):
             result.result(timeout=60)
@@ -301,7 +302,7 @@ def variables_of_the_compiler_count(folder: Path) -> None:
 
 def idle_processes_end(folder: Path) -> None:
     """A worker that has nothing to do, then the server; what comes afterwards starts new ones."""
-    cubin.IDLE_S, cubin.SERVER_IDLE_S = 0.5, 1.0
+    cubin_pool.IDLE_S, cubin_pool.SERVER_IDLE_S = 0.5, 1.0
     pool, cfg = CubinPool(1), Config(cache_dir=str(folder))
     (result,) = pool.submit([JOB], cfg)
     assert pool._threads  # they may be gone soon after the result is there

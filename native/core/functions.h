@@ -2,11 +2,9 @@
 // their meaning.
 #pragma once
 
-#include <cstdint>
+#include "tables.h"
 
 namespace plait {
-
-inline constexpr int64_t kSizeFunctions = 39;
 
 // Function number k of two words; false where Python raises, or where the result needs more than 64
 // bits.

@@ -139,6 +139,11 @@ using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignme
         Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern, CallPython, Copy,
         BumpVersion, Fill, Partition, Return>;
 
+#define PLAIT_INSTRUCTIONS(_) \
+  _(Symbol) _(AssertScalar) _(AssertSizeStride) _(AssertAlignment) _(CheckFinite) _(Arena) \
+  _(Place) _(Alloc) _(Reuse) _(Free) _(View) _(Constant) _(Launch) _(CallExtern) \
+  _(CallPython) _(Copy) _(BumpVersion) _(Fill) _(Partition) _(Return)
+
 // Braced initialisers are evaluated left to right: fields stand in the order of the words.
 template <class Reader>
 Instr read_instr(Reader& in, int32_t opcode) {
@@ -173,6 +178,7 @@ Instr read_instr(Reader& in, int32_t opcode) {
 template <class V>
 void walk(const Symbol& i, V& v) {
   v.source(i.value);
+  v.symbol(i.symbol);
 }
 
 template <class V>
@@ -200,6 +206,7 @@ void walk(const CheckFinite& i, V& v) {
 template <class V>
 void walk(const Arena& i, V& v) {
   v.size(i.nbytes);
+  v.defines(i.slot);
 }
 
 template <class V>
@@ -207,22 +214,25 @@ void walk(const Place& i, V& v) {
   v.arena(i.arena);
   v.size(i.offset);
   v.shape(i.shape);
+  v.defines(i.slot);
 }
 
 template <class V>
 void walk(const Alloc& i, V& v) {
   v.shape(i.shape);
+  v.defines(i.slot);
 }
 
 template <class V>
 void walk(const Reuse& i, V& v) {
   v.uses(i.old);
   v.shape(i.shape);
+  v.defines(i.slot);
 }
 
 template <class V>
 void walk(const Free& i, V& v) {
-  v.uses(i.slot);
+  v.ends(i.slot);
 }
 
 template <class V>
@@ -230,10 +240,12 @@ void walk(const View& i, V& v) {
   v.uses(i.base);
   v.shape(i.shape);
   v.size(i.offset);
+  v.defines(i.slot);
 }
 
 template <class V>
-void walk(const Constant&, V&) {
+void walk(const Constant& i, V& v) {
+  v.defines(i.slot);
 }
 
 template <class V>
@@ -250,12 +262,14 @@ void walk(const CallExtern& i, V& v) {
   for (const auto& e : i.args) v.operand(e);
   for (const auto& k : i.kwargs) v.operand(k.value);
   for (const auto& e : i.into) v.uses(e);
+  for (const auto& e : i.outs) v.result(e);
 }
 
 template <class V>
 void walk(const CallPython& i, V& v) {
   for (const auto& e : i.args) v.operand(e);
   for (const auto& k : i.kwargs) v.operand(k.value);
+  for (const auto& e : i.outs) v.result(e);
 }
 
 template <class V>

@@ -7,6 +7,8 @@
 #include <variant>
 #include <vector>
 
+#include "tables.h"
+
 namespace plait {
 
 // The plan bytes are damaged, or of another version.
@@ -19,35 +21,9 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
-// does not know.
-enum class DType : int32_t {
-  b1,
-  u8,
-  u16,
-  u32,
-  u64,
-  i8,
-  i16,
-  i32,
-  i64,
-  f16,
-  bf16,
-  f32,
-  f64,
-  c32,
-  c64,
-  c128,
-  f8e4m3fn,
-  f8e5m2,
-  f8e4m3fnuz,
-  f8e5m2fnuz,
-  f8e8m0fnu,
-  opaque,
-  kAny
-};
-int64_t element_size(DType dtype);
-const char* dtype_name(DType dtype);
+// Of one element; 0 for an extern result whose type the plan does not know (kAny).
+inline int64_t element_size(DType dtype) { return kElementSize[static_cast<size_t>(dtype)]; }
+inline const char* dtype_name(DType dtype) { return kDTypeName[static_cast<size_t>(dtype)]; }
 
 using SlotId = int32_t;  // a tensor or opaque value
 using ExprId = int32_t;  // an integer expression
@@ -55,43 +31,14 @@ inline constexpr int32_t kNone = -1;
 
 // One node of the integer programs; operands of a node stand before it.
 struct ExprNode {
-  // From `function` on, the functions of functions.h by number.
-  enum class Op : int32_t {
-    constant,
-    symbol,
-    add,
-    mul,
-    floordiv,
-    mod,
-    min,
-    max,
-    eq,
-    ne,
-    lt,
-    le,
-    function
-  };
+  using Op = ExprOp;  // behind it, the functions of functions.h by number
   Op op;
-  int64_t a = 0,
-          b = 0;  // constant: a is the value; symbol: a is the symbol's number; else node ids
+  // constant: a is the value; symbol: a is the symbol's number; else both are numbers of nodes
+  int64_t a = 0, b = 0;
 };
 
 struct Operand {
-  enum class Kind : int32_t {
-    ref,
-    size,
-    none,
-    boolean,
-    real,
-    string,
-    complex,
-    dtype,
-    device,
-    layout,
-    memory_format,
-    list,
-    value
-  };
+  using Kind = OperandKind;
   Kind kind = Kind::none;
   int32_t id = kNone;          // ref, value: slot; size: expression; dtype: DType; boolean: 0 or 1
   double re = 0, im = 0;       // real, complex
@@ -105,26 +52,43 @@ struct Shape {
 
 // Where the value of a symbol comes from.
 struct Source {
-  enum class Kind : int32_t { expr, size, stride, offset, item };
+  using Kind = SourceKind;
   Kind kind;
   ExprId expr = kNone;
   SlotId tensor = kNone;
   int64_t dim = 0;
 };
+// What a run-time check that failed raises.
 struct Check {
-  enum class Error : int32_t { index, runtime };
+  using Error = ErrorKind;
   Error error;
   std::string message;
 };
 // A result is a tensor slot, a symbol (an int result) or dropped.
 struct Result {
-  enum class Kind : int32_t { dropped, tensor, symbol };
+  using Kind = ResultKind;
   Kind kind;
   int32_t id;
 };
 struct KeywordOperand {
   std::string name;
   Operand value;
+};
+
+// What walk() calls for the fields of an instruction, by their kinds; what it defines comes last. A
+// walker is derived from this and passes over the fields whose methods it does not write anew.
+struct Walker {
+  void uses(SlotId) {}
+  void ends(SlotId) {}
+  void arena(SlotId) {}
+  void operand(const Operand&) {}
+  void output(const Operand&) {}
+  void source(const Source&) {}
+  void size(ExprId) {}
+  void shape(const Shape&) {}
+  void symbol(int32_t) {}
+  void defines(SlotId) {}
+  void result(const Result&) {}
 };
 
 }  // namespace plait

@@ -27,12 +27,6 @@ constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'N', 'P', 'L'};
 constexpr size_t kHeaderBytes = 24;
 constexpr int64_t kMaxRank = 64;
 constexpr int kMaxNesting = 8;
-constexpr std::array<int64_t, 22> kElementSize = {1, 1, 2, 4, 8,  1, 2, 4, 8, 2, 2,
-                                                  4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1};
-constexpr std::array<const char*, 23> kDTypeName = {
-    "b1",       "u8",     "u16",        "u32",        "u64",       "i8",     "i16", "i32",
-    "i64",      "f16",    "bf16",       "f32",        "f64",       "c32",    "c64", "c128",
-    "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu", "opaque", "any"};
 
 uint32_t crc32(std::span<const std::byte> bytes) {
   static const std::array<uint32_t, 256> table = [] {
@@ -80,6 +74,17 @@ class Reader {
     if (n < 0 || static_cast<uint64_t>(n) > words_.size() - at_) fail("a count is out of range");
     return static_cast<size_t>(n);
   }
+  template <class E>
+  E one_of(const char* what) {
+    return static_cast<E>(id(0, kCount<E>, what));
+  }
+  // Braced initialisers of an item are evaluated left to right, in the order of the words.
+  template <class Item>
+  auto list(Item&& item) {
+    std::vector<decltype(item())> out;
+    for (size_t n = count(); n > 0; --n) out.push_back(item());
+    return out;
+  }
   bool flag() { return id(0, 2, "flag") != 0; }
   std::string string() {
     return strings_[static_cast<size_t>(id(0, static_cast<int64_t>(strings_.size()), "string"))];
@@ -120,18 +125,12 @@ class Parser {
     plan_.n_results = in_.id(kNone, INT32_MAX, "number of results");
     parse_exprs();
     for (size_t n = symbols_after_exprs_; n > 0; --n) plan_.symbols.push_back(in_.string());
-    for (size_t n = in_.count(); n > 0; --n) {
-      std::string name = in_.string();
-      plan_.slots.push_back({std::move(name), dtype()});
-    }
-    for (size_t n = in_.count(); n > 0; --n) plan_.inputs.push_back(input());
-    for (size_t n = in_.count(); n > 0; --n) {
-      std::string name = in_.string();
-      const int32_t n_args = in_.id(0, INT32_MAX, "kernel argument count");
-      const int32_t n_sizes = in_.id(0, INT32_MAX, "kernel size count");
-      auto failing = checks();
-      plan_.kernels.push_back({std::move(name), n_args, n_sizes, std::move(failing), in_.string()});
-    }
+    plan_.slots = in_.list([&] { return Slot{in_.string(), dtype()}; });
+    plan_.inputs = in_.list([&] { return input(); });
+    plan_.kernels = in_.list([&] {
+      return Kernel{in_.string(), in_.id(0, INT32_MAX, "kernel argument count"),
+                    in_.id(0, INT32_MAX, "kernel size count"), checks(), in_.string()};
+    });
     for (size_t n = in_.count(); n > 0; --n) {
       const int32_t opcode = in_.id(0, static_cast<int64_t>(std::variant_size_v<Instr>), "opcode");
       const int64_t length = in_.word();
@@ -154,15 +153,10 @@ class Parser {
   std::string string() { return in_.string(); }
   int64_t word() { return in_.word(); }
   bool flag() { return in_.flag(); }
-  DType dtype() {
-    return static_cast<DType>(in_.id(0, static_cast<int64_t>(kDTypeName.size()), "dtype"));
-  }
-
-  Check::Error error() { return static_cast<Check::Error>(in_.id(0, 2, "kind of error")); }
+  DType dtype() { return in_.one_of<DType>("dtype"); }
+  Check::Error error() { return in_.one_of<Check::Error>("kind of error"); }
   std::vector<Check> checks() {
-    std::vector<Check> out;
-    for (size_t n = in_.count(); n > 0; --n) out.push_back({error(), in_.string()});
-    return out;
+    return in_.list([&] { return Check{error(), in_.string()}; });
   }
 
   Shape shape() {
@@ -173,19 +167,15 @@ class Parser {
     return s;
   }
   std::vector<ExprId> exprs() {
-    std::vector<ExprId> out(in_.count());
-    for (ExprId& e : out) e = expr();
-    return out;
+    return in_.list([&] { return expr(); });
   }
   std::vector<SlotId> slots() {
-    std::vector<SlotId> out(in_.count());
-    for (SlotId& s : out) s = slot();
-    return out;
+    return in_.list([&] { return slot(); });
   }
 
   Operand operand(int depth = 0) {
     if (depth > kMaxNesting) fail("operands are nested too deeply");
-    Operand o{static_cast<Operand::Kind>(in_.id(0, 13, "operand kind"))};
+    Operand o{in_.one_of<Operand::Kind>("operand kind")};
     switch (o.kind) {
       case Operand::Kind::ref:
       case Operand::Kind::value: o.id = slot(); break;
@@ -202,38 +192,27 @@ class Parser {
       case Operand::Kind::device:
       case Operand::Kind::layout:
       case Operand::Kind::memory_format: o.text = in_.string(); break;
-      case Operand::Kind::list:
-        for (size_t n = in_.count(); n > 0; --n) o.items.push_back(operand(depth + 1));
-        break;
+      case Operand::Kind::list: o.items = in_.list([&] { return operand(depth + 1); }); break;
     }
     return o;
   }
   std::vector<Operand> operands() {
-    std::vector<Operand> out;
-    for (size_t n = in_.count(); n > 0; --n) out.push_back(operand());
-    return out;
+    return in_.list([&] { return operand(); });
   }
   std::vector<KeywordOperand> keywords() {
-    std::vector<KeywordOperand> out;
-    for (size_t n = in_.count(); n > 0; --n) {
-      std::string name = in_.string();
-      out.push_back({std::move(name), operand()});
-    }
-    return out;
+    return in_.list([&] { return KeywordOperand{in_.string(), operand()}; });
   }
   std::vector<Result> results() {
-    std::vector<Result> out;
-    for (size_t n = in_.count(); n > 0; --n) {
-      Result r{static_cast<Result::Kind>(in_.id(0, 3, "result kind")), kNone};
+    return in_.list([&] {
+      Result r{in_.one_of<Result::Kind>("result kind"), kNone};
       if (r.kind == Result::Kind::tensor) r.id = slot();
       if (r.kind == Result::Kind::symbol) r.id = symbol();
-      out.push_back(r);
-    }
-    return out;
+      return r;
+    });
   }
 
   Source source() {
-    Source s{static_cast<Source::Kind>(in_.id(0, 5, "symbol source"))};
+    Source s{in_.one_of<Source::Kind>("symbol source")};
     if (s.kind == Source::Kind::expr) {
       s.expr = expr();
     } else {
@@ -249,7 +228,8 @@ class Parser {
     plan_.exprs.reserve(n);
     std::vector<int64_t> symbol_uses;
     for (size_t i = 0; i < n; ++i) {
-      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12 + kSizeFunctions, "expression operator"))};
+      constexpr int64_t n_ops = kCount<ExprOp> + kSizeFunctions;
+      ExprNode e{static_cast<ExprOp>(in_.id(0, n_ops, "expression operator"))};
       e.a = in_.word();
       e.b = in_.word();
       const int64_t limit = static_cast<int64_t>(i);
@@ -274,7 +254,7 @@ class Parser {
     return value;
   }
   Input input() {
-    Input i{static_cast<Input::Kind>(in_.id(0, 3, "input kind")), 0};
+    Input i{in_.one_of<Input::Kind>("input kind"), 0};
     i.id = i.kind == Input::Kind::symbol ? symbol() : slot();
     if (i.kind != Input::Kind::tensor) return i;
     i.dtype = plan_.slots[static_cast<size_t>(i.id)].dtype;
@@ -313,11 +293,6 @@ bool is_utf8(std::string_view text) {
   }
   return true;
 }
-
-int64_t element_size(DType dtype) {
-  return dtype == DType::kAny ? 0 : kElementSize[static_cast<size_t>(dtype)];
-}
-const char* dtype_name(DType dtype) { return kDTypeName[static_cast<size_t>(dtype)]; }
 
 Plan read_plan(std::span<const std::byte> bytes) {
   if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
@@ -362,9 +337,7 @@ bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out) {
     case Op::ne: return out = a != b, true;
     case Op::lt: return out = a < b, true;
     case Op::le: return out = a <= b, true;
-    default:
-      return size_function(static_cast<int64_t>(node.op) - static_cast<int64_t>(Op::function), a, b,
-                           out);
+    default: return size_function(static_cast<int64_t>(node.op) - kCount<ExprOp>, a, b, out);
   }
 }
 

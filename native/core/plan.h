@@ -15,15 +15,13 @@
 
 namespace plait {
 
-inline constexpr uint32_t kPlanVersion = 8;
-
 struct Slot {
   std::string name;
   DType dtype;
 };
 
 struct Input {
-  enum class Kind : int32_t { tensor, symbol, opaque };
+  using Kind = InputKind;
   Kind kind;
   int32_t id;                 // tensor, opaque: slot; symbol: symbol number
   DType dtype = DType::kAny;  // that of the slot
@@ -31,7 +29,6 @@ struct Input {
   std::string device;
 };
 
-// What a failed run-time check of a kernel raises.
 struct Kernel {
   std::string name;
   int32_t n_args, n_sizes;

@@ -17,7 +17,16 @@ namespace {
 constexpr int64_t kMaxBytes = int64_t{1} << 48;
 constexpr int64_t kMaxWorkNs = int64_t{1} << 48;
 
-class Verifier {
+// The symbols that instructions define, one instruction after the other.
+struct SymbolFinder : Walker {
+  std::vector<int32_t> found;
+  void symbol(int32_t s) { found.push_back(s); }
+  void result(const Result& r) {
+    if (r.kind == Result::Kind::symbol) found.push_back(r.id);
+  }
+};
+
+class Verifier : public Walker {
  public:
   explicit Verifier(const Plan& plan)
       : plan_(plan), slots_(plan.slots.size()), symbol_ready_(plan.symbols.size(), INT_MAX) {}
@@ -39,8 +48,13 @@ class Verifier {
 
   // --- rules that hold for every field of a kind, whatever the instruction: see walk()
   void uses(SlotId s) { tensor(s); }
+  void ends(SlotId s) { tensor(s).kind = Kind::freed; }
+  void defines(SlotId s) { define(s, Kind::tensor); }
+  void result(const Result& r) {
+    if (r.kind == Result::Kind::tensor) define(r.id, Kind::tensor);
+  }
   void arena(SlotId s) {
-    if (slots_[static_cast<size_t>(s)].kind != Kind::arena) fail(name(s) + " is no arena");
+    if (slot(s).kind != Kind::arena) fail(name(s) + " is no arena");
   }
   void size(ExprId e) const {
     if (expr_ready_[static_cast<size_t>(e)] > at_)
@@ -58,8 +72,7 @@ class Verifier {
   }
   void operand(const Operand& o) {
     if (o.kind == Operand::Kind::value) fail("a value is no operand of a call");
-    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].kind != Kind::opaque)
-      tensor(o.id);
+    if (o.kind == Operand::Kind::ref && slot(o.id).kind != Kind::opaque) tensor(o.id);
     if (o.kind == Operand::Kind::size) size(o.id);
     for (const Operand& item : o.items) operand(item);
   }
@@ -102,13 +115,9 @@ class Verifier {
     int position = 0;
     for (const Instr& i : plan_.body) {
       ++position;
-      if (const auto* s = std::get_if<Symbol>(&i)) define(s->symbol, position);
-      const std::vector<Result>* outs = nullptr;
-      if (const auto* e = std::get_if<CallExtern>(&i)) outs = &e->outs;
-      if (const auto* e = std::get_if<CallPython>(&i)) outs = &e->outs;
-      if (!outs) continue;
-      for (const Result& r : *outs)
-        if (r.kind == Result::Kind::symbol) define(r.id, position);
+      SymbolFinder symbols;
+      std::visit([&](const auto& of) { walk(of, symbols); }, i);
+      for (int32_t s : symbols.found) define(s, position);
     }
     expr_ready_.reserve(plan_.exprs.size());
     for (const ExprNode& e : plan_.exprs) {
@@ -141,17 +150,17 @@ class Verifier {
     return constant_[static_cast<size_t>(e)];
   }
 
+  State& slot(SlotId s) { return slots_[static_cast<size_t>(s)]; }
+  const State& slot(SlotId s) const { return slots_[static_cast<size_t>(s)]; }
   State& tensor(SlotId s) {
-    State& state = slots_[static_cast<size_t>(s)];
+    State& state = slot(s);
     if (state.kind == Kind::freed) fail(name(s) + " is used after it was freed");
     if (state.kind != Kind::tensor) fail(name(s) + " is no tensor here");
     return state;
   }
-  State& define(SlotId s, Kind kind) {
-    State& state = slots_[static_cast<size_t>(s)];
-    if (state.kind != Kind::undefined) fail(name(s) + " is defined twice");
-    state.kind = kind;
-    return state;
+  void define(SlotId s, Kind kind) {
+    if (slot(s).kind != Kind::undefined) fail(name(s) + " is defined twice");
+    slot(s).kind = kind;
   }
   int64_t item(SlotId s) const {
     const int64_t size = element_size(plan_.slots[static_cast<size_t>(s)].dtype);
@@ -215,37 +224,37 @@ class Verifier {
       fail("an arena of " + std::to_string(*bytes) + " bytes");
     if (has_arena_) fail("a second arena");
     has_arena_ = true;
-    define(i.slot, Kind::arena).bytes = bytes;
+    slot(i.slot).kind = Kind::arena;
+    slot(i.slot).bytes = bytes;
   }
   void check(const Place& i) {
-    State& state = define(i.slot, Kind::tensor);
+    State& state = slot(i.slot);
     state.in_arena = true;
     if (const auto& offset = constant(i.offset)) {
       if (*offset < 0 || *offset > kMaxBytes || *offset % item(i.slot) != 0)
         fail(name(i.slot) + " has a wrong offset");
       state.start = *offset;
-      state.bytes = slots_[static_cast<size_t>(i.arena)].bytes;
+      state.bytes = slot(i.arena).bytes;
     }
     inside(state, i.shape, i.slot);
   }
   void check(const Alloc& i) {
-    State& state = define(i.slot, Kind::tensor);
+    State& state = slot(i.slot);
     state.bytes = extent(i.shape, item(i.slot));
     state.owned = true;
   }
   void check(const Reuse& i) {
     State& old = tensor(i.old);
     if (!old.owned) fail(name(i.old) + " was not allocated by this program");
-    State& state = define(i.slot, Kind::tensor);
+    State& state = slot(i.slot);
     state.bytes = old.bytes;
     state.owned = true;
     inside(state, i.shape, i.slot);
     old.owned = false;
   }
-  void check(const Free& i) { slots_[static_cast<size_t>(i.slot)].kind = Kind::freed; }
   void check(const View& i) {
     const State base = tensor(i.base);
-    State& state = define(i.slot, Kind::tensor);
+    State& state = slot(i.slot);
     state.in_arena = base.in_arena;
     if (const auto& offset = constant(i.offset)) {
       int64_t delta = 0;
@@ -257,7 +266,6 @@ class Verifier {
     }
     inside(state, i.shape, i.slot);
   }
-  void check(const Constant& i) { define(i.slot, Kind::tensor); }
   void check(const Launch& i) {
     const Kernel& k = plan_.kernels[static_cast<size_t>(i.kernel)];
     if (static_cast<size_t>(k.n_args) != i.args.size() ||
@@ -272,11 +280,9 @@ class Verifier {
       for (const Operand& o : i.args) refuse_arena(o);
       for (const KeywordOperand& o : i.kwargs) refuse_arena(o.value);
     }
-    results(i.outs);
   }
-  void check(const CallPython& i) { results(i.outs); }
   void refuse_arena(const Operand& o) const {
-    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].in_arena)
+    if (o.kind == Operand::Kind::ref && slot(o.id).in_arena)
       fail(name(o.id) + " lies in the arena and may be kept");
     for (const Operand& item : o.items) refuse_arena(item);
   }
@@ -289,10 +295,6 @@ class Verifier {
     tensor(s);
     const DType dtype = plan_.slots[static_cast<size_t>(s)].dtype;
     if (dtype != DType::f64 && dtype != DType::b1) fail(name(s) + " is no float and no bool");
-  }
-  void results(const std::vector<Result>& outs) {
-    for (const Result& r : outs)
-      if (r.kind == Result::Kind::tensor) define(r.id, Kind::tensor);
   }
 
   const Plan& plan_;

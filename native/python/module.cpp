@@ -6,7 +6,7 @@
 #include <cerrno>
 
 #include "core/arena.h"
-#include "core/package.h"
+#include "core/checksum.h"
 #include "python/program_object.h"
 #include "python/tensors.h"
 #include "torch/call.h"

@@ -1,6 +1,6 @@
 // native/torch/code.h: a Plan bound to this process, as data.
 //
-// The loader (load.cpp) fills it once; after that nothing changes it, so any number of calls in any
+// The loader (load/) fills it once; after that nothing changes it, so any number of calls in any
 // number of threads may read it. What changes in a call is in the call's Frame, what is learned
 // from call to call in Program and Graphs.
 #pragma once

@@ -134,8 +134,10 @@ struct Step {
   int32_t a = kNone, b = kNone;
 };
 
-c10::ScalarType scalar_type(DType dtype);  // throws LoadError for opaque
-const char* torch_name(DType dtype);       // "float32"
+c10::ScalarType scalar_type(DType dtype);     // throws LoadError for opaque
+inline const char* torch_name(DType dtype) {  // "float32"
+  return kTorchName[static_cast<size_t>(dtype)];
+}
 DType from_scalar_type(c10::ScalarType type);
 
 }  // namespace plait

@@ -3,7 +3,7 @@ graphs."""
 
 import torch
 
-from plait.runtime.cubin import start_early
+from plait.runtime.cubin_pool import start_early
 
 if torch.version.cuda is not None:
     start_early()  # before the compiler itself is imported

@@ -61,7 +61,7 @@ def _spelled(kind: str, arg: str, dim: str = "") -> str:
 
 
 _TOKENS = {
-    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod",
+    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "div", CleanDiv: "div", Mod: "mod",
     PythonMod: "mod", sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq",
     sympy.Ne: "ne", sympy.Lt: "lt", sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Compiles Triton kernels outside of the process that wants them. Run as a script by
-`plait/runtime/cubin.py`, with a socket's number, the number of its parent process, the capability
-of a GPU, how long it does without workers in seconds, and empty folders.
+`plait/runtime/cubin_pool.py`, with a socket's number, the number of its parent process, the
+capability of a GPU, how long it does without workers in seconds, and empty folders.
 
 It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a
 worker for every socket that comes in over its own: a worker is ready in milliseconds, and what all

@@ -29,7 +29,8 @@ import torch
 from plait._native import launch_cubin, load_cubin
 from plait.config import Config
 from plait.errors import ToolchainError, warn_once
-from plait.runtime.cubin import Cubin, Job, pack, pool
+from plait.runtime.cubin import Cubin, Job, pack
+from plait.runtime.cubin_pool import pool
 from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
 KERNEL_S = 0.1

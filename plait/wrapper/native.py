@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,22 @@ from plait.wrapper.spec import FIELDS, Kind
 
 PLAN_VERSION = 8
 _MAGIC = b"PLAITNPL"
-_DTYPE = {name: code for code, name in enumerate(DTYPES)}
+# The place of a name is its number in plans; `native/core/tables.h` is written from these.
+EXPR_OPS = ("const", "sym", "add", "mul", "div", "mod", "min", "max", "eq", "ne", "lt", "le")
+OPERANDS = ("ref", "size", "none", "bool", "float", "str", "complex", "dtype", "device", "layout",
+            "memory_format", "list", "value")  # fmt: skip
+SOURCES = ("expr", "size", "stride", "offset", "item")
+RESULTS = ("dropped", "tensor", "symbol")
+
+
+def _numbers(names: Iterable[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
+_DTYPE = _numbers(DTYPES)
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
-_EXPR_OP = {"const": 0, "sym": 1, "add": 2, "mul": 3, "div": 4, "mod": 5, "min": 6, "max": 7,
-            "eq": 8, "ne": 9, "lt": 10, "le": 11,
-            **{name: code for code, name in enumerate(FUNCTIONS, 12)}}  # fmt: skip
-_SOURCE = {"size": 1, "stride": 2, "offset": 3}
-_ITEM_SOURCE = 4
-_LITERAL = {"none": 2, "bool": 3, "float": 4, "str": 5, "complex": 6, "dtype": 7, "device": 8,
-            "layout": 9, "memory_format": 10}  # fmt: skip
+_EXPR_OP = _numbers((*EXPR_OPS, *FUNCTIONS))
+_OPERAND, _SOURCE, _RESULT = map(_numbers, (OPERANDS, SOURCES, RESULTS))
 OPCODES = {
     cls: code
     for code, cls in enumerate(
@@ -45,8 +52,6 @@ OPCODES = {
 }
 """Kernels are a table of their own, a hook is a call, and notes are for readers."""
 _INPUT = {cls: code for code, cls in enumerate(ins.INPUTS)}
-_LIST = 11
-_VALUE = 12
 _MAX_WORD = 2**63
 
 
@@ -186,15 +191,16 @@ class _Encoder:
     def _operand(self, o: ins.Operand) -> list[int]:
         match o:
             case ins.Ref(name):
-                return [0, self._slot(name)]
+                return [_OPERAND["ref"], self._slot(name)]
             case ins.ValueOf(name):
-                return [_VALUE, self._slot(name)]
+                return [_OPERAND["value"], self._slot(name)]
             case ins.Literal(kind, text):
-                return [_LITERAL[kind], *self._literal(kind, text)]
+                return [_OPERAND[kind], *self._literal(kind, text)]
             case ins.ListOf(items):
-                return [_LIST, len(items), *(w for i in items for w in self._operand(i))]
+                words = (w for i in items for w in self._operand(i))
+                return [_OPERAND["list"], len(items), *words]
             case _:
-                return [1, self._size(o)]
+                return [_OPERAND["size"], self._size(o)]
 
     def _literal(self, kind: str, text: str) -> list[int]:
         match kind:
@@ -221,11 +227,11 @@ class _Encoder:
         words = [len(outs)]
         for name in outs:
             if name is None:
-                words += [0]
+                words += [_RESULT["dropped"]]
             elif name in self.symbols:
-                words += [2, self._symbol(name)]
+                words += [_RESULT["symbol"], self._symbol(name)]
             else:
-                words += [1, self._define(name, None)]
+                words += [_RESULT["tensor"], self._define(name, None)]
         return words
 
     # --------------------------------------------------------------------------------- instructions
@@ -295,9 +301,9 @@ class _Encoder:
             case ins.SizeOf(tensor, kind, dim):
                 return [_SOURCE[kind], self._slot(tensor), dim]
             case ins.ItemOf(tensor):
-                return [_ITEM_SOURCE, self._slot(tensor), 0]
+                return [_SOURCE["item"], self._slot(tensor), 0]
             case _:
-                return [0, self._size(value)]
+                return [_SOURCE["expr"], self._size(value)]
 
 
 def _symbols(p: ins.WrapperProgram) -> Iterator[str]:

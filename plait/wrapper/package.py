@@ -28,6 +28,7 @@ from plait import _native
 from plait.errors import Unsupported
 from plait.lower.dtypes import device_name, from_torch
 from plait.runtime import mathtable
+from plait.wrapper.native import EXPR_OPS
 
 InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
@@ -39,21 +40,7 @@ _PAGE = 4096
 _WEIGHT_ALIGN = 64
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _FACTS = ("int", "size", "stride", "offset")
-_OPERATORS = (
-    "const",
-    "fact",
-    "add",
-    "mul",
-    "floordiv",
-    "mod",
-    "min",
-    "max",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-)
-"""Both in the order of their numbers in a file."""
+"""In the order of their numbers in a file."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +97,8 @@ class Contents:
     constant_devices: where they are to live, empty: where they are.
     checks: a condition on arguments each: its text, then a formula with operands first. Operands
     are "const 4" and facts of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension 1),
-    "offset 0" (in its storage), "int 0" (this int itself); operators are "add", "mul", "floordiv",
-    "mod", "min", "max", "eq", "ne", "lt", "le".
+    "offset 0" (in its storage), "int 0" (this int itself); operators are those of
+    `native.EXPR_OPS`.
     folded: names of weights that others were computed from. variants: best first. python: JSON that
     plait.load reads.
     controls: by number in the plans. fixed: constants among the arguments: position among all of
@@ -440,9 +427,9 @@ def _check(check: tuple[str, ...]) -> bytes:
         a, b = (map(int, (*numbers, "0")[:2])) if numbers else (stack.pop(-2), stack.pop())
         if op in _FACTS:
             fact = _words(_FACTS.index(op), a, b)
-            op, a, b = "fact", facts.setdefault(fact, len(facts)), 0
+            op, a, b = "sym", facts.setdefault(fact, len(facts)), 0
         stack.append(len(nodes))
-        nodes.append(_words(_OPERATORS.index(op), a, b))
+        nodes.append(_words(EXPR_OPS.index(op), a, b))
     return _text(text) + _list(facts) + _list(nodes)
 
 

@@ -25,7 +25,8 @@ from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
-from plait.runtime.cubin import Job, get_or_build_pack
+from plait.runtime.cubin import Job
+from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint

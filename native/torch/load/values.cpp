@@ -1,0 +1,34 @@
+// native/torch/load/values.cpp: symbols, and what is asserted of values.
+#include "walks.h"
+
+namespace plait {
+
+void emit(StepEmitter& e, const Symbol& i) {
+  walk(i, e);
+  if (i.value.kind == Source::Kind::expr) return e.push(StepKind::define, i.symbol, i.value.expr);
+  if (i.value.kind == Source::Kind::item) e.close_region();
+  e.push_instr(StepKind::read_symbol);
+}
+
+void emit(StepEmitter& e, const AssertScalar& i) {
+  walk(i, e);
+  e.push_instr(StepKind::assert_scalar);
+}
+
+void emit(StepEmitter& e, const AssertSizeStride& i) {
+  walk(i, e);
+  e.push_instr(StepKind::assert_size_stride);
+}
+
+void learn(SlotLearner& l, const AssertAlignment& i) { l.touch(i.tensor); }
+void emit(StepEmitter& e, const AssertAlignment& i) {
+  e.push_instr(StepKind::assert_alignment);
+  e.mark_pointer(i.tensor);
+}
+
+void emit(StepEmitter& e, const CheckFinite&) {
+  e.close_region();
+  e.push_instr(StepKind::check_finite);
+}
+
+}  // namespace plait

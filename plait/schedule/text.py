@@ -13,10 +13,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from plait.ir.body_text import Body, BodyReader, ends_with, origin_lines, params_text, py_word
 from plait.ir.calls import Extern
 from plait.ir.expr import Expr, Size
 from plait.ir.expr.text import (
     Scope,
+    flag_of,
+    is_element,
     keywords,
     name_of,
     name_text,
@@ -27,19 +30,7 @@ from plait.ir.expr.text import (
     wrong,
 )
 from plait.ir.loops import Buffer, LoopProgram
-from plait.ir.text import (
-    Body,
-    BodyReader,
-    OpReader,
-    buffer_line,
-    ends_with,
-    flag_of,
-    is_element,
-    op_lines,
-    origin_lines,
-    params_text,
-    py_word,
-)
+from plait.ir.text import OpReader, buffer_line, op_lines
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
 

@@ -13,6 +13,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable
+from typing import TypeGuard
 
 from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
@@ -299,6 +300,13 @@ def name_of(e: ast.expr) -> str:
             raise wrong(e, "a name")
 
 
+def is_element(e: ast.expr) -> TypeGuard[ast.Subscript]:
+    """Whether this is `x[...]` rather than a name that is spelled ref['x']."""
+    return isinstance(e, ast.Subscript) and not (
+        isinstance(e.value, ast.Name) and e.value.id == "ref"
+    )
+
+
 def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, ast.expr]:
     """The keyword arguments of a call, by name. Raises TextError for one that is not known (if
     known is given)."""
@@ -306,6 +314,16 @@ def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, 
         if k.arg is None or (known is not None and k.arg not in known):
             raise wrong(call, f"only the arguments {', '.join(known or ('that have names',))}")
     return {k.arg: k.value for k in call.keywords if k.arg is not None}
+
+
+def flag_of(call: ast.Call, name: str) -> bool:
+    """Whether a call has the keyword argument name=True."""
+    for k in call.keywords:
+        if k.arg == name:
+            if isinstance(k.value, ast.Constant) and isinstance(k.value.value, bool):
+                return k.value.value
+            raise wrong(k.value, "True or False")
+    return False
 
 
 def read_literal(e: ast.expr) -> tuple[str, str] | None:

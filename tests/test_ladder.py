@@ -19,7 +19,7 @@ import plait
 from plait.capture import backend, dynamo, ladder, program
 from plait.errors import InexpressibleSize, InternalError, Unsupported, UserError, warn_once
 from plait.graph.captured import Captured
-from plait.lower import symbols
+from plait.lower import size_rules
 from plait.lower.core import RULES
 from plait.tools.report import Report
 
@@ -376,7 +376,7 @@ def no_division(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(e: Any, sub: Any) -> Any:
         raise Unsupported(f"a size that is {e}")
 
-    monkeypatch.setitem(symbols._RULES, FloorDiv, refuse)
+    monkeypatch.setitem(size_rules.RULES, FloorDiv, refuse)
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:

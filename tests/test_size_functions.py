@@ -22,7 +22,8 @@ import plait
 from plait.ir.dtypes import i64
 from plait.ir.expr import Size, call, evaluate, smax, smin, symbol
 from plait.ir.loops import Buffer, LoopProgram, Pointwise, node
-from plait.lower.symbols import definitions, to_size, to_word
+from plait.lower.float_nodes import to_word
+from plait.lower.symbols import number_functions, to_size
 from plait.lower.wide import take_out_wide
 from plait.runtime.functions import FUNCTIONS, bits, number
 from plait.wrapper.instructions import Return, SymbolInput, WrapperProgram
@@ -264,11 +265,27 @@ def traced(name: str) -> tuple[Size, tuple[tuple[str, Size], ...]]:
         for k, s in enumerate("nm")
     ]
     n, m = (env.create_symintnode(s, hint=30 + k) for k, s in enumerate(given))
+    functions = number_functions(env)
     made = PYTHON[name](n, m)
     size = to_word(made.node.expr, env) if isinstance(made, torch.SymFloat) else to_size(made)
-    made_of = {k: value for k, (_, value) in definitions((n,)).items()}
+    made_of = {k: value for k, (_, value) in functions.items()}
     behind = {**dict(zip((s.name for s in given), map(symbol, "nm"), strict=True)), **made_of}
     return size, tuple(behind.items())
+
+
+def test_each_graph_numbers_its_functions() -> None:
+    """A backward graph has the ShapeEnv of its forward graph; its program is the same whatever was
+    compiled before. What is no function keeps its atom."""
+    env = ShapeEnv()
+    symbol = env.create_symbol(30, ConstantSource("n"), DimDynamic.DYNAMIC, None)
+    n = env.create_symintnode(symbol, hint=30)
+    some, low, size = n & 6, n & 3, to_size(n + 1)
+    first = number_functions(env)
+    assert [str(to_size(k)) for k in (some, low, low + 1)] == ["fn0", "fn1", "fn1 + 1"]
+    again = number_functions(env)
+    assert [str(to_size(k)) for k in (low + 1, some)] == ["fn0 + 1", "fn1"]
+    assert to_size(n + 1) is size
+    assert first["fn0"][1] == again["fn1"][1] != again["fn0"][1]
 
 
 # ----------------------------------------------------------------------------------- beyond 64 bits

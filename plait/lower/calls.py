@@ -25,6 +25,7 @@ from plait.ir import expr, loops
 from plait.ir.calls import Extern, Scalar
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.expr import Size
+from plait.lower.bindings import is_found_float
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
@@ -32,7 +33,7 @@ from plait.lower.found import Found, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.integers import define_functions
 from plait.lower.memory import strided, tensor_arg
-from plait.lower.symbols import is_found_float, to_size
+from plait.lower.symbols import to_size
 
 # What a rule may raise and still leave the compiler standing: the op becomes an extern call, with
 # the error as reason.

@@ -20,10 +20,10 @@ from torch._ops import OpOverload
 
 from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
 from plait.ir.expr import Expr, Size
+from plait.lower.bindings import bindings
 from plait.lower.core import Lowering, View
 from plait.lower.operands import is_plain, operand, results
 from plait.lower.pycall import call_python
-from plait.lower.symbols import bindings
 
 # ATen ops that may hand back an argument (or its memory) although their schema does not say so.
 _RETURNS_ARGUMENT = frozenset(

@@ -21,19 +21,12 @@ from plait.graph.edit import aten, is_view, shape_env_of
 from plait.ir import expr
 from plait.ir.dtypes import i64
 from plait.ir.expr import INF, Atom, Expr, Size
+from plait.lower.bindings import Binding, bindings, deferred_asserts, is_found, is_found_float
 from plait.lower.core import Lowering, Value, View
+from plait.lower.float_nodes import to_truth
 from plait.lower.integers import define_functions, is_found_size, item
 from plait.lower.memory import copy
-from plait.lower.symbols import (
-    Binding,
-    bindings,
-    deferred_asserts,
-    is_found,
-    is_found_float,
-    to_size,
-    to_truth,
-    with_found,
-)
+from plait.lower.symbols import to_size, with_values
 
 
 class Found:
@@ -205,7 +198,7 @@ class Found:
                 continue
             listed = ", ".join(f"{s} is {{}}" for s in known)
             said = f"{listed}, which breaks the condition {e} that was traced, behind {origin}"
-            self._assert(with_found(e, known), said, tuple(known.values()))
+            self._assert(with_values(e, known), said, tuple(known.values()))
 
     def _known(self, symbols: Iterable[sympy.Basic], env: Any) -> dict[sympy.Basic, Size] | None:
         """What these symbols of a condition are, None if that is not known yet."""

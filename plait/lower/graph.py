@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +19,7 @@ import torch.fx
 from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, Unsupported
 from plait.graph.captured import Captured
+from plait.graph.edit import shape_env_of
 from plait.ir import expr, loops
 from plait.ir.calls import Extern
 from plait.ir.loops import LoopProgram
@@ -29,7 +30,7 @@ from plait.lower.inputs import Inputs, add_constant, add_input, define_symbols, 
 from plait.lower.integers import define_functions
 from plait.lower.memory import finish_mutations
 from plait.lower.results import Result, lower_results
-from plait.lower.symbols import definitions
+from plait.lower.symbols import number_functions
 from plait.lower.wide import take_out_wide
 
 # A process that compiles without end must not grow without end: about 100 MB of expressions and
@@ -78,11 +79,12 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     ctx.donated = frozenset(f"arg{k}" for k in captured.donated_inputs)
     nodes = list(captured.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
+    shape_env = shape_env_of([n.meta.get("val") for n in placeholders])
+    ctx.functions = number_functions(shape_env)
     inputs = Inputs()
     for node in placeholders:
         ctx.env[node] = add_input(ctx, inputs, node)
     define_symbols(ctx, inputs)
-    ctx.functions = definitions(n.meta.get("val") for n in placeholders)
     calls = Calls(ctx, Found(ctx))
     results: tuple[Result, ...] = ()
     for node in nodes:
@@ -97,14 +99,14 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
                 lower_call(calls, fence)
         elif node.op != "placeholder":
             raise Unsupported(f"a graph node of kind {node.op}", where=where_of(node))
-    return _lowered(captured, ctx, inputs, placeholders, results)
+    return _lowered(captured, ctx, inputs, shape_env, results)
 
 
 def _lowered(
     captured: Captured,
     ctx: Lowering,
     inputs: Inputs,
-    placeholders: Sequence[torch.fx.Node],
+    shape_env: object,
     results: tuple[Result, ...],
 ) -> Lowered:
     define_functions(ctx)
@@ -114,7 +116,7 @@ def _lowered(
     program = LoopProgram(
         tuple(inputs.names), ctx.buffers, tuple(ctx.constants), tuple(ops), results, ctx.symbols,
         tuple(name for name in donated if isinstance(name, str)),
-        example_sizes(ctx, inputs, placeholders, wide),
+        example_sizes(ctx, inputs, shape_env, wide),
     )  # fmt: skip
     _check_symbols(program)
     counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)

@@ -6,7 +6,7 @@ a source for each symbol that some input tells, and what symbols were in the exa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from plait.ir.loops import Buffer
 from plait.lower.core import Lowering, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.operands import object_input
-from plait.lower.symbols import is_ragged, is_symbolic, size_hints, to_size
+from plait.lower.symbols import is_ragged, is_symbolic, to_size
 
 Source = tuple[str, str, int] | str
 """Where a number stands: (buffer, 'size', 'stride' or 'offset', dimension), or an input that is an
@@ -164,11 +164,12 @@ def _solve(ctx: Lowering, e: Size, source: tuple[str, str, int] | str, unknown: 
 
 
 def example_sizes(
-    ctx: Lowering, inputs: Inputs, placeholders: Sequence[torch.fx.Node], wide: Mapping[str, Expr]
+    ctx: Lowering, inputs: Inputs, shape_env: object, wide: Mapping[str, Expr]
 ) -> dict[str, int]:
     """What symbols are in the example, as far as that is known. wide: those that were taken out
     of loops."""
-    hints = size_hints((n.meta.get("val") for n in placeholders), ctx.symbols)
+    known = {} if shape_env is None else compat.tracing.size_hints(shape_env)
+    hints = {name: known[name] for name in ctx.symbols if name in known}
     given = [(e, source) for e, source in inputs.facts if isinstance(source, str)]
     functions = {name: e for name, (_, e) in ctx.functions.items()}
     for e, name in (*given, *((e, name) for name, e in (*functions.items(), *wide.items()))):

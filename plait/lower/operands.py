@@ -13,10 +13,11 @@ from plait.errors import Unsupported
 from plait.ir.calls import ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.expr import Expr, Size
+from plait.lower.bindings import bindings
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
 from plait.lower.memory import strided, tensor_arg
-from plait.lower.symbols import bindings, to_size
+from plait.lower.symbols import to_size
 
 NO = Scalar("none")
 

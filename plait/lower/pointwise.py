@@ -48,7 +48,7 @@ from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import TO_TORCH, compute_dtype, from_torch
 from plait.lower.extern import call_extern
 from plait.lower.float8 import convert_float8
-from plait.lower.symbols import to_scalar_node
+from plait.lower.float_nodes import to_scalar_node
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from plait.ir.calls import Extern
 from plait.ir.dtypes import f64
 from plait.ir.expr import Expr
 from plait.lower.core import Lowering, View
+from plait.lower.float_nodes import to_scalar_node
 from plait.lower.operands import is_object_input, operand, results
-from plait.lower.symbols import to_scalar_node
 from plait.runtime.generated import flat, settled
 
 

@@ -24,10 +24,11 @@ from plait.ir.expr import Expr, Size
 from plait.lower.calls import value_of
 from plait.lower.core import Lowering, Value, View
 from plait.lower.dtypes import from_torch
+from plait.lower.float_nodes import to_scalar_node
 from plait.lower.inputs import Inputs
 from plait.lower.memory import alias, copy, lay_out, owner_of, seen_as, tensor_arg
 from plait.lower.operands import is_object_input
-from plait.lower.symbols import is_ragged, to_scalar_node, to_size
+from plait.lower.symbols import is_ragged, to_size
 from plait.lower.view import bytes_behind
 
 Result = TensorArg | Scalar | Size

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from plait.ir.expr import Expr, Size, compare
+from plait.lower.bindings import bindings, is_found_float
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.integers import item
-from plait.lower.symbols import bindings, is_found_float, to_size, unranged
+from plait.lower.symbols import to_size, unranged
 
 aten = torch.ops.aten
 

@@ -17,11 +17,12 @@ from plait.graph.edit import base_of
 from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Expr, Size
+from plait.lower.bindings import bindings
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
 from plait.lower.integers import is_found_size, require_index
 from plait.lower.memory import alias, owner_of, seen_as, tensor_arg
-from plait.lower.symbols import bindings, to_size
+from plait.lower.symbols import to_size
 
 aten = torch.ops.aten
 prims = torch.ops.prims

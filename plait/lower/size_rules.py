@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -40,37 +40,35 @@ def _mul(e: Any, sub: Sub) -> Size:
     return out if den == 1 else out // den  # a size is integral, so this division is exact
 
 
-def _pow(e: Any, sub: Sub) -> Size:
-    base, exponent = e.args
-    if isinstance(exponent, sympy.Integer) and int(exponent) < 0:
-        raise Unsupported(f"a size that is {e}")
-    if isinstance(exponent, sympy.Integer) and int(exponent) <= 16:
-        return expr.product([sub(base)] * int(exponent))
-    return expr.call("power", sub(base), sub(exponent))
+def _power(base: Size, exponent: Size) -> Size:
+    if not isinstance(exponent, int) or exponent > 16:
+        return expr.call("power", base, exponent)
+    if exponent < 0:
+        raise Unsupported(f"a size that is ({base}) ** {exponent}")
+    return expr.product([base] * exponent)
 
 
-def _floordiv(e: Any, sub: Sub) -> Size:
-    a, b = sub(e.args[0]), sub(e.args[1])
-    if expr.bounds(b)[1] < 0:
-        a, b = -a, -b
-    return a // b
+def _floordiv(a: Size, b: Size) -> Size:
+    return -a // -b if expr.bounds(b)[1] < 0 else a // b
 
 
-def _mod(e: Any, sub: Sub) -> Size:
-    a, b = sub(e.args[0]), sub(e.args[1])
-    if expr.bounds(b)[1] < 0:  # the sign of Python's remainder is the divisor's
-        return -(-a % -b)
-    return a % b
+def _mod(a: Size, b: Size) -> Size:
+    # The sign of Python's remainder is the divisor's.
+    return -(-a % -b) if expr.bounds(b)[1] < 0 else a % b
 
 
-def _modular_indexing(e: Any, sub: Sub) -> Size:
-    a, b, m = (sub(x) for x in e.args)
-    return a // b % m
+def _shift(name: str, a: Size, n: Size) -> Size:
+    if not isinstance(n, int) or not 0 <= n < 63:
+        return expr.call(name, a, n)
+    return a * (1 << n) if name == "shift_left" else a // (1 << n)
 
 
-def _where(e: Any, sub: Sub) -> Size:
-    c, a, b = (sub(x) for x in e.args)
-    return b + c * (a - b)
+def _largest(*sizes: Size) -> Size:
+    return reduce(expr.smax, sizes)
+
+
+def _least(*sizes: Size) -> Size:
+    return reduce(expr.smin, sizes)
 
 
 def _piecewise(e: Any, sub: Sub) -> Size:
@@ -83,21 +81,10 @@ def _piecewise(e: Any, sub: Sub) -> Size:
 
 def _compare(op: str, swap: bool) -> Callable[[Any, Sub], Size]:
     def rule(e: Any, sub: Sub) -> Size:
+        given = reversed(e.args) if swap else e.args
         if any(map(_is_float, e.args)):
-            left, right = (_real(a, sub) for a in e.args)
-            return expr.call(f"real_{op}", *((right, left) if swap else (left, right)))
-        a, b = sub(e.args[0]), sub(e.args[1])
-        return expr.compare(op, b, a) if swap else expr.compare(op, a, b)
-
-    return rule
-
-
-def _shift(name: str) -> Callable[[Any, Sub], Size]:
-    def rule(e: Any, sub: Sub) -> Size:
-        a, n = sub(e.args[0]), sub(e.args[1])
-        if not isinstance(n, int) or not 0 <= n < 63:
-            return expr.call(name, a, n)
-        return a * (1 << n) if name == "shift_left" else a // (1 << n)
+            return expr.call(f"real_{op}", *(_real(a, sub) for a in given))
+        return expr.compare(op, *map(sub, given))
 
     return rule
 
@@ -201,31 +188,44 @@ _FLOATS = (
 _OF_BITS = (sf.BitwiseFn_bitwise_and, sf.BitwiseFn_bitwise_or, sf.BitwiseFn_bitwise_xor)
 _INTEGRAL = (sf.RoundToInt, sf.CeilToInt, sf.FloorToInt, sf.TruncToInt, sympy.floor, sympy.ceiling)
 
-RULES: dict[type, Callable[[Any, Sub], Size]] = {
-    sympy.Add: lambda e, sub: expr.total(sub(a) for a in e.args),
-    sympy.Mul: _mul,
-    sympy.Pow: _pow,
-    sf.PowByNatural: _pow,
+_FORMULAS: dict[type, Callable[..., Size]] = {
+    sympy.Add: lambda *sizes: expr.total(sizes),
+    sympy.Pow: _power,
+    sf.PowByNatural: _power,
     sf.FloorDiv: _floordiv,
     sf.CleanDiv: _floordiv,
-    sf.CeilDiv: lambda e, sub: expr.ceildiv(sub(e.args[0]), sub(e.args[1])),
+    sf.CeilDiv: expr.ceildiv,
     sf.Mod: _mod,
     sf.PythonMod: _mod,
     sympy.Mod: _mod,
-    sf.ModularIndexing: _modular_indexing,
-    sf.Max: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
-    sf.Min: lambda e, sub: reduce(expr.smin, map(sub, e.args)),
-    sympy.Max: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
-    sympy.Min: lambda e, sub: reduce(expr.smin, map(sub, e.args)),
-    sympy.Abs: lambda e, sub: expr.smax(sub(e.args[0]), -sub(e.args[0])),
-    sf.Where: _where,
+    sf.ModularIndexing: lambda a, b, m: a // b % m,
+    sf.Max: _largest,
+    sf.Min: _least,
+    sympy.Max: _largest,
+    sympy.Min: _least,
+    sympy.Abs: lambda a: expr.smax(a, -a),
+    sf.Where: lambda c, a, b: b + c * (a - b),
+    sf.Identity: lambda a: a,
+    sf.LShift: partial(_shift, "shift_left"),
+    sf.RShift: partial(_shift, "shift_right"),
+    sf.BitwiseFn_bitwise_and: partial(expr.call, "bit_and"),
+    sf.BitwiseFn_bitwise_or: partial(expr.call, "bit_or"),
+    sf.BitwiseFn_bitwise_xor: partial(expr.call, "bit_xor"),
+    sympy.And: lambda *holds: expr.product(holds),
+    sympy.Or: _largest,
+    sympy.Not: lambda holds: 1 - holds,
+}
+"""What an expression is of the sizes of its arguments."""
+
+
+def _by(formula: Callable[..., Size]) -> Callable[[Any, Sub], Size]:
+    return lambda e, sub: formula(*map(sub, e.args))
+
+
+RULES: dict[type, Callable[[Any, Sub], Size]] = {
+    **{kind: _by(formula) for kind, formula in _FORMULAS.items()},
+    sympy.Mul: _mul,
     sympy.Piecewise: _piecewise,
-    sf.Identity: lambda e, sub: sub(e.args[0]),
-    sf.LShift: _shift("shift_left"),
-    sf.RShift: _shift("shift_right"),
-    sf.BitwiseFn_bitwise_and: lambda e, sub: expr.call("bit_and", sub(e.args[0]), sub(e.args[1])),
-    sf.BitwiseFn_bitwise_or: lambda e, sub: expr.call("bit_or", sub(e.args[0]), sub(e.args[1])),
-    sf.BitwiseFn_bitwise_xor: lambda e, sub: expr.call("bit_xor", sub(e.args[0]), sub(e.args[1])),
     sf.RoundToInt: _from_float("round"),
     sf.CeilToInt: _from_float("ceil"),
     sf.FloorToInt: _from_float("floor"),
@@ -238,8 +238,6 @@ RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sympy.Le: _compare("le", False),
     sympy.Gt: _compare("lt", True),
     sympy.Ge: _compare("le", True),
-    sympy.And: lambda e, sub: expr.product(sub(a) for a in e.args),
-    sympy.Or: lambda e, sub: reduce(expr.smax, map(sub, e.args)),
-    sympy.Not: lambda e, sub: 1 - sub(e.args[0]),
     Word: lambda e, sub: _real(e.args[0], sub),
 }
+"""The size of an expression, given the expression and what makes sizes of its arguments."""

@@ -176,18 +176,18 @@ def _calls_function(e: Expr) -> bool:
 def _range(e: sympy.Basic, env: Any) -> tuple[float, float]:
     """What the ShapeEnv knows of the value of an expression."""
     try:
-        found = bound_sympy(e, env.var_to_range)
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        KeyError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ):
+        return _ends(bound_sympy(e, env.var_to_range))
+    except Exception:  # noqa: BLE001  torch's rules raise whatever they meet
         return -INF, INF
-    return _bound(found.lower, -1), _bound(found.upper, 1)
+
+
+def _ends(found: Any) -> tuple[float, float]:
+    """A range of torch's; an end that says nothing is infinite."""
+    lo, hi = (
+        int(end) if isinstance(end, sympy.Integer) and abs(int(end)) < _FAR else far
+        for end, far in ((found.lower, -INF), (found.upper, INF))
+    )
+    return lo, hi
 
 
 def _holds(about: sympy.Basic, value: int, env: Any) -> bool:
@@ -218,18 +218,8 @@ def _by_factors(e: Any, env: Any) -> sympy.Basic:
 
 
 def _symbol(s: sympy.Symbol, env: Any) -> Size:
-    lo, hi = -INF, INF
-    found = env.var_to_range.get(s) if env is not None else None
-    if found is not None:
-        lo, hi = _bound(found.lower, -1), _bound(found.upper, 1)
-    if env is not None and s in env.size_like:
-        lo = max(lo, 0)
-    elif s.is_nonnegative:
+    found = None if env is None else env.var_to_range.get(s)
+    lo, hi = (-INF, INF) if found is None else _ends(found)
+    if s.is_nonnegative or (env is not None and s in env.size_like):
         lo = max(lo, 0)
     return expr.symbol(s.name, lo=lo, hi=hi)
-
-
-def _bound(value: Any, side: int) -> float:
-    if not isinstance(value, sympy.Integer) or abs(int(value)) >= _FAR:
-        return side * INF
-    return int(value)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from plait.ir.expr import Atom, Expr, Size
+from plait.ir.expr import Atom, Expr, Size, fold
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpplives import lives_of, nbytes_of
@@ -112,13 +112,8 @@ class Source:
 
     def expression(self, e: Size) -> str:
         """An integer that is computed where it stands."""
-        if isinstance(e, int):
-            return f"Int({_integer(e)})"
-        parts = [f"Int({_integer(e.const)})"] if e.const else []
-        for mono, c in e.terms:
-            factors = [f"Int({_integer(c)})"] if c != 1 else []
-            parts.append(" * ".join([*factors, *(self._atom(a) for a in mono)]))
-        return " + ".join(parts)
+        text: str = fold(e, self._atom, _int, "{} + {}".format, "{} * {}".format)
+        return text
 
     def _atom(self, a: Atom) -> str:
         if a.kind == "sym":
@@ -193,6 +188,10 @@ class Source:
         self.end_region()
         self.lines += self.notes
         self.notes = []
+
+
+def _int(n: int) -> str:
+    return f"Int({_integer(n)})"
 
 
 def _integer(n: int) -> str:

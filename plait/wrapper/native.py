@@ -13,12 +13,13 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
-from plait.ir.expr import Atom, Expr, Size
+from plait.ir.expr import Atom, Size, fold
 from plait.runtime.functions import FUNCTIONS
 from plait.runtime.load import Program, load
 from plait.wrapper import instructions as ins
@@ -165,22 +166,9 @@ class _Encoder:
     def _size(self, e: Size) -> int:
         found = self._sizes.get(e)
         if found is None:
-            found = self._sizes[e] = self._expr(e)
+            const, add, mul = (partial(self._node, op) for op in ("const", "add", "mul"))
+            found = self._sizes[e] = fold(e, self._atom, const, add, mul)
         return found
-
-    def _expr(self, e: Size) -> int:
-        if not isinstance(e, Expr):
-            return self._node("const", int(e))
-        total: int | None = None if e.const == 0 else self._size(e.const)
-        for mono, coefficient in e.terms:
-            term: int | None = None if coefficient == 1 else self._size(coefficient)
-            for atom in mono:
-                factor = self._atom(atom)
-                term = factor if term is None else self._node("mul", term, factor)
-            assert term is not None, "a monomial has at least one atom"
-            total = term if total is None else self._node("add", total, term)
-        assert total is not None, "an Expr has at least one term"
-        return total
 
     def _atom(self, atom: Atom) -> int:
         if atom.kind == "sym":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,16 +30,25 @@ def free_symbols(e: Size) -> frozenset[Atom]:
     return e._free
 
 
-def fold(e: Size, atom: Callable[[Atom], Any]) -> Any:
-    """The value of an expression: a sum of products of what atom gives, by + and *."""
+def fold(
+    e: Size, atom: Callable[[Atom], Any], number: Callable[[int], Any] | None = None,
+    add: Callable[[Any, Any], Any] = operator.add, mul: Callable[[Any, Any], Any] = operator.mul,
+) -> Any:  # fmt: skip
+    """What an expression becomes, out of what atoms and numbers become (numbers stay as they are if
+    number is None): `mul` makes its products, `add` their sum, the constant first. Factors of 1 and
+    a constant of 0 are left out."""
     if isinstance(e, int):
-        return e
-    out: Any = e.const
+        return e if number is None else number(e)
+    out: Any = None
+    if e.const:
+        out = e.const if number is None else number(e.const)
     for mono, c in e.terms:
-        term: Any = c
+        term: Any = None
+        if c != 1:
+            term = c if number is None else number(c)
         for a in mono:
-            term = term * atom(a)
-        out = out + term
+            term = atom(a) if term is None else mul(term, atom(a))
+        out = term if out is None else add(out, term)
     return out
 
 
@@ -76,6 +86,8 @@ _EVAL: dict[str, Callable[[int, int], int]] = {
 
 def evaluate(e: Size, env: Mapping[str, int]) -> int:
     """The value of e. env: symbol name -> value. Raises KeyError for a symbol without one."""
+    if isinstance(e, int):
+        return e
 
     def value(a: Atom) -> int:
         if a.kind == "sym":

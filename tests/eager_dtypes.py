@@ -20,7 +20,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
-from plait.capture.early import Kernels, early_kernels
+from plait.capture.early_kernels import Kernels, early_kernels
 from plait.graph.refuse import LIST, Taken, tensors_of
 from tests.opinfo_tools import UNTRACEABLE, Case, name_of, pick, traceable
 

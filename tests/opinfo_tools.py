@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait import compat
-from plait.capture.early import early_changes
+from plait.capture.early_kernels import early_changes
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured, GraphKind

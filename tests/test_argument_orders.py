@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.capture.orders import in_another_order
+from plait.capture.dict_order import in_another_order
 from plait.errors import InputError, UserError
 
 A, B, C = torch.arange(3.0), torch.arange(3.0) + 5, torch.arange(3.0) * 7

@@ -1,8 +1,8 @@
 // native/core/signature.h: what a program's inputs have to be, and what its results are, as data.
 // No torch, no Python.
 //
-// Written by plait/capture/bound.py for a program in this process, by plait/wrapper/package.py for
-// one in a file; torch/bound.h checks calls against it.
+// Written by plait/capture/bound_program.py for a program in this process, by
+// plait/wrapper/package.py for one in a file; torch/bound.h checks calls against it.
 #pragma once
 
 #include <limits>

@@ -20,8 +20,8 @@ from plait.capture import ladder
 from plait.capture.aliases import dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
-from plait.capture.early import early_changes
-from plait.capture.found import index_by_found, mended_tracing
+from plait.capture.early_kernels import early_changes
+from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.masks import simplify_masks
 from plait.capture.program import compile_captured
 from plait.capture.registration import allow_again

@@ -19,11 +19,11 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from plait.capture.aliases import results_of
-from plait.capture.bound import argument_specs, bind, captured_from
-from plait.capture.exported import Examples, Program, source_of
-from plait.capture.outside import bind_outside
+from plait.capture.bound_program import argument_specs, bind, captured_from
+from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
 from plait.capture.program import collector_paused, compile_captured
+from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, trace
 from plait.config import Config
 from plait.errors import UserError

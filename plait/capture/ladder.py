@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from plait import _native, compat
 from plait.capture import dynamo
 from plait.capture.checkpoints import run_by_eager
-from plait.capture.plain import forward_mode_level
+from plait.capture.plain_tensors import forward_mode_level
 from plait.capture.program import collector_paused
 from plait.config import Config
 from plait.errors import (

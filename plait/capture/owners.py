@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
-from plait.capture.plain import special_kind
+from plait.capture.plain_tensors import special_kind
 from plait.errors import InputError
 
 _AGAIN = "plait.compile once more"

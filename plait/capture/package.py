@@ -20,12 +20,12 @@ import torch
 from torch.fx import Node
 
 from plait import compat
-from plait.capture.absent import on_device
+from plait.capture.absent_device import on_device
 from plait.capture.aliases import Result, results_of
-from plait.capture.bound import argument_specs, captured_from
+from plait.capture.bound_program import argument_specs, captured_from
 from plait.capture.control import controls_of
-from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, guarded
+from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
 from plait.compile import Portable, compile_portable
 from plait.config import Config

@@ -24,15 +24,15 @@ from torch.fx import GraphModule
 
 from plait import compat, errors
 from plait.capture.aliases import views_of_inputs
-from plait.capture.assigned import Holding, with_state
-from plait.capture.early import early_changes
-from plait.capture.found import mended_tracing, numbers_kept
-from plait.capture.kept import Change, Kept, same_program, settled
-from plait.capture.laid_out import NotingLayouts
-from plait.capture.least import with_least_sizes
-from plait.capture.ones import same_for_one
-from plait.capture.orders import has_orders, in_another_order, loose_keywords
-from plait.capture.plain import special_kind
+from plait.capture.dict_order import has_orders, in_another_order, loose_keywords
+from plait.capture.early_kernels import early_changes
+from plait.capture.found_numbers import mended_tracing, numbers_kept
+from plait.capture.layouts import LayoutNotes
+from plait.capture.least_sizes import with_least_sizes
+from plait.capture.module_state import ModuleRun, with_state
+from plait.capture.plain_tensors import special_kind
+from plait.capture.python_state import Change, Snapshot, same_program, settled
+from plait.capture.sizes_of_one import same_for_one
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting, wants_values
@@ -78,10 +78,17 @@ _REGISTER = (
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced program. graph: inputs are the tensors of state, then one for each VALUE in
-    signature.leaves; mutated inputs are written back by a trailing copy_. mutated: the positions of
-    these. state: by name. fakes: the fake tensors and symbolic ints of the VALUEs. views: the
-    results that are inputs or views of them."""
+    """A traced program.
+
+    graph: its inputs are the tensors of state, then one for each VALUE in signature.leaves; a
+        trailing copy_ writes each mutated input back.
+    mutated: the positions of these.
+    state: parameters and buffers, by name.
+    fakes: the fake tensors and symbolic ints of the VALUEs.
+    signature: how arguments flatten and results are put together.
+    sizes: what is known of the sizes of inputs.
+    views: the results that are inputs or views of them.
+    """
 
     graph: GraphModule
     mutated: tuple[int, ...]
@@ -100,8 +107,8 @@ class _Seen:
     leaves: its results, VALUE for those of the graph.
     views: the results that are inputs or views of them.
     moved: some of these lie in inputs that got other strides.
-    left: what it left in objects that are no tensors.
-    in_arguments: the same of its arguments.
+    left: what it changed in Python objects of the module.
+    in_arguments: what it changed in Python objects of its arguments.
     """
 
     spec: pytree.TreeSpec
@@ -150,16 +157,16 @@ class _Flattened:
         ]
         args, kwargs = self.arrange(self.spec, iter(leaves))
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        given_away = Kept(SimpleNamespace(**bound.arguments))
-        holding = Holding(self.module, self.who, self.before)
+        arguments = Snapshot(SimpleNamespace(**bound.arguments))
+        module_run = ModuleRun(self.module, self.who, self.before)
         state = flat[: len(self.state)]
-        with holding.state(self.state, state), NotingLayouts(self.env) as layouts:
+        with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
             result = self.module(*args, **kwargs)
         layouts.ask_of_results(flat, result)
-        left, in_arguments = holding.left, given_away.changes()
+        left, in_arguments = module_run.left, arguments.changes()
         paths, spec = pytree.tree_flatten_with_path(result)
         self._check_results(paths)
-        found = holding.write([x for _, x in paths])
+        found = module_run.write([x for _, x in paths])
         self.is_result = self.is_result or [_is_value(x) for x in found]
         of = list(zip(found, self.is_result, strict=True))
         results = tuple(x for x, value in of if value)

@@ -29,7 +29,7 @@ from plait.lower.bindings import is_found_float
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
-from plait.lower.found import Found, truth
+from plait.lower.found_numbers import FoundNumbers, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.integers import define_functions
 from plait.lower.memory import strided, tensor_arg
@@ -54,7 +54,7 @@ class Calls:
     """
 
     ctx: Lowering
-    found: Found
+    found: FoundNumbers
     host_copies: dict[tuple[View, str], View] = field(default_factory=dict)
     last_fences: list[torch.fx.Node] = field(default_factory=list)
 

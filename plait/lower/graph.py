@@ -25,7 +25,7 @@ from plait.ir.calls import Extern
 from plait.ir.loops import LoopProgram
 from plait.lower.calls import Calls, lower_call, where_of
 from plait.lower.core import Lowering, View
-from plait.lower.found import Found
+from plait.lower.found_numbers import FoundNumbers
 from plait.lower.inputs import Inputs, add_constant, add_input, define_symbols, example_sizes
 from plait.lower.integers import define_functions
 from plait.lower.memory import finish_mutations
@@ -85,7 +85,7 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     for node in placeholders:
         ctx.env[node] = add_input(ctx, inputs, node)
     define_symbols(ctx, inputs)
-    calls = Calls(ctx, Found(ctx))
+    calls = Calls(ctx, FoundNumbers(ctx))
     results: tuple[Result, ...] = ()
     for node in nodes:
         if node.op == "call_function":

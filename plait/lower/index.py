@@ -123,7 +123,7 @@ def require_some(ctx: Lowering, size: Size, count: Size, says: str, error: str) 
 
 def from_zero(size: Size) -> Size:
     """A size without what its range does not tell: one that varies from 1 on may be 0, see
-    `capture/least.py`."""
+    `capture/least_sizes.py`."""
     least = {a: expr.symbol(a.name, hi=a.hi) for a in expr.free_symbols(size) if a.lo == 1}
     return expr.substitute(size, least)
 

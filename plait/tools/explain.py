@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from plait.capture import dynamo
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
-from plait.capture.exported import check_callable
+from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.runtime.graphs import refusals
 from plait.tools.report import Report

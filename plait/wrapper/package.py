@@ -32,7 +32,7 @@ from plait.wrapper.native import EXPR_OPS
 
 InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
-"""Both as in capture/bound.py."""
+"""Both as in capture/bound_program.py."""
 
 VERSION = 3
 _MAGIC = b"PLAITPKG"
@@ -91,18 +91,23 @@ class Routine:
 class Contents:
     """A program as it goes into a package.
 
-    inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a
-    size as ("symbol", name). names: of the caller's tensors and ints. outputs: of the results.
-    weights: by name; they live where the plan has its inputs. constants: the plan's table;
+    inputs: in the program's order, as in capture/bound_program.py, a weight as
+        ("bound", name, None), a size as ("symbol", name).
+    names: of the caller's tensors and ints.
+    outputs: of the results.
+    weights: by name; they live where the plan has its inputs.
+    constants: the plan's table.
     constant_devices: where they are to live, empty: where they are.
     checks: a condition on arguments each: its text, then a formula with operands first. Operands
-    are "const 4" and facts of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension 1),
-    "offset 0" (in its storage), "int 0" (this int itself); operators are those of
-    `native.EXPR_OPS`.
-    folded: names of weights that others were computed from. variants: best first. python: JSON that
-    plait.load reads.
-    controls: by number in the plans. fixed: constants among the arguments: position among all of
-    them, name, value."""
+        are "const 4" and facts of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension
+        1), "offset 0" (in its storage), "int 0" (this int itself); operators are those of
+        `native.EXPR_OPS`.
+    folded: names of weights that others were computed from.
+    variants: best first.
+    python: JSON that plait.load reads.
+    controls: by number in the plans.
+    fixed: constants among the arguments: position among all of them, name, value.
+    """
 
     name: str
     inputs: tuple[InputSpec, ...]

@@ -71,7 +71,7 @@ def bounds(e: Size) -> tuple[Bound, Bound]:
 
 
 def may_be_zero(e: Size) -> bool:
-    """Whether a size may be 0. One that varies from 1 on may, see `capture/least.py`."""
+    """Whether a size may be 0. One that varies from 1 on may, see `capture/least_sizes.py`."""
     return bounds(e)[0] < (1 if isinstance(e, int) else 2)
 
 

@@ -18,7 +18,7 @@ import torch
 from plait import _native
 from plait.capture.aliases import Result, view_like
 from plait.capture.owners import Owners
-from plait.capture.plain import has_tangent, special_kind
+from plait.capture.plain_tensors import has_tangent, special_kind
 from plait.capture.trace import Traced
 from plait.compat.size_facts import Bounds
 from plait.errors import InputError

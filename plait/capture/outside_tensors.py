@@ -12,7 +12,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-from plait.capture.plain import special_kind
+from plait.capture.plain_tensors import special_kind
 from plait.graph.edit import aten, replace
 
 _FRESH = frozenset(

@@ -29,9 +29,14 @@ from plait.lower.memory import copy
 from plait.lower.symbols import to_size, with_values
 
 
-class Found:
-    """What is known of such numbers so far. values: what the program finds, by the names that
-    tracing has for it."""
+class FoundNumbers:
+    """What is known of such numbers so far.
+
+    values: what the program finds, by the names that tracing has for it.
+    waiting: numbers whose traced expressions have several unknown symbols: see `_relate`.
+    asserted: conditions that the program tests by now.
+    conditions: those of tracing that are done with.
+    """
 
     def __init__(self, ctx: Lowering) -> None:
         self.ctx = ctx

@@ -1,7 +1,8 @@
-"""Tensors that a module's forward assigns anew (`self.n = self.n + 1`), while it is traced.
+"""The state of a module while it is traced: tensors in place of its parameters and buffers, and
+what its forward assigns to them (`self.n = self.n + 1`).
 
-A buffer or parameter that is assigned is written: the program copies the new value into it.
-Whatever else a call leaves in Python is no matter of the program (`kept.py`).
+The program copies an assigned value into the buffer or parameter. Whatever else a call changes in
+Python is undone (`python_state.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 
 from plait import compat
 from plait.capture.aliases import same_bits
-from plait.capture.kept import Change, Kept
+from plait.capture.python_state import Change, Snapshot
 from plait.errors import Unsupported
 
 _COMPILED = 'torch.compile(fn, backend="plait")'
@@ -45,11 +46,12 @@ def with_state(
             store[key] = x  # type: ignore[assignment]
 
 
-class Holding:
-    """Runs a module with other tensors as its state.
+class ModuleRun:
+    """One run of a module with other tensors as its state.
 
-    who: the function that traces it. before: what a call before this one left in Python. left: what
-    this one does, which is undone.
+    who: the function that traces it.
+    before: what an earlier call changed in Python.
+    left: what this one changed, which is undone.
     """
 
     def __init__(self, module: torch.nn.Module, who: str, before: Sequence[Change]) -> None:
@@ -63,14 +65,14 @@ class Holding:
     ) -> Iterator[None]:
         """As `with_state`. Raises Unsupported where the module assigns what no program can
         assign."""
-        kept = Kept(self.module)
+        before = Snapshot(self.module)
         for change in self.before:
             change.redo()
         try:
             with with_state(self.module, state, given) as assigned:
                 yield
         finally:
-            self.left = kept.changes()
+            self.left = before.changes()
             for change in self.left:
                 change.undo()
         if wrong := [change.name for change in self.left if change.of_state]:

@@ -18,7 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from plait import compat
-from plait.capture.found import IndexByFound
+from plait.capture.found_numbers import IndexByFound
 from plait.capture.writes import may_write
 from plait.compat.export import ExportEnv
 from plait.graph.strides import is_view
@@ -38,7 +38,7 @@ _RESHAPES = _named("reshape", "reshape_as", "flatten", "ravel")
 _CONTIGUOUS = _named("contiguous")
 
 
-class NotingLayouts(IndexByFound):
+class LayoutNotes(IndexByFound):
     """Inside, `env` learns what is asked."""
 
     def __init__(self, env: ExportEnv) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.capture.kept import same_program
+from plait.capture.python_state import same_program
 from plait.compat.tracing import is_stand_in
 from plait.graph.edit import aten
 

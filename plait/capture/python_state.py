@@ -1,10 +1,10 @@
 """What a function keeps in Python from one call to the next: attributes of modules and objects,
 items of lists and dicts.
 
-No program keeps such things: what a traced call left is taken back. So the answer of a call must
-not depend on what calls before it left. That is tried: the function is traced once more with all of
-it there, with `LEFT` in place of tensors and numbers, which nobody may look at. Where that gives
-another program, the function is refused.
+A program keeps no such state: what a traced call changed is undone. So the result of a call must
+not depend on what earlier calls left. That is tested: the function is traced once more with their
+changes in place, where `LEFT_OVER` stands for tensors and numbers and raises when it is read. Where
+that gives another program, the function is refused.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class _Left(torch.Tensor):
-    """Stands for a tensor or number that a call left. A sum with it is one too, for counters; all
-    else asks for it."""
+class _LeftOver(torch.Tensor):
+    """Stands for a tensor or number that a call left. A sum with it is another one, for the sake of
+    counters; all else raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,15 +60,18 @@ class _Left(torch.Tensor):
     __radd__ = __iadd__ = __add__
 
 
-LEFT: torch.Tensor = torch.Tensor._make_subclass(_Left, torch.empty(0))
+LEFT_OVER: torch.Tensor = torch.Tensor._make_subclass(_LeftOver, torch.empty(0))
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a call did to a dict or a list.
+    """A change that a call made in a dict or a list.
 
-    name: of what is different. key: of the dict; None: old and new are all items of a list.
-    of_state: it is a parameter, a buffer or a module.
+    name: of what changed.
+    place: the dict or list.
+    key: of the dict; None for a list, whose items are all in old and new.
+    old, new: the values before and after.
+    of_state: what changed is a parameter, a buffer or a module.
     """
 
     name: str
@@ -82,7 +85,7 @@ class Change:
         self._put(self.old)
 
     def redo(self) -> None:
-        """Makes it as the call left it, but with LEFT for what it computed."""
+        """Makes it as the call left it, but with LEFT_OVER for what it computed."""
         if self.key is None:
             self._put([x if any(x is y for y in self.old) else _left(x) for x in self.new])
         else:
@@ -97,8 +100,8 @@ class Change:
             self.place[self.key] = value
 
 
-class Kept:
-    """What fn can reach of such things, as it is now."""
+class Snapshot:
+    """The dicts and lists that fn can reach, with what they hold now."""
 
     def __init__(self, fn: Any) -> None:
         self._before = [
@@ -107,7 +110,7 @@ class Kept:
         ]
 
     def changes(self) -> list[Change]:
-        """What is different since then."""
+        """What has changed since."""
         found: list[Change] = []
         for name, kind, place, old in self._before:
             if isinstance(old, list):
@@ -170,10 +173,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _left(value: Any) -> Any:
-    """value with LEFT for tensors and numbers."""
+    """value with LEFT_OVER for tensors and numbers."""
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
     return pytree.tree_map(
-        lambda x: LEFT if isinstance(x, torch.Tensor) or type(x) in numbers else x, value
+        lambda x: LEFT_OVER if isinstance(x, torch.Tensor) or type(x) in numbers else x, value
     )
 
 

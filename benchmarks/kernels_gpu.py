@@ -30,7 +30,8 @@ from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.ir.calls import TensorArg
-from plait.kernel.triton.target import EARLY, compute_capability, emit_kernel
+from plait.kernel.triton.dialects import gpu_of
+from plait.kernel.triton.target import emit_kernel
 from plait.lower.graph import load_rules, lower_graph
 from plait.pipelines import clean_graph, schedule
 from plait.runtime.triton_worker import load_module
@@ -247,13 +248,12 @@ class Runner:
         ]
 
     def _add(self, kernel: Kernel, tensors: list[Tensor], folder: Path) -> None:
-        early = compute_capability("cuda", Config()) >= EARLY
-        made = emit_kernel(kernel, kernel.name, early=early)
+        made = emit_kernel(kernel, kernel.name, gpu=gpu_of("cuda", Config()))
         fn = getattr(load_module(made.name, made.text, folder), made.name)
         grid = (made.grid,)
         options = {
             "num_warps": made.num_warps, "num_stages": made.num_stages, "debug": made.checks,
-            "sanitize_overflow": False, "launch_pdl": early,
+            "sanitize_overflow": False, "launch_pdl": made.early,
         }  # fmt: skip
         self.calls.append(lambda: fn[grid](*tensors, **options))
 

@@ -93,8 +93,8 @@ class Config:
     gpu_arch: str = flag(
         "auto",
         doc=(
-            "what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90 "
-            "or ptx_80"
+            "what GPU kernels are compiled for: auto (the device at hand) or a name such as "
+            "sm_90, ptx_80 or gfx942"
         ),
     )
     cpp_compiler: str = flag(

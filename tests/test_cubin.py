@@ -27,7 +27,7 @@ import pytest
 from plait.config import Config
 from plait.errors import ToolchainError
 from plait.runtime import cubin_pool, triton_worker
-from plait.runtime.cubin import Cubin, Job
+from plait.runtime.cubin import SM_90, Cubin, Gpu, Job
 from plait.runtime.cubin_pool import CubinPool, pool, start_early
 from plait.runtime.store import CacheWarning
 from plait.runtime.toolchain import ToolchainFailed
@@ -43,7 +43,7 @@ def double(p0, p1, n):
     x = tl.program_id(0) * 128 + tl.arange(0, 128)
     tl.store(p1 + x, tl.load(p0 + x, x < n) * 2, x < n)
 """
-JOB = Job("double", TEXT, {"p0": "*fp32", "p1": "*fp32", "n": "i64"}, 90, 4, aligned=(0, 1))
+JOB = Job("double", TEXT, {"p0": "*fp32", "p1": "*fp32", "n": "i64"}, SM_90, 4, aligned=(0, 1))
 
 
 def second_process_compiles_nothing(folder: Path) -> None:
@@ -93,7 +93,11 @@ def subnormal_numbers_are_kept(folder: Path) -> None:
         "tl.store(", "v = tl.load(p0 + x)\n    tl.store("
     )
     jobs = [
-        replace(JOB, text=text.replace("tl.load(p0 + x, x < n) * 2", call), ptx=True)
+        replace(
+            JOB,
+            text=text.replace("tl.load(p0 + x, x < n) * 2", call),
+            gpu=Gpu("cuda", 90, 32, "ptx"),
+        )
         for call in (*plain, *own)
     ]
     pool = CubinPool(2)

@@ -27,8 +27,7 @@ from plait.graph.captured import Captured
 from plait.ir.calls import Extern
 from plait.ir.expr import numel
 from plait.ir.loops import Alias
-from plait.kernel.triton.ops import _FUNCTIONS
-from plait.kernel.triton.target import compute_capability
+from plait.kernel.triton.dialects import GPUS, NVIDIA, gpu_of
 from plait.pipelines import split_joint
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
@@ -168,7 +167,7 @@ def test_16_bits_are_half_of_32(
     would do."""
     if not opaque:
         monkeypatch.setitem(
-            _FUNCTIONS, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n"
+            NVIDIA.instructions, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n"
         )
     mode, (x,) = fakes((1, 2, 64, 8), dtype=torch.int16 if dtypes[0] == "*i16" else torch.float32)
     made = record(fn, x, mode=mode)
@@ -348,9 +347,9 @@ def test_views_with_an_offset_are_unaligned(compile_only: None) -> None:
 
 
 def test_capability() -> None:
-    assert compute_capability("cuda:0", Config(gpu_arch="sm_100")) == 100
+    assert gpu_of("cuda:0", Config(gpu_arch="sm_100")) == GPUS["sm_100"]
     with pytest.raises(UserError, match="gpu_arch"):
-        compute_capability("cuda:0", Config(gpu_arch="hopper"))
+        gpu_of("cuda:0", Config(gpu_arch="hopper"))
 
 
 @without_cuda

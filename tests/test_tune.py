@@ -36,7 +36,7 @@ from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import plan_tile
 from plait.kernel.triton.tune import MAX_TILES, candidates, describe
 from plait.runtime import tune
-from plait.runtime.cubin import Cubin, Job, pack
+from plait.runtime.cubin import SM_90, Cubin, Job, pack
 from plait.runtime.load import LoadError
 from plait.runtime.store import CacheWarning, Store
 from plait.schedule.legalize import legalize
@@ -164,7 +164,9 @@ def compile_tiles() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kernel in KERNELS:
             for k, tile in enumerate(candidates(legalize(kernel))):
-                cubin = compiled(emit_kernel(kernel, f"{kernel.name}_{k}", tile), 90, Path(folder))
+                cubin = compiled(
+                    emit_kernel(kernel, f"{kernel.name}_{k}", tile, gpu=SM_90), Path(folder)
+                )
                 assert cubin[:4] == b"\x7fELF"
 
 
@@ -221,7 +223,7 @@ class Clock:
 
 def contest(n: int, text: str = "text", name: str = "name") -> tune.Contest:
     def version(k: int) -> tuple[Job, int]:
-        return Job(name, f"def {name}(): {text}", {}, 90, k), 100
+        return Job(name, f"def {name}(): {text}", {}, SM_90, k), 100
 
     return tune.Contest(
         tuple(f"tile {k}" for k in range(n)), version, (tune.Scratch("f32", 64),), (), "cuda:0"
@@ -476,7 +478,7 @@ def test_the_emitted_kernel_is_the_tuned_one(
     tuned = TritonTarget().emit([kernel, twin], frozenset(), replace(cfg, autotune=True))
     assert (
         clock.asked == 1
-        and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], True).text != plain.text
+        and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], gpu=SM_90).text != plain.text
     )
     (note,) = tuned.notes
     assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note

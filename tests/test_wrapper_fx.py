@@ -29,7 +29,7 @@ from plait import compat
 from plait.errors import UserError
 from plait.ir.dtypes import f32
 from plait.kernel.target import Source
-from plait.runtime.cubin import Job
+from plait.runtime.cubin import SM_90, Job
 from plait.wrapper import fx, fxnodes
 from plait.wrapper.instructions import (
     AssertAlignment,
@@ -430,7 +430,7 @@ def test_sizes_of_triton_kernels_are_nodes(gpu_graphs: list[GraphModule]) -> Non
 
 
 def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job("k", "", {"p0": "*fp32"}, 90, num_warps=8, checks=True)
+    job = Job("k", "", {"p0": "*fp32"}, SM_90, num_warps=8, checks=True)
     inputs = tuple(TensorInput(f"x{k}", f32, (8,), (1,), f"cuda:{k}") for k in range(2))
     kernels = [DefineKernel(f"k{k}", 1, 0, device=f"cuda:{k}") for k in range(2)]
     starts = [Launch(f"k{k}", (f"x{k}",), (), (f"x{k}",), 1, grid=3) for k in (0, 0, 1, 0)]

@@ -19,7 +19,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from plait.ir.expr import evaluate
+from plait.kernel.triton.dialects import GPUS, NVIDIA
 from plait.kernel.triton.target import emit_kernel
+from plait.runtime.cubin import Gpu
 from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel
 from tests.kernel_tools import as_tensor
@@ -59,7 +61,7 @@ INSTRUCTIONS = {
     "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
 }
-"""Helpers of one instruction, which the interpreter has not."""
+"""Instructions of NVIDIA's, which the interpreter has not."""
 
 
 def _patch_index() -> None:
@@ -141,9 +143,9 @@ tl.extra.cuda.gdc_wait = lambda: None  # one kernel runs after the other
 class Runner:
     """Kernels run by Triton's interpreter, with the interface of kernel_tools.Loaded."""
 
-    def __init__(self, kernels: list[Kernel], folder: Path) -> None:
+    def __init__(self, kernels: list[Kernel], folder: Path, gpu: Gpu = GPUS["sm_80"]) -> None:
         self.folder = folder
-        self.made = {k.name: emit_kernel(k, k.name) for k in kernels}
+        self.made = {k.name: emit_kernel(k, k.name, gpu=gpu) for k in kernels}
 
     def __call__(
         self,
@@ -163,7 +165,7 @@ def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
     """The kernel of a module, with a libdevice."""
     module = load_module(name, text, folder)
     module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
-    for helper, body in INSTRUCTIONS.items():
+    for helper, body in INSTRUCTIONS.items() if NVIDIA.library in text else ():
         if hasattr(module, helper):
             setattr(module, helper, body)
     function: Callable[..., None] = getattr(module, name)

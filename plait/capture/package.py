@@ -34,17 +34,17 @@ from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
 from plait.kernel.targets import TARGETS
-from plait.kernel.triton.target import CAPABILITIES, KNOWN_GPUS, machine_capability
+from plait.kernel.triton.dialects import GPUS, KNOWN_GPUS
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, PackageWriter, Routine, Variant
 
-GPUS = ("sm_100", "sm_90", "sm_80")
-"""What GPU kernels are built for where nothing else is asked."""
 _LAST_PORTABLE = 89
 """Triton's code for newer GPUs runs on these alone; that for this one, as PTX, on all that come
 after."""
+USUAL_GPUS = ("sm_100", "sm_90", "sm_80", f"ptx_{_LAST_PORTABLE}")
+"""What GPU kernels are built for where nothing else is asked."""
 
 
 def package(
@@ -62,10 +62,10 @@ def package(
     """Writes a package of model for inputs like example_inputs; both as plait.compile takes them.
 
     machines: what kernels are built for, one or several of "avx512", "avx2", "portable", and for
-    programs on a GPU "sm_80" and so on, or "ptx_80" for GPUs that are newer; without it all of a
-    CPU's, and the usual GPUs. device: where the program is to run, such as "cuda", which this
-    machine may lack; without it, where the model is. fold: what depends on weights alone is
-    computed now. These weights cannot be changed any more.
+    programs on a GPU "sm_80" and so on, "ptx_80" for GPUs that are newer, "gfx942" and so on;
+    without it all of a CPU's, and the usual GPUs of NVIDIA. device: where the program is to run,
+    such as "cuda", which this machine may lack; without it, where the model is. fold: what depends
+    on weights alone is computed now. These weights cannot be changed any more.
 
     Raises as plait.compile does, and Unsupported for what needs Python when it runs. The file
     appears when it is whole.
@@ -146,18 +146,15 @@ def _names(machines: Any) -> list[str]:
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     """Vector instructions and GPUs, the best first: those asked for, or the usual ones."""
-    named = [m for m in dict.fromkeys(asked) if re.fullmatch(r"(sm|ptx)_\d+", m)]
-    gpus = [m for m in named if machine_capability(m) in CAPABILITIES]
+    gpus = [m for m in dict.fromkeys(asked) if m in GPUS]
     wrong = [m for m in asked if m not in (*ISAS, *gpus)]
     if wrong:
-        hint = f"{', '.join(ISAS)}, sm_90, ptx_80; {KNOWN_GPUS}"
+        hint = f"{', '.join(ISAS)}, sm_90, ptx_80, gfx942; {KNOWN_GPUS}"
         raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=hint)
-    if not gpus:
-        gpus = [*GPUS, f"ptx_{_LAST_PORTABLE}"]
-    late = [m for m in gpus if m.startswith("ptx") and machine_capability(m) > _LAST_PORTABLE]
+    late = [m for m in gpus if m.startswith("ptx") and int(m[4:]) > _LAST_PORTABLE]
     if late:
         raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
-    gpus.sort(key=lambda m: (m.startswith("sm"), machine_capability(m)), reverse=True)
+    gpus = [m for m in reversed(list(GPUS)) if m in (gpus or USUAL_GPUS)]
     return [m for m in ISAS if m in asked] or list(ISAS), gpus
 
 

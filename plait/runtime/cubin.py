@@ -17,7 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from plait.runtime.store import key_of
 from plait.runtime.toolchain import ToolchainMissing
@@ -32,6 +32,7 @@ _VARIABLES = (
     "DISABLE_LLVM_",
     "DISABLE_PTXAS_",
     "DISABLE_MMA_",
+    "AMDGCN_",
 )
 _OTHER_VARIABLES = {
     "TRITON_HOME", "TRITON_INTERPRET", "TRITON_CACHE_MANAGER", "TRITON_CACHE_AUTOTUNING",
@@ -44,23 +45,43 @@ NUMBERS = {"enable_reflect_ftz": False}
 do."""
 
 
+class Gpu(NamedTuple):
+    """What a kernel is compiled for.
+
+    backend, arch, lanes: as Triton's GPUTarget has them: ("cuda", 90, 32), ("hip", "gfx942", 64).
+    image: the stage that the driver loads: "cubin", "hsaco", or "ptx", the assembler's input, which
+        the driver of any newer GPU takes too.
+    """
+
+    backend: str
+    arch: int | str
+    lanes: int
+    image: str
+
+    @property
+    def name(self) -> str:
+        """Such as sm_90 or gfx942."""
+        return f"sm_{self.arch}" if isinstance(self.arch, int) else self.arch
+
+
+SM_90 = Gpu("cuda", 90, 32, "cubin")
+
+
 @dataclass(frozen=True)
 class Job:
     """One kernel to compile. text: a module that defines function `name`. signature: Triton's type
-    of each argument. aligned: positions of pointers that are multiples of 16. capability: such as
-    90 for sm_90. ptx: its image is the assembler's input, which the driver of any newer GPU takes
-    too. early: launches say that it waits by itself for what is ahead of it in its stream
-    (programmatic dependent launch)."""
+    of each argument. aligned: positions of pointers that are multiples of 16. checks: it holds
+    run-time checks, which are compiled in with debug=True. early: it may start before what is ahead
+    of it in its stream has ended, for which it waits (programmatic dependent launch)."""
 
     name: str
     text: str
     signature: Mapping[str, str]
-    capability: int
+    gpu: Gpu
     num_warps: int
     num_stages: int = 1
     aligned: tuple[int, ...] = ()
     checks: bool = False
-    ptx: bool = False
     early: bool = False
 
     def frame(self) -> str:
@@ -71,8 +92,8 @@ class Job:
         }  # fmt: skip
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),
-            "capability": self.capability, "aligned": list(self.aligned), "options": options,
-            "env": compiler_variables(), "image": "ptx" if self.ptx else "cubin",
+            "target": self.gpu[:3], "aligned": list(self.aligned), "options": options,
+            "env": compiler_variables(), "image": self.gpu.image,
         }  # fmt: skip
         return json.dumps(facts, sort_keys=True)
 

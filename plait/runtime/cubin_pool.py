@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from plait.config import Config
 from plait.errors import ToolchainError
 from plait.runtime import cubin
-from plait.runtime.cubin import Cubin, Job, pack, read_exactly
+from plait.runtime.cubin import SM_90, Cubin, Gpu, Job, pack, read_exactly
 from plait.runtime.process import end_group
 from plait.runtime.store import Built, Store, key_of
 from plait.runtime.toolchain import ToolchainFailed
@@ -47,7 +47,7 @@ STOP_S = 2.0
 class _Server:
     """The process that workers are forked from."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         # It finds Triton where this process does, and nothing of this process's folder. What tells
         # the compiler something comes with each job.
         env = {k: os.environ[k] for k in os.environ.keys() - cubin.compiler_variables().keys()}
@@ -57,7 +57,7 @@ class _Server:
         self.requests, theirs = socket.socketpair()
         with theirs:
             handle = theirs.fileno()
-            facts = (handle, os.getpid(), capability, SERVER_IDLE_S, *self.folders)
+            facts = (handle, os.getpid(), json.dumps(gpu), SERVER_IDLE_S, *self.folders)
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", str(cubin.WORKER), *map(str, facts)],
@@ -208,12 +208,11 @@ class CubinPool:
         self._pending: dict[str, Future[Cubin]] = {}
         self._lock = threading.Lock()
 
-    def start(self, capability: int = 90) -> None:
-        """Starts the server, if it is not there yet. capability: what it is likely to compile
-        for."""
+    def start(self, gpu: Gpu = SM_90) -> None:
+        """Starts the server, if it is not there yet. gpu: what it is likely to compile for."""
         with self._lock:
             if self._server is None:
-                self._server = _Server(capability)
+                self._server = _Server(gpu)
 
     def compile(self, jobs: Sequence[Job], cfg: Config) -> list[Cubin]:
         """The cubins of jobs, in their order: from the store, or compiled now, as many at once as
@@ -239,7 +238,7 @@ class CubinPool:
                 task.result.set_result(Cubin.from_bytes(found))
                 return task.result
             if len(self._threads) < min(self.n_workers, len(self._pending) + 1):
-                args = (self._jobs, job.capability)
+                args = (self._jobs, job.gpu)
                 thread = threading.Thread(
                     target=self._serve, args=args, name="plait-triton", daemon=True
                 )
@@ -249,9 +248,9 @@ class CubinPool:
             self._jobs.put(task)
         return task.result
 
-    def _serve(self, jobs: queue.SimpleQueue[_Task | None], capability: int) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[_Task | None], gpu: Gpu) -> None:
         """The life of a thread. Whatever happens to a task, whoever waits for it is told."""
-        process = _Process(partial(self._fork, jobs, capability))
+        process = _Process(partial(self._fork, jobs, gpu))
         while (task := self._next(jobs)) is not None:
             try:
                 made = process.compile(task)
@@ -275,7 +274,7 @@ class CubinPool:
                         self._threads.remove(threading.current_thread())
                         return None
 
-    def _fork(self, jobs: queue.SimpleQueue[_Task | None], capability: int) -> socket.socket:
+    def _fork(self, jobs: queue.SimpleQueue[_Task | None], gpu: Gpu) -> socket.socket:
         with self._lock:
             if jobs is not self._jobs:
                 raise OSError("the pool was stopped")
@@ -284,7 +283,7 @@ class CubinPool:
                     return self._server.fork()
                 except OSError:  # it is gone
                     self._server.stop()
-            self._server = _Server(capability)
+            self._server = _Server(gpu)
             return self._server.fork()
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """Compiles Triton kernels outside of the process that wants them. Run as a script by
-`plait/runtime/cubin_pool.py`, with a socket's number, the number of its parent process, the
-capability of a GPU, how long it does without workers in seconds, and empty folders.
+`plait/runtime/cubin_pool.py`, with a socket's number, the number of its parent process, a GPU
+as JSON, how long it does without workers in seconds, and empty folders.
 
 It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a
 worker for every socket that comes in over its own: a worker is ready in milliseconds, and what all
@@ -43,7 +43,7 @@ _OURS = {"TRITON_DISABLE_LINE_INFO": "1"}
 # Everything that compilers load when first used: LLVM's target, libdevice, the versions of ptxas.
 _FIRST = """import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
+from triton.language.extra.BACKEND import libdevice
 
 @triton.jit
 def first(p0, s0):
@@ -73,7 +73,7 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     module = load_module(job["name"], job["text"], folder)
     aligned = {(k,): [["tt.divisibility", 16]] for k in job["aligned"]}
     source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
-    target = GPUTarget("cuda", job["capability"], 32)
+    target = GPUTarget(*job["target"])
     # Triton reads this variable once, when loaded.
     made = triton.compile(
         source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]}
@@ -90,10 +90,14 @@ def facts_of(m: Any) -> dict[str, Any]:
         "num_warps": m.num_warps,
         "num_ctas": m.num_ctas,
         "shared": m.shared,
-        "global_scratch": [m.global_scratch_size, m.global_scratch_align],
+        # AMD's kernels want none.
+        "global_scratch": [
+            getattr(m, "global_scratch_size", 0),
+            getattr(m, "global_scratch_align", 1),
+        ],
         "profile_scratch": [m.profile_scratch_size, m.profile_scratch_align],
         "cooperative": bool(m.launch_cooperative_grid),
-        "pdl": bool(m.launch_pdl),
+        "pdl": bool(getattr(m, "launch_pdl", False)),
     }
 
 
@@ -105,7 +109,7 @@ def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any]
         with tempfile.TemporaryDirectory(dir=roomy(folders), ignore_cleanup_errors=True) as name:
             tempfile.tempdir = name
             only_last = str(
-                int(job["image"] == "cubin")
+                int(job["image"] != "ptx")
             )  # the caller keeps what is made: no other stages on disk
             ours = {
                 **_OURS,
@@ -150,7 +154,7 @@ def work(jobs: socket.socket, folders: Sequence[Path]) -> None:
             stream.flush()
 
 
-def prepare(capability: int, folders: Sequence[Path]) -> None:
+def prepare(target: Sequence[Any], image: str, folders: Sequence[Path]) -> None:
     """Loads the compiler and all that it loads when first used. What fails here will fail with a
     job too, and be told."""
     try:
@@ -164,8 +168,9 @@ def prepare(capability: int, folders: Sequence[Path]) -> None:
     options = {"num_warps": 4, "num_stages": 1}
     signature = {"p0": "*fp32", "s0": "i64"}
     job = {
-        "name": "first", "text": _FIRST, "signature": signature, "capability": capability,
-        "aligned": [0], "options": options, "env": {}, "image": "cubin",
+        "name": "first", "text": _FIRST.replace("BACKEND", target[0]),
+        "signature": signature, "target": target, "image": image, "aligned": [0],
+        "options": options, "env": {},
     }  # fmt: skip
     answer(job, folders)
 
@@ -214,10 +219,11 @@ def be_worker(jobs: socket.socket, server: int, folders: Sequence[Path]) -> NoRe
 def main() -> None:
     """Serves until the parent wants no more."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    handle, parent, capability, idle_s = sys.argv[1:5]
+    handle, parent, gpu, idle_s = sys.argv[1:5]
     folders = [Path(f) for f in sys.argv[5:]]
     try:
-        prepare(int(capability), folders)
+        *target, image = json.loads(gpu)
+        prepare(target, image, folders)
         gc.freeze()  # workers share what is there
         serve(socket.socket(fileno=int(handle)), int(parent), float(idle_s), folders)
     finally:

@@ -134,12 +134,18 @@ def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
 
 def missing_device(contest: Contest) -> str:
     """Why its versions can never be measured by this process, or ""."""
-    capability = contest.planned[0].capability
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(contest.device) == divmod(
-        capability, 10
-    ):
+    gpu = contest.planned[0].gpu
+    if torch.cuda.is_available() and gpu_name(contest.device) == gpu.name:
         return ""
-    return f"no device with sm_{capability} at hand"
+    return f"no device with {gpu.name} at hand"
+
+
+def gpu_name(device: str) -> str:
+    """What a device is called by those who compile for it: sm_90 or gfx942."""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{10 * major + minor}"
 
 
 def obstacle() -> str:

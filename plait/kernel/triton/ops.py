@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from plait.ir.dtypes import DType, b1, bf16, f32, i32
 from plait.ir.loops import Const
@@ -163,6 +163,7 @@ def combiner(kind: str, d: DType, running: bool = False) -> str:
 
 
 # ------------------------------------------------------------------------------------------ helpers
+_OF_THE_DIALECT = ""
 _TWO = "def {name}(a, b):\n    return {body}\n"
 
 
@@ -232,12 +233,8 @@ _FUNCTIONS: dict[str, str] = dict((
     return 2.0 / (1.0 + tl.exp(x * -2.0))
 """),
     # The rest of a kernel is worth more than the last bits of these, which 16 bits do not show.
-    ("p_ex2", """def p_ex2(x):
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-"""),
-    ("p_rcp", """def p_rcp(x):
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-"""),
+    ("p_ex2", _OF_THE_DIALECT),
+    ("p_rcp", _OF_THE_DIALECT),
     ("p_near_one_more_than_tanh", """def p_near_one_more_than_tanh(x):
     return 2.0 * p_rcp(1.0 + p_ex2(x * -2.8853900817779268))
 """),
@@ -257,20 +254,8 @@ _FUNCTIONS: dict[str, str] = dict((
     tail = p * t * p_ex2(u * u * -1.4426950408889634)
     return tl.where(x < 0, tail, 2.0 - tail)
 """),
-    # Arithmetic of 16-bit integers is done in 32 bits, and the compiler may not see that half of
-    # them will do, since ptxas (12.8 to 13.0) is wrong there: it takes neg.s16 and abs.s16 of
-    # -32768 for 32768 where the result is widened, and adds 0 where only half of a pair of sums
-    # with a constant is used.
-    ("p_low_half", """def p_low_half(x):
-    wide = x.to(tl.int32)
-    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [wide], tl.int16, True, 1)
-"""),
-    ("p_as_bf16", """def p_as_bf16(x):
-    both = tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1
-    )
-    return both.to(tl.float32, bitcast=True)
-"""),
+    ("p_low_half", _OF_THE_DIALECT),  # of integers: arithmetic of 16 bits is done in 32
+    ("p_as_bf16", _OF_THE_DIALECT),
     ("p_exp_below", """def p_exp_below(x, peak):
     return tl.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),
@@ -297,15 +282,15 @@ _FUNCTIONS: dict[str, str] = dict((
 _HELPER = re.compile(r"\bp_[a-z_0-9]+\b")
 
 
-def prelude_for(body: str) -> str:
-    """The helpers that a text calls, and those that these call, in the order of the table."""
+def prelude_for(body: str, instructions: Mapping[str, str]) -> str:
+    """The helpers that a text calls, and those that these call, in the order of the table.
+    instructions: those that the dialect has."""
+    functions = {**_FUNCTIONS, **instructions}
     wanted: set[str] = set()
     todo = [body]
     while todo:
         for name in _HELPER.findall(todo.pop()):
-            if name in _FUNCTIONS and name not in wanted:
+            if name in functions and name not in wanted:
                 wanted.add(name)
-                todo.append(_FUNCTIONS[name])
-    return "\n\n".join(
-        f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted
-    )
+                todo.append(functions[name])
+    return "\n\n".join(f"@triton.jit\n{text}" for name, text in functions.items() if name in wanted)

@@ -6,26 +6,24 @@ The module stands alone (a reader can import and run it) and depends on the kern
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 from plait.config import Config
-from plait.errors import Unsupported, UserError
+from plait.errors import Unsupported
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.target import Source
 from plait.kernel.triton.body import BodyPrinter
+from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
-from plait.runtime.cubin import Job
+from plait.runtime.cubin import Gpu, Job
 from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
@@ -35,57 +33,38 @@ from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel
 from plait.schedule.plan import Kernel, Store
 
-_HEAD = """import triton
-import triton.language as tl
-from triton.language.extra.cuda import libdevice
-
-"""
-EARLY = 90
-"""The first compute capability whose kernels can wait for the one before."""
+WARP = 32
+"""Lanes of the warps that tiles are planned with."""
 
 
 @dataclass(frozen=True)
-class TritonKernel:
-    """One kernel of a GPU program.
+class TritonKernel(Job):
+    """One kernel of a GPU program. Its signature: pointers in the order of Kernel.args, then one
+    i64 a size symbol.
 
-    text: a module that defines function `name`. signature: Triton's type of each argument: pointers
-    in the order of Kernel.args, then one i64 a size symbol. grid: number of programs, an expression
-    over the size symbols.
-    checks: it holds run-time checks, which are compiled in with debug=True. early: it may start
-    before what is ahead of it in its stream has ended, for which it waits. aligned: positions of
-    pointers that are multiples of 16."""
+    grid: number of programs, an expression over the size symbols.
+    """
 
-    name: str
-    text: str
-    signature: Mapping[str, str]
-    grid: Size
-    num_warps: int
-    num_stages: int
-    checks: bool
-    early: bool
-    aligned: tuple[int, ...] = ()
+    grid: Size = 1
 
 
 class TritonTarget:
-    """Triton kernels for NVIDIA GPUs."""
+    """Triton kernels for GPUs of any maker that has a dialect."""
 
     name = "triton"
     table: Mapping[str, object] = {**TABLE, **SPECIAL_ROWS}
 
     def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
         """A module a kernel."""
-        keys = [_key(k, unaligned) for k in kernels]
+        gpus = {device: gpu_of(device, cfg) for device in {k.device for k in kernels}}
+        keys = [_key(k, unaligned, gpus[k.device]) for k in kernels]
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
-        capability = {
-            device: compute_capability(device, cfg) for device in {k.device for k in kernels}
-        }
-        ptx = cfg.gpu_arch.startswith("ptx")
         taken: set[str] = set()
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
-        tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
+        tuned, notes = _tuned(distinct, symbols, cfg) if cfg.autotune else ({}, {})
         made = {
-            key: _unit(k, symbols[key], key, tuned.get(key), capability, cfg.verifies)
+            key: _unit(k, symbols[key], key, tuned.get(key), cfg.verifies)
             for key, k in distinct.items()
         }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
@@ -93,9 +72,7 @@ class TritonTarget:
             text="\n\n".join(unit.text for unit in made.values()),
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
-            units=tuple(
-                replace(_job(unit, capability[key.device]), ptx=ptx) for key, unit in made.items()
-            ),
+            units=tuple(made.values()),
             notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
         )
 
@@ -106,40 +83,32 @@ class TritonTarget:
 
 class Key(NamedTuple):
     """What kernels share their module by: their structure, which pointers are aligned, and the
-    device."""
+    device and what it is."""
 
     structure: object
     aligned: tuple[int, ...]
     device: str
+    gpu: Gpu
 
 
-def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
+def _key(kernel: Kernel, unaligned: Set[str], gpu: Gpu) -> Key:
     aligned = tuple(n for n, b in enumerate(kernel.args) if b.name not in unaligned)
-    return Key(structure(kernel), aligned, kernel.device)
+    return Key(structure(kernel), aligned, kernel.device, gpu)
 
 
 def _unit(
-    kernel: Kernel,
-    symbol: str,
-    key: Key,
-    tile: Tile | None,
-    capability: Mapping[str, int],
-    verifies: bool = False,
+    kernel: Kernel, symbol: str, key: Key, tile: Tile | None, verifies: bool = False
 ) -> TritonKernel:
-    early = capability[key.device] >= EARLY
-    return replace(emit_kernel(kernel, symbol, tile, early, verifies), aligned=key.aligned)
+    return replace(emit_kernel(kernel, symbol, tile, verifies, key.gpu), aligned=key.aligned)
 
 
 def _tuned(
-    kernels: Mapping[Key, Kernel],
-    symbols: Mapping[Key, str],
-    capability: Mapping[str, int],
-    cfg: Config,
+    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], cfg: Config
 ) -> tuple[dict[Key, Tile], dict[Key, str]]:
     """The measured tile of each kernel, and a line on how it was found."""
     tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
     contests = {
-        key: _contest(k, symbols[key], key, tiles[key], capability)
+        key: _contest(k, symbols[key], key, tiles[key])
         for key, k in kernels.items()
         if len(tiles[key]) > 1
     }
@@ -148,15 +117,13 @@ def _tuned(
     return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
 
 
-def _contest(
-    kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: Mapping[str, int]
-) -> Contest:
+def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile]) -> Contest:
     hints = kernel.hint_of
 
     def version(k: int) -> tuple[Job, int]:
         # Buffers have no values here that checks would pass; what they guard reads element 0 then.
-        unit = replace(_unit(kernel, symbol, key, tiles[k], capability), checks=False)
-        return _job(unit, capability[key.device]), hint(unit.grid, hints)
+        unit = replace(_unit(kernel, symbol, key, tiles[k]), checks=False)
+        return unit, hint(unit.grid, hints)
 
     buffers = tuple(Scratch(b.dtype.name, _span(b, hints) * b.dtype.nbytes) for b in kernel.args)
     sizes = tuple(hint(e, hints) for e in kernel.sizes)
@@ -169,51 +136,12 @@ def _span(b: Buffer, hints: Mapping[str, int]) -> int:
     return 1 + sum(max(n - 1, 0) * s for n, s in pairs)
 
 
-def _job(unit: TritonKernel, capability: int) -> Job:
-    return Job(
-        name=unit.name,
-        text=unit.text,
-        signature=unit.signature,
-        capability=capability,
-        num_warps=unit.num_warps,
-        num_stages=unit.num_stages,
-        aligned=unit.aligned,
-        checks=unit.checks,
-        early=unit.early,
-    )
-
-
-CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
-"""What Triton's assembler has code for; it ends the process at a number that it does not know."""
-KNOWN_GPUS = f"numbers are {', '.join(map(str, CAPABILITIES))}"
-
-
-def compute_capability(device: str, cfg: Config) -> int:
-    """What kernels for a device are compiled for: 90 for sm_90. Raises UserError for an option that
-    is no such name."""
-    if cfg.gpu_arch == "auto":
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
-    if (
-        not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch)
-        or machine_capability(cfg.gpu_arch) not in CAPABILITIES
-    ):
-        hint = f"auto, or a name such as sm_90 or ptx_80; {KNOWN_GPUS}"
-        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
-    return machine_capability(cfg.gpu_arch)
-
-
-def machine_capability(machine: str) -> int:
-    """90 for sm_90 or ptx_90."""
-    return int(machine.partition("_")[2])
-
-
 def emit_kernel(
     kernel: Kernel,
     symbol: str,
     tile: Tile | None = None,
-    early: bool = False,
     verifies: bool = False,
+    gpu: Gpu = GPUS["sm_80"],
 ) -> TritonKernel:
     """The module of one kernel. tile: other than the planned one. verifies: what was decided is
     checked before it is printed. Raises Unsupported where points collide in a way that Triton has
@@ -231,8 +159,10 @@ def emit_kernel(
     lines, checks = BodyPrinter(plan_body(linear, tile, index_type, names)).print()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     lines = [*(f"{s} = {s}.to({index_type})" for s in names.values()), *lines]
+    dialect = DIALECTS[gpu.backend]
+    early = dialect.starts_early(gpu)
     if early:  # before the first access to memory
-        lines.insert(0, "tl.extra.cuda.gdc_wait()")
+        lines.insert(0, dialect.wait)
     pointers = [f"p{k}" for k in range(len(kernel.args))]
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.
@@ -240,15 +170,15 @@ def emit_kernel(
     function = (
         f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
     )
-    prelude = prelude_for(function)
-    text = _HEAD + "\n" + (f"{prelude}\n\n" if prelude else "") + function
+    prelude = prelude_for(function, dialect.instructions)
+    text = dialect.head + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},
         **dict.fromkeys(names.values(), "i64"),
     }
-    return TritonKernel(
-        symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, checks, early
-    )
+    warps = max(tile.num_warps * WARP // gpu.lanes, 1)
+    job = (symbol, text, signature, gpu, warps, tile.num_stages)
+    return TritonKernel(*job, checks=checks, early=early, grid=tile.grid)
 
 
 def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:

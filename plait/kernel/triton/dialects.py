@@ -1,0 +1,111 @@
+"""What differs between makers of GPUs in a Triton kernel: a row for each. The emitter asks the row,
+never for a maker.
+
+ROCm's torch calls its devices "cuda" too: the option gpu_arch, or the device itself, tells which
+row is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from plait.config import Config
+from plait.errors import UserError
+from plait.runtime.cubin import Gpu
+from plait.runtime.tune import gpu_name
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A maker's row.
+
+    library: Triton's module of the functions that its compiler has for these GPUs.
+    gpus: the GPUs that its compiler has code for, by name; of two that run here the last is better.
+    instructions: helper functions that are one instruction (ops.py has the others).
+    wait: how a kernel waits for the one ahead of it in its stream.
+    first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
+    """
+
+    library: str
+    gpus: Mapping[str, Gpu] = field(repr=False)
+    instructions: Mapping[str, str] = field(repr=False)
+    wait: str = ""
+    first_early: int | None = None
+
+    @property
+    def head(self) -> str:
+        """The first lines of a module."""
+        return (
+            f"import triton\nimport triton.language as tl\nfrom {self.library} import libdevice\n\n"
+        )
+
+    def starts_early(self, gpu: Gpu) -> bool:
+        """Whether kernels can be launched before the one ahead of them has ended."""
+        first = self.first_early
+        return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
+
+
+# The assembler ends the process at a number that it does not know.
+_CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
+NVIDIA = Dialect(
+    library="triton.language.extra.cuda",
+    gpus={
+        **{f"ptx_{n}": Gpu("cuda", n, 32, "ptx") for n in _CAPABILITIES},
+        **{f"sm_{n}": Gpu("cuda", n, 32, "cubin") for n in _CAPABILITIES},
+    },
+    instructions={
+        "p_ex2": """def p_ex2(x):
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+""",
+        "p_rcp": """def p_rcp(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+""",
+        # The compiler may not see that half of a number will do, since ptxas (12.8 to 13.0) is
+        # wrong there: it takes neg.s16 and abs.s16 of -32768 for 32768 where the result is widened,
+        # and adds 0 where only half of a pair of sums with a constant is used.
+        "p_low_half": """def p_low_half(x):
+    wide = x.to(tl.int32)
+    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [wide], tl.int16, True, 1)
+""",
+        "p_as_bf16": """def p_as_bf16(x):
+    both = tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1
+    )
+    return both.to(tl.float32, bitcast=True)
+""",
+    },
+    wait="tl.extra.cuda.gdc_wait()",
+    first_early=90,
+)
+AMD = Dialect(
+    library="triton.language.extra.hip",
+    gpus={
+        **{n: Gpu("hip", n, 64, "hsaco") for n in ("gfx90a", "gfx942", "gfx950")},
+        **{
+            n: Gpu("hip", n, 32, "hsaco")
+            for n in ("gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
+        },
+    },
+    instructions={
+        "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
+        "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
+        "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
+        "p_as_bf16": "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n",
+    },
+)
+DIALECTS = {"cuda": NVIDIA, "hip": AMD}
+"""By Triton's name of the compiler."""
+GPUS: Mapping[str, Gpu] = {name: gpu for d in DIALECTS.values() for name, gpu in d.gpus.items()}
+"""All that kernels can be compiled for, by name."""
+KNOWN_GPUS = f"numbers are {', '.join(map(str, _CAPABILITIES))}; of AMD {', '.join(AMD.gpus)}"
+
+
+def gpu_of(device: str, cfg: Config) -> Gpu:
+    """What kernels for a device are compiled for. Raises UserError for an option that is no such
+    name."""
+    name = gpu_name(device) if cfg.gpu_arch == "auto" else cfg.gpu_arch
+    if name not in GPUS:
+        hint = f"auto, or a name such as sm_90, ptx_80 or gfx942; {KNOWN_GPUS}"
+        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
+    return GPUS[name]

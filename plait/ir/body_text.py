@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i64
-from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
+from plait.ir.expr import Expr, Size, atom_of, bounds, free_symbols, symbol
 from plait.ir.expr.text import (
     Scope,
     SymbolReader,
@@ -43,8 +43,7 @@ def params_text(vars_: Sequence[Expr], rvars: Sequence[Expr], body: Body) -> str
 
 
 def _param(var: Expr, scope: Scope) -> str:
-    a = var.symbol
-    assert a is not None
+    a = atom_of(var)
     name, extent = scope.names[a], None if a.extent is None else scope.size(a.extent)
     usual = a.extent is not None and (a.lo, a.hi) == (0, bounds(a.extent)[1] - 1)
     return f"{name}: {extent if usual and name == a.name else symbol_text(a, name, extent)}"
@@ -67,8 +66,7 @@ class Body:
     def __init__(self, scope: Scope, vars_: Sequence[Expr]) -> None:
         self.inner = Scope(outer=scope)
         for v in vars_:
-            assert v.symbol is not None
-            self.inner.names[v.symbol] = v.symbol.name
+            self.inner.names[atom_of(v)] = atom_of(v).name
         self.lines: list[str] = []
         self.named = 0
         self.done: dict[Node, str] = {}

@@ -83,6 +83,11 @@ class Extern:
     origin: tuple[str, ...] = ()
 
     @property
+    def made(self) -> tuple[str, ...]:
+        """The buffers that its results are, where they are used."""
+        return tuple(o for o in self.outs if o is not None)
+
+    @property
     def fence(self) -> bool:
         """Whether it decides where, or after what, all that follows runs: nothing moves across
         it."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
-from plait.ir.expr import Atom, Expr, Size, fold
+from plait.ir.expr import Atom, Expr, Size, atom_of, fold
 from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
 
@@ -377,7 +377,9 @@ def run_loop(
 ) -> None:  # fmt: skip
     """Runs one loop on memory. Raises CheckFailed where a run-time check does not hold."""
     inner = loop.rvars if isinstance(loop, Reduction) else ()
-    space = Evaluation(tuple(_atom(v) for v in (*loop.vars, *inner)), sizes, memory, strides, wide)
+    space = Evaluation(
+        tuple(atom_of(v) for v in (*loop.vars, *inner)), sizes, memory, strides, wide
+    )
     x = space.whole(loop.body)
     writes: list[tuple[str, tuple[Size, ...], tuple[Array, ...], Array, Array | None, str]] = []
     index: tuple[Size, ...] = loop.vars
@@ -418,16 +420,10 @@ def _last_equal(x: Array, best: Array, axis: int) -> Array:
     return np.asarray(np.maximum.accumulate(np.where(hit, here, 0), axis=axis)).astype(np.int64)
 
 
-def _atom(e: Expr) -> Atom:
-    a = e.symbol
-    assert a is not None
-    return a
-
-
 def kernel_space(
     vars_: Sequence[Expr], rvars: Sequence[Expr], sizes: Mapping[str, int], memory: Memory,
     strides: Mapping[str, tuple[Size, ...]], wide: bool = False,
 ) -> Evaluation:  # fmt: skip
     """The space of a kernel: outer axes, then inner ones. Used by tests, which know the statements
     of a plan."""
-    return Evaluation(tuple(_atom(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)
+    return Evaluation(tuple(atom_of(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)

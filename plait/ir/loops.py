@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from plait.ir.calls import Extern, Scalar, TensorArg
 from plait.ir.checks import Bound, Check
-from plait.ir.dtypes import DType, b1
+from plait.ir.dtypes import DType, b1, i64
 from plait.ir.expr import Atom, Expr, Size, substitute, symbol
 from plait.ir.ops import OPS
 
@@ -186,6 +186,11 @@ def cast(x: Node, dtype: DType) -> Node:
     return x if x.dtype == dtype else node("cast", (x,), None, dtype)
 
 
+def integer(e: Size, args: tuple[Node, ...] = ()) -> Node:
+    """The value of an integer expression. args: the values of its Arg symbols."""
+    return const(e, i64) if isinstance(e, int) else node("index", args, e, i64)
+
+
 def arg_symbol(k: int, size: Size | None = None) -> Expr:
     """The symbol `$k` in a Load or index attribute: the value of argument node k. size: it is in
     [0, size) if given."""
@@ -268,11 +273,7 @@ def substitute_vars(
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             value = substitute(n.attr, env)
-            return (
-                const(value, n.dtype)
-                if isinstance(value, int)
-                else node("index", args, value, n.dtype)
-            )
+            return integer(value, args)
         return with_args(n, args)
 
     return rewrite(root, fn, memo)
@@ -440,3 +441,8 @@ class LoopProgram:
     symbols: Mapping[str, tuple[str, str, int] | Size | None]
     donated: tuple[str, ...] = ()
     hints: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The buffers that are there before the first op: inputs and constants."""
+        return frozenset((*self.constants, *(i for i in self.inputs if isinstance(i, str))))

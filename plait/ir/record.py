@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
-from plait.ir.expr import Atom, Expr, Size, free_symbols, substitute, symbol
+from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, substitute, symbol
 from plait.ir.loops import (
     Const,
     Load,
@@ -21,6 +21,7 @@ from plait.ir.loops import (
     cast,
     const,
     index_exprs,
+    integer,
     is_arg,
     node,
     rewrite,
@@ -52,7 +53,7 @@ class Recorder:
         if isinstance(value, int):
             return const(value, i64)
         exprs, args = self.take_args((value,))
-        return node("index", args, exprs[0], i64)
+        return integer(exprs[0], args)
 
     def load(self, buf: str, index: Sequence[Size], dtype: DType) -> Node:
         """Element index[0], index[1], ... of buffer buf (logical indices). Under `masked`, only
@@ -67,8 +68,7 @@ class Recorder:
         size)."""
         name = f"%{len(self._indirect)}"
         sym = symbol(name, extent=size)
-        assert sym.symbol is not None
-        self._indirect[sym.symbol] = cast(value, i64)
+        self._indirect[atom_of(sym)] = cast(value, i64)
         return sym
 
     def checked(
@@ -164,7 +164,7 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
         return body
     mask = load_args[-1] if load.masked else None
     outer = load_args[:-1] if load.masked else load_args
-    env = {v.symbol: e for v, e in zip(vars_, load.index, strict=True) if v.symbol is not None}
+    env = {atom_of(v): e for v, e in zip(vars_, load.index, strict=True)}
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
@@ -179,11 +179,7 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
         inner = args[:-1] if inner_mask is not None else args
         exprs, new_args = _merge_args(index_exprs(n), inner, env, outer)
         if n.op == "index":
-            return (
-                const(exprs[0], n.dtype)
-                if isinstance(exprs[0], int)
-                else node("index", new_args, exprs[0], n.dtype)
-            )
+            return integer(exprs[0], new_args)
         assert isinstance(n.attr, Load)
         m = inner_mask if mask is None else mask if inner_mask is None else _and(inner_mask, mask)
         if m is not None:

@@ -24,7 +24,7 @@ from plait.ir.body_text import (
     py_word,
 )
 from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
-from plait.ir.expr import Expr, Size
+from plait.ir.expr import Expr, Size, atom_of
 from plait.ir.expr.text import (
     Scope,
     SymbolReader,
@@ -179,8 +179,7 @@ def _loop_lines(op: Pointwise | Reduction | Scan | Scatter, scope: Scope) -> lis
         case Reduction():
             what, ends, out = "reduce", f"{py_word(op.kind)}({value})", _names(op.outs)
         case Scan():
-            along = op.vars[op.axis].symbol
-            assert along is not None
+            along = atom_of(op.vars[op.axis])
             ends = f"{py_word(op.kind)}({value}, along={body.inner.names[along]})"
             what, out = "scan", _names(op.outs)
         case Scatter():

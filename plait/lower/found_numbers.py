@@ -20,7 +20,7 @@ from plait.errors import Unsupported
 from plait.graph.edit import aten, is_view, shape_env_of
 from plait.ir import expr
 from plait.ir.dtypes import i64
-from plait.ir.expr import INF, Atom, Expr, Size
+from plait.ir.expr import INF, Atom, Expr, Size, atom_of
 from plait.lower.bindings import Binding, bindings, deferred_asserts, is_found, is_found_float
 from plait.lower.core import Lowering, Value, View
 from plait.lower.float_nodes import to_truth
@@ -53,7 +53,7 @@ class FoundNumbers:
         define_functions(self.ctx)
         origin = f"{where} {node.target}".strip()
         for b in made:
-            if _atom(b.found).name in self.ctx.floats:
+            if atom_of(b.found).name in self.ctx.floats:
                 continue
             found = self._read(node, value, b)
             if found is not None:
@@ -95,7 +95,7 @@ class FoundNumbers:
     def _read(self, node: torch.fx.Node, value: Value, b: Binding) -> Size | None:
         """What the program finds for a number; None for the offset of a copy, which nobody
         reads."""
-        symbols, name = self.ctx.symbols, _atom(b.found).name
+        symbols, name = self.ctx.symbols, atom_of(b.found).name
         if name in self.ctx.computed:
             return self.ctx.computed[name]
         if name in symbols:
@@ -137,7 +137,7 @@ class FoundNumbers:
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
         self.values.update(dict.fromkeys(b.names, found))
-        self.ctx.found.add(_atom(b.found).name)
+        self.ctx.found.add(atom_of(b.found).name)
         natural = 0 if b.path and b.path[-1][0] in ("size", "stride") else -INF
         self.waiting.append((found, b.traced, natural, what))
         todo, self.waiting = self.waiting, []
@@ -257,11 +257,6 @@ def _shows(view: torch.fx.Node) -> bool:
         or (u.op == "call_function" and is_view(u) and u.args[0] is view and _shows(u))
         for u in view.users
     )
-
-
-def _atom(e: Expr) -> Atom:
-    assert e.symbol is not None
-    return e.symbol
 
 
 def _place(b: Binding) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from plait.ir.expr import Atom, Expr, Size, free_symbols, numel, product, substitute
+from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, numel, product, substitute
 from plait.ir.loops import is_arg
 from plait.schedule.deps import extent
 
@@ -71,12 +71,12 @@ class _Matcher:
         # The guest's variables are renamed first: they may have the host's names.
         self.env: Env = {}
         self.rename: Env = {}
-        self.free_host: set[Atom] = {_atom(v) for v in self.host_vars}
+        self.free_host: set[Atom] = {atom_of(v) for v in self.host_vars}
         self.free_guest: set[Atom] = set()
         for v in self.guest_vars:
             own = fresh(extent(v))
-            self.rename[_atom(v)] = own
-            self.free_guest.add(_atom(own))
+            self.rename[atom_of(v)] = own
+            self.free_guest.add(atom_of(own))
         self.splits = 0
 
     # ---- state
@@ -102,7 +102,7 @@ class _Matcher:
 
     def parts(self, v: Expr) -> tuple[Expr, ...]:
         """The axes that a variable was split into, outermost first."""
-        found = self.pieces.get(_atom(v))
+        found = self.pieces.get(atom_of(v))
         if found is None:
             return (v,)
         return tuple(p for part in found for p in self.parts(part))
@@ -126,9 +126,9 @@ class _Matcher:
         for free in (self.free_host, self.free_guest):
             if a in free:
                 free.remove(a)
-                free.update((_atom(hi), _atom(lo)))
+                free.update((atom_of(hi), atom_of(lo)))
         self.bind(a, hi * inner + lo)
-        return _atom(hi), _atom(lo)
+        return atom_of(hi), atom_of(lo)
 
     def pair(self, h: Atom, g: Atom) -> None:
         if h == g:
@@ -193,14 +193,14 @@ class _Matcher:
 
     def match_rest(self, host: Sequence[Expr], guest: Sequence[Expr]) -> bool:
         """Pairs the axes of host and guest variables that are still free, in order."""
-        hs = [_atom(p) for v in host for p in self.parts(v) if _atom(p) in self.free_host]
-        renamed = [self.rename[_atom(v)] for v in guest]
+        hs = [atom_of(p) for v in host for p in self.parts(v) if atom_of(p) in self.free_host]
+        renamed = [self.rename[atom_of(v)] for v in guest]
         gs = [
-            _atom(p)
+            atom_of(p)
             for v in renamed
             if isinstance(v, Expr)
             for p in self.parts(v)
-            if _atom(p) in self.free_guest
+            if atom_of(p) in self.free_guest
         ]
         if not gs and not hs:
             return True
@@ -211,11 +211,6 @@ class _Matcher:
             self.restore(saved)
             return False
         return True
-
-
-def _atom(v: Expr) -> Atom:
-    assert v.symbol is not None
-    return v.symbol
 
 
 def radix(e: Size) -> list[Atom] | None:
@@ -328,13 +323,13 @@ def align(
     rvars = tuple(p for v in host.rvars for p in m.parts(v))
     if not _levels_agree(m, vars_, guest, across):
         return None
-    host_env = {_atom(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
-    guest_env = {_atom(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
+    host_env = {atom_of(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
+    guest_env = {atom_of(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
     return Alignment(IterationSpace(vars_, rvars), host_env, guest_env, full)
 
 
 def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:
-    return any(_atom(p) in m.free_host for v in vars_ for p in m.parts(v))
+    return any(atom_of(p) in m.free_host for v in vars_ for p in m.parts(v))
 
 
 def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: IterationSpace, across: bool) -> bool:
@@ -342,7 +337,7 @@ def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: IterationSpace, acr
     (across) outer ones."""
     if not guest.rvars:  # it has one level, which align chose
         return True
-    outer = {_atom(v) for v in vars_}
+    outer = {atom_of(v) for v in vars_}
     for vs, want in (
         ((guest.rvars, True),) if across else ((guest.vars, True), (guest.rvars, False))
     ):

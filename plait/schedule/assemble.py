@@ -27,8 +27,7 @@ def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode]) -> Plan:
     """The plan, with every buffer in memory of its own."""
     program = grouping.program
     names = Names()
-    needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
-    needed.update(i for i in program.inputs if isinstance(i, str))
+    needed = {*output_buffers(program), *(b for u in ordered for b in u.reads), *program.given}
     needed.update(*read_for_symbols(program).values())
     ordered = [_without_unneeded(u, needed) for u in ordered]
     steps: list[Step] = []
@@ -119,8 +118,7 @@ Touched = tuple[tuple[str, ...], tuple[str, ...]]
 def _alive(program: LoopProgram, access: Sequence[Touched]) -> set[str]:
     """The buffers that still occur."""
     used = {name for both in access for names in both for name in names}
-    inputs = (i for i in program.inputs if isinstance(i, str))
-    return {*used, *inputs, *program.constants, *output_buffers(program)}
+    return {*used, *program.given, *output_buffers(program)}
 
 
 def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[str, ...], ...]:
@@ -129,8 +127,7 @@ def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[st
 
     Buffers that share memory are freed together."""
     memory = memory_roots(program.ops)
-    kept = {*output_buffers(program), *program.constants}
-    kept.update(i for i in program.inputs if isinstance(i, str) and i not in program.donated)
+    kept = {*output_buffers(program), *(program.given - {*program.donated})}
     last: dict[str, int] = {}
     names: dict[str, dict[str, None]] = {}
     for k, (read, written) in enumerate(access):

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, substitute, symbol
+from plait.ir.expr import (
+    Atom,
+    Expr,
+    Size,
+    atom_of,
+    coefficient,
+    free_symbols,
+    n_functions,
+    substitute,
+    symbol,
+)
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 
@@ -36,11 +46,6 @@ class Axes:
     env: Env
 
 
-def _atom(v: Expr) -> Atom:
-    assert v.symbol is not None
-    return v.symbol
-
-
 class _Table:
     """Accesses and how they depend on the current variables."""
 
@@ -50,7 +55,7 @@ class _Table:
         self.flats = [a.flat for a in unique]
         self.weights: list[int] = []
         self.strides: list[dict[Atom, Size | None]] = []
-        atoms = {_atom(v): v for v in vars_}
+        atoms = {atom_of(v): v for v in vars_}
         for a in unique:
             used = (
                 [x for x in free_symbols(a.flat) if x in atoms]
@@ -84,7 +89,7 @@ class _Table:
             s, t = strides.get(outer, 0), strides.get(inner, 0)
             if s is None or t is None:
                 merged = substitute(flat, {outer: whole // n, inner: whole % n})
-                if _divisions(merged) > _divisions(flat):
+                if n_functions(merged) > n_functions(flat):
                     return False
                 new.append(merged)
             elif s == t * n:
@@ -92,7 +97,7 @@ class _Table:
                 new.append(rest + whole * t)
             else:
                 return False
-        w = _atom(whole)
+        w = atom_of(whole)
         for k, (flat, strides) in enumerate(zip(new, self.strides, strict=True)):
             if outer in strides or inner in strides:
                 kept = {x: s for x, s in strides.items() if x not in (outer, inner)}
@@ -101,25 +106,13 @@ class _Table:
         return True
 
 
-def _divisions(e: Size) -> int:
-    """How many divisions, remainders and the like an expression holds."""
-    if isinstance(e, int):
-        return 0
-    return sum(
-        1 + _divisions(a.a) + _divisions(a.b)
-        for mono, _ in e.terms
-        for a in mono
-        if a.kind != "sym"
-    )
-
-
 def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
     """Variables from the largest strides to the smallest, by insertion so that ties keep their
     order."""
     out: list[Expr] = []
     for v in vars_:
         k = len(out)
-        while k > 0 and table.before(_atom(out[k - 1]), _atom(v)) < 0:
+        while k > 0 and table.before(atom_of(out[k - 1]), atom_of(v)) < 0:
             k -= 1
         out.insert(k, v)
     return out
@@ -144,11 +137,11 @@ def choose_axes(
         for k, v in enumerate(axes):
             new = symbol(f"{prefix}{k}", extent=extent(v))
             renamed.append(new)
-            names[_atom(v)] = new
+            names[atom_of(v)] = new
         for v in level:
-            env[_atom(v)] = substitute(env.get(_atom(v), v), names)
+            env[atom_of(v)] = substitute(env.get(atom_of(v), v), names)
         groups.append(renamed)
-    old = {_atom(v): v for v in (*vars_, *rvars)}
+    old = {atom_of(v): v for v in (*vars_, *rvars)}
     changed = {a: e for a, e in env.items() if a in old and e != old[a]}
     return Axes(tuple(groups[0]), tuple(groups[1]), changed)
 
@@ -159,7 +152,7 @@ def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
     if any(extent(v) == 0 for v in axes):
         return
     while k >= 0:
-        outer, inner = _atom(axes[k]), _atom(axes[k + 1])
+        outer, inner = atom_of(axes[k]), atom_of(axes[k + 1])
         assert outer.extent is not None and inner.extent is not None
         whole = symbol(f"{outer.name}.{inner.name}", extent=outer.extent * inner.extent)
         if table.joined(outer, inner, whole):

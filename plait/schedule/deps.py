@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from plait.ir import loops as ir
 from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
-from plait.ir.expr import Expr, Size, free_symbols
+from plait.ir.expr import Expr, Size, atom_of, free_symbols
 from plait.ir.ops import CHECKED, OPS
 
 # Cycles of an element of the nodes that are no rows of OPS.
@@ -99,8 +99,9 @@ def space(loop: ir.Loop) -> tuple[Expr, ...]:
 
 def extent(v: Expr) -> Size:
     """The number of values of a loop variable."""
-    assert v.symbol is not None and v.symbol.extent is not None
-    return v.symbol.extent
+    found = atom_of(v).extent
+    assert found is not None, f"{v} is no loop variable"
+    return found
 
 
 def tensor_args(args: Iterable[ExternArg]) -> Iterable[TensorArg]:
@@ -141,7 +142,7 @@ def defines(op: ir.Op) -> tuple[str, ...]:
     if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         return loop_outs(op)
     if isinstance(op, Extern):
-        return tuple(o for o in op.outs if o is not None)
+        return op.made
     return (op.out,) if isinstance(op, ir.Alias) else ()
 
 
@@ -183,7 +184,7 @@ def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
     return {name: find(name) for name in root}
 
 
-def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> set[str]:
+def op_symbols(op: ir.Op, buffers: Mapping[str, ir.Buffer]) -> set[str]:
     """The size symbols that must be known before an op can run."""
     exprs: list[Size] = []
     for name in defines(op):
@@ -266,7 +267,7 @@ def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int
     behind: list[frozenset[str]] = []  # for every op the integers that it depends on
     asserts: list[tuple[int, frozenset[str]]] = []
     for k, op in enumerate(program.ops):
-        used = op_symbols(op, bodies, program.buffers) & at.keys()
+        used = op_symbols(op, program.buffers) & at.keys()
         out[k].update(at[name] for name in used if at[name] < k)
         names = brings.get(k, frozenset()).union(used, *(behind[p] for p in out[k]))
         behind.append(names)
@@ -284,9 +285,7 @@ def _add_assert_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int
     for k, op in enumerate(program.ops):
         if last >= 0:
             out[k].add(last)
-        if isinstance(op, ir.Assert) and brought.isdisjoint(
-            op_symbols(op, bodies, program.buffers)
-        ):
+        if isinstance(op, ir.Assert) and brought.isdisjoint(op_symbols(op, program.buffers)):
             last = k
 
 
@@ -347,11 +346,11 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             outs = tuple(o if o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))
-        for name in op_symbols(op, bodies, program.buffers):
+        for name in op_symbols(op, program.buffers):
             needed.update(sources.get(name, ()))
         if isinstance(op, ir.Mutate):
             needed.add(op.target)
         kept.append(op)
-    made = {*needed, *program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    made = {*needed, *program.given}
     symbols = {n: source for n, source in program.symbols.items() if sources.get(n, made) <= made}
     return replace(program, ops=tuple(reversed(kept)), symbols=symbols)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.devices import Rates, facts_of
-from plait.ir.expr import Atom, Expr, Size, free_symbols, is_contiguous, substitute, symbol
+from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, is_contiguous, substitute, symbol
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
@@ -81,9 +81,7 @@ class _Node:
     def drop_unit_axes(self) -> None:
         """Takes away axes of one point."""
         g = self.group
-        unit: Env = {
-            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
-        }
+        unit: Env = {atom_of(v): 0 for v in g.vars + g.rvars if extent(v) == 1}
         if not unit:
             return
         g.vars = tuple(v for v in g.vars if v.symbol not in unit)
@@ -398,7 +396,7 @@ def _walks(
     buffers = grouping.program.buffers
     m, load = max(sites, key=lambda s: buffer_nbytes(buffers[s[1].buf], grouping.program.hints))
     flat = flat_index(buffers[load.buf], m.at(load.index))
-    if not any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in space.rvars):
+    if not any(is_contiguous(flat, atom_of(v)) for v in space.rvars):
         return Reason("rows do not lie along memory")
     return None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from plait.ir.dtypes import i64
-from plait.ir.expr import Atom, Expr, Size, substitute
+from plait.ir.expr import Atom, Expr, Size, atom_of, substitute
 from plait.ir.loops import (
     Load,
     Loop,
@@ -23,6 +23,7 @@ from plait.ir.loops import (
     Scatter,
     const,
     index_exprs,
+    integer,
     node,
     rewrite,
     with_args,
@@ -94,19 +95,21 @@ def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
         return m if full == m.full else replace(m, full=full)
     own = dict(m.env)
     for v in space(m.loop):
-        assert v.symbol is not None
-        now = substitute(own.get(v.symbol, v), env)
+        a = atom_of(v)
+        now = substitute(own.get(a, v), env)
         if now == v:
-            own.pop(v.symbol, None)
+            own.pop(a, None)
         else:
-            own[v.symbol] = now
+            own[a] = now
     return replace(m, env=own, full=full)
 
 
 def is_ordered(m: Member) -> bool:
     """Whether a loop depends on the order of its reduced axes."""
     loop = m.loop
-    return isinstance(loop, Scan) or (isinstance(loop, Reduction) and loop.kind.startswith("arg"))
+    return isinstance(loop, Scan) or (
+        isinstance(loop, Reduction) and REDUCTIONS[loop.kind].extreme != ""
+    )
 
 
 def stored(loop: Loop) -> list[tuple[str, Index]]:
@@ -154,9 +157,7 @@ class _Body:
             return value
         if n.op == "index" and env:
             (value_at,) = self.member.at(index_exprs(n))
-            if isinstance(value_at, int):
-                return const(value_at, n.dtype)
-            return node("index", args, value_at, n.dtype)
+            return integer(value_at, args)
         return with_args(n, args)
 
 
@@ -213,8 +214,7 @@ def _scan(m: Member, loop: Scan, body: _Body) -> list[Stmt]:
         beats = node("ge" if loop.kind == "max" else "le", (value, acc))
         if value.dtype.is_float:
             beats = node("or", (beats, node("isnan", (value,))))
-        at = index[loop.axis]
-        here = const(at, i64) if isinstance(at, int) else node("index", (), at, i64)
+        here = integer(index[loop.axis])
         position = node("where", (beats, here, const(-1, i64)))
         out.append(Reduce(name + ".at", "max", position, running=True))
         results.append(node("acc", (), name + ".at", i64))

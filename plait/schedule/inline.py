@@ -60,8 +60,7 @@ class _Inliner:
         self.readers: dict[str, list[_ReadingLoop]] = {}
         self.n_writers: dict[str, int] = {}
         # Inputs and constants are in memory all the time.
-        given = (*program.constants, *(i for i in program.inputs if isinstance(i, str)))
-        self.given = frozenset(given) - frozenset(program.donated)
+        self.given = program.given - frozenset(program.donated)
         self.pinned = set(output_buffers(program))
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}

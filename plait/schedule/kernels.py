@@ -81,13 +81,9 @@ def inner_nodes(nodes: Sequence[Node], rvars: Sequence[Expr], stmts: Sequence[St
     for n in nodes:
         if not out.isdisjoint(n.args) or (n.op == "acc" and n.attr in running):
             out.add(n)
-        elif atoms and any(not atoms.isdisjoint(_free(e)) for e in index_exprs(n)):
+        elif atoms and any(not atoms.isdisjoint(free_symbols(e)) for e in index_exprs(n)):
             out.add(n)
     return out
-
-
-def _free(e: Size) -> frozenset[Atom]:
-    return frozenset() if isinstance(e, int) else free_symbols(e)
 
 
 def _collides(s: Store) -> bool:
@@ -110,12 +106,11 @@ def size_symbols(
     loop = {v.symbol for v in vars_}
     found: dict[str, Atom] = {}
     for e in exprs:
-        if not isinstance(e, int):
-            found.update(
-                (a.name, a)
-                for a in free_symbols(e)
-                if a not in loop and a.name != PART and not is_arg(a)
-            )
+        found.update(
+            (a.name, a)
+            for a in free_symbols(e)
+            if a not in loop and a.name != PART and not is_arg(a)
+        )
     return tuple(symbol(a.name, a.lo, a.hi, a.extent) for _, a in sorted(found.items()))
 
 

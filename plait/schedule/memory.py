@@ -53,8 +53,7 @@ def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if isinstance(step, Kernel):
         return tuple(b.name for b in step.args), step.outs
     if isinstance(step, Extern):
-        outs = tuple(o for o in step.outs if o is not None)
-        return (*extern_reads(step), *step.mutates), outs
+        return (*extern_reads(step), *step.mutates), step.made
     if isinstance(step, Alias):
         return (step.base,), (step.out,)
     if isinstance(step, Mutate):
@@ -69,7 +68,7 @@ def lives(plan: Plan) -> dict[str, Life]:
     memory = memory_roots(plan.program.ops)
     start: dict[str, int] = {}
     end: dict[str, int] = {}
-    given = {*plan.program.constants, *(i for i in plan.program.inputs if isinstance(i, str))}
+    given = plan.program.given
     for k, step in enumerate(plan.steps):
         read, made = touched(step)
         for name in made:
@@ -108,13 +107,12 @@ def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
         if isinstance(step, Extern):
             if step.may_keep:
                 barred.update(extern_reads(step))
-            outs = [o for o in step.outs if o is not None]
-            if not step.out_op or step.may_keep or len(outs) != len(step.out_names):
-                barred.update(outs)
+            if not step.out_op or step.may_keep or len(step.made) != len(step.out_names):
+                barred.update(step.made)
     out = []
     for life in alive.values():
-        symbols = free_symbols(life.nbytes) if not isinstance(life.nbytes, int) else frozenset()
-        if life.name not in barred and all(a.name in known for a in symbols) and life.nbytes != 0:
+        symbols = {a.name for a in free_symbols(life.nbytes)}
+        if life.name not in barred and symbols <= known and life.nbytes != 0:
             out.append(life)
     # An arena is on one device: the GPU if there is one.
     device = max((plan.buffers[life.name].device for life in out), default="cpu")
@@ -124,14 +122,12 @@ def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
 def _known_at_start(program: LoopProgram) -> set[str]:
     """The symbols whose values follow from the inputs."""
     known = {i[1] for i in program.inputs if isinstance(i, tuple)}
-    inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    given = program.given
     for name, source in program.symbols.items():
         if isinstance(source, tuple):
-            if source[0] in inputs:
+            if source[0] in given:
                 known.add(name)
-        elif source is not None and (
-            isinstance(source, int) or all(a.name in known for a in free_symbols(source))
-        ):
+        elif source is not None and all(a.name in known for a in free_symbols(source)):
             known.add(name)
     return known
 
@@ -183,8 +179,7 @@ def fresh_results(plan: Plan) -> set[str]:
         o
         for s in plan.steps
         if isinstance(s, Extern) and s.callable_index < 0 and not (s.fallback or s.aliases)
-        for o in s.outs
-        if o is not None
+        for o in s.made
     }
 
 
@@ -359,7 +354,7 @@ def convolution_scratch(plan: Plan) -> dict[int, int]:
     out = {}
     for k, step in enumerate(plan.steps):
         if isinstance(step, Extern) and "convolution" in step.op:
-            names = (*extern_reads(step), *(o for o in step.outs if o is not None))
+            names = (*extern_reads(step), *step.made)
             out[k] = sum(buffer_nbytes(plan.buffers[n], plan.program.hints) for n in names)
     return out
 
@@ -419,8 +414,7 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
     Mutate."""
     program = plan.program
     memory = memory_roots(program.ops)
-    kept = {*output_buffers(program), *memory, *memory.values(), *program.constants}
-    kept.update(i for i in program.inputs if isinstance(i, str))
+    kept = {*output_buffers(program), *memory, *memory.values(), *program.given}
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
     # The first kernel that writes counts (a fill before a scatter): from then on the old value is
     # gone.

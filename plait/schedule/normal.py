@@ -15,7 +15,7 @@ from typing import TypeVar
 from plait.ir import loops as ir
 from plait.ir.calls import Extern, ListArg, TensorArg
 from plait.ir.dtypes import i64
-from plait.ir.expr import Atom, Size
+from plait.ir.expr import Atom, Size, atom_of
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import (
     Bodies,
@@ -120,7 +120,7 @@ class _Takeovers:
         self.names: dict[str, str] = {}
         self.outputs = set(output_buffers(program))
         self.shared = memory_roots(program.ops)
-        self.inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+        self.inputs = program.given
         self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, ir.Mutate)}
         bases = {o.out: o.base for o in program.ops if isinstance(o, ir.Scatter)}
         for target, source in tuple(self.mutated):  # several scatters, one after the other
@@ -213,7 +213,7 @@ def _split(op: ir.Scatter, program: ir.LoopProgram) -> list[ir.Op]:
 
 def _single(op: ir.Reduction) -> list[ir.Op]:
     """A reduction of one element a point."""
-    env: dict[Atom, Size] = {v.symbol: 0 for v in op.rvars if v.symbol is not None}
+    env: dict[Atom, Size] = {atom_of(v): 0 for v in op.rvars}
     x = op.body
     if op.kind == "welford":
         # x - mean is 0 for numbers and NaN for NaN and infinities.

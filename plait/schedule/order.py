@@ -94,8 +94,8 @@ def traffic(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> Traffic:
     program = grouping.program
     memory = memory_roots(program.ops)
     kept = {memory.get(n, n) for n in (*output_buffers(program), *program.constants)}
-    inputs = {i for i in program.inputs if isinstance(i, str)}
-    kept |= inputs - set(program.donated)
+    given = program.given
+    kept |= given - set(program.donated)
     read_by_others = {b for u in all_nodes for b in u.reads} | set(output_buffers(program))
     t = Traffic([], [], {}, {}, 0)
     for name in program.donated:
@@ -105,7 +105,7 @@ def traffic(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> Traffic:
         made, used = [], []
         for name in u.writes:
             root = memory.get(name, name)
-            if name in read_by_others and root not in inputs and root not in t.nbytes:
+            if name in read_by_others and root not in given and root not in t.nbytes:
                 t.nbytes[root] = buffer_nbytes(program.buffers[root], program.hints)
                 made.append(root)
         for name in dict.fromkeys((*u.reads, *(w for w in u.writes if w in read_by_others))):

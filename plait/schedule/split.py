@@ -26,6 +26,7 @@ from plait.ir.loops import (
     cast,
     const,
     index_exprs,
+    integer,
     loop_vars,
     node,
     substitute_vars,
@@ -111,7 +112,7 @@ def _asks_rows(op: Reduction, bodies: Bodies, results: Mapping[str, int]) -> boo
 
 def _valued(op: Reduction, buffers: dict[str, Buffer]) -> tuple[Pointwise, Reduction]:
     """What a reduction reduces as a loop of its own, and the rest."""
-    stem = next(o for o in op.outs if o is not None)
+    stem = loop_outs(op)[0]
     shape = tuple(extent(v) for v in op.rvars)
     name, dtype = f"{stem}_value", op.body.dtype
     buffers[name] = Buffer(name, dtype, shape, expr.contiguous_strides(shape), buffers[stem].device)
@@ -133,7 +134,7 @@ def _chunks(
     found = bodies.of(roots(op)).loads
     if not op.rvars or not found:
         return None
-    kind = facts_of(buffers[next(o for o in op.outs if o is not None)].device).rates
+    kind = facts_of(buffers[loop_outs(op)[0]].device).rates
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
@@ -185,7 +186,7 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     """A reduction over one axis, where everything that it loads walks the reduced axes as one."""
     flats = [flat_index(buffers[load_of(n).buf], load_of(n).index) for n in loads]
     steps: Size = 1
-    used = [a for v in op.rvars if (a := v.symbol) is not None]
+    used = [expr.atom_of(v) for v in op.rvars]
     for axis, v in zip(reversed(used), reversed(op.rvars), strict=True):
         for flat in flats:
             step, last = expr.coefficient(flat, axis), expr.coefficient(flat, used[-1])
@@ -193,7 +194,7 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
                 return op
         steps = steps * extent(v)
     exprs = [e for n in walk((op.body,)) if n.op == "index" for e in index_exprs(n)]
-    if any(not isinstance(e, int) and not expr.free_symbols(e).isdisjoint(used) for e in exprs):
+    if any(not expr.free_symbols(e).isdisjoint(used) for e in exprs):
         return op
     (whole,) = loop_vars("r", (steps,))
     env: dict[Atom, Size] = {}
@@ -251,7 +252,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
         if not n.args and all(r is not None and expr.coefficient(flat, r) == 0 for r in inner):
             continue
-        if any(v.symbol is not None and expr.is_contiguous(flat, v.symbol) for v in op.vars):
+        if any(expr.is_contiguous(flat, expr.atom_of(v)) for v in op.vars):
             return False
     return True
 
@@ -291,12 +292,12 @@ class _Split:
         size = extent(self.op.rvars[self.parts.whole])
         if self.parts.chunks * self.parts.rest == size:
             return inline(node("load", (), Load("body", index), dtype), producer)
-        inside = node("lt", (node("index", (), at, i64), _number(size)))
+        inside = node("lt", (integer(at), integer(size)))
         value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)
         return node("where", (inside, value, const(self.row.identity(dtype), dtype)))
 
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
-        stem = next(o for o in self.op.outs if o is not None)
+        stem = loop_outs(self.op)[0]
         name = f"{stem}_{suffix}"
         strides = self.strides if shape == self.shape else expr.contiguous_strides(shape)
         self.buffers[name] = Buffer(name, dtype, shape, strides, self.buffers[stem].device)
@@ -339,7 +340,7 @@ class _Split:
         at = Load(place, (arg_symbol(0, self.chunks[0]), *self.vars))
         inside = node("load", (self.at(chunk),), at, i64)
         before = node(
-            "mul", (self.at(chunk), _number(expr.numel(extent(v) for v in self.first_rvars)))
+            "mul", (self.at(chunk), integer(expr.numel(extent(v) for v in self.first_rvars)))
         )
         (out,) = self.op.outs
         assert out is not None
@@ -361,7 +362,7 @@ class _Split:
         between = self.buffer("between", dtype, self.shape[len(self.chunks) :])
         if mean is None:
             mean = self.buffer("mean", dtype, self.shape[len(self.chunks) :])
-        n = _number(expr.numel(extent(v) for v in self.first_rvars))
+        n = integer(expr.numel(extent(v) for v in self.first_rvars))
         ops: list[Op] = [
             self.first("welford", (means, inside, None)),
             self.second("welford", (mean, between, None), means),
@@ -371,11 +372,6 @@ class _Split:
             spread = node("mul", (self.at(between), cast(n, dtype)))
             ops.append(self.pointwise(m2, node("add", (self.at(total), spread))))
         if count is not None:
-            points = _number(expr.numel(extent(v) for v in self.op.rvars))
+            points = integer(expr.numel(extent(v) for v in self.op.rvars))
             ops.append(self.pointwise(count, cast(points, dtype)))
         return ops
-
-
-def _number(e: Size) -> Node:
-    """An integer expression as i64."""
-    return const(e, i64) if isinstance(e, int) else node("index", (), e, i64)

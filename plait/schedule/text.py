@@ -32,6 +32,7 @@ from plait.ir.expr.text import (
 from plait.ir.loops import Buffer, LoopProgram
 from plait.ir.text import OpReader, buffer_line, op_lines
 from plait.schedule.cost import hint
+from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
 
 
@@ -263,7 +264,7 @@ def _over(k: Kernel) -> str:
 
 
 def _space(vars_: Sequence[Expr]) -> str:
-    return "x".join(str(v.symbol.extent) for v in vars_ if v.symbol is not None) or "1"
+    return "x".join(str(extent(v)) for v in vars_) or "1"
 
 
 def time_text(ns: int) -> str:

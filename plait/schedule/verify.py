@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plait.errors import InternalError
-from plait.ir.expr import Atom, Size, free_symbols
+from plait.ir.expr import Atom, Size, atom_of, free_symbols
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, output_buffers
@@ -22,7 +22,7 @@ from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, stmt_roots, w
 def verify_plan(plan: Plan) -> None:
     """Checks the whole plan. Raises InternalError."""
     program = plan.program
-    known = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    known = set(program.given)
     gone: dict[str, int] = {}
     names: set[str] = set()
     for k, (step, dying) in enumerate(zip(plan.steps, plan.frees, strict=True)):
@@ -99,8 +99,8 @@ class _KernelVerifier:
 
     def __init__(self, kernel: Kernel, plan: Plan) -> None:
         self.kernel, self.plan = kernel, plan
-        self.vars = {v.symbol for v in kernel.vars}
-        self.rvars = {v.symbol for v in kernel.rvars}
+        self.vars = {atom_of(v) for v in kernel.vars}
+        self.rvars = {atom_of(v) for v in kernel.rvars}
         self.nodes = all_nodes(kernel.stmts)
         self.inner = inner_nodes(self.nodes, kernel.rvars, kernel.stmts)
 
@@ -176,12 +176,12 @@ class _KernelVerifier:
             exprs += exprs_of(n)
         for s in k.stmts:
             exprs += s.index if isinstance(s, Store) else ()
-        known = {a.symbol.name for a in k.sizes if a.symbol is not None}
-        known.update(a.name for a in (self.vars | self.rvars) if a is not None)
+        known = {atom_of(a).name for a in k.sizes}
+        known.update(a.name for a in self.vars | self.rvars)
         for a in _symbols(tuple(exprs)):
             if a.name not in known and a.name != PART and not is_arg(a):
                 raise self.fail(f"nothing tells it the value of {a.name}")
 
 
 def _symbols(exprs: tuple[Size, ...]) -> set[Atom]:
-    return {a for e in exprs if not isinstance(e, int) for a in free_symbols(e)}
+    return {a for e in exprs for a in free_symbols(e)}

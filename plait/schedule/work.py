@@ -47,7 +47,7 @@ def kernel_work_ns(
     for n in nodes:
         deepest = max((depth[a] for a in n.args), default=0)
         for e in index_exprs(n):
-            deepest = max((deepest, *(place.get(a, 0) for a in _free(e))))
+            deepest = max((deepest, *(place.get(a, 0) for a in free_symbols(e))))
         if n.op == "acc":
             deepest = len(axes) if n.attr in running else len(vars_)
         depth[n] = deepest
@@ -76,10 +76,6 @@ def kernel_work_ns(
     sizes = [extent(v) for v in (*vars_, *rvars)]
     spent = [numel(sizes[:k]) * round(1000 * c / CPU.cycles_a_ns) for k, c in enumerate(cycles)]
     return total(spent) // 1000
-
-
-def _free(e: Size) -> frozenset[Atom]:
-    return frozenset() if isinstance(e, int) else free_symbols(e)
 
 
 def _access(

@@ -7,7 +7,7 @@ arithmetic, `fold` every walk, `text` expressions as Python. Nothing here knows 
 border to ShapeEnv is `plait/lower/symbols.py`.
 """
 
-from plait.ir.expr.core import INF, Atom, Expr, Mono, Size, forget, interned
+from plait.ir.expr.core import INF, Atom, Expr, Mono, Size, atom_of, forget, interned
 from plait.ir.expr.fold import (
     BUILD,
     coefficient,
@@ -16,6 +16,7 @@ from plait.ir.expr.fold import (
     fold,
     free_symbols,
     is_contiguous,
+    n_functions,
     substitute,
 )
 from plait.ir.expr.ranges import (
@@ -41,9 +42,9 @@ from plait.ir.expr.simplify import (
 )
 
 __all__ = [
-    "BUILD", "INF", "Atom", "Expr", "Mono", "Size", "bounds", "call", "ceildiv",
+    "BUILD", "INF", "Atom", "Expr", "Mono", "Size", "atom_of", "bounds", "call", "ceildiv",
     "coefficient", "compare", "contiguous_strides", "divisors", "evaluate", "exact_div", "fold",
     "forget", "free_symbols", "interned", "is_contiguous", "known_eq", "known_le", "known_lt",
-    "known_nonneg", "may_be_zero", "numel", "product", "smax", "smin", "substitute", "symbol",
-    "total",
+    "known_nonneg", "may_be_zero", "n_functions", "numel", "product", "smax", "smin", "substitute",
+    "symbol", "total",
 ]  # fmt: skip

@@ -126,6 +126,13 @@ class Expr:
         return None
 
 
+def atom_of(e: Expr) -> Atom:
+    """The symbol that an expression is."""
+    found = e.symbol
+    assert found is not None, f"{e} is no symbol"
+    return found
+
+
 def expr_text(e: Size, atom: Callable[[Atom], str]) -> str:
     """An expression as text. atom: the text of an atom."""
     if isinstance(e, int):

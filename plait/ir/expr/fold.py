@@ -113,6 +113,14 @@ def coefficient(e: Size, var: Atom) -> Size | None:
     return out
 
 
+def n_functions(e: Size) -> int:
+    """How many quotients, remainders and the like an expression holds."""
+    if isinstance(e, int):
+        return 0
+    atoms = (a for mono, _ in e.terms for a in mono if a.kind != "sym")
+    return sum(1 + n_functions(a.a) + n_functions(a.b) for a in atoms)
+
+
 def divisors(e: Size) -> list[int]:
     """What e divides by, with or without a remainder, least first."""
     if isinstance(e, int):

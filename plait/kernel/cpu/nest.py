@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plait.ir.expr import Atom, Size, may_be_zero, product, symbol
+from plait.ir.expr import Atom, Size, atom_of, may_be_zero, product, symbol
 from plait.ir.loops import walk
 from plait.kernel.cpu.compute import compute
 from plait.kernel.cpu.expr import memory
@@ -90,9 +90,8 @@ class NestWriter:
     def _arguments(self) -> None:
         v = self.v
         for k, s in enumerate(self.kernel.sizes):
-            assert s.symbol is not None
-            v.names[s.symbol] = f"z{k}"
-            v.depth_of[s.symbol] = 0
+            v.names[atom_of(s)] = f"z{k}"
+            v.depth_of[atom_of(s)] = 0
             v.line(f"const i64 z{k} = syms[{k}];")
         for k, b in enumerate(self.kernel.args):
             v.bases[b.name] = f"b{k}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plait.ir.dtypes import DType, b1, f32, f64, i64
-from plait.ir.expr import Expr, Size
-from plait.ir.loops import Const, Node, node
+from plait.ir.expr import Size
+from plait.ir.loops import Const, Node, integer
 from plait.ir.reductions import REDUCTIONS
 from plait.kernel.cpu.expr import (
     Parts,
@@ -167,7 +167,7 @@ class Accumulators:
         out: Size = 0
         for a in self.v.nest.linear.rvars:
             out = out * extent(a) + a.expr
-        return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
+        return integer(out)
 
     # --------------------------------------------------------------------------------------- finish
     def finish(self, reduces: Sequence[Reduce], reps: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.ir.dtypes import i64
 from plait.ir.expr import Expr
-from plait.ir.loops import Node, const, node, with_args
+from plait.ir.loops import Node, const, integer, node, with_args
 from plait.schedule.legalize.linear import LinearKernel, dependences, extent, map_nodes
 from plait.schedule.plan import Reduce
 
@@ -52,7 +52,7 @@ def _picked(
     if len(found) != 1 or any(r in deps(n) for n in (*found, *rest)):
         return None
     size = extent(r)
-    end = const(size, i64) if isinstance(size, int) else node("index", (), size, i64)
+    end = integer(size)
     inside = node("and", (node("ge", (found[0], const(0, i64))), node("lt", (found[0], end))))
     for n in rest[1:]:
         inside = node("and", (inside, n))

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.ir.expr import Atom, Expr, Size, fold, free_symbols, substitute, symbol, total
+from plait.ir.expr import (
+    Atom,
+    Expr,
+    Size,
+    atom_of,
+    fold,
+    free_symbols,
+    n_functions,
+    substitute,
+    symbol,
+    total,
+)
 from plait.ir.loops import Load, Node, is_arg, node, rewrite, with_args
 from plait.schedule.legalize.linear import LinearKernel, offsets_of
 from plait.schedule.plan import PART, Kernel, Reduce, Stmt
@@ -66,7 +77,7 @@ def without_mod(e: Size) -> Size:
     if isinstance(e, int) or not any(a.kind == "mod" for mono, _ in e.terms for a in mono):
         return e
     out = _expanded(e)
-    return out if _n_divisions(out) < _n_divisions(e) else e
+    return out if n_functions(out) < n_functions(e) else e
 
 
 def _expanded(e: Size) -> Size:
@@ -80,19 +91,6 @@ def _expanded_atom(a: Atom) -> Size:
     x = _expanded(a.a)
     q = x // a.b
     return q if a.kind == "div" else x - a.b * q
-
-
-def _n_divisions(e: Size) -> int:
-    if isinstance(e, int):
-        return 0
-    atoms = [a for mono, _ in e.terms for a in mono if a.kind in ("div", "mod")]
-    return sum(1 + _n_divisions(a.a) + _n_divisions(a.b) for a in atoms)
-
-
-def atom_of(e: Expr) -> Atom:
-    a = e.symbol
-    assert a is not None
-    return a
 
 
 def faults_of_offsets(linear: LinearKernel) -> list[str]:

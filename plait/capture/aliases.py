@@ -29,9 +29,7 @@ program's tensor tells)."""
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
     """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one
     that AOTAutograd's wrapper would give other lazy bits than eager does."""
-    given: list[Any] = [
-        n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"
-    ]
+    given = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
     outputs: Any = output_of(gm.graph).args[0]
     made: list[Any] = [
         n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs
@@ -117,7 +115,7 @@ def _is_dense(x: Any) -> bool:
 def results_of(graph: GraphModule, views: Mapping[int, InputView]) -> list[Result]:
     """What the user's results are made from; nothing if no result is a view of an input. graph: as
     it was traced."""
-    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
     outputs: Any = output_of(graph.graph).args[0]
     results: list[Result] = []
     for k, node in enumerate(outputs):

@@ -57,9 +57,8 @@ def plait_backend(
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
-        if any(
-            isinstance(x, (list, tuple, dict)) for x in example_inputs
-        ):  # compiled autograd's graphs
+        # Graphs of compiled autograd take lists.
+        if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
             return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
         return _compile(cfg, target, gm, example_inputs)
     except PlaitError as error:

@@ -83,7 +83,7 @@ def _with_offsets(
 ) -> compat.autograd.Epilogue | None:
     """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to
     make a view."""
-    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     outputs: Any = output_of(gm.graph).args[0]
     results = []
     for k, (result, node) in enumerate(zip(todo.results, outputs, strict=True)):

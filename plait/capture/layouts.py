@@ -44,9 +44,8 @@ class LayoutNotes(IndexByFound):
     def __init__(self, env: ExportEnv) -> None:
         super().__init__()
         self.env = env
-        self._copies: list[
-            tuple[torch.Tensor, torch.Tensor, Callable[[], Any]]
-        ] = []  # of what, what, what to ask
+        # Of what, the copy, and what to ask.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Any]]] = []
         self._stale: set[int] = set()  # memory that had been written, had the copies been views
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,8 +42,8 @@ def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
     From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that
     may be less. A size that may be 0 is one from 1 on: as 1 it counts in strides, and loops over it
     test whether they run. An integer argument that may be 0 stays one from 0 on."""
-    given = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
-    env = next((e for e in map(shape_env_of, given) if e is not None), None)
+    given = [n.meta.get("val") for n in graph.graph.find_nodes(op="placeholder")]
+    env = shape_env_of(given)
     if env is None:
         return facts
     hints = {s: sympy.sympify(n) for s, n in compat.tracing.backed_values(env).items()}

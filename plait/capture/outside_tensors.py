@@ -15,15 +15,14 @@ from torch.fx import GraphModule, Node
 from plait.capture.plain_tensors import special_kind
 from plait.graph.edit import aten, replace
 
-_FRESH = frozenset(
-    {aten.lift_fresh.default, aten.lift_fresh_copy.default}
-)  # of tensors made while tracing
+# Of tensors that were made while tracing.
+_FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
 
 def bind_outside(graph_module: GraphModule) -> list[torch.Tensor]:
     """Makes such constants of the graph inputs, behind the others; gives their tensors."""
     graph = graph_module.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
     tensors: list[torch.Tensor] = []
     made: dict[int, Node] = {}

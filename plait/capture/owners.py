@@ -92,8 +92,11 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """An attribute of a module, in one of its dicts. number: of the tensor that it is, among those
-    that a program is bound to; None: it is None, and has to stay so."""
+    """An attribute of a module, in one of its dicts.
+
+    number: of its tensor, among those that a program is bound to; None: the attribute is None, and
+        has to stay so.
+    """
 
     module: Module
     place: dict[str, Any]
@@ -112,16 +115,16 @@ class _Slot:
 class Owners:
     """The dicts that hold a program's tensors, as they were when it was compiled.
 
-    roots: modules by name. bound: the tensors that the program is bound to. dicts: those to look
-    at.
+    roots: modules by name.
+    bound: the tensors that the program is bound to.
+    dicts: those to look at.
+    moved: whether dicts did not tell of all attributes when tensors() was called last.
     """
 
     def __init__(self, roots: Mapping[str, Any], bound: Sequence[torch.Tensor]) -> None:
         self._names: list[str | None] = [None] * len(bound)
         self._numbers = {id(t): k for k, t in enumerate(bound)}
-        self.moved = (
-            False  # whether `dicts` did not tell of all attributes when tensors() was called last
-        )
+        self.moved = False
         self._slots: list[_Slot] = []
         self._children: list[tuple[str, Module, dict[str, Module | None]]] = []
         dicts: list[dict[str, Any]] = []

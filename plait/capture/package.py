@@ -94,9 +94,8 @@ def package(
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
-        captured = replace(
-            captured_from(traced), name=f"package_{type(source[0]).__name__}"
-        )  # equal bytes every time
+        # A name without a serial number: equal models make equal bytes.
+        captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
         out.finish(_contents(captured.name, traced, results, made, folded, aliases, cfg))
@@ -178,7 +177,7 @@ def _device(name: str | torch.device | None) -> torch.device | None:
 
 def _require_conditions(traced: Traced) -> None:
     """Raises Unsupported for a condition on sizes that a package cannot check."""
-    inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"][len(traced.state) :]
+    inputs = traced.graph.graph.find_nodes(op="placeholder")[len(traced.state) :]
     ours = f'File "{trace.__code__.co_filename}"'  # the last frame if the user's is not known
     for check in traced.sizes.checks:
         if check.tokens:
@@ -195,7 +194,7 @@ def _require_conditions(traced: Traced) -> None:
 def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     """traced with constants in the place of what depends on weights alone, and the names of these
     weights."""
-    inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+    inputs: list[Node] = traced.graph.graph.find_nodes(op="placeholder")
     state = list(traced.state.items())
     memory = {compat.tracing.storage_of(state[k][1]) for k in traced.mutated if k < len(state)}
     weights = {

@@ -29,15 +29,10 @@ _ABSENT = object()
 _STATE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PASSED_OVER = frozenset(vars(Module())) - {*_HOOKS}
-_OF_RNN = (
-    "_flat_weights",
-    "_flat_weight_refs",
-)  # lists of its parameters, which nn.RNN makes anew when they change
-_FOREIGN = (sys.stdlib_module_names - {"types"}) | {
-    "torch",
-    "numpy",
-    "sympy",
-}  # types.SimpleNamespace
+# Lists of its parameters, which nn.RNN makes anew when they change.
+_OF_RNN = ("_flat_weights", "_flat_weight_refs")
+# Modules whose objects are not looked into; `types` has SimpleNamespace.
+_FOREIGN = (sys.stdlib_module_names - {"types"}) | {"torch", "numpy", "sympy"}
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 _PLAIN = (

@@ -42,12 +42,9 @@ def _resampled(
     """The .vec overload: x resampled by `op`, or by torch's decomposition `loads`."""
     output_size: Any = torch._decomp.decompositions.upsample_compute_output_size
     sizes = output_size(x.size(), size, factors)
-    known = all(
-        isinstance(s, int) for s in (*x.size(), *sizes)
-    )  # torch cannot trace the gradients between others
-    image = (
-        x.dtype == torch.uint8 and facts_of(x.device).eager_cpu
-    )  # no other device has a kernel for them
+    # torch cannot trace gradients where sizes vary; no other device has a kernel for bytes.
+    known = all(isinstance(s, int) for s in (*x.size(), *sizes))
+    image = x.dtype == torch.uint8 and facts_of(x.device).eager_cpu
     if image or (known and x.requires_grad and torch.is_grad_enabled()):
         return op(x, sizes, align, *(factors or ()))
     return loads(x, size, align, factors)

@@ -83,9 +83,7 @@ def _dynamic_shapes(
 ) -> dict[str, Any] | None:
     """The sizes that the program leaves open, by argument; None if it leaves none."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    users = (
-        [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :] if leaves else []
-    )
+    users = program.graph.find_nodes(op="placeholder")[-len(leaves) :] if leaves else []
     dims: dict[Any, Any] = {}
     found = [_open(node.meta.get("val"), program.range_constraints, dims) for node in users]
     if not any(found):

@@ -468,7 +468,7 @@ def _write_back(graph_module: GraphModule, mutated: tuple[int, ...]) -> None:
     graph = graph_module.graph
     output = output_of(graph)
     values = list(output.args[0])  # type: ignore[arg-type]
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_before(output):
         for position, value in zip(mutated, values, strict=False):
             copy = graph.call_function(aten.copy_.default, (placeholders[position], value))

@@ -32,10 +32,11 @@ Interpret = Callable[[list[Any]], tuple[Any, ...]]
 class TrainingGraph:
     """The training half of one Dynamo graph's compilation.
 
-    compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the
-    partitioner made.
-    interpreter: what gives the backward graph -> what runs it operator by operator.
-    reason: why calls need AOTAutograd's callable, or ""."""
+    compile_backward: (graph, donated inputs) -> program.
+    backward: the backward graph that the partitioner made.
+    interpreter: a function that gives the backward graph -> what runs it operator by operator.
+    reason: why calls need AOTAutograd's callable, or "".
+    """
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ def _outputs(gm: GraphModule) -> tuple[Any, ...]:
 def _sources(backward: GraphModule, n_tangents: int) -> list[list[int]]:
     """For each output of a backward graph, the tangents (its last placeholders) that it is computed
     from."""
-    placeholders = [n for n in backward.graph.nodes if n.op == "placeholder"]
+    placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = placeholders[len(placeholders) - n_tangents :]
     found = {n: {k} for k, n in enumerate(tangents)}
     for node in backward.graph.nodes:

@@ -158,9 +158,7 @@ def _verdict(
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
-    if any(
-        map(compat.tracing.is_transformed, given)
-    ):  # by torch.func: it stands for no memory of its own
+    if any(map(compat.tracing.is_transformed, given)):  # by torch.func: they have no memory
         return None
     out = kwargs.get("out")
     target = (*args, *kwargs.values())[0] if out is None else out
@@ -171,9 +169,8 @@ def _verdict(
     shares = any(map(repeats, written))
     shared = len(set(map(compat.tracing.storage_of, given))) < len({id(x) for x in given})
     own = out is not None or getattr(fn, "__name__", "") in _FLOATS
-    is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith(
-        "aten."
-    )  # it holds what it likes
+    # A user's operator holds what it likes.
+    is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith("aten.")
     casts = not is_users and _may_not_hold(written, given, (args, kwargs), own)
     if not shares and not shared and not casts:
         return None

@@ -1,7 +1,8 @@
-"""A captured ATen graph becomes one LoopProgram: inputs, calls, results.
+"""A captured ATen graph becomes one LoopProgram.
 
-Comes in: `Captured`. Goes out: `Lowered`: the program, the tensors and callables that it refers to
-by number, and what fell back to extern calls and why.
+Comes in: `Captured`. Goes out: `Lowered`. `lower_graph` is the pipeline: `inputs.py` declares
+inputs and finds a source for each symbol, `calls.py` lowers each call by the ladder (a rule, else a
+call of ATen or of Python), `results.py` says what the program returns.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ _MAX_INTERNED = 200_000
 
 @dataclass(frozen=True)
 class Lowered:
-    """program, and what stands behind its numbers: constants (tensors, in the order of
-    program.constants) and callables.
+    """A program, and what it refers to by number.
 
-    fallbacks: how often each op became an extern call for want of a rule; steps: the first of each
-    op, and why. nodes: buffer -> the FX node whose value it is."""
+    constants: tensors, in the order of program.constants.
+    callables: what its calls of Python call.
+    fallbacks: how often each op became an extern call for want of a rule.
+    steps: the first such call of each op, and why.
+    nodes: buffer -> the FX node whose value it is.
+    """
 
     program: LoopProgram
     constants: tuple[torch.Tensor, ...]

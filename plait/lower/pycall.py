@@ -28,9 +28,11 @@ class PythonCall:
     """A callable of real tensors and ints: fills them into the arguments of an operator and calls
     it.
 
-    holes: which leaves of the argument tree are filled at run time; of those, `items` take the
-    value of a one-element tensor. strides: of each flat result that is a tensor of known sizes,
-    else None; a result that came out with others is copied."""
+    holes: which leaves of the argument tree are filled at run time.
+    items: of those, the ones that take the value of a one-element tensor.
+    strides: of each flat result that is a tensor of known sizes, else None; a result that came out
+        with others is copied.
+    """
 
     def __init__(
         self,

@@ -83,6 +83,11 @@ class Extern:
     origin: tuple[str, ...] = ()
 
     @property
+    def operands(self) -> tuple[ExternArg, ...]:
+        """All that it is given."""
+        return (*self.args, *(v for _, v in self.kwargs))
+
+    @property
     def made(self) -> tuple[str, ...]:
         """The buffers that its results are, where they are used."""
         return tuple(o for o in self.outs if o is not None)

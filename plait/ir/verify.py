@@ -13,9 +13,10 @@ from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, ExternArg, ListArg, Number, TensorArg
+from plait.ir.calls import Extern, ExternArg, Number
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
+from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, updates
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
 from plait.ir.reductions import REDUCTIONS
@@ -74,8 +75,10 @@ def _start(known: _Known) -> None:
 
 def _end(known: _Known) -> None:
     p = known.program
-    for out in p.outputs:
-        _operand(known, out)
+    _ranks(p.outputs)
+    _sizes(known, arg_sizes(p.outputs))
+    for out in tensor_args(p.outputs):
+        _use(known, out.buf)
         if isinstance(out, Number) and _buffer(known, out.buf).dtype not in (f64, b1):
             raise _Fault(f"{out.buf} is no float and no bool")
     if unknown := [d for d in p.donated if d not in p.inputs]:
@@ -89,9 +92,7 @@ def _buffer(known: _Known, name: str) -> ir.Buffer:
     return known.program.buffers[name]
 
 
-def _define(known: _Known, name: str | None) -> None:
-    if name is None:
-        return
+def _define(known: _Known, name: str) -> None:
     _buffer(known, name)
     if name in known.defined:
         raise _Fault(f"buffer {name} is defined twice")
@@ -116,17 +117,10 @@ def _sizes(known: _Known, exprs: Iterable[Size], allowed: frozenset[Atom] = froz
                 raise _Fault(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
 
 
-def _operand(known: _Known, a: ExternArg) -> None:
-    if isinstance(a, TensorArg):
-        _use(known, a.buf)
-        _sizes(known, (*a.shape, *a.strides, a.offset))
+def _ranks(args: Iterable[ExternArg]) -> None:
+    for a in tensor_args(args):
         if len(a.shape) != len(a.strides):
             raise _Fault(f"operand {a}")
-    elif isinstance(a, ListArg):
-        for item in a.items:
-            _operand(known, item)
-    elif isinstance(a, Expr):
-        _sizes(known, (a,))
 
 
 def _space(vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
@@ -156,10 +150,6 @@ def _pointwise(known: _Known, op: ir.Pointwise) -> None:
     _body(known, op.body, atoms)
     if op.body.dtype != out.dtype:
         raise _Fault(f"the body gives {op.body.dtype}, the buffer holds {out.dtype}")
-    if op.index is None or op.out not in known.pieces:
-        _define(known, op.out)
-    if op.index is not None:
-        known.pieces.add(op.out)
 
 
 def _reduction(known: _Known, op: ir.Reduction) -> None:
@@ -207,13 +197,12 @@ def _scatter(known: _Known, op: ir.Scatter) -> None:
     _indices(known, op.index, len(out.shape), op.index_args, atoms)
     if op.mask is not None and op.mask.dtype != b1:
         raise _Fault(f"a mask of {op.mask.dtype}")
-    if op.out != op.base:  # else it updates its base in place
-        _define(known, op.out)
 
 
 def _extern(known: _Known, op: Extern) -> None:
-    for a in (*op.args, *(v for _, v in op.kwargs)):
-        _operand(known, a)
+    _ranks(op.operands)
+    for name in op.aliases:
+        _use(known, name)
     for _, name in op.symbols:
         _symbol(known, name)
 
@@ -233,43 +222,26 @@ def _mutate(known: _Known, op: ir.Mutate) -> None:
         raise _Fault(f"{a} cannot take the value of {b}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What holds of an op.
-
-    uses: gives the buffers that it reads or changes, which have a value.
-    sizes: gives its expressions on size symbols alone.
-    more: what else holds.
-    defines: gives the buffers that have their whole value by it.
-    """
-
-    uses: Callable[[Any], Iterable[str]] = lambda _: ()
-    sizes: Callable[[Any], Iterable[Size]] = lambda _: ()
-    more: Callable[[_Known, Any], None] = lambda known, op: None
-    defines: Callable[[Any], Iterable[str | None]] = lambda _: ()
-
-
-_RULES: dict[type, _Rule] = {
-    ir.Pointwise: _Rule(more=_pointwise),
-    ir.Reduction: _Rule(more=_reduction, defines=lambda op: op.outs),
-    ir.Scan: _Rule(more=_scan, defines=lambda op: op.outs),
-    ir.Scatter: _Rule(uses=lambda op: (op.base,), more=_scatter),
-    Extern: _Rule(lambda op: (*op.aliases, *op.mutates), more=_extern, defines=lambda op: op.outs),
-    ir.Alias: _Rule(lambda op: (op.base,), lambda op: (op.offset,), defines=lambda op: (op.out,)),
-    ir.Item: _Rule(uses=lambda op: (op.buf,), more=_item),
-    ir.Assert: _Rule(sizes=lambda op: (op.expr, *op.values), more=_assert),
-    ir.Mutate: _Rule(uses=lambda op: (op.target, op.source), more=_mutate),
-}
+_MORE: dict[type, Callable[[_Known, Any], None]] = {
+    ir.Pointwise: _pointwise, ir.Reduction: _reduction, ir.Scan: _scan, ir.Scatter: _scatter,
+    Extern: _extern, ir.Item: _item, ir.Assert: _assert, ir.Mutate: _mutate,
+}  # fmt: skip
+"""What holds of the ops of a class, beside what holds of every op."""
 
 
 def _op(known: _Known, op: ir.Op) -> None:
-    rule = _RULES[type(op)]
-    for name in rule.uses(op):
+    changed = updates(op)
+    for name in (*needs(op), *changed):
         _use(known, name)
-    _sizes(known, rule.sizes(op))
-    rule.more(known, op)
-    for out in rule.defines(op):
-        _define(known, out)
+    _sizes(known, sizes(op))
+    if more := _MORE.get(type(op)):
+        more(known, op)
+    is_piece = isinstance(op, ir.Pointwise) and op.index is not None
+    for name in defines(op):
+        if name not in changed and not (is_piece and name in known.pieces):
+            _define(known, name)
+        if is_piece:
+            known.pieces.add(name)
 
 
 def _name(op: ir.Op) -> str:

@@ -6,16 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from plait.ir.effects import loop_outs
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import AxisUse, choose_axes
-from plait.schedule.deps import (
-    load_of,
-    loop_outs,
-    memory_roots,
-    output_buffers,
-    read_for_symbols,
-    roots,
-)
+from plait.schedule.deps import load_of, memory_roots, output_buffers, read_for_symbols, roots
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, joined, make_kernel, origin_words

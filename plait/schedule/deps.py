@@ -8,11 +8,12 @@ what was found out about loop bodies; it is made once a program and handed aroun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
+from plait.ir.calls import Extern, TensorArg
+from plait.ir.effects import defines, needs, sizes, updates
 from plait.ir.expr import Expr, Size, atom_of, free_symbols
 from plait.ir.ops import CHECKED, OPS
 
@@ -85,13 +86,6 @@ def load_of(n: ir.Node) -> ir.Load:
     return n.attr
 
 
-def loop_outs(loop: ir.Loop) -> tuple[str, ...]:
-    """The buffers that a loop writes."""
-    if isinstance(loop, (ir.Pointwise, ir.Scatter)):
-        return (loop.out,)
-    return tuple(o for o in loop.outs if o is not None)
-
-
 def space(loop: ir.Loop) -> tuple[Expr, ...]:
     """All variables of a loop, reduced ones last."""
     return loop.vars + loop.rvars if isinstance(loop, ir.Reduction) else loop.vars
@@ -104,55 +98,13 @@ def extent(v: Expr) -> Size:
     return found
 
 
-def tensor_args(args: Iterable[ExternArg]) -> Iterable[TensorArg]:
-    """The tensors among operands, those in lists included."""
-    for a in args:
-        if isinstance(a, TensorArg):
-            yield a
-        elif isinstance(a, ListArg):
-            yield from tensor_args(a.items)
-
-
-def extern_reads(op: Extern) -> tuple[str, ...]:
-    """The buffers that an extern is given, each once."""
-    operands = (*op.args, *(v for _, v in op.kwargs))
-    return tuple(dict.fromkeys(a.buf for a in tensor_args(operands)))
-
-
 def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
     """The buffers whose contents an op needs, each once."""
-    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan)):
-        return tuple(dict.fromkeys(load_of(n).buf for n in bodies.of(roots(op)).loads))
-    if isinstance(op, ir.Scatter):
-        loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
-        return tuple(dict.fromkeys((op.base, *loaded)))
-    if isinstance(op, Extern):
-        return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
-    if isinstance(op, ir.Alias):
-        return (op.base,)
-    if isinstance(op, ir.Item):
-        return (op.buf,)
-    if isinstance(op, ir.Mutate):
-        return (op.source,)
-    return ()
-
-
-def defines(op: ir.Op) -> tuple[str, ...]:
-    """The buffers that come into being (or get a part of their contents) by an op."""
-    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
-        return loop_outs(op)
-    if isinstance(op, Extern):
-        return op.made
-    return (op.out,) if isinstance(op, ir.Alias) else ()
-
-
-def updates(op: ir.Op) -> tuple[str, ...]:
-    """The buffers that an op changes in place."""
-    if isinstance(op, Extern):
-        return op.mutates
-    if isinstance(op, ir.Mutate):
-        return (op.target,)
-    return (op.out,) if isinstance(op, ir.Scatter) and op.base == op.out else ()
+    named = needs(op)
+    if not isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
+        return named
+    loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
+    return tuple(dict.fromkeys((*named, *loaded)))
 
 
 def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
@@ -195,23 +147,8 @@ def op_symbols(op: ir.Op, buffers: Mapping[str, ir.Buffer]) -> set[str]:
             exprs += ir.exprs_of(n)
         if isinstance(op, (ir.Pointwise, ir.Scatter)):
             exprs += op.index or ()
-    elif isinstance(op, Extern):
-        exprs += _scalar_sizes((*op.args, *(v for _, v in op.kwargs)))
-    elif isinstance(op, ir.Alias):
-        exprs.append(op.offset)
-    elif isinstance(op, ir.Assert):
-        exprs += (op.expr, *op.values)
+    exprs += sizes(op)
     return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not ir.is_arg(a)}
-
-
-def _scalar_sizes(args: Iterable[ExternArg]) -> Iterable[Size]:
-    for a in args:
-        if isinstance(a, (int, Expr)):
-            yield a
-        elif isinstance(a, ListArg):
-            yield from _scalar_sizes(a.items)
-        elif isinstance(a, TensorArg):
-            yield from (*a.shape, *a.strides, a.offset)
 
 
 def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:

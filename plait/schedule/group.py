@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from plait.ir.dtypes import i64
+from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Expr, Size, atom_of, substitute
 from plait.ir.loops import (
     Load,
@@ -29,7 +30,7 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.reductions import REDUCTIONS
-from plait.schedule.deps import load_of, loop_outs, space
+from plait.schedule.deps import load_of, space
 from plait.schedule.plan import Reduce, Stmt, Store, part_of
 
 Index = tuple[Size, ...]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from plait.ir.effects import defines, updates
 from plait.ir.loops import Loop, LoopProgram, Op, Pointwise, Reduction, Scan, Scatter
-from plait.schedule.deps import Bodies, defines, preds, reads, updates
+from plait.schedule.deps import Bodies, preds, reads
 from plait.schedule.group import Group, new_group
 from plait.schedule.plan import Refusal
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.devices import facts_of
+from plait.ir.effects import defines, updates
 from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, fences, node
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
@@ -23,7 +24,6 @@ from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
 from plait.schedule.deps import (
     Bodies,
     Facts,
-    defines,
     extent,
     load_of,
     memory_roots,
@@ -31,7 +31,6 @@ from plait.schedule.deps import (
     reads,
     roots,
     space,
-    updates,
 )
 from plait.schedule.grouping import as_loop
 

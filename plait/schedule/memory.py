@@ -14,10 +14,11 @@ from functools import reduce
 
 from plait.config import Config
 from plait.ir.calls import Extern
+from plait.ir.effects import defines, extern_reads, needs, updates
 from plait.ir.expr import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg, smax, total
-from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate, fences
+from plait.ir.loops import Buffer, LoopProgram, Mutate, fences
 from plait.schedule.cost import Hints, buffer_nbytes, hint
-from plait.schedule.deps import extern_reads, memory_roots, output_buffers
+from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.schedule.spans import Timeline
@@ -52,14 +53,7 @@ def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The buffers that a step reads and those that it brings into being."""
     if isinstance(step, Kernel):
         return tuple(b.name for b in step.args), step.outs
-    if isinstance(step, Extern):
-        return (*extern_reads(step), *step.mutates), step.made
-    if isinstance(step, Alias):
-        return (step.base,), (step.out,)
-    if isinstance(step, Mutate):
-        return (step.target, step.source), ()
-    name = getattr(step, "buf", None)
-    return ((name,) if name is not None else ()), ()
+    return (*needs(step), *updates(step)), defines(step)
 
 
 def lives(plan: Plan) -> dict[str, Life]:

@@ -15,18 +15,10 @@ from typing import TypeVar
 from plait.ir import loops as ir
 from plait.ir.calls import Extern, ListArg, TensorArg
 from plait.ir.dtypes import i64
+from plait.ir.effects import updates
 from plait.ir.expr import Atom, Size, atom_of
 from plait.ir.reductions import REDUCTIONS
-from plait.schedule.deps import (
-    Bodies,
-    extent,
-    load_of,
-    memory_roots,
-    output_buffers,
-    reads,
-    roots,
-    updates,
-)
+from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots
 
 T = TypeVar("T")
 

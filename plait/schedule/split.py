@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from plait.devices import Rates, facts_of
 from plait.ir import expr
 from plait.ir.dtypes import DType, i64
+from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Size
 from plait.ir.loops import (
     Buffer,
@@ -35,7 +36,7 @@ from plait.ir.loops import (
 from plait.ir.record import inline
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.cost import Hints, hint, hint_numel
-from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
+from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.layout import flat_index, follow
 
 

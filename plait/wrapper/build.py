@@ -16,9 +16,9 @@ from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, opaque
+from plait.ir.effects import tensor_args
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
 from plait.ir.loops import Alias, Assert, Buffer, Item, Mutate
-from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import symbols
@@ -100,7 +100,7 @@ def _read_as_memory(plan: Plan) -> set[str]:
             case Kernel():
                 found.update(b.name for b in step.args)
             case Extern():
-                args += (*step.args, *(a for _, a in step.kwargs))
+                args += step.operands
             case Alias():
                 found.add(step.base)
             case Item():

@@ -1,0 +1,87 @@
+"""What an op names: the buffers that it needs, makes and changes, and the sizes that it must know.
+
+What a loop's body loads is beside that: `plait/schedule/deps.py` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from plait.ir import loops as ir
+from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
+from plait.ir.expr import Expr, Size
+
+
+def loop_outs(loop: ir.Loop) -> tuple[str, ...]:
+    """The buffers that a loop writes."""
+    if isinstance(loop, (ir.Pointwise, ir.Scatter)):
+        return (loop.out,)
+    return tuple(o for o in loop.outs if o is not None)
+
+
+def flat_args(args: Iterable[ExternArg]) -> Iterator[ExternArg]:
+    """Operands, with those in lists instead of the lists."""
+    for a in args:
+        if isinstance(a, ListArg):
+            yield from flat_args(a.items)
+        else:
+            yield a
+
+
+def tensor_args(args: Iterable[ExternArg]) -> Iterator[TensorArg]:
+    """The tensors among operands, those in lists included."""
+    return (a for a in flat_args(args) if isinstance(a, TensorArg))
+
+
+def extern_reads(op: Extern) -> tuple[str, ...]:
+    """The buffers that a call is given, each once."""
+    return tuple(dict.fromkeys(a.buf for a in tensor_args(op.operands)))
+
+
+def needs(op: ir.Op) -> tuple[str, ...]:
+    """The buffers that an op names and whose contents it needs, each once."""
+    if isinstance(op, Extern):
+        return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
+    if isinstance(op, (ir.Scatter, ir.Alias)):
+        return (op.base,)
+    if isinstance(op, ir.Item):
+        return (op.buf,)
+    return (op.source,) if isinstance(op, ir.Mutate) else ()
+
+
+def defines(op: ir.Op) -> tuple[str, ...]:
+    """The buffers that come into being (or get a part of their contents) by an op."""
+    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
+        return loop_outs(op)
+    if isinstance(op, Extern):
+        return op.made
+    return (op.out,) if isinstance(op, ir.Alias) else ()
+
+
+def updates(op: ir.Op) -> tuple[str, ...]:
+    """The buffers that an op changes in place."""
+    if isinstance(op, Extern):
+        return op.mutates
+    if isinstance(op, ir.Mutate):
+        return (op.target,)
+    return (op.out,) if isinstance(op, ir.Scatter) and op.base == op.out else ()
+
+
+def sizes(op: ir.Op) -> tuple[Size, ...]:
+    """The expressions on size symbols that an op evaluates outside of loops."""
+    if isinstance(op, Extern):
+        return arg_sizes(op.operands)
+    if isinstance(op, ir.Alias):
+        return (op.offset,)
+    return (op.expr, *op.values) if isinstance(op, ir.Assert) else ()
+
+
+def arg_sizes(args: Iterable[ExternArg]) -> tuple[Size, ...]:
+    """The expressions in operands."""
+    out: list[Size] = []
+    for a in flat_args(args):
+        if isinstance(a, TensorArg):
+            out += (*a.shape, *a.strides, a.offset)
+        elif isinstance(a, (int, Expr)):
+            out.append(a)
+    return tuple(out)

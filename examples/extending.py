@@ -17,7 +17,7 @@ from plait.config import Config
 from plait.ir.loops import Node
 from plait.ir.maths import exp, where
 from plait.kernel.cpu.target import CppTarget
-from plait.kernel.target import Source
+from plait.kernel.target import Choices, Source
 from plait.lower.core import Lowering, View
 from plait.lower.pointwise import elementwise
 from plait.schedule.plan import Kernel
@@ -82,9 +82,11 @@ class Counted(CppTarget):
     name = "counted"
     kernels = 0
 
-    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
+    def emit(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+    ) -> Source:
         type(self).kernels += len(kernels)
-        return super().emit(kernels, unaligned, cfg)
+        return super().emit(kernels, unaligned, cfg, choices)
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

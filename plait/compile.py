@@ -24,13 +24,11 @@ from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
-from plait.pipelines import VERIFIERS, clean_graph, run_passes, schedule
-from plait.runtime.cubin import triton_version
+from plait.pipelines import VERIFIERS, Kernels, clean_graph, make_kernels, run_passes, schedule
 from plait.runtime.process import workers
 from plait.runtime.store import Built
-from plait.runtime.toolchain import check_isa, find_toolchain
+from plait.runtime.toolchain import check_isa
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
 from plait.wrapper import show
 from plait.wrapper.build import build
@@ -61,11 +59,11 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         check_isa(cfg)  # it will run here
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
-    lowered, plan, sources = _kernels(captured, cfg, log)
+    lowered, made = _kernels(captured, cfg, log)
     # Compilers are processes of their own: the wrapper is made while they run.
     with workers(1) as beside:
-        building = beside.submit(_build, sources, cfg)
-        wrapper = _wrap(captured, lowered, plan, cfg, log)
+        building = beside.submit(_build, made.sources, cfg)
+        wrapper = _wrap(captured, lowered, made.plan, cfg, log)
         built = log("build kernels", building.result)
     libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
@@ -73,7 +71,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
     )
     artifacts = Artifacts(
-        libraries, lowered.constants, callables, sources, lowered.program.hints, cfg
+        libraries, lowered.constants, callables, made.sources, lowered.program.hints, cfg
     )
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, artifacts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
@@ -82,13 +80,13 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         name=captured.name,
         kind=captured.kind,
         target=cfg.wrapper,
-        plan=plan,
+        plan=made.plan,
         wrapper=wrapper,
         aten_ops=aten_ops,
         times_ms=log.times_ms,
-        kernel_source="\n".join(s.text for s in sources.values()),
+        kernel_source="\n".join(s.text for s in made.sources.values()),
         cache_hit=all(b.hit for b in built.values()) if built else None,
-        tuned=tuple(note for s in sources.values() for note in s.notes),
+        tuned=made.notes,
         ladder=(*captured.ladder, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
     )
@@ -100,11 +98,11 @@ def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Arti
     """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
     loaded, so the graph may be for a machine that is not this one."""
     log = PassLog(cfg, captured.name, VERIFIERS)
-    lowered, plan, sources = _kernels(captured, cfg, log)
-    wrapper = _wrap(captured, lowered, plan, cfg, log)
+    lowered, made = _kernels(captured, cfg, log)
+    wrapper = _wrap(captured, lowered, made.plan, cfg, log)
     show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)
     return wrapper, Artifacts(
-        {}, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg
+        {}, lowered.constants, lowered.callables, made.sources, lowered.program.hints, cfg
     )
 
 
@@ -155,18 +153,17 @@ def compile_portable(
         cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)})
         for found in machines
     ]
-    sources: list[dict[str, Source]] = []
+    made: list[Kernels] = []
     building: list[Future[dict[str, Built]]] = []
     wrappers: list[tuple[Plan, WrapperProgram]] = []
     with workers(len(os.sched_getaffinity(0))) as beside:
         for c in cfgs:
-            sources.append(log("emit kernels", _emit, plan, c))
-            building.append(beside.submit(_build, sources[-1], c))
-        for made in sources:
-            named = _name_kernels(plan, made)
-            show.show_sources(log, made)
-            known = next((w for p, w in wrappers if p == named), None)
-            wrappers.append((named, known or _wrap(captured, lowered, named, cfg, log)))
+            made.append(make_kernels(plan, c, log))
+            building.append(beside.submit(_build, made[-1].sources, c))
+        for m in made:
+            show.show_sources(log, m.sources, m.notes)
+            known = next((w for p, w in wrappers if p == m.plan), None)
+            wrappers.append((m.plan, known or _wrap(captured, lowered, m.plan, cfg, log)))
         built = log("build kernels", lambda: [b.result() for b in building])
     show.show_plan(log, wrappers[0][0])
     first = {kind: b.library for kind, b in built[0].items()}
@@ -192,16 +189,13 @@ def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]
     return lowered, log("schedule", schedule, lowered.program, cfg, log)
 
 
-def _kernels(
-    captured: Captured, cfg: Config, log: PassLog
-) -> tuple[Lowered, Plan, dict[str, Source]]:
-    """The front half, and the sources of its kernels, of which equal ones have one name."""
+def _kernels(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Kernels]:
+    """The front half, and the sources of its kernels."""
     lowered, plan = _plan(captured, cfg, log)
-    sources = log("emit kernels", _emit, plan, cfg)
-    plan = _name_kernels(plan, sources)
-    show.show_plan(log, plan)
-    show.show_sources(log, sources)
-    return lowered, plan, sources
+    made = make_kernels(plan, cfg, log)
+    show.show_plan(log, made.plan)
+    show.show_sources(log, made.sources, made.notes)
+    return lowered, made
 
 
 def _wrap(
@@ -243,37 +237,15 @@ def _spent(captured: Captured) -> set[str]:
     return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
 
 
-def _emit(plan: Plan, cfg: Config) -> dict[str, Source]:
-    """The sources of all kernels, by kind of device."""
-    kinds: dict[str, list[Kernel]] = {}
-    for s in plan.steps:
-        if isinstance(s, Kernel):
-            kinds.setdefault(s.device.partition(":")[0], []).append(s)
-    anywhere = unaligned(plan)
-    return {kind: KERNELS[kind].emit(kernels, anywhere, cfg) for kind, kernels in kinds.items()}
-
-
 def _build(sources: Mapping[str, Source], cfg: Config) -> dict[str, Built]:
     # An FX graph holds a GPU's kernels as text.
     kinds = [k for k in sources if cfg.wrapper != "fx" or facts_of(k).is_host]
     return {kind: KERNELS[kind].build(sources[kind], cfg) for kind in kinds}
 
 
-def _name_kernels(plan: Plan, sources: Mapping[str, Source]) -> Plan:
-    names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
-    grids = {k: g for source in sources.values() for k, g in source.grids.items()}
-    steps = (
-        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s
-        for s in plan.steps
-    )
-    return replace(plan, steps=tuple(steps))
-
-
 def _find_tools(captured: Captured, cfg: Config) -> None:
     """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels
     for the graph's devices are built with."""
     values = [n.meta.get("val") for n in captured.graph.graph.nodes if n.op == "placeholder"]
-    if any(isinstance(v, torch.Tensor) and facts_of(v.device).streams for v in values):
-        triton_version()
-    else:
-        find_toolchain(cfg)
+    kinds = [v.device.type for v in values if isinstance(v, torch.Tensor)]
+    KERNELS[next((k for k in kinds if facts_of(k).streams), "cpu")].find_tools(cfg)

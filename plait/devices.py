@@ -75,8 +75,6 @@ class Facts:
     is_host: the host reads and writes its memory, and work there is done when a call returns
     streams: torch.cuda drives it; it has streams, graphs and a generator of random numbers
     eager_cpu: eager runs its CPU kernels there; plait keeps their rounding, checks and strides
-    atomics: points of a kernel run at once, so that stores to one element need atomics
-    layout_matters: the speed of a layout, or of what is saved, decides over it
     target: the kernel target, by name ('' for none)
     machine: the option that names the machine which kernels are built for
     kernel_file: what the debug folder calls the kernels' source
@@ -87,8 +85,6 @@ class Facts:
     is_host: bool
     streams: bool
     eager_cpu: bool
-    atomics: bool
-    layout_matters: bool
     target: str
     machine: str
     kernel_file: str
@@ -117,34 +113,18 @@ _HOPPER = Rates(
 
 DEVICES: dict[str, Facts] = {
     "cpu": Facts(
-        is_host=True,
-        streams=False,
-        eager_cpu=True,
-        atomics=False,
-        layout_matters=False,
-        target="cpp",
-        machine="isa",
-        kernel_file="4_kernels.cpp",
-        busy=1,
-        rates=_CORE,
+        is_host=True, streams=False, eager_cpu=True, target="cpp", machine="isa",
+        kernel_file="4_kernels.cpp", busy=1, rates=_CORE,
     ),
-    # busy: two programs for each multiprocessor of a Hopper device.
     "cuda": Facts(
-        is_host=False,
-        streams=True,
-        eager_cpu=False,
-        atomics=True,
-        layout_matters=True,
-        target="triton",
-        machine="gpu_arch",
-        kernel_file="4_kernels_cuda.py",
-        busy=264,
-        rates=_HOPPER,
+        is_host=False, streams=True, eager_cpu=False, target="triton", machine="gpu_arch",
+        kernel_file="4_kernels_cuda.py", busy=264, rates=_HOPPER,
     ),
-}
+}  # fmt: skip
+# busy: two programs for each multiprocessor of a Hopper device.
 _OTHER = Facts(
-    is_host=False, streams=False, eager_cpu=False, atomics=True, layout_matters=False,
-    target="", machine="", kernel_file="", busy=1, rates=_CORE,
+    is_host=False, streams=False, eager_cpu=False, target="", machine="", kernel_file="", busy=1,
+    rates=_CORE,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every list of passes, in order: of captured graphs, joint graphs, loops and programs.
+"""Every list of passes, in order: of captured graphs, joint graphs, loops, kernels and programs.
 
 `compile.py` runs them one after the other, capture the one of joint graphs. Each pass has a file of
 its own; its name here is the one in times, dumps and errors. A constraint on order is a comment on
@@ -8,7 +8,8 @@ made (VERIFIERS): the steps of `schedule` one by one, each other list as a whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
+from plait.kernel.target import Choices, Measured, Source
+from plait.kernel.targets import TARGETS
 from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
 from plait.schedule.deps import Bodies
@@ -41,11 +44,11 @@ from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
 from plait.schedule.inline import inline_loops
-from plait.schedule.layout import settle_layouts
+from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
-from plait.schedule.plan import Plan
+from plait.schedule.plan import Kernel, Plan
 from plait.schedule.split import split_reductions
 from plait.schedule.verify import verify_plan
 from plait.wrapper.instructions import WrapperProgram
@@ -177,6 +180,62 @@ def schedule(program: LoopProgram, cfg: Config, log: Log = quiet) -> Plan:
     ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
     plan = log("make plan", make_plan, grouping, ordered)
     return log("plan memory", plan_memory, plan, cfg)
+
+
+# ------------------------------------------------------------------------------------------ kernels
+@dataclass(frozen=True)
+class Kernels:
+    """A plan's kernels as source.
+
+    plan: names each kernel by its symbol, which equal kernels share
+    sources: by kind of device
+    notes: what measuring found, a line a kernel
+    """
+
+    plan: Plan
+    sources: Mapping[str, Source]
+    notes: tuple[str, ...]
+
+
+def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
+    """From a plan to the source of its kernels."""
+    found = Measured({})
+    if cfg.autotune:  # before kernels are written: it chooses how
+        found = log("measure candidates", measure_candidates, plan, cfg)
+    sources = log("emit kernels", emit_kernels, plan, cfg, found.choices)
+    return Kernels(_named(plan, sources), sources, found.notes)
+
+
+def measure_candidates(plan: Plan, cfg: Config) -> Measured:
+    """The candidates that were fastest on the device at hand."""
+    anywhere = unaligned(plan)
+    found = [TARGETS[kind].measure(k, anywhere, cfg) for kind, k in _by_kind(plan).items()]
+    choices = {name: choice for f in found for name, choice in f.choices.items()}
+    return Measured(choices, tuple(note for f in found for note in f.notes))
+
+
+def emit_kernels(plan: Plan, cfg: Config, choices: Choices) -> dict[str, Source]:
+    """The source of all kernels, by kind of device."""
+    anywhere, kinds = unaligned(plan), _by_kind(plan)
+    return {kind: TARGETS[kind].emit(k, anywhere, cfg, choices) for kind, k in kinds.items()}
+
+
+def _by_kind(plan: Plan) -> dict[str, list[Kernel]]:
+    kinds: dict[str, list[Kernel]] = {}
+    for s in plan.steps:
+        if isinstance(s, Kernel):
+            kinds.setdefault(s.device.partition(":")[0], []).append(s)
+    return kinds
+
+
+def _named(plan: Plan, sources: Mapping[str, Source]) -> Plan:
+    names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
+    grids = {k: g for source in sources.values() for k, g in source.grids.items()}
+    steps = (
+        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s
+        for s in plan.steps
+    )
+    return replace(plan, steps=tuple(steps))
 
 
 # ----------------------------------------------------------------------------------------- programs

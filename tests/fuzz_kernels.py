@@ -23,10 +23,11 @@ from plait.ir.dtypes import DTYPES, DType, b1, f32, f64, i64
 from plait.ir.expr import Expr, Size, symbol
 from plait.ir.loops import Buffer, Load, Node, apply, cast, const, loop_vars, node
 from plait.ir.record import Recorder
-from plait.kernel.null import NullTarget
+from plait.kernel.null.run import run_kernel
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
-from tests.kernel_tools import Loaded, run_kernel
+from plait.schedule.text import kernel_text
+from tests.kernel_tools import Loaded
 
 EXTENTS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 100, 129]
 STORED = [
@@ -431,7 +432,7 @@ def check(seed: int, isa: Isa, folder: Path, threads: int = 1, show: bool = Fals
     maker = Maker(seed)
     kernel = maker.kernel()
     if show:
-        print(NullTarget().emit([kernel]).text)
+        print(kernel_text(kernel))
         print({b.name: (b.dtype, b.shape, b.strides) for b in kernel.args}, maker.dynamic)
     loaded = Loaded([kernel], isa, folder)
     if show:

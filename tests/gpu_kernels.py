@@ -22,11 +22,12 @@ from plait.errors import Unsupported
 from plait.ir.dtypes import f32
 from plait.ir.expr import evaluate
 from plait.ir.loops import Load, loop_vars, node
+from plait.kernel.null.run import run_kernel
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker, compare
-from tests.kernel_tools import as_tensor, run_kernel, strided
+from tests.kernel_tools import as_tensor, strided
 
 DEVICE = "cuda:0"
 
@@ -36,7 +37,7 @@ class OnDevice:
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         target, cfg = TritonTarget(), Config.from_env()
-        self.source = target.emit([_moved(k) for k in kernels], frozenset(), cfg)
+        self.source = target.emit([_moved(k) for k in kernels], frozenset(), cfg, {})
         self.pack = str(target.build(self.source, cfg).path)
 
     def __call__(

@@ -19,9 +19,10 @@ import numpy as np
 from plait.ir.dtypes import DType, bf16, f32, f64, i64
 from plait.ir.expr import Expr, Size, evaluate, numel, symbol
 from plait.ir.loops import Buffer, Load, Node, cast, const, loop_vars, node, walk
+from plait.kernel.null.run import run_kernel
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, part_of
 from tests.gpu_kernels import OnDevice
-from tests.kernel_tools import run_kernel, strided
+from tests.kernel_tools import strided
 
 ROWS = 3
 PARTS = 4

@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from plait.config import Config
-from plait.ir import interp
 from plait.ir.dtypes import DType
-from plait.ir.expr import Size, substitute
+from plait.ir.expr import Size
 from plait.ir.loops import Buffer
 from plait.kernel.cpu.target import emit_library
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
-from plait.schedule.deps import extent
-from plait.schedule.plan import Kernel, Reduce, part_of, walkers
+from plait.schedule.plan import Kernel
 
 TORCH = {
     "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32,
@@ -102,51 +100,6 @@ def usable_isas() -> list[Isa]:
     """Every instruction set that this machine can run."""
     have = Path("/proc/cpuinfo").read_text()
     return [i for i in ISAS.values() if all(f in have for f in i.cpu)]
-
-
-def run_kernel(
-    kernel: Kernel,
-    arrays: dict[str, np.ndarray],
-    sizes: dict[str, int] | None = None,
-    wide: bool = False,
-) -> int:
-    """The slow reference: runs a kernel on flat arrays (as `Loaded` does), written only after
-    everything was read. Returns 1 where a run-time check failed, else 0."""
-    strides = {b.name: b.strides for b in kernel.args}
-    dtypes = {b.name: b.dtype for b in kernel.args}
-    space = interp.kernel_space(kernel.vars, kernel.rvars, sizes or {}, arrays, strides, wide)
-    n_inner = len(kernel.rvars)
-    todo = []
-    for s in kernel.stmts:
-        x = space.whole(s.value)
-        if isinstance(s, Reduce):
-            if s.running:
-                space.accs[s.name] = interp.running_array(s.kind, x, s.value.dtype)
-            else:
-                found = interp.reduce_array(s.kind, x, s.value.dtype, n_inner)
-                space.accs.update({s.name + suffix: value for suffix, value in found.items()})
-            continue
-        args = [space.value(a) for a in s.index_args]
-        offset = space.offset(s.buf, dealt(kernel, s.index), args)
-        shape = space.shape() if s.full else (*space.shape()[: len(kernel.vars)], *([1] * n_inner))
-        mask = None if s.mask is None else np.broadcast_to(space.value(s.mask), shape)
-        x = x if s.full else space.value(s.value)
-        todo.append((s, (np.broadcast_to(offset, shape), np.broadcast_to(x, shape), mask)))
-    for s, (offset, x, mask) in todo:
-        interp.write(arrays[s.buf], dtypes[s.buf], offset, x, mask, s.mode)
-    return int(bool(space.failed))
-
-
-def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
-    """An index with the part that a point belongs to as the remainder of its position, as Triton
-    kernels deal."""
-    n = walkers(kernel.stmts)
-    if n is None:
-        return index
-    position: Size = 0
-    for v in kernel.vars:
-        position = position * extent(v) + v
-    return tuple(substitute(e, {part_of(n).symbol: position % n}) for e in index)  # type: ignore[dict-item]
 
 
 def strided(

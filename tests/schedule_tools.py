@@ -17,9 +17,9 @@ from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.expr import Expr, Size, contiguous_strides, evaluate
 from plait.ir.loops import apply
 from plait.ir.record import Recorder
+from plait.kernel.null.run import dealt
 from plait.schedule.plan import Kernel, Plan, Reduce
 from plait.schedule.verify import verify_plan
-from tests.kernel_tools import dealt
 
 NUMPY = {
     "b1": np.bool_,

@@ -21,9 +21,10 @@ from plait.ir.expr import Expr, symbol
 from plait.ir.loops import Node, apply, loop_vars, node
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
+from plait.kernel.null.run import run_kernel
 from plait.kernel.stores import STORES
 from plait.schedule.plan import Kernel, Reduce, Store
-from tests.kernel_tools import run_kernel, strided
+from tests.kernel_tools import strided
 
 MOVES = ("neither", "value", "index", "both")
 PLACES = (

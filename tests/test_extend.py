@@ -18,7 +18,7 @@ from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
 from plait.kernel.cpu.target import CppTarget
-from plait.kernel.null import NullTarget
+from plait.kernel.null.target import NullTarget
 from plait.lower import core
 
 aten = torch.ops.aten

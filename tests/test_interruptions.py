@@ -181,7 +181,7 @@ def test_a_forked_child_runs_and_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [
-    "plait.runtime.store._write", "plait.runtime.cache.in_scratch", "plait.compile._emit",
+    "plait.runtime.store._write", "plait.runtime.cache.in_scratch", "plait.compile.make_kernels",
     "plait.compile._wrap", "plait.runtime.process._Children.start", "plait.runtime.load.Program",
 ])  # fmt: skip
 def test_no_memory_in_the_middle_of_a_compile(step: str, tmp_path: Path) -> None:

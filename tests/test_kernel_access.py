@@ -23,10 +23,11 @@ from plait.ir.record import Recorder
 from plait.kernel.cpu.passes import plan_nest
 from plait.kernel.cpu.target import emit_library
 from plait.kernel.cpu.vectorize import Walk, faults_of_vectors, vectorize
+from plait.kernel.null.run import run_kernel
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Store
-from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
+from tests.kernel_tools import Loaded, strided, usable_isas
 from tests.store_cells import at_page_end
 
 all_isas = pytest.mark.parametrize("isa", usable_isas(), ids=lambda i: i.name)

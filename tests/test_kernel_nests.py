@@ -13,9 +13,10 @@ from plait.ir.expr import Size, evaluate, symbol
 from plait.ir.loops import Buffer, Load, Node, apply, loop_vars, node
 from plait.ir.record import Recorder
 from plait.kernel.cpu.target import emit_library, structure
+from plait.kernel.null.run import run_kernel
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Store
-from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
+from tests.kernel_tools import Loaded, strided, usable_isas
 
 all_isas = pytest.mark.parametrize("isa", usable_isas(), ids=lambda i: i.name)
 

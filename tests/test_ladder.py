@@ -101,7 +101,7 @@ STAGES = (
     "clean_graph",
     "lower_graph",
     "schedule",
-    "_emit",
+    "make_kernels",
     "_build",
     "build",
     "run_passes",

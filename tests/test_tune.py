@@ -32,6 +32,7 @@ from plait.config import MODES, Config
 from plait.errors import ToolchainError
 from plait.ir.dtypes import f32
 from plait.ir.loops import Buffer, Load, const, loop_vars, node
+from plait.kernel.null.run import run_kernel
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import plan_tile
 from plait.kernel.triton.tune import MAX_TILES, candidates, describe
@@ -42,7 +43,7 @@ from plait.runtime.store import CacheWarning, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
-from tests.kernel_tools import run_kernel, strided
+from tests.kernel_tools import strided
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -472,15 +473,17 @@ def test_the_emitted_kernel_is_the_tuned_one(
     tiles = candidates(legalize(kernel))
     clock = Clock(monkeypatch, *([10.0] * (len(tiles) - 1) + [5.0]))
     cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
-    plain = TritonTarget().emit([kernel], frozenset(), cfg)
-    assert not plain.notes and clock.asked == 0
-    twin = replace(kernel, name="twin")
-    tuned = TritonTarget().emit([kernel, twin], frozenset(), replace(cfg, autotune=True))
+    plain = TritonTarget().emit([kernel], frozenset(), cfg, {})
+    assert clock.asked == 0
+    both = [kernel, replace(kernel, name="twin")]
+    found = TritonTarget().measure(both, frozenset(), cfg)
+    assert found.choices == {"doubled": tiles[-1]} and clock.asked == 1
+    tuned = TritonTarget().emit(both, frozenset(), cfg, found.choices)
     assert (
         clock.asked == 1
         and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], gpu=SM_90).text != plain.text
     )
-    (note,) = tuned.notes
+    (note,) = found.notes
     assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note
     assert tuned.entry_points == {"doubled": "doubled", "twin": "doubled"}
     assert clock.submitted[-1] == tuned.units[0]  # compiled by now
@@ -495,9 +498,8 @@ def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     seen: list[tune.Contest] = []
     clock = Clock(monkeypatch, *[1.0] * len(candidates(legalize(kernel))))
     monkeypatch.setattr(tune, "times_us", lambda c, v: seen.append(c) or clock.us)
-    TritonTarget().emit(
-        [kernel], frozenset(), Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True)
-    )
+    cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
+    TritonTarget().measure([kernel], frozenset(), cfg)
     assert seen[0].buffers == (
         tune.Scratch("f32", 4 * (7 * 100 + 16)),
         tune.Scratch("f32", 4 * 128),
@@ -508,12 +510,11 @@ def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
     here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     arch = "sm_100" if here == (9, 0) else "sm_90"
     kernel = replace(KERNELS[0], args=tuple(replace(b, device="cuda:0") for b in KERNELS[0].args))
-    cfg = Config(cache_dir=str(tmp_path), gpu_arch=arch, autotune=True)
-    source = TritonTarget().emit([kernel], frozenset(), cfg)
-    assert source.notes == (f"rows: not tuned: no device with {arch} at hand",)
-    assert (
-        source.text == TritonTarget().emit([kernel], frozenset(), replace(cfg, autotune=False)).text
-    )
+    cfg = Config(cache_dir=str(tmp_path), gpu_arch=arch)
+    found = TritonTarget().measure([kernel], frozenset(), cfg)
+    assert found.notes == (f"rows: not tuned: no device with {arch} at hand",)
+    source = TritonTarget().emit([kernel], frozenset(), cfg, found.choices)
+    assert source == TritonTarget().emit([kernel], frozenset(), cfg, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -51,7 +51,7 @@ def _wants(node: Node) -> bool:
     transposed, groups = (
         (node.args[6], node.args[8]) if len(at) == 2 else (node.args[7], node.args[9])
     )
-    if x.dim() != 4 or not facts_of(x.device).layout_matters or transposed or groups != 1:
+    if x.dim() != 4 or not facts_of(x.device).streams or transposed or groups != 1:
         return False
     if all(isinstance(c, int) and c <= FEW_CHANNELS for c in weight.shape[:2]):
         return False

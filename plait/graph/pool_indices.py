@@ -56,7 +56,7 @@ def _saved_as(node: Node) -> torch.dtype | None:
         return None
     pool: Any = node.args[0]
     rank = _POOLS.get(pool.target)
-    if rank is None or not facts_of(value_of(node).device).layout_matters:
+    if rank is None or not facts_of(value_of(node).device).streams:
         return None
     if not all(u.target in _GRADIENTS and u.args[_GRADIENTS[u.target]] is node for u in node.users):
         return None

@@ -1,9 +1,9 @@
-"""The slow reference: what loops and kernels mean, in numpy.
+"""The slow reference: what nodes mean, in numpy.
 
-Comes in: nodes, loops or kernels, and the memory of each buffer as a flat array of its elements
-(bf16: the bits as uint16). Every value is an array over the whole iteration space. With wide=True
-floating values are float64 throughout, the truth that errors are measured against. Tests and
-fuzzers trust this file; nothing in the compiler calls it.
+Comes in: nodes, and the memory of each buffer as a flat array of its elements (bf16: the bits as
+uint16). Every value is an array over the whole iteration space. With wide=True floating values are
+float64 throughout, the truth that errors are measured against. Tests, fuzzers and the null target
+(`kernel/null`) trust this file; nothing else in the compiler calls it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from numpy.typing import NDArray
 
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
-from plait.ir.expr import Atom, Expr, Size, atom_of, fold
-from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
+from plait.ir.expr import Atom, Expr, Size, fold
+from plait.ir.loops import Load, Node, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
 
 Array = NDArray[Any]
 Memory = dict[str, Array]
 _M32 = (1 << 32) - 1
-
-
-class CheckFailed(IndexError):
-    """A run-time check (`bounded`, `nonzero`) did not hold."""
 
 
 def numpy_type(d: DType) -> np.dtype[Any]:
@@ -367,63 +363,3 @@ def write(
             old = from_memory(memory[o : o + 1], d)
             wide = np.asarray(fn(old, x)).astype(numpy_type(d))
             memory[o : o + 1] = to_memory(wide, d)
-
-
-# -------------------------------------------------------------------------------------------- loops
-def run_loop(
-    loop: Pointwise | Reduction | Scatter | Scan, memory: Memory,
-    strides: Mapping[str, tuple[Size, ...]], dtypes: Mapping[str, DType], sizes: Mapping[str, int],
-    wide: bool = False,
-) -> None:  # fmt: skip
-    """Runs one loop on memory. Raises CheckFailed where a run-time check does not hold."""
-    inner = loop.rvars if isinstance(loop, Reduction) else ()
-    space = Evaluation(
-        tuple(atom_of(v) for v in (*loop.vars, *inner)), sizes, memory, strides, wide
-    )
-    x = space.whole(loop.body)
-    writes: list[tuple[str, tuple[Size, ...], tuple[Array, ...], Array, Array | None, str]] = []
-    index: tuple[Size, ...] = loop.vars
-    match loop:
-        case Pointwise():
-            writes.append((loop.out, loop.index or index, (), x, None, "store"))
-        case Reduction():
-            found = reduce_array(loop.kind, x, loop.body.dtype, len(inner))
-            for out, value in zip(loop.outs, found.values(), strict=True):
-                if out is not None:
-                    writes.append((out, index, (), value, None, "store"))
-        case Scatter():
-            args = tuple(space.whole(a) for a in loop.index_args)
-            mask = None if loop.mask is None else space.whole(loop.mask)
-            memory[loop.out][...] = memory[loop.base]
-            writes.append((loop.out, loop.index, args, x, mask, loop.mode))
-        case Scan():
-            values = np.moveaxis(
-                running_array(loop.kind, np.moveaxis(x, loop.axis, -1), loop.body.dtype),
-                -1,
-                loop.axis,
-            )
-            results = [values, *([_last_equal(x, values, loop.axis)] if len(loop.outs) > 1 else [])]
-            for out, value in zip(loop.outs, results, strict=True):
-                if out is not None:
-                    writes.append((out, index, (), value, None, "store"))
-    if space.failed:
-        raise CheckFailed(f"index out of range in {loop}")
-    for out, where, args, value, mask, mode in writes:
-        write(memory[out], dtypes[out], space.offset(out, where, args), value, mask, mode)
-
-
-def _last_equal(x: Array, best: Array, axis: int) -> Array:
-    """Positions of the running best: of equal ones the last (PyTorch's cummax)."""
-    n = x.shape[axis]
-    here = np.arange(n).reshape([-1 if k == axis else 1 for k in range(x.ndim)])
-    hit = (x == best) | (np.isnan(x) if x.dtype.kind == "f" else np.zeros(x.shape, bool))
-    return np.asarray(np.maximum.accumulate(np.where(hit, here, 0), axis=axis)).astype(np.int64)
-
-
-def kernel_space(
-    vars_: Sequence[Expr], rvars: Sequence[Expr], sizes: Mapping[str, int], memory: Memory,
-    strides: Mapping[str, tuple[Size, ...]], wide: bool = False,
-) -> Evaluation:  # fmt: skip
-    """The space of a kernel: outer axes, then inner ones. Used by tests, which know the statements
-    of a plan."""
-    return Evaluation(tuple(atom_of(v) for v in (*vars_, *rvars)), sizes, memory, strides, wide)

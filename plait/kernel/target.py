@@ -21,13 +21,23 @@ from plait.schedule.plan import Kernel
 class Source:
     """The kernels of one kind of device. text: what people read. entry_points: kernel name ->
     symbol; kernels that are equal but for names share one. grids: kernel name -> programs of a
-    launch. units: what the target compiles, where that is not the text as a whole. notes: a line a
-    kernel that was to be tuned."""
+    launch. units: what the target compiles, where that is not the text as a whole."""
 
     text: str
     entry_points: Mapping[str, str]
     grids: Mapping[str, Size] = field(default_factory=dict)
     units: tuple[Any, ...] = ()
+
+
+Choices = Mapping[str, Any]
+"""Kernel name -> how to write it, in its target's own terms; the target plans those not in it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What measuring found. notes: a line for each kernel that had several candidates."""
+
+    choices: Choices
     notes: tuple[str, ...] = ()
 
 
@@ -38,9 +48,19 @@ class Target(Protocol):
     name: str
     table: Mapping[str, object]
 
-    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
-        """The source of all kernels: equal input gives byte-identical text. unaligned: buffers that
-        may start anywhere, the others start at multiples of 16 bytes."""
+    def find_tools(self, cfg: Config) -> None:
+        """Raises ToolchainMissing where the machine lacks what kernels are built with."""
+
+    def measure(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Measured:
+        """Runs the candidates of each kernel, on the device that they are for if it is here.
+        unaligned: buffers that may start anywhere, the others start at multiples of 16 bytes."""
+        return Measured({})  # there is one way to write a kernel
+
+    def emit(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+    ) -> Source:
+        """The source of all kernels: equal input gives byte-identical text. unaligned: as above.
+        choices: what `measure` chose."""
         ...
 
     def build(self, source: Source, cfg: Config) -> Built:

@@ -77,11 +77,8 @@ def scatter_loop(
     out = ctx.new_buffer(base.dtype, base.shape, strides_like(ctx, start.buf))
     if mode == "add" and base.dtype == b1:
         mode = "max"
-    if (
-        mode != "store"
-        and facts_of(ctx.buffers[out].device).atomics
-        and base.dtype.name not in ATOMICS.get(mode, ())
-    ):
+    at_once = mode != "store" and not facts_of(ctx.buffers[out].device).is_host
+    if at_once and base.dtype.name not in ATOMICS.get(mode, ()):
         raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
     return ctx.whole(out)

@@ -150,15 +150,15 @@ def _pool(n: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n, thread_name_prefix="plait")
 
 
-_libraries: dict[str, ctypes.CDLL] = {}
+LIBRARIES: dict[str, Any] = {}
 """By path; they stay loaded, since an FX graph knows them by their paths and files may be gone
-later."""
+later. Tests put in what is called in the same way."""
 
 
-def load_library(library: Library) -> ctypes.CDLL:
+def load_library(library: Library) -> Any:
     """Opens a kernel library and hands it the table of maths functions. Raises OSError if it cannot
     be opened."""
-    known = _libraries.get(str(library))
+    known = LIBRARIES.get(str(library))
     if known is not None:
         return known
     opened = ctypes.CDLL(loadable(library))
@@ -166,7 +166,7 @@ def load_library(library: Library) -> ctypes.CDLL:
     if init is not None:
         init.restype = None
         init(_math_table())
-    return _libraries.setdefault(str(library), opened)
+    return LIBRARIES.setdefault(str(library), opened)
 
 
 @lru_cache(maxsize=1)

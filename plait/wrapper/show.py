@@ -79,15 +79,15 @@ def show_plan(log: PassLog, plan: Plan) -> None:
         log.note(IR, f"{log.name}: plan\n{plan_text(plan)}")
 
 
-def show_sources(log: PassLog, sources: Mapping[str, Source]) -> None:
-    """The kernels' source as their compilers see it, and how they were tuned. sources: by kind of
+def show_sources(log: PassLog, sources: Mapping[str, Source], notes: Sequence[str]) -> None:
+    """The kernels' source as their compilers see it, and what measuring found. sources: by kind of
     device."""
     for kind, source in sources.items():
         log.dump(facts_of(kind).kernel_file, source.text)
-        for line in source.notes:
-            log.note(KERNELS, f"{log.name}: {line}")
         if log.shows(SOURCE):
             log.note(SOURCE, f"{log.name}: kernels\n{source.text}")
+    for line in notes:
+        log.note(KERNELS, f"{log.name}: {line}")
 
 
 def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:

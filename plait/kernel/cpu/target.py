@@ -20,7 +20,7 @@ from plait.kernel.cpu.passes import plan_nest
 from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.cpu.vectorize import Vectors, faults_of_vectors, vectorize
 from plait.kernel.dedup import part_operands, structure, symbol_for
-from plait.kernel.target import Source
+from plait.kernel.target import Choices, Source, Target
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
@@ -33,13 +33,19 @@ _SPECIAL = {
 }  # fmt: skip
 
 
-class CppTarget:
+class CppTarget(Target):
     """C++ with vector extensions."""
 
     name = "cpp"
     table: Mapping[str, object] = {**{op: (SCALAR[op], VECTOR[op]) for op in SCALAR}, **_SPECIAL}
 
-    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
+    def find_tools(self, cfg: Config) -> None:
+        """A C++ compiler."""
+        find_toolchain(cfg)
+
+    def emit(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+    ) -> Source:
         """One translation unit. Vectors are read from any address."""
         return emit_library(kernels, find_toolchain(cfg).isa, cfg.verifies)
 

@@ -16,14 +16,14 @@ from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.dedup import structure, symbol_for
-from plait.kernel.target import Source
+from plait.kernel.target import Choices, Measured, Source, Target
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
-from plait.runtime.cubin import Gpu, Job
+from plait.runtime.cubin import Gpu, Job, triton_version
 from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
@@ -48,23 +48,38 @@ class TritonKernel(Job):
     grid: Size = 1
 
 
-class TritonTarget:
+class TritonTarget(Target):
     """Triton kernels for GPUs of any maker that has a dialect."""
 
     name = "triton"
     table: Mapping[str, object] = {**TABLE, **SPECIAL_ROWS}
 
-    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
-        """A module a kernel."""
-        gpus = {device: gpu_of(device, cfg) for device in {k.device for k in kernels}}
-        keys = [_key(k, unaligned, gpus[k.device]) for k in kernels]
-        distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
-        distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
-        taken: set[str] = set()
-        symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
-        tuned, notes = _tuned(distinct, symbols, cfg) if cfg.autotune else ({}, {})
+    def find_tools(self, cfg: Config) -> None:
+        """Triton, which brings its assembler."""
+        triton_version()
+
+    def measure(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Measured:
+        """The fastest tile of each kernel that has several, on the device at hand."""
+        _, distinct, symbols = _distinct(kernels, unaligned, cfg)
+        tiles = {key: candidates(_space(k)) for key, k in distinct.items()}
+        contests = {
+            key: _contest(k, symbols[key], key, tiles[key])
+            for key, k in distinct.items()
+            if len(tiles[key]) > 1
+        }
+        outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
+        return Measured(
+            {distinct[key].name: tiles[key][outcome.choice] for key, outcome in outcomes.items()},
+            tuple(f"{symbols[key]}: {o.text(contests[key])}" for key, o in outcomes.items()),
+        )
+
+    def emit(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+    ) -> Source:
+        """A module a kernel. choices: tiles other than the planned ones."""
+        keys, distinct, symbols = _distinct(kernels, unaligned, cfg)
         made = {
-            key: _unit(k, symbols[key], key, tuned.get(key), cfg.verifies)
+            key: _unit(k, symbols[key], key, choices.get(k.name), cfg.verifies)
             for key, k in distinct.items()
         }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
@@ -73,7 +88,6 @@ class TritonTarget:
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
             units=tuple(made.values()),
-            notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
         )
 
     def build(self, source: Source, cfg: Config) -> Built:
@@ -91,30 +105,25 @@ class Key(NamedTuple):
     gpu: Gpu
 
 
-def _key(kernel: Kernel, unaligned: Set[str], gpu: Gpu) -> Key:
-    aligned = tuple(n for n, b in enumerate(kernel.args) if b.name not in unaligned)
-    return Key(structure(kernel), aligned, kernel.device, gpu)
+def _distinct(
+    kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config
+) -> tuple[list[Key], dict[Key, Kernel], dict[Key, str]]:
+    """The key of each kernel; the first kernel of each key, in order; and their symbols."""
+    gpus = {device: gpu_of(device, cfg) for device in {k.device for k in kernels}}
+    keys: list[Key] = []
+    distinct: dict[Key, Kernel] = {}
+    for k in kernels:
+        aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
+        keys.append(Key(structure(k), aligned, k.device, gpus[k.device]))
+        distinct.setdefault(keys[-1], k)
+    taken: set[str] = set()
+    return keys, distinct, {key: symbol_for(k.name, taken) for key, k in distinct.items()}
 
 
 def _unit(
     kernel: Kernel, symbol: str, key: Key, tile: Tile | None, verifies: bool = False
 ) -> TritonKernel:
     return replace(emit_kernel(kernel, symbol, tile, verifies, key.gpu), aligned=key.aligned)
-
-
-def _tuned(
-    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], cfg: Config
-) -> tuple[dict[Key, Tile], dict[Key, str]]:
-    """The measured tile of each kernel, and a line on how it was found."""
-    tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
-    contests = {
-        key: _contest(k, symbols[key], key, tiles[key])
-        for key, k in kernels.items()
-        if len(tiles[key]) > 1
-    }
-    outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
-    chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}
-    return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
 
 
 def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile]) -> Contest:

@@ -12,7 +12,7 @@ from plait.ir.expr import Size, numel
 from plait.ir.loops import LoopProgram
 from plait.pipelines import schedule
 from plait.schedule.deps import extent
-from plait.schedule.plan import Reduce, Store, walkers
+from plait.schedule.plan import Reduce, Store, column_programs
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()
@@ -207,7 +207,7 @@ def test_on_a_gpu_columns_are_summed_as_rows_are_walked(
     rows: tuple[int, ...], found: int, chain: bool
 ) -> None:
     first, *rest = kernels(schedule(norm_backward(rows, 768, chain), CFG))
-    assert walkers(first.stmts) == found and len(rest) == 1 and len(rest[0].outs) == 2
+    assert column_programs(first.stmts) == found and len(rest) == 1 and len(rest[0].outs) == 2
     assert numel(extent(v) for v in first.vars) == numel(rows)
     assert [s.mode for s in first.stmts if isinstance(s, Store)] == ["store", "sum", "sum"]
 
@@ -217,7 +217,7 @@ def test_on_a_gpu_walked_rows_give_what_two_kernels_give() -> None:
         for rows in ((2, 2048), (4099,)):
             program = norm_backward(rows, 256, chain)
             plan = schedule(program, CFG)
-            assert walkers(kernels(plan)[0].stmts) == 512
+            assert column_programs(kernels(plan)[0].stmts) == 512
             check(plan, program)
 
 
@@ -228,7 +228,7 @@ def test_on_a_gpu_rows_of_unknown_number_are_walked(sizes: tuple[int, ...]) -> N
     program = norm_backward(rows, 192, builder=b)
     plan = schedule(program, CFG)
     first, second = kernels(plan)
-    assert walkers(first.stmts) == 512 and len(second.outs) == 2
+    assert column_programs(first.stmts) == 512 and len(second.outs) == 2
     check(plan, program, {f"s{k}": n for k, n in enumerate(sizes)})
 
 

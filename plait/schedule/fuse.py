@@ -136,7 +136,9 @@ class _Fuser:
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
         # Sums that rows may take along wait for them, before they join each other.
-        self.waiting = {k for k, node in self.nodes.items() if node.group.name in grouping.walks}
+        self.waiting = {
+            k for k, node in self.nodes.items() if node.group.name in grouping.column_sums
+        }
 
     def fresh(self, size: Size) -> Expr:
         """A new axis."""
@@ -182,7 +184,7 @@ class _Fuser:
             last[shape] = self._find(k) if joined else k
 
     def _ends_sums(self, node: _Node) -> bool:
-        """Whether all that it reads are sums that programs made as they walked."""
+        """Whether all that it reads are sums of columns, each made by a program for its rows."""
         kinds = [
             {self.nodes[self._find(w)].writes[name].kind for w in self.writers.get(name, ())}
             for name in node.external()
@@ -303,7 +305,7 @@ class _Fuser:
             return Reason("the order of the reduced axes matters")
         new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
         new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
-        why = _walks(self.grouping, found.space, {**new_host, **new_guest})
+        why = _column_sums_fit(self.grouping, found.space, {**new_host, **new_guest})
         if why is not None:
             return why
         for w, r, makers, users in (
@@ -378,11 +380,10 @@ def _limits(x: _Node, y: _Node, cfg: Config) -> Reason | None:
     return None
 
 
-def _walks(
+def _column_sums_fit(
     grouping: Grouping, space: IterationSpace, members: Mapping[int, Member]
 ) -> Reason | None:
-    """A Reason if there are members across, and no program of the device can walk the rows for
-    them."""
+    """A Reason if members sum columns, and rows cannot be dealt out to programs for them."""
     sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
     if not sums:
         return None
@@ -437,7 +438,7 @@ def _dependences(
 
 def _across(grouping: Grouping, rows: _Node, columns: _Node) -> _Node | None:
     """A group of one sum as what runs across rows, if it may."""
-    whole = grouping.walks.get(columns.group.name)
+    whole = grouping.column_sums.get(columns.group.name)
     if (
         whole is None
         or len(columns.members) > 1

@@ -22,14 +22,14 @@ class Grouping:
 
     preds: of every op.
     groups: in program order of their first loops.
-    walks: buffers of partial sums -> the sums as they were before they were cut.
+    column_sums: buffers of partial sums -> the sums of columns that were cut into them.
     refusals: why loops stayed apart."""
 
     program: LoopProgram
     bodies: Bodies
     preds: list[set[int]]
     groups: list[Group]
-    walks: Mapping[str, Reduction]
+    column_sums: Mapping[str, Reduction]
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -63,13 +63,13 @@ def as_loop(op: Op) -> Loop | None:
 
 def group_loops(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> Grouping:
     """A group for every loop."""
-    program, walks = split
+    program, column_sums = split
     groups = []
     for k, op in enumerate(program.ops):
         loop = as_loop(op)
         if loop is not None:
             groups.append(new_group(k, loop))
-    return Grouping(program, bodies, preds(program, bodies), groups, walks)
+    return Grouping(program, bodies, preds(program, bodies), groups, column_sums)
 
 
 def nodes(grouping: Grouping) -> list[ScheduleNode]:

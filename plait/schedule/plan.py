@@ -34,8 +34,8 @@ class Reduce:
 class Store:
     """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min',
     'max', or (mode 'sum', at full level) the sums of value over the outer points, which are dealt
-    out to as many parts as `part` of an index has values: a program walks the rows of one. Which
-    they are is the target's choice.
+    out to as many parts as `part` of an index has values, a program each. Which they are is the
+    target's choice.
 
     full: executed at every point of vars x rvars; otherwise once per point of vars. index is
     LOGICAL, over vars, rvars and Arg symbols $k, which mean index_args[k]. mask: nothing is stored
@@ -62,8 +62,8 @@ def part_of(parts: Size) -> Expr:
     return symbol(PART, extent=parts)
 
 
-def walkers(stmts: Iterable[Stmt]) -> Size | None:
-    """How many programs walk the outer points of a kernel, a part each."""
+def column_programs(stmts: Iterable[Stmt]) -> Size | None:
+    """How many programs a kernel's outer points are dealt out to, if it sums columns."""
     sums = (s for s in stmts if isinstance(s, Store) and s.mode == "sum")
     return next(
         (a.extent for s in sums for e in s.index for a in free_symbols(e) if a.name == PART), None

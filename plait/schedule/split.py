@@ -53,14 +53,14 @@ class Cut:
 def split_reductions(
     program: LoopProgram, bodies: Bodies
 ) -> tuple[LoopProgram, dict[str, Reduction]]:
-    """The program with long reductions in two stages, and the sums that kernels which walk rows
-    could make on the way: what they were before they were cut, by the buffer of partial sums."""
+    """The program with long reductions in two stages, and the sums of columns that kernels which
+    reduce rows could make on the way: as they were, by the buffer of partial sums."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
-    walks: dict[str, Reduction] = {}
+    column_sums: dict[str, Reduction] = {}
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
-    if any(facts_of(b.device).rates.walkers for b in buffers.values()):
+    if any(facts_of(b.device).rates.column_programs for b in buffers.values()):
         rows, results = _of_rows(program, bodies)
     for op in program.ops:
         if isinstance(op, Reduction) and _asks_rows(op, bodies, results):
@@ -72,12 +72,12 @@ def split_reductions(
         if found is None:
             ops.append(op)
             continue
-        cut, parts, walked = found
+        cut, parts, columns = found
         first, *rest = _Split(cut, parts, buffers, program.hints).ops()
         ops += (first, *rest)
-        if walked and isinstance(first, Reduction) and isinstance(op, Reduction):
-            walks[loop_outs(first)[0]] = replace(op, outs=first.outs)
-    return replace(program, ops=tuple(ops), buffers=buffers), walks
+        if columns and isinstance(first, Reduction) and isinstance(op, Reduction):
+            column_sums[loop_outs(first)[0]] = replace(op, outs=first.outs)
+    return replace(program, ops=tuple(ops), buffers=buffers), column_sums
 
 
 def _of_rows(program: LoopProgram, bodies: Bodies) -> tuple[set[tuple[str, int]], dict[str, int]]:
@@ -128,7 +128,7 @@ def _chunks(
     hints: Hints,
     rows: Set[tuple[str, int]],
 ) -> tuple[Reduction, Cut, bool] | None:
-    """A reduction, perhaps over fewer axes, how it is cut, and whether for programs that walk rows,
+    """A reduction, perhaps over fewer axes, how it is cut, and whether as a sum of columns,
     or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
@@ -141,7 +141,7 @@ def _chunks(
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
     if not along and any((b.name, outer) in rows for b in large):
         flat = _flattened(op, buffers, found)
-        if parts := _walked(flat, nbytes * points, outer, kind, hints):
+        if parts := _column_cut(flat, nbytes * points, outer, kind, hints):
             return flat, parts, True
     units = outer if along else outer // kind.neighbours
     if points * nbytes < kind.split_nbytes or units >= kind.min_units:
@@ -168,14 +168,18 @@ def _chunks(
     return None if parts is None else (op, parts, False)
 
 
-def _walked(op: Reduction, nbytes: int, row: int, kind: Rates, hints: Hints) -> Cut | None:
-    """So many parts as programs walk the rows, or None where sums of columns are better made apart.
-    row: points of one. Where no kernel walks them, parts are equal if they can be."""
+def _column_cut(op: Reduction, nbytes: int, row: int, kind: Rates, hints: Hints) -> Cut | None:
+    """A part for each program that sums columns, or None where these are better summed apart. row:
+    points of one. If the sum stays a kernel of its own, equal parts are better."""
     if op.kind != "sum" or op.body.dtype.nbytes < 4 or len(op.rvars) > 1:
         return None
     size = extent(op.rvars[0])
-    want = min(kind.walkers, kind.walk_points // max(row, 1), hint(size, hints) // kind.walk_rows)
-    if nbytes < kind.walk_nbytes or row > kind.walk_row or want < 2:
+    want = min(
+        kind.column_programs,
+        kind.column_points // max(row, 1),
+        hint(size, hints) // kind.column_min_rows,
+    )
+    if nbytes < kind.column_min_nbytes or row > kind.column_max_row or want < 2:
         return None
     if isinstance(size, int):
         equal = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]

@@ -16,7 +16,7 @@ from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, output_buffers
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
-from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, stmt_roots, walkers
+from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, column_programs, stmt_roots
 
 
 def verify_plan(plan: Plan) -> None:
@@ -157,14 +157,14 @@ class _KernelVerifier:
             if not self.rvars:
                 raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")
             if s.mode == "sum":
-                n = walkers([s])
+                n = column_programs([s])
                 mine = (
                     n is not None
-                    and n == walkers(self.kernel.stmts)
+                    and n == column_programs(self.kernel.stmts)
                     and not self.vars & _symbols(s.index)
                 )
                 if s.mask or s.index_args or not mine:
-                    raise self.fail(f"{s.buf} is no sum of the rows that a program walks")
+                    raise self.fail(f"{s.buf} is no sum over a program's rows")
             return
         if any(r in self.inner for r in stmt_roots(s)) or self.rvars & _symbols(s.index):
             raise self.fail(f"{s.buf} is stored at outer level from values inside")

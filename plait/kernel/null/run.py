@@ -16,7 +16,7 @@ from plait.ir.expr import Size, atom_of, evaluate, substitute
 from plait.ir.interp import Array, Evaluation, Memory
 from plait.ir.loops import Buffer, check_of
 from plait.schedule.deps import extent
-from plait.schedule.plan import Kernel, Reduce, part_of, walkers
+from plait.schedule.plan import Kernel, Reduce, column_programs, part_of
 
 _NONE: Mapping[str, int] = {}
 
@@ -87,7 +87,7 @@ def _run_nest(k: Kernel, arrays: Memory, sizes: Mapping[str, int], wide: bool) -
 def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
     """An index with the part that a point belongs to as the remainder of its position, as Triton
     kernels deal."""
-    n = walkers(kernel.stmts)
+    n = column_programs(kernel.stmts)
     if n is None:
         return index
     position: Size = 0

@@ -35,7 +35,7 @@ class BodyPrinter:
         heads = self._heads()
         # First the sizes that heads are written with.
         lines, self.lines.outer.lines = self.lines.outer.lines + heads, []
-        if self.tile.walkers:
+        if self.tile.column_programs:
             self._walk()
         else:
             for p in self.plan.passes:
@@ -59,7 +59,7 @@ class BodyPrinter:
         for d, g in enumerate(groups):
             at = ", ".join(":" if k == d else "None" for k in range(len(groups)))
             span = f"tl.arange(0, {g.block}).to({index_type})[{at}]"
-            if g.name == self.layout.along and (self.tile.looped or self.tile.walkers):
+            if g.name == self.layout.along and (self.tile.looped or self.tile.column_programs):
                 lines.append(f"{g.name}base = {span}")
             elif g.name == "r":
                 lines += [f"r = {span}", *self._mask_of(g)]
@@ -148,7 +148,7 @@ class BodyPrinter:
         self.lines.enter()
         for p in (*self.plan.passes, RowPass((), self.plan.last, Span())):
             self._points_of(p)
-        x, n = self.tile.groups[0], self.tile.walkers
+        x, n = self.tile.groups[0], self.tile.column_programs
         even = isinstance(x.points, int) and x.points % n == 0
         rows = f"{x.points // n}" if even else f"tl.cdiv({self._points(x)} - pid, {n})"
         head = [f"x = (xbase + offset) * {n} + pid", *self._mask_of(x)]

@@ -63,7 +63,7 @@ def store_access(layout: Layout, s: Store, in_pass: bool) -> BlockStore:
     dims = layout.everything if in_pass else layout.rows
     if not linear.rvars and _writes_once(layout, s):  # every program has a point
         dims = frozenset()
-    return BlockStore(s, Access(s.buf, s.index[0], dims), in_pass or tile.walkers > 0)
+    return BlockStore(s, Access(s.buf, s.index[0], dims), in_pass or tile.column_programs > 0)
 
 
 def _writes_once(layout: Layout, s: Store) -> bool:

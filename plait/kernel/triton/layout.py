@@ -26,7 +26,7 @@ class Layout:
         self.linear, self.tile = linear, tile
         self.everything = frozenset(g.name for g in tile.groups)
         self.rows = frozenset(g.name for g in tile.outer)
-        self.along = "x" if tile.walkers else "r"
+        self.along = "x" if tile.column_programs else "r"
         self.groups = (*tile.groups, *((tile.programs,) if tile.programs else ()))
         self.group_of = {a: g for g in self.groups for a in g.axes}
         self.deps = dependences(linear)

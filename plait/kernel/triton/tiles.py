@@ -19,7 +19,7 @@ from plait.ir.loops import Node, walk
 from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
-from plait.schedule.plan import Reduce, Store, walkers
+from plait.schedule.plan import Reduce, Store, column_programs
 
 PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
@@ -50,13 +50,13 @@ TILE = 64
 @dataclass(frozen=True)
 class Group:
     """Axes that one dimension of a block walks as a single index, the last one fastest. block: a
-    power of two. walkers: so many programs walk along it, each through every so manieth point (0:
+    power of two. column_programs: so many programs share it, each takes every n-th point (0:
     programs have a block each)."""
 
     name: str
     axes: tuple[Atom, ...]
     block: int
-    walkers: int = 0
+    column_programs: int = 0
 
     @property
     def points(self) -> Size:
@@ -66,10 +66,10 @@ class Group:
     @property
     def full(self) -> bool:
         """Whether blocks cover the dimension without a rest."""
-        if self.walkers and self.block == 1:
+        if self.column_programs and self.block == 1:
             return True  # each program knows how many are its own
         n = self.points
-        return isinstance(n, int) and n > 0 and n % (self.block * max(self.walkers, 1)) == 0
+        return isinstance(n, int) and n > 0 and n % (self.block * max(self.column_programs, 1)) == 0
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Tile:
     programs: Group | None = None
 
     @property
-    def walkers(self) -> int:
+    def column_programs(self) -> int:
         """How many programs walk along x, or 0."""
-        return self.groups[0].walkers if self.groups else 0
+        return self.groups[0].column_programs if self.groups else 0
 
     @property
     def block(self) -> int:
@@ -103,7 +103,7 @@ class Tile:
     def grid(self) -> Size:
         """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
-        return self.walkers or expr.product(
+        return self.column_programs or expr.product(
             (count, *(expr.ceildiv(g.points, g.block) for g in self.outer))
         )
 
@@ -111,7 +111,7 @@ class Tile:
 def plan_tile(linear: LinearKernel) -> Tile:
     """Chooses the tile of a kernel."""
     votes = _unit_strides(linear)
-    if n := walkers(linear.stmts):
+    if n := column_programs(linear.stmts):
         return _walk(linear, _known(n), votes)
     if linear.rvars:
         return _reduction(linear, votes)

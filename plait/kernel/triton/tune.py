@@ -59,7 +59,7 @@ def _reductions(first: Tile) -> Iterator[Tile]:
     length = first.groups[1].points
     whole = power(length) if isinstance(length, int) else 0
     shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
-    if first.walkers:
+    if first.column_programs:
         yield replace(first, num_stages=2)
     elif first.looped:
         shapes = [(rows, 2 * r), (rows, r // 2), (2 * rows, r // 2)]
@@ -69,7 +69,7 @@ def _reductions(first: Tile) -> Iterator[Tile]:
     if first.looped and 0 < whole <= MAX_ROW:
         row = _sized(first, (1, whole), False)
         yield from (row, *_with_warps(row))
-    elif not first.looped and not first.walkers and whole >= 512:
+    elif not first.looped and not first.column_programs and whole >= 512:
         for pieces in (2, 4):
             piece = _sized(first, (rows, whole // pieces), True)
             yield from (piece, _on_warps(piece, piece.num_warps // 2))

@@ -15,7 +15,7 @@ from threading import RLock
 import torch
 
 from plait import _native
-from plait.capture.trace import users_line
+from plait.capture.trace_errors import users_line
 from plait.errors import InternalError, Unsupported
 
 _ASKED = re.compile(

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim, ExportedProgram
 
-from plait.capture.trace import FunctionModule
+from plait.capture.flat_module import FunctionModule
 from plait.errors import UserError
 
 Source = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]

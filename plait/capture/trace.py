@@ -10,70 +10,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
-from plait import compat, errors
-from plait.capture.aliases import views_of_inputs
 from plait.capture.dict_order import has_orders, in_another_order, loose_keywords
-from plait.capture.early_kernels import early_changes
-from plait.capture.found_numbers import mended_tracing, numbers_kept
-from plait.capture.layouts import LayoutNotes
+from plait.capture.flat_module import REGISTER, Exported, FlatModule, is_python, name_of, type_name
 from plait.capture.least_sizes import with_least_sizes
-from plait.capture.module_state import ModuleRun, with_state
 from plait.capture.plain_tensors import special_kind
-from plait.capture.python_state import Change, Snapshot, same_program, settled
+from plait.capture.python_state import Change, settled
 from plait.capture.sizes_of_one import same_for_one
-from plait.capture.writes import CheckWrites
-from plait.compat.export import ExportEnv, export_graph
-from plait.compat.questions import Question, exporting, wants_values
+from plait.capture.trace_errors import tell
+from plait.compat.export import ExportEnv
 from plait.compat.size_facts import SizeFacts, size_facts, told_from_one
-from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
+from plait.errors import Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
-from plait.graph.refuse import CLONE, SHARED, answer
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
-
-
-class FunctionModule(torch.nn.Module):
-    """A function as a module: the export machinery reads the signature and the code of
-    `forward`."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = fn if _is_python(fn) else _in_python(fn)
-
-
-def _is_python(fn: Callable[..., Any]) -> bool:
-    return hasattr(fn.func if isinstance(fn, functools.partial) else fn, "__code__")
-
-
-def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A Python function that calls fn, a builtin or a callable object, under its name and signature
-    if it has any."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    call.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    with suppress(ValueError):
-        call.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
-    return call
-
-
-_REGISTER = (
-    "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other "
-    "containers"
-)
 
 
 @dataclass(frozen=True)
@@ -99,129 +56,6 @@ class Traced:
     views: Mapping[int, InputView]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What one run of a module showed.
-
-    spec: how its results are put together.
-    leaves: its results, VALUE for those of the graph.
-    views: the results that are inputs or views of them.
-    moved: some of these lie in inputs that got other strides.
-    left: what it changed in Python objects of the module.
-    in_arguments: what it changed in Python objects of its arguments.
-    """
-
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    views: Mapping[int, InputView]
-    moved: bool
-    left: list[Change]
-    in_arguments: list[Change]
-
-
-Arrange = Callable[[pytree.TreeSpec, Iterator[Any]], Any]
-Exported = tuple[GraphModule, tuple[int, ...], int]
-
-
-class _Flattened:
-    """A module as a function from state and tensor leaves to a tuple of tensors and sizes. It is
-    run more than once; `seen` is of the last run that counts."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        who: str,
-        env: ExportEnv,
-        given: tuple[list[Any], pytree.TreeSpec],
-        state: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.module, self.who, self.env = module, who, env
-        self.leaves, self.spec = given
-        self.state = state
-        self.is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
-        fakes = (x for x, value in zip(env.leaves, self.is_value, strict=True) if value)
-        self.fakes = tuple(fakes)
-        self.inputs = [*(env.fake_state(t) for t in state.values()), *self.fakes]
-        self.arrange: Arrange = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
-        self.before: list[Change] = []  # what the run before left
-        self.seen: _Seen | None = None
-        # As first found: a size may be known only when the module is run again.
-        self.is_result: list[bool] = []
-
-    def run(self, *flat: Any) -> tuple[Any, ...]:
-        """Calls the module, notes what is seen, returns the results that are values."""
-        given = iter(flat[len(self.state) :])
-        leaves = [
-            next(given) if value else real if fake is None else fake
-            for value, real, fake in zip(self.is_value, self.leaves, self.env.leaves, strict=True)
-        ]
-        args, kwargs = self.arrange(self.spec, iter(leaves))
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        arguments = Snapshot(SimpleNamespace(**bound.arguments))
-        module_run = ModuleRun(self.module, self.who, self.before)
-        state = flat[: len(self.state)]
-        with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
-            result = self.module(*args, **kwargs)
-        layouts.ask_of_results(flat, result)
-        left, in_arguments = module_run.left, arguments.changes()
-        paths, spec = pytree.tree_flatten_with_path(result)
-        self._check_results(paths)
-        found = module_run.write([x for _, x in paths])
-        self.is_result = self.is_result or [_is_value(x) for x in found]
-        of = list(zip(found, self.is_result, strict=True))
-        results = tuple(x for x, value in of if value)
-        views = views_of_inputs(results, flat)
-        moved = any(compat.tracing.is_moved(flat[v.input]) for v in views.values())
-        known = tuple(VALUE if value else x for x, value in of)
-        self.seen = _Seen(spec, known, views, moved, left, in_arguments)
-        return results
-
-    def _check_results(self, paths: list[tuple[pytree.KeyPath, Any]]) -> None:
-        for path, x in paths:
-            if not _is_value(x) and not isinstance(x, CONSTANTS):
-                what = (
-                    f"a result of {_name_of(self.module)}, {_type_name(x)}{_at(path)}, which may "
-                    "hold tensors"
-                )
-                raise Unsupported(f"{self.who} of {what}", hint=_REGISTER)
-
-    def export(self, turned: Collection[Question] = ()) -> Exported:
-        """The graph of a run, the positions of the inputs that it writes, and its tokens."""
-        module = FunctionModule(self.run)
-        with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            made = export_graph(self.env, module, self.inputs, self.who, turned)
-            if self.known.moved:
-                # Of their new values: how results lie is right where nothing is made functional.
-                with self.env.mode, exporting, torch.no_grad():
-                    self.run(*(x.detach() if _is_tensor(x) else x for x in self.inputs))
-        return made
-
-    @property
-    def known(self) -> _Seen:
-        assert self.seen is not None, "the module was run"
-        return self.seen
-
-    def again(
-        self,
-        first: Exported,
-        turned: Collection[Question] = (),
-        alike: Callable[[GraphModule, GraphModule], bool] = same_program,
-    ) -> _Seen | None:
-        """What one more run shows, if it traces the same program; `seen` stays that of the first
-        one."""
-        made = self.known
-        try:
-            graph, mutated, _ = self.export(turned)
-        except Exception:  # noqa: BLE001  whatever comes of what is no tensor
-            return None
-        else:
-            now = self.known
-            same = mutated == first[1] and alike(graph, first[0])
-            return now if same and (now.spec, now.leaves) == (made.spec, made.leaves) else None
-        finally:
-            self.seen = made
-
-
 def trace(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -243,11 +77,11 @@ def trace(
         _check_argument(name, x, who)
     env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
     state = state_of(module)
-    flat = _Flattened(module, who, env, (leaves, in_spec), state)
+    flat = FlatModule(module, who, env, (leaves, in_spec), state)
     try:
         exported = flat.export()
     except Exception as error:
-        _tell(error, module, who, (state, args, kwargs) if device is None else None)
+        tell(error, module, who, (state, args, kwargs) if device is None else None)
         raise
     graph, mutated, tokens = exported
     for size, questions in told_from_one(env, flat.fakes).items():
@@ -257,7 +91,7 @@ def trace(
     if flat.known.in_arguments:
         told = _names(flat.known.in_arguments)
         warn_once(
-            f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the "
+            f"{who}: a call of {name_of(module)} changes {told} of its arguments, one of the "
             "program does not"
         )
     loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
@@ -283,51 +117,17 @@ def trace(
 
 
 def _check_module(module: torch.nn.Module, who: str) -> None:
-    if not _is_python(module.forward):
+    if not is_python(module.forward):
         kind = type(module.forward).__name__
-        raise Unsupported(
-            f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python"
-        )
+        what = f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python"
+        raise Unsupported(what)
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            what = f"{who} of {_name_of(module)}, of which {name!r} is a ScriptModule, not Python"
+            what = f"{who} of {name_of(module)}, of which {name!r} is a ScriptModule, not Python"
             raise Unsupported(what, hint="the module that it was scripted from")
 
 
-def _tell(
-    error: Exception,
-    module: torch.nn.Module,
-    who: str,
-    eager: tuple[Mapping[str, torch.Tensor], tuple[Any, ...], Mapping[str, Any]] | None,
-) -> None:
-    """Raises what says more than an error of tracing, if there is something; else notes the user's
-    line. eager: state, args and kwargs, where eager can be asked what it raises."""
-    line = users_line(error)
-    if isinstance(error, InputError):
-        what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
-        hint = "call the function itself: its __wrapped__"
-        raise Unsupported(what, where=line, hint=hint) from error
-    if isinstance(error, PlaitError):
-        return
-    if wants_values(error):
-        what = f"{who} cannot trace {_name_of(module)}: {_first_line(error)}"
-        hint = 'torch.compile(fn, backend="plait"), which can break graphs'
-        raise Unsupported(what, where=line, hint=hint) from error
-    if "internal overlap" in str(error):  # of a tensor that a view of it is written through
-        raise Unsupported(SHARED, where=line, hint=CLONE) from error
-    found = _raised_by_eager(module, *eager) if eager is not None else None
-    note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
-    if found is None:
-        error.add_note(note)
-        return
-    found.add_note(note)
-    try:
-        raise found from error
-    finally:
-        del found  # its traceback holds this frame, with all tensors of the call
-
-
-def _settle(flat: _Flattened, exported: Exported) -> list[Change]:
+def _settle(flat: FlatModule, exported: Exported) -> list[Change]:
     """What the next call finds left by this one. Raises Unsupported where it would be another
     program."""
     left = flat.known.left
@@ -335,13 +135,10 @@ def _settle(flat: _Flattened, exported: Exported) -> list[Change]:
         return left
     flat.before = left
     now = flat.again(exported)
-    name = _name_of(flat.module)
+    name = name_of(flat.module)
     if now is None or not settled(left, now.left):
-        what = (
-            f"{flat.who} of {name}, of which a call asks for what the one before it left: "
-            f"{_names(left)}"
-        )
-        raise Unsupported(what, hint=_KEEP)
+        what = f"{name}, of which a call asks for what the one before it left: {_names(left)}"
+        raise Unsupported(f"{flat.who} of {what}", hint=_KEEP)
     warn_once(f"{flat.who}: a call of {name} assigns {_names(left)}, one of the program does not")
     return now.left
 
@@ -356,32 +153,14 @@ _KEEP = (
 )
 
 
-def _raised_by_eager(
-    module: torch.nn.Module,
-    state: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Exception | None:
-    """What eager raises for copies of the arguments. Asked where tracing raised: the class is
-    another one there for many a mistake."""
-
-    def copy(x: Any) -> Any:
-        return x.detach().clone() if isinstance(x, torch.Tensor) else x
-
-    with with_state(module, state, [copy(x) for x in state.values()]):
-        return answer(module, args, kwargs, copy, torch.device("cpu"))
-
-
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, without the constants of subgraphs of an exported program:
     tracing meets these as they are."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     for name, x in module.named_buffers():
         path, _, last = name.rpartition(".")
-        if not (
-            last.startswith("_tensor_constant")
-            and isinstance(module.get_submodule(path), GraphModule)
-        ):
+        constant = last.startswith("_tensor_constant")
+        if not (constant and isinstance(module.get_submodule(path), GraphModule)):
             state[name] = x
     return state
 
@@ -389,53 +168,14 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _check_argument(name: str, x: Any, who: str) -> None:
     if isinstance(x, torch.Tensor):
         if kind := special_kind(x):
-            hint = 'torch.compile(fn, backend="plait")'
-            raise Unsupported(
-                f"{who} of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint
-            )
+            what = f"{who} of argument {name!r}: it takes plain tensors, this is {kind}"
+            raise Unsupported(what, hint='torch.compile(fn, backend="plait")')
     elif not isinstance(x, CONSTANTS):
         what = (
-            f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a "
+            f"argument {name!r} is {type_name(x)}, neither a tensor nor a constant nor a "
             "container that torch knows"
         )
-        raise UserError(f"example_inputs: {what}", hint=_REGISTER)
-
-
-def _type_name(x: Any) -> str:
-    return f"an object of class {type(x).__qualname__}"
-
-
-def _at(path: pytree.KeyPath) -> str:
-    return f" (at {pytree.keystr(path)})" if path else ""
-
-
-def users_line(error: Exception) -> str:
-    """file:line of the innermost frame that is neither torch's nor plait's, "" if there is none."""
-    ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, errors.__file__))
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((*ours, "<"))
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _is_value(x: Any) -> bool:
-    return isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _name_of(module: torch.nn.Module) -> str:
-    if isinstance(module, FunctionModule):
-        return getattr(module.forward, "__name__", "the function")
-    return type(module).__name__
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"example_inputs: {what}", hint=REGISTER)
 
 
 def _leaf_names(
@@ -445,7 +185,7 @@ def _leaf_names(
     try:
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise UserError(f"example_inputs do not fit {_name_of(module)}: {error}") from None
+        raise UserError(f"example_inputs do not fit {name_of(module)}: {error}") from None
     parameters = inspect.signature(module.forward).parameters
     names: list[str] = []
     for name, value in arguments.items():

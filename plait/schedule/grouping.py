@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.ir.effects import defines, updates
-from plait.ir.loops import Loop, LoopProgram, Op, Pointwise, Reduction, Scan, Scatter
+from plait.ir.loops import Loop, LoopProgram, Op, Reduction
 from plait.schedule.deps import Bodies, preds, reads
 from plait.schedule.group import Group, new_group
 from plait.schedule.plan import Refusal
@@ -56,19 +56,10 @@ class HorizontalGroup:
     nodes: tuple[ScheduleNode, ...]
 
 
-def as_loop(op: Op) -> Loop | None:
-    """op if it is a loop."""
-    return op if isinstance(op, (Pointwise, Reduction, Scatter, Scan)) else None
-
-
 def group_loops(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> Grouping:
     """A group for every loop."""
     program, column_sums = split
-    groups = []
-    for k, op in enumerate(program.ops):
-        loop = as_loop(op)
-        if loop is not None:
-            groups.append(new_group(k, loop))
+    groups = [new_group(k, op) for k, op in enumerate(program.ops) if isinstance(op, Loop)]
     return Grouping(program, bodies, preds(program, bodies), groups, column_sums)
 
 
@@ -79,7 +70,7 @@ def nodes(grouping: Grouping) -> list[ScheduleNode]:
     items: list[tuple[int, Group | Op, tuple[int, ...]]] = [
         (g.members[0].op, g, tuple(g.ops)) for g in grouping.groups
     ]
-    items += [(k, op, (k,)) for k, op in enumerate(ops) if as_loop(op) is None]
+    items += [(k, op, (k,)) for k, op in enumerate(ops) if not isinstance(op, Loop)]
     items.sort(key=lambda t: t[0])
     node_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}
     out = []

@@ -19,7 +19,7 @@ from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
-from plait.schedule.order import traffic
+from plait.schedule.order import traffic, users_of
 from plait.schedule.plan import Fused, Reason
 from plait.schedule.work import CPU
 
@@ -51,10 +51,7 @@ class _HorizontalFusion:
         n = len(ordered)
         self.slot = list(range(n))
         self.members = [[k] for k in range(n)]
-        self.users: list[list[int]] = [[] for _ in range(n)]
-        for k, u in enumerate(ordered):
-            for p in u.preds:
-                self.users[p].append(k)
+        self.users = users_of(ordered)
         self._weigh()
 
     def _weigh(self) -> None:

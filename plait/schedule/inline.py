@@ -32,7 +32,6 @@ from plait.schedule.deps import (
     roots,
     space,
 )
-from plait.schedule.grouping import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_LOADS = 4  # places of one body where a producer is spliced in
@@ -73,12 +72,11 @@ class _Inliner:
         self.simplify = Simplifier()
 
     def _look_at(self, k: int, op: Op) -> None:
-        loop = as_loop(op)
-        if loop is None:
+        if not isinstance(op, Loop):
             self.pinned.update(reads(op, self.bodies))
         else:
             loads: dict[str, list[Node]] = {}
-            for n in self.bodies.of(roots(loop)).loads:
+            for n in self.bodies.of(roots(op)).loads:
                 loads.setdefault(load_of(n).buf, []).append(n)
             for name, found in loads.items():
                 self.readers.setdefault(name, []).append(_ReadingLoop(k, found))
@@ -89,8 +87,8 @@ class _Inliner:
 
     def run(self) -> LoopProgram:
         for k in range(len(self.ops)):
-            loop = as_loop(self.ops[k])
-            if loop is None:
+            loop = self.ops[k]
+            if not isinstance(loop, Loop):
                 continue
             loop = self.ops[k] = self._finished(loop, self.splice.pop(k, {}))
             if isinstance(loop, Pointwise) and loop.index is None and self._keeps_value(loop.out):
@@ -155,8 +153,8 @@ class _Inliner:
             changes = self.updated.get(self.memory.get(name, name), ())
             if any(k < u <= reader.op for u in changes):
                 return False
-        loop = as_loop(self.ops[reader.op])
-        assert loop is not None
+        loop = self.ops[reader.op]
+        assert isinstance(loop, Loop), "it reads in its body"
         mine = self.bodies.of(roots(loop))
         spliced = self.splice.get(reader.op, {})
         others = [self.bodies.of((p.body,)) for p in spliced.values()]
@@ -195,8 +193,8 @@ class _Inliner:
             return False
         more = 0
         for r in readers:
-            reader = as_loop(self.ops[r.op])
-            assert reader is not None
+            reader = self.ops[r.op]
+            assert isinstance(reader, Loop), "it reads in its body"
             known = frozenset(load_of(n).buf for n in self.bodies.of(roots(reader)).loads)
             new = self._read_nbytes(facts, known)
             if len(readers) > 1 and new > nbytes * MORE_TO_READ:
@@ -212,8 +210,8 @@ class _Inliner:
         return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
 
     def _evaluations(self, reader: _ReadingLoop) -> int:
-        loop = as_loop(self.ops[reader.op])
-        assert loop is not None
+        loop = self.ops[reader.op]
+        assert isinstance(loop, Loop), "it reads in its body"
         return sum(evaluations(space(loop), n, self.program.hints) for n in reader.loads)
 
 

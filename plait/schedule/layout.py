@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.ir.expr import Atom, Expr, Size, coefficient, smax, total
-from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate
+from plait.ir.loops import Alias, Buffer, Loop, LoopProgram, Mutate
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import Bodies, load_of, roots
 from plait.schedule.group import stored
-from plait.schedule.grouping import as_loop
 from plait.schedule.plan import Plan
 
 Index = tuple[Size, ...]
@@ -40,17 +39,15 @@ def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ..
 def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with the layouts of all its buffers chosen, producers before consumers."""
     buffers = dict(program.buffers)
-    for op in (
-        program.ops
-    ):  # what an input is overwritten with is computed in its layout, so that it can be there
+    for op in program.ops:
+        # What an input is overwritten with is computed in its layout, so that it can be there.
         if isinstance(op, Mutate):
             new, old = buffers[op.source], buffers[op.target]
             if not new.fixed and new.shape == old.shape:
                 buffers[op.source] = replace(new, strides=old.strides, fixed=True)
     settled: set[str] = set()  # by the first piece of them
-    for op in program.ops:
-        loop = as_loop(op)
-        if loop is None:
+    for loop in program.ops:
+        if not isinstance(loop, Loop):
             continue
         sources = [
             (buffers[load_of(n).buf], load_of(n).index) for n in bodies.of(roots(loop)).loads

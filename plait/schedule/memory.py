@@ -1,5 +1,5 @@
-"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory,
-allocations of their own for the rest.
+"""Where buffers live: one arena for what never leaves the call, memory of dying buffers, written in
+place, allocations of their own for the rest.
 
 An arena is held for a whole call, so it can cost more than allocations that come and go: the peak
 of both is computed, and where the arena is worse its largest buffers are taken out of it. A kernel
@@ -126,8 +126,8 @@ def _known_at_start(program: LoopProgram) -> set[str]:
     return known
 
 
-# ---------------------------------------------------------------------------------------- takeovers
-def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
+# ----------------------------------------------------------------------------------------- in place
+def in_place(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
     """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers
     meant for the arena.
 
@@ -373,7 +373,7 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     inside = [life for life in placeable(plan, alive) if life.name not in in_results]
     while True:
         names = {life.name for life in inside}
-        over = takeovers(plan, alive, names)
+        over = in_place(plan, alive, names)
         offsets, nbytes = place(blocks(inside, over), hints)
         outside = [*_merged([x for n, x in alive.items() if n not in names], over), *given]
         peaks = [hint(nbytes, hints) + peak_nbytes(outside, n_steps, hints, c) for c in cases]
@@ -392,14 +392,14 @@ def _in_results(plan: Plan, alive: Mapping[str, Life]) -> set[str]:
     results = fresh_results(plan)
     placed = {life.name for life in placeable(plan, alive)} & results
     out: set[str] = set()
-    for new, old in takeovers(plan, alive, placed).items():
+    for new, old in in_place(plan, alive, placed).items():
         if old in out or (old in results and old not in placed):
             out.add(new)
     return out
 
 
 def _merged(separate: Sequence[Life], over: Mapping[str, str]) -> list[Life]:
-    """Lives of allocations, where a takeover goes on living in the memory of the old one."""
+    """Lives of allocations, where what is written in place goes on living in the old memory."""
     return [Life(b.names[0], b.nbytes, b.start, b.end) for b in blocks(separate, over)]
 
 

@@ -27,12 +27,12 @@ def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program with every loop in normal form."""
     program = _without_zeros(program, bodies)
     ops: list[ir.Op] = []
-    taken = _Takeovers(program, bodies)
+    in_place = _InPlace(program, bodies)
     for k, op in enumerate(program.ops):
-        op = taken.renamed(op)
+        op = in_place.renamed(op)
         if isinstance(op, ir.Scatter) and op.base != op.out:
-            if taken.may(k, op):
-                taken.take(op)
+            if in_place.may(k, op):
+                in_place.take(op)
                 ops.append(replace(op, out=op.base))
             else:
                 ops += _split(op, program)
@@ -43,7 +43,7 @@ def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             ops += _pointwise(op, {}, values[: len(op.outs)])
         else:
             ops.append(op)
-    return replace(program, ops=tuple(ops), outputs=tuple(map(taken.argument, program.outputs)))
+    return replace(program, ops=tuple(ops), outputs=tuple(map(in_place.argument, program.outputs)))
 
 
 def _without_zeros(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
@@ -103,7 +103,7 @@ def _is_zero(body: ir.Node) -> bool:
     return body.op == "const" and body.attr == 0
 
 
-class _Takeovers:
+class _InPlace:
     """Scatters that run on their base itself, because nobody needs its old contents any more.
     names: their results -> their bases."""
 

@@ -21,7 +21,7 @@ def program_order(all_nodes: Sequence[ScheduleNode]) -> list[int]:
     """A topological order that stays as near to the program's as it can. Raises InternalError on a
     cycle."""
     waiting = [len(u.preds) for u in all_nodes]
-    users = _users(all_nodes)
+    users = users_of(all_nodes)
     ready = [k for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
     out: list[int] = []
@@ -50,7 +50,7 @@ def readers_first(all_nodes: Sequence[ScheduleNode]) -> list[ScheduleNode]:
     for k, u in enumerate(out):
         for name in u.reads:
             readers_of.setdefault(name, []).append(k)
-    users = _users(out)
+    users = users_of(out)
     for at, u in enumerate(all_nodes):
         if not isinstance(u.item, Mutate) or u.item.source not in maker:
             continue
@@ -142,7 +142,7 @@ def greedy_order(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> list[
     t = traffic(grouping, all_nodes)
     left = {n: set(users) for n, users in t.users.items()}
     waiting = [len(u.preds) for u in all_nodes]
-    users = _users(all_nodes)
+    users = users_of(all_nodes)
     ready = [(_growth(t, left, k), k) for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
     out: dict[int, None] = {}
@@ -172,7 +172,8 @@ def _growth(t: Traffic, left: dict[str, set[int]], k: int) -> int:
     )
 
 
-def _users(all_nodes: Sequence[ScheduleNode]) -> list[list[int]]:
+def users_of(all_nodes: Sequence[ScheduleNode]) -> list[list[int]]:
+    """The nodes that come after each one."""
     users: list[list[int]] = [[] for _ in all_nodes]
     for k, u in enumerate(all_nodes):
         for p in u.preds:

@@ -174,7 +174,7 @@ class Refusal:
 @dataclass(frozen=True)
 class MemoryPlan:
     """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or
-    intermediate -> the dying buffer whose memory it takes over (Reuse). Buffers in none of these
+    intermediate -> the dying buffer in whose memory it is written (Reuse). Buffers in none of these
     are allocated by themselves (outputs, extern results)."""
 
     arena_nbytes: Size = 0

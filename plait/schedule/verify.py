@@ -43,7 +43,7 @@ def verify_plan(plan: Plan) -> None:
             if name not in plan.buffers:
                 raise InternalError(f"step {k} uses {name}, which the plan does not describe")
         if isinstance(step, Mutate):
-            _check_taken_over(step, plan)
+            _check_in_place(step, plan)
         elif not isinstance(step, Kernel):
             _check_layouts((*read, *made), plan, f"step {k}")
         gone.update((name, k) for name in dying)
@@ -67,7 +67,7 @@ def _check_layouts(names: Iterable[str], plan: Plan, where: str) -> None:
             raise InternalError(f"{where} sees {name} as {old}, kernels as {new}")
 
 
-def _check_taken_over(step: Mutate, plan: Plan) -> None:
+def _check_in_place(step: Mutate, plan: Plan) -> None:
     """A buffer that is computed in the memory of the input that it replaces lies there as the input
     does."""
     new, old = plan.buffers[step.source], plan.buffers[step.target]

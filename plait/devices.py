@@ -2,7 +2,9 @@
 
 A row holds what differs between kinds of devices: where memory is, what eager's kernels do there,
 and the measured numbers that decisions are made with. It knows nothing of torch, and of the
-languages that kernels are written in only names (`plait/kernel` has a folder for each).
+languages that kernels are written in only names (`plait/kernel` has a folder for each). What
+differs between machines of a kind has rows there: `runtime/toolchain.ISAS` for CPUs (vector width),
+`kernel/triton/dialects.py` for GPUs (lanes, library, instructions, how to wait).
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class Facts:
     target: the kernel target, by name ('' for none)
     machine: the option that names the machine which kernels are built for
     kernel_file: what the debug folder calls the kernels' source
-    busy: programs that fill the device
+    multiprocessors: of the device that kernels are for where it is not at hand
+    programs: how many of a kernel fill one of them
     rates: what scheduling knows
     """
 
@@ -88,8 +91,13 @@ class Facts:
     target: str
     machine: str
     kernel_file: str
-    busy: int
+    multiprocessors: int
+    programs: int
     rates: Rates
+
+    def busy(self, multiprocessors: int) -> int:
+        """Programs that fill a device."""
+        return multiprocessors * self.programs
 
 
 # One core with AVX-512, fitted to the measured times of 412 kernels of models and of
@@ -116,17 +124,16 @@ _HOPPER = Rates(
 DEVICES: dict[str, Facts] = {
     "cpu": Facts(
         is_host=True, streams=False, eager_cpu=True, target="cpp", machine="isa",
-        kernel_file="4_kernels.cpp", busy=1, rates=_CORE,
+        kernel_file="4_kernels.cpp", multiprocessors=1, programs=1, rates=_CORE,
     ),
     "cuda": Facts(
         is_host=False, streams=True, eager_cpu=False, target="triton", machine="gpu_arch",
-        kernel_file="4_kernels_cuda.py", busy=264, rates=_HOPPER,
+        kernel_file="4_kernels_cuda.py", multiprocessors=132, programs=2, rates=_HOPPER,
     ),
 }  # fmt: skip
-# busy: two programs for each multiprocessor of a Hopper device.
 _OTHER = Facts(
-    is_host=False, streams=False, eager_cpu=False, target="", machine="", kernel_file="", busy=1,
-    rates=_CORE,
+    is_host=False, streams=False, eager_cpu=False, target="", machine="", kernel_file="",
+    multiprocessors=1, programs=1, rates=_CORE,
 )  # fmt: skip
 
 

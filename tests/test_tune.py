@@ -518,6 +518,21 @@ def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_tiles_are_for_the_device_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of 200 rows fills a device of 64 multiprocessors, and not one of 132."""
+    kernel = softmax("rows", 200, 700)
+    kernel = replace(kernel, args=tuple(replace(b, device="cuda:0") for b in kernel.args))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def warps(multiprocessors: int, **options: str) -> int:
+        found = SimpleNamespace(multi_processor_count=multiprocessors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        source = TritonTarget().emit([kernel], frozenset(), Config(**options), {})  # type: ignore[arg-type]
+        return int(source.units[0].num_warps)
+
+    assert warps(64) < warps(132) == warps(64, gpu_arch="sm_90")
+
+
 def test_a_kernel_for_python_needs_its_device(tmp_path: Path) -> None:
     (tmp_path / "k.cubins").write_bytes(pack({}))
     with pytest.raises(LoadError):

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import Unsupported
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
@@ -21,7 +24,7 @@ from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
-from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.kernel.triton.tiles import BUSY, Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.runtime.cubin import Gpu, Job, triton_version
 from plait.runtime.cubin_pool import get_or_build_pack
@@ -61,7 +64,7 @@ class TritonTarget(Target):
     def measure(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, cfg)
-        tiles = {key: candidates(_space(k)) for key, k in distinct.items()}
+        tiles = {key: candidates(_space(k), key.busy) for key, k in distinct.items()}
         contests = {
             key: _contest(k, symbols[key], key, tiles[key])
             for key, k in distinct.items()
@@ -97,33 +100,45 @@ class TritonTarget(Target):
 
 class Key(NamedTuple):
     """What kernels share their module by: their structure, which pointers are aligned, and the
-    device and what it is."""
+    device, what it is and how many programs fill it."""
 
     structure: object
     aligned: tuple[int, ...]
     device: str
     gpu: Gpu
+    busy: int
 
 
 def _distinct(
     kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config
 ) -> tuple[list[Key], dict[Key, Kernel], dict[Key, str]]:
     """The key of each kernel; the first kernel of each key, in order; and their symbols."""
-    gpus = {device: gpu_of(device, cfg) for device in {k.device for k in kernels}}
+    gpus = {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in {k.device for k in kernels}}
     keys: list[Key] = []
     distinct: dict[Key, Kernel] = {}
     for k in kernels:
         aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
-        keys.append(Key(structure(k), aligned, k.device, gpus[k.device]))
+        keys.append(Key(structure(k), aligned, k.device, *gpus[k.device]))
         distinct.setdefault(keys[-1], k)
     taken: set[str] = set()
     return keys, distinct, {key: symbol_for(k.name, taken) for key, k in distinct.items()}
 
 
+def busy_of(device: str, cfg: Config) -> int:
+    """Programs that fill the device that kernels are for, which is at hand unless cfg names
+    another."""
+    if cfg.gpu_arch != "auto":
+        return BUSY
+    found = torch.cuda.get_device_properties(device)
+    return facts_of(device).busy(found.multi_processor_count)
+
+
 def _unit(
     kernel: Kernel, symbol: str, key: Key, tile: Tile | None, verifies: bool = False
 ) -> TritonKernel:
-    return replace(emit_kernel(kernel, symbol, tile, verifies, key.gpu), aligned=key.aligned)
+    return replace(
+        emit_kernel(kernel, symbol, tile, verifies, key.gpu, key.busy), aligned=key.aligned
+    )
 
 
 def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile]) -> Contest:
@@ -151,10 +166,11 @@ def emit_kernel(
     tile: Tile | None = None,
     verifies: bool = False,
     gpu: Gpu = GPUS["sm_80"],
+    busy: int = BUSY,
 ) -> TritonKernel:
-    """The module of one kernel. tile: other than the planned one. verifies: what was decided is
-    checked before it is printed. Raises Unsupported where points collide in a way that Triton has
-    no atomic for."""
+    """The module of one kernel. tile: other than the one planned for a device that `busy` programs
+    fill. verifies: what was decided is checked before it is printed. Raises Unsupported where
+    points collide in a way that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
         if not isinstance(s, Store) or s.mode in ("store", "sum"):
@@ -162,7 +178,7 @@ def emit_kernel(
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
     linear = _space(kernel, verifies)
-    tile = tile or plan_tile(linear)
+    tile = tile or plan_tile(linear, busy)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
     lines, checks = BodyPrinter(plan_body(linear, tile, index_type, names)).print()

@@ -41,8 +41,8 @@ WALK_AHEAD = 1 << 14
 of rows."""
 MAX_WARPS = 32
 """Warps that a block may have."""
-BUSY = DEVICES["cuda"].busy
-"""Programs that are two for each multiprocessor of a large device."""
+BUSY = DEVICES["cuda"].busy(DEVICES["cuda"].multiprocessors)
+"""Programs that fill the device that kernels are for where it is not at hand."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -108,13 +108,13 @@ class Tile:
         )
 
 
-def plan_tile(linear: LinearKernel) -> Tile:
-    """Chooses the tile of a kernel."""
+def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
+    """Chooses the tile of a kernel. busy: programs that fill the device."""
     votes = _unit_strides(linear)
     if n := column_programs(linear.stmts):
         return _walk(linear, _known(n), votes)
     if linear.rvars:
-        return _reduction(linear, votes)
+        return _reduction(linear, votes, busy)
     axes = _fastest_last(linear.vars, votes)
     if axes:
         across = _across(axes, votes)
@@ -150,7 +150,8 @@ class _Rows:
     are, and points a result; known: length is no guess. column: neighbours in memory belong to
     different results. again: a block that walks along a row reads some of it twice. held: dtypes of
     what is loaded at every point. stores: something is stored at every point. one: there is one
-    reduction. ragged: rows begin in the middle of vectors."""
+    reduction. ragged: rows begin in the middle of vectors. busy: programs that fill the
+    device."""
 
     outer: tuple[Atom, ...]
     inner: tuple[Atom, ...]
@@ -164,6 +165,7 @@ class _Rows:
     stores: bool
     one: bool
     ragged: bool
+    busy: int
 
     @property
     def narrow(self) -> bool:
@@ -173,7 +175,7 @@ class _Rows:
     @property
     def width(self) -> int:
         """Results of a block that holds columns as a whole."""
-        return _column_width(self.rows, TILE if self.narrow else TILE // 2, self.held)
+        return _column_width(self, TILE if self.narrow else TILE // 2)
 
     def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
         """The tile with blocks of x results and r points of each."""
@@ -185,14 +187,14 @@ class _Rows:
         )
 
 
-def _reduction(linear: LinearKernel, votes: dict[Atom, int]) -> Tile:
-    f = _rows_of(linear, votes)
+def _reduction(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> Tile:
+    f = _rows_of(linear, votes, busy)
     if _is_held(f):
         return _held(f)
     return _columns(f) if f.column else _long_rows(f)
 
 
-def _rows_of(linear: LinearKernel, votes: dict[Atom, int]) -> _Rows:
+def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     outer = _fastest_last(linear.vars, votes)
     reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
     ordered = any(s.running or REDUCTIONS[s.kind].extreme for s in reductions)
@@ -210,7 +212,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int]) -> _Rows:
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(linear),
         held=held_dtypes(linear, outer),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
-        ragged=_is_ragged(linear),
+        ragged=_is_ragged(linear), busy=busy,
     )  # fmt: skip
 
 
@@ -229,18 +231,18 @@ def _is_held(f: _Rows) -> bool:
 def _held(f: _Rows) -> Tile:
     """Whole rows or columns."""
     r = power(f.length)
-    x = _block_rows(f.rows, r, f.width if f.column else 1)
+    x = _block_rows(f, r, f.width if f.column else 1)
     each = 16 if f.narrow else 8
     if not f.stores:
         each *= 4
     elif f.narrow and f.one:
         each *= 2
-    return f.tile(x, r, False, _row_warps(x * r, f.rows // x, f.narrow, each if f.column else 0))
+    return f.tile(x, r, False, _row_warps(f, x, r, each if f.column else 0))
 
 
 def _columns(f: _Rows) -> Tile:
     """Pieces of columns, several columns side by side."""
-    x = min(power(f.rows), _column_width(f.rows, TILE, f.held))
+    x = min(power(f.rows), _column_width(f, TILE))
     several = f.stores or not f.one
     r = _column_points(f, x, several)
     return f.tile(
@@ -250,7 +252,7 @@ def _columns(f: _Rows) -> Tile:
 
 def _column_points(f: _Rows, x: int, several: bool) -> int:
     """Points of each of x columns in a block. several: a point has other results than a sum."""
-    many = f.rows // x >= 2 * BUSY
+    many = f.rows // x >= 2 * f.busy
     points = REDUCE_POINTS
     if several and many:  # a thread holds as much for each
         points //= 2
@@ -258,7 +260,7 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
         points *= 2
     r = max(1, points // x)
     # Rows that are not there cost arithmetic, and time where programs wait for one another.
-    crowded = f.known and f.rows // x >= 4 * BUSY
+    crowded = f.known and f.rows // x >= 4 * f.busy
     return (
         r // 2
         if crowded and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2)
@@ -268,7 +270,7 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
 
 def _long_rows(f: _Rows) -> Tile:
     """Pieces of a row."""
-    few = f.rows < BUSY // 2
+    few = f.rows < f.busy // 2
     if f.again and f.ragged and f.known and not few:
         # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
         return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
@@ -287,11 +289,11 @@ def _walk(linear: LinearKernel, n: int, votes: dict[Atom, int]) -> Tile:
     return Tile((Group("x", linear.vars, x, n), Group("r", inner, r)), False, warps, stages)
 
 
-def _column_width(rows: int, most: int, held: list[DType]) -> int:
+def _column_width(f: _Rows, most: int) -> int:
     """Neighbouring results of a block that reduces columns: fewer, down to what memory gives at
     once, where there would be too few programs."""
-    nbytes = max((d.nbytes for d in held), default=4)
-    while rows // most < BUSY // 2 and most * nbytes > 32:
+    nbytes = max((d.nbytes for d in f.held), default=4)
+    while f.rows // most < f.busy // 2 and most * nbytes > 32:
         most //= 2
     return most
 
@@ -326,25 +328,26 @@ def _is_ragged(linear: LinearKernel) -> bool:
     return False
 
 
-def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int:
-    """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight;
-    fewer where the block is small or the device hardly filled. of_columns: points of a thread where
-    columns are reduced (else 0): more, since threads give each other a result a column, but where
-    it has other results at every point."""
-    if programs < BUSY:
+def _row_warps(f: _Rows, x: int, r: int, of_columns: int) -> int:
+    """Warps of a block that holds x whole rows in r points each: a thread has four vectors of 16
+    bytes in flight; fewer where the block is small or the device hardly filled. of_columns: points
+    of a thread where columns are reduced (else 0): more, since threads give each other a result a
+    column, but where it has other results at every point."""
+    points = x * r
+    if f.rows // x < f.busy:
         return _warps(points, max(of_columns // 2, 16) if of_columns else 4)
     if of_columns:
         return _warps(points, of_columns)
-    return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
+    return max(_warps(points, 32 if f.narrow else 16), min(4, _warps(points, 8)))
 
 
-def _block_rows(rows: int, length: int, least: int) -> int:
+def _block_rows(f: _Rows, length: int, least: int) -> int:
     """Rows of a block that holds whole rows: enough for its threads, few enough to occupy the
     device."""
     x = max(least, 1)
-    while x * length < 1024 and rows // (2 * x) >= BUSY:
+    while x * length < 1024 and f.rows // (2 * x) >= f.busy:
         x *= 2
-    return min(x, power(rows))
+    return min(x, power(f.rows))
 
 
 # ------------------------------------------------------------------------------------ memory access

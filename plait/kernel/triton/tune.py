@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.triton.tiles import MAX_WARPS, Tile, plan_tile, power
+from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, plan_tile, power
 from plait.schedule.legalize.linear import LinearKernel
 
 MAX_TILES = 14
@@ -19,9 +19,10 @@ MAX_ROW = 1 << 16
 """The longest row that is tried as one block."""
 
 
-def candidates(linear: LinearKernel) -> tuple[Tile, ...]:
-    """The planned tile first, then up to MAX_TILES - 1 others."""
-    first = plan_tile(linear)
+def candidates(linear: LinearKernel, busy: int = BUSY) -> tuple[Tile, ...]:
+    """The planned tile first, then up to MAX_TILES - 1 others. busy: programs that fill the
+    device."""
+    first = plan_tile(linear, busy)
     others = _reductions(first) if linear.rvars else _pointwise(first)
     return tuple(dict.fromkeys((first, *(t for t in others if _fits(t)))))[:MAX_TILES]
 

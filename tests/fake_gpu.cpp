@@ -159,6 +159,7 @@ struct CUDAHooks : at::CUDAHooksInterface {  // autograd's engine asks for them
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  void init() const override {}
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;

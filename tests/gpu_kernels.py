@@ -1,5 +1,5 @@
 """Random kernels of the Triton target against the slow reference: `python -m tests.gpu_kernels
-FIRST COUNT`.
+FIRST COUNT [GPU]`, where GPU is a name such as sm_80 or gfx942.
 
 A log_softmax of rows too long for a block comes first. They run on a GPU, built and launched as
 those of a program are; with TRITON_INTERPRET=1 in Triton's interpreter instead. Prints the seeds
@@ -23,6 +23,7 @@ from plait.ir.dtypes import f32
 from plait.ir.expr import evaluate
 from plait.ir.loops import Load, loop_vars, node
 from plait.kernel.null.run import run_kernel
+from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
@@ -140,6 +141,7 @@ def long_rows(runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
 def main() -> None:
     """Command line: see the module's docstring."""
     first, count = int(sys.argv[1]), int(sys.argv[2])
+    gpu = GPUS[sys.argv[3] if len(sys.argv) > 3 else "sm_80"]
     device = os.environ.get("TRITON_INTERPRET") != "1"
     with tempfile.TemporaryDirectory() as folder:
         if device:
@@ -148,7 +150,7 @@ def main() -> None:
             from tests.triton_tools import Runner
 
             def runner(kernels: list[Kernel]) -> Callable[..., int]:
-                return Runner(kernels, Path(folder))
+                return Runner(kernels, Path(folder), gpu)
 
         found = [f"long rows: {text}"] if (text := long_rows(runner)) else []
         found += wrong(range(first, first + count), runner, device)

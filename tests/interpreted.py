@@ -152,7 +152,7 @@ def _interpret(pipeline: Any) -> None:
         lines = [s if s.startswith("kernel(") else s.replace("cuda:0", "cpu") for s in lines]
         return load_program(read("\n".join(lines)), parts)
 
-    os.environ["PLAIT_GPU_ARCH"] = "sm_90"
+    os.environ.setdefault("PLAIT_GPU_ARCH", "sm_90")
     generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]
     importlib.import_module("plait.wrapper.fxnodes").triton_function = _triton_function  # type: ignore[attr-defined]
     torch.cuda.current_device, torch.cuda.set_device = _current_gpu, _choose_gpu

@@ -21,7 +21,7 @@ const std::string kCopy = "damaged.plait";
 std::string refusal() {
   try {
     const plait::PackageFile file(kCopy, true);
-    plait::choose_variant(file, "", 0);
+    plait::choose_variant(file, "", "");
     return "";
   } catch (const plait::PackageError& e) {
     return std::string(e.what()).substr(kCopy.size() + 2);

@@ -124,40 +124,49 @@ def test_programs_for_the_interpreter_are_those_of_a_gpu() -> None:
 @pytest.mark.parametrize(
     "file", ["test_fuzz_graphs", "test_models", "test_opinfo", "test_optimizers"]
 )
-def test_suite(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+def test_suite(file: str, gpu: str, tmp_path: Path) -> None:
     marked = [] if file == "test_opinfo" else ALL  # its slow samples would take hours
-    passes([f"tests/{file}.py", *marked], 18, tmp_path, timeout=3000, TRITON_INTERPRET="1")
+    passes(
+        [f"tests/{file}.py", *marked],
+        18,
+        tmp_path,
+        timeout=3000,
+        TRITON_INTERPRET="1",
+        PLAIT_GPU_ARCH=gpu,
+    )
 
 
-def builds(args: list[str], at_least: int, n_cubins: int, capability: str, folder: Path) -> None:
+def builds(args: list[str], at_least: int, n_cubins: int, gpu: str, folder: Path) -> None:
     """As `passes`, with the kernels compiled to at least so many cubins."""
     passes(
         args,
         at_least,
         folder / "pytest",
         timeout=3000,
-        PLAIT_GPU_ARCH=f"sm_{capability}",
+        PLAIT_GPU_ARCH=gpu,
         PLAIT_CACHE_DIR=str(folder),
     )
     assert len(list(folder.glob("cubins/*/*.cubin"))) >= n_cubins
 
 
 @needs_triton
-def test_sample_builds(tmp_path: Path) -> None:
-    builds(["tests/test_models.py", "-k", "step and bert"], 1, 12, "100", tmp_path)
+@pytest.mark.parametrize("gpu", ["sm_100", "gfx942"])
+def test_sample_builds(gpu: str, tmp_path: Path) -> None:
+    builds(["tests/test_models.py", "-k", "step and bert"], 1, 12, gpu, tmp_path)
 
 
 @needs_triton
 def test_casts_of_float8_build(tmp_path: Path) -> None:
     casts = "(read_as_eager or rounded_as_eager) and float32"
-    builds(["tests/test_float8.py", "-k", casts], 8, 8, "90", tmp_path)
+    builds(["tests/test_float8.py", "-k", casts], 8, 8, "sm_90", tmp_path)
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90", "100"])
-def test_everything_builds(capability: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
+def test_everything_builds(gpu: str, tmp_path: Path) -> None:
     suites = [f"tests/test_{s}.py" for s in ("models", "fuzz_graphs", "optimizers")]
     # What PyTorch captures of Muon is 3e-4 from eager where PyTorch itself runs it (backend
     # "aot_eager").
-    builds([*suites, *ALL[:-1], f"{NAMED} and not Muon"], 150, 300, capability, tmp_path)
+    builds([*suites, *ALL[:-1], f"{NAMED} and not Muon"], 150, 300, gpu, tmp_path)

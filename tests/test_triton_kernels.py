@@ -100,8 +100,9 @@ def test_constants_are_what_they_say(tmp_path: Path) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("first, n", [(8000, 5), pytest.param(7000, 24, marks=pytest.mark.slow)])
-def test_random_kernels_in_the_interpreter(first: int, n: int) -> None:
-    out = run("-m", "tests.gpu_kernels", str(first), str(n), TRITON_INTERPRET="1")
+@pytest.mark.parametrize("gpu", ["sm_80", "gfx942"])
+def test_random_kernels_in_the_interpreter(first: int, n: int, gpu: str) -> None:
+    out = run("-m", "tests.gpu_kernels", str(first), str(n), gpu, TRITON_INTERPRET="1")
     assert f"{n} kernels interpreted, 0 wrong" in out
 
 

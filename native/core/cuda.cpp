@@ -1,4 +1,4 @@
-// native/core/cuda.cpp: the CUDA driver's entry points, and kernels made of cubins.
+// native/core/cuda.cpp: the CUDA driver's entry points, and kernels made of compiled images.
 #include "core/cuda.h"
 
 #include <dlfcn.h>
@@ -16,8 +16,7 @@ enum FunctionAttribute : int {
 constexpr int kMaxSharedOptIn = 97;  // a device attribute
 constexpr uint32_t kSharedWithoutOptIn = 48 << 10;
 constexpr uint64_t kMaxGrid = (uint64_t{1} << 31) - 1;
-// No device has so many; 32 times it is a number.
-constexpr uint32_t kThreadsOfWarp = 32, kMaxWarps = 1024;
+constexpr uint32_t kMaxWarps = 1024;  // no device has so many; a warp's lanes times it is a number
 constexpr uint32_t kPortableCluster = 8;
 constexpr int kSpread = 1;  // a cluster scheduling policy
 constexpr size_t kScratchPointers = 2;
@@ -30,12 +29,41 @@ void find(void* library, F& entry, const char* name, bool required = true) {
     throw DriverError(kNoDriver, std::string("the CUDA driver has no ") + name +
                                      "; it is older than what plait needs");
 }
+
+const char* machine_library() {
+  constexpr const char* kCuda = "libcuda.so.1";
+  constexpr const char* kHip[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
+  for (const char* name : kHip)
+    if (dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return name;
+  if (dlopen(kCuda, RTLD_NOW)) return kCuda;
+  for (const char* name : kHip)
+    if (dlopen(name, RTLD_NOW)) return name;
+  return kCuda;
+}
+
+int architecture_of(const Driver& driver, std::string* name, int device) {
+  constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
+  int major = 0, minor = 0;
+  int code = driver.device_attribute(&major, kMajor, device);
+  if (code == 0) code = driver.device_attribute(&minor, kMinor, device);
+  *name = "sm_" + std::to_string(10 * major + minor);
+  return code;
+}
 }  // namespace
 
 Driver::Driver(const char* library) {
   // Stays open: kernels use it to the end.
-  void* handle = library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (!handle) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
+  library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (!library_) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
+  if (dlsym(library_, "hipInit"))
+    find_hip();
+  else
+    find_cuda();
+  check(init(0), "cuInit");
+}
+
+void Driver::find_cuda() {
+  void* handle = library_;
   find(handle, init, "cuInit");
   find(handle, error_string, "cuGetErrorString");
   find(handle, current_device, "cuCtxGetDevice");
@@ -43,6 +71,11 @@ Driver::Driver(const char* library) {
   find(handle, retain_context, "cuDevicePrimaryCtxRetain");
   find(handle, set_context, "cuCtxSetCurrent");
   find(handle, device_attribute, "cuDeviceGetAttribute");
+  architecture = architecture_of;
+  lanes_of_warp = [](int* lanes) {
+    *lanes = 32;
+    return 0;
+  };
   find(handle, load_module, "cuModuleLoadData");
   find(handle, unload_module, "cuModuleUnload");
   find(handle, function, "cuModuleGetFunction");
@@ -64,11 +97,10 @@ Driver::Driver(const char* library) {
   find(handle, synchronize, "cuCtxSynchronize");
   find(handle, allocate, "cuMemAllocAsync", false);
   find(handle, free, "cuMemFreeAsync", false);
-  check(init(0), "cuInit");
 }
 
 const Driver& Driver::machine() {
-  static const Driver driver("libcuda.so.1");
+  static const Driver driver(machine_library());
   return driver;
 }
 
@@ -96,12 +128,14 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
   if (facts.num_ctas == 0 || facts.num_warps == 0 || facts.num_warps > kMaxWarps)
     throw std::runtime_error(symbol_ + ": " + std::to_string(facts.num_ctas) + " blocks of " +
                              std::to_string(facts.num_warps) + " warps are no kernel's facts");
+  int lanes = 0;
   driver_.check(driver_.load_module(&module_, image), symbol_);
   try {
     driver_.check(driver_.function(&function_, module_, symbol_.c_str()), symbol_);
     check_parameters();
     prepare_shared(facts.shared);
     prepare_attributes();
+    driver_.check(driver_.lanes_of_warp(&lanes), symbol_);
   } catch (...) {
     driver_.unload_module(module_);
     throw;
@@ -109,7 +143,7 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
   config_ = {.grid_x = 0,
              .grid_y = 1,
              .grid_z = 1,
-             .block_x = kThreadsOfWarp * facts.num_warps,
+             .block_x = static_cast<uint32_t>(lanes) * facts.num_warps,
              .block_y = 1,
              .block_z = 1,
              .shared = facts.shared,

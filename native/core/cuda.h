@@ -1,6 +1,7 @@
-// native/core/cuda.h: compiled GPU kernels, loaded and launched through the CUDA driver.
+// native/core/cuda.h: compiled GPU kernels, loaded and launched through the CUDA driver, or through
+// AMD's HIP, whose functions stand in the same places (hip.cpp).
 //
-// Needs neither CUDA headers nor a driver to build: libcuda is found when first asked for, so one
+// Needs neither headers nor a driver to build: the library is found when first asked for, so one
 // binary serves machines with and without a GPU. Everything that a launch needs besides its
 // arguments is prepared when the kernel is loaded; a launch copies nothing but the grid and the
 // stream. A current context is the caller's business.
@@ -87,7 +88,8 @@ struct CopyParams {
 // The entry points of one driver library.
 class Driver {
  public:
-  // The machine's own driver, opened once. Throws DriverError where there is none.
+  // The machine's own driver, opened once: HIP if it is loaded already (by torch for ROCm), else
+  // CUDA or what there is. Throws DriverError where there is none.
   static const Driver& machine();
   explicit Driver(const char* library);
   Driver(const Driver&) = delete;
@@ -121,6 +123,8 @@ class Driver {
   int (*retain_context)(void**, int);
   int (*set_context)(void*);
   int (*device_attribute)(int*, int, int);
+  int (*lanes_of_warp)(int*);                             // of the current device
+  int (*architecture)(const Driver&, std::string*, int);  // of a device: "sm_90", "gfx942"
   int (*load_module)(Module*, const void*);
   int (*unload_module)(Module);
   int (*function)(Function*, Module, const char*);
@@ -145,6 +149,8 @@ class Driver {
   int (*free)(void*, Stream);
 
  private:
+  void find_cuda();
+  void find_hip();
   void* symbol(const char* name) const;
   void* library_;
 };

@@ -51,14 +51,19 @@ bool cpu_runs(const std::string& isa) {
 
 // sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on
 // later ones of its generation too; ptx_80 on it and all later ones.
-bool gpu_runs(const std::string& gpu, int capability) {
+// gfx942 on that one.
+bool gpu_runs(const std::string& gpu, const std::string& here) {
+  if (gpu == here) return true;
+  if (gpu.starts_with("gfx") || !here.starts_with("sm_")) return false;
   const int made_for = std::atoi(gpu.c_str() + gpu.find('_') + 1);
+  const int capability = std::atoi(here.c_str() + 3);
   if (gpu.starts_with("ptx_")) return capability >= made_for;
-  return capability == made_for ||
-         (made_for < 90 && capability > made_for && capability / 10 == made_for / 10);
+  return made_for < 90 && capability > made_for && capability / 10 == made_for / 10;
 }
 
-bool is_gpu(const std::string& name) { return name.starts_with("sm_") || name.starts_with("ptx_"); }
+bool is_gpu(const std::string& name) {
+  return name.starts_with("sm_") || name.starts_with("ptx_") || name.starts_with("gfx");
+}
 
 // The parts of a machine's name: "avx2+sm_90".
 std::vector<std::string> parts_of(const std::string& machine) {
@@ -224,17 +229,17 @@ bool Manifest::wants_gpu() const {
 }
 
 const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted,
-                                        int capability) {
+                                        const std::string& gpu) {
   std::string have, lacking;
   for (const Manifest::Variant& v : file.manifest().variants) {
     have += (have.empty() ? "" : ", ") + v.machine;
     if (!wanted.empty() && v.machine != wanted) continue;
     std::string lacks;
     for (const std::string& part : parts_of(v.machine)) {
-      if (is_gpu(part) ? gpu_runs(part, capability) : cpu_runs(part)) continue;
-      lacks = !is_gpu(part)     ? "this CPU lacks " + part
-              : capability == 0 ? "there is no GPU here that torch can use"
-                                : "no kernels for this GPU (sm_" + std::to_string(capability) + ")";
+      if (is_gpu(part) ? gpu_runs(part, gpu) : cpu_runs(part)) continue;
+      lacks = !is_gpu(part) ? "this CPU lacks " + part
+              : gpu.empty() ? "there is no GPU here that torch can use"
+                            : "no kernels for this GPU (" + gpu + ")";
     }
     if (lacks.empty()) return v;
     lacking = lacks;

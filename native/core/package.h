@@ -62,9 +62,9 @@ class PackageFile {
 };
 
 // The variant that fits this machine best, by what it has: the instruction set of its CPU, and a
-// GPU of this compute capability (0: none). wanted: the machine of a variant, or "". Throws
+// GPU of this name ("sm_90", "gfx942"; "": none). wanted: the machine of a variant, or "". Throws
 // PackageError with what is missing.
 const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted,
-                                        int capability);
+                                        const std::string& gpu);
 
 }  // namespace plait

@@ -1,4 +1,5 @@
-// native/torch/accelerator.cpp: torch's CUDA entry points, found at run time.
+// native/torch/accelerator.cpp: torch's CUDA entry points, found at run time; torch for ROCm has
+// them under the same names.
 #include "accelerator.h"
 
 #include <dlfcn.h>
@@ -12,6 +13,7 @@ using CurrentStream = int (*)(int32_t device, void** stream);
 CurrentStream current_stream() {
   static const CurrentStream found = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!library) library = dlopen("libtorch_hip.so", RTLD_NOW | RTLD_NOLOAD);
     return library ? reinterpret_cast<CurrentStream>(
                          dlsym(library, "aoti_torch_get_current_cuda_stream"))
                    : nullptr;

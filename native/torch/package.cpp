@@ -46,20 +46,19 @@ void retarget(Plan& plan, const std::string& device) {
 
 // The GPU that is asked for, or the current one; none if torch cannot use any.
 std::optional<c10::Device> find_gpu(const std::string& wanted) {
-  dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);  // C++ programs need not have linked it
+  for (const char* name : {"libtorch_cuda.so", "libtorch_hip.so"})
+    dlopen(name, RTLD_NOW | RTLD_GLOBAL);  // C++ programs need not have linked it
   if (!at::hasCUDA()) return {};
   at::globalContext().lazyInitDevice(c10::kCUDA);
   const c10::Device device(wanted.empty() ? "cuda" : wanted);
   return device.has_index() ? device : c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice();
 }
 
-int capability_of(c10::Device device) {
-  constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
+std::string architecture_of(c10::Device device) {
   const cuda::Driver& driver = cuda::Driver::machine();
-  int major = 0, minor = 0;
-  driver.check(driver.device_attribute(&major, kMajor, device.index()), "cuDeviceGetAttribute");
-  driver.check(driver.device_attribute(&minor, kMinor, device.index()), "cuDeviceGetAttribute");
-  return major * 10 + minor;
+  std::string name;
+  driver.check(driver.architecture(driver, &name, device.index()), "the GPU's name");
+  return name;
 }
 
 void require_versions(const PackageFile& file) {
@@ -120,7 +119,7 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     file.fail("it was made for a GPU and is to run on " + device);
   bind([&] {
     const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
-    variant = &choose_variant(file, machine, gpu ? capability_of(*gpu) : 0);
+    variant = &choose_variant(file, machine, gpu ? architecture_of(*gpu) : "");
     plan = read_plan(file.section(variant->plan));
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);

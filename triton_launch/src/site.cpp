@@ -327,16 +327,15 @@ std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen
 
 Request Site::request_of(const Asked& asked, const Specialization& specialization,
                          const Settings& chosen) const {
-  constexpr int major_of_capability = 75, minor_of_capability = 76;
-  int device = 0, major = 0, minor = 0;
+  int device = 0;
+  std::string gpu;
   driver.check(driver.current_device(&device), "cuCtxGetDevice");
-  driver.check(driver.device_attribute(&major, major_of_capability, device),
-               "cuDeviceGetAttribute");
-  driver.check(driver.device_attribute(&minor, minor_of_capability, device),
-               "cuDeviceGetAttribute");
+  driver.check(driver.architecture(driver, &gpu, device), "cuDeviceGetAttribute");
+  if (!gpu.starts_with("sm_"))
+    throw std::runtime_error("kernels are launched from C++ on NVIDIA's GPUs, this one is " + gpu);
   return {function->file, function->name, specialization.text,
           options_text(signature, options_of(signature, asked.call.launch.options, chosen)),
-          10 * major + minor};
+          std::stoi(gpu.substr(3))};
 }
 
 const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) const {

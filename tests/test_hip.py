@@ -1,0 +1,131 @@
+"""Kernels and programs for AMD's GPUs, without one: what the driver is told against its own header
+and against what code objects say of their kernels, and results against eager."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.config import Config
+from plait.kernel.triton.dialects import AMD, DIALECTS, NVIDIA
+from plait.kernel.triton.target import TritonTarget
+from tests.gpu_rows import kernel_of
+from tests.test_native_cuda import FLAGS
+from tests.test_recordings import fake_gpu_flags
+from tests.test_triton_kernels import ROOT, TRITON, needs_triton, run
+
+HEADERS = TRITON / "triton" / "backends" / "amd" / "include"
+COMPILE = """
+
+from dataclasses import replace
+from pathlib import Path
+from plait.config import Config
+from plait.kernel.triton.dialects import GPUS
+from tests.test_cubin import JOB
+
+folder, *names = sys.argv[1:]
+pool = CubinPool(2)
+jobs = [replace(JOB, gpu=GPUS[name]) for name in names]
+for name, made in zip(names, pool.compile(jobs, Config(cache_dir=folder))):
+    Path(folder, name).write_bytes(made.image)
+    print(name, made.symbol, made.num_warps, made.shared)
+pool.stop()
+"""
+SAID = """\
+{gpu}
+error: double: argument 1 has no address (1)
+error: double: a grid of 2147483648 programs is more than the device takes
+error: double: a block of {twice} threads, it was compiled for {threads} (1)
+error: double: needs 70000 bytes of shared memory, the device has 65536
+error: missing: no kernel missing (1)
+error: double: no ELF file (1)
+1
+"""
+WORDS = (
+    "global_buffer 4096 global_buffer 8192 by_value 1000 global_buffer 0 global_buffer 0".strip()
+)
+DONE = f"""\
+launch double 8 1 1 {{threads}} 1 1 0 stream 5: {WORDS}
+node double 3 1 1 {{threads}} 1 1 0 stream 22: {WORDS}
+unload
+launch together double 1 1 1 {{threads}} 1 1 0 stream 0: {WORDS}
+unload
+unload
+unload
+unload
+"""
+
+
+def fake_driver(folder: Path) -> Path:
+    """The library, in a folder of its own."""
+    path = folder / "libamdhip64.so"
+    source = str(ROOT / "tests" / "fake_hip.cpp")
+    args = ("-isystem", str(HEADERS), "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o")
+    subprocess.run([*FLAGS, *args, str(path), source], check=True, timeout=120)
+    return path
+
+
+def test_every_dialect_has_all_instructions() -> None:
+    assert {tuple(d.instructions) for d in DIALECTS.values()} == {tuple(NVIDIA.instructions)}
+    assert not any("asm" in text for text in AMD.instructions.values())
+
+
+@pytest.mark.parametrize("gpu, warps", [("gfx942", 4), ("gfx1100", 8), ("sm_80", 8)])
+def test_a_block_has_as_many_threads_whatever_a_warp_is(gpu: str, warps: int) -> None:
+    kernel = kernel_of("softmax", 4096)
+    (job,) = TritonTarget().emit([kernel], frozenset(), Config(gpu_arch=gpu)).units
+    assert (job.num_warps, job.gpu.name, job.early) == (warps, gpu, False)
+
+
+@needs_triton
+def test_the_driver_is_told_what_it_wants(tmp_path: Path) -> None:
+    """Of every GPU that has a name, the code object is its own."""
+    names = run("-c", COMPILE, str(tmp_path), *AMD.gpus).splitlines()
+    assert names == [f"{name} double 4 0" for name in AMD.gpus]
+    driver, program, log = fake_driver(tmp_path), tmp_path / "program", tmp_path / "log"
+    core = ROOT / "native" / "core"
+    sources = (ROOT / "tests" / "native_hip.cpp", core / "cuda.cpp", core / "hip.cpp")
+    flags = ("-fsanitize=undefined", "-o", str(program))
+    subprocess.run([*FLAGS, *flags, *map(str, sources)], check=True, timeout=120)
+    for name, gpu in AMD.gpus.items():
+        log.unlink(missing_ok=True)
+        done = subprocess.run(
+            [program, driver, tmp_path / name, "4", "0"],
+            env={**os.environ, "FAKE_HIP_LOG": str(log), "FAKE_HIP_ARCH": name},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        threads = 4 * gpu.lanes
+        assert done.stdout == SAID.format(gpu=name, threads=threads, twice=2 * threads)
+        assert log.read_text() == DONE.format(threads=threads)
+
+
+@needs_triton
+@pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None,
+    reason="torch has a GPU of its own",
+)
+@pytest.mark.parametrize("gpu", ["gfx942", pytest.param("gfx1100", marks=pytest.mark.slow)])
+def test_programs_are_launched(gpu: str, tmp_path: Path) -> None:
+    """Packages are written, loaded and run through a driver that checks each launch."""
+    env = {"PLAIT_CACHE_DIR": str(tmp_path / "cache")}
+    run("-m", "tests.hip_programs", "write", str(tmp_path), gpu, **env)
+    torch_gpu, runtime = tmp_path / "libfakegpu.so", tmp_path / "libtorch_hip.so"
+    empty = ("-x", "c++", "-Wl,--no-as-needed", os.devnull, "-x", "none")
+    for path, *args in (
+        (torch_gpu, str(ROOT / "tests" / "fake_gpu.cpp"), "-lc10", "-ltorch_cpu"),
+        (runtime, *empty, str(torch_gpu)),
+    ):
+        build = [*fake_gpu_flags(), f"-Wl,-soname,{path.name}", "-o", str(path), *args]
+        subprocess.run(build, check=True, timeout=300)
+    preloaded = f"{torch_gpu} {fake_driver(tmp_path)}"
+    done = run(
+        "-m", "tests.hip_programs", "run", str(tmp_path),
+        **env, LD_PRELOAD=preloaded, FAKE_TORCH=str(runtime), FAKE_HIP_ARCH=gpu,
+        TRITON_INTERPRET="1",
+    )  # fmt: skip
+    assert "8 programs, 9 kernels launched" in done

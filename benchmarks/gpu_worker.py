@@ -241,7 +241,8 @@ class BareLaunches:
 
     def _library(self, path: Path) -> ctypes.CDLL:
         native = HERE.parent / "native"
-        sources = [str(HERE / "bare_launch.cpp"), str(native / "core" / "cuda.cpp")]
+        core = native / "core"
+        sources = [str(f) for f in (HERE / "bare_launch.cpp", core / "cuda.cpp", core / "hip.cpp")]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-I", str(native)]
         subprocess.run(["g++", *flags, "-o", str(path), *sources, "-ldl"], check=True)
         library = ctypes.CDLL(str(path))

@@ -134,7 +134,7 @@ def main() -> None:
         native = ROOT / "native"
         launch = ROOT / "triton_launch"
         sources = [ROOT / "benchmarks" / "jit_launch.cpp", *(launch / "src").glob("*.cpp")]
-        sources += [native / "core" / "cuda.cpp", native / "core" / "cubins.cpp"]
+        sources += [native / "core" / f"{name}.cpp" for name in ("cuda", "hip", "cubins")]
         subprocess.run(
             [
                 "g++",

@@ -77,7 +77,7 @@ def test_every_dialect_has_all_instructions() -> None:
 @pytest.mark.parametrize("gpu, warps", [("gfx942", 4), ("gfx1100", 8), ("sm_80", 8)])
 def test_a_block_has_as_many_threads_whatever_a_warp_is(gpu: str, warps: int) -> None:
     kernel = kernel_of("softmax", 4096)
-    (job,) = TritonTarget().emit([kernel], frozenset(), Config(gpu_arch=gpu)).units
+    (job,) = TritonTarget().emit([kernel], frozenset(), Config(gpu_arch=gpu), {}).units
     assert (job.num_warps, job.gpu.name, job.early) == (warps, gpu, False)
 
 

@@ -58,7 +58,7 @@ def test_launches(tmp_path: Path) -> None:
     tests, core = ROOT / "tests", ROOT / "native" / "core"
     driver, program, log = tmp_path / "libfake.so", tmp_path / "program", tmp_path / "log"
     build("-shared", "-fPIC", "-o", str(driver), str(tests / "fake_cuda.cpp"))
-    sources = (tests / "native_cuda.cpp", core / "cuda.cpp")
+    sources = (tests / "native_cuda.cpp", core / "cuda.cpp", core / "hip.cpp")
     build("-fsanitize=undefined", "-o", str(program), *map(str, sources))
     done = subprocess.run(
         [program, driver],

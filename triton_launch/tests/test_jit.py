@@ -44,7 +44,7 @@ FLAGS = [
     "g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
     "-pthread", "-I", str(ROOT / "native"), *INCLUDES,
 ]  # fmt: skip
-SOURCES = [*sorted(SRC.glob("*.cpp")), CORE / "cuda.cpp", CORE / "cubins.cpp"]
+SOURCES = [*sorted(SRC.glob("*.cpp")), *(CORE / f"{n}.cpp" for n in ("cuda", "hip", "cubins"))]
 
 LIBRARY = ROOT / "plait" / "lib" / "libplait_core.so"
 

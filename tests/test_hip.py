@@ -74,7 +74,7 @@ def test_every_dialect_has_all_instructions() -> None:
     assert not any("asm" in text for text in AMD.instructions.values())
 
 
-@pytest.mark.parametrize("gpu, warps", [("gfx942", 4), ("gfx1100", 8), ("sm_80", 8)])
+@pytest.mark.parametrize("gpu, warps", [("gfx942", 8), ("gfx1100", 16), ("sm_80", 16)])
 def test_a_block_has_as_many_threads_whatever_a_warp_is(gpu: str, warps: int) -> None:
     kernel = kernel_of("softmax", 4096)
     (job,) = TritonTarget().emit([kernel], frozenset(), Config(gpu_arch=gpu), {}).units

@@ -20,11 +20,12 @@ from tests.test_triton_kernels import ROOT, TRITON, needs_triton, run
 
 HEADERS = TRITON / "triton" / "backends" / "amd" / "include"
 COMPILE = """
-
+import sys
 from dataclasses import replace
 from pathlib import Path
 from plait.config import Config
 from plait.kernel.triton.dialects import GPUS
+from plait.runtime.cubin_pool import CubinPool
 from tests.test_cubin import JOB
 
 folder, *names = sys.argv[1:]

@@ -1,10 +1,11 @@
-"""What tracing without Dynamo makes of numbers that are found at run time.
+"""What tracing makes of numbers that are found at run time, where torch alone would fail on them.
 
-Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it
-becomes a `select`. A number of which something is asserted (`torch._check`) and that is not used
-otherwise stays in the graph, for else nothing could be checked. And `divmod` takes sizes. In torch
-2.11 what counts and finds (`unique`, `bincount`) gets its element types here, for Dynamo too, and
-in all versions packed sequences get their sizes.
+- Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet:
+  `IndexByFound` reads by a `select` instead.
+- Inside `numbers_kept`, a number that is only asserted of (`torch._check`) stays in the graph, and
+  sizes have a `divmod`, a min and a max.
+- Inside `mended_tracing`, torch neither looks for symbols that stand in no node nor drops
+  assertions.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 
 import torch
 import torch.fx.node
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import GraphModule
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
-from plait import compat
+from plait.compat import fake_shapes
 from plait.compat.shared import Shared
+
+fake_shapes.correct()
 
 
 class IndexByFound(TorchFunctionMode):
@@ -189,48 +190,3 @@ def _undo() -> None:
 
 mended_tracing = Shared(_mend, _undo)
 """Inside, no node of a graph need hold such symbols, and assertions stay in it."""
-
-
-def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """A shape function of an operator that counts, which gives all results the element type of what
-    is counted."""
-
-    def run(mode: Any, op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = shapes(mode, op, x, *args, **kwargs)
-        if isinstance(made, tuple):
-            return made[0], *(y.new_empty(y.shape, dtype=torch.int64) for y in made[1:])
-        weights = args[0] if args else kwargs.get("weights")
-        kept = (
-            torch.int64
-            if weights is None
-            else torch.float32
-            if weights.dtype == torch.float32
-            else torch.float64
-        )
-        return made.new_empty(made.shape, dtype=kept)
-
-    return run
-
-
-def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Shapes of packed sequences: as many rows as all have together, and a number for each step.
-    PyTorch's own function takes the rows for those of one sequence."""
-    env = mode.shape_env
-    if env is None or not env.allow_dynamic_output_shape_ops:
-        raise DynamicOutputShapeException(op)
-    rows, steps = env.create_unbacked_symint(), env.create_unbacked_symint()
-    for n in (rows, steps):
-        symbolic_shapes._constrain_range_for_size(n)
-    return x.new_empty((rows, *x.shape[2:])), lengths.new_empty((steps,), dtype=torch.int64)
-
-
-_shapes = fake_impls.op_implementations_dict
-_shapes[aten._pack_padded_sequence.default] = _packed
-if compat.versions.BEFORE_2_13:
-    for _op in (
-        aten.bincount.default,
-        aten._unique2.default,
-        aten.unique_dim.default,
-        aten.unique_consecutive.default,
-    ):
-        _shapes[_op] = _typed(_shapes[_op])

@@ -1,0 +1,60 @@
+"""Sizes and element types of fake results that torch gets wrong.
+
+`correct` puts in shape functions of our own: for packed sequences in all versions, for what counts
+and finds (`unique`, `bincount`) in torch 2.11 and 2.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.experimental import symbolic_shapes
+
+from plait.compat import versions
+
+aten = torch.ops.aten
+_COUNTING = (
+    aten.bincount.default, aten._unique2.default, aten.unique_dim.default,
+    aten.unique_consecutive.default,
+)  # fmt: skip
+
+
+def correct() -> None:
+    """From now on fake tensors use these functions; called once."""
+    shapes = fake_impls.op_implementations_dict
+    shapes[aten._pack_padded_sequence.default] = _packed
+    if versions.BEFORE_2_13:
+        shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
+
+
+def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """A shape function of an operator that counts, which gives all results the element type of what
+    is counted."""
+
+    def run(mode: Any, op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = shapes(mode, op, x, *args, **kwargs)
+        if isinstance(made, tuple):
+            return made[0], *(y.new_empty(y.shape, dtype=torch.int64) for y in made[1:])
+        weights = args[0] if args else kwargs.get("weights")
+        if weights is None:
+            return made.new_empty(made.shape, dtype=torch.int64)
+        kept = torch.float32 if weights.dtype == torch.float32 else torch.float64
+        return made.new_empty(made.shape, dtype=kept)
+
+    return run
+
+
+def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+    """Shapes of packed sequences: as many rows as all have together, and a number for each step.
+    PyTorch's own function takes the rows for those of one sequence."""
+    env = mode.shape_env
+    if env is None or not env.allow_dynamic_output_shape_ops:
+        raise DynamicOutputShapeException(op)
+    rows, steps = env.create_unbacked_symint(), env.create_unbacked_symint()
+    for n in (rows, steps):
+        symbolic_shapes._constrain_range_for_size(n)
+    return x.new_empty((rows, *x.shape[2:])), lengths.new_empty((steps,), dtype=torch.int64)

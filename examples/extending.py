@@ -1,4 +1,5 @@
-"""A library with operators, a graph pass and a kernel target of its own, behind plait:
+"""A library with operators, a graph pass, a kernel target and a kind of device of its own, behind
+plait:
 
     python examples/extending.py
 
@@ -8,15 +9,22 @@ Everything is registered from outside of plait's tree. The program runs as eager
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 from plait import extend
+from plait.compile import compile_texts
 from plait.config import Config
+from plait.devices import DEVICES
+from plait.graph.captured import Captured
 from plait.ir.loops import Node
 from plait.ir.maths import exp, where
 from plait.kernel.cpu.target import CppTarget
+from plait.kernel.null.target import NullTarget
 from plait.kernel.target import Choices, Source
 from plait.lower.core import Lowering, View
 from plait.lower.pointwise import elementwise
@@ -89,6 +97,24 @@ class Counted(CppTarget):
         return super().emit(kernels, unaligned, cfg, choices)
 
 
+# -------------------------------------------------------------------------------- a kind of device
+class Listed(NullTarget):
+    """Kernels as the text of what they do, for a device that has no compiler yet."""
+
+    name = "listed"
+
+
+def kernels_for_a_new_device() -> str:
+    """The kernels of a softmax there; no such device need be at hand."""
+    row = replace(DEVICES["cpu"], target="listed", eager_cpu=False, kernel_file="4_kernels.txt")
+    extend.device("mtia", row, Listed())
+    with FakeTensorMode():
+        x = torch.empty(64, 1000, device="mtia")
+        graph = make_fx(lambda x: (torch.softmax(x, -1),), tracing_mode="fake")(x)
+    _, made = compile_texts(Captured(graph, "new_0", "inference"), Config())
+    return made.sources["mtia"].text
+
+
 def model(x: torch.Tensor) -> torch.Tensor:
     return soft_mean(soft_step(x + 1, 0.5).neg().neg()) * 2
 
@@ -102,6 +128,7 @@ def main() -> None:
         extend.kernel_target("cpu", before)
     torch.testing.assert_close(got, model(x))
     plait.explain(model, x)
+    print(kernels_for_a_new_device())
     print(f"{Counted.kernels} kernel")
 
 

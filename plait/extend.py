@@ -1,4 +1,5 @@
-"""The doors for code outside the tree: a lowering, a decomposition, a graph pass, a kernel target.
+"""The doors for code outside the tree: a lowering, a decomposition, a graph pass, a kernel target,
+a kind of device.
 
 Each registers for the process, before anything that needs it is compiled; what is compiled already
 stays as it is. A mistake raises UserError where it is made. `examples/extending.py` goes through
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from plait import compat
+from plait.devices import DEVICES, Facts
 from plait.errors import UserError
 from plait.ir.ops import OPS, SPECIAL
 from plait.kernel.target import Target
@@ -22,6 +25,8 @@ from plait.lower.graph import load_rules
 from plait.pipelines import ADDED, GRAPH, GraphPass
 
 Rule = Callable[..., Any]
+MACHINES = frozenset(facts.machine for facts in DEVICES.values())
+"""Options that name the machine which kernels are built for."""
 
 
 def lowering(*ops: OpOverload | HigherOrderOperator) -> Callable[[Rule], Rule]:
@@ -82,6 +87,33 @@ def graph_pass(name: str) -> Callable[[GraphPass], GraphPass]:
     return register
 
 
+def device(kind: str, facts: Facts, target: Target) -> None:
+    """Adds a row of facts for a kind of device, by torch's name for it, and the target that makes
+    its kernels. The host must see its memory: programs for it are launched as those of the CPU are,
+    by the wrapper "python".
+
+    Raises UserError for a kind that torch does not know or that has a row, for a row that no
+    program could keep, and as `kernel_target` does.
+    """
+    try:
+        known = torch.device(kind)
+    except RuntimeError:
+        raise UserError(f"a row for {kind!r}, which is no device of torch") from None
+    if known.type != kind:
+        raise UserError(f"a row for one device, {kind!r}", hint=f"name the kind: {known.type!r}")
+    if kind in DEVICES:
+        raise UserError(f"a second row for {kind!r}", hint="kernel_target changes the target")
+    if not facts.is_host or facts.streams:
+        raise UserError(f"a row for {kind!r} whose memory the host does not see")
+    if facts.target != target.name:
+        raise UserError(f"the row for {kind!r} names {facts.target!r}, not {target.name!r}")
+    if facts.machine not in MACHINES:
+        hint = f"options that name a machine are {', '.join(sorted(MACHINES))}"
+        raise UserError(f"the row for {kind!r} names the option {facts.machine!r}", hint=hint)
+    _check_table(target)
+    DEVICES[kind], TARGETS[kind] = facts, target
+
+
 def kernel_target(kind: str, target: Target) -> Target:
     """Makes `target` the one that makes kernels for a kind of device, such as "cpu"; returns the
     one before, which may be registered again. What it builds must be what the programs of this kind
@@ -95,14 +127,18 @@ def kernel_target(kind: str, target: Target) -> Target:
         raise UserError(
             f"a kernel target for {kind!r}", hint=f"kinds of devices are {', '.join(TARGETS)}"
         )
+    _check_table(target)
+    TARGETS[kind] = target
+    return before
+
+
+def _check_table(target: Target) -> None:
     wrong = {*OPS, *SPECIAL} ^ set(target.table)
     if wrong:
         raise UserError(
             f"the table of kernel target {target.name!r} and plait/ir/ops.py differ in "
             f"{', '.join(sorted(wrong))}"
         )
-    TARGETS[kind] = target
-    return before
 
 
-__all__ = ["decomposition", "graph_pass", "kernel_target", "lowering"]
+__all__ = ["decomposition", "device", "graph_pass", "kernel_target", "lowering"]

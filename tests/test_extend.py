@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 from plait import compat, extend, pipelines
+from plait.compile import compile_texts
 from plait.config import Config
+from plait.devices import DEVICES, Facts
 from plait.errors import UserError
 from plait.graph.captured import Captured
 from plait.kernel.cpu.target import CppTarget
 from plait.kernel.null.target import NullTarget
+from plait.kernel.targets import TARGETS
 from plait.lower import core
+from plait.wrapper.python import load_python, make_python
 
 aten = torch.ops.aten
 EXAMPLE = Path(__file__).parent.parent / "examples" / "extending.py"
@@ -32,6 +38,7 @@ def test_the_example_is_one_kernel() -> None:
     assert done.returncode == 0, done.stderr
     assert "-> 1 kernel, 0 calls of PyTorch's own operators" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 kernel"
+    assert "def plait_softmax_" in done.stdout
     assert "neg" not in done.stdout
 
 
@@ -132,3 +139,51 @@ def test_a_kernel_target_has_every_operation() -> None:
     assert {*NullTarget.table} == {*CppTarget.table}
     before = extend.kernel_target("cpu", CppTarget())
     assert isinstance(extend.kernel_target("cpu", before), CppTarget)
+
+
+ROW = replace(DEVICES["cpu"], target="null", eager_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "error"),
+    [
+        ("abacus", ROW, "'abacus', which is no device of torch"),
+        ("mtia:0", ROW, "a row for one device, 'mtia:0'"),
+        ("cpu", ROW, "a second row for 'cpu'"),
+        ("mtia", replace(ROW, is_host=False), "whose memory the host does not see"),
+        ("mtia", replace(ROW, streams=True), "whose memory the host does not see"),
+        ("mtia", DEVICES["cpu"], "names 'cpp', not 'null'"),
+        ("mtia", replace(ROW, machine="year"), "names the option 'year'"),
+    ],
+)
+def test_a_row_that_cannot_be_kept(kind: str, row: Facts, error: str) -> None:
+    before = dict(DEVICES)
+    with pytest.raises(UserError, match=error):
+        extend.device(kind, row, NullTarget())
+    assert before == DEVICES
+
+
+def test_a_device_needs_every_operation_too() -> None:
+    class Holes(NullTarget):
+        table: ClassVar = {k: v for k, v in NullTarget.table.items() if k != "exp"}
+
+    with pytest.raises(UserError, match=r"'null' and plait/ir/ops\.py differ in exp"):
+        extend.device("mtia", ROW, Holes())
+
+
+def test_a_program_for_a_new_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program, with the CPU's memory in place of the device's, runs as eager does."""
+    monkeypatch.setitem(DEVICES, "mtia", ROW)  # taken away afterwards
+    monkeypatch.setitem(TARGETS, "mtia", NullTarget())
+    del DEVICES["mtia"]
+    extend.device("mtia", ROW, NullTarget())
+    f = lambda x: (torch.softmax(x * 2, -1),)
+    with FakeTensorMode():
+        gm = make_fx(f, tracing_mode="fake")(torch.empty(4, 8, device="mtia"))
+    program, made = compile_texts(Captured(gm, "inference_0", "inference"), Config())
+    libraries = {"mtia": TARGETS["mtia"].build(made.sources["mtia"], Config()).library}
+    source = make_python(program, libraries)
+    assert "libraries['mtia']" in source and "device='mtia'" in source
+    source = source.replace("device='mtia'", "device='cpu'").replace(", 'mtia')", ", 'cpu')")
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(load_python(source, libraries, (), ())(x), f(x))

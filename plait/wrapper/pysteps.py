@@ -220,7 +220,8 @@ def _define_kernel(m: Statements, i: ins.DefineKernel) -> None:
     checks = "".join(f"({c.error}, {c.message!r}), " for c in i.checks)
     given = f", ({checks.rstrip()})" if checks else ""
     if facts_of(i.device).is_host:
-        made = f"rt.kernel(libraries['cpu'], {i.name!r}{given})"
+        kind = i.device.partition(":")[0]
+        made = f"rt.kernel(libraries[{kind!r}], {i.name!r}{given})"
     else:
         made = f"rt.GpuKernel(libraries['cuda'], {i.name!r}, {i.device!r})"
     m.setup.append(f"{m.names.variable(i.name)} = {made}")

@@ -141,9 +141,8 @@ def min_cut_partition(
 
 def backed_values(shape_env: Any) -> dict[Any, Any]:
     """What the symbols of sizes are in the example inputs; the table itself."""
-    named = (
-        "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
-    )  # the older name
+    # The older name.
+    named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
     found: dict[Any, Any] = getattr(shape_env, named)
     return found
 

@@ -41,9 +41,8 @@ def fold_constants(gm: GraphModule) -> int:
             continue  # it fails when the program runs, as in eager
         if not isinstance(result, torch.Tensor):
             continue
-        value = settled(
-            result, value_of(node)
-        )  # even where the operator is a view: constants never alias
+        # Even where the operator is a view: constants never alias.
+        value = settled(result, value_of(node))
         name = f"_folded_{folded}"
         while hasattr(gm, name):
             name += "_"
@@ -70,9 +69,8 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
     if not isinstance(numel, int) or numel > MAX_NUMEL:
         return False
     layout = torch.empty_strided(value.shape, value.stride(), device="meta")
-    return (
-        torch._debug_has_internal_overlap(layout) == 0
-    )  # an overlapping result has no memory of its own to fill
+    # An overlapping result has no memory of its own to fill.
+    return torch._debug_has_internal_overlap(layout) == 0
 
 
 def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:

@@ -23,9 +23,8 @@ def merge_common(gm: GraphModule) -> int:
     kept_memory = escaping(gm.graph)
     merged = 0
     for node in list(gm.graph.nodes):
-        if not is_pure(node) or node.meta.get(
-            "unbacked_bindings"
-        ):  # what makes a size is needed to tell it
+        # What makes a size is needed to tell it.
+        if not is_pure(node) or node.meta.get("unbacked_bindings"):
             continue
         key = _key(node)
         if key is None:

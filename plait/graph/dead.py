@@ -16,14 +16,11 @@ from torch.fx import GraphModule, Node
 from plait.graph.edit import shape_env_of
 
 _CHECK = "aten::_linalg_check_errors"
-if (
-    effects._get_effect(_CHECK) is None
-):  # torch 2.11 takes it for pure, and drops it while it traces
+# torch 2.11 takes it for pure, and drops it while it traces.
+if effects._get_effect(_CHECK) is None:
     effects._register_effectful_op(_CHECK, effects._EffectType.ORDERED)
-_EFFECTS = (
-    torch.ops.higher_order.with_effects,
-    torch.ops.aten._assert_async.default,
-)  # torch takes them for pure
+# torch takes them for pure.
+_EFFECTS = (torch.ops.higher_order.with_effects, torch.ops.aten._assert_async.default)
 
 
 def drop_dead(gm: GraphModule) -> int:

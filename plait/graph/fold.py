@@ -30,9 +30,8 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
     that keep their value for good. One that is returned and still has users has become a constant
     for these as well."""
     frozen = _norms_into_weights(gm, weights)
-    known = {
-        node: frozenset((node,)) for node in weights
-    }  # node -> the weights that its value is made of
+    # Node -> the weights that its value is made of.
+    known = {node: frozenset((node,)) for node in weights}
     values = dict(weights)
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
@@ -101,9 +100,8 @@ def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -
             continue
         x, weight, bias, *geometry = conv.args
         given = [n for n in (weight, bias, gamma, beta, mean, var) if n is not None]
-        if geometry[3] or any(
-            n not in weights for n in given
-        ):  # [3]: transposed, with channels elsewhere
+        # [3]: transposed, with channels elsewhere.
+        if geometry[3] or any(n not in weights for n in given):
             continue
         old = weights[weight]
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():

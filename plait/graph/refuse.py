@@ -32,12 +32,8 @@ from plait.errors import refusal
 from plait.graph.edit import last_frame
 
 LIST = Path(__file__).parent / "eager_dtypes.txt"
-_OURS = (
-    "plait",
-    "torch",
-    "contextlib",
-    "functools",
-)  # between a check and the user's line in a stack
+# Between a check and the user's line in a stack.
+_OURS = ("plait", "torch", "contextlib", "functools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +223,8 @@ def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device
     where = next((x.device for _, x in given if not facts_of(x.device).is_host), None)
     if where is None:
         return torch.device("cpu")
-    if (
-        facts_of(where).streams and torch.cuda.is_available()
-    ):  # an index into nothing would break its context
+    # An index into nothing would break its context.
+    if facts_of(where).streams and torch.cuda.is_available():
         return None if any(guard_or_false(n == 0) for _, x in given for n in x.shape) else where
     mixed = len({x.dtype for name, x in given if name not in taken.others}) > 1
     return torch.device("cpu") if mixed else None

@@ -29,9 +29,8 @@ def split_log_softmax(joint: GraphModule) -> int:
 def _splits(node: Node) -> bool:
     x, dim = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
     size = x.shape[dim] if x.dim() > 0 else 0
-    same = (
-        x.stride() == value_of(node).stride()
-    )  # so that views of the result are views of what takes its place
+    # So that views of the result are views of what takes its place.
+    same = x.stride() == value_of(node).stride()
     return isinstance(size, int) and size > 0 and same
 
 

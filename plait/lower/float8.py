@@ -60,9 +60,8 @@ def _saturating() -> bool:
 def _format(dtype: DType) -> Format | None:
     form = FORMATS.get(dtype)
     if dtype == f8e4m3fn and form is not None and _saturating():
-        return replace(
-            form, limit=464.0, over=0x7E
-        )  # 464 lies between the largest number and what would follow it
+        # 464 lies between the largest number and what would follow it.
+        return replace(form, limit=464.0, over=0x7E)
     return form
 
 

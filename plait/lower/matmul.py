@@ -229,9 +229,8 @@ def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
     on a GPU in full float32, where vendors' kernels that add a bias are the slow ones."""
     if ctx.facts().eager_cpu or not ctx.cfg.kernels or a.dtype != f32:
         return False
-    if (
-        torch.backends.cuda.matmul.fp32_precision == "tf32"
-    ):  # says what the older switches chose, too
+    # Says what the older switches chose, too.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return False
     return len(bias.shape) == 1 or bias.shape[0] == 1
 

@@ -543,9 +543,8 @@ def _pow_any(ctx: Lowering, x: Operand, exponent: Operand) -> View:
 def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
     if not common_dtype((x, exponent)).is_float:
         raise NoRule("an integer power with an exponent that is not constant")
-    doubles = (
-        common_dtype((x, exponent)) == f64 and not ctx.facts().eager_cpu
-    )  # pow is the nearer there
+    # `pow` is nearer there.
+    doubles = common_dtype((x, exponent)) == f64 and not ctx.facts().eager_cpu
     if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2 and not doubles:
         return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))
     return elementwise(ctx, row("pow"), (x, exponent), rounds=rounds_all)

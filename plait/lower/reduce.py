@@ -300,9 +300,8 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         lost = isnan(m2.load(ops, i))
         if expr.may_be_zero(axes.numel):
-            count = ops.cast(
-                ops.index(axes.numel), mean.dtype
-            )  # a float: of integers their ranges would decide
+            # A float: of integers their ranges would decide.
+            count = ops.cast(ops.index(axes.numel), mean.dtype)
             lost = lost | eq(count, ops.const(0, mean.dtype))
         nan = ops.const(float("nan"), mean.dtype)
         return ops.cast(where(lost, nan, mean.load(ops, i)), out)
@@ -339,9 +338,8 @@ def _vector_norm(
         return abs(ops.cast(ops.cast(e, out), compute))
 
     powers = kind == "sum" and p not in (0, 1)
-    if (
-        powers and axes.numel == 1
-    ):  # the norm of one element is its size, of which no power overflows
+    # The norm of one element is its size, of which no power overflows.
+    if powers and axes.numel == 1:
         return axes.restore(convert(ctx, axes.reduce(ctx, "max", size), out), keepdim)
     total = axes.reduce(ctx, kind, term)
     one = axes.reduce(ctx, "max", size) if powers and not expr.known_lt(1, axes.numel) else None

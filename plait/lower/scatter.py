@@ -176,9 +176,8 @@ def _reduced(
     base."""
     row = REDUCTIONS[_REDUCE[reduce]]
     base = x if include_self else put(x, row.identity(x.dtype), "store")
-    if (
-        reduce != "mean" or 0 in x.shape
-    ):  # the mean of nothing would drop the sum, and its check of indices
+    # The mean of nothing would drop the sum, and its check of indices.
+    if reduce != "mean" or 0 in x.shape:
         return put(base, src, row.op)
     total = put(base, src, "add")
     ones = ctx.pointwise(

@@ -240,9 +240,8 @@ def _slice(
 def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
     if is_found_size(ctx, start, length, x.shape[dim]):
-        raise NoRule(
-            "a part of a tensor that depends on its values"
-        )  # ATen checks that there is one
+        # ATen checks that there is one.
+        raise NoRule("a part of a tensor that depends on its values")
     return part(x, dim, wrap_index(start, x.shape[dim]), length)
 
 

@@ -128,9 +128,8 @@ def _register() -> Any:
         library.define(schema)
         library.impl(name, run, "CompositeExplicitAutograd")
         for lazy in ("Conjugate", "Negative"):
-            library.impl(
-                name, torch.library.fallthrough_kernel, lazy
-            )  # kernels are handed values by `generated`
+            # Kernels are handed values by `generated`.
+            library.impl(name, torch.library.fallthrough_kernel, lazy)
         torch.library.register_fake(f"plait::{name}", lambda *args, **kwargs: None, lib=library)
         has_side_effect(getattr(torch.ops.plait, name).default)
     return library

@@ -59,9 +59,8 @@ class _Pool:
         return sum(int(s["total_size"]) for s in snapshot(self.id))
 
 
-_shared: WeakValueDictionary[int, _Pool] = (
-    WeakValueDictionary()
-)  # by device; goes with the last recording
+# By device; goes with the last recording.
+_shared: WeakValueDictionary[int, _Pool] = WeakValueDictionary()
 
 
 def _shared_pool(device: int) -> _Pool:
@@ -113,9 +112,8 @@ class Capture:
         before, now = (self._shared, self._kept) if kept else (self._kept, self._shared)
         torch._C._cuda_endAllocateToPool(self._device, before.id)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, now.id)
-        torch._C._cuda_releasePool(
-            self._device, now.id
-        )  # the pool counts who holds it, and this is no holder
+        # The pool counts who holds it, and this is no holder.
+        torch._C._cuda_releasePool(self._device, now.id)
 
     def end(self) -> tuple[int, int, int, int]:
         """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of
@@ -144,9 +142,8 @@ class Capture:
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._device, self._shared.id)
             generator = torch.cuda.default_generators[self._device]
-            generator.graphsafe_set_state(
-                generator.clone_state()
-            )  # the old state waits for an end that never came
+            # The old state waits for an end that never came.
+            generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             self._leave()

@@ -82,9 +82,8 @@ class _Children:
         """Ends all that run; no other starts."""
         with self._lock:
             self._stopped = True
-            for child in (
-                self._running if self._process == os.getpid() else ()
-            ):  # a fork leaves them alone
+            # A fork leaves them alone.
+            for child in self._running if self._process == os.getpid() else ():
                 end_group(child.pid)
 
 

@@ -135,9 +135,8 @@ class Store:
             )
             warn_once(text, CacheWarning)
         else:
-            if key.startswith(
-                "0"
-            ):  # looking through the folder takes time: one build in sixteen does
+            # Looking through the folder takes time: one build in sixteen does.
+            if key.startswith("0"):
                 self.trim(MAX_BYTES)
             return made
         return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))

@@ -108,9 +108,8 @@ def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any]
     try:
         with tempfile.TemporaryDirectory(dir=roomy(folders), ignore_cleanup_errors=True) as name:
             tempfile.tempdir = name
-            only_last = str(
-                int(job["image"] != "ptx")
-            )  # the caller keeps what is made: no other stages on disk
+            # The caller keeps what is made: no other stages on disk.
+            only_last = str(int(job["image"] != "ptx"))
             ours = {
                 **_OURS,
                 "TRITON_STORE_BINARY_ONLY": only_last,

@@ -243,9 +243,8 @@ def _alone(store: Store) -> Iterator[str]:
         yield "" if _locked(handle) else f"another process has measured for {LOCK_S:.0f} s"
     finally:
         with suppress(OSError):
-            fcntl.flock(
-                handle, fcntl.LOCK_UN
-            )  # closing is not enough: a child that was forked inside has it open
+            # Closing is not enough: a child that was forked inside has it open.
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

@@ -54,9 +54,8 @@ class _Line:
         )
         if said[:1] == b"k":
             return said[1:]
-        raise UserError(
-            f"{who}: {said[1:].decode().rstrip()}"
-        )  # the reason, and Python's traceback
+        # The reason, and Python's traceback.
+        raise UserError(f"{who}: {said[1:].decode().rstrip()}")
 
     def fork(self) -> _Line:
         """Another process that has loaded what this one has."""

@@ -373,9 +373,8 @@ def _check_results(d: _Draft, step: Step) -> None:
 def _check_layout(d: _Draft, name: str, origin: str = "", copies: bool = False) -> None:
     """The check of a tensor that somebody else has made."""
     b = d.buffer(name)
-    dtype = (
-        b.dtype if name in d.typed or not origin else opaque
-    )  # operators look at the type themselves
+    # Operators look at the type themselves.
+    dtype = b.dtype if name in d.typed or not origin else opaque
     d.body.append(ins.AssertSizeStride(name, dtype, b.shape, b.strides, origin, copies))
 
 

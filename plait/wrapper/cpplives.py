@@ -13,14 +13,8 @@ from plait.ir.expr import Expr
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import bases_of, defined, used
 
-_MEMORY = (
-    ins.Launch,
-    ins.Place,
-    ins.Reuse,
-    ins.View,
-    ins.AssertAlignment,
-    ins.Free,
-)  # need no more than a pointer
+# Need no more than a pointer.
+_MEMORY = (ins.Launch, ins.Place, ins.Reuse, ins.View, ins.AssertAlignment, ins.Free)
 
 
 @dataclass(frozen=True)

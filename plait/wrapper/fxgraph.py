@@ -110,9 +110,8 @@ class FxGraph:
     ) -> Node:
         """The same with a value: what function makes of its arguments' values."""
         node = self.effect(function, args, kwargs, name)
-        with contextlib.suppress(
-            Exception
-        ):  # a courtesy, and operators may refuse fake tensors in any way
+        # A courtesy, and operators may refuse fake tensors in any way.
+        with contextlib.suppress(Exception):
             given = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = function(*given[0], **given[1])
         return node

@@ -262,9 +262,8 @@ def _call_extern(g: FxGraph, i: ins.CallExtern) -> None:
     op = known_operator(i.op)
     args, kwargs = g.arguments(i)
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
-    while (
-        len(args) < len(positional) and positional[len(args)] in kwargs
-    ):  # 'from' is no keyword for Python
+    # 'from' is no keyword for Python.
+    while len(args) < len(positional) and positional[len(args)] in kwargs:
         args.append(kwargs.pop(positional[len(args)]))
     lists = lists_of(op)
     several = lists != [False]

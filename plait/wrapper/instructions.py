@@ -481,6 +481,5 @@ class WrapperProgram:
     n_constants: int = 0
     n_callables: int = 0
     n_results: int | None = None
-    origins: tuple[tuple[str, str], ...] = field(
-        default=()
-    )  # kernel name -> source lines and ATen ops
+    # Kernel name -> source lines and ATen ops.
+    origins: tuple[tuple[str, str], ...] = field(default=())

@@ -140,10 +140,8 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
             and isinstance(i, ins.Symbol)
             and not {*used(i)} <= {n for j in parts[-1].body for n in defined(j)}
         ):
-            recorded, why = (
-                False,
-                f"a size of {used(i)[0]} is read",
-            )  # a replay would not see another one
+            # A replay would not see another one.
+            recorded, why = False, f"a size of {used(i)[0]} is read"
         if recorded != parts[-1].recorded:
             parts.append(_Part(recorded))
         parts[-1].body += [*waiting, i]
@@ -169,11 +167,8 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
 
 
 _WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
-_AFTER = (
-    ins.Free,
-    ins.AssertSizeStride,
-    ins.AssertAlignment,
-)  # belong to the work that they follow
+# Belong to the work that they follow.
+_AFTER = (ins.Free, ins.AssertSizeStride, ins.AssertAlignment)
 
 
 def _leave_results(

@@ -215,7 +215,7 @@ class Evaluate:
     def _reduction(self, op: Reduction) -> None:
         extents, rextents = self.extents(op.vars), self.extents(op.rvars)
         env = self.grid((*op.vars, *op.rvars), (*extents, *rextents))
-        flat = self.body(op.body, env).expand(*extents, *rextents)
+        flat = self.body(op.body, env).expand((*extents, *rextents))
         flat = flat.reshape(*extents, math.prod(rextents))
         for name, value in zip(op.outs, _reduced(op.kind, flat), strict=False):
             if name is not None:
@@ -249,13 +249,7 @@ class Evaluate:
     def _scan(self, op: Scan) -> None:
         extents = self.extents(op.vars)
         value = self.body(op.body, self.grid(op.vars, extents)).expand(extents)
-        fn = {
-            "sum": torch.cumsum,
-            "prod": torch.cumprod,
-            "max": torch.cummax,
-            "min": torch.cummin,
-            "logaddexp": torch.logcumsumexp,
-        }
+        fn = {"sum": torch.cumsum, "prod": torch.cumprod, "max": torch.cummax, "min": torch.cummin}
         found = fn[op.kind](value, op.axis)
         for name, v in zip(op.outs, found if op.kind in ("max", "min") else (found,), strict=False):
             if name is not None:

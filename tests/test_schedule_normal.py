@@ -4,6 +4,7 @@ that."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from plait.config import Config
 from plait.ir.dtypes import i64
@@ -76,3 +77,12 @@ def test_an_input_of_the_scatter_that_changes_before_the_sum_keeps_it_where_it_i
     plan = schedule(program, Config())
     check(plan, program)
     assert len(kernels(plan)) == 3
+
+
+def test_sums_of_one_minus_zero_begin_at_zero() -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.sum(), x.mean(), torch.var_mean(x, correction=0)[1], x.prod(), x.amax()
+
+    x = torch.tensor(-0.0)
+    found = torch.compile(f, backend="plait")(x)
+    assert [bool(v.signbit()) for v in found] == [bool(v.signbit()) for v in f(x)]

@@ -16,7 +16,7 @@ from plait.devices import facts_of
 from plait.ir import expr
 from plait.ir.dtypes import DType, b1, f64, i64
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import Node, apply
+from plait.ir.loops import Node
 from plait.ir.maths import eq, isnan, maximum, ne, sqrt, where
 from plait.ir.record import Recorder
 from plait.ir.reductions import REDUCTIONS
@@ -83,29 +83,7 @@ class Axes:
         def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
             return value(ops, x.load(ops, self.at(i, r)))
 
-        if not self.rshape:
-            return self._nothing_to_reduce(ctx, kind, body, outs)
         return ctx.reduction(self.shape, self.rshape, kind, body, outs)
-
-    def _nothing_to_reduce(
-        self, ctx: Lowering, kind: str, body: Callable[..., Node], outs: Sequence[bool]
-    ) -> tuple[View | None, ...]:
-        """A tensor without dimensions is its own reduction."""
-        dtype = body(Recorder(), (), ()).dtype
-
-        def fill(number: int, of: DType) -> View:
-            return ctx.pointwise((), of, lambda ops, i: ops.const(number, of))
-
-        if REDUCTIONS[kind].extreme:
-            return (fill(0, i64),)
-        same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
-        if kind == "welford":  # x - x is 0 for numbers and NaN for NaN and infinities
-            off = ctx.pointwise((), dtype, lambda ops, i: apply("sub", *[same.load(ops, ())] * 2))
-            return tuple(
-                v if want else None
-                for v, want in zip((same, off, fill(1, dtype)), outs, strict=True)
-            )
-        return (same,)
 
 
 # -------------------------------------------------------------------------------- sums and products

@@ -209,19 +209,16 @@ def _single(op: ir.Reduction) -> list[ir.Op]:
     x = op.body
     if op.kind == "welford":
         # x - mean is 0 for numbers and NaN for NaN and infinities.
-        off = ir.node("sub", (x, x))
-        return _pointwise(op, env, (x, ir.node("mul", (off, off)), ir.const(1, x.dtype)))
+        off = x - x
+        return _pointwise(op, env, (_alone(op), off * off, ir.const(1, x.dtype)))
     if REDUCTIONS[op.kind].extreme:
         return _pointwise(op, env, (ir.const(0, i64),))
     return _pointwise(op, env, (_alone(op),))
 
 
 def _alone(op: ir.Reduction | ir.Scan) -> ir.Node:
-    """The combination of one element: a sum begins at 0, so that of -0 is 0."""
-    x = op.body
-    return (
-        ir.node("add", (x, ir.const(0.0, x.dtype))) if op.kind == "sum" and x.dtype.is_float else x
-    )
+    """The combination of one element: a sum begins at 0, so that of -0 is 0, and so is a mean."""
+    return op.body + 0.0 if op.kind in ("sum", "welford") and op.body.dtype.is_float else op.body
 
 
 def _pointwise(

@@ -112,6 +112,7 @@ _CORE = Rates(
     min_outer=4, tiny_nbytes=4096,
 )  # fmt: skip
 # A whole Hopper device; units are programs, eight (or four) for each of its 132 multiprocessors.
+# Chosen with benchmarks/kernels_gpu.py (benchmarks/results/gpu-kernels.md).
 _HOPPER = Rates(
     cycles_a_ns=20000.0, cache_bytes_a_ns=5000.0, far_bytes_a_ns=3000.0, cache_nbytes=32 << 20,
     launch_ns=2500.0, split_nbytes=1 << 19, unit_nbytes=1 << 18, min_units=256, units=1024,

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+# A bound on compile time: chosen, not measured.
 MAX_POINTS = 1 << 24
 """Elements of the largest tensor that is computed while compiling."""
 

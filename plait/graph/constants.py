@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from plait.graph.edit import aten, escaping, is_pure, replace, value_of
 
+# A bound on compile time and on what a program holds: chosen, not measured.
 MAX_NUMEL = 4096
 
 _FRESH_COPIES = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default})

@@ -19,6 +19,7 @@ from plait.graph.constants import compute, settled
 from plait.graph.dead import drop_dead
 from plait.graph.edit import aten, escaping, is_pure, is_view, replace, value_of
 
+# Bounds on memory: chosen, not measured.
 MAX_GROWTH = 4
 """A folded value takes at most so many times the memory of the weights that it is made of."""
 SMALL_NBYTES = 1 << 16

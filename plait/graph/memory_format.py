@@ -31,6 +31,7 @@ _CONVOLUTIONS: dict[
 _RAW = frozenset(
     {aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default}
 )
+# No record of a measurement: a tensor core multiplies eight channels or more at once.
 FEW_CHANNELS = 4
 """Between so few channels on both sides there is nothing to gain inside of a tensor core."""
 

@@ -36,6 +36,7 @@ from plait.lower.wide import take_out_wide
 
 # A process that compiles without end must not grow without end: about 100 MB of expressions and
 # nodes.
+# A bound on memory, not a result of measuring.
 _MAX_INTERNED = 200_000
 
 

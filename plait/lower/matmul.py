@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 _LANES = 16  # of a vector of f32
 _ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
+# Where a copy pays on a GPU; no record of the measurement. benchmarks/gpu.py shows models with
+# odd rows (GPT-2's head of 50257).
 _MANY = 1 << 17  # elements of a matrix that is worth it
 _LONG = 64  # elements of a row that grows by an eighth at most
 _FLOPS = 512  # an element, that pay for one more copy of the matrix

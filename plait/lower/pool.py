@@ -29,6 +29,7 @@ from plait.lower.view import unflatten
 
 aten = torch.ops.aten
 
+# 3 x 3 x 3: a bound on a body's size, not a result of measuring.
 _MAX_TAPS = 27  # windows with more elements become reductions
 Point = tuple[Size, ...]
 Bounds = tuple[tuple[Size, Size], ...]  # (first, end) by dimension

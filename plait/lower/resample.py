@@ -26,6 +26,7 @@ from plait.lower.shape import all_of, compare, result
 
 aten = torch.ops.aten
 
+# A bound on a body's size, not a result of measuring.
 _MAX_TAPS = 24  # outputs of one input element, by dimension; more stay calls
 Taps = list[tuple[Node, Node]]  # (position, weight)
 

@@ -35,6 +35,7 @@ from plait.runtime.store import Built, Store, key_of
 from plait.runtime.toolchain import ToolchainFailed
 
 DEVICE = Path("/dev/nvidiactl")
+# Bounds on processes and on how long they stay: chosen, not measured.
 MAX_WORKERS = 16
 IDLE_S = 30.0
 """How long a worker waits for a job before it ends."""

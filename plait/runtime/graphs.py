@@ -19,6 +19,7 @@ import torch
 
 from plait.log import logger
 
+# Bounds on memory: chosen, not measured (tests/test_gpu_graphs.py).
 SHARE = 2
 """The recordings of a device may hold one part in so many of its memory."""
 SPARE_NBYTES = 256 << 20

@@ -32,6 +32,7 @@ from plait.runtime.trust import NOBODY_ELSE, Entry, Library, Trust, Untrusted, t
 
 T = TypeVar("T")
 
+# Chosen, not measured.
 MAX_BYTES = 512 << 20
 """Size of a folder above which old entries are dropped."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH

@@ -33,6 +33,7 @@ from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
 from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
+# What a user waits at most is chosen; benchmarks/tuning_gpu.py shows what it buys.
 KERNEL_S = 0.1
 """Time on the device for one kernel, all versions together, once each has run twice; two rounds are
 run at least."""

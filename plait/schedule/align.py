@@ -18,6 +18,7 @@ from plait.schedule.deps import extent
 Index = tuple[Size, ...]
 Env = dict[Atom, Size]
 Fresh = Callable[[Size], Expr]
+# A bound on compile time (tests/test_growth.py), not a result of measuring.
 MAX_SPLITS = 8
 
 

@@ -25,6 +25,8 @@ from plait.schedule.grouping import Grouping
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Fused, Reason, Refusal
 
+# Bounds keep compile time linear (tests/test_growth.py) and arguments few; they are no results of
+# measuring. Distances are chosen for the peak of memory (tests/test_memory.py).
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny

@@ -23,6 +23,7 @@ from plait.schedule.order import traffic, users_of
 from plait.schedule.plan import Fused, Reason
 from plait.schedule.work import CPU
 
+# Bounds keep compile time linear (tests/test_growth.py); they are no results of measuring.
 MAX_PARTS = 8
 MAX_HOSTS = 4  # earlier launches that are looked at
 FAR = 24  # steps back that are looked at

@@ -33,6 +33,8 @@ from plait.schedule.deps import (
     space,
 )
 
+# Bounds keep compile time linear; costs are in cycles of the op table and were not fitted by
+# themselves: benchmarks/kernels_cpu.py shows what they do, tests/test_growth.py the bounds.
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_LOADS = 4  # places of one body where a producer is spliced in
 MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results

@@ -23,6 +23,7 @@ from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.schedule.spans import Timeline
 
+# A line of memory; bounds on compile time and on waste (tests/test_memory.py) that were chosen.
 ALIGN = 64
 MAX_ENDS = 8  # expressions of which an offset is the largest
 SLACK_NBYTES = 1 << 18  # how much more than coming and going the arena may hold

@@ -13,6 +13,7 @@ from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, ScheduleNode, nodes
 
+# A bound on compile time (tests/test_growth.py), and a margin: neither is a result of measuring.
 MAX_GREEDY = 4000  # nodes beyond which only the program's order is looked at
 CLEARLY_LESS = 0.97  # of the peak of the program's order, which keeps data warmer
 

@@ -30,6 +30,7 @@ _RESERVED = frozenset(
     Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL plait_size plait_stride
     plait_offset plait_item plait_integer plait_bool plait_real plait_complex""".split()
 )
+# Chosen, not measured.
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
 
 

@@ -21,6 +21,8 @@ from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Store, column_programs
 
+# Points and warps were chosen on a Hopper device by benchmarks/kernels_gpu.py (its table
+# is results/gpu-kernels.md); what another tile would gain is measured by benchmarks/tuning_gpu.py.
 PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
 ONE_PASS_POINTS = 8192

@@ -123,7 +123,8 @@ def main() -> None:
     every = parser.parse_args().every
     pipeline: Any = importlib.import_module("plait.compile")
     pipeline.compile_graph = compile_both
-    pipeline.triton_version = lambda: "3.6.0"
+    target: Any = importlib.import_module("plait.kernel.triton.target")
+    target.triton_version = lambda: "3.6.0"
     capture: Any = importlib.import_module("plait.capture.program")
     capture.compile_graph = compile_both
     # The program is none of the executor's: AOTAutograd runs it.

@@ -69,7 +69,7 @@ class _NotLoaded:
 @pytest.fixture
 def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pipeline without its ends: nothing is built, nothing is loaded."""
-    monkeypatch.setattr(pipeline, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr("plait.kernel.triton.target.triton_version", lambda: "3.6.0")
     monkeypatch.setattr(pipeline, "_build", lambda sources, cfg: {})
     monkeypatch.setattr(pipeline, "WRAPPERS", {"native": lambda *args: _NotLoaded()})
     yield

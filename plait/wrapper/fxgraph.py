@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, assert_never
 
 import torch
@@ -20,7 +20,7 @@ from plait import compat
 from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES
-from plait.ir.expr import Atom, Expr, Size, free_symbols
+from plait.ir.expr import Atom, Expr, Size, fold, free_symbols
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
@@ -171,20 +171,14 @@ class FxGraph:
 def value_of(e: Size, symbol: Callable[[Atom], Any], apply: Callable[..., Any]) -> Any:
     """The value of an expression where apply(function, *values) computes and symbols have
     values."""
-    if not isinstance(e, Expr):
-        return e
-    terms = []
-    for mono, coefficient in e.terms:
-        factors = [] if coefficient == 1 else [coefficient]
-        for a in mono:
-            if a.kind == "sym":
-                factors.append(symbol(a))
-                continue
-            args = (value_of(x, symbol, apply) for x in (a.a, a.b))
-            value = apply(_FUNCTIONS[a.kind], *args)
-            factors.append(apply(torch.sym_ite, value, 1, 0) if a.kind in _COMPARISONS else value)
-        terms.append(reduce(partial(apply, operator.mul), factors))
-    return reduce(partial(apply, operator.add), terms + ([e.const] if e.const else []))
+
+    def atom(a: Atom) -> Any:
+        if a.kind == "sym":
+            return symbol(a)
+        value = apply(_FUNCTIONS[a.kind], *(value_of(x, symbol, apply) for x in (a.a, a.b)))
+        return apply(torch.sym_ite, value, 1, 0) if a.kind in _COMPARISONS else value
+
+    return fold(e, atom, None, partial(apply, operator.add), partial(apply, operator.mul))
 
 
 def _literal(o: ins.Literal) -> Arg:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from plait.config import Config
-from plait.kernel.triton.dialects import AMD, DIALECTS, NVIDIA
+from plait.kernel.triton.dialects import AMD, DIALECTS, GPUS, NVIDIA, gpu_of
 from plait.kernel.triton.target import TritonTarget
+from plait.runtime.cubin import Gpu
 from tests.gpu_rows import kernel_of
 from tests.test_native_cuda import FLAGS
 from tests.test_recordings import fake_gpu_flags
@@ -46,9 +48,7 @@ error: missing: no kernel missing (1)
 error: double: no ELF file (1)
 1
 """
-WORDS = (
-    "global_buffer 4096 global_buffer 8192 by_value 1000 global_buffer 0 global_buffer 0".strip()
-)
+WORDS = "global_buffer 4096 global_buffer 8192 by_value 1000 global_buffer 0 global_buffer 0"
 DONE = f"""\
 launch double 8 1 1 {{threads}} 1 1 0 stream 5: {WORDS}
 node double 3 1 1 {{threads}} 1 1 0 stream 22: {WORDS}
@@ -73,6 +73,23 @@ def fake_driver(folder: Path) -> Path:
 def test_every_dialect_has_all_instructions() -> None:
     assert {tuple(d.instructions) for d in DIALECTS.values()} == {tuple(NVIDIA.instructions)}
     assert not any("asm" in text for text in AMD.instructions.values())
+
+
+def test_a_device_may_be_newer_than_plait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch for ROCm says "cuda", and which GPU it is."""
+    found = {}
+    for name in ("sm_90", "sm_99", "gfx942", "gfx1151"):
+        monkeypatch.setattr("plait.kernel.triton.dialects.gpu_name", lambda device, name=name: name)
+        found[name] = gpu_of("cuda:0", Config())
+    assert found == {
+        "sm_90": GPUS["sm_90"], "sm_99": Gpu("cuda", 99, 32, "cubin"),
+        "gfx942": Gpu("hip", "gfx942", 64, "hsaco"), "gfx1151": Gpu("hip", "gfx1151", 32, "hsaco"),
+    }  # fmt: skip
+    monkeypatch.undo()
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert gpu_of("cuda:0", Config()) == GPUS["gfx942"]
 
 
 @pytest.mark.parametrize("gpu, warps", [("gfx942", 8), ("gfx1100", 16), ("sm_80", 16)])

@@ -46,13 +46,21 @@ class Dialect:
         return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
 
 
+def _gpu(name: str) -> Gpu:
+    """What Triton's compilers call a GPU."""
+    if name.startswith("gfx"):
+        return Gpu("hip", name, 64 if name.startswith("gfx9") else 32, "hsaco")
+    kind, _, number = name.partition("_")
+    return Gpu("cuda", int(number), 32, "ptx" if kind == "ptx" else "cubin")
+
+
 # The assembler ends the process at a number that it does not know.
 _CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 NVIDIA = Dialect(
     library="triton.language.extra.cuda",
     gpus={
-        **{f"ptx_{n}": Gpu("cuda", n, 32, "ptx") for n in _CAPABILITIES},
-        **{f"sm_{n}": Gpu("cuda", n, 32, "cubin") for n in _CAPABILITIES},
+        **{f"ptx_{n}": _gpu(f"ptx_{n}") for n in _CAPABILITIES},
+        **{f"sm_{n}": _gpu(f"sm_{n}") for n in _CAPABILITIES},
     },
     instructions={
         "p_ex2": """def p_ex2(x):
@@ -81,11 +89,8 @@ NVIDIA = Dialect(
 AMD = Dialect(
     library="triton.language.extra.hip",
     gpus={
-        **{n: Gpu("hip", n, 64, "hsaco") for n in ("gfx90a", "gfx942", "gfx950")},
-        **{
-            n: Gpu("hip", n, 32, "hsaco")
-            for n in ("gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
-        },
+        f"gfx{n}": _gpu(f"gfx{n}")
+        for n in ("90a", "942", "950", "1100", "1101", "1102", "1200", "1201")
     },
     instructions={
         "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
@@ -102,10 +107,11 @@ KNOWN_GPUS = f"numbers are {', '.join(map(str, _CAPABILITIES))}; of AMD {', '.jo
 
 
 def gpu_of(device: str, cfg: Config) -> Gpu:
-    """What kernels for a device are compiled for. Raises UserError for an option that is no such
-    name."""
-    name = gpu_name(device) if cfg.gpu_arch == "auto" else cfg.gpu_arch
-    if name not in GPUS:
+    """What kernels for a device are compiled for: the device at hand, which may be newer than what
+    is known here, or what the option names. Raises UserError for an option that is no such name."""
+    if cfg.gpu_arch == "auto":
+        return _gpu(gpu_name(device))
+    if cfg.gpu_arch not in GPUS:
         hint = f"auto, or a name such as sm_90, ptx_80 or gfx942; {KNOWN_GPUS}"
         raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
-    return GPUS[name]
+    return GPUS[cfg.gpu_arch]

@@ -3,20 +3,11 @@
 #include <string>
 
 #include "core/cuda.h"
+#include "expect_error.h"
 
 using namespace plait::cuda;
 
 namespace {
-template <class F>
-void expect_error(F f) {
-  try {
-    f();
-    std::printf("no error\n");
-  } catch (const std::exception& e) {
-    std::printf("error: %s\n", e.what());
-  }
-}
-
 KernelFacts facts(const char* symbol) {
   KernelFacts f;
   f.symbol = symbol;

@@ -6,20 +6,9 @@
 #include <string>
 
 #include "core/cuda.h"
+#include "expect_error.h"
 
 using namespace plait::cuda;
-
-namespace {
-template <class F>
-void expect_error(F f) {
-  try {
-    f();
-    std::printf("no error\n");
-  } catch (const std::exception& e) {
-    std::printf("error: %s\n", e.what());
-  }
-}
-}  // namespace
 
 int main(int, char** argv) {
   const Driver driver(argv[1]);

@@ -136,7 +136,7 @@ class _Process:
                     "(PLAIT_COMPILER_SECONDS)"
                 )
                 raise ToolchainFailed(text) from error
-            except Exception as error:  # noqa: BLE001  (whatever it is, nothing sensible can be read any more)
+            except Exception as error:  # noqa: BLE001  (nothing sensible can be read any more)
                 failure = error
                 self.close()
         raise ToolchainFailed(
@@ -257,7 +257,7 @@ class CubinPool:
                 made = process.compile(task)
                 task.store.put(task.key, made.to_bytes())  # whoever asks from now on finds it
                 tell = partial(task.result.set_result, made)
-            except BaseException as error:  # noqa: BLE001  (it is raised where the result is wanted)
+            except BaseException as error:  # noqa: BLE001  (raised where the result is wanted)
                 tell = partial(task.result.set_exception, error)
             with self._lock:
                 del self._pending[task.key]

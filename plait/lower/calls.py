@@ -17,9 +17,8 @@ import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.devices import facts_of
-from plait.errors import OperandError, PlaitError, Unsupported
+from plait.errors import PlaitError, Unsupported
 from plait.graph.edit import last_frame
-from plait.graph.refuse import CLONE, SHARED
 from plait.graph.streams import is_fence
 from plait.ir import expr, loops
 from plait.ir.calls import Extern, Scalar
@@ -35,11 +34,11 @@ from plait.lower.integers import define_functions
 from plait.lower.memory import strided, tensor_arg
 from plait.lower.symbols import to_size
 
-# What a rule may raise and still leave the compiler standing: the op becomes an extern call, with
-# the error as reason.
-_RULE_ERRORS = (
-    NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
-    TypeError, ValueError,
+# Mistakes of a rule leave the compiler standing: the op becomes an extern call, with the error as
+# reason.
+_MISTAKES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
 
 
@@ -84,11 +83,11 @@ def _called(calls: Calls, node: torch.fx.Node) -> Value:
         if ctx.mutations and node not in calls.last_fences:
             calls.last_fences.append(node)
             return None
-    ctx.node, ctx.origin = node, (_origin(node),)
+    ctx.current, ctx.origin = node, (_origin(node),)
     args = tuple(value_of(ctx, a) for a in node.args)
     kwargs = {k: value_of(ctx, v) for k, v in node.kwargs.items()}
     define_functions(ctx)  # before the first that relies on their ranges
-    value = _lower(calls, node, args, kwargs)
+    value = _lower(calls, args, kwargs)
     if bound:
         calls.found.bind(node, value, where_of(node))
     return value
@@ -115,18 +114,16 @@ def _size_of(ctx: Lowering, value: int | torch.SymInt | torch.SymBool) -> Size:
     return to_size(value)
 
 
-def _lower(
-    calls: Calls, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]
-) -> Value:
+def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
     ctx = calls.ctx
-    target: Any = node.target
+    node, target = ctx.node, ctx.node.target
     rule = RULES.get(target)
     if not ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
-        return _call_extern(ctx, node, args, kwargs, "kernels are switched off")
+        return _call_extern(ctx, args, kwargs, "kernels are switched off")
     if rule is None and isinstance(target, HigherOrderOperator) and not ctx.cfg.strict:
         return call_higher_order(ctx, target, args, kwargs)
     if rule is None:
-        return _call_extern(ctx, node, args, kwargs, "no lowering rule")
+        return _call_extern(ctx, args, kwargs, "no lowering rule")
     if target not in ANY_DTYPE:
         foreign = (
             _foreign_dtype(args)
@@ -134,7 +131,7 @@ def _lower(
             or _foreign_meta(node.meta.get("val"))
         )
         if foreign:
-            return _call_extern(ctx, node, args, kwargs, f"{foreign} elements")
+            return _call_extern(ctx, args, kwargs, f"{foreign} elements")
     # Others share these copies: they are made before what may be undone.
     near, named = _beside(calls, args), _beside(calls, kwargs)
     mark = ctx.mark()
@@ -143,15 +140,14 @@ def _lower(
         value = calls.found.in_own_memory(node, value)
         _check_devices(ctx, mark[0])
         return value
-    except OperandError:  # eager refuses it, too
+    except PlaitError:  # a call would be refused, too
         raise
-    except _RULE_ERRORS as e:
+    except (NoRule, *_MISTAKES) as e:
         ctx.undo(mark)
         if not isinstance(target, OpOverload):
             raise
-        failed = e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
-        reason = str(e) if isinstance(e, NoRule) else failed
-        return _call_extern(ctx, node, args, kwargs, reason)
+        reason = str(e) if isinstance(e, NoRule) else f"rule failed: {e!r}"
+        return _call_extern(ctx, args, kwargs, reason)
 
 
 def _beside(calls: Calls, values: Any) -> Any:
@@ -208,17 +204,11 @@ def _check_devices(ctx: Lowering, start: int) -> None:
 
 
 def _call_extern(
-    ctx: Lowering,
-    node: torch.fx.Node,
-    args: tuple[Value, ...],
-    kwargs: dict[str, Value],
-    reason: str,
+    ctx: Lowering, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str
 ) -> Value:
-    if not isinstance(node.target, OpOverload):
-        raise Unsupported(f"no lowering for {node.target}", where=where_of(node))
-    if reason == SHARED:  # ATen copies nothing to there
-        raise Unsupported(reason, where=where_of(node), hint=CLONE)
-    return call_extern(ctx, node, args, kwargs, fallback=True, reason=reason)
+    if not isinstance(ctx.node.target, OpOverload):
+        raise Unsupported(f"no lowering for {ctx.node.target}", where=ctx.where())
+    return call_extern(ctx, args, kwargs, reason)
 
 
 def _settle(calls: Calls, value: Value, val: Any) -> Value:

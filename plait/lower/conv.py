@@ -25,7 +25,6 @@ def convolution(
     padding: Sequence[Size], dilation: Sequence[Size], transposed: bool,
     output_padding: Sequence[Size], groups: Size,
 ) -> Any:  # fmt: skip
-    assert ctx.node is not None
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
     flops = product((2, *points, *weight.shape[1:]))
@@ -35,7 +34,7 @@ def convolution(
     apart = bias if kernels and x.dtype in (f16, bf16, f32) else None
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
-    out = call_extern(ctx, ctx.node, args, {}, fallback=False, flops=flops)
+    out = call_extern(ctx, args, {}, flops=flops)
     return out if apart is None else _biased(ctx, out, apart)
 
 
@@ -52,11 +51,10 @@ def _biased(ctx: Lowering, x: View, bias: View) -> View:
 
 @lower(aten.convolution_backward.default)
 def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest: Any) -> Any:
-    assert ctx.node is not None
     transposed, wanted = rest[4], rest[7]
     one = product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
     flops = one * sum(map(bool, wanted[:2]))
-    return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, flops=flops)
+    return call_extern(ctx, (grad, x, weight, *rest), {}, flops=flops)
 
 
 @lower(
@@ -66,9 +64,8 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
     aten._scaled_dot_product_cudnn_attention.default,
 )
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
-    assert ctx.node is not None
     flops = product((4, *q.shape, k.shape[-2]))
-    return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, flops=flops)
+    return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
 
 
 @lower(
@@ -80,7 +77,6 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
 def attention_backward(
     ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any
 ) -> Any:
-    assert ctx.node is not None
     flops = product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
+    return call_extern(ctx, args, kwargs, flops=flops)

@@ -137,7 +137,7 @@ class Lowering:
     bases: buffers that are memory of others, and of which.
     copies: of each buffer, what was copied of it, the copy, and how many operations stood before.
     env: the values of nodes.
-    node, origin: the node that is lowered now, and where it comes from.
+    current, origin: the node that is lowered now (see `node`), and where it comes from.
     """
 
     name: str
@@ -159,7 +159,7 @@ class Lowering:
     bases: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[tuple[View, View, int]]] = field(default_factory=dict)
     env: dict[torch.fx.Node, Value] = field(default_factory=dict)
-    node: torch.fx.Node | None = None
+    current: torch.fx.Node | None = None
     origin: tuple[str, ...] = ()
     _steps: dict[str, Fallback] = field(default_factory=dict)
 
@@ -167,17 +167,25 @@ class Lowering:
     def fell_back(self, rung: Rung, op: str, reason: str) -> None:
         """The current node's operator is called, for want of a rule. The first time of each
         operator is kept."""
-        where = self.origin[0].rpartition(" ")[0] if self.origin else ""
-        self._steps.setdefault(op, Fallback(rung, op, reason, where))
+        self._steps.setdefault(op, Fallback(rung, op, reason, self.where()))
 
     def steps(self) -> tuple[Fallback, ...]:
         """Every operator that was called for want of a rule, once, in the graph's order."""
         return tuple(self._steps.values())
 
     # ---- facts about the node being lowered
+    @property
+    def node(self) -> torch.fx.Node:
+        """The node that is lowered now."""
+        assert self.current is not None, "a rule is asked about a node"
+        return self.current
+
+    def where(self) -> str:
+        """The user's line that it comes from, "" if none is known."""
+        return self.origin[0].rpartition(" ")[0] if self.origin else ""
+
     def out_meta(self, k: int | None = None) -> torch.Tensor:
         """The fake tensor of the current node's result (of its k-th result)."""
-        assert self.node is not None
         val = self.node.meta["val"]
         out = val if k is None else val[k]
         assert isinstance(out, torch.Tensor)
@@ -197,7 +205,7 @@ class Lowering:
 
     def device(self) -> str:
         """Where the current node's first tensor is; the host where it makes none."""
-        val = None if self.node is None else self.node.meta.get("val")
+        val = None if self.current is None else self.current.meta.get("val")
         values = val if isinstance(val, (tuple, list)) else (val,)
         found = next((v for v in values if isinstance(v, torch.Tensor)), None)
         return "cpu" if found is None else device_name(found.device)

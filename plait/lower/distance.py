@@ -30,8 +30,7 @@ def cdist(ctx: Lowering, a: View, b: View, p: float, compute_mode: int | None) -
     """The p-norm of the difference of every row of a and every row of b. Batches were expanded."""
     rows = max(bounds(x.shape[-2])[1] for x in (a, b))
     if p == 2 and (compute_mode == 1 or (not compute_mode and rows > _ROWS)):
-        assert ctx.node is not None
-        return call_extern(ctx, ctx.node, (a, b, p, compute_mode), {}, fallback=False)
+        return call_extern(ctx, (a, b, p, compute_mode), {})
     if may_be_zero(a.shape[-1]) or a.shape[:-2] != b.shape[:-2]:
         raise NoRule("rows without coordinates, or batches that differ")
     compute = compute_dtype(a.dtype)

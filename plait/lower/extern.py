@@ -128,45 +128,38 @@ def _out_variant(op: OpOverload) -> tuple[str, tuple[str, ...]]:
 # call
 def call_extern(
     ctx: Lowering,
-    node: torch.fx.Node,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    fallback: bool,
     reason: str = "",
+    *,
     any_strides: bool = False,
     flops: Size = 0,
 ) -> Any:
-    """Records the call of node's own op on these arguments and returns its results as a rule would.
+    """Records the call of the current node's own op on these arguments and returns its results as
+    a rule would.
 
-    fallback: no rule exists or it declined, for `reason`: counted.
+    reason: why no loops stand for it, which is counted; "" where a rule chose the call.
     any_strides: operands need not have eager's strides. Products read operands of any strides.
     Others do not: the median of elements that share memory is wrong in torch 2.13.
     flops: its cost.
 
     Raises Unsupported for results that no program can hold (Python floats and bools).
     """
-    op = node.target
+    node, op = ctx.node, ctx.node.target
     assert isinstance(op, OpOverload), f"{op} is no operator"
+    plain = is_plain((args, kwargs)) and not _is_number_for_tensor(op, args)
+    fallback = bool(reason)
     if fallback:
-        plain = is_plain((args, kwargs)) and not _is_number_for_tensor(op, args)
-        ctx.fell_back("aten" if plain else "python", op_name(op), reason or "no lowering rule")
-    if not is_plain((args, kwargs)) or _is_number_for_tensor(op, args):
+        ctx.fell_back("aten" if plain else "python", op_name(op), reason)
+    if not plain:
         effectful = op_facts(op).effectful
         return call_python(
             ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful
         )
-    given = node.args, node.kwargs
+    given = None if any_strides else (node.args, node.kwargs)
+    val, used = node.meta.get("val"), _used(node)
     return call_op(
-        ctx,
-        op,
-        args,
-        kwargs,
-        node.meta.get("val"),
-        fallback=fallback,
-        given=None if any_strides else given,
-        flops=flops,
-        used=_used(node),
+        ctx, op, args, kwargs, val, fallback=fallback, given=given, flops=flops, used=used
     )
 
 
@@ -177,7 +170,7 @@ def call_op(
     kwargs: Mapping[str, Any],
     val: Any,
     *,
-    fallback: bool,
+    fallback: bool = False,
     given: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     flops: Size = 0,
     used: frozenset[int] | None = None,

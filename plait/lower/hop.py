@@ -102,7 +102,6 @@ def _copy_and_mutate(
     unusual."""
     if not isinstance(op, OpOverload) or any(b.dtype not in LOOP_DTYPES for b in bases):
         raise NoRule("an unusual mutable operator")
-    assert ctx.node is not None
     names, types = get_mutable_args(op)
     rest = dict(kwargs)
     tensors: list[Any] = list(bases)
@@ -122,7 +121,7 @@ def _copy_and_mutate(
     made = tuple(val[: len(val) - len(bases)])
     given = (), {k: v for k, v in ctx.node.kwargs.items() if k in rest and k not in views}
     single = len(op._schema.returns) <= 1
-    out = call_op(ctx, op, (), rest, made[0] if single else made, fallback=False, given=given)
+    out = call_op(ctx, op, (), rest, made[0] if single else made, given=given)
     return (*((out,) if single else out), *copies)
 
 
@@ -158,7 +157,6 @@ def _view_of(view: Any, copies: Sequence[View]) -> Any:
 @lower(hop.with_effects, any_dtype=True)
 def with_effects(ctx: Lowering, token: Any, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Calls keep their program order, so the token carries nothing."""
-    assert ctx.node is not None
     made = tuple(ctx.node.meta["val"])[1:]
     if not isinstance(op, OpOverload):
         raise Unsupported(f"an ordered effect of {op}")
@@ -170,7 +168,6 @@ def with_effects(ctx: Lowering, token: Any, op: Any, *args: Any, **kwargs: Any) 
         args,
         kwargs,
         (made[0] if made else None) if single else made,
-        fallback=False,
         given=given,
         effectful=True,
     )

@@ -130,9 +130,8 @@ def from_zero(size: Size) -> Size:
 
 @lower(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: Lowering, x: View, indices: Sequence[View | None]) -> Any:
-    assert ctx.node is not None
     if any(t is not None and t.dtype in (b1, u8) for t in indices):
-        return call_extern(ctx, ctx.node, (x, indices), {}, fallback=False)
+        return call_extern(ctx, (x, indices), {})
     how = indexing(x, indices)
     check = ctx.node.target is aten.index.Tensor
     if check:
@@ -351,17 +350,3 @@ def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
         return broadcast(v, ctx.out_shape())
 
     return result(ctx, body)
-
-
-# -------------------------------------------------------------------------------------------
-# unknown numbers of hits
-@lower(
-    aten.nonzero.default, aten.masked_select.default, aten.unique_consecutive.default,
-    aten._unique2.default, aten.unique_dim.default, aten.nonzero_static.default,
-    aten.repeat_interleave.Tensor, aten.bincount.default, any_dtype=True,
-)  # fmt: skip
-def data_dependent(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Results whose size depends on values: ATen makes them, plait reads the size off the
-    result."""
-    assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

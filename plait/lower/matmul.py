@@ -53,9 +53,8 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
 
 
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
-    assert ctx.node is not None
     args = tuple(_aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
-    out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, any_strides=True, flops=flops)
+    out = call_extern(ctx, args, kwargs, any_strides=True, flops=flops)
     _align_result(ctx, out.buf, flops)
     return out
 
@@ -101,7 +100,7 @@ def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
     fraction of their speed. None where rows are fine or the matrix is another."""
     each = _ROW_NBYTES // b.dtype.nbytes
     n = numel(b.shape)
-    if facts_of(b.device).eager_cpu or b.dtype not in (f16, bf16) or len(b.shape) < 2:
+    if not facts_of(b.device).streams or b.dtype not in (f16, bf16) or len(b.shape) < 2:
         return None
     if not isinstance(n, int) or n < _MANY or b.strides != contiguous_strides(b.shape):
         return None
@@ -130,7 +129,6 @@ def _fits_in_parts(node: torch.fx.Node) -> bool:
 
 def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
     """Whether the graph gives out a node that is the one asked for, or a view of it."""
-    assert ctx.node is not None
     for node in output_of(ctx.node.graph).all_input_nodes:
         while not is_it(node):
             if not is_view(node) or not isinstance(node.args[0], torch.fx.Node):
@@ -219,9 +217,8 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
             return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
         return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
     if beta == alpha == 1 and _is_added_apart(ctx, bias, a):
-        assert ctx.node is not None
         val = ctx.node.meta["val"]
-        product = call_op(ctx, aten.mm.default, (a, b), {}, val, fallback=False, flops=flops)
+        product = call_op(ctx, aten.mm.default, (a, b), {}, val, flops=flops)
         return _finished(ctx, product, bias, 1, 1)
     return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
 
@@ -229,7 +226,7 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
     """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows:
     on a GPU in full float32, where vendors' kernels that add a bias are the slow ones."""
-    if ctx.facts().eager_cpu or not ctx.cfg.kernels or a.dtype != f32:
+    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype != f32:
         return False
     # Says what the older switches chose, too.
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -259,13 +256,3 @@ def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: 
         return ops.cast(p, compute) * ops.cast(q, compute)
 
     return _finished(ctx, ctx.reduce(a.shape[:1], a.shape[1:], "sum", body), bias, beta, alpha)
-
-
-@lower(
-    aten.addbmm.default, aten._scaled_mm.default, aten._int_mm.default, aten._trilinear.default,
-    aten._grouped_mm.default, aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, any_dtype=True,
-)  # fmt: skip
-def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Products that only ATen knows."""
-    assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

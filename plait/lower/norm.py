@@ -290,7 +290,6 @@ def _batch_norm_inference(
     ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View,
     running_var: View, momentum: float, eps: float,
 ) -> tuple[View, ...]:  # fmt: skip
-    assert ctx.node is not None
     out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
     return (out, *(_nothing(ctx, k) for k in range(1, len(ctx.node.meta["val"]))))
 
@@ -299,11 +298,10 @@ def _batch_norm_inference(
 def _batch_norm_with_update(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """A call of ATen. The new running statistics have the dtypes of the old ones; tracing says
     another."""
-    assert ctx.node is not None
     *others, mean, var = ctx.node.meta["val"]
     old = [ctx.node.args[k].meta["val"].dtype for k in (3, 4)]  # type: ignore[union-attr]
     ctx.node.meta["val"] = (*others, mean.to(old[0]), var.to(old[1]))
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
+    return call_extern(ctx, args, kwargs)
 
 
 # -------------------------------------------------------------------------------------- weight norm

@@ -158,7 +158,7 @@ def results(
     outs: list[str | None] = []
     symbols: list[tuple[int, str]] = []
 
-    made = () if ctx.node is None else bindings(ctx.node)
+    made = () if ctx.current is None else bindings(ctx.current)
 
     def one(v: Any, wanted: bool, path: tuple[tuple[str, int], ...] = ()) -> Any:
         if isinstance(v, Mapping):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from plait import compat
-from plait.graph.refuse import SHARED, repeats
+from plait.errors import Unsupported
+from plait.graph.refuse import CLONE, SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, f64, i64
 from plait.ir.expr import Expr, Size
@@ -666,8 +667,7 @@ def _to_copy(
 ) -> Any:
     want = ctx.out_dtype()
     if ctx.device() != ctx.buffers[x.buf].device:
-        assert ctx.node is not None
-        return call_extern(ctx, ctx.node, (x,), ctx.node.kwargs, fallback=False, any_strides=True)
+        return call_extern(ctx, (x,), ctx.node.kwargs, any_strides=True)
     if x.dtype == want:
         return x
     if "8" in (x.dtype.kind, want.kind):
@@ -698,9 +698,8 @@ def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> Vie
         raise NoRule("a copy into something that is no input")
     if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
         raise NoRule(f"{src.dtype} to {x.dtype}")
-    assert ctx.node is not None
     if repeats(ctx.node.args[0].meta["val"]):  # type: ignore[union-attr]  # which elements were written is lost
-        raise NoRule(SHARED)
+        raise Unsupported(SHARED, where=ctx.where(), hint=CLONE)
     value = convert(ctx, src, x.dtype, x.shape)
     ctx.mutations.append((x.buf, value))  # views of it see what it held before
     return x if any(user.op == "output" for user in ctx.node.users) else value

@@ -84,7 +84,6 @@ def call_python(
     a rule would.
 
     Raises Unsupported for arguments that cannot be found and results that no program can hold."""
-    assert ctx.node is not None
     node, val = ctx.node, ctx.node.meta["val"]
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     fakes = pytree.tree_leaves((node.args, {k: node.kwargs[k] for k in kwargs}))

@@ -1,8 +1,8 @@
 """Rules for plait's own random operators; plait/runtime/philox.py says which bits belong to which
 element.
 
-`plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise
-functions of seed and position.
+`plait::seed` stays a call (`library.py`); the philox operators are pointwise functions of seed and
+position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from plait.ir.maths import cos, eq, log, mod, philox, sqrt, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.extern import call_extern
 from plait.lower.shape import result
 
 _M32 = 0xFFFFFFFF
@@ -30,12 +29,6 @@ _UNIFORM_BITS = {f32: 24, f16: 11, bf16: 8}
 
 Words = Callable[[int], Node]  # k -> word k of the element, an i64 in [0, 2**32)
 Formula = Callable[[Recorder, Words], Node]
-
-
-@lower(torch.ops.plait.seed.default)
-def seed(ctx: Lowering, device: torch.device) -> Any:
-    assert ctx.node is not None
-    return call_extern(ctx, ctx.node, (device,), {}, fallback=False)
 
 
 @lower(torch.ops.plait.within.default)

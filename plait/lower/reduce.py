@@ -148,7 +148,6 @@ _OF_SOMETHING = (
 def _need_elements(ctx: Lowering, axes: Axes) -> None:
     """Fails where nothing is reduced, which has no extremum. Decompositions look after that
     themselves."""
-    assert ctx.node is not None
     asked: Any = ctx.node.meta.get("original_aten", ctx.node.target)
     name = asked._schema.name.removeprefix("aten::")
     if name not in _OF_SOMETHING:

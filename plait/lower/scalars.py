@@ -15,7 +15,6 @@ aten = torch.ops.aten
 
 @lower(aten._local_scalar_dense.default, aten.item.default, no_loops=True)
 def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
-    assert ctx.node is not None
     val = ctx.node.meta["val"]
     made = bindings(ctx.node)
     if len(made) != 1:
@@ -31,7 +30,6 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
 
 @lower(aten._assert_scalar.default, no_loops=True)
 def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
-    assert ctx.node is not None
     given = ctx.node.args[0]
     val = given.meta["val"] if isinstance(given, torch.fx.Node) else given
     if isinstance(val, torch.SymBool) and not any(map(is_found_float, val.node.expr.free_symbols)):

@@ -203,12 +203,11 @@ _MISMATCH = "shape mismatch: value tensor cannot be broadcast to indexing result
 def index_put(
     ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> Any:
-    assert ctx.node is not None
     masks = [t for t in indices if t is not None and t.dtype in (b1, u8)]
     if masks:
         where = _put_where(ctx, x, indices, values) if not accumulate else None
         args = (x, indices, values, accumulate)
-        return where or call_extern(ctx, ctx.node, args, {}, fallback=False)
+        return where or call_extern(ctx, args, {})
     how = indexing(x, indices)
     check = ctx.node.target is aten.index_put.default
     if check:
@@ -378,10 +377,3 @@ def embedding_dense_backward(
         return (row, i[-1]), value
 
     return scatter_loop(ctx, zeros, grad.shape, "add", body)
-
-
-@lower(aten.put.default)
-def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Writes whose source position depends on all earlier hits."""
-    assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

@@ -223,7 +223,6 @@ def _only(at: Size) -> Callable[[Size], Size]:
 def _in_runs(ctx: Lowering, runs: Sequence[Sequence[Run]]) -> bool:
     """Whether a gather is better written run by run, each with an affine index: it is a tensor of
     its own then, which readers that are loops could not inline."""
-    assert ctx.node is not None
     lengths = [n for of_dim in runs for n, _ in of_dim]
     known = all(isinstance(n, int) and n >= 0 for n in lengths)
     n_loops = math.prod(sum(n != 0 for n, _ in of_dim) for of_dim in runs)
@@ -442,7 +441,6 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
     dim = wrap_dim(dim, rank)
     if not parts:
         return _fill(ctx, 0)
-    assert ctx.node is not None
     if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node):
         return _cat_chain(ctx, parts, dim)
     return _cat_pieces(ctx, parts, dim)

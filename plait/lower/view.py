@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from plait import compat
-from plait.errors import Unsupported, refusal
+from plait.errors import refusal
 from plait.graph.edit import base_of
 from plait.ir import expr
 from plait.ir.dtypes import LOOP_DTYPES, DType
@@ -227,7 +227,6 @@ def _slice(
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
-    assert ctx.node is not None
     for b in bindings(ctx.node):  # bounds that are values of tensors make a new size
         if b.path == (("size", dim),) and b.found.symbol is not None:
             first = clamp_start(start, x.shape[dim], -1, step)
@@ -267,7 +266,6 @@ def _select(ctx: Lowering, x: View, dim: int, index: Size) -> View:
        aten.tensor_split.sections, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
        aten.unsafe_chunk.default, any_dtype=True)  # fmt: skip
 def _split(ctx: Lowering, x: View, _sizes: object, dim: int = 0) -> tuple[View, ...]:
-    assert ctx.node is not None
     dim = wrap_dim(dim, len(x.shape))
     out: list[View] = []
     start: Size = 0
@@ -308,6 +306,9 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
 
 
 # ----------------------------------------------------------------------- memory seen in another way
+_BEYOND = "as_strided beyond the tensor that it is given"
+
+
 @lower(aten.as_strided.default, aten.as_strided_copy.default, any_dtype=True)
 def _as_strided(
     ctx: Lowering,
@@ -318,7 +319,6 @@ def _as_strided(
 ) -> View:
     """A map of positions in the storage: through the memory order of the tensor that owns all of
     it, where there is one."""
-    assert ctx.node is not None
     node = _owner(ctx)
     meta, given = node.meta["val"], node.op == "placeholder"
     owner: View = ctx.env[node]
@@ -349,15 +349,10 @@ def _as_strided(
 
         return owner.remap(shape, at)
     if not given:
-        raise _beyond()
+        raise NoRule(_BEYOND)
     if storage_offset is None:
         return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
-
-
-def _beyond() -> Unsupported:
-    what = "as_strided beyond the tensor that it is given"
-    return Unsupported(what, hint="use slicing and views instead")
 
 
 def _require_room(
@@ -368,7 +363,7 @@ def _require_room(
     like = _owner(ctx, any_dtype=True).meta["val"]
     sizes = tuple(map(to_size, like.shape))
     if dense_order(sizes, tuple(map(to_size, like.stride()))) is None:
-        raise _beyond()
+        raise NoRule(_BEYOND)
     nbytes = ctx.out_meta().element_size()
     end = (offset + (span + 1)) * nbytes
     room = expr.numel(sizes) * like.element_size()
@@ -386,7 +381,6 @@ def _require_room(
 def _owner(ctx: Lowering, any_dtype: bool = False) -> torch.fx.Node:
     """The value at the root of the views that led here: as far up as nodes share one storage. Of
     the dtype that these have, unless any_dtype."""
-    assert ctx.node is not None
     node = ctx.node.args[0]
     assert isinstance(node, torch.fx.Node)
     storage = compat.tracing.storage_of(node.meta["val"])
@@ -434,7 +428,6 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
         and "b" not in (x.dtype.kind, to.kind)
     ):
         return ctx.pointwise(x.shape, to, lambda ops, i: ops.bitcast(x.load(ops, i), to))
-    assert ctx.node is not None
     given = ctx.node.args[0]
     assert isinstance(given, torch.fx.Node)
     if from_torch(given.meta["val"].dtype) != x.dtype:

@@ -1,5 +1,4 @@
-"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and
-searching, which ATen does.
+"""Rules for running combinations (cumsum and its kin), as Scan loops.
 
 Sums and products run in ATen's accumulation type (f64 for f32) and are rounded once an element.
 """
@@ -15,7 +14,6 @@ from plait.ir.loops import Node, Scan, loop_vars
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.extern import call_extern
 from plait.lower.memory import copy
 from plait.lower.pointwise import convert
 from plait.lower.view import wrap_dim
@@ -89,16 +87,3 @@ def cummax(ctx: Lowering, x: View, dim: int) -> tuple[View | None, ...]:
 @lower(aten.cummin.default)
 def cummin(ctx: Lowering, x: View, dim: int) -> tuple[View | None, ...]:
     return _extreme(ctx, x, dim, "min")
-
-
-@lower(
-    aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default,
-    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
-    aten.mode.default, aten.searchsorted.Tensor, aten.searchsorted.Scalar,
-    aten.bucketize.Tensor, aten.bucketize.Scalar, aten.histc.default,
-    aten._logcumsumexp.default, aten.logcumsumexp.default,
-)  # fmt: skip
-def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """ATen sorts and searches better than a loop nest would."""
-    assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

@@ -27,7 +27,7 @@ from plait.kernel.cpu.target import CppTarget
 from plait.kernel.null.target import NullTarget
 from plait.kernel.target import Choices, Source
 from plait.lower.core import Lowering, View
-from plait.lower.pointwise import elementwise
+from plait.lower.elementwise import elementwise
 from plait.schedule.plan import Kernel
 
 

@@ -83,7 +83,7 @@ def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch
     rules: list[Any] = []
     scope["lower"] = lambda op: lambda rule: rules.append((op, rule))
     load_rules()  # what is in the table before them is taken for a second rule
-    scope["elementwise"] = importlib.import_module("plait.lower.pointwise").elementwise
+    scope["elementwise"] = importlib.import_module("plait.lower.elementwise").elementwise
     exec(compile(block, "docs/lowering.md", "exec"), scope)
     ((op, rule),) = rules
     used: list[object] = []

@@ -56,7 +56,7 @@ def test_a_lowering_serves_the_next_compile(monkeypatch: pytest.MonkeyPatch) -> 
 
     @extend.lowering(op)
     def zero(ctx: core.Lowering, x: core.View) -> core.View:
-        from plait.lower.pointwise import elementwise
+        from plait.lower.elementwise import elementwise
 
         return elementwise(ctx, lambda a: a * 0.0 + 7.0, (x,))
 

@@ -27,10 +27,10 @@ from plait.ir.verify import verify
 from plait.lower import core
 from plait.lower.core import View
 from plait.lower.dtypes import FROM_TORCH, from_torch
+from plait.lower.elementwise import common_dtype
 from plait.lower.float_nodes import to_scalar_node
 from plait.lower.graph import Lowered, lower_graph
 from plait.lower.memory import copy
-from plait.lower.pointwise import common_dtype
 from plait.lower.symbols import to_size
 from tests.lower_eval import Evaluate
 

@@ -16,8 +16,8 @@ from plait.ir.maths import eq, ne, sign, sqrt, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import result
 from plait.lower.extern import call_extern
-from plait.lower.shape import result
 
 aten = torch.ops.aten
 

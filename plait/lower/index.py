@@ -21,10 +21,10 @@ from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, NoRule, View, lower
+from plait.lower.elementwise import all_of, broadcast, compare, fit, result, scalar
 from plait.lower.extern import call_extern
 from plait.lower.inplace import is_scattered, may_write, strides_like
 from plait.lower.integers import item, require_index
-from plait.lower.shape import all_of, broadcast, compare, fit, result, scalar
 from plait.lower.view import clamp_start, wrap_dim, wrap_index
 
 aten = torch.ops.aten

@@ -18,9 +18,8 @@ from plait.ir.maths import eq, exp, maximum, minimum, ne, sign, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import elementwise, result
 from plait.lower.index import at_least_1d
-from plait.lower.pointwise import elementwise
-from plait.lower.shape import result
 
 aten = torch.ops.aten
 

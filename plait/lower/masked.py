@@ -20,8 +20,8 @@ from plait.ir.loops import Node, Scan, Scatter, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, NoRule, View, lower
+from plait.lower.elementwise import broadcast, result
 from plait.lower.index import unflatten
-from plait.lower.shape import broadcast, result
 
 aten = torch.ops.aten
 

@@ -22,9 +22,9 @@ from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import broadcast, scalar
 from plait.lower.extern import call_extern, call_op
 from plait.lower.memory import copied_once
-from plait.lower.shape import broadcast, scalar
 
 aten = torch.ops.aten
 

@@ -16,11 +16,11 @@ from plait.ir.expr import Expr, Size
 from plait.ir.loops import Node, apply
 from plait.ir.maths import rsqrt
 from plait.ir.record import Recorder
+from plait.lower.convert import convert
 from plait.lower.core import Lowering, NoRule, ReduceBody, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
-from plait.lower.pointwise import convert
-from plait.lower.reduce import Axes, moments, spread
+from plait.lower.reduce import Axes, moments, moments_dtype
 from plait.lower.view import reshape
 
 aten = torch.ops.aten
@@ -245,7 +245,7 @@ def _blend(
 def _batch_stats(ctx: Lowering, x: View, eps: float) -> tuple[View, View, View, Axes]:
     """Mean, rstd, sum of squared deviations over all but the channel dimension."""
     axes = Axes(x, [d for d in range(len(x.shape)) if d != 1])
-    mean, m2 = moments(ctx, axes, spread(ctx, x))
+    mean, m2 = moments(ctx, axes, moments_dtype(ctx, x))
     mean, rstd, m2 = (
         convert(ctx, v, compute_dtype(x.dtype)) for v in (mean, _rstd(ctx, m2, axes.numel, eps), m2)
     )

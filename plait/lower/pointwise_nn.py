@@ -9,7 +9,7 @@ import torch
 from plait.ir.loops import Node
 from plait.ir.maths import erf, exp, expm1, maximum, minimum, reciprocal, tanh, where
 from plait.lower.core import Lowering, View, lower
-from plait.lower.pointwise import FLOAT, elementwise, overloads, register
+from plait.lower.elementwise import FLOAT, elementwise, overloads, register
 
 aten = torch.ops.aten
 

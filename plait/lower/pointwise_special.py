@@ -33,7 +33,7 @@ from plait.ir.maths import (
 )
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import FLOAT, Formula, common_dtype, elementwise, overloads, register
+from plait.lower.elementwise import FLOAT, Formula, common_dtype, elementwise, overloads, register
 
 aten = torch.ops.aten
 

@@ -23,8 +23,8 @@ from plait.ir.maths import eq, isnan, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, Rule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import all_of, compare, result
 from plait.lower.scatter import scatter_loop, unless_empty
-from plait.lower.shape import all_of, compare, result
 from plait.lower.view import unflatten
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from plait.ir.loops import Node, const
 from plait.ir.maths import maximum, minimum, ne, rounded, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.shape import result, scalar
+from plait.lower.elementwise import result, scalar
 from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten

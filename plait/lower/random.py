@@ -22,7 +22,7 @@ from plait.ir.maths import cos, eq, log, mod, philox, sqrt, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.shape import result
+from plait.lower.elementwise import result
 
 _M32 = 0xFFFFFFFF
 _UNIFORM_BITS = {f32: 24, f16: 11, bf16: 8}

@@ -20,9 +20,10 @@ from plait.ir.loops import Node
 from plait.ir.maths import eq, isnan, maximum, ne, sqrt, where
 from plait.ir.record import Recorder
 from plait.ir.reductions import REDUCTIONS
+from plait.lower.convert import convert
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import convert, operand
+from plait.lower.elementwise import operand
 from plait.lower.view import add_dim, wrap_dim
 
 aten = torch.ops.aten
@@ -234,7 +235,7 @@ def _variance(
     return ctx.pointwise(axes.shape, out, body)
 
 
-def spread(ctx: Lowering, x: View) -> DType:
+def moments_dtype(ctx: Lowering, x: View) -> DType:
     """What variances are computed in: on a CPU in double, as eager's are, where a square does not
     overflow."""
     return f64 if facts_of(ctx.buffers[x.buf].device).eager_cpu else compute_dtype(x.dtype)
@@ -248,7 +249,7 @@ def _register_variance(name: str) -> None:
         correction: float | None = None, keepdim: bool = False,
     ) -> View:  # fmt: skip
         axes = Axes(x, dim)
-        _, m2 = moments(ctx, axes, spread(ctx, x))
+        _, m2 = moments(ctx, axes, moments_dtype(ctx, x))
         return axes.restore(_variance(ctx, axes, m2, correction, ctx.out_dtype(), root), keepdim)
 
     def with_mean(
@@ -256,7 +257,7 @@ def _register_variance(name: str) -> None:
         correction: float | None = None, keepdim: bool = False,
     ) -> tuple[View, View]:  # fmt: skip
         axes = Axes(x, dim)
-        mean, m2 = moments(ctx, axes, spread(ctx, x))
+        mean, m2 = moments(ctx, axes, moments_dtype(ctx, x))
         var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0), root)
         mean = _mean_or_nan(ctx, axes, mean, m2, ctx.out_dtype(1))
         return axes.restore(var, keepdim), axes.restore(mean, keepdim)

@@ -22,7 +22,7 @@ from plait.ir.maths import eq, floor, maximum, minimum, where
 from plait.ir.record import Recorder
 from plait.lower.core import Body, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.shape import all_of, compare, result
+from plait.lower.elementwise import all_of, compare, result
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ import torch
 from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64, u8
 from plait.ir.loops import Node, Scan, loop_vars
 from plait.ir.record import Recorder
+from plait.lower.convert import convert
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.memory import copy
-from plait.lower.pointwise import convert
 from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten

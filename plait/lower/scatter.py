@@ -21,8 +21,10 @@ from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
 from plait.ir.reductions import REDUCTIONS
+from plait.lower.convert import convert
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import fit, result, scalar
 from plait.lower.extern import call_extern
 from plait.lower.index import (
     at_least_1d,
@@ -34,8 +36,6 @@ from plait.lower.index import (
 )
 from plait.lower.inplace import strides_like
 from plait.lower.memory import copy
-from plait.lower.pointwise import convert
-from plait.lower.shape import fit, result, scalar
 from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten

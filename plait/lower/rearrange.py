@@ -1,8 +1,6 @@
-"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack,
-pad, flip, roll, tril, repeat.
+"""Tensors made of others by moving elements: tril, flip, roll, repeat, pad, cat, stack.
 
-Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also
-the small helpers that the rules of index, scatter and pooling share.
+Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat).
 """
 
 from __future__ import annotations
@@ -13,173 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.fx
 
-from plait.ir import expr
-from plait.ir.dtypes import DType, b1, f64
 from plait.ir.expr import Expr, Size, known_le, product, smax, smin
-from plait.ir.loops import Node, Pointwise, apply, loop_vars
+from plait.ir.loops import Node, Pointwise, loop_vars
 from plait.ir.maths import where
 from plait.ir.record import Recorder
-from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
-from plait.lower.pointwise import operand, wrap
+from plait.lower.core import Index, Lowering, View, lower
+from plait.lower.creation import fill
+from plait.lower.elementwise import all_of, compare, result, scalar, wrap
 from plait.lower.view import reshape, wrap_dim
 
 aten = torch.ops.aten
-
-
-# -------------------------------------------------------------------------------------------
-# helpers
-def result(ctx: Lowering, body: Body, k: int | None = None) -> View:
-    """The current node's (k-th) result, element by element, laid out as eager lays it out."""
-    strides = ctx.out_strides(k)
-    if strides is not None and 0 in strides:
-        strides = None
-    return ctx.pointwise(ctx.out_shape(k), ctx.out_dtype(k), body, strides)
-
-
-def scalar(ctx: Lowering, ops: Recorder, value: Any, dtype: DType) -> Node:
-    """A Python number, Size or SymFloat as a node of that dtype."""
-    return ops.cast(operand(ctx, ops, value, (), (), dtype), dtype)
-
-
-def broadcast(x: View, shape: tuple[Size, ...]) -> View:
-    """x seen with a larger shape, by broadcasting."""
-    if x.shape == shape:
-        return x
-    lead = len(shape) - len(x.shape)
-
-    def fn(v: tuple[Expr, ...]) -> Index:
-        return tuple(0 if s == 1 else v[lead + d] for d, s in enumerate(x.shape))
-
-    return x.remap(shape, fn)
-
-
-def fit(ctx: Lowering, x: View, shape: tuple[Size, ...], said: str, ones: bool = False) -> View:
-    """x, which is about to be read at all points of shape: tracing has not compared the two. ones:
-    sizes of 1 are repeated, and missing ones. Raises NoRule where x does not fit, for ATen raises
-    eager's error; what only the call tells is asserted, in the words said."""
-    lead = len(shape) - len(x.shape)
-    if lead < 0 or (lead and not ones):
-        raise NoRule(said)
-    for have, want in zip(x.shape, shape[lead:], strict=True):
-        if have != want and not (ones and have == 1):
-            same = expr.compare("eq", have, want)
-            if same == 0:
-                raise NoRule(said)
-            ctx.assert_true(same, f"{said}: found {{}} where {{}} is wanted", (have, want))
-    return broadcast(x, shape)
-
-
-def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
-    """The conjunction of conditions (true for none)."""
-    out = ops.const(True, b1)
-    for k, c in enumerate(conditions):
-        out = c if k == 0 else out & c
-    return out
-
-
-def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
-    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at
-    once where ranges allow."""
-    if op == "ge":
-        return compare(ops, "le", b, a)
-    known = expr.compare(op, a, b)
-    if isinstance(known, int):
-        return ops.const(bool(known), b1)
-    return apply(op, ops.index(a), ops.index(b))
-
-
-# -------------------------------------------------------------------------------------------
-# constants
-def _fill(ctx: Lowering, value: Any) -> View:
-    dtype = ctx.out_dtype()
-    return result(ctx, lambda ops, i: scalar(ctx, ops, value, dtype))
-
-
-@lower(aten.full.default, aten.full_like.default, aten.new_full.default)
-def full(ctx: Lowering, *args: Any, **kwargs: Any) -> View:
-    """full(size, value), full_like(x, value), new_full(x, size, value): the value comes last by
-    position."""
-    return _fill(ctx, kwargs["fill_value"] if "fill_value" in kwargs else args[-1])
-
-
-@lower(
-    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
-    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
-    aten._efficientzerotensor.default,
-)  # fmt: skip
-def zeros(ctx: Lowering, *_: Any, **__: Any) -> View:
-    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines
-    them."""
-    return _fill(ctx, 0)
-
-
-@lower(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
-def ones(ctx: Lowering, *_: Any, **__: Any) -> View:
-    return _fill(ctx, 1)
-
-
-@lower(aten.scalar_tensor.default)
-def scalar_tensor(ctx: Lowering, value: Any, **_: Any) -> View:
-    return _fill(ctx, value)
-
-
-@lower(aten.zero.default)
-def zero(ctx: Lowering, x: View) -> View:
-    return _fill(ctx, 0)
-
-
-@lower(aten.eye.default, aten.eye.m)
-def eye(ctx: Lowering, *_: Any, **__: Any) -> View:
-    dtype = ctx.out_dtype()
-    return result(ctx, lambda ops, i: ops.cast(compare(ops, "eq", i[0], i[1]), dtype))
-
-
-def _affine(ctx: Lowering, start: Any, step: Any) -> View:
-    """start + step * i. Floats are computed in f64 and rounded once, as ATen does (its accumulation
-    type)."""
-    dtype = ctx.out_dtype()
-    need = isinstance(start, float) or isinstance(step, float)
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        if not need:
-            return ops.cast(ops.index(start + i[0] * step), dtype)
-        steps = scalar(ctx, ops, step, f64) * ops.cast(ops.index(i[0]), f64)
-        return ops.cast(scalar(ctx, ops, start, f64) + steps, dtype)
-
-    return result(ctx, body)
-
-
-def _integral(value: Any) -> Any:
-    return int(value) if isinstance(value, (bool, float)) and value == int(value) else value
-
-
-@lower(aten.arange.default)
-def arange(ctx: Lowering, end: Any, **_: Any) -> View:
-    return _arange(ctx, 0, 1)
-
-
-@lower(aten.arange.start)
-def arange_start(ctx: Lowering, start: Any, end: Any, **_: Any) -> View:
-    return _arange(ctx, start, 1)
-
-
-@lower(aten.arange.start_step)
-def arange_step(ctx: Lowering, start: Any, end: Any, step: Any = 1, **_: Any) -> View:
-    return _arange(ctx, start, step)
-
-
-def _arange(ctx: Lowering, start: Any, step: Any) -> View:
-    if not ctx.out_dtype().is_float:
-        start, step = (int(v) if isinstance(v, float) else v for v in (start, step))
-    return _affine(ctx, _integral(start), _integral(step))
-
-
-@lower(torch.ops.prims.iota.default)
-def iota(ctx: Lowering, length: Size, *, start: Size, step: Size, **kw: Any) -> View:
-    return _affine(ctx, start, step)
 
 
 @lower(aten.tril.default)
@@ -440,7 +282,7 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
     parts = [t for t in tensors if len(t.shape) == rank and t.shape[wrap_dim(dim, rank)] != 0]
     dim = wrap_dim(dim, rank)
     if not parts:
-        return _fill(ctx, 0)
+        return fill(ctx, 0)
     if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node):
         return _cat_chain(ctx, parts, dim)
     return _cat_pieces(ctx, parts, dim)

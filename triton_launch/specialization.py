@@ -109,10 +109,8 @@ class Reader:
             return Item(word)
         kind, _, hint = word.partition(":")
         bare = kind.removeprefix("*")
-        if (bare.removeprefix("k") if bare != kind else bare) not in DTYPES or hint not in (
-            "",
-            "D",
-        ):
+        pointed = bare.removeprefix("k") if bare != kind else bare
+        if pointed not in DTYPES or hint not in ("", "D"):
             raise ValueError(
                 f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's"
             )

@@ -2,9 +2,6 @@
 // timed, the kernel is compiled and loaded, and the record is published.
 #include "site.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <thread>
 
 namespace plait::triton::detail {
@@ -18,160 +15,10 @@ Counts& counts() {
   return *made;
 }
 
-Loaded::Loaded(const cuda::Driver& driver, const Binary& b, const std::vector<Slot>& slots)
-    : kernel(driver, b.image.data(),
-             {.symbol = b.symbol,
-              .num_warps = b.num_warps,
-              .num_ctas = b.num_ctas,
-              .shared = b.shared,
-              .global_scratch = b.global_scratch,
-              .global_alignment = b.global_alignment,
-              .profile_scratch = b.profile_scratch,
-              .profile_alignment = b.profile_alignment,
-              .cooperative = b.cooperative,
-              .pdl = b.pdl},
-             slots.size()) {
-  for (size_t k = 0; k < slots.size(); ++k) {
-    const size_t nbytes = kernel.parameter_nbytes(k);
-    if (nbytes != 0 && nbytes != slots[k].nbytes)
-      throw std::runtime_error("parameter " + std::to_string(k) + " of the compiled kernel has " +
-                               std::to_string(nbytes) + " bytes, its type " +
-                               std::to_string(slots[k].nbytes));
-  }
-}
-
-const Binary& Flight::compile(Provider& provider, const Request& request) {
-  if (refused) std::rethrow_exception(refused);
-  try {
-    if (binary) return *binary;
-    binary = provider.compile(request);
-    ++counts().compiled;
-  } catch (const Refused&) {
-    refused = std::current_exception();
-    throw;
-  }
-  return *binary;
-}
-
-Recorder::Recorder() {
-  if (const char* path = std::getenv("PLAIT_TRITON_RECORD")) open(path);
-}
-
-void Recorder::open(const std::string& path) {
-  const std::scoped_lock lock(mutex_);
-  if (file_ >= 0) close(file_);
-  file_ = path.empty() ? -1 : ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (file_ < 0 && !path.empty()) throw Error("cannot write the record " + path, "(all)");
-}
-
-void Recorder::note(std::string line) {
-  const std::scoped_lock lock(mutex_);
-  if (file_ < 0) return;
-  line += '\n';  // one write: other processes may have the same file
-  if (write(file_, line.data(), line.size()) != static_cast<ssize_t>(line.size()))
-    throw Error("the record cannot be written", line);
-}
-
-Recorder& recorder() {
-  static auto* made = new Recorder;
-  return *made;
-}
-
 bool is_capturing(const cuda::Driver& driver, Stream stream) {
   int capturing = 0;
   driver.check(driver.is_capturing(of_driver(stream), &capturing), "cuStreamIsCapturing");
   return capturing != 0;
-}
-
-const Signature& Function::signature() const {
-  const auto lock = provider->hold(mutex_);
-  if (signature_) return *signature_;
-  Signature made(name, provider->describe(file, name));
-  for (const std::string& fact : made.facts) {
-    facts.read(name, fact);
-    recorder().note(name + " @" + fact);
-  }
-  return signature_.emplace(std::move(made));
-}
-
-Flight& Function::flight(const Request& r) const {
-  const auto lock = provider->hold(mutex_);
-  return flights_[r.specialization + ";" + r.options + ";" + std::to_string(r.capability)];
-}
-
-void Function::list(std::vector<std::string>& signatures) const {
-  for (const std::string& fact : facts.lines()) signatures.push_back(name + " @" + fact);
-  const auto lock = provider->hold(mutex_);
-  for (auto& [key, flight] : flights_) {
-    const auto flying = provider->hold(flight.mutex);
-    if (!flight.signature.empty()) signatures.push_back(flight.signature);
-  }
-}
-
-void Function::learn(const std::string& kind, const std::vector<std::string>& names,
-                     const Settings& told, const std::string& result) const {
-  recorder().note(name + " @" + facts.add(kind, names, told, result));
-}
-
-std::vector<std::string> Function::deciding_names() const {
-  std::vector<std::string> names = facts.names();
-  for (const Layer& layer : signature().layers)
-    if (layer.tunes) names.insert(names.end(), layer.names.begin(), layer.names.end());
-  return names;
-}
-
-void Record::refuse(const Slot& slot, const char* why) const {
-  const auto p = static_cast<size_t>(slot.parameter);
-  throw Error("argument " + std::to_string(p) + " (" + signature->parameters[p].name +
-                  "), a tensor descriptor: " + why,
-              function->name, specialization.text, slot.parameter);
-}
-
-void Record::make(TensorMap& map, const Recipe& r, const Fields& fields) const {
-  constexpr size_t n = Extents::max_rank;
-  constexpr int no_interleave = 0, promote_128_bytes = 2;
-  const size_t rank = fields.rank();
-  uint64_t shape[n], strides[n];  // the innermost first, in bytes
-  uint32_t block[n], ones[n] = {1, 1, 1, 1, 1};
-  for (size_t k = 0; k < rank; ++k) {
-    const size_t from = rank - 1 - k;
-    shape[k] = static_cast<uint64_t>(fields.shape(from)) << (r.is_fp4 && k == 0);
-    block[k] = r.block[from];
-    if (from > 0) strides[k] = static_cast<uint64_t>(fields.stride(from - 1) * r.nbytes);
-  }
-  strides[rank - 1] =
-      shape[rank - 1] * (rank == 1 ? static_cast<uint64_t>(r.nbytes) : strides[rank - 2]);
-  map.last_extent = static_cast<int64_t>(shape[0]);
-  told(function->name, specialization.text, [&] {
-    driver->check(encode(map.bytes, r.type, static_cast<uint32_t>(rank),
-                         reinterpret_cast<void*>(fields.base()), shape, strides, block, ones,
-                         no_interleave, r.swizzle, promote_128_bytes, fields.nan()),
-                  "cuTensorMapEncodeTiled");
-  });
-}
-
-bool Record::clear(const uint64_t* words, std::span<const uint64_t> nbytes, Stream stream) const {
-  if (nbytes.empty()) return cleared.empty();
-  for (const Cleared& c : cleared) {
-    if (words[c.word] == 0) continue;
-    if (nbytes[c.argument] == 0)
-      throw Error("a pre_hook zeroes " + signature->parameters[c.parameter].name +
-                      ", whose length is not known: pass a "
-                      "dense tensor or plait::triton::Pointer{data, dtype, nbytes}",
-                  function->name, specialization.text, static_cast<int>(c.parameter));
-    told(function->name, specialization.text, [&] {
-      triton::clear(*driver, reinterpret_cast<void*>(words[c.word]), nbytes[c.argument], stream);
-    });
-  }
-  return true;
-}
-
-Memory Record::scratch(const Launched& l, int64_t nbytes, int64_t alignment) const {
-  size_t all = l.num_ctas;
-  for (const int64_t factor : {l.grid.x, l.grid.y, l.grid.z, nbytes})
-    if (__builtin_mul_overflow(all, static_cast<size_t>(factor), &all)) all = SIZE_MAX;
-  return told(function->name, specialization.text,
-              [&] { return Memory(*driver, all, static_cast<size_t>(alignment), l.stream); });
 }
 
 // A call whose key is new: what its decorators and its kernel are made from.
@@ -363,6 +210,8 @@ const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) c
   return &loaded->kernel;
 }
 
+// ---- what decorators choose: what is known, what the provider answers, and of configurations the
+// fastest
 Settings Site::decide(Asked& asked, size_t layer, Settings chosen) const {
   for (; layer < signature.layers.size(); ++layer) {
     const Layer& l = signature.layers[layer];
@@ -403,6 +252,23 @@ std::string Site::ask(const Asked& asked, const std::string& kind, const Setting
   return result;
 }
 
+// What is timed: each configuration, with what the decorators behind this one decide for it. Throws
+// WantsLengths where the lengths of arguments are to be known.
+std::vector<Settings> Site::candidates_of(Asked& asked, size_t layer, const Settings& chosen,
+                                          const std::vector<Settings>& configs) const {
+  const Layer& l = signature.layers[layer];
+  const bool has_lengths = asked.call.nbytes.data() != nullptr;
+  if (!has_lengths && !(l.reset.empty() && l.restore.empty())) throw WantsLengths();
+  std::vector<Settings> candidates;
+  for (const Settings& c : configs) {
+    candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
+    const bool clears = std::any_of(candidates.back().begin(), candidates.back().end(),
+                                    [](const auto& set) { return set.first.ends_with(".zero"); });
+    if (clears && !has_lengths) throw WantsLengths();
+  }
+  return candidates;
+}
+
 Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
   const Layer& l = signature.layers[layer];
   const Machine machine = machine_of(driver);
@@ -439,20 +305,12 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
   if (!best) {
     if (is_capturing(driver, asked.call.launch.stream))
       refuse("it is not tuned yet and the stream is being captured: launch it once before");
-    if (!asked.call.nbytes.data() && !(l.reset.empty() && l.restore.empty())) throw WantsLengths();
     if (l.times_with_hooks)
       refuse(
           "its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot call "
-          "around what it "
-          "times: let Python choose, and write that down as a fact, or set_tuning()");
-    std::vector<Settings> candidates;
-    for (const Settings& c : configs) {
-      candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
-      const bool clears = std::any_of(candidates.back().begin(), candidates.back().end(),
-                                      [](const auto& set) { return set.first.ends_with(".zero"); });
-      if (clears && !asked.call.nbytes.data()) throw WantsLengths();
-    }
-    const std::vector<double> ms = time(asked, l, candidates);
+          "around what it times: let Python choose, and write that down as a fact, or "
+          "set_tuning()");
+    const std::vector<double> ms = time(asked, l, candidates_of(asked, layer, chosen, configs));
     best = write_settings(
         configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);

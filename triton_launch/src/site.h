@@ -1,6 +1,6 @@
 // triton_launch/src/site.h: what a call meets on its way to a launch: a site, its records, and the
 // function they are of. What a hit does is here and in triton.cpp; site.cpp has what happens once a
-// key, bound.cpp what is bound.
+// key, function.cpp and record.cpp what it is made of, bound.cpp what is bound.
 #pragma once
 
 #include <map>
@@ -309,6 +309,8 @@ struct Site {
                        const Settings& config) const;
   std::string ask(const Asked& asked, const std::string& kind, const Settings& chosen) const;
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
+  std::vector<Settings> candidates_of(Asked& asked, size_t layer, const Settings& chosen,
+                                      const std::vector<Settings>& configs) const;
   std::vector<Kept> kept_of(const Asked& asked, const Layer& layer) const;
   void compile_all(const Asked& asked, const std::vector<Settings>& candidates) const;
   std::vector<double> time(const Asked& asked, const Layer& layer,

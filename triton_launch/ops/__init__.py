@@ -1,0 +1,1 @@
+"""Operators of PyTorch made of Triton kernels: README.md says which."""

@@ -242,7 +242,8 @@ class BareLaunches:
     def _library(self, path: Path) -> ctypes.CDLL:
         native = HERE.parent / "native"
         core = native / "core"
-        sources = [str(f) for f in (HERE / "bare_launch.cpp", core / "cuda.cpp", core / "hip.cpp")]
+        driver = (core / "cuda.cpp", *(core / "drivers").glob("*.cpp"))
+        sources = [str(f) for f in (HERE / "bare_launch.cpp", *driver)]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-I", str(native)]
         subprocess.run(["g++", *flags, "-o", str(path), *sources, "-ldl"], check=True)
         library = ctypes.CDLL(str(path))

@@ -67,7 +67,7 @@ def main() -> None:
                 str(program),
                 str(ROOT / "benchmarks" / "launch_gpu.cpp"),
                 str(ROOT / "native" / "core" / "cuda.cpp"),
-                str(ROOT / "native" / "core" / "hip.cpp"),
+                *map(str, (ROOT / "native" / "core" / "drivers").glob("*.cpp")),
                 "-ldl",
             ],
             check=True,

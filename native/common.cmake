@@ -59,7 +59,8 @@ target_compile_options(plait_common INTERFACE -Wall -Wextra -Wno-unused-paramete
 target_link_libraries(plait_common INTERFACE ${CMAKE_DL_LIBS})
 
 # Of native/core, what launches GPU kernels.
-set(PLAIT_DRIVER "${PLAIT_ROOT}/native/core/cuda.cpp" "${PLAIT_ROOT}/native/core/hip.cpp"
+file(GLOB PLAIT_DRIVER CONFIGURE_DEPENDS "${PLAIT_ROOT}/native/core/drivers/*.cpp")
+list(APPEND PLAIT_DRIVER "${PLAIT_ROOT}/native/core/cuda.cpp"
   "${PLAIT_ROOT}/native/core/cubins.cpp")
 add_library(plait_native_driver OBJECT ${PLAIT_DRIVER})
 target_link_libraries(plait_native_driver PUBLIC plait_common)

@@ -16,7 +16,7 @@ from plait.kernel.triton.dialects import AMD, DIALECTS, GPUS, NVIDIA, gpu_of
 from plait.kernel.triton.target import TritonTarget
 from plait.runtime.cubin import Gpu
 from tests.gpu_rows import kernel_of
-from tests.test_native_cuda import FLAGS
+from tests.test_native_cuda import DRIVER, FLAGS
 from tests.test_recordings import fake_gpu_flags
 from tests.test_triton_kernels import ROOT, TRITON, needs_triton, run
 
@@ -102,14 +102,13 @@ def test_a_block_has_as_many_threads_whatever_a_warp_is(gpu: str, warps: int) ->
 @needs_triton
 def test_the_driver_is_told_what_it_wants(tmp_path: Path) -> None:
     """Of every GPU that has a name, the code object is its own."""
-    names = run("-c", COMPILE, str(tmp_path), *AMD.gpus).splitlines()
-    assert names == [f"{name} double 4 0" for name in AMD.gpus]
+    names = run("-c", COMPILE, str(tmp_path), *AMD.known).splitlines()
+    assert names == [f"{name} double 4 0" for name in AMD.known]
     driver, program, log = fake_driver(tmp_path), tmp_path / "program", tmp_path / "log"
-    core = ROOT / "native" / "core"
-    sources = (ROOT / "tests" / "native_hip.cpp", core / "cuda.cpp", core / "hip.cpp")
+    sources = (ROOT / "tests" / "native_hip.cpp", *DRIVER)
     flags = ("-fsanitize=undefined", "-o", str(program))
     subprocess.run([*FLAGS, *flags, *map(str, sources)], check=True, timeout=120)
-    for name, gpu in AMD.gpus.items():
+    for name, gpu in zip(AMD.known, map(AMD.gpu, AMD.known), strict=True):
         log.unlink(missing_ok=True)
         done = subprocess.run(
             [program, driver, tmp_path / name, "4", "0"],

@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEADER = Path(sys.prefix) / "triton" / "triton" / "backends" / "nvidia" / "include" / "cuda.h"
+CORE = ROOT / "native" / "core"
+DRIVER = [CORE / "cuda.cpp", *sorted((CORE / "drivers").glob("*.cpp"))]
+"""The driver's sources."""
 FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
 
 SAID = """\
@@ -55,10 +58,10 @@ def build(*args: str) -> None:
 
 
 def test_launches(tmp_path: Path) -> None:
-    tests, core = ROOT / "tests", ROOT / "native" / "core"
+    tests = ROOT / "tests"
     driver, program, log = tmp_path / "libfake.so", tmp_path / "program", tmp_path / "log"
     build("-shared", "-fPIC", "-o", str(driver), str(tests / "fake_cuda.cpp"))
-    sources = (tests / "native_cuda.cpp", core / "cuda.cpp", core / "hip.cpp")
+    sources = (tests / "native_cuda.cpp", *DRIVER)
     build("-fsanitize=undefined", "-o", str(program), *map(str, sources))
     done = subprocess.run(
         [program, driver],

@@ -30,6 +30,7 @@ from tests.native_tools import (
     tensor,
     write_package,
 )
+from tests.test_native_cuda import DRIVER
 
 ROOT = Path(__file__).parent.parent
 s0 = symbol("s0")
@@ -397,6 +398,7 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     sources = [
         ROOT / "tests" / "native_package.cpp",
         *(core / f"{n}.cpp" for n in ("functions", "package", "plan", "verify")),
+        *DRIVER,
     ]
     command = ["g++", "-std=c++20", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     folders = ["-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include")]

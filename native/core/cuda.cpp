@@ -1,9 +1,10 @@
-// native/core/cuda.cpp: the CUDA driver's entry points, and kernels made of compiled images.
+// native/core/cuda.cpp: the machine's driver, and kernels made of compiled images.
 #include "core/cuda.h"
 
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <ranges>
 
 namespace plait::cuda {
 namespace {
@@ -22,32 +23,14 @@ constexpr int kSpread = 1;  // a cluster scheduling policy
 constexpr size_t kScratchPointers = 2;
 constexpr int kNoDriver = 100, kInvalidValue = 1;
 
-template <class F>
-void find(void* library, F& entry, const char* name, bool required = true) {
-  entry = reinterpret_cast<F>(dlsym(library, name));
-  if (!entry && required)
-    throw DriverError(kNoDriver, std::string("the CUDA driver has no ") + name +
-                                     "; it is older than what plait needs");
-}
-
 const char* machine_library() {
-  constexpr const char* kCuda = "libcuda.so.1";
-  constexpr const char* kHip[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
-  for (const char* name : kHip)
-    if (dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return name;
-  if (dlopen(kCuda, RTLD_NOW)) return kCuda;
-  for (const char* name : kHip)
-    if (dlopen(name, RTLD_NOW)) return name;
-  return kCuda;
-}
-
-int architecture_of(const Driver& driver, std::string* name, int device) {
-  constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
-  int major = 0, minor = 0;
-  int code = driver.device_attribute(&major, kMajor, device);
-  if (code == 0) code = driver.device_attribute(&minor, kMinor, device);
-  *name = "sm_" + std::to_string(10 * major + minor);
-  return code;
+  for (const Maker* maker : kMakers)
+    for (const char* name : maker->libraries)
+      if (dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return name;
+  for (const Maker* maker : std::views::reverse(kMakers))
+    for (const char* name : maker->libraries)
+      if (dlopen(name, RTLD_NOW)) return name;
+  return kNvidia.libraries.front();
 }
 }  // namespace
 
@@ -55,48 +38,10 @@ Driver::Driver(const char* library) {
   // Stays open: kernels use it to the end.
   library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!library_) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
-  if (dlsym(library_, "hipInit"))
-    find_hip();
-  else
-    find_cuda();
+  const auto made_it = [&](const Maker* maker) { return symbol(maker->mark) != nullptr; };
+  const auto maker = std::ranges::find_if(kMakers, made_it);
+  (maker == std::end(kMakers) ? kNvidia : **maker).find_entries(*this);
   check(init(0), "cuInit");
-}
-
-void Driver::find_cuda() {
-  void* handle = library_;
-  find(handle, init, "cuInit");
-  find(handle, error_string, "cuGetErrorString");
-  find(handle, current_device, "cuCtxGetDevice");
-  find(handle, current_context, "cuCtxGetCurrent");
-  find(handle, retain_context, "cuDevicePrimaryCtxRetain");
-  find(handle, set_context, "cuCtxSetCurrent");
-  find(handle, device_attribute, "cuDeviceGetAttribute");
-  architecture = architecture_of;
-  lanes_of_warp = [](int* lanes) {
-    *lanes = 32;
-    return 0;
-  };
-  find(handle, load_module, "cuModuleLoadData");
-  find(handle, unload_module, "cuModuleUnload");
-  find(handle, function, "cuModuleGetFunction");
-  find(handle, function_attribute, "cuFuncGetAttribute");
-  find(handle, set_function_attribute, "cuFuncSetAttribute");
-  find(handle, launch, "cuLaunchKernelEx");
-  find(handle, parameter, "cuFuncGetParamInfo", false);
-  find(handle, is_capturing, "cuStreamIsCapturing");
-  find(handle, capture_info, "cuStreamGetCaptureInfo_v2");
-  records_early = dlsym(handle, "cuStreamGetCaptureInfo_v3");
-  find(handle, set_node, "cuGraphExecKernelNodeSetParams_v2");
-  find(handle, copy_node, "cuGraphMemcpyNodeGetParams");
-  find(handle, set_copy_node, "cuGraphExecMemcpyNodeSetParams");
-  find(handle, launch_graph, "cuGraphLaunch");
-  find(handle, copy, "cuMemcpyDtoDAsync_v2");
-  find(handle, make_event, "cuEventCreate");
-  find(handle, record_event, "cuEventRecord");
-  find(handle, wait_event, "cuStreamWaitEvent");
-  find(handle, synchronize, "cuCtxSynchronize");
-  find(handle, allocate, "cuMemAllocAsync", false);
-  find(handle, free, "cuMemFreeAsync", false);
 }
 
 const Driver& Driver::machine() {
@@ -104,10 +49,11 @@ const Driver& Driver::machine() {
   return driver;
 }
 
-void* Driver::symbol(const char* name) const {
-  void* entry = nullptr;
-  find(library_, entry, name);
-  return entry;
+void* Driver::symbol(const char* name) const { return dlsym(library_, name); }
+
+void Driver::lacks(const char* name) const {
+  throw DriverError(kNoDriver, std::string("the CUDA driver has no ") + name +
+                                   "; it is older than what plait needs");
 }
 
 void Driver::fail(int code, std::string_view what) const {

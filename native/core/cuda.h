@@ -1,5 +1,5 @@
 // native/core/cuda.h: compiled GPU kernels, loaded and launched through the CUDA driver, or through
-// AMD's HIP, whose functions stand in the same places (hip.cpp).
+// the driver of another maker, whose functions stand in the same places (drivers/).
 //
 // Needs neither headers nor a driver to build: the library is found when first asked for, so one
 // binary serves machines with and without a GPU. Everything that a launch needs besides its
@@ -88,8 +88,7 @@ struct CopyParams {
 // The entry points of one driver library.
 class Driver {
  public:
-  // The machine's own driver, opened once: HIP if it is loaded already (by torch for ROCm), else
-  // CUDA or what there is. Throws DriverError where there is none.
+  // The machine's own driver, opened once. Throws DriverError where there is none.
   static const Driver& machine();
   explicit Driver(const char* library);
   Driver(const Driver&) = delete;
@@ -110,10 +109,16 @@ class Driver {
     check(set_context(context), "cuCtxSetCurrent");
   }
 
-  // An entry point that few need. Throws DriverError if the driver has none of that name.
+  // The entry point of a name; null if the driver has none.
+  template <class F>
+  void find(F& entry, const char* name) const {
+    entry = reinterpret_cast<F>(symbol(name));
+  }
+  // One that must be there: throws DriverError if the driver has none.
   template <class F>
   void need(F& entry, const char* name) const {
-    entry = reinterpret_cast<F>(symbol(name));
+    find(entry, name);
+    if (!entry) lacks(name);
   }
 
   int (*init)(unsigned);
@@ -149,11 +154,23 @@ class Driver {
   int (*free)(void*, Stream);
 
  private:
-  void find_cuda();
-  void find_hip();
   void* symbol(const char* name) const;
+  [[noreturn]] void lacks(const char* name) const;
   void* library_;
 };
+
+// A maker of GPUs.
+struct Maker {
+  std::vector<const char*> libraries;  // names of its driver's library
+  const char* mark;                    // an entry point that no other maker's library has
+  void (*find_entries)(Driver&);       // fills every field of a driver
+  std::vector<const char*> gpus;       // how names of its GPUs begin: "gfx"
+  bool (*runs)(const std::string& made_for, const std::string& gpu);  // on a GPU of another name
+};
+extern const Maker kAmd, kNvidia;
+// The driver of the first whose library is loaded already (by torch for ROCm, say) is the
+// machine's, else that of the last whose library can be opened.
+inline constexpr const Maker* kMakers[] = {&kAmd, &kNvidia};
 
 // What the compiler's metadata says of a kernel. Scratch: bytes a program
 // and alignment.

@@ -22,6 +22,7 @@
 #include <set>
 
 #include "core/checksum.h"
+#include "core/cuda.h"
 
 namespace plait {
 namespace {
@@ -49,20 +50,17 @@ bool cpu_runs(const std::string& isa) {
          __builtin_cpu_supports("avx512vl");
 }
 
-// sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on
-// later ones of its generation too; ptx_80 on it and all later ones.
-// gfx942 on that one.
-bool gpu_runs(const std::string& gpu, const std::string& here) {
-  if (gpu == here) return true;
-  if (gpu.starts_with("gfx") || !here.starts_with("sm_")) return false;
-  const int made_for = std::atoi(gpu.c_str() + gpu.find('_') + 1);
-  const int capability = std::atoi(here.c_str() + 3);
-  if (gpu.starts_with("ptx_")) return capability >= made_for;
-  return made_for < 90 && capability > made_for && capability / 10 == made_for / 10;
+// The maker of the GPU that a part of a machine's name is; null: it is a CPU.
+const cuda::Maker* maker_of(const std::string& part) {
+  for (const cuda::Maker* maker : cuda::kMakers)
+    for (const char* begin : maker->gpus)
+      if (part.starts_with(begin)) return maker;
+  return nullptr;
 }
 
-bool is_gpu(const std::string& name) {
-  return name.starts_with("sm_") || name.starts_with("ptx_") || name.starts_with("gfx");
+bool runs(const std::string& part, const std::string& gpu) {
+  const cuda::Maker* maker = maker_of(part);
+  return maker ? part == gpu || maker->runs(part, gpu) : cpu_runs(part);
 }
 
 // The parts of a machine's name: "avx2+sm_90".
@@ -224,7 +222,7 @@ std::shared_ptr<Mapping> PackageFile::map_weights() const {
 bool Manifest::wants_gpu() const {
   for (const Variant& v : variants)
     for (const std::string& part : parts_of(v.machine))
-      if (is_gpu(part)) return true;
+      if (maker_of(part)) return true;
   return false;
 }
 
@@ -236,10 +234,10 @@ const Manifest::Variant& choose_variant(const PackageFile& file, const std::stri
     if (!wanted.empty() && v.machine != wanted) continue;
     std::string lacks;
     for (const std::string& part : parts_of(v.machine)) {
-      if (is_gpu(part) ? gpu_runs(part, gpu) : cpu_runs(part)) continue;
-      lacks = !is_gpu(part) ? "this CPU lacks " + part
-              : gpu.empty() ? "there is no GPU here that torch can use"
-                            : "no kernels for this GPU (" + gpu + ")";
+      if (runs(part, gpu)) continue;
+      lacks = !maker_of(part) ? "this CPU lacks " + part
+              : gpu.empty()   ? "there is no GPU here that torch can use"
+                              : "no kernels for this GPU (" + gpu + ")";
     }
     if (lacks.empty()) return v;
     lacking = lacks;

@@ -34,7 +34,7 @@ from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
 from plait.kernel.targets import TARGETS
-from plait.kernel.triton.dialects import GPUS, KNOWN_GPUS
+from plait.kernel.triton.dialects import GPUS
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode
@@ -148,7 +148,7 @@ def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     gpus = [m for m in dict.fromkeys(asked) if m in GPUS]
     wrong = [m for m in asked if m not in (*ISAS, *gpus)]
     if wrong:
-        hint = f"{', '.join(ISAS)}, sm_90, ptx_80, gfx942; {KNOWN_GPUS}"
+        hint = f"one of {', '.join((*ISAS, *GPUS))}"
         raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=hint)
     late = [m for m in gpus if m.startswith("ptx") and int(m[4:]) > _LAST_PORTABLE]
     if late:

@@ -7,7 +7,7 @@ row is meant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from plait.config import Config
@@ -21,14 +21,18 @@ class Dialect:
     """A maker's row.
 
     library: Triton's module of the functions that its compiler has for these GPUs.
-    gpus: the GPUs that its compiler has code for, by name; of two that run here the last is better.
+    begins: how names of its GPUs begin, as native/core/drivers has them.
+    gpu: what Triton's compiler calls the GPU of a name.
+    known: names of those that the compiler has code for; of two that run here the last is better.
     instructions: helper functions that are one instruction (ops.py has the others).
     wait: how a kernel waits for the one ahead of it in its stream.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
     """
 
     library: str
-    gpus: Mapping[str, Gpu] = field(repr=False)
+    begins: tuple[str, ...]
+    gpu: Callable[[str], Gpu]
+    known: tuple[str, ...]
     instructions: Mapping[str, str] = field(repr=False)
     wait: str = ""
     first_early: int | None = None
@@ -46,22 +50,22 @@ class Dialect:
         return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
 
 
-def _gpu(name: str) -> Gpu:
-    """What Triton's compilers call a GPU."""
-    if name.startswith("gfx"):
-        return Gpu("hip", name, 64 if name.startswith("gfx9") else 32, "hsaco")
+def _nvidia(name: str) -> Gpu:
     kind, _, number = name.partition("_")
     return Gpu("cuda", int(number), 32, "ptx" if kind == "ptx" else "cubin")
+
+
+def _amd(name: str) -> Gpu:
+    return Gpu("hip", name, 64 if name.startswith("gfx9") else 32, "hsaco")
 
 
 # The assembler ends the process at a number that it does not know.
 _CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 NVIDIA = Dialect(
     library="triton.language.extra.cuda",
-    gpus={
-        **{f"ptx_{n}": _gpu(f"ptx_{n}") for n in _CAPABILITIES},
-        **{f"sm_{n}": _gpu(f"sm_{n}") for n in _CAPABILITIES},
-    },
+    begins=("sm_", "ptx_"),
+    gpu=_nvidia,
+    known=tuple(f"{kind}_{n}" for kind in ("ptx", "sm") for n in _CAPABILITIES),
     instructions={
         "p_ex2": """def p_ex2(x):
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -88,10 +92,9 @@ NVIDIA = Dialect(
 )
 AMD = Dialect(
     library="triton.language.extra.hip",
-    gpus={
-        f"gfx{n}": _gpu(f"gfx{n}")
-        for n in ("90a", "942", "950", "1100", "1101", "1102", "1200", "1201")
-    },
+    begins=("gfx",),
+    gpu=_amd,
+    known=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
     instructions={
         "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
         "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
@@ -101,17 +104,17 @@ AMD = Dialect(
 )
 DIALECTS = {"cuda": NVIDIA, "hip": AMD}
 """By Triton's name of the compiler."""
-GPUS: Mapping[str, Gpu] = {name: gpu for d in DIALECTS.values() for name, gpu in d.gpus.items()}
+GPUS: Mapping[str, Gpu] = {name: d.gpu(name) for d in DIALECTS.values() for name in d.known}
 """All that kernels can be compiled for, by name."""
-KNOWN_GPUS = f"numbers are {', '.join(map(str, _CAPABILITIES))}; of AMD {', '.join(AMD.gpus)}"
 
 
 def gpu_of(device: str, cfg: Config) -> Gpu:
     """What kernels for a device are compiled for: the device at hand, which may be newer than what
     is known here, or what the option names. Raises UserError for an option that is no such name."""
     if cfg.gpu_arch == "auto":
-        return _gpu(gpu_name(device))
+        name = gpu_name(device)
+        return next(d for d in DIALECTS.values() if name.startswith(d.begins)).gpu(name)
     if cfg.gpu_arch not in GPUS:
-        hint = f"auto, or a name such as sm_90, ptx_80 or gfx942; {KNOWN_GPUS}"
+        hint = f"one of auto, {', '.join(GPUS)}"
         raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
     return GPUS[cfg.gpu_arch]

@@ -1,4 +1,5 @@
-// native/core/hip.cpp: HIP's driver in the place of CUDA's: the same entry points, for AMD's GPUs.
+// native/core/drivers/hip.cpp: HIP's driver in the place of CUDA's: the same entry points, for
+// AMD's GPUs.
 //
 // HIP's functions mostly are CUDA's under other names. Those that differ are called through the
 // functions here. A device stands for its context: HIP has no others. What HIP cannot do yet says
@@ -111,47 +112,55 @@ int set_node(GraphExec graph, GraphNode node, const NodeParams* p) {
                                 .shared = p->shared};
   return hip.set_node(graph, node, &params);
 }
+
+void find_entries(Driver& d) {
+  d.need(hip.get_device, "hipGetDevice");
+  d.need(hip.set_device, "hipSetDevice");
+  d.need(hip.attribute, "hipDeviceGetAttribute");
+  d.need(hip.properties, "hipGetDevicePropertiesR0600");
+  d.need(hip.launch, "hipModuleLaunchKernel");
+  d.need(hip.launch_cooperative, "hipModuleLaunchCooperativeKernel");
+  d.need(hip.set_node, "hipGraphExecKernelNodeSetParams");
+  d.need(d.init, "hipInit");
+  d.need(d.error_string, "hipDrvGetErrorString");
+  d.current_device = hip.get_device;
+  d.current_context = current_context;
+  d.retain_context = retain_context;
+  d.set_context = set_context;
+  d.device_attribute = device_attribute;
+  d.lanes_of_warp = lanes_of_warp;
+  d.architecture = architecture_of;
+  d.need(d.load_module, "hipModuleLoadData");
+  d.need(d.unload_module, "hipModuleUnload");
+  d.need(d.function, "hipModuleGetFunction");
+  d.need(d.function_attribute, "hipFuncGetAttribute");
+  // A kernel may have all shared memory of a block without asking.
+  d.set_function_attribute = [](Function, int, int) { return 0; };
+  d.launch = launch;
+  d.parameter = nullptr;
+  d.need(d.is_capturing, "hipStreamIsCapturing");
+  d.need(d.capture_info, "hipStreamGetCaptureInfo_v2");
+  d.set_node = set_node;
+  d.copy_node = [](GraphNode, CopyParams*) { return kNotSupported; };
+  d.set_copy_node = [](GraphExec, GraphNode, const CopyParams*, void*) { return kNotSupported; };
+  d.need(d.launch_graph, "hipGraphLaunch");
+  d.need(d.copy, "hipMemcpyDtoDAsync");
+  d.need(d.make_event, "hipEventCreateWithFlags");
+  d.need(d.record_event, "hipEventRecord");
+  d.need(d.wait_event, "hipStreamWaitEvent");
+  d.need(d.synchronize, "hipDeviceSynchronize");
+  d.records_early = false;
+  d.need(d.allocate, "hipMallocAsync");
+  d.need(d.free, "hipFreeAsync");
+}
 }  // namespace
 
-void Driver::find_hip() {
-  need(hip.get_device, "hipGetDevice");
-  need(hip.set_device, "hipSetDevice");
-  need(hip.attribute, "hipDeviceGetAttribute");
-  need(hip.properties, "hipGetDevicePropertiesR0600");
-  need(hip.launch, "hipModuleLaunchKernel");
-  need(hip.launch_cooperative, "hipModuleLaunchCooperativeKernel");
-  need(hip.set_node, "hipGraphExecKernelNodeSetParams");
-  need(init, "hipInit");
-  need(error_string, "hipDrvGetErrorString");
-  current_device = hip.get_device;
-  this->current_context = cuda::current_context;
-  this->retain_context = cuda::retain_context;
-  this->set_context = cuda::set_context;
-  this->device_attribute = cuda::device_attribute;
-  this->lanes_of_warp = cuda::lanes_of_warp;
-  architecture = architecture_of;
-  need(load_module, "hipModuleLoadData");
-  need(unload_module, "hipModuleUnload");
-  need(function, "hipModuleGetFunction");
-  need(function_attribute, "hipFuncGetAttribute");
-  // A kernel may have all shared memory of a block without asking.
-  set_function_attribute = [](Function, int, int) { return 0; };
-  this->launch = cuda::launch;
-  parameter = nullptr;
-  need(is_capturing, "hipStreamIsCapturing");
-  need(capture_info, "hipStreamGetCaptureInfo_v2");
-  this->set_node = cuda::set_node;
-  copy_node = [](GraphNode, CopyParams*) { return kNotSupported; };
-  set_copy_node = [](GraphExec, GraphNode, const CopyParams*, void*) { return kNotSupported; };
-  need(launch_graph, "hipGraphLaunch");
-  need(copy, "hipMemcpyDtoDAsync");
-  need(make_event, "hipEventCreateWithFlags");
-  need(record_event, "hipEventRecord");
-  need(wait_event, "hipStreamWaitEvent");
-  need(synchronize, "hipDeviceSynchronize");
-  records_early = false;
-  need(allocate, "hipMallocAsync");
-  need(free, "hipFreeAsync");
-}
+const Maker kAmd = {
+    .libraries = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"},
+    .mark = "hipInit",
+    .find_entries = find_entries,
+    .gpus = {"gfx"},
+    .runs = [](const std::string&, const std::string&) { return false; },
+};
 
 }  // namespace plait::cuda

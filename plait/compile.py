@@ -247,5 +247,6 @@ def _find_tools(captured: Captured, cfg: Config) -> None:
     """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels
     for the graph's devices are built with."""
     values = [n.meta.get("val") for n in captured.graph.graph.nodes if n.op == "placeholder"]
-    kinds = [v.device.type for v in values if isinstance(v, torch.Tensor)]
-    KERNELS[next((k for k in kinds if facts_of(k).streams), "cpu")].find_tools(cfg)
+    kinds = {v.device.type for v in values if isinstance(v, torch.Tensor)} & {*KERNELS}
+    # The CPU, first in the table, has only numbers where there is another device.
+    KERNELS[max(kinds, key=[*KERNELS].index, default="cpu")].find_tools(cfg)

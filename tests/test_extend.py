@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 from plait import compat, extend, pipelines
-from plait.compile import compile_texts
+from plait.compile import compile_graph, compile_texts
 from plait.config import Config
 from plait.devices import DEVICES, Facts
 from plait.errors import UserError
@@ -25,6 +25,7 @@ from plait.kernel.cpu.target import CppTarget
 from plait.kernel.null.target import NullTarget
 from plait.kernel.targets import TARGETS
 from plait.lower import core
+from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.python import load_python, make_python
 
 aten = torch.ops.aten
@@ -161,6 +162,21 @@ def test_a_row_that_cannot_be_kept(kind: str, row: Facts, error: str) -> None:
     with pytest.raises(UserError, match=error):
         extend.device(kind, row, NullTarget())
     assert before == DEVICES
+
+
+def test_tools_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a C++ compiler makes programs for a device that needs none."""
+
+    class Bare(NullTarget):
+        def find_tools(self, cfg: Config) -> None:
+            raise ToolchainMissing("no assembler of mtia")
+
+    monkeypatch.setitem(TARGETS, "mtia", Bare())
+    with FakeTensorMode():
+        x, scale = torch.empty(4, device="mtia"), torch.tensor(2.0)
+        gm = make_fx(lambda x, scale: (x * scale,), tracing_mode="fake")(x, scale)
+    with pytest.raises(ToolchainMissing, match="no assembler of mtia"):
+        compile_graph(Captured(gm, "inference_0", "inference"), Config())
 
 
 def test_a_device_needs_every_operation_too() -> None:

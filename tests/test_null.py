@@ -109,6 +109,16 @@ def test_its_kernels_ran(null: NullTarget, monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.equal(compiled(lambda x: x * 2 + 1)(x), x * 2 + 1)
 
 
+@pytest.mark.parametrize("wrapper", ["native", "cpp"])
+def test_other_wrappers_call_aten(wrapper: str) -> None:
+    """What they lack is said; the program is compiled, without kernels."""
+    x = torch.rand(5)
+    told = f"call of ATen: the wrapper '{wrapper}' launches no kernels of the null target; try"
+    with pytest.warns(UserWarning, match=told):
+        report = plait.explain(lambda x: x * 2 + 1, x, options={"wrapper": wrapper}, quiet=True)
+    assert sum(report.extern_calls.values()) == 2 and report.graphs[0].kernel_source == ""
+
+
 def test_measuring_is_a_step_of_its_own(null: NullTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs where the option says so, before kernels are written, and is given to them."""
     steps: list[str] = []

@@ -2,7 +2,8 @@
 a machine; it is the first target that a new op goes through.
 
 A launch runs a kernel in numpy, by the reference meaning of every op (`ir/interp.py`): slow, for
-tests. The Python wrapper launches what it builds; the others want a library of machine code.
+tests. The Python wrapper launches what it builds; under the others, which want machine code, every
+op is a call of ATen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from plait.kernel.null.run import launch
 from plait.kernel.target import Choices, Source, Target
 from plait.runtime.generated import LIBRARIES
 from plait.runtime.store import Built
+from plait.runtime.toolchain import ToolchainMissing
 from plait.schedule.plan import Kernel
 from plait.schedule.text import kernel_text
 
@@ -28,6 +30,14 @@ class NullTarget(Target):
 
     name = "null"
     table: Mapping[str, object] = {**EVALUATE, **dict.fromkeys(SPECIAL, "interp.Space")}
+
+    def find_tools(self, cfg: Config) -> None:
+        """The wrapper that can launch a function of Python."""
+        if cfg.wrapper != "python":
+            raise ToolchainMissing(
+                f"the wrapper {cfg.wrapper!r} launches no kernels of the null target",
+                hint="options={'wrapper': 'python'}",
+            )
 
     def emit(
         self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices

@@ -31,7 +31,7 @@ from plait.runtime.timing import load_constants as load_constants
 from plait.runtime.timing import random_tensor as random_tensor
 from plait.runtime.trust import Library, loadable
 
-# Of Python's threads; no record of a measurement.
+# Of Python's threads: benchmarks/results/constants-cpu.md.
 _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it saves
 
 

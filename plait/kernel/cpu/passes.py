@@ -27,8 +27,8 @@ from plait.schedule.legalize.linear import (
 )
 from plait.schedule.plan import Reduce, Stmt, Store
 
-# No record of a measurement: far below a thread's stack, and within a second cache. The cost is
-# in cycles of the op table; benchmarks/kernels_cpu.py 'softmax*' shows both.
+# Far below a thread's stack, and within a second cache. The cost is in cycles of the op table.
+# benchmarks/results/constants-cpu.md shows both, and that 1.5 and 524288 may be better.
 ROW_BUFFER_BYTES = 131072
 """The most that one kernel keeps on the stack between passes."""
 KEEP_COST = 3.0

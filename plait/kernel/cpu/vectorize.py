@@ -19,7 +19,7 @@ from plait.kernel.stores import How, how_to_store
 from plait.schedule.legalize.linear import extent, offset_of
 from plait.schedule.plan import Reduce, Store
 
-# No record of a measurement: small enough that rounding does not grow with the length of a row.
+# benchmarks/results/constants-cpu.md: less is slower, more rounds more.
 CHUNK = 32
 """Additions to one accumulator before it is emptied into the second level."""
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}

@@ -33,7 +33,7 @@ def compute(v: Values, n: Node) -> Parts:
     if v.is_kept(n):
         return read_kept(v, n)
     parts = RULES.get(n.op, _elementwise)(v, n)
-    if v.nest.kept.get(n) == v.pass_number:
+    if n in v.nest.kept and v.nest.kept[n].by == v.pass_number:
         keep(v, n, parts)
     return parts
 

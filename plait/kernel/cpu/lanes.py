@@ -15,7 +15,7 @@ from plait.schedule.legalize.linear import offset_of
 
 def lane_values(v: Values, e: Size) -> Parts:
     """An integer expression that is no affine function of the lane, as i64 lanes."""
-    depth = v.expr_depth(e)
+    depth = v.place.level(e)
     array = v.name("g")
     text = _lane_text(v, e)
     v.line(f"alignas(64) i64 {array}[{v.lanes}];", depth)

@@ -161,15 +161,16 @@ def _short_factor(v: Values, a: Atom) -> str:
     return f"{a.kind}_lanes(({v.integer(a.a)}{v.rep_offset(step)}), {step}, {a.b})"
 
 
-def fill_tile(v: Values, n: Node, along: Atom, block: Atom) -> None:
+def fill_tile(v: Values, n: Node, along: Atom) -> None:
     """Loads a tile of a load that is contiguous along `along` and leaves it turned around,
     contiguous along the axis."""
     t = memory(n.dtype)
     assert isinstance(n.attr, Load)
     offset = offset_of(n)
     step = v.facts.step(offset)
-    assert step is not None
-    start = substitute(offset, {along: block.expr * v.lanes})
+    number = v.nest.tile_number
+    assert step is not None and number is not None, n
+    start = substitute(offset, {along: number.expr * v.lanes})
     name = v.tiles[n, v.tail] = v.name("tile")
     v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
     count = "n" if v.tail else str(v.lanes)
@@ -202,12 +203,6 @@ def read_kept(v: Values, n: Node) -> Parts:
 
 
 def _kept_at(v: Values, n: Node) -> str:
-    """Where a value lies in its row buffer: the same place at all points of an axis on which it
-    does not depend."""
-    known = v.deps(n)
-    width = 1 if v.nest.inner else v.lanes * v.nest.unroll
-    index: Size = 0
-    for a, step in v.keep_strides:
-        if a in known:
-            index = index + a.expr * (step * width)
-    return f"{v.keep_names[n]} + {v.integer(index)} + {v.rep * v.lanes}"
+    """Where a value lies in its row buffer."""
+    index = v.integer(v.nest.kept[n].index)
+    return f"{v.kept_names[n]} + {index} + {v.rep * v.lanes}"

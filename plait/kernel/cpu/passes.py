@@ -1,8 +1,7 @@
 """Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept
 between passes, the vector axis.
 
-Comes in: a `LinearKernel`. Goes out: a `Nest`, which `nest.py` writes down as loops. Costs
-are those of the op table.
+Comes in: a `LinearKernel`. Goes out: a `Nest`. Costs are those of the op table.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from plait.ir.expr import Atom, Size, bounds, coefficient
+from plait.ir.expr import Atom, Size, bounds, coefficient, may_be_zero, symbol, total
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
 from plait.ir.reductions import REDUCTIONS
@@ -36,6 +35,18 @@ KEEP_COST = 3.0
 again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that a pass computes and keeps for later ones, in a row buffer of its own.
+
+    by: number of the pass.
+    index: its place in the buffer, before vectors in flight: the same at all points of an axis on
+        which the value does not depend."""
+
+    by: int
+    index: Size
+
+
 @dataclass(frozen=True)
 class Nest:
     """A kernel with its loop structure decided.
@@ -49,10 +60,12 @@ class Nest:
     lanes: vector length, 1 for scalar code.
     order: the reduction axes, outermost first, as they are looped over.
     unroll: vectors in flight.
-    kept: node of a pass -> the pass that computes it and keeps it in a row buffer.
-    keep_limit: the points that such a buffer holds where sizes are not known now, else 0.
+    kept: the values in row buffers.
+    row_points: the points of a row, whole vectors of them.
+    keep_limit: the points that a row buffer holds where sizes are not known now, else 0.
     tile: an outer variable along which the loads `tiled` are contiguous while the axis is not:
-        these go through lanes x lanes tiles."""
+        these go through lanes x lanes tiles.
+    tile_number: the number of a tile along it."""
 
     linear: LinearKernel
     deps: Callable[[Node], frozenset[object]]
@@ -64,10 +77,38 @@ class Nest:
     lanes: int = 1
     order: tuple[Atom, ...] = ()
     unroll: int = 1
-    kept: Mapping[Node, int] = field(default_factory=dict)
+    kept: Mapping[Node, Kept] = field(default_factory=dict)
+    row_points: Size = 1
     keep_limit: int = 0
     tile: Atom | None = None
+    tile_number: Atom | None = None
     tiled: tuple[Node, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The points of the axis in all vectors in flight."""
+        return self.lanes * self.unroll
+
+    @property
+    def width(self) -> int:
+        """The values that a row buffer has at a point of the reduction axes."""
+        return 1 if self.inner else self.step
+
+    def pieces(self) -> Iterator[tuple[int, bool]]:
+        """The loops along the axis: vectors at once, and whether lanes of them are left out."""
+        assert self.axis is not None, "scalar code without points has no axis"
+        n, lanes = extent(self.axis), self.lanes
+        for reps in dict.fromkeys((self.unroll, 1)):
+            none = isinstance(n, int) and n < lanes * reps
+            rest = isinstance(n, int) and reps < self.unroll and n % self.step < lanes
+            if lanes == 1 or not (none or rest):
+                yield reps, False
+        if lanes > 1 and not (isinstance(n, int) and n % lanes == 0):
+            yield 1, True
+
+    def maybe_empty(self) -> list[Size]:
+        """The extents of reduction axes that may have no points."""
+        return [n for n in map(extent, self.order) if may_be_zero(n)]
 
     def reduces(self) -> list[Reduce]:
         """The reductions of all passes."""
@@ -88,8 +129,7 @@ def plan_nest(linear: LinearKernel, lanes: int, sequential: bool, keep: bool = T
 # -------------------------------------------------------------------------------------- values kept
 def keep_rows(nest: Nest) -> Nest:
     """Keeps values that several passes need and that are too dear to compute twice."""
-    linear, deps = nest.linear, nest.deps
-    width = 1 if nest.inner else nest.lanes * nest.unroll
+    linear, deps, width = nest.linear, nest.deps, nest.width
     points = trip_count(linear.rvars)
     if len(nest.passes) < 2 or points == 0:
         return nest
@@ -120,7 +160,17 @@ def keep_rows(nest: Nest) -> Nest:
     limit = 0
     if kept and not all(isinstance(extent(r), int) for r in linear.rvars):
         limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
-    return replace(nest, kept=kept, keep_limit=limit)
+    strides: dict[Atom, Size] = {}
+    step: Size = 1
+    for a in reversed(nest.order):
+        strides[a] = step
+        whole = blocks(extent(a), nest.lanes) * nest.lanes
+        step = step * (whole if nest.inner and a == nest.axis else extent(a))
+    found = {
+        n: Kept(p, total(a.expr * (strides[a] * width) for a in nest.order if a in deps(n)))
+        for n, p in kept.items()
+    }
+    return replace(nest, kept=found, row_points=step, keep_limit=limit)
 
 
 def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[object]]) -> float:
@@ -245,7 +295,8 @@ def turn_tiles(nest: Nest) -> Nest:
     if not found:
         return nest
     best = max(linear.vars, key=lambda b: len(found.get(b, ())))
-    return replace(nest, tile=best, tiled=tuple(found[best]))
+    number = symbol(f"{best.name}'", extent=blocks(extent(best), nest.lanes)).symbol
+    return replace(nest, tile=best, tile_number=number, tiled=tuple(found[best]))
 
 
 def _unroll(nest: Nest) -> int:
@@ -269,24 +320,3 @@ def _unroll(nest: Nest) -> int:
         if cost <= 8 and room >= unroll and most * unroll <= 8:
             return unroll
     return 1
-
-
-def buffer_points(nest: Nest) -> Size:
-    """Points of a row buffer: of all reduction axes, the vector axis padded to whole vectors."""
-    if not nest.order:
-        return 1
-    a, step = row_points(nest.order, nest.lanes, nest.axis if nest.inner else None)[0]
-    n = extent(a)
-    return step * (blocks(n, nest.lanes) * nest.lanes if nest.inner and a == nest.axis else n)
-
-
-def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list[tuple[Atom, Size]]:
-    """Strides of a row buffer over the reduction axes, the innermost padded to whole vectors where
-    it is the vector axis."""
-    out: list[tuple[Atom, Size]] = []
-    step: Size = 1
-    for a in reversed(order):
-        out.append((a, step))
-        n = extent(a)
-        step = step * (blocks(n, lanes) * lanes if a == padded else n)
-    return out[::-1]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plait.ir.dtypes import DType, b1, f32, f64, i64
-from plait.ir.expr import Size
-from plait.ir.loops import Const, Node, integer
+from plait.ir.loops import Const
 from plait.ir.reductions import REDUCTIONS
 from plait.kernel.cpu.expr import (
     Parts,
@@ -28,7 +27,7 @@ from plait.kernel.cpu.expr import (
     vtype,
 )
 from plait.kernel.cpu.values import Values
-from plait.schedule.legalize.linear import extent
+from plait.schedule.legalize.linear import position
 from plait.schedule.plan import Reduce
 
 
@@ -102,8 +101,6 @@ class Accumulators:
         if REDUCTIONS[s.kind].extreme:
             self._update_position(s, value, vector)
             return
-        if s.running:
-            v.depth_of[s.name] = len(v.chain) - 1
         if not vector:  # of equal ones (0. and -0.) the first, but the last of a running extreme
             both = (value[0], acc[0]) if s.running else (acc[0], value[0])
             v.line(f"{acc[0]} = {scalar_op(REDUCTIONS[s.kind].op, d, both, d)};")
@@ -143,7 +140,7 @@ class Accumulators:
         v, d = self.v, s.value.dtype
         rep = v.rep if vector else 0
         best, at = self.now[s.name, rep], self.positions[s.name, rep]
-        here = self._position()
+        here = position(v.nest.linear)
         if not vector:
             better = scalar_op(REDUCTIONS[s.kind].op, d, (value[0], best[0]), b1)
             if d.is_float:
@@ -162,13 +159,6 @@ class Accumulators:
         for k, (name, x) in enumerate(zip(at, v.vector(here), strict=True)):
             v.line(f"{name} = {mask_part(m, i64, k)} ? {x} : {name};")
 
-    def _position(self) -> Node:
-        """The row-major position over the reduced axes."""
-        out: Size = 0
-        for a in self.v.nest.linear.rvars:
-            out = out * extent(a) + a.expr
-        return integer(out)
-
     # --------------------------------------------------------------------------------------- finish
     def finish(self, reduces: Sequence[Reduce], reps: int) -> None:
         """Makes the results known to later statements, in the innermost block."""
@@ -176,7 +166,6 @@ class Accumulators:
         for s in reduces:
             if s.running:
                 continue
-            v.depth_of[s.name] = len(v.chain) - 1
             vector = self.sums[s.name].vector
             if not (vector and v.nest.inner):
                 for rep in range(reps if vector else 1):

@@ -12,20 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from plait.config import Config
-from plait.errors import InternalError
 from plait.kernel.cpu.compute import RULES
 from plait.kernel.cpu.expr import SCALAR, VECTOR
-from plait.kernel.cpu.nest import kernel_body
-from plait.kernel.cpu.passes import plan_nest
+from plait.kernel.cpu.nest import print_body
+from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
-from plait.kernel.cpu.vectorize import Vectors, faults_of_vectors, vectorize
 from plait.kernel.dedup import part_operands, structure, symbol_for
 from plait.kernel.target import Choices, Source, Target
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
 from plait.schedule.legalize import legalize
-from plait.schedule.legalize.linear import LinearKernel
 from plait.schedule.plan import Kernel
 
 _SPECIAL = {
@@ -109,22 +106,13 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
 def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:
     """The C++ function of one kernel."""
     linear = legalize(kernel, verifies)
-    facts = _decided(kernel, linear, isa, verifies)
+    plan = plan_body(kernel, linear, isa.lanes, verifies)
     before, instead = "", ""
-    if facts.nest.keep_limit:  # a second version, for rows too long for a buffer on the stack
+    if plan.vectors.nest.keep_limit:  # a second version, for rows too long for a stack's buffer
         instead = f"{symbol}_long"
-        plain = _decided(kernel, linear, isa, verifies, keep=False)
-        before = _function(f"static i64 {instead}", kernel_body(kernel, plain, isa))
-    return before + _function(f'extern "C" i64 {symbol}', kernel_body(kernel, facts, isa, instead))
-
-
-def _decided(
-    kernel: Kernel, linear: LinearKernel, isa: Isa, verifies: bool, keep: bool = True
-) -> Vectors:
-    facts = vectorize(plan_nest(linear, isa.lanes, kernel.sequential, keep))
-    if verifies and (faults := faults_of_vectors(facts)):
-        raise InternalError(f"kernel {kernel.name} {faults[0]}")
-    return facts
+        plain = plan_body(kernel, linear, isa.lanes, verifies, keep=False)
+        before = _function(f"static i64 {instead}", print_body(plain, isa))
+    return before + _function(f'extern "C" i64 {symbol}', print_body(plan, isa, instead))
 
 
 def _function(head: str, body: str) -> str:

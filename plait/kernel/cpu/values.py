@@ -9,17 +9,16 @@ numbers the vectors that are in flight at once: a vector value has one copy for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeAlias
 
-from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.expr import Atom, Expr, Size, bounds, free_symbols, may_be_zero
-from plait.ir.loops import Node, walk
+from plait.ir.expr import Atom, Expr, Size, bounds
+from plait.ir.loops import Node
+from plait.kernel.cpu.choose_levels import Place
 from plait.kernel.cpu.expr import Parts, memory, n_parts, splat, vtype
-from plait.kernel.cpu.vectorize import Vectors
+from plait.kernel.cpu.plan_body import BodyPlan
 from plait.runtime.toolchain import Isa
-from plait.schedule.legalize.linear import extent
 
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
@@ -41,22 +40,21 @@ class Block:
 class Values:
     """The state of writing one kernel: blocks, names, and the vector copy that is being written."""
 
-    def __init__(self, facts: Vectors, isa: Isa, checks: Sequence[Check], compute: Compute) -> None:
-        self.facts, self.nest, self.isa, self.compute = facts, facts.nest, isa, compute
-        self.lanes = self.nest.lanes
-        self.is_vector, self.deps = facts.differs, facts.nest.deps
-        self.chain: list[Block] = []
-        self.depth_of: dict[object, int] = {}
-        self.entered = 0  # the innermost block that runs only if the loops in it do
-        self._reads: dict[Node, bool] = {}
-        self.names: dict[Atom, str] = {}
-        self.bases: dict[str, str] = {}
-        self.checks = {c: k + 1 for k, c in enumerate(checks)}
+    def __init__(self, plan: BodyPlan, isa: Isa, compute: Compute) -> None:
+        kernel, self.facts, self.isa, self.compute = plan.kernel, plan.vectors, isa, compute
+        self.nest = nest = plan.vectors.nest
+        self.lanes, self.is_vector = nest.lanes, plan.vectors.differs
+        self.places, self.pass_number = plan.places, 0
+        self.chain = [Block()]
+        axes = (*nest.linear.vars, *nest.linear.rvars)
+        self.names: dict[Atom | None, str] = {nest.tile_number: "xt"}
+        self.names |= {s.symbol: f"z{k}" for k, s in enumerate(kernel.sizes)}
+        self.names |= {a: f"x{k}" for k, a in enumerate(axes)}
+        self.bases = {b.name: f"b{k}" for k, b in enumerate(kernel.args)}
+        self.checks = {c: k + 1 for k, c in enumerate(kernel.checks)}
         self.acc_values: dict[tuple[str, int], Parts] = {}
         self.tiles: dict[tuple[Node, bool], str] = {}
-        self.keep_names: dict[Node, str] = {}
-        self.keep_strides: list[tuple[Atom, Size]] = []
-        self.pass_number = 0
+        self.kept_names = {n: f"kept{k}" for k, n in enumerate(nest.kept)}
         self.rep, self.reps, self.tail = 0, 1, False
         self._n_names = 0
 
@@ -71,67 +69,36 @@ class Values:
         self.chain[depth].lines.append(text)
 
     @contextmanager
-    def block(self) -> Iterator[None]:
-        """A level of nesting without text of its own."""
-        self.chain.append(Block())
-        yield
-        self.chain.pop()
-
-    @contextmanager
-    def loop(self, opening: str, binds: Sequence[Atom]) -> Iterator[None]:
+    def loop(self, opening: str, binds: Sequence[Atom] = ()) -> Iterator[None]:
         """A C++ block, in which these loop variables have values."""
+        known, level = self.place.known, len(self.chain)
+        assert all(known[a] == level for a in binds), f"{opening} is not at the planned level"
         self.chain.append(Block())
-        for a in binds:
-            self.depth_of[a] = len(self.chain) - 1
         yield
         closed = self.chain.pop()
-        self.here.lines += [opening, *closed.lines, "}"]
-        for a in binds:
-            del self.depth_of[a]
+        self.line(opening)
+        self.here.lines += (*closed.lines, "}")
 
-    @contextmanager
-    def nested(self, loops: Sequence[tuple[Atom, str]]) -> Iterator[None]:
-        """Several loops, each in the one before."""
-        if not loops:
+    def copies(self) -> Iterator[None]:
+        """Once for each vector in flight, which is the present one then."""
+        for rep in range(self.reps):
+            self.rep = rep
             yield
-            return
-        with self.loop(loops[0][1], (loops[0][0],)), self.nested(loops[1:]):
-            yield
-
-    def maybe(self, opening: str | None) -> AbstractContextManager[None]:
-        """A C++ block, or nothing."""
-        return nullcontext() if opening is None else self.loop(opening, ())
-
-    @contextmanager
-    def unless_empty(self, axes: Sequence[Atom]) -> Iterator[None]:
-        """A block that runs only if these loops have points. What reads memory or checks a value,
-        which is defined outside of loops where it can be, is not defined outside of this block."""
-        maybe = [self.integer(n) for n in map(extent, axes) if may_be_zero(n)]
-        before = self.entered
-        with self.maybe(f"if ({' && '.join(f'{n} > 0' for n in maybe)}) {{" if maybe else None):
-            if maybe:
-                self.entered = len(self.chain) - 1
-            yield
-        self.entered = before
+        self.rep = 0
 
     def name(self, prefix: str = "t") -> str:
         """A new C++ name."""
         self._n_names += 1
         return f"{prefix}{self._n_names}"
 
-    def depth(self, n: Node) -> int:
-        """The block in which a node is computed: the outermost one that knows what it depends
-        on."""
-        known = max((self.depth_of[d] for d in self.deps(n)), default=0)
-        return max(known, self.entered) if self.entered > known and self._may_fault(n) else known
+    @property
+    def place(self) -> Place:
+        """Where the present statements stand."""
+        return self.places[self.pass_number]
 
-    def _may_fault(self, root: Node) -> bool:
-        """Whether a node needs a load or a check."""
-        if root not in self._reads:
-            for n in walk((root,)):
-                here = n.op in ("load", "bounded", "nonzero")
-                self._reads[n] = here or any(self._reads[a] for a in n.args)
-        return self._reads[root]
+    def depth(self, n: Node) -> int:
+        """The block in which a node is computed."""
+        return self.places[self.pass_number].values[n]
 
     def key(self, n: Node) -> object:
         """What a node's value is remembered by."""
@@ -159,7 +126,7 @@ class Values:
 
     def is_kept(self, n: Node) -> bool:
         """Whether an earlier pass kept a node's value in a row buffer."""
-        return self.nest.kept.get(n, self.pass_number) < self.pass_number
+        return n in self.nest.kept and self.nest.kept[n].by < self.pass_number
 
     def vector(self, n: Node) -> Parts:
         """The value of a node in every lane."""
@@ -203,14 +170,6 @@ class Values:
         moved = step * (self.rep * self.lanes)
         return f" + {moved}" if isinstance(moved, int) else f" + ({self.integer(moved)})"
 
-    def expr_depth(self, e: Size) -> int:
-        """The block in which an expression is known."""
-        return max((self._symbol_depth(a) for a in free_symbols(e)), default=0)
-
-    def _symbol_depth(self, a: Atom) -> int:
-        node = self.nest.linear.indirect.get(a)
-        return self.depth_of.get(a, 0) if node is None else self.depth(node)
-
     def integer(self, e: Size) -> str:
         """An expression as C++ text of type i64. Divisions and the like are computed once, as early
         as possible."""
@@ -231,7 +190,7 @@ class Values:
             node = self.nest.linear.indirect.get(a)
             return self.names[a] if node is None else self.get(node)[0]
         e = a.expr
-        depth = self.expr_depth(e)
+        depth = self.place.level(e)
         memo = self.chain[depth].memo
         if e not in memo:
             memo[e] = (
@@ -249,7 +208,7 @@ class Values:
                 groups[0] = offset.const
             for mono, c in offset.terms:
                 term = Expr(0, ((mono, c),))
-                depth = self.expr_depth(term)
+                depth = self.place.level(term)
                 groups[depth] = groups.get(depth, 0) + term
         pointer: str = self.bases[buf]
         total: Size = 0

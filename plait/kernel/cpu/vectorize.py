@@ -6,7 +6,7 @@ Comes in: a `Nest`. Goes out: `Vectors`, with a row for every load, store and re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -129,11 +129,11 @@ class Vectors:
             return None
         return room + (0 if strict else 1), step
 
-    def chunk(self, reduces: list[Reduce], innermost: Atom) -> int:
+    def chunk(self, reduces: Sequence[Reduce]) -> int:
         """Points of the innermost loop in one chunk; 0 to leave the loop whole."""
-        n, step = extent(innermost), _points_an_addition(self.nest)
         if not any(self.sums[s.name].long for s in reduces):
             return 0
+        n, step = extent(self.nest.order[-1]), _points_an_addition(self.nest)
         return 0 if isinstance(n, int) and n <= 2 * CHUNK * step else CHUNK * step
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from plait.ir.expr import Atom, Expr, Size, free_symbols, product
-from plait.ir.loops import Buffer, Load, Node, rewrite, walk
+from plait.ir.loops import Buffer, Load, Node, integer, rewrite, walk
 from plait.schedule.plan import Reduce, Stmt, Store
 
 
@@ -60,6 +60,14 @@ def trip_count(axes: tuple[Atom, ...]) -> Size:
 def blocks(n: Size, size: int) -> Size:
     """How many blocks of `size` cover n points."""
     return (n + (size - 1)) // size
+
+
+def position(linear: LinearKernel) -> Node:
+    """The row-major number of a point among those of the reduced axes."""
+    out: Size = 0
+    for a in linear.rvars:
+        out = out * extent(a) + a.expr
+    return integer(out)
 
 
 def offsets_of(linear: LinearKernel) -> list[Size]:

@@ -3,70 +3,49 @@
 from __future__ import annotations
 
 from plait.ir.dtypes import DTYPES
-from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, either, fn, mask_of, n_lanes
+from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, Functions, mask_of, n_lanes
 from plait.runtime.toolchain import Isa
 
 
 def arithmetic(isa: Isa) -> dict[str, str]:
     """Functions that plain vector operators express."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
-        v, bits, two = f"v{t}", 8 * DTYPES[t].nbytes, f"v{t} a, v{t} b"
+        v, bits = f"v{t}", 8 * DTYPES[t].nbytes
+        one, two = f"({v} a)", f"({v} a, {v} b)"
         if t in FLOATS:
             sign = f"(vu{bits})splat_{t}(-0.0)"
             for name, less, op in (("least", "<", "min"), ("most", ">", "max")):
-                plain = fn(v, f"{name}_{t}", two, f"return a {less} b ? a : b;")
-                letter = "s" if t == "f32" else "d"
-                call = f"return __builtin_ia32_{op}p{letter}512_mask(a, b, a, -1, 4);"
-                fast = fn(v, f"{name}_{t}", two, call) if isa.name == "avx512" else None
-                out[f"{name}_{t}"] = either(fast, plain)
+                call = f"__builtin_ia32_{op}p{'s' if t == 'f32' else 'd'}512_mask(a, b, a, -1, 4)"
+                fast = f"return {call};" if isa.name == "avx512" else None
+                out.add(f"{v} {name}_{t}{two}", f"return a {less} b ? a : b;", fast)
                 body = f"{v} r = {name}_{t}(a, b); return a != a ? a : r;"
-                out[f"v_{op}_{t}"] = fn(v, f"v_{op}_{t}", two, body)
-            out[f"v_fmin_{t}"] = fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
-            out[f"v_fmax_{t}"] = fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
-            out[f"v_abs_{t}"] = fn(
-                v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});"
-            )
-            out[f"v_copysign_{t}"] = fn(
-                v,
-                f"v_copysign_{t}",
-                two,
-                f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});",
-            )
-            one = f"splat_{t}(1)"
-            zero = f"({v}){{}}"
-            out[f"v_sign_{t}"] = fn(
-                v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});"
-            )
-            out[f"v_pymod_{t}"] = fn(
-                v,
-                f"v_pymod_{t}",
-                f"{v} m, {v} b",
-                "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;",
-            )
-        else:
-            out[f"v_min_{t}"] = fn(v, f"v_min_{t}", two, "return a < b ? a : b;")
-            out[f"v_max_{t}"] = fn(v, f"v_max_{t}", two, "return a > b ? a : b;")
-            out[f"v_abs_{t}"] = fn(v, f"v_abs_{t}", f"{v} a", "return a < 0 ? -a : a;")
-            out[f"v_sign_{t}"] = fn(
-                v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);"
-            )
-            inside = f"(vu{bits})b < {bits}"
-            shift = f"({v})((vu{bits})b & {bits - 1})"
-            out[f"v_shl_{t}"] = fn(
-                v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};"
-            )
-            rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
-            out[f"v_shr_{t}"] = fn(
-                v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};"
-            )
+                out.add(f"{v} v_{op}_{t}{two}", body)
+            out.add(f"{v} v_fmin_{t}{two}", "return (a <= b) | (b != b) ? a : b;")
+            out.add(f"{v} v_fmax_{t}{two}", "return (a >= b) | (b != b) ? a : b;")
+            bare = f"(vu{bits})a & ~{sign}"
+            out.add(f"{v} v_abs_{t}{one}", f"return ({v})({bare});")
+            out.add(f"{v} v_copysign_{t}{two}", f"return ({v})({bare} | (vu{bits})b & {sign});")
+            signs = f"a > 0 ? splat_{t}(1) : (a < 0 ? -splat_{t}(1) : ({v}){{}})"
+            out.add(f"{v} v_sign_{t}{one}", f"return {signs};")
+            body = "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;"
+            out.add(f"{v} v_pymod_{t}({v} m, {v} b)", body)
+            continue
+        out.add(f"{v} v_min_{t}{two}", "return a < b ? a : b;")
+        out.add(f"{v} v_max_{t}{two}", "return a > b ? a : b;")
+        out.add(f"{v} v_abs_{t}{one}", "return a < 0 ? -a : a;")
+        out.add(f"{v} v_sign_{t}{one}", f"return ({v})(a < 0) - ({v})(a > 0);")
+        inside, shift = f"(vu{bits})b < {bits}", f"({v})((vu{bits})b & {bits - 1})"
+        rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
+        out.add(f"{v} v_shl_{t}{two}", f"return {inside} ? a << {shift} : ({v}){{}};")
+        out.add(f"{v} v_shr_{t}{two}", f"return {inside} ? a >> {shift} : {rest};")
     return out
 
 
 def rounding(isa: Isa) -> dict[str, str]:
     """Square root, rounding to integers, fused multiply-add: an instruction each where there is
     one."""
-    out = {}
+    out = Functions()
     modes = {
         "floor": ("floor", 9),
         "ceil": ("ceil", 10),
@@ -89,23 +68,18 @@ def rounding(isa: Isa) -> dict[str, str]:
                 fast = f"return __builtin_ia32_{call};"
             elif op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}(a);"
-            out[f"v_{op}_{t}"] = either(
-                fast and fn(v, f"v_{op}_{t}", f"{v} a", fast), fn(v, f"v_{op}_{t}", f"{v} a", plain)
-            )
-        three = f"{v} a, {v} b, {v} c"
-        plain = fn(v, f"v_fma_{t}", three,
-                    f"{v} r; for (int k = 0; k < {n}; ++k) "
-                    f"r[k] = __builtin_fma{f}(a[k], b[k], c[k]); return r;")  # fmt: skip
+            out.add(f"{v} v_{op}_{t}({v} a)", plain, fast)
+        plain = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_fma{f}(a[k], b[k], c[k]);"
         fast = {"avx512": f"return __builtin_ia32_vfmaddp{s}512_mask(a, b, c, -1, 4);",
                 "avx2": f"return __builtin_ia32_vfmaddp{s}256(a, b, c);"}.get(isa.name)  # fmt: skip
-        out[f"v_fma_{t}"] = either(fast and fn(v, f"v_fma_{t}", three, fast), plain)
+        out.add(f"{v} v_fma_{t}({v} a, {v} b, {v} c)", f"{plain} return r;", fast)
     return out
 
 
 def lanewise(isa: Isa) -> dict[str, str]:
     """Integer division: no vector instruction exists, so lane by lane; of numbers below 2^52 that
     of f64, which is one off at most, and in floordiv and mod the sign of the remainder tells."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
         if t in FLOATS:
             continue
@@ -122,7 +96,7 @@ def lanewise(isa: Isa) -> dict[str, str]:
   const vi64 off = (r != 0) & ((r ^ b) < 0);
   return {"q + off" if op == "floordiv" else "r + (off & b)"};
 """
-            out[f"v_{op}_{t}"] = fn(f"v{t}", f"v_{op}_{t}", f"v{t} a, v{t} b", body)
+            out.add(f"v{t} v_{op}_{t}(v{t} a, v{t} b)", body)
     return out
 
 
@@ -134,10 +108,11 @@ def random(isa: Isa) -> dict[str, str]:
         "avx2": "(vu64)__builtin_ia32_pmuludq256((vi32)a, (vi32)b)",
         "portable": "(vu64)__builtin_ia32_pmuludq128((vi32)a, (vi32)b)",
     }[isa.name]
-    params = "vu64 a, vu64 b"
-    plain = fn("vu64", "mul_wide", params, "return (a & 0xffffffffu) * (b & 0xffffffffu);")
+    out = Functions()
+    plain = "return (a & 0xffffffffu) * (b & 0xffffffffu);"
+    out.add("vu64 mul_wide(vu64 a, vu64 b)", plain, f"return {product};")
     # Upper halves of lanes hold rubbish, which a product of lower halves does not see.
-    body = """\
+    out["v_philox4"] = """\
 struct vphilox { vi64 word[4]; };
 static inline vphilox v_philox4(vi64 seed, vi64 counter, vi64 block) {
   const vu64 low = splat_u64(0xffffffffu), m0 = splat_u64(0xD2511F53u), m1 = splat_u64(0xCD9E8D57u);
@@ -151,17 +126,13 @@ static inline vphilox v_philox4(vi64 seed, vi64 counter, vi64 block) {
   }
   return {{(vi64)(c0 & low), (vi64)(c1 & low), (vi64)(c2 & low), (vi64)(c3 & low)}};
 }"""
-    one = """\
+    out["v_philox"] = """\
 static inline vi64 v_philox(vi64 seed, vi64 counter, vi64 word) {
   const vphilox r = v_philox4(seed, counter, word >> 2);
   word &= 3;
   return word == 0 ? r.word[0] : (word == 1 ? r.word[1] : (word == 2 ? r.word[2] : r.word[3]));
 }"""
-    return {
-        "mul_wide": either(fn("vu64", "mul_wide", params, f"return {product};"), plain),
-        "v_philox4": body,
-        "v_philox": one,
-    }
+    return out
 
 
 FAR = {"f32": "88.0f", "f64": "709.0"}
@@ -172,29 +143,25 @@ def extremes(isa: Isa) -> dict[str, str]:
     """Functions of SLEEF that lose at the ends of a dtype, with what they lose made good: fmod
     takes a few steps of a long division, sinh and cosh overflow with exp(x), log1p takes subnormals
     for 0."""
-    out = {}
+    out = Functions()
     for t in FLOATS:
-        least = {"f32": "0x1p-100f", "f64": "0x1p-1000"}[t]
-        out[f"v_log1p_{t}"] = fn(
-            f"v{t}",
-            f"v_log1p_{t}",
-            f"v{t} x",
-            f"return v_abs_{t}(x) < {least} ? x : m_log1p_{t}(x);",
-        )
         n, v, m = n_lanes(isa, t), f"v{t}", mask_of(t)
+        least = {"f32": "0x1p-100f", "f64": "0x1p-1000"}[t]
+        body = f"return v_abs_{t}(x) < {least} ? x : m_log1p_{t}(x);"
+        out.add(f"{v} v_log1p_{t}({v} x)", body)
         some = "any(far)" if t == "f32" else "any(join_i64(far, far))"
-        out[f"v_fmod_{t}"] = fn(
-            v, f"v_fmod_{t}", f"{v} a, {v} b",
+        out.add(
+            f"{v} v_fmod_{t}({v} a, {v} b)",
             f"{v} r = m_fmod_{t}(a, b); const {m} far = ({m})(v_abs_{t}(a / b) >= 0x1p20); "
             f"if ({some}) for (int k = 0; k < {n}; ++k) "
             f"if (far[k]) r[k] = s_fmod_{t}(a[k], b[k]); return r;",
-        )  # fmt: skip
+        )
         for op, sign in (("sinh", f"v_copysign_{t}(e * half * e, x)"), ("cosh", "e * half * e")):
             half = f"const {v} half = splat_{t}(0.5)"
-            out[f"v_{op}_{t}"] = fn(
-                v, f"v_{op}_{t}", f"{v} x",
+            out.add(
+                f"{v} v_{op}_{t}({v} x)",
                 f"const {v} r = m_{op}_{t}(x), a = v_abs_{t}(x); "
                 f"const {m} far = ({m})(a > {FAR[t]}); if (!{some}) return r; "
                 f"{half}, e = m_exp_{t}(a * half); return far ? {sign} : r;",
-            )  # fmt: skip
+            )
     return out

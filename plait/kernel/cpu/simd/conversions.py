@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.kernel.cpu.simd.text import either, fn
+from plait.kernel.cpu.simd.text import Functions
 from plait.runtime.toolchain import Isa
 
 
@@ -17,43 +17,35 @@ def conversions(isa: Isa) -> dict[str, str]:
     pairs += [(a, f"h{b}") for a in words for b in full] + [
         (f"h{a}", b) for a in full for b in words
     ]
-    out = {}
+    out = Functions()
     for a, b in pairs:
         result, param = (t if t[0] == "h" else f"v{t}" for t in (b, a))
-        name = f"cvt_{a}_{b}"
-        plain = fn(result, name, f"{param} x", f"return __builtin_convertvector(x, {result});")
         builtin = fast.get((a, b))
-        out[name] = either(
-            builtin and fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain
+        out.add(
+            f"{result} cvt_{a}_{b}({param} x)",
+            f"return __builtin_convertvector(x, {result});",
+            builtin and f"return ({result}){builtin};",
         )
-    out["cvt_f64_u64"] = fn(  # as s_to_u64
-        "vu64", "cvt_f64_u64", "vf64 x",
+    out.add(  # as s_to_u64
+        "vu64 cvt_f64_u64(vf64 x)",
         "const vi64 far = (vi64)(x >= 0x1p63); "
         "return (vu64)cvt_f64_i64(far ? x - 0x1p63 : x) ^ ((vu64)far << 63);",
-    )  # fmt: skip
-    n = isa.lanes
-    evens = ", ".join(str(2 * k) for k in range(n))
+    )
+    evens = ", ".join(str(2 * k) for k in range(isa.lanes))
     both = ", ".join(f"cvt_i64_hi32({x})" for x in "ab")
-    out["join_i64"] = "\n".join((
-        "#if __has_builtin(__builtin_shufflevector)",
-        fn("vi32", "join_i64", "vi64 a, vi64 b",
-            f"return __builtin_shufflevector((vi32)a, (vi32)b, {evens});"),
-        "#else",
-        fn("vi32", "join_i64", "vi64 a, vi64 b", f"return cat_i32({both});"),
-        "#endif",
-    ))  # fmt: skip
+    out.add(
+        "vi32 join_i64(vi64 a, vi64 b)",
+        f"return cat_i32({both});",
+        shuffled=f"return __builtin_shufflevector((vi32)a, (vi32)b, {evens});",
+    )
     ends = "v_min_i64(v_max_i64({0}, splat_i64(-0x80000000l)), splat_i64(0x7fffffffl))"
     halves = ", ".join(f"cvt_i64_hi32({ends.format(x)})" for x in "ab")
-    sat = None
-    if isa.name == "avx512":
-        wide = "long long __attribute__((vector_size(64)))"
-        calls = (f"__builtin_ia32_pmovsqd512_mask(({wide}){x}, (hi32){{}}, -1)" for x in "ab")
-        sat = fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({', '.join(calls)});")
-    out["sat_i32"] = either(
-        sat, fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});")
-    )
-    out["mask_of_u8"] = fn("vi32", "mask_of_u8", "vu8 x", "return (vi32)(cvt_u8_i32(x) != 0);")
-    out["u8_of_mask"] = fn("vu8", "u8_of_mask", "vi32 m", "return cvt_i32_u8(m) & 1;")
+    wide = "long long __attribute__((vector_size(64)))"
+    calls = (f"__builtin_ia32_pmovsqd512_mask(({wide}){x}, (hi32){{}}, -1)" for x in "ab")
+    sat = f"return cat_i32({', '.join(calls)});" if isa.name == "avx512" else None
+    out.add("vi32 sat_i32(vi64 a, vi64 b)", f"return cat_i32({halves});", sat)
+    out.add("vi32 mask_of_u8(vu8 x)", "return (vi32)(cvt_u8_i32(x) != 0);")
+    out.add("vu8 u8_of_mask(vi32 m)", "return cvt_i32_u8(m) & 1;")
     return out
 
 
@@ -80,34 +72,22 @@ def _conversion_builtins() -> dict[tuple[str, str], str]:
 
 def halves(isa: Isa) -> dict[str, str]:
     """Conversions of the 16-bit floats, rounding to nearest even."""
-    n = isa.lanes
+    loop = f"r; for (int k = 0; k < {isa.lanes}; ++k) r[k] ="
     to_bf16 = (
         "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
         "b = x != x ? splat_u32(0x7fc0) : b; return cvt_u32_u16(b);"
     )
-    up = fn(
-        "vf32",
-        "v_from_f16",
-        "vu16 x",
-        f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;",
-    )
-    down = fn(
-        "vu16",
-        "v_to_f16",
-        "vf32 x",
-        f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;",
-    )
-    fast_up = {
+    up = {
         "avx512": "return __builtin_ia32_vcvtph2ps512_mask((vi16)x, (vf32){}, -1, 4);",
         "avx2": "return __builtin_ia32_vcvtph2ps256((vi16)x);",
     }.get(isa.name)
-    fast_down = {
+    down = {
         "avx512": "return (vu16)__builtin_ia32_vcvtps2ph512_mask(x, 0, (vi16){}, -1);",
         "avx2": "return (vu16)__builtin_ia32_vcvtps2ph256(x, 0);",
     }.get(isa.name)
-    return {
-        "v_from_bf16": fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(cvt_u16_u32(x) << 16);"),
-        "v_to_bf16": fn("vu16", "v_to_bf16", "vf32 x", to_bf16),
-        "v_from_f16": either(fast_up and fn("vf32", "v_from_f16", "vu16 x", fast_up), up),
-        "v_to_f16": either(fast_down and fn("vu16", "v_to_f16", "vf32 x", fast_down), down),
-    }
+    out = Functions()
+    out.add("vf32 v_from_bf16(vu16 x)", "return (vf32)(cvt_u16_u32(x) << 16);")
+    out.add("vu16 v_to_bf16(vf32 x)", to_bf16)
+    out.add("vf32 v_from_f16(vu16 x)", f"vf32 {loop} from_f16(x[k]); return r;", up)
+    out.add("vu16 v_to_f16(vf32 x)", f"vu16 {loop} to_f16(x[k]); return r;", down)
+    return out

@@ -6,88 +6,63 @@ from __future__ import annotations
 from plait.ir.dtypes import DTYPES
 from plait.ir.ops import OPS
 from plait.ir.reductions import REDUCTIONS
-from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, either, fn, n_lanes
+from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, Functions, n_lanes
 from plait.runtime.toolchain import Isa
 
 
 def shape(isa: Isa) -> dict[str, str]:
     """Splats, halves, lane numbers."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
         copies = ", ".join(["x"] * n_lanes(isa, t))
-        out[f"splat_{t}"] = fn(f"v{t}", f"splat_{t}", f"{t} x", f"return (v{t}){{{copies}}};")
+        out.add(f"v{t} splat_{t}({t} x)", f"return (v{t}){{{copies}}};")
     n = isa.lanes
+    lanes = [str(k) for k in range(n)]
+    parts = (("lo", 0, ", ".join(lanes[: n // 2])), ("hi", n // 2, ", ".join(lanes[n // 2 :])))
+    numbers = ", ".join(lanes)
     for t in ("f32", "i32", "u32"):
-        every = ", ".join(map(str, range(n)))
-        shuffles = "#if __has_builtin(__builtin_shufflevector)\n" + "\n".join((
-            fn(f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
-                f"return __builtin_shufflevector(a, b, {every});"),
-        )) + "\n#else\n" + fn(
-            f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
+        out.add(
+            f"v{t} cat_{t}(h{t} a, h{t} b)",
             f"v{t} r; __builtin_memcpy(&r, &a, sizeof a); "
             "__builtin_memcpy((char*)&r + sizeof a, &b, sizeof b); return r;",
-        ) + "\n#endif"  # fmt: skip
-        out[f"cat_{t}"] = shuffles
-        for half, start in (("lo", 0), ("hi", n // 2)):
-            picks = ", ".join(map(str, range(start, start + n // 2)))
-            out[f"{half}_{t}"] = "\n".join((
-                "#if __has_builtin(__builtin_shufflevector)",
-                fn(f"h{t}", f"{half}_{t}", f"v{t} a",
-                    f"return __builtin_shufflevector(a, a, {picks});"),
-                "#else",
-                fn(f"h{t}", f"{half}_{t}", f"v{t} a",
-                    f"h{t} r; __builtin_memcpy(&r, (char*)&a + {4 * start}, sizeof r); return r;"),
-                "#endif",
-            ))  # fmt: skip
-    numbers = ", ".join(map(str, range(n)))
-    out["lane_mask"] = fn(
-        "vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
-    )
-    out["lanes_below"] = fn(
-        "vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});"
-    )
-    for half, start in (("lo", 0), ("hi", n // 2)):
-        steps = ", ".join(map(str, range(start, start + n // 2)))
-        body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
-        out[f"iota_{half}"] = fn("vi64", f"iota_{half}", "i64 a, i64 c", body)
-    gcc = None
-    if isa.name == "avx512":
-        gcc = fn("bool", "any", "vi32 m", "return __builtin_ia32_cvtd2mask512((vi32)m) != 0;")
-    elif isa.name == "avx2":
-        gcc = fn("bool", "any", "vi32 m", "return __builtin_ia32_movmskps256((vf32)m) != 0;")
-    out["any"] = either(
-        gcc,
-        fn(
-            "bool",
-            "any",
-            "vi32 m",
-            f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;",
-        ),
-    )
+            shuffled=f"return __builtin_shufflevector(a, b, {numbers});",
+        )
+        for half, start, picks in parts:
+            out.add(
+                f"h{t} {half}_{t}(v{t} a)",
+                f"h{t} r; __builtin_memcpy(&r, (char*)&a + {4 * start}, sizeof r); return r;",
+                shuffled=f"return __builtin_shufflevector(a, a, {picks});",
+            )
+    body = f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
+    out.add("vi32 lane_mask(i64 n)", body)
+    out.add("vi32 lanes_below(i64 n)", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});")
+    for half, _, picks in parts:
+        body = f"return splat_i64(a) + (vi64){{{picks}}} * c;"
+        out.add(f"vi64 iota_{half}(i64 a, i64 c)", body)
+    fast = {
+        "avx512": "return __builtin_ia32_cvtd2mask512((vi32)m) != 0;",
+        "avx2": "return __builtin_ia32_movmskps256((vf32)m) != 0;",
+    }.get(isa.name)
+    body = f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;"
+    out.add("bool any(vi32 m)", body, fast)
     return out
 
 
 def rearranged(isa: Isa) -> dict[str, str]:
     """turned_<type>: lanes backwards. evens_<type>(a, b): every second of the elements in memory
     that a starts at and b ends at."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
         n, v = n_lanes(isa, t), f"v{t}"
         back = ", ".join(str(n - 1 - k) for k in range(n))
         second = ", ".join(str(2 * k if 2 * k < n else 2 * k + 1) for k in range(n))
-        for name, params, text, loop in (
-            ("turned", f"{v} a", f"a, a, {back}", f"a[{n - 1} - k]"),
-            ("evens", f"{v} a, {v} b", f"a, b, {second}",
+        for head, text, lane in (
+            (f"turned_{t}({v} a)", f"a, a, {back}", f"a[{n - 1} - k]"),
+            (f"evens_{t}({v} a, {v} b)", f"a, b, {second}",
              f"2 * k < {n} ? a[2 * k] : b[2 * k + 1 - {n}]"),
         ):  # fmt: skip
-            out[f"{name}_{t}"] = "\n".join((
-                "#if __has_builtin(__builtin_shufflevector)",
-                fn(v, f"{name}_{t}", params, f"return __builtin_shufflevector({text});"),
-                "#else",
-                fn(v, f"{name}_{t}", params,
-                    f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = {loop}; return r;"),
-                "#endif",
-            ))  # fmt: skip
+            loop = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = {lane}; return r;"
+            out.add(f"{v} {head}", loop, shuffled=f"return __builtin_shufflevector({text});")
     return out
 
 
@@ -105,7 +80,7 @@ _PAIRS = {
 
 def horizontal(isa: Isa) -> dict[str, str]:
     """h_<kind>_<type>: all lanes of a register combined, as a tree."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
         n, size = n_lanes(isa, t), DTYPES[t].nbytes
         for kind, row in REDUCTIONS.items():
@@ -117,12 +92,9 @@ def horizontal(isa: Isa) -> dict[str, str]:
                 first = f'if (any((vi32)(a != a))) return {nan}(""); '
             loop = f"for (int n = {n // 2}; n > 0; n /= 2) for (int k = 0; k < n; ++k) "
             loop += f"a[k] = {how.format('a[k]', 'a[k + n]')}; return a[0];"
-            name = f"h_{kind}_{t}"
-            out[name] = "\n".join((
-                "#if __has_builtin(__builtin_shufflevector)",
-                fn(t, name, f"v{t} a", first + _halved(n, size, how)),
-                "#else", fn(t, name, f"v{t} a", first + loop), "#endif",
-            ))  # fmt: skip
+            out.add(
+                f"{t} h_{kind}_{t}(v{t} a)", first + loop, shuffled=first + _halved(n, size, how)
+            )
     return out
 
 
@@ -145,10 +117,10 @@ def _halved(n: int, size: int, how: str) -> str:
 def scans(isa: Isa) -> dict[str, str]:
     """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the
     last lane in every lane."""
-    out = {}
+    out = Functions()
     for t in NUMBERS:
         n, v = n_lanes(isa, t), f"v{t}"
-        out[f"last_{t}"] = fn(v, f"last_{t}", f"{v} a", f"return splat_{t}(a[{n - 1}]);")
+        out.add(f"{v} last_{t}({v} a)", f"return splat_{t}(a[{n - 1}]);")
         for kind, row in REDUCTIONS.items():
             if not row.scans:
                 continue
@@ -163,14 +135,9 @@ def scans(isa: Isa) -> dict[str, str]:
                 f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = "
                 f"{_scalar_combine(row.op)}; return a;"
             )
-            name = f"scan_{kind}_{t}"
-            out[name] = "\n".join((
-                "#if __has_builtin(__builtin_shufflevector)",
-                fn(v, name, f"{v} a, {v} carry",
-                    f"const {v} e = splat_{t}({first}); {' '.join(steps)} "
-                    f"return {how.format('carry', 'a', t=t)};"),
-                "#else", fn(v, name, f"{v} a, {v} carry", loop), "#endif",
-            ))  # fmt: skip
+            tree = f"const {v} e = splat_{t}({first}); {' '.join(steps)} "
+            tree += f"return {how.format('carry', 'a', t=t)};"
+            out.add(f"{v} scan_{kind}_{t}({v} a, {v} carry)", loop, shuffled=tree)
     return out
 
 

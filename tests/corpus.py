@@ -30,7 +30,7 @@ from plait.graph.captured import Captured
 from plait.wrapper.program import CompileRecord
 from tests.fuzz.check import _Run
 from tests.fuzz.make import generate
-from tests.interpreted import on_gpu
+from tests.interpreted import eager_run, on_gpu
 from tests.models import MODELS
 from tests.zoo import HF, OWN
 
@@ -55,18 +55,11 @@ Thunk = Callable[[], object]
 
 def compile_both(captured: Captured, cfg: Any, target: Any = None) -> Program:
     """In place of compile_graph: the texts of a program for each device, and eager's run."""
-    forward = type(captured.graph).forward  # of the graph as it is now
+    boxed = eager_run(captured.graph)
     kind, _, number = captured.name.rpartition("_")
     wrapper, _ = compile_texts(captured, cfg)
     with suppress(PlaitError), on_gpu(captured.graph):  # what runs on a CPU alone
         compile_texts(replace(captured, name=f"{kind}_gpu_{number}"), cfg.with_options(GPU))
-
-    def boxed(args: list[Any]) -> tuple[Any, ...]:
-        given = list(args)
-        args.clear()
-        return tuple(forward(captured.graph, *given))
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
     record: Any = CompileRecord(captured.name, captured.kind, "", plan=None, wrapper=wrapper)  # type: ignore[arg-type]
     return Program(lambda *args: boxed(list(args)), boxed, record)
 

@@ -178,6 +178,19 @@ def _choose_gpu(device: torch.device | int) -> None:
     assert device in (GPU, 0)
 
 
+def eager_run(graph: Any) -> Any:
+    """The graph as it is now, run by eager, as a program is called."""
+    forward = type(graph).forward
+
+    def boxed(args: list[Any]) -> tuple[Any, ...]:
+        given = list(args)
+        args.clear()
+        return tuple(forward(graph, *given))
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
 class _NotLoaded:
     boxed = None
 
@@ -188,16 +201,9 @@ def _only_build(pipeline: Any) -> None:
     compile_graph = pipeline.compile_graph
 
     def compile_for_gpu(captured: Any, cfg: Any, target: Any = None) -> Any:
-        forward = type(captured.graph).forward  # of the graph as it is now
+        boxed = eager_run(captured.graph)
         with on_gpu(captured.graph):
             made = compile_graph(captured, cfg, target)
-
-        def boxed(args: list[Any]) -> tuple[Any, ...]:
-            given = list(args)
-            args.clear()
-            return tuple(forward(captured.graph, *given))
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
         return Program(lambda *args: boxed(list(args)), boxed, made.record)
 
     pipeline.compile_graph, pipeline.WRAPPERS = (

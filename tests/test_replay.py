@@ -133,8 +133,8 @@ def test_renames(tmp_path: Path) -> None:
 
 def test_kernels_are_compared_by_text_not_by_digest(tmp_path: Path) -> None:
     lines = (
-        "plait_add_1a2b3c4d(); plait_mul_99ff00aa();",
-        "plait_add_0000ffff(); plait_mul_12345678();",
+        "plait_add_1a2b3c4d(); plait_mul_99ff00aa(); f(kernel_idx = 170, x); f(kernel_idx = 9)",
+        "plait_add_0000ffff(); plait_mul_12345678(); f(kernel_idx = 0, x); f(kernel_idx = 1)",
     )
     for folder, line in zip("ab", lines, strict=True):
         (tmp_path / folder / "g").mkdir(parents=True)

@@ -37,8 +37,8 @@ _MADE = "[1-5]_*"
 """The files that are compared."""
 _TARGETS = ("7_native.txt", "7_program.cpp", "7_graph.py")
 """What `rerun` adds: the program for the targets that its graph was not compiled for."""
-_KERNEL = re.compile(r"\b(plait_\w+?)_[0-9a-f]{4,}\b")
-"""A kernel's name, which ends with a digest of its text."""
+_KERNEL = re.compile(r"\b(plait_\w+?|kernel_idx|constant_args_idx)(?:_[0-9a-f]{4,}| = \d+)\b")
+"""A kernel's name, which ends with a digest of its text, or its place in the process's table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -212,7 +212,7 @@ def _differences(
 
 def _canonical(text: str) -> str:
     """The text with kernels numbered: the digest in a name follows the kernel's text, which is
-    compared itself."""
+    compared itself, its place in a table what was compiled before."""
     numbers: dict[str, int] = {}
     return _KERNEL.sub(lambda m: f"{m[1]}_{numbers.setdefault(m[0], len(numbers))}", text)
 

@@ -169,7 +169,7 @@ def _device(name: str | torch.device | None) -> torch.device | None:
         raise UserError(
             f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only"
         )
-    if str(device) != device.type or facts_of(device).is_host:
+    if str(device) != device.type or not facts_of(device).streams:
         return device
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0
     return torch.device(device.type, current)

@@ -30,7 +30,7 @@ def convolution(
     flops = product((2, *points, *weight.shape[1:]))
     # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with
     # what follows.
-    kernels = ctx.cfg.kernels and not ctx.facts().eager_cpu
+    kernels = ctx.cfg.kernels and ctx.facts().streams
     apart = bias if kernels and x.dtype in (f16, bf16, f32) else None
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)

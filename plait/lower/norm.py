@@ -7,13 +7,14 @@ dtype that the fake results have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from plait.ir.dtypes import DType
 from plait.ir.expr import Expr, Size
-from plait.ir.loops import Node, apply
+from plait.ir.loops import Node
 from plait.ir.maths import rsqrt
 from plait.ir.record import Recorder
 from plait.lower.convert import convert
@@ -117,6 +118,48 @@ def _group_norm(
     return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """What the gradients of a group norm are made of, in the dtype `compute`.
+
+    mean, rstd: of each group.
+    weight: of each channel; None: 1.
+    size: channels of a group.
+    """
+
+    mean: View
+    rstd: View
+    weight: View | None
+    size: Size
+    compute: DType
+
+    def of(self, at: Sequence[Size]) -> tuple[Size, Size]:
+        """The group of an element at (batch, channel, ...)."""
+        return at[0], at[1] // self.size
+
+    def deviation(self, ops: Recorder, x: View, at: Sequence[Size]) -> Node:
+        return ops.cast(x.load(ops, at), self.compute) - self.mean.load(ops, self.of(at))
+
+    def weighted(self, ops: Recorder, value: Node, channel: Size) -> Node:
+        if self.weight is None:
+            return value
+        return value * ops.cast(self.weight.load(ops, (channel,)), self.compute)
+
+    def average(self, ctx: Lowering, sums: View, numel: Size) -> View:
+        """Of each group: weight * sums, summed over its channels and divided by its elements."""
+
+        def term(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+            channel = i[1] * self.size + r[0]
+            return self.weighted(ops, sums.load(ops, (i[0], channel)), channel)
+
+        total = ctx.reduce(self.mean.shape, (self.size,), "sum", term)
+
+        def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+            return total.load(ops, i) / ops.cast(ops.index(numel), self.compute)
+
+        return ctx.pointwise(total.shape, self.compute, body)
+
+
 @lower(aten.native_group_norm_backward.default)
 def _group_norm_backward(
     ctx: Lowering, grad: View, x: View, mean: View, rstd: View, weight: View | None,
@@ -124,71 +167,43 @@ def _group_norm_backward(
 ) -> tuple[View | None, ...]:  # fmt: skip
     """By sums over deviations from the mean. Sums over the elements would lose the digits that a
     mean far from 0 takes up, and sums in half precision most of the others."""
-    compute = compute_dtype(x.dtype)
-    per_group = C // group
+    compute, size = compute_dtype(x.dtype), C // group
     mean, rstd = (convert(ctx, t, compute) for t in (mean, rstd))
-    rows = [reshape(t, (N, C, HxW)) for t in (grad, x)]
+    groups = _Groups(mean, rstd, weight, size, compute)
+    g_rows, x_rows = (reshape(t, (N, C, HxW)) for t in (grad, x))
 
-    def group_of(at: Sequence[Size]) -> tuple[Size, Size]:
-        return at[0], at[1] // per_group
-
-    def weighted(ops: Recorder, value: Node, channel: Size) -> Node:
-        if weight is None:
-            return value
-        return value * ops.cast(weight.load(ops, (channel,)), compute)
-
-    def pair(ops: Recorder, of: Sequence[View], at: Sequence[Size]) -> tuple[Node, Node]:
-        """An element's gradient, and its deviation."""
-        g, e = (ops.cast(t.load(ops, at), compute) for t in of)
-        return g, e - mean.load(ops, group_of(at))
+    def gradient(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        return ops.cast(g_rows.load(ops, (*i, *r)), compute)
 
     def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-        return apply("mul", *pair(ops, rows, (*i, *r)))
+        return gradient(ops, i, r) * groups.deviation(ops, x_rows, (*i, *r))
 
-    sums = ctx.reduce((N, C), (HxW,), "sum", lambda ops, i, r: pair(ops, rows, (*i, *r))[0])
-    products = ctx.reduce((N, C), (HxW,), "sum", product)
+    sums, products = (ctx.reduce((N, C), (HxW,), "sum", term) for term in (gradient, product))
+    level, slope = (groups.average(ctx, t, size * HxW) for t in (sums, products))
 
-    def average(of: View) -> View:
-        """Of what `of` sums over each channel, with the channels' weights, in each group."""
+    def of_input(ops: Recorder, at: tuple[Expr, ...]) -> Node:
+        own = groups.of(at)
+        g, scale = ops.cast(grad.load(ops, at), compute), rstd.load(ops, own)
+        along = groups.deviation(ops, x, at) * (scale * scale * slope.load(ops, own))
+        across = groups.weighted(ops, g, at[1]) - level.load(ops, own) - along
+        return ops.cast(scale * across, ctx.out_dtype(0))
 
-        def term(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-            channel = i[1] * per_group + r[0]
-            return weighted(ops, of.load(ops, (i[0], channel)), channel)
+    def of_weight(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        at = (*r, *i)
+        return products.load(ops, at) * rstd.load(ops, groups.of(at))
 
-        total = ctx.reduce((N, group), (per_group,), "sum", term)
-
-        def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-            count = ops.cast(ops.index(per_group * HxW), compute)
-            return total.load(ops, i) / count
-
-        return ctx.pointwise(total.shape, compute, body)
+    def of_bias(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        return sums.load(ops, (*r, *i))
 
     def over_batch(k: int, term: ReduceBody) -> View | None:
         if not output_mask[k]:
             return None
         return convert(ctx, ctx.reduce((C,), (N,), "sum", term), ctx.out_dtype(k))
 
-    def of_weight(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
-        at = (*r, *i)
-        return products.load(ops, at) * rstd.load(ops, group_of(at))
-
-    level, slope = average(sums), average(products)
-
-    def of_input(ops: Recorder, v: tuple[Expr, ...]) -> Node:
-        at = group_of(v)
-        g, off = pair(ops, (grad, x), v)
-        scale = rstd.load(ops, at)
-        along = off * (scale * scale * slope.load(ops, at))
-        across = weighted(ops, g, v[1]) - level.load(ops, at) - along
-        return ops.cast(scale * across, ctx.out_dtype(0))
-
-    return (
-        ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0))
-        if output_mask[0]
-        else None,
-        over_batch(1, of_weight),
-        over_batch(2, lambda ops, i, r: sums.load(ops, (*r, *i))),
-    )
+    made = None
+    if output_mask[0]:
+        made = ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0))
+    return made, over_batch(1, of_weight), over_batch(2, of_bias)
 
 
 # --------------------------------------------------------------------------------------- batch norm

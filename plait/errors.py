@@ -10,9 +10,11 @@ unwrapped is known to `compat`.
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal, Self
 
 
@@ -126,6 +128,12 @@ class InternalError(PlaitError):
             where=where,
             hint=hint or "report it with the folder that PLAIT_DEBUG_DIR=plait_debug writes",
         )
+
+
+def raised_at(error: BaseException) -> str:
+    """The line that raised it: "norm.py:31, in _rstd"."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}, in {last.name}"
 
 
 Rung = Literal["aten", "python", "specialise", "eager"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -16,10 +17,11 @@ from torch import nn
 from torch.utils._sympy.functions import FloorDiv
 
 import plait
+from plait import extend
 from plait.capture import backend, dynamo, ladder, program
 from plait.errors import InexpressibleSize, InternalError, Unsupported, UserError, warn_once
 from plait.graph.captured import Captured
-from plait.lower import size_rules
+from plait.lower import core, size_rules
 from plait.lower.core import RULES
 from plait.tools.report import Report
 
@@ -522,6 +524,50 @@ def test_an_unknown_higher_order_operator_runs_as_python(
         torch.compile(branch, backend="plait", options={"wrapper": wrapper, "strict": True})(
             torch.ones(3)
         )
+
+
+def by_rule(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """A function with an operator whose rule records a loop and then raises error."""
+    op = torch.ops.aten.special_airy_ai.default
+    monkeypatch.setattr(core, "RULES", dict(RULES))
+    monkeypatch.setattr("plait.lower.calls.RULES", core.RULES)
+
+    @extend.lowering(op)
+    def rule(ctx: core.Lowering, x: core.View) -> core.View:
+        ctx.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i))
+        raise error
+
+    return lambda x: op(x * 2) + 1
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_rule_with_a_bug_is_told_and_passed_over(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, x = by_rule(KeyError("a mistake of ours"), monkeypatch), torch.randn(9)
+    told = r"bug in plait: the rule of aten\.special_airy_ai\.default failed with KeyError\('a"
+    options = {"wrapper": wrapper}
+    with pytest.warns(UserWarning, match=told + r".*\(test_ladder\.py:\d+, in rule\)"):
+        got = torch.compile(fn, backend="plait", options=options)(x)
+    torch.testing.assert_close(got, fn(x))
+    with pytest.raises(InternalError, match=told) as raised:
+        torch.compile(fn, backend="plait", options=options | {"strict": True})(x)
+    assert str(raised.value).count("bug in plait") == 1
+    assert "test_ladder.py" in raised.value.where
+
+
+def test_a_rule_that_declines_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, x = by_rule(core.NoRule("not today"), monkeypatch), torch.randn(9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for strict in (False, True):
+            got = torch.compile(fn, backend="plait", options={"strict": strict})(x)
+            torch.testing.assert_close(got, fn(x))
+    report = explained(fn, x)
+    assert [(s.rung, s.what, s.reason) for s in report.ladder] == [
+        ("aten", "aten::special_airy_ai", "not today")
+    ]
+    assert report.kernels == 2  # what the rule recorded is gone
 
 
 def test_operators_that_run_as_python_are_told() -> None:

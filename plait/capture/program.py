@@ -7,17 +7,15 @@ What escapes from here is an error of plait's own, whatever went wrong.
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import plait.graph.fits  # noqa: F401 - with strides.py, puts its checks into the table
 from plait.compile import Program, compile_graph
 from plait.config import Config
-from plait.errors import InternalError, PlaitError, warn_once
+from plait.errors import InternalError, PlaitError, raised_at, warn_once
 from plait.graph.captured import Captured
 from plait.log import PassLog
 from plait.runtime.toolchain import ToolchainMissing
@@ -64,10 +62,9 @@ def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config
         raise
     except Exception as error:
         # Dynamo drops the cause of what it passes on, so the place goes into the text.
-        last = traceback.extract_tb(error.__traceback__)[-1]
         folder = PassLog(cfg, captured.name).folder
         raise InternalError(
             f"compiling {captured.name} failed with {type(error).__name__}: {error} "
-            f"({Path(last.filename).name}:{last.lineno}, in {last.name})",
+            f"({raised_at(error)})",
             hint="" if folder is None else f"report it with the folder {folder}",
         ) from error

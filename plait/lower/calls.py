@@ -2,7 +2,8 @@
 declines or fails, a call of ATen with the reason; a higher-order operator is called as Python.
 
 Comes in: a node whose arguments have values. Goes out: its value, of the dtype and the shape that
-its fake value has. A rule that declines or fails leaves no trace. Integers that the graph computes
+its fake value has. A rule declines with NoRule; what else it raises, but for PlaitError, is a bug,
+which is warned of. Either way it leaves no trace. Integers that the graph computes
 are not lowered: their value is the size expression that their fake value names.
 """
 
@@ -17,7 +18,7 @@ import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.devices import facts_of
-from plait.errors import PlaitError, Unsupported
+from plait.errors import InternalError, PlaitError, Unsupported, raised_at, warn_once
 from plait.graph.edit import last_frame
 from plait.graph.streams import is_fence
 from plait.ir import expr, loops
@@ -33,13 +34,6 @@ from plait.lower.hop import call_higher_order
 from plait.lower.integers import define_functions
 from plait.lower.memory import strided, tensor_arg
 from plait.lower.symbols import to_size
-
-# Mistakes of a rule leave the compiler standing: the op becomes an extern call, with the error as
-# reason.
-_MISTAKES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
 
 
 @dataclass
@@ -142,12 +136,17 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
         return value
     except PlaitError:  # a call would be refused, too
         raise
-    except (NoRule, *_MISTAKES) as e:
-        ctx.undo(mark)
-        if not isinstance(target, OpOverload):
-            raise
-        reason = str(e) if isinstance(e, NoRule) else f"rule failed: {e!r}"
-        return _call_extern(ctx, args, kwargs, reason)
+    except NoRule as declined:
+        reason = str(declined)
+    except Exception as error:
+        said = f"{error!r} ({raised_at(error)})"
+        bug = InternalError(f"the rule of {target} failed with {said}", where=ctx.where())
+        if ctx.cfg.strict:
+            raise bug from error
+        warn_once(f"plait calls an operator for want of a rule: {bug.line}")
+        reason = bug.what
+    ctx.undo(mark)
+    return _call_extern(ctx, args, kwargs, reason)
 
 
 def _beside(calls: Calls, values: Any) -> Any:
@@ -207,7 +206,7 @@ def _call_extern(
     ctx: Lowering, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str
 ) -> Value:
     if not isinstance(ctx.node.target, OpOverload):
-        raise Unsupported(f"no lowering for {ctx.node.target}", where=ctx.where())
+        raise Unsupported(f"no lowering for {ctx.node.target}: {reason}", where=ctx.where())
     return call_extern(ctx, args, kwargs, reason)
 
 

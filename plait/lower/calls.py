@@ -119,11 +119,7 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
     if rule is None:
         return _call_extern(ctx, args, kwargs, "no lowering rule")
     if target not in ANY_DTYPE:
-        foreign = (
-            _foreign_dtype(args)
-            or _foreign_dtype(tuple(kwargs.values()))
-            or _foreign_meta(node.meta.get("val"))
-        )
+        foreign = _foreign_dtype((*args, *kwargs.values())) or _foreign_meta(node.meta.get("val"))
         if foreign:
             return _call_extern(ctx, args, kwargs, f"{foreign} elements")
     # Others share these copies: they are made before what may be undone.

@@ -84,7 +84,6 @@ def _align_result(ctx: Lowering, buf: str, flops: Size) -> None:
     """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the
     strides that eager gives it, so there the product must be long."""
     node, b = ctx.node, ctx.buffers[buf]
-    assert node is not None
     strides = _aligned_strides(b)
     if strides is None:
         return

@@ -335,8 +335,7 @@ def _weight_norm_backward(
         a, b = (ops.cast(t.load(ops, axes.at(i, r)), norms.dtype) for t in (grad, v))
         return a * b
 
-    (total,) = ctx.reduction(axes.shape, axes.rshape, "sum", product)
-    assert total is not None
+    total = ctx.reduce(axes.shape, axes.rshape, "sum", product)
     along = ctx.pointwise(
         axes.shape, norms.dtype, lambda ops, i: total.load(ops, i) / norm.load(ops, i)
     )

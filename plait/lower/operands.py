@@ -3,7 +3,7 @@ exactly their strides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,26 @@ def is_object_input(value: object) -> bool:
     return isinstance(value, Scalar) and value.kind == "object"
 
 
+def _named(value: torch.layout | torch.memory_format) -> Scalar:
+    return Scalar(type(value).__name__, str(value).removeprefix("torch."))
+
+
+# How instructions carry what is no tensor, by its type.
+_SPELLED: dict[type, Callable[[Any], Scalar | Size]] = {
+    type(None): lambda _: NO,
+    bool: lambda v: Scalar("bool", str(v)),  # before int, whose subclass it is
+    int: lambda v: v,
+    Expr: lambda v: v,
+    float: lambda v: Scalar("float", v.hex()),
+    complex: lambda v: Scalar("complex", f"{v.real.hex()} {v.imag.hex()}"),
+    str: lambda v: Scalar("str", v),
+    torch.dtype: lambda v: Scalar("dtype", FROM_TORCH[v].name),
+    torch.device: lambda v: Scalar("device", str(v)),
+    torch.layout: _named,
+    torch.memory_format: _named,
+}
+
+
 def is_plain(values: Any) -> bool:
     """Whether instructions can carry every value in nested lists, tuples and dicts (a generator or
     an exotic dtype they cannot)."""
@@ -42,21 +62,7 @@ def is_plain(values: Any) -> bool:
         return all(map(is_plain, values))
     if isinstance(values, torch.dtype):
         return values in FROM_TORCH
-    return values is None or isinstance(
-        values,
-        (
-            View,
-            Expr,
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            torch.device,
-            torch.layout,
-            torch.memory_format,
-        ),
-    )
+    return isinstance(values, (View, *_SPELLED))
 
 
 def operand(
@@ -91,34 +97,20 @@ def operand(
         )
     if isinstance(value, torch.Size):
         return ListArg(tuple(int(v) for v in value))
-    return _scalar_operand(value, is_float)
+    return scalar_operand(value, is_float)
 
 
-def _scalar_operand(value: Any, is_float: bool) -> ExternArg:
-    if value is None:
-        return NO
+def scalar_operand(value: Any, is_float: bool = False) -> Scalar | Size:
+    """A value that is no tensor as an operand. is_float: a float is wanted.
+
+    Raises Unsupported for one that no instruction can carry."""
     if isinstance(value, Scalar):
         return value
-    if isinstance(value, bool):
-        return Scalar("bool", str(value))
-    if isinstance(value, int):
-        return Scalar("float", float(value).hex()) if is_float else value
-    if isinstance(value, Expr):
-        return value
-    if isinstance(value, float):
-        return Scalar("float", value.hex())
-    if isinstance(value, complex):
-        return Scalar("complex", f"{value.real.hex()} {value.imag.hex()}")
-    if isinstance(value, str):
-        return Scalar("str", value)
-    if isinstance(value, torch.dtype) and value in FROM_TORCH:
-        return Scalar("dtype", FROM_TORCH[value].name)
-    if isinstance(value, torch.device):
-        return Scalar("device", str(value))
-    if isinstance(value, torch.layout):
-        return Scalar("layout", str(value).removeprefix("torch."))
-    if isinstance(value, torch.memory_format):
-        return Scalar("memory_format", str(value).removeprefix("torch."))
+    if is_float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    for kind, spell in _SPELLED.items():
+        if isinstance(value, kind) and is_plain(value):
+            return spell(value)
     raise Unsupported(
         f"an operand of type {type(value).__name__} cannot be part of a compiled program"
     )

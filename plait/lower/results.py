@@ -27,7 +27,7 @@ from plait.lower.dtypes import from_torch
 from plait.lower.float_nodes import to_scalar_node
 from plait.lower.inputs import Inputs
 from plait.lower.memory import alias, copy, lay_out, owner_of, seen_as, tensor_arg
-from plait.lower.operands import is_object_input
+from plait.lower.operands import is_object_input, scalar_operand
 from plait.lower.symbols import is_ragged, to_size
 from plait.lower.view import bytes_behind
 
@@ -91,16 +91,8 @@ def _result(r: _Results, k: int, a: Any) -> Result:
             r.tensors[a] = _distinct(r, a, out)
             r.given.add(r.tensors[a])
         return r.tensors[a]
-    if value is None:
-        return Scalar("none")
-    if isinstance(value, bool):
-        return Scalar("bool", str(value))
-    if isinstance(value, (int, Expr)):
-        return value
-    if isinstance(value, float):
-        return Scalar("float", value.hex())
-    if is_object_input(value):
-        return Scalar(value.kind, value.text)
+    if value is None or isinstance(value, (bool, int, Expr, float)) or is_object_input(value):
+        return scalar_operand(value)
     if is_ragged(value):
         return to_size(value)  # says why it cannot be
     raise Unsupported(f"a graph output of type {type(value).__name__}")

@@ -188,6 +188,24 @@ def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
     return out
 
 
+def inside(ops: Recorder, at: Sequence[Size], bounds: Sequence[tuple[Size, Size]]) -> list[Node]:
+    """The conditions for first <= at < end, by dimension, that are not certain."""
+    out = []
+    for e, (first, end) in zip(at, bounds, strict=True):
+        if not expr.known_le(first, e):
+            out.append(compare(ops, "ge", e, first))
+        if not expr.known_lt(e, end):
+            out.append(compare(ops, "lt", e, end))
+    return out
+
+
+def load_if(
+    ops: Recorder, conditions: Sequence[Node], load: Callable[[], Node], other: Const = 0
+) -> Node:
+    """load() where all conditions hold, else `other`."""
+    return ops.masked(all_of(ops, conditions), load, other) if conditions else load()
+
+
 def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
     """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at
     once where ranges allow."""

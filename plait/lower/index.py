@@ -30,8 +30,7 @@ from plait.lower.view import clamp_start, wrap_dim, wrap_index
 aten = torch.ops.aten
 
 
-# -------------------------------------------------------------------------------------------
-# x[i, j]
+# ------------------------------------------------------------------------------------------ x[i, j]
 @dataclass(frozen=True, slots=True)
 class Indexing:
     """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose
@@ -228,8 +227,7 @@ def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
     return tuple(out)
 
 
-# -------------------------------------------------------------------------------------------
-# parts replaced
+# ----------------------------------------------------------------------------------- parts replaced
 _UNEQUAL = "expected src to have a size equal to the slice of self"
 
 

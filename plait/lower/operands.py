@@ -138,8 +138,7 @@ def _tensor_operand(
     return tensor_arg(ctx, x, strides, shared)
 
 
-# ----------------------------------------------------------------------------------------------
-# results
+# ------------------------------------------------------------------------------------------ results
 def results(
     ctx: Lowering, val: Any, used: frozenset[int] | None = None
 ) -> tuple[tuple[str | None, ...], tuple[tuple[int, str], ...], Any]:

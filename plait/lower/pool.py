@@ -23,7 +23,7 @@ from plait.ir.maths import eq, isnan, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, Rule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.elementwise import all_of, compare, result
+from plait.lower.elementwise import inside, load_if, result
 from plait.lower.scatter import scatter_loop, unless_empty
 from plait.lower.view import unflatten
 
@@ -60,28 +60,16 @@ def _lowest(dtype: DType) -> float | int:
     return 0 if dtype.kind != "i" else -(2 ** (8 * dtype.nbytes - 1))
 
 
-def _inside(ops: Recorder, at: Point, bounds: Bounds) -> list[Node]:
-    """The conditions for first <= at < end that are not certain."""
-    out = []
-    for e, (first, end) in zip(at, bounds, strict=True):
-        if not expr.known_le(first, e):
-            out.append(compare(ops, "ge", e, first))
-        if not expr.known_lt(e, end):
-            out.append(compare(ops, "lt", e, end))
-    return out
-
-
 def _tap(
     ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int
 ) -> Node:
     """x[lead, at] in its compute dtype, `other` outside of bounds."""
     compute = compute_dtype(x.dtype)
-    conditions = _inside(ops, at, bounds)
 
     def load() -> Node:
         return ops.cast(x.load(ops, (*lead, *at)), compute)
 
-    return ops.masked(all_of(ops, conditions), load, other) if conditions else load()
+    return load_if(ops, inside(ops, at, bounds), load, other)
 
 
 def _sum(ops: Recorder, values: Iterator[Node]) -> Node:

@@ -18,7 +18,7 @@ from plait.ir.maths import where
 from plait.ir.record import Recorder
 from plait.lower.core import Index, Lowering, View, lower
 from plait.lower.creation import fill
-from plait.lower.elementwise import all_of, compare, result, scalar, wrap
+from plait.lower.elementwise import all_of, compare, load_if, result, scalar, wrap
 from plait.lower.view import reshape, wrap_dim
 
 aten = torch.ops.aten
@@ -40,8 +40,7 @@ def _triangle(ctx: Lowering, x: View, keep: Callable[[Recorder, Size, Size], Nod
     )
 
 
-# -------------------------------------------------------------------------------------------
-# rearranging
+# -------------------------------------------------------------------------------------- rearranging
 def _gathered(ctx: Lowering, x: View, fn: Callable[[tuple[Expr, ...]], Index]) -> View:
     """A new tensor whose element i is x[fn(i)]."""
     return result(ctx, lambda ops, i: x.load(ops, fn(i)))
@@ -157,27 +156,25 @@ def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
     return made.remap(ctx.out_shape(), fn)
 
 
-# -------------------------------------------------------------------------------------------
-# padding
+# ------------------------------------------------------------------------------------------ padding
 @lower(aten.constant_pad_nd.default)
 def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0) -> View:
     lows, highs = _pads(len(x.shape), pad)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         at = tuple(v - lo for v, lo in zip(i, lows, strict=True))
-        inside = []
+        sides = []
         for d, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
             if not known_le(lo, 0):
-                inside.append(compare(ops, "ge", at[d], 0))
+                sides.append(compare(ops, "ge", at[d], 0))
             if not known_le(hi, 0):
-                inside.append(compare(ops, "lt", at[d], x.shape[d]))
-        if not inside:
-            return x.load(ops, at)
-        hit = all_of(ops, inside)
+                sides.append(compare(ops, "lt", at[d], x.shape[d]))
         if isinstance(value, (bool, int, float)):
-            return ops.masked(hit, lambda: x.load(ops, at), wrap(value, x.dtype))
+            return load_if(ops, sides, lambda: x.load(ops, at), wrap(value, x.dtype))
+        if not sides:
+            return x.load(ops, at)
         other = scalar(ctx, ops, value, x.dtype)
-        return where(hit, ops.masked(hit, lambda: x.load(ops, at), 0), other)
+        return where(all_of(ops, sides), load_if(ops, sides, lambda: x.load(ops, at)), other)
 
     return result(ctx, body)
 
@@ -236,35 +233,14 @@ def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     return _gathered(ctx, x, fn)
 
 
-# -------------------------------------------------------------------------------------------
-# joining Ops that only rename memory: a reader behind them counts as the reader.
+# ------------------------------------------------------------------------------------------ joining
+# Ops that only rename memory: a reader behind them counts as the reader.
 _VIEWS = frozenset(
-    (
-        "view",
-        "permute",
-        "transpose",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "slice",
-        "select",
-        "alias",
-        "reshape",
-        "_unsafe_view",
-        "t",
-    )
+    "view permute transpose unsqueeze squeeze expand slice select alias reshape _unsafe_view "
+    "t".split()
 )
 _EXTERN_READERS = frozenset(
-    (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "sort",
-        "topk",
-    )
+    "mm addmm bmm baddbmm convolution _scaled_dot_product_flash_attention_for_cpu sort topk".split()
 )
 # A bound on a body's size, not a result of measuring.
 _MAX_CHAIN = 4
@@ -329,9 +305,7 @@ def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
         at = (*i[:dim], i[dim] - starts[k], *i[dim + 1 :])
         sides = [compare(ops, "ge", i[dim], starts[k])] if k else []
         sides += [compare(ops, "lt", i[dim], starts[k + 1])] if k + 1 < len(parts) else []
-        if not sides:
-            return ops.cast(parts[k].load(ops, at), dtype)
-        return ops.masked(all_of(ops, sides), lambda: ops.cast(parts[k].load(ops, at), dtype), 0)
+        return load_if(ops, sides, lambda: ops.cast(parts[k].load(ops, at), dtype))
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = piece(ops, i, len(parts) - 1)

@@ -132,17 +132,8 @@ def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
     return axes.accumulate(ctx, kind, axes.x.dtype)
 
 
-_OF_SOMETHING = (
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "aminmax",
-    "argmax",
-    "argmin",
-    "linalg_vector_norm",
-    "norm",
-    "dist",
+_OF_SOMETHING = frozenset(
+    "max min amax amin aminmax argmax argmin linalg_vector_norm norm dist".split()
 )
 
 

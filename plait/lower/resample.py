@@ -16,13 +16,13 @@ from operator import add
 import torch
 
 from plait.ir.dtypes import DType, f32, f64, i64
-from plait.ir.expr import Expr, Size, exact_div, known_le, known_lt, smax
+from plait.ir.expr import Expr, Size, exact_div, smax
 from plait.ir.loops import Node
 from plait.ir.maths import eq, floor, maximum, minimum, where
 from plait.ir.record import Recorder
 from plait.lower.core import Body, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.elementwise import all_of, compare, result
+from plait.lower.elementwise import compare, inside, load_if, result
 
 aten = torch.ops.aten
 
@@ -31,20 +31,13 @@ _MAX_TAPS = 24  # outputs of one input element, by dimension; more stay calls
 Taps = list[tuple[Node, Node]]  # (position, weight)
 
 
-def _inside(ops: Recorder, e: Size, size: Size) -> list[Node]:
-    """The conditions for 0 <= e < size that are not certain."""
-    low = [] if known_le(0, e) else [compare(ops, "ge", e, 0)]
-    return low + ([] if known_lt(e, size) else [compare(ops, "lt", e, size)])
-
-
 def _load(ops: Recorder, x: View, at: Sequence[Size], d: int) -> Node:
     """x[at] in its compute dtype, 0 where coordinate d lies outside."""
-    conditions = _inside(ops, at[d], x.shape[d])
 
     def load() -> Node:
         return ops.cast(x.load(ops, tuple(at)), compute_dtype(x.dtype))
 
-    return ops.masked(all_of(ops, conditions), load, 0) if conditions else load()
+    return load_if(ops, inside(ops, at[d : d + 1], [(0, x.shape[d])]), load)
 
 
 # ------------------------------------------------------------------------------------------ nearest

@@ -95,8 +95,7 @@ def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Si
     return (shape[0] * some, *shape[1:])
 
 
-# -------------------------------------------------------------------------------------------
-# scatter
+# ------------------------------------------------------------------------------------------ scatter
 def _along(x: View, d: int, index: View, i: tuple[Expr, ...], ops: Recorder) -> Index:
     """Point i with coordinate d taken from the index tensor; negative positions are errors."""
     bound = out_of_bounds(d, x.shape[d], "RuntimeError")
@@ -194,8 +193,7 @@ def _reduced(
     return ctx.pointwise(x.shape, x.dtype, body)
 
 
-# -------------------------------------------------------------------------------------------
-# x[i, j] = v
+# -------------------------------------------------------------------------------------- x[i, j] = v
 _MISMATCH = "shape mismatch: value tensor cannot be broadcast to indexing result"
 
 
@@ -352,8 +350,7 @@ def index_reduce(
     return _reduced(ctx, x, reduce, include_self, put, source)
 
 
-# -------------------------------------------------------------------------------------------
-# embedding's gradient
+# ----------------------------------------------------------------------------- embedding's gradient
 @lower(aten.embedding_dense_backward.default)
 def embedding_dense_backward(
     ctx: Lowering,

@@ -19,7 +19,9 @@ import torch
 from plait import compat
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
+from plait.errors import Fallback
 from plait.graph.captured import Captured
+from plait.ir.calls import all_programs
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
@@ -109,27 +111,16 @@ def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Arti
 @dataclass(frozen=True)
 class Portable:
     """A graph compiled for a machine that need not be this one. machine: its vector instructions,
-    its GPU or both, such as "avx2+sm_90". kernels: by kind of device. constants, callables: the
-    tables that wrapper numbers. Wrappers that are equal are one object."""
+    its GPU or both, such as "avx2+sm_90". kernels: by kind of device. constants: the table that
+    wrapper numbers. steps: the first call of each operator without a kernel, and why. Wrappers that
+    are equal are one object."""
 
     machine: str
     wrapper: WrapperProgram
     kernels: Mapping[str, Built]
     constants: Sequence[torch.Tensor]
     constant_devices: tuple[str, ...]
-    callables: Sequence[object] = ()
-
-
-def compile_calls(captured: Captured, cfg: Config) -> Portable:
-    """Compiles one graph as eager runs it: a call of ATen for every operator, nothing rewritten."""
-    cfg = replace(cfg, kernels=False)
-    log = PassLog(cfg, captured.name, VERIFIERS)
-    lowered = log("lower", lower_graph, captured, cfg)
-    plan = log("schedule", schedule, lowered.program, cfg, log)
-    wrapper = _wrap(captured, lowered, plan, cfg, log)
-    return Portable(
-        "", wrapper, {}, lowered.constants, _constant_devices(lowered), lowered.callables
-    )
+    steps: Sequence[Fallback]
 
 
 def compile_portable(
@@ -168,15 +159,16 @@ def compile_portable(
     show.show_plan(log, wrappers[0][0])
     first = {kind: b.library for kind, b in built[0].items()}
     show.show_wrapper(log, wrappers[0][1], first, lowered.constants, lowered.callables)
-    devices = _constant_devices(lowered)
+    places = {
+        k: p.buffers[name].device
+        for p in all_programs(lowered.program)
+        for name, k in p.constants.items()
+    }
+    devices = tuple(places.get(k, "") for k in range(len(lowered.constants)))
     return [
-        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.callables)
+        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.steps)
         for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
     ]
-
-
-def _constant_devices(lowered: Lowered) -> tuple[str, ...]:
-    return tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
 
 
 def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
@@ -205,6 +197,8 @@ def _wrap(
     wrapper = log(
         "build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg, captured.guarded
     )
+    n_constants, n_callables = len(lowered.constants), len(lowered.callables)
+    wrapper = replace(wrapper, n_constants=n_constants, n_callables=n_callables)
     if cfg.nan_asserts or cfg.finite_asserts:
         wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
     if captured.watcher is not None:

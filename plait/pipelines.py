@@ -179,7 +179,11 @@ def schedule(program: LoopProgram, cfg: Config, log: Log = quiet) -> Plan:
     # After the order is known: it must not let more memory be alive at once.
     ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
     plan = log("make plan", make_plan, grouping, ordered)
-    return log("plan memory", plan_memory, plan, cfg)
+    plan = log("plan memory", plan_memory, plan, cfg)
+    calls = replace(cfg, kernels=False)  # subprograms are lowered so
+    nested = tuple(schedule(p, calls, log) for p in program.programs)
+    final = replace(plan.program, programs=tuple(n.program for n in nested))
+    return replace(plan, program=final, programs=nested)
 
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -258,6 +262,8 @@ def run_passes(
     check: verify before the first and after each, and that none dropped an effect. show: called
     with each result.
     """
+    nested = tuple(run_passes(p, check) for p in program.programs)
+    program = replace(program, programs=nested)
     if check:
         verify_program(program)
     for name, step in PROGRAM:

@@ -25,14 +25,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from plait.ir.dtypes import f32, f64, i64
+from plait.ir.calls import all_programs
+from plait.ir.dtypes import b1, f32, f64, i64
 from plait.ir.expr import Size, compare, evaluate, smax, symbol
 from plait.runtime.load import LoadError, PlanError, Program, load
 from plait.wrapper import instructions as ins
@@ -81,7 +82,10 @@ def base(p: WrapperProgram, args: Sequence[Any], constants: tuple[torch.Tensor, 
     """The program as what is damaged."""
     plan = encode(p)
     kernels = tuple(
-        (i.name, i.n_args, i.n_sizes) for i in p.body if isinstance(i, ins.DefineKernel)
+        (i.name, i.n_args, i.n_sizes)
+        for nested in all_programs(p)
+        for i in nested.body
+        if isinstance(i, ins.DefineKernel)
     )
     return Base(plan, plan_damage.read(plan), tuple(args), constants, p.n_callables, kernels)
 
@@ -129,6 +133,50 @@ def _everything() -> Base:
         n_callables=1,
     )
     return base(p, (5, torch.randn(3, 4), torch.randn(4, 4), None), (torch.zeros(8),))
+
+
+def _programs() -> Base:
+    """Subprograms: a branch, a scan, a call within a call. No loop, which damage makes endless."""
+    n, x = symbol("n"), tensor("x", 4, 4)
+    copied = ins.AssertSizeStride("x", f32, (4, 4), (4, 1), copies=True)
+    branch = program(
+        (x, ins.SymbolInput("n")),
+        copied,
+        ins.Constant("c", 0),
+        alloc("y", 4, 4),
+        launch("k_inc", "x", "y", n=n * 4),
+        extern("aten::add.Tensor", Ref("y"), Ref("c"), outs=("z",)),
+        ins.AssertSizeStride("z", f32, (4, 4), (4, 1)),
+        ins.Return((Ref("z"), n + 1)),
+        n_constants=1,
+    )
+    row = program(
+        (x, tensor("v", 4)),
+        copied,
+        extern("aten::add.Tensor", Ref("x"), Ref("v"), outs=("s",)),
+        extern("aten::sum", Ref("s"), outs=("o",)),
+        ins.Return((Ref("s"), Ref("o"))),
+    )
+    inner = program((x,), copied, ins.CallPython(0, "hook", (Ref("x"),), (), ("a", None)),
+                    ins.Return((Ref("a"),)), n_callables=1)  # fmt: skip
+    outer = program(
+        (x,), ins.CallPrograms("call", (0,), 0, 0, "inner", (Ref("x"),), ("a",)),
+        ins.Return((Ref("a"), Literal("none"))), n_callables=1,
+    )  # fmt: skip
+    whole = program(
+        (x, tensor("p", dtype=b1), ins.SymbolInput("n")),
+        ins.CallPrograms("cond", (0, 1), 0, 0, "cond", (Ref("p"), Ref("x"), n), ("y", "m")),
+        ins.AssertSizeStride("y", f32, (4, 4), (4, 1), copies=True),
+        ins.CallPrograms("scan", (2,), 1, 1, "scan", (Ref("y"), Ref("x")), ("s", "o")),
+        ins.AssertSizeStride("s", f32, (4, 4), (4, 1), copies=True),
+        ins.CallPrograms("call", (3,), 0, 0, "call", (Ref("s"),), ("a", None)),
+        ins.Return((Ref("s"), Ref("o"), Ref("a"), symbol("m"))),
+        n_constants=1,
+        n_callables=1,
+    )
+    nested = (branch, branch, row, replace(outer, programs=(inner,)))
+    args = (torch.randn(4, 4), torch.tensor(True), 3)
+    return base(replace(whole, programs=nested), args, (torch.zeros(4),))
 
 
 def _views() -> Base:
@@ -368,7 +416,7 @@ class Corpus:
 
 def corpus(folder: Path) -> Corpus:
     """All programs; the library goes into the folder."""
-    found = [_everything(), _views(), _products(), _operators(), *_compiled()]
+    found = [_everything(), _programs(), _views(), _products(), _operators(), *_compiled()]
     missing = {*plan_damage.INSTRUCTIONS, *plan_damage.TABLES} - {
         w.part for b in found for w in b.layout.meaning
     }

@@ -54,12 +54,36 @@ free(buf1)
 require_finite(buf2, 'model.py:31', infinities=False)
 buf3, = call_python(0, 'mylib.scale')(buf2, alpha=0.5)
 require_layout(buf3, f32[s0, 8] @ (8, 1), origin='model.py:32 mylib.scale', copies=True)
+buf4, = call_programs('cond', (0, 1), 0, 0, 'higher_order::cond')(s0, buf3)
+require_layout(buf4, f32[s0, 8] @ (8, 1), copies=True)
 hook(buf3, 1, 'scale', 'mylib.scale (model.py:32)')
-copy(state, buf3)
+copy(state, buf4)
 bump_version(x)
-buf4 = alloc(f32[4] @ (1,))
-fill(buf4, 0.0)
-return (buf2, buf4, 2*s0)
+buf5 = alloc(f32[4] @ (1,))
+fill(buf5, 0.0)
+return (buf2, buf5, 2*s0)
+
+def subprogram_0():
+    program('example.0')
+    s0 = symbol(lo=2)
+
+    x = tensor_input(f32[s0, 8] @ (8, 1))
+
+    s0 = read(x, 'size', 0)
+    require_layout(x, f32[s0, 8] @ (8, 1), copies=True)
+    y, = call('aten::sin')(x)
+    require_layout(y, f32[s0, 8] @ (8, 1))
+    return (y,)
+
+def subprogram_1():
+    program('example.1')
+
+    x = tensor_input(f32[2, 8] @ (8, 1))
+
+    require_layout(x, f32[2, 8] @ (8, 1), copies=True)
+    y, = call('aten::cos')(x)
+    require_layout(y, f32[2, 8] @ (8, 1))
+    return (y,)
 """
 
 _NATIVE: dict[type, str] = {

@@ -97,8 +97,8 @@ class Evaluate:
                 self.bufs[given] = inputs[k]
             elif given is not None:
                 self.env[given[1]] = torch.tensor(int(inputs[k]))
-        for name, tensor in zip(self.program.constants, lowered.constants, strict=True):
-            self.bufs[name] = tensor
+        for name, number in self.program.constants.items():
+            self.bufs[name] = lowered.constants[number]
 
     def run(self) -> list[Any]:
         for op in self.program.ops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from plait.compat.decompositions import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.ir.calls import Extern
+from plait.ir.calls import Control, Extern
 from plait.lower.graph import Lowered, lower_graph
 from plait.runtime.philox import philox_words
 from tests.lower_eval import Evaluate
@@ -31,7 +32,12 @@ class Evaluation(Evaluate):
         return super()._node(n, args, env)
 
     def _extern(self, op: Extern) -> None:
-        if op.callable_index >= 0:
+        if op.control is not None:
+            given = [self._operand(a) for a in op.args]
+            flat = self._control(op.control, given)
+            self.bufs.update({o: r for o, r in zip(op.outs, flat, strict=True) if o is not None})
+            self.env.update({name: torch.tensor(int(flat[k])) for k, name in op.symbols})
+        elif op.callable_index >= 0:
             flat = self.lowered.callables[op.callable_index](*map(self._operand, op.args))
             self.bufs.update(
                 {out: r for out, r in zip(op.outs, flat, strict=True) if out is not None}
@@ -39,6 +45,32 @@ class Evaluation(Evaluate):
         else:
             super()._extern(op)
         self._symbols()
+        self._check_strides(op)
+
+    def _control(self, c: Control, given: list[Any]) -> Sequence[Any]:
+        """By the words of ir/calls.py."""
+
+        def run(number: int, args: Sequence[Any]) -> Any:
+            program = self.program.programs[c.programs[number]]
+            return Evaluation(replace(self.lowered, program=program), args).run()
+
+        if c.kind == "call":
+            return run(0, given)
+        if c.kind == "cond":
+            return run(0 if given[0] else 1, given[1:])
+        state, rest = given[: c.carried], given[c.carried + c.scanned :]
+        if c.kind == "loop":
+            while run(0, [*state, *rest])[0]:
+                state = run(1, [*state, *rest])
+            return state
+        rounds = []
+        for slices in zip(*given[c.carried : c.carried + c.scanned], strict=True):
+            made = run(0, [*state, *slices, *rest])
+            state = made[: c.carried]
+            rounds.append(made[c.carried :])
+        return [*state, *map(torch.stack, zip(*rounds, strict=True))]
+
+    def _check_strides(self, op: Extern) -> None:
         for out in op.outs:
             if out is None or self.bufs[out].layout != torch.strided:
                 continue

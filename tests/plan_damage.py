@@ -21,7 +21,7 @@ HEADER = 24
 CLASSES = tuple(OPCODES)
 INSTRUCTIONS = tuple(cls.__name__ for cls in CLASSES)
 """By opcode."""
-TABLES = ("strings", "program", "expressions", "symbols", "slots", "inputs", "kernels")
+TABLES = ("strings", "program", "expressions", "symbols", "slots", "inputs", "kernels", "programs")
 EDGES = (
     0,
     1,
@@ -72,6 +72,7 @@ class Layout:
     meaning: list[Word] = field(default_factory=list)
     lists: list[List] = field(default_factory=list)
     bodies: list[tuple[int, int]] = field(default_factory=list)  # of instructions
+    programs: list[int] = field(default_factory=list)  # where the words of a subprogram begin
 
 
 class _Reader:
@@ -97,6 +98,8 @@ class _Reader:
             read()
         self.part = "body"
         self.list(self.instruction)
+        self.part = "programs"
+        self.list(self.program)
         assert self.at == len(self.out.words)
         return self.out
 
@@ -118,6 +121,10 @@ class _Reader:
             self.part = part
             items.append((first, self.at))
         self.out.lists.append(List(count, items, self.lengths, part))
+
+    def program(self) -> None:
+        self.out.programs.append(self.at)
+        self.words("offset", "length")
 
     def expression(self) -> None:
         leaf = self.word("operator") < 2
@@ -207,6 +214,8 @@ class _Reader:
                     self.list(lambda: self.word("slot"))
                 case Kind.SIZES:
                     self.list(lambda: self.word("expression"))
+                case Kind.PROGRAMS:
+                    self.list(lambda: self.word("program"))
                 case _:
                     self.words(*_WORDS[kind])
 
@@ -223,6 +232,7 @@ _WORDS = {
     Kind.CONSTANT: ("constant",),
     Kind.CALLABLE: ("callable",),
     Kind.OPERATOR: ("string", "string"),
+    Kind.CONTROL: ("kind",),
     Kind.ERROR: ("kind",),
     Kind.DEVICE: ("string",),
     Kind.TEXT: ("string",),
@@ -252,6 +262,8 @@ def damage(plan: bytes, layout: Layout, rng: random.Random) -> tuple[bytes, list
     """A damaged plan, and the tables and instructions that were damaged."""
     if rng.random() < 0.05:
         return _flip(plan, rng), ["bytes"]
+    if layout.programs and rng.random() < 0.4:
+        return _inside(plan, layout, rng)
     words, parts = list(layout.words), []
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 4))):
         at = rng.choice(layout.meaning) if rng.random() < 0.3 else _rare(layout, rng)
@@ -261,6 +273,20 @@ def damage(plan: bytes, layout: Layout, rng: random.Random) -> tuple[bytes, list
         words, part = _restructure(layout, words, rng)
         parts.append(part)
     return write(plan, words, layout.text), parts
+
+
+def _inside(plan: bytes, layout: Layout, rng: random.Random) -> tuple[bytes, list[str]]:
+    """The plan with damage to one of its subprograms."""
+    at = rng.choice(layout.programs)
+    start, n = layout.words[at : at + 2]
+    nested = layout.text[start : start + n]
+    changed, parts = damage(nested, read(nested), rng)
+    words = list(layout.words)
+    words[at + 1] = len(changed)
+    for other in layout.programs:
+        words[other] += (len(changed) - n) * (words[other] > start)
+    text = layout.text[:start] + changed + layout.text[start + n :]
+    return write(plan, words, text), parts
 
 
 def _rare(layout: Layout, rng: random.Random) -> Word:

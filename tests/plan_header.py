@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from plait.ir.calls import CONTROL_KINDS
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH
@@ -51,6 +52,8 @@ _TYPES = {
     Kind.KERNEL: ("int32_t", "kernel"),
     Kind.CONSTANT: ("int32_t", "constant"),
     Kind.CALLABLE: ("int32_t", "callable"),
+    Kind.CONTROL: ("ControlKind", "control"),
+    Kind.PROGRAMS: ("std::vector<int32_t>", "programs"),
     Kind.ERROR: ("Check::Error", "error"),
     Kind.CHECKS: ("std::vector<Check>", "checks"),
     Kind.DEVICE: ("std::string", "string"),
@@ -184,6 +187,7 @@ def tables() -> str:
         "ResultKind": native.RESULTS,
         "ErrorKind": (name.removesuffix("Error").lower() for name in ERRORS),
         "InputKind": inputs,
+        "ControlKind": CONTROL_KINDS,
     }
     names = [f'"{name}"' for name in (*DTYPES, "any")]
     in_torch = {d.name: str(t).removeprefix("torch.") for d, t in TO_TORCH.items()}

@@ -148,7 +148,7 @@ class Builder:
         return L.LoopProgram(
             tuple(self.inputs),
             dict(self.buffers),
-            (),
+            {},
             tuple(self.ops),
             tuple(self.outputs),
             dict(self.symbols),

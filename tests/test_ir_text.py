@@ -70,7 +70,7 @@ def test_a_program() -> None:
     program = LoopProgram(
         inputs=(("sym", "s0"), "x", None, "rows"),
         buffers={b.name: b for b in (X, ROWS, Y, z)},
-        constants=(),
+        constants={},
         ops=(exp_of_row(None), total, Assert(compare("lt", s0, 100), "many"), Mutate("x", "y")),
         outputs=(TensorArg("z", (s0,), (1,), 0), s0 * 2, Scalar("none")),
         symbols={"s0": None, "s1": ("x", "stride", 0)},
@@ -175,7 +175,7 @@ def test_other_ops() -> None:
         "    t6: b1 = and_(t5, True)",
         "    return t6",
     ]
-    program = LoopProgram((), {}, (), ops_, (), {})
+    program = LoopProgram((), {}, {}, ops_, (), {})
     assert read_program(program_text(program)) == program
 
 
@@ -189,7 +189,7 @@ def test_a_plan() -> None:
         (X, Y), ("y",), (s0,), work_ns=s0 * 4, origin=("model.py:3 aten.softmax",), hints=(24,),
     )  # fmt: skip
     call = Extern(("z",), "aten::mm", (), fallback=False)
-    program = LoopProgram((), {}, (), (), (), {})
+    program = LoopProgram((), {}, {}, (), (), {})
     refusal = Refusal("y", "z", Reason("one is a call"))
     plan = Plan(
         program,
@@ -247,7 +247,7 @@ def test_constants_keep_type_and_bits() -> None:
         const(float("nan"), f64),
     ]
     for value in values:
-        program = LoopProgram((), {}, (), (Pointwise("x", (), value),), (), {})
+        program = LoopProgram((), {}, {}, (Pointwise("x", (), value),), (), {})
         (loop,) = read_program(program_text(program)).ops
         assert isinstance(loop, Pointwise) and loop.body is value
 
@@ -262,7 +262,7 @@ def test_names_that_are_no_variables() -> None:
     )
     parts = tuple(Pointwise(n, (), ops.const(1, f32), (0, s0 - 1), ("a, 'b'", "c")) for n in names)
     outs = tuple(TensorArg(n, (), (), 0) for n in names)
-    program = LoopProgram((*names, None), buffers, (), (*loops, *parts), outs, {}, (*names,))
+    program = LoopProgram((*names, None), buffers, {}, (*loops, *parts), outs, {}, (*names,))
     assert read_program(program_text(program)) == program
     kernel = Kernel(
         "k", (), (), (Store("a.b", (0, 0), ops.const(1, f32), False),), (*buffers.values(),),

@@ -55,7 +55,7 @@ def program() -> LoopProgram:
     return LoopProgram(
         inputs=("x", "at", ("sym", "s0")),
         buffers=buffers,
-        constants=(),
+        constants={},
         ops=(
             Pointwise("y", I, apply("mul", _load("x", *I), const(2.0, f32))),
             Reduction(("z",), I[:1], R, "sum", _load("y", I[0], R[0])),

@@ -570,12 +570,17 @@ def test_a_rule_that_declines_is_passed_over_in_silence(monkeypatch: pytest.Monk
     assert report.kernels == 2  # what the rule recorded is gone
 
 
+def hinted(x: torch.Tensor) -> Any:
+    op = torch.ops.higher_order.hints_wrapper
+    return op(lambda x: x.sin(), (x * 2,), {}, hints={"k": 1}) + 1
+
+
 def test_operators_that_run_as_python_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"plait calls higher_order::cond: runs as Python"):
-        report = explained(branch, torch.ones(3))
-    assert [(s.rung, s.what) for s in report.ladder] == [("python", "higher_order::cond")]
+    with pytest.warns(UserWarning, match=r"plait calls higher_order::hints_wrapper: runs as Pyth"):
+        report = explained(hinted, torch.ones(3))
+    assert [(s.rung, s.what) for s in report.ladder] == [("python", "higher_order::hints_wrapper")]
     assert "test_ladder.py:" in report.ladder[0].where
-    assert report.fallbacks == {"higher_order::cond": 1}
+    assert report.fallbacks == {"higher_order::hints_wrapper": 1}
 
 
 def test_a_call_of_aten_is_told_and_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:

@@ -301,10 +301,10 @@ def _region(x):
         ("invoke_subgraph", lambda x: _region(_region(x))),
     ],
 )
-def test_subgraphs_run_as_python(name: str, fn, dynamic: bool) -> None:
+def test_graphs_are_subprograms(name: str, fn, dynamic: bool) -> None:
     low = compare(fn, r(3, 4), dynamic=dynamic)
-    assert set(low.fallbacks) == {f"higher_order::{name}"}
-    assert all(e.callable_index >= 0 for e in _externs(low))
+    assert set(low.fallbacks) == {f"higher_order::{name}"} and not low.callables
+    assert any(e.control is not None for e in _externs(low)) and low.program.programs
 
 
 # ----------------------------------------------------------------------------------------- the list

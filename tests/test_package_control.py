@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from torch.export import Dim, export
 
 import plait
 from plait.errors import Unsupported
-from plait.lower.control_flow import ControlFlow, control_flow
-from plait.wrapper.package import Contents, Control, PackageWriter
-from tests.native_tools import write_package
 
 ROOT = Path(__file__).parent.parent
 N = Dim("n", min=3, max=9)
@@ -122,76 +118,6 @@ def test_packages_agree_with_compile(tmp_path: Path, name: str) -> None:
         module, (x,), dynamic_shapes=sizes, strict=name == "nested"
     )  # strict: regions are kept
     agree(tmp_path / "q.plait", exported, None, [x, x.abs(), -torch.rand(8, 4)], module)
-
-
-def contents(monkeypatch: pytest.MonkeyPatch, module: nn.Module) -> Contents:
-    seen: list[Contents] = []
-    with monkeypatch.context() as m:
-        m.setattr(PackageWriter, "finish", lambda self, c: seen.append(c))
-        plait.package(module, "unused", (torch.randn(5, 4),))
-    return seen[0]
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = contents(monkeypatch, PROGRAMS["repeat"])
-    (loop,) = c.controls
-    assert loop == Control("loop", (0, 1), ((False, 0), (False, 1)), ((), (4, 1)), carried=2)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"operands": ((False, 0), (False, 2))}, "while_loop does not fit its control flow"),
-        ({"strides": ()}, "while_loop does not fit its control flow"),
-        (
-            {"operands": ((False, 0),), "carried": 1},
-            "a program with other operands than it is given",
-        ),
-        ({"routines": (1,)}, "a wrong number of programs"),
-        ({"routines": (1, 0)}, "a condition with several results"),
-        ({"carried": 1}, "carries what it does not return"),
-        ({"kind": "scan"}, "a wrong number of programs"),
-        ({"kind": "cond", "operands": ((True, 0), *loop.operands)}, "branches with unlike results"),
-        ({"routines": (0, 2)}, "routine 2 is out of range"),
-        ({"carried": 3}, "number of operands 3 is out of range"),
-    ]
-    for changes, text in wrong:
-        write_package(tmp_path / "p", replace(c, controls=(replace(loop, **changes),)))
-        with pytest.raises(plait.PackageError, match=text):
-            plait.load(tmp_path / "p")
-    write_package(tmp_path / "p", replace(c, controls=()))
-    with pytest.raises(plait.PackageError, match="calls 1 functions, 0 were described"):
-        plait.load(tmp_path / "p")
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "operands", "calls"),
-    [
-        ("repeat", "loop", (0, 2, 0, 0), ({"lt"}, {"add", "sin", "mul"})),
-        ("branch", "cond", (1, 0, 0, 4), ({"addmm", "sin"}, {"add", "mul"})),
-        ("scanned", "scan", (0, 1, 1, 0), ({"add", "mul"},)),
-        ("mapped", "scan", (0, 0, 1, 1), ({"sin", "add", "mul"},)),
-    ],
-)
-def test_control_flow_is_data(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    kind: str,
-    operands: tuple[int, ...],
-    calls: tuple[set[str], ...],
-) -> None:
-    """Lowering's calls say which subgraphs they run and on what."""
-    made: list[ControlFlow | None] = []
-
-    def noting(call: object) -> ControlFlow | None:
-        made.append(control_flow(call))
-        return made[-1]
-
-    monkeypatch.setattr("plait.capture.control.control_flow", noting)
-    contents(monkeypatch, PROGRAMS[name])
-    (flow,) = made
-    assert flow is not None and flow.kind == kind
-    given = (flow.predicate, flow.carried, flow.scanned, flow.shared)
-    assert tuple(map(len, given)) == operands
-    for graph, want in zip(flow.subgraphs, calls, strict=True):
-        ops = {str(n.target).split(".")[1] for n in graph.graph.nodes if n.op == "call_function"}
-        assert want <= ops
 
 
 GENERATOR = torch.Generator()

@@ -51,7 +51,8 @@ def plan(
     symbols: Mapping[str, Any] | None = None,
 ) -> Plan:
     table = {b.name: b for b in buffers}
-    program = LoopProgram(tuple(inputs), table, tuple(constants), (), tuple(outputs), symbols or {})
+    numbers = {name: k for k, name in enumerate(constants)}
+    program = LoopProgram(tuple(inputs), table, numbers, (), tuple(outputs), symbols or {})
     return Plan(program, tuple(steps), ((),) * len(steps), table, memory or MemoryPlan())
 
 

@@ -33,6 +33,7 @@ from plait.wrapper.instructions import (
     AssertSizeStride,
     BumpVersion,
     CallExtern,
+    CallPrograms,
     CallPython,
     CheckFinite,
     Constant,
@@ -129,7 +130,8 @@ u0 = symbol("u0", lo=-INF)
 
 @dataclass(frozen=True)
 class Case:
-    """A program, its inputs, and the part of an error message if it must fail."""
+    """A program, its inputs, and the part of an error message if it must fail. programs: inputs
+    and body of each subprogram."""
 
     inputs: tuple[ins.Input, ...]
     body: tuple[Instr, ...]
@@ -138,14 +140,18 @@ class Case:
     callables: Sequence[Callable[..., object]] = ()
     fails: str = ""
     error: type[Exception] = RuntimeError
+    programs: tuple[tuple[tuple[ins.Input, ...], tuple[Instr, ...]], ...] = ()
 
     @property
     def program(self) -> WrapperProgram:
-        used = {i.kernel for i in self.body if isinstance(i, Launch)}
-        kernels = tuple(k for k in KERNELS if k.name in used)
-        return WrapperProgram(
-            "case", self.inputs, kernels + self.body, len(self.constants), len(self.callables)
-        )
+        def made(name: str, inputs: Any, body: Any, *more: Any) -> WrapperProgram:
+            used = {i.kernel for i in body if isinstance(i, Launch)}
+            kernels = tuple(k for k in KERNELS if k.name in used)
+            tables = len(self.constants), len(self.callables)
+            return WrapperProgram(name, inputs, kernels + body, *tables, *more)
+
+        programs = tuple(made(f"case.{k}", *p) for k, p in enumerate(self.programs))
+        return made("case", self.inputs, self.body, None, (), programs)
 
 
 def x6() -> list[torch.Tensor]:
@@ -693,6 +699,117 @@ CASES: dict[str, Case] = {
         lambda: [*x6(), "an object"],
         callables=[with_value, lambda o, ts: ts[0] * len(o)],
     ),
+    "condition": Case(
+        (*X, tensor("p", b1, (), ())),
+        (
+            CallPrograms("cond", (0, 1), 0, 0, "cond", (Ref("p"), Ref("x"), 3), ("a", "s1")),
+            looked("a"),
+            Return((Ref("a"), symbol("s1", lo=-INF))),
+        ),
+        lambda: [*x6(), torch.tensor(True)],
+        programs=(
+            ((*X, SymbolInput("s0")), (alloc("y"), double("x", "y"), Return((Ref("y"), s0 * 2)))),
+            ((*X, SymbolInput("s0")), (alloc("y"), double("x", "y"), Return((Ref("y"), s0)))),
+        ),
+    ),
+    "condition on an int, results unused": Case(
+        (*X, SymbolInput("s0")),
+        (
+            CallPrograms("cond", (1, 0), 0, 0, "cond", (s0 - 1, Ref("x")), (None, "b")),
+            looked("b"),
+            give("b"),
+        ),
+        lambda: [*x6(), 1],
+        constants=[torch.arange(6.0)],
+        programs=(
+            (
+                X,
+                (
+                    Constant("w", 0),
+                    alloc("y"),
+                    add("x", "w", "y"),
+                    alloc("z"),
+                    double("y", "z"),
+                    Free("y"),
+                    give("z", "z"),
+                ),
+            ),
+            (X, (give("x", "x"),)),
+        ),
+    ),
+    "loop": Case(
+        (*X, SymbolInput("s0")),
+        (
+            CallPrograms("loop", (0, 1), 2, 0, "while", (s0, Ref("x"), 9), ("s1", "y")),
+            looked("y"),
+            Return((Ref("y"), symbol("s1", lo=-INF))),
+        ),
+        lambda: [*x6(), 2],
+        programs=(
+            (
+                (SymbolInput("s0"), *X, SymbolInput("s1")),
+                (Return((expr.compare("lt", s0, symbol("s1", lo=1)),)),),
+            ),
+            (
+                (SymbolInput("s0"), *X, SymbolInput("s1")),
+                (alloc("y"), double("x", "y"), Return((s0 + 3, Ref("y")))),
+            ),
+        ),
+    ),
+    "loop that never runs": Case(
+        X,
+        (
+            CallPrograms("loop", (0, 1), 1, 0, "while", (Ref("x"),), ("y",)),
+            looked("y"),
+            give("x", "y"),
+        ),
+        x6,
+        programs=((X, (Return((0,)),)), (X, (give("x"),))),
+    ),
+    "scan, its slices apart": Case(
+        (*X, tensor("v", f32, (6, 4), (1, 6))),
+        (
+            View("t", "v", f32, (4, 6), (6, 1), 0),
+            CallPrograms("scan", (0,), 1, 2, "scan", (Ref("x"), Ref("t"), Ref("t"), 5), ("s", "o")),
+            looked("s"),
+            looked("o", (4, 6)),
+            give("s", "o"),
+        ),
+        lambda: [*x6(), torch.arange(24.0).view(4, 6).t()],
+        programs=(
+            (
+                (*X, tensor("v"), tensor("w"), SymbolInput("s0")),
+                (
+                    AssertSizeStride("v", f32, (6,), (1,), copies=True),
+                    alloc("a"),
+                    add("x", "v", "a"),
+                    alloc("b"),
+                    add("a", "w", "b"),
+                    give("a", "b"),
+                ),
+            ),
+        ),
+    ),
+    "a subprogram that copies, and calls Python": Case(
+        (tensor("x", f32, (2, 3), (1, 2)),),
+        (CallPrograms("call", (0,), 0, 0, "call", (Ref("x"),), ("y",)), looked("y"), give("y")),
+        lambda: [torch.arange(6.0).view(3, 2).t()],
+        callables=[lambda x: x + 1],
+        programs=(
+            (
+                (tensor("x", f32, (2, 3), (3, 1)),),
+                (
+                    AssertSizeStride("x", f32, (2, 3), (3, 1), copies=True),
+                    View("f", "x", f32, (6,), (1,), 0),
+                    alloc("y"),
+                    double("f", "y"),
+                    CallPython(0, "f", (Ref("y"),), (), ("z",)),
+                    looked("z"),
+                    give("z"),
+                ),
+            ),
+        ),
+    ),
     "hook": Case(
         X,
         (
@@ -928,6 +1045,24 @@ def test_passes_keep_the_meaning(name: str, target: str, library: str) -> None:
         return
     want = interpret(case.program, seeded(case), MEANINGS, case.constants, case.callables)
     compare(compiled(*seeded(case)), want)
+
+
+@pytest.mark.parametrize("target", [native, python], ids=["native", "python"])
+def test_nothing_to_scan(target: Callable[..., Any], library: str) -> None:
+    """Eager refuses it, too."""
+    body = (
+        CallPrograms("scan", (0,), 0, 1, "scan", (Ref("v"),), ("o",)),
+        looked("o", (0, 6)),
+        give("o"),
+    )
+    case = Case(
+        (tensor("v", f32, (0, 6), (6, 1)),),
+        body,
+        lambda: [torch.ones(0, 6)],
+        programs=((X, (give("x"),)),),
+    )
+    with pytest.raises(RuntimeError, match="as many slices, at least one"):
+        target(case, case.program, library)(*case.args())
 
 
 def test_a_size_that_ten_kernels_use_is_computed_once() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from plait.ir.calls import CONTROL_KINDS
 from plait.ir.checks import ERRORS, Check
 from plait.ir.dtypes import DTYPES, f32
 from plait.ir.expr import Size, bounds, compare, smax, smin, symbol
@@ -116,6 +117,8 @@ class Random:
             Kind.CONSTANT: number,
             Kind.CALLABLE: number,
             Kind.CHECKS: self.checks,
+            Kind.CONTROL: lambda: self.r.choice(CONTROL_KINDS),
+            Kind.PROGRAMS: lambda: self.many(number),
             Kind.DTYPE: lambda: self.r.choice(list(DTYPES.values())),
         }
         return makers.get(kind, self.name)()
@@ -124,7 +127,7 @@ class Random:
         self.rank = self.r.randint(0, 3)
         return cls(**{name: self.field(kind) for name, kind in FIELDS[cls]})
 
-    def program(self, classes: tuple[type, ...]) -> ins.WrapperProgram:
+    def program(self, classes: tuple[type, ...], depth: int = 2) -> ins.WrapperProgram:
         signature = (ins.TensorInput, ins.SymbolInput, ins.OpaqueInput)
         return ins.WrapperProgram(
             name=self.name(),
@@ -133,6 +136,7 @@ class Random:
             n_constants=self.r.randint(0, 2),
             n_callables=self.r.randint(0, 2),
             origins=(("k0", "model.py:3 relu"),) * self.r.randint(0, 1),
+            programs=self.many(lambda: self.program(classes[-3:], depth - 1), depth),  # type: ignore[arg-type]
         )
 
 

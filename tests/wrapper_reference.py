@@ -74,7 +74,11 @@ class _Call:
                 if env[tensor].dtype != TO_TORCH.get(dtype, env[tensor].dtype):
                     found, want = str(env[tensor].dtype)[6:], str(TO_TORCH[dtype])[6:]
                     raise RuntimeError(f"'{tensor}' has dtype {found}, expected {want}")
-                self.layout(tensor, self.sizes(shape), self.sizes(strides))
+                sizes, steps = self.sizes(shape), self.sizes(strides)
+                if i.copies and list(env[tensor].shape) == sizes:
+                    made = torch.empty_strided(sizes, steps, dtype=env[tensor].dtype)
+                    env[tensor] = made.copy_(env[tensor])
+                self.layout(tensor, sizes, steps)
             case ins.AssertAlignment(tensor, nbytes):
                 if env[tensor].data_ptr() % nbytes != 0:
                     raise RuntimeError(f"'{tensor}' is not aligned to {nbytes} bytes")
@@ -115,6 +119,10 @@ class _Call:
                 self.results(outs, op, args, kwargs)
             case ins.CallPython(index, _, args, kwargs, outs):
                 self.results(outs, self.callables[index], args, kwargs)
+            case ins.CallPrograms(kind, programs, carried, scanned, _, args, outs):
+                given = [self.operand(o) for o in args]
+                made = self.control(kind, programs, carried, scanned, given)
+                env.update({n: v for n, v in zip(outs, made, strict=True) if n is not None})
             case ins.Hook(tensor, index, node, label):
                 self.callables[index](node, label, env[tensor])
             case ins.Copy(dst, src, bump):
@@ -131,6 +139,32 @@ class _Call:
                 raise AssertionError("Return is no step")
             case _:
                 assert_never(i)
+
+    def control(self, kind: str, programs: Any, carried: int, scanned: int, given: Any) -> Any:
+        """The results of subprograms, by the words of ir/calls.py."""
+
+        def run(k: int, *args: Any) -> Any:
+            p = self.p.programs[programs[k]]
+            return _Call(p, args, self.kernels, self.constants, self.callables).run()
+
+        if kind == "call":
+            return run(0, *given)
+        if kind == "cond":
+            return run(0 if given[0] else 1, *given[1:])
+        state, rest = given[:carried], given[carried + scanned :]
+        if kind == "loop":
+            while run(0, *state, *rest)[0]:
+                state = list(run(1, *state, *rest))
+            return [v.clone() if isinstance(v, torch.Tensor) else v for v in state]
+        rounds: list[Any] = []
+        whole = [x.unbind(0) for x in given[carried : carried + scanned]]
+        if not whole[0]:
+            raise RuntimeError("a scan needs tensors with as many slices, at least one")
+        for slices in zip(*whole, strict=True):
+            made = run(0, *state, *(x.clone().contiguous() for x in slices), *rest)
+            state = list(made[:carried])
+            rounds.append(made[carried:])
+        return [*state, *(torch.stack(x) for x in zip(*rounds, strict=True))]
 
     def layout(self, name: str, shape: list[int], strides: list[int]) -> None:
         t = self.env[name]

@@ -111,6 +111,16 @@ struct CallPython {
   std::vector<Result> outs;
 };
 
+struct CallPrograms {
+  ControlKind kind;
+  std::vector<int32_t> programs;
+  int64_t carried;
+  int64_t scanned;
+  std::string label;
+  std::vector<Operand> args;
+  std::vector<Result> outs;
+};
+
 struct Copy {
   SlotId dst;
   SlotId src;
@@ -136,13 +146,13 @@ struct Return {
 };
 
 using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite,
-        Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern, CallPython, Copy,
-        BumpVersion, Fill, Partition, Return>;
+        Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern, CallPython,
+        CallPrograms, Copy, BumpVersion, Fill, Partition, Return>;
 
 #define PLAIT_INSTRUCTIONS(_) \
   _(Symbol) _(AssertScalar) _(AssertSizeStride) _(AssertAlignment) _(CheckFinite) _(Arena) \
   _(Place) _(Alloc) _(Reuse) _(Free) _(View) _(Constant) _(Launch) _(CallExtern) \
-  _(CallPython) _(Copy) _(BumpVersion) _(Fill) _(Partition) _(Return)
+  _(CallPython) _(CallPrograms) _(Copy) _(BumpVersion) _(Fill) _(Partition) _(Return)
 
 // Braced initialisers are evaluated left to right: fields stand in the order of the words.
 template <class Reader>
@@ -166,11 +176,13 @@ Instr read_instr(Reader& in, int32_t opcode) {
         in.slots(), in.flag()};
     case 14: return CallPython{in.callable(), in.string(), in.operands(), in.keywords(),
         in.results()};
-    case 15: return Copy{in.slot(), in.slot(), in.flag()};
-    case 16: return BumpVersion{in.slot()};
-    case 17: return Fill{in.slot(), in.operand()};
-    case 18: return Partition{in.flag(), in.string()};
-    case 19: return Return{in.operands()};
+    case 15: return CallPrograms{in.control(), in.programs(), in.word(), in.word(), in.string(),
+        in.operands(), in.results()};
+    case 16: return Copy{in.slot(), in.slot(), in.flag()};
+    case 17: return BumpVersion{in.slot()};
+    case 18: return Fill{in.slot(), in.operand()};
+    case 19: return Partition{in.flag(), in.string()};
+    case 20: return Return{in.operands()};
     default: throw PlanError("damaged plan: an unknown opcode");
   }
 }
@@ -269,6 +281,12 @@ template <class V>
 void walk(const CallPython& i, V& v) {
   for (const auto& e : i.args) v.operand(e);
   for (const auto& k : i.kwargs) v.operand(k.value);
+  for (const auto& e : i.outs) v.result(e);
+}
+
+template <class V>
+void walk(const CallPrograms& i, V& v) {
+  for (const auto& e : i.args) v.operand(e);
   for (const auto& e : i.outs) v.result(e);
 }
 

@@ -8,10 +8,6 @@
 //   storages: (offset in `weights`, a multiple of 64; bytes; device) each
 //   weights, constants: (name, storage, dtype, offset in elements, rank, sizes, strides) each
 //   folded: names of weights that were put into others
-//   routines: (plan, number of its first constant, controls) each
-//   controls: what the program calls in the place of Python: (0 call | 1 cond | 2 loop | 3 scan,
-//             numbers of routines, operands: (0 of the call | 1 constant, number | value) each,
-//             number of carried and of scanned operands, results: () or (strides) each) each
 //   constants among the arguments: (position among all, name, kind: 0 None | 1 bool | 2 int |
 //             3 float | 4 str | 5 other, word, text, what errors show) each
 //   names of the other arguments, of symbols, of the results
@@ -100,12 +96,6 @@ class ManifestParser {
     m_.weights = in_.list([&] { return tensor(); });
     m_.constants = in_.list([&] { return tensor(); });
     m_.folded = texts();
-    m_.routines = in_.list([&] {
-      Manifest::Routine r{in_.text(), index(m_.constants.size() + 1, "constant"), controls()};
-      ++n_routines_;
-      return r;
-    });
-    m_.controls = controls();
     m_.fixed = in_.list([&] { return fixed(); });
     m_.signature.names = texts();
     m_.signature.symbols = texts();
@@ -170,27 +160,6 @@ class ManifestParser {
                 __builtin_mul_overflow(numel, element_size(t.dtype), &numel);
     if (overflow) Reader::fail("the size of '" + t.name + "' overflows");
     return empty ? 0 : last;
-  }
-
-  std::vector<Manifest::Control> controls() {
-    using Control = Manifest::Control;
-    const auto numbers = [&] { return in_.list([&] { return in_.word(); }); };
-    return in_.list([&] {
-      const auto kind = static_cast<Control::Kind>(in_.id(0, 4, "kind of control flow"));
-      Control c{kind, in_.list([&] { return index(n_routines_, "routine"); }),
-                in_.list([&] { return Control::Given{in_.flag(), in_.word()}; })};
-      const auto n = static_cast<int64_t>(c.operands.size());
-      for (const Control::Given& g : c.operands)
-        if (!g.constant && g.value < 0) Reader::fail("an operand is out of range");
-      if (kind == Control::Kind::cond && n == 0) Reader::fail("a condition is missing");
-      c.n_carried = in_.id(0, n + 1, "number of operands");
-      c.n_scanned = in_.id(0, n + 1, "number of operands");
-      c.strides = in_.list([&]() -> std::optional<std::vector<int64_t>> {
-        if (!in_.flag()) return {};
-        return numbers();
-      });
-      return c;
-    });
   }
 
   Manifest::Fixed fixed() {
@@ -275,7 +244,6 @@ class ManifestParser {
 
   Reader in_;
   uint64_t n_weight_bytes_;
-  size_t n_routines_ = 0;  // read by now
   int64_t next_position_ = 0;
   Manifest m_;
 };

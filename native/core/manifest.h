@@ -2,7 +2,7 @@
 // Python.
 //
 // A Manifest that read_manifest() returned has been checked: numbers are in range, tensors lie in
-// their storages, a routine calls those before it.
+// their storages.
 #pragma once
 
 #include <cstddef>
@@ -28,25 +28,6 @@ struct Manifest {
     std::vector<int64_t> sizes, strides;
     int64_t offset;  // in elements, from the storage's first byte
   };
-  // What stands for a call of Python in a plan, by number there: runs some of `routines`.
-  struct Control {
-    enum class Kind { call, cond, loop, scan } kind;
-    struct Given {
-      bool constant;
-      int64_t value;  // or the number of the call's operand
-    };
-    std::vector<int64_t> routines;  // cond: if it holds, if not; loop: its condition, its body
-    std::vector<Given> operands;    // of the routines; cond: the condition before them
-    int64_t n_carried, n_scanned;   // loop, scan: the operands that change, come in slices
-    std::vector<std::optional<std::vector<int64_t>>> strides;  // of results, where promised
-  };
-  // A program that others call: it runs operators alone, on any machine. Its controls and theirs
-  // run routines before it.
-  struct Routine {
-    std::string plan;  // section
-    int64_t first_constant;
-    std::vector<Control> controls;
-  };
   // One way to run the program. plan, kernels, cubins: names of sections; kernels and cubins may be
   // "".
   struct Variant {
@@ -58,8 +39,6 @@ struct Manifest {
   std::vector<Storage> storages;
   std::vector<Tensor> weights, constants;
   Texts folded;  // weights that the writer put into others
-  std::vector<Routine> routines;
-  std::vector<Control> controls;  // of the program
   // A constant among the caller's arguments, which has to be given as it was.
   struct Fixed {
     int64_t position;  // among all of them, laid flat

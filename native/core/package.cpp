@@ -103,7 +103,6 @@ PackageFile::PackageFile(const std::string& path, bool verify_weights) : path_(p
       fail(e.what());
     }
     section("python");
-    for (const Manifest::Routine& r : manifest_.routines) section(r.plan);
     for (const Manifest::Variant& v : manifest_.variants)
       for (const std::string* name : {&v.plan, &v.kernels, &v.cubins})
         if (!name->empty() || name == &v.plan) section(*name);

@@ -11,6 +11,7 @@
 //   inputs:   n, then (kind, id) each; a tensor goes on with rank, sizes, strides, device
 //   kernels:  n, then (name, n_args, n_sizes, n checks, (error, message) each, device) each
 //   body:     n, then (opcode, words of this instruction, fields) each
+//   programs: n, then (offset, length) each: plans among the bytes of the strings
 // Every count and id is checked as it is read, so that no byte string can make the reader leave its
 // bounds.
 #include "plan.h"
@@ -27,6 +28,7 @@ constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'N', 'P', 'L'};
 constexpr size_t kHeaderBytes = 24;
 constexpr int64_t kMaxRank = 64;
 constexpr int kMaxNesting = 8;
+constexpr int kMaxProgramNesting = 64;
 
 uint32_t crc32(std::span<const std::byte> bytes) {
   static const std::array<uint32_t, 256> table = [] {
@@ -92,16 +94,19 @@ class Reader {
   size_t position() const { return at_; }
   bool done() const { return at_ == words_.size(); }
 
+  std::span<const std::byte> bytes() {
+    const int64_t offset = word(), length = word();
+    if (offset < 0 || length < 0 || static_cast<uint64_t>(offset) > text_.size() ||
+        static_cast<uint64_t>(length) > text_.size() - static_cast<uint64_t>(offset))
+      fail("a string lies outside the text");
+    return text_.subspan(static_cast<size_t>(offset), static_cast<size_t>(length));
+  }
   void read_strings() {
     const size_t n = count();
     strings_.reserve(n);
     for (size_t i = 0; i < n; ++i) {
-      const int64_t offset = word(), length = word();
-      if (offset < 0 || length < 0 || static_cast<uint64_t>(offset) > text_.size() ||
-          static_cast<uint64_t>(length) > text_.size() - static_cast<uint64_t>(offset))
-        fail("a string lies outside the text");
-      strings_.emplace_back(reinterpret_cast<const char*>(text_.data()) + offset,
-                            static_cast<size_t>(length));
+      const auto text = bytes();
+      strings_.emplace_back(reinterpret_cast<const char*>(text.data()), text.size());
       if (!is_utf8(strings_.back())) fail("a string is no UTF-8");
     }
   }
@@ -113,9 +118,11 @@ class Reader {
   size_t at_ = 0;
 };
 
+Plan read_nested(std::span<const std::byte> bytes, int depth);
+
 class Parser {
  public:
-  Parser(std::span<const std::byte> payload) : in_(payload) {}
+  Parser(std::span<const std::byte> payload, int depth) : in_(payload), depth_(depth) {}
 
   Plan parse() {
     in_.read_strings();
@@ -139,6 +146,7 @@ class Parser {
       if (length != static_cast<int64_t>(in_.position() - start))
         fail("an instruction has a wrong length");
     }
+    plan_.programs = in_.list([&] { return read_nested(in_.bytes(), depth_ + 1); });
     if (!in_.done()) fail("words are left over");
     return std::move(plan_);
   }
@@ -155,6 +163,10 @@ class Parser {
   bool flag() { return in_.flag(); }
   DType dtype() { return in_.one_of<DType>("dtype"); }
   Check::Error error() { return in_.one_of<Check::Error>("kind of error"); }
+  ControlKind control() { return in_.one_of<ControlKind>("kind of control flow"); }
+  std::vector<int32_t> programs() {
+    return in_.list([&] { return in_.id(0, INT32_MAX, "subprogram"); });
+  }
   std::vector<Check> checks() {
     return in_.list([&] { return Check{error(), in_.string()}; });
   }
@@ -264,6 +276,7 @@ class Parser {
   }
 
   Reader in_;
+  int depth_;
   Plan plan_;
   size_t symbols_after_exprs_ = 0;
 };
@@ -294,7 +307,10 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-Plan read_plan(std::span<const std::byte> bytes) {
+namespace {
+
+Plan read_nested(std::span<const std::byte> bytes, int depth) {
+  if (depth > kMaxProgramNesting) fail("programs are nested too deeply");
   if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
     fail("it does not start with the magic bytes");
   uint32_t version = 0, crc = 0;
@@ -310,10 +326,14 @@ Plan read_plan(std::span<const std::byte> bytes) {
     fail("it has " + std::to_string(payload.size()) + " bytes of payload and promises " +
          std::to_string(length));
   if (crc != crc32(payload)) fail("the checksum is wrong");
-  Plan plan = Parser(payload).parse();
+  Plan plan = Parser(payload, depth).parse();
   verify(plan);
   return plan;
 }
+
+}  // namespace
+
+Plan read_plan(std::span<const std::byte> bytes) { return read_nested(bytes, 0); }
 
 bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out) {
   using Op = ExprNode::Op;

@@ -46,6 +46,7 @@ struct Plan {
   std::vector<Input> inputs;
   std::vector<Kernel> kernels;
   std::vector<Instr> body;
+  std::vector<Plan> programs;  // that CallPrograms runs
 };
 
 // Reads, checks and verifies plan bytes. Throws PlanError.

@@ -9,8 +9,8 @@
 
 namespace plait {
 
-inline constexpr uint32_t kPlanVersion = 8;
-inline constexpr uint32_t kPackageVersion = 3;
+inline constexpr uint32_t kPlanVersion = 9;
+inline constexpr uint32_t kPackageVersion = 4;
 inline constexpr int64_t kSizeFunctions = 39;
 
 // How many enumerators E has.
@@ -46,6 +46,10 @@ inline constexpr int64_t kCount<ErrorKind> = 2;
 enum class InputKind : int32_t { tensor, symbol, opaque };
 template <>
 inline constexpr int64_t kCount<InputKind> = 3;
+
+enum class ControlKind : int32_t { call, cond, loop, scan };
+template <>
+inline constexpr int64_t kCount<ControlKind> = 4;
 
 // Of element types by number: bytes, name, name in torch.
 inline constexpr int64_t kElementSize[] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1,

@@ -281,6 +281,42 @@ class Verifier : public Walker {
       for (const KeywordOperand& o : i.kwargs) refuse_arena(o.value);
     }
   }
+  void check(const CallPrograms& i) {
+    using Kind = ControlKind;
+    const auto require = [&](bool holds, const char* what) {
+      if (!holds) fail(std::string("control flow ") + what);
+    };
+    const bool two = i.kind == Kind::cond || i.kind == Kind::loop;
+    require(i.programs.size() == (two ? 2 : 1), "has a wrong number of programs");
+    for (const Operand& o : i.args) {
+      require(o.kind == Operand::Kind::ref || o.kind == Operand::Kind::size,
+              "is given what is no tensor and no integer");
+      refuse_arena(o);
+    }
+    require(i.kind != Kind::cond || !i.args.empty(), "has no condition");
+    const auto n_given = static_cast<int64_t>(i.args.size()) - (i.kind == Kind::cond ? 1 : 0),
+               n_results = static_cast<int64_t>(i.outs.size());
+    std::vector<int64_t> results;
+    for (int32_t k : i.programs) {
+      require(static_cast<size_t>(k) < plan_.programs.size(), "runs a program that is not there");
+      const Plan& p = plan_.programs[static_cast<size_t>(k)];
+      require(static_cast<int64_t>(p.inputs.size()) == n_given,
+              "has a program with other operands than it is given");
+      results.push_back(static_cast<int64_t>(std::get<Return>(p.body.back()).values.size()));
+    }
+    require(results.back() == n_results && (i.kind != Kind::cond || results[0] == n_results),
+            "has a program with other results than it gives");
+    const bool repeats = i.kind == Kind::loop || i.kind == Kind::scan;
+    require(i.carried >= 0 && i.scanned >= 0 && (repeats || i.carried == 0) &&
+                (i.kind == Kind::scan || i.scanned == 0) && i.carried <= n_given &&
+                i.scanned <= n_given - i.carried,
+            "carries or scans more than it is given");
+    if (i.kind == Kind::loop)
+      require(results[0] == 1 && results[1] == i.carried,
+              "is a loop that gives not what it carries");
+    if (i.kind == Kind::scan)
+      require(i.scanned > 0 && i.carried <= n_results, "is a scan that gives not what it carries");
+  }
   void refuse_arena(const Operand& o) const {
     if (o.kind == Operand::Kind::ref && slot(o.id).in_arena)
       fail(name(o.id) + " lies in the arena and may be kept");

@@ -44,9 +44,9 @@ PyObject* package_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     Ref self = Ref::check(type->tp_alloc(type, 0));
     auto* p = reinterpret_cast<PyPackage*>(self.get());
     p->call = open.bind([&] {
-      const Ref program = Ref::check(make_program(
-          program_type, std::move(open.plan), std::move(open.kernels), std::move(open.cubins),
-          std::move(open.constants), {}, {}, std::move(open.controls)));
+      const Ref program =
+          Ref::check(make_program(program_type, std::move(open.plan), std::move(open.kernels),
+                                  std::move(open.cubins), std::move(open.constants), {}, {}));
       open.require_results(*state_of(program.get()).program);
       return Ref::check(make_bound(program.get(), std::move(open.signature), open.weights))
           .release();

@@ -339,6 +339,7 @@ PyObject* program_stats(PyObject* self, PyObject*) {
     };
     for (const ExternCall& c : p.code().externs) count(c.name);
     for (const PythonCall& c : p.code().pythons) count(c.label);
+    for (const ProgramsCall& c : p.code().programs_calls) count(c.label);
     put(d.get(), "externs", externs.release());
     if (p.graphs()) put(d.get(), "graphs", graph_stats(*p.graphs()).release());
     return d.release();
@@ -432,16 +433,15 @@ PyType_Slot program_slots[] = {
 }  // namespace
 PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels,
                        std::shared_ptr<Cubins> cubins, std::vector<at::Tensor> constants,
-                       std::vector<Ref> callables, std::optional<Generated> generated,
-                       ControlFlow control) {
-  if (!control && callables.size() != static_cast<size_t>(plan.n_callables))
+                       std::vector<Ref> callables, std::optional<Generated> generated) {
+  if (callables.size() != static_cast<size_t>(plan.n_callables))
     throw LoadError("the program wants " + std::to_string(plan.n_callables) +
                     " callables and got " + std::to_string(callables.size()));
   auto state = std::make_unique<ProgramState>();
   state->callables = std::move(callables);
   state->program =
       std::make_unique<Program>(Code{std::move(plan), std::move(kernels), std::move(cubins),
-                                     std::move(constants), kHost, state.get(), std::move(control)},
+                                     std::move(constants), kHost, state.get()},
                                 std::move(generated));
   state->outputs = plan_outputs(*state->program);
   Ref self = Ref::check(type->tp_alloc(type, 0));

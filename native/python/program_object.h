@@ -48,8 +48,7 @@ PyObject* outputs(const ProgramState& s, Frame& f);                     // a new
 // A new Program or Bound.
 PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels,
                        std::shared_ptr<Cubins> cubins, std::vector<at::Tensor> constants,
-                       std::vector<Ref> callables, std::optional<Generated> generated,
-                       ControlFlow control = {});
+                       std::vector<Ref> callables, std::optional<Generated> generated);
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,

@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 
@@ -42,18 +41,14 @@ struct Host {
   void (*refused)(const std::string& program, size_t partition, const std::string& why);
 };
 
-// Runs what a plan calls as Python without any.
-using ControlFlow = std::function<void(Frame&, const PythonCall&, const Operands&)>;
-
 struct Code {
   Plan plan;
   std::shared_ptr<Library> library;
   std::shared_ptr<Cubins> cubins;
   std::vector<at::Tensor> constants;
   Host host;
-  void* owner;               // what the host handed in
-  ControlFlow control = {};  // null: the host's Python
-  bool generated = false;    // a library runs in the place of the steps
+  void* owner;             // what the host handed in
+  bool generated = false;  // a library runs in the place of the steps
 
   std::optional<Accelerator> gpu;            // current while the program runs
   std::vector<Accelerator> others;           // the other ones of a program that uses several
@@ -72,6 +67,8 @@ struct Code {
   std::vector<RegionInfo> regions;
   std::vector<ExternCall> externs;
   std::vector<PythonCall> pythons;
+  std::vector<std::shared_ptr<Subprogram>> programs;  // of the plan; whose plans moved there
+  std::vector<ProgramsCall> programs_calls;
   std::vector<SlotId> owned;  // slots to reset after a call
   const std::vector<Operand>* outputs = nullptr;
   int64_t arena_bytes = 0;

@@ -12,6 +12,7 @@
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/record_function.h>
 
+#include "control.h"
 #include "memory.h"
 
 namespace plait {
@@ -174,11 +175,15 @@ void call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profil
 
 void call_python(Frame& f, const PythonCall& c, const Operands& o) {
   const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
-  if (f.code.control) return f.code.control(f, c, o);
   const bool released = f.gil != nullptr;
   if (released) f.code.host.retake_gil(std::exchange(f.gil, nullptr));
   f.code.host.call_python(f, c, o);
   if (released) f.gil = f.code.host.release_gil();
+}
+
+void call_programs(Frame& f, const ProgramsCall& c, const Operands& o) {
+  const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
+  run_programs(f, c, o);
 }
 
 }  // namespace plait

@@ -1,10 +1,10 @@
-// native/torch/extern.h: calls of code that is not plait's: operators of PyTorch, resolved when a
-// program is loaded and called by the cheapest way that gives the same result, and Python
-// functions.
+// native/torch/extern.h: calls of other code: operators of PyTorch, resolved when a program is
+// loaded and called by the cheapest way that gives the same result, Python functions, and
+// subprograms (control.h).
 //
 // - What a call may do to memory was decided by the plan: a result never lies in the arena.
-// - Operators run below autograd and autocast, as the program does; operators that are not ATen's
-//   and Python functions see the caller's dispatch state, gradients and autocast off.
+// - Operators run below autograd and autocast, as the program does; operators that are not ATen's,
+//   Python functions and subprograms see the caller's dispatch state, gradients and autocast off.
 // - The GIL is taken back for as long as Python runs.
 // - An operator leaves the sizes of what it writes as they are, or the call throws.
 #pragma once
@@ -12,6 +12,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include <memory>
 #include <optional>
 
 #include "core/plan.h"
@@ -24,6 +25,7 @@ class Library;
 }
 struct Frame;
 class Operands;
+class Subprogram;
 
 // An operator call with everything resolved but tensors and dynamic sizes.
 struct ExternCall {
@@ -74,12 +76,23 @@ struct PythonCall {
   int32_t n_given = 0;
 };
 
+struct ProgramsCall {
+  ControlKind kind;
+  std::vector<std::shared_ptr<Subprogram>> programs;
+  size_t carried, scanned;
+  std::string label;
+  std::vector<Operand> args;
+  std::vector<Result> outs;
+  int32_t n_given = 0;
+};
+
 // Throws LoadError. constants: of each expression, where it is one.
 ExternCall resolve_extern(const CallExtern& call,
                           const std::vector<std::optional<int64_t>>& constants);
 
 void call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profiled);
 void call_python(Frame& f, const PythonCall& c, const Operands& o);
+void call_programs(Frame& f, const ProgramsCall& c, const Operands& o);
 
 // Products of matrices on bare pointers, on the CPU by BLAS and on a GPU by cuBLASLt. False where
 // the strides, sizes or precision settings of this call want the general way.

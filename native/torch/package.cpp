@@ -21,6 +21,20 @@
 namespace plait {
 namespace {
 
+[[noreturn]] void no_python() { throw std::runtime_error("a package cannot call Python"); }
+// A host without Python: programs that need none run with it.
+constinit const Host kNoPython{[]() -> void* { return nullptr; },
+                               [](void*) {},
+                               [](Frame&, const PythonCall&, const Operands&) { no_python(); },
+                               [](void*) -> c10::IValue { no_python(); },
+                               [](int) -> void* { no_python(); },
+                               [](void*, bool) {},
+                               [](void*) -> Host::Captured { no_python(); },
+                               [](void*) {},
+                               [](void*) {},
+                               [](void*) {},
+                               [](const std::string&, size_t, const std::string&) {}};
+
 void retarget(std::string& text, const std::string& device) {
   if (text != "cpu" && !text.empty()) text = device;
 }
@@ -28,7 +42,7 @@ void retarget(Operand& o, const std::string& device) {
   if (o.kind == Operand::Kind::device) retarget(o.text, device);
   for (Operand& item : o.items) retarget(item, device);
 }
-void retarget_call(auto& call, const std::string& device) {
+void retarget(CallExtern& call, const std::string& device) {
   for (Operand& o : call.args) retarget(o, device);
   for (KeywordOperand& o : call.kwargs) retarget(o.value, device);
 }
@@ -39,9 +53,9 @@ void retarget(Plan& plan, const std::string& device) {
   for (Instr& instr : plan.body) {
     if (auto* arena = std::get_if<Arena>(&instr)) retarget(arena->device, device);
     if (auto* alloc = std::get_if<Alloc>(&instr)) retarget(alloc->device, device);
-    if (auto* call = std::get_if<CallExtern>(&instr)) retarget_call(*call, device);
-    if (auto* call = std::get_if<CallPython>(&instr)) retarget_call(*call, device);
+    if (auto* call = std::get_if<CallExtern>(&instr)) retarget(*call, device);
   }
+  for (Plan& p : plan.programs) retarget(p, device);
 }
 
 // The GPU that is asked for, or the current one; none if torch cannot use any.
@@ -121,6 +135,7 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
     variant = &choose_variant(file, machine, gpu ? architecture_of(*gpu) : "");
     plan = read_plan(file.section(variant->plan));
+    if (plan.n_callables > 0) throw LoadError("it calls Python");
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
@@ -134,24 +149,7 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
             plan.inputs[i].device;
     const std::vector<at::Storage> storages = storages_of(file, places);
     weights = tensors_of(m.weights, storages);
-    const std::vector<at::Tensor> all = tensors_of(m.constants, storages);
-    const auto constants_of = [&](const Plan& p, int64_t first) {
-      const auto n = static_cast<int64_t>(all.size());
-      return std::vector<at::Tensor>(all.begin() + first,
-                                     all.begin() + std::min(n, first + p.n_constants));
-    };
-    Control::Routines routines;
-    for (const Manifest::Routine& r : m.routines) {
-      Plan part = read_plan(file.section(r.plan));
-      retarget(part, there);
-      std::vector<at::Tensor> own = constants_of(part, r.first_constant);
-      ControlFlow inner = control_flow(part, r.controls, routines);
-      routines.push_back(std::make_shared<Routine>(
-          std::make_unique<Program>(Code{std::move(part), nullptr, nullptr, std::move(own),
-                                         kNoPython, nullptr, std::move(inner)})));
-    }
-    controls = control_flow(plan, m.controls, routines);
-    constants = constants_of(plan, 0);
+    constants = tensors_of(m.constants, storages);
     if (!variant->kernels.empty())
       kernels = std::make_shared<Library>(file.section(variant->kernels), math_table(m.math));
     if (!variant->cubins.empty()) {
@@ -307,7 +305,7 @@ struct Package::State {
     open.bind([&] {
       program = std::make_unique<Program>(Code{std::move(open.plan), std::move(open.kernels),
                                                std::move(open.cubins), std::move(open.constants),
-                                               kNoPython, nullptr, std::move(open.controls)});
+                                               kNoPython, nullptr});
       if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
       open.require_results(*program);
       results = plan_outputs(*program);

@@ -6,7 +6,6 @@
 
 #include "core/package.h"
 #include "torch/bound.h"
-#include "torch/control.h"
 
 namespace plait {
 
@@ -39,7 +38,6 @@ struct OpenPackage {
   Signature signature;
   std::vector<at::Tensor> weights, constants;
   Plan plan;
-  ControlFlow controls;
   std::shared_ptr<Library> kernels;
   std::shared_ptr<Cubins> cubins;
 };

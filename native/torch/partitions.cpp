@@ -173,6 +173,7 @@ void PartitionLearner::place(int32_t k, const Step& s) {
       return;
     }
     case StepKind::call_python: return results(p_.pythons[static_cast<size_t>(s.a)].outs);
+    case StepKind::call_programs: return results(p_.programs_calls[static_cast<size_t>(s.a)].outs);
     case StepKind::define:
       symbol_home_[static_cast<size_t>(s.a)] = k;
       p.after.push_back(at_);
@@ -221,6 +222,10 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       for (const KeywordOperand& o : c.kwargs) operand_slots(o.value, use);
       return;
     }
+    case StepKind::call_programs:
+      for (const Operand& o : p_.programs_calls[static_cast<size_t>(s.a)].args)
+        operand_slots(o, use);
+      return;
     case StepKind::copy: use(p_.instr<Copy>(s.a).src); return use(p_.instr<Copy>(s.a).dst);
     case StepKind::bump: return use(s.a);
     case StepKind::fill: {

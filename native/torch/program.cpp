@@ -63,6 +63,18 @@ void Program::run_steps(Frame& f) const {
   walk(f, profiled);
 }
 
+void Program::run_within(Frame& f, Frame& caller) const {
+  f.gil = std::exchange(caller.gil, nullptr);
+  const auto end = [&] { caller.gil = std::exchange(f.gil, nullptr); };
+  try {
+    run_steps(f);
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
 void Program::run(Frame& f) const {
   if (code_.small) return run_steps(f);
   if (graphs_ && run_graphs(*graphs_, f)) return;

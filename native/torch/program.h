@@ -31,6 +31,8 @@ class Program {
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept { frames_.push_back(std::move(frame)); }
   void run(Frame& f) const;
+  // As a part of a call of another program, whose frame is `caller`.
+  void run_within(Frame& f, Frame& caller) const;
 
   const Code& code() const { return code_; }
   const Plan& plan() const { return code_.plan; }

@@ -83,6 +83,8 @@ void run_step(Frame& f, const Step& s, bool profiled) {
       return call_operator(f, f.code.externs[static_cast<size_t>(s.a)], Operands(f), profiled);
     case StepKind::call_python:
       return call_python(f, f.code.pythons[static_cast<size_t>(s.a)], Operands(f));
+    case StepKind::call_programs:
+      return call_programs(f, f.code.programs_calls[static_cast<size_t>(s.a)], Operands(f));
     case StepKind::copy: return copy(f, f.code.instr<Copy>(s.a));
     case StepKind::bump: return f.tensor(s.a).unsafeGetTensorImpl()->bump_version();
     case StepKind::fill: return fill(f, f.code.instr<Fill>(s.a));

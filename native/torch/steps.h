@@ -119,6 +119,7 @@ enum class StepKind : int32_t {
   launch,
   call_extern,
   call_python,
+  call_programs,
   copy,
   bump,
   fill,

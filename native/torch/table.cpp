@@ -135,6 +135,13 @@ struct Table {
       call_python(f, e, Operands(f, operands, f.code.plan.exprs.size()));
     });
   }
+  static int programs(plait_call* c, int32_t index, const plait_operand* operands, int n) {
+    return guarded(c, [&](Frame& f, auto&) {
+      const ProgramsCall& e = f.code.programs_calls[static_cast<size_t>(index)];
+      TORCH_INTERNAL_ASSERT(n == e.n_given);
+      call_programs(f, e, Operands(f, operands, f.code.plan.exprs.size()));
+    });
+  }
   static int copy(plait_call* c, int32_t dst, int32_t src, bool bump) {
     return guarded(c, [&](Frame& f, auto&) { plait::copy(f, {dst, src, bump}); });
   }
@@ -195,9 +202,10 @@ struct Table {
     return size_function(number, a, b, *out);
   }
 
-  static constexpr plait_table functions{
-      symbol, read, arena, place, alloc,  view,    storage, drop, run,      failed, launch,  op,
-      python, copy, bump,  fill,  layout, aligned, finite,  fail, overflow, give,   function};
+  static constexpr plait_table functions{symbol,  read,     arena, place,    alloc,  view,
+                                         storage, drop,     run,   failed,   launch, op,
+                                         python,  programs, copy,  bump,     fill,   layout,
+                                         aligned, finite,   fail,  overflow, give,   function};
 };
 
 Generated::Generated(const std::string& path, const std::string& entry)

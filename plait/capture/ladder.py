@@ -223,7 +223,7 @@ def _record(
     name: str, kind: GraphKind, gm: Any, taken: Steps, program: ins.WrapperProgram | None = None
 ) -> CompileRecord:
     calls = ("call_function", "call_method", "call_module")
-    empty = LoopProgram((), {}, (), (), (), {})
+    empty = LoopProgram((), {}, {}, (), (), {})
     return CompileRecord(
         name=name,
         kind=kind,

@@ -23,7 +23,6 @@ from plait import compat
 from plait.capture.absent_device import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound_program import argument_specs, captured_from
-from plait.capture.control import controls_of
 from plait.capture.program import collector_paused, guarded
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
@@ -33,12 +32,14 @@ from plait.devices import facts_of
 from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
+from plait.ir.calls import all_programs
 from plait.kernel.targets import TARGETS
 from plait.kernel.triton.dialects import GPUS
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
+from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, PackageWriter, Routine, Variant
+from plait.wrapper.package import Contents, PackageWriter, Variant
 
 _LAST_PORTABLE = 89
 """Triton's code for newer GPUs runs on these alone; that for this one, as PTX, on all that come
@@ -98,7 +99,7 @@ def package(
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
-        out.finish(_contents(captured.name, traced, results, made, folded, aliases, cfg))
+        out.finish(_contents(captured.name, traced, results, made, folded, aliases))
 
 
 def _writer(path: Any, weights: Mapping[str, torch.Tensor] | None) -> PackageWriter:
@@ -217,6 +218,20 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     return replace(traced, state=left, mutated=mutated, views=views), sorted(names)
 
 
+def _require_no_python(made: Portable) -> None:
+    """Raises Unsupported, with the source line, for a call that takes Python."""
+    why = {step.what: step for step in made.steps if step.rung == "python"}
+    for program in all_programs(made.wrapper):
+        line = ""
+        for i in program.body:
+            if isinstance(i, ins.Note):
+                line = i.text
+            if isinstance(i, ins.CallPython):
+                what = f"a package of a program that calls Python: {i.label}"
+                reason = f", which {why[i.label].reason}" if i.label in why else ""
+                raise Unsupported(what + reason, where=line)
+
+
 def _contents(
     name: str,
     traced: Traced,
@@ -224,15 +239,13 @@ def _contents(
     made: Sequence[Portable],
     folded: Sequence[str],
     aliases: Mapping[str, str],
-    cfg: Config,
 ) -> Contents:
     weights = {weight: x.detach() for weight, x in traced.state.items()}
     weights |= {alias: weights[weight] for alias, weight in aliases.items() if weight in weights}
     locked = {*folded, *(alias for alias, weight in aliases.items() if weight in folded)}
     signature = traced.signature
     names = tuple(signature.tensors)
-    routines: list[Routine] = []
-    controls = controls_of(name, made[0], cfg, routines)
+    _require_no_python(made[0])
     leaves = list(zip(signature.names, signature.leaves, strict=True))
     checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
     plans: dict[int, bytes] = {}
@@ -262,7 +275,5 @@ def _contents(
             for read in [{kind: built.read() for kind, built in portable.kernels.items()}]
         ),
         python=json.dumps(signatures.dump(signature)),
-        routines=tuple(routines),
-        controls=controls,
         fixed=tuple((k, n, x) for k, (n, x) in enumerate(leaves) if x is not signatures.VALUE),
     )

@@ -6,7 +6,9 @@ a Python function runs it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from plait.ir.dtypes import DType
 from plait.ir.expr import Size
@@ -47,6 +49,53 @@ class ListArg:
 
 ExternArg = TensorArg | Scalar | ListArg | Size
 
+CONTROL_KINDS = ("call", "cond", "loop", "scan")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Which subprograms a call runs, and what its operands are to them: first the condition of a
+    cond, then what is carried, what is scanned, and what every run is given as it is.
+
+    kind: 'call' (runs the only program), 'cond' (the first if the condition holds, else the
+        second), 'loop' (the second, for as long as the first holds) or 'scan' (the only one, once
+        a slice).
+    programs: their numbers among the subprograms of the program.
+    carried: of how many operands a round gives the values of the next one. They are the first
+        results of the program that is repeated.
+    scanned: of how many operands each round is given a slice. Results that are not carried are
+        stacked.
+    """
+
+    kind: str
+    programs: tuple[int, ...]
+    carried: int = 0
+    scanned: int = 0
+
+    def fault(self, n_operands: int, signatures: Sequence[tuple[int, int]], n_results: int) -> str:
+        """Why it cannot run programs with these numbers of inputs and results, in words; "" if it
+        can."""
+        n_given = n_operands - (self.kind == "cond")
+        known = [signatures[k] for k in self.programs if 0 <= k < len(signatures)]
+        if self.kind not in CONTROL_KINDS:
+            return f"control flow of unknown kind {self.kind!r}"
+        if len(known) != len(self.programs) or len(known) != 1 + (self.kind in ("cond", "loop")):
+            return "control flow has a wrong number of programs"
+        if any(inputs != n_given for inputs, _ in known):
+            return "control flow has a program with other operands than it is given"
+        results = [n for _, n in known]
+        if results[-1] != n_results or (self.kind == "cond" and results[0] != n_results):
+            return "control flow has a program with other results than it gives"
+        carried = self.kind in ("loop", "scan") and self.carried
+        scanned = self.kind == "scan" and self.scanned
+        if (carried, scanned) != (self.carried, self.scanned) or carried + scanned > n_given:
+            return "control flow carries or scans more than it is given"
+        if self.kind == "loop" and (results[0], results[1]) != (1, carried):
+            return "a loop needs a condition with one result, and a body that gives what it carries"
+        if self.kind == "scan" and (not scanned or carried > n_results):
+            return "a scan needs something to scan, and a body that gives what it carries"
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Extern:
@@ -61,6 +110,7 @@ class Extern:
     with other effectful calls.
     may_keep: it may keep or alias its arguments, so these must not live in an arena.
     callable_index: >= 0 means Python callable of that number.
+    control: it runs subprograms; the op is the higher-order operator that it came from.
     fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice
     (mm, convolution, SDPA).
     out_variant: the result may be computed into memory that plait provides, through op `out_op`
@@ -76,11 +126,17 @@ class Extern:
     effectful: bool = False
     may_keep: bool = True
     callable_index: int = -1
+    control: Control | None = None
     fallback: bool = True
     out_op: str = ""
     out_names: tuple[str, ...] = ()
     flops: Size = 0
     origin: tuple[str, ...] = ()
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it calls the operator itself, and neither Python nor subprograms."""
+        return self.callable_index < 0 and self.control is None
 
     @property
     def operands(self) -> tuple[ExternArg, ...]:
@@ -97,3 +153,18 @@ class Extern:
         """Whether it decides where, or after what, all that follows runs: nothing moves across
         it."""
         return self.op.startswith("streams::")
+
+
+class _Nested(Protocol):
+    @property
+    def programs(self: N) -> tuple[N, ...]: ...
+
+
+N = TypeVar("N", bound=_Nested)
+
+
+def all_programs(program: N) -> Iterator[N]:
+    """A program, then its subprograms and theirs, in order."""
+    yield program
+    for p in program.programs:
+        yield from all_programs(p)

@@ -424,23 +424,25 @@ class LoopProgram:
 
     inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque
     or unused input.
-    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order
-    of the table of tensors.
+    buffers: every buffer by name (inputs and constants too). constants: buffer -> its place in the
+    table of tensors, which subprograms share.
     ops: in an order that respects the program. outputs: what the program returns, in order.
     symbols: every size symbol that appears, in an order of definition, and where its value comes
     from: (buffer, 'size'|'stride'|'offset', dim), an expression over symbols before it, or None for
     an int input or an Item.
     donated: inputs whose memory nobody reads after the call. hints: what symbols were in the call
-    that is compiled for: decisions may be made for these sizes, and are right for all others."""
+    that is compiled for: decisions may be made for these sizes, and are right for all others.
+    programs: subprograms, which its calls run by number (`calls.Control`)."""
 
     inputs: tuple[str | tuple[str, str] | None, ...]
     buffers: Mapping[str, Buffer]
-    constants: tuple[str, ...]
+    constants: Mapping[str, int]
     ops: tuple[Op, ...]
     outputs: tuple[TensorArg | Scalar | Size, ...]
     symbols: Mapping[str, tuple[str, str, int] | Size | None]
     donated: tuple[str, ...] = ()
     hints: Mapping[str, int] = field(default_factory=dict)
+    programs: tuple[LoopProgram, ...] = ()
 
     @property
     def given(self) -> frozenset[str]:

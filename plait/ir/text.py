@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from textwrap import indent
 from typing import Any, assert_never
 
 from plait.devices import facts_of
@@ -23,7 +24,7 @@ from plait.ir.body_text import (
     params_text,
     py_word,
 )
-from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
+from plait.ir.calls import Control, Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.expr import Expr, Size, atom_of
 from plait.ir.expr.text import (
     Scope,
@@ -57,10 +58,13 @@ from plait.ir.loops import (
     Scatter,
 )
 
+SUBPROGRAM = "subprogram_"
+"""What the names of functions begin with that hold subprograms."""
+
 
 def program_text(p: LoopProgram) -> str:
     """A whole loop program: its inputs, symbols and buffers, then every op in order, then what it
-    returns."""
+    returns. Each subprogram stands in a function of its own behind it."""
     scope = program_scope(p)
     lines = [f"inputs({', '.join(_input(i) for i in p.inputs)})"]
     lines += [
@@ -68,11 +72,14 @@ def program_text(p: LoopProgram) -> str:
         for name, source in p.symbols.items()
     ]
     lines += [buffer_line(b, scope) for b in p.buffers.values()]
-    for what, names in (("constants", p.constants), ("donated", p.donated)):
-        lines += [f"{what}({', '.join(map(name_text, names))})"] if names else []
+    constants = [_constant(name, n, k) for k, (name, n) in enumerate(p.constants.items())]
+    for what, names in (("constants", constants), ("donated", [*map(name_text, p.donated)])):
+        lines += [f"{what}({', '.join(names)})"] if names else []
     for op in p.ops:
         lines += ["", *op_lines(op, scope)]
     lines += ["", f"return {tuple_text([_operand(o, scope) for o in p.outputs])}"]
+    for k, nested in enumerate(p.programs):
+        lines += ["", f"def {SUBPROGRAM}{k}():", indent(program_text(nested).rstrip(), "    ")]
     return "\n".join([*scope.lines, "", *lines]).lstrip() + "\n"
 
 
@@ -82,21 +89,31 @@ def read_program(text: str) -> LoopProgram:
     Raises TextError, or SyntaxError for what is no Python, with the line. Whether the program is
     legal is another question: ir/verify.py answers it.
     """
+    return _read_statements(ast.parse(text).body)
+
+
+def _read_statements(statements: Sequence[ast.stmt]) -> LoopProgram:
     reader = OpReader()
     inputs: tuple[str | tuple[str, str] | None, ...] = ()
-    named: dict[str, tuple[str, ...]] = {"constants": (), "donated": ()}
+    constants: dict[str, int] = {}
+    donated: tuple[str, ...] = ()
+    programs: list[LoopProgram] = []
     symbols: dict[str, tuple[str, str, int] | Size | None] = {}
     hints: dict[str, int] = {}
     ops: list[Op] = []
     outputs: tuple[Any, ...] = ()
-    for s in ast.parse(text).body:
+    for s in statements:
         call = s.value if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) else None
         if reader.header(s):
             continue
         if call is not None and word(call) == "inputs":
             inputs = tuple(_read_input(e) for e in call.args)
-        elif call is not None and word(call) in named:
-            named[word(call) or ""] = tuple(name_of(e) for e in call.args)
+        elif call is not None and word(call) == "constants":
+            constants = dict(_read_constant(e, k) for k, e in enumerate(call.args))
+        elif call is not None and word(call) == "donated":
+            donated = tuple(name_of(e) for e in call.args)
+        elif isinstance(s, ast.FunctionDef) and s.name.startswith(SUBPROGRAM):
+            programs.append(_read_statements(s.body))
         elif call is not None and word(call) == "given":
             name = text_of(positional(call, 0))
             symbols[name] = _read_source(call, reader)
@@ -106,13 +123,18 @@ def read_program(text: str) -> LoopProgram:
             outputs = tuple(reader.operand(e) for e in items(s.value))
         else:
             ops.append(reader.op(s))
-    constants, donated = named["constants"], named["donated"]
     return LoopProgram(
-        inputs, reader.buffers, constants, tuple(ops), outputs, symbols, donated, hints
-    )
+        inputs, reader.buffers, constants, tuple(ops), outputs, symbols, donated, hints,
+        tuple(programs),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ writing
+def _constant(name: str, number: int, place: int) -> str:
+    text = name_text(name)
+    return text if number == place else f"at({text}, {number})"
+
+
 def program_scope(p: LoopProgram) -> Scope:
     """The scope of a program's text: symbols get other names than buffers and loop variables."""
     vars_ = [v for op in p.ops for v in (*getattr(op, "vars", ()), *getattr(op, "rvars", ()))]
@@ -259,6 +281,12 @@ def _read_source(call: ast.Call, reader: OpReader) -> tuple[str, str, int] | Siz
     return reader.symbols.size(e)
 
 
+def _read_constant(e: ast.expr, place: int) -> tuple[str, int]:
+    if isinstance(e, ast.Call) and word(e) == "at":
+        return name_of(positional(e, 0)), _int(positional(e, 1))
+    return name_of(e), place
+
+
 def _int(e: ast.expr) -> int:
     if isinstance(e, ast.Constant) and type(e.value) is int:
         return e.value
@@ -371,6 +399,8 @@ class OpReader:
         """A field of Extern, of the type of its default; flops may be an expression."""
         if type(default) is int:
             return self.symbols.size(e)
+        if default is None and isinstance(e, ast.Call) and word(e) == "Control":
+            return Control(**{k.arg or "": ast.literal_eval(k.value) for k in e.keywords})
         try:
             value = ast.literal_eval(e)
         except ValueError:

@@ -28,6 +28,8 @@ _MODES = frozenset({"store", "add", "mul", "min", "max"})
 
 def verify(program: ir.LoopProgram, passname: str) -> None:
     """Checks the whole program. Raises InternalError naming the pass."""
+    for p in program.programs:
+        verify(p, passname)
     known, op = _Known(program), None
     try:
         _start(known)
@@ -205,6 +207,10 @@ def _extern(known: _Known, op: Extern) -> None:
         _use(known, name)
     for _, name in op.symbols:
         _symbol(known, name)
+    if op.control is not None:
+        signatures = [(len(p.inputs), len(p.outputs)) for p in known.program.programs]
+        if fault := op.control.fault(len(op.args), signatures, len(op.outs)):
+            raise _Fault(fault)
 
 
 def _item(known: _Known, op: ir.Item) -> None:

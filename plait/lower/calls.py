@@ -128,7 +128,7 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
     try:
         value = _settle(calls, rule(ctx, *near, **named), node.meta.get("val"))
         value = calls.found.in_own_memory(node, value)
-        _check_devices(ctx, mark[0])
+        _check_devices(ctx, mark.ops)
         return value
     except PlaitError:  # a call would be refused, too
         raise

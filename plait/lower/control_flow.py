@@ -1,78 +1,99 @@
-"""Control flow as data: the subgraphs that an operator runs, and what each of them is given.
+"""Control flow: operators that run graphs of their own become calls that run subprograms.
 
-In: a call of a higher-order operator, as lowering recorded it (`pycall.PythonCall`). Out: its
-subgraphs, which can be compiled like any captured graph, and its operands by what they are to them.
-Nothing here compiles or runs a subgraph.
+Comes in: a call of a higher-order operator. Goes out: its graphs, lowered as programs, and a call
+that says which of them runs on what (`ir/calls.Control`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 
-from plait.lower.pycall import PythonCall
-
-Given = tuple[bool, int]
-"""(False, number of an operand of the call) or (True, an integer)."""
-
-
-@dataclass(frozen=True)
-class ControlFlow:
-    """Which subgraphs run, and on what.
-
-    kind: 'call' (the only subgraph), 'cond' (the first if the predicate holds, else the second),
-        'loop' (the second, for as long as the first holds) or 'scan' (the only one, once a slice).
-    subgraphs: in the order of the operator's arguments.
-    predicate: the condition of a cond, one operand; empty for other kinds.
-    carried: operands that a round replaces for the next one.
-    scanned: operands of which each round is given a slice.
-    shared: operands that every round is given as they are.
-    strides: of each result, where known.
-    """
-
-    kind: str
-    subgraphs: tuple[GraphModule, ...]
-    predicate: tuple[Given, ...]
-    carried: tuple[Given, ...]
-    scanned: tuple[Given, ...]
-    shared: tuple[Given, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-
+from plait.ir.calls import Control, Extern, ExternArg, Scalar, TensorArg
+from plait.ir.expr import Expr
+from plait.ir.loops import LoopProgram
+from plait.lower.core import Lowering, NoRule, View
+from plait.lower.operands import operand, results
 
 _hop = torch.ops.higher_order
-_KINDS: dict[Any, tuple[str, str]] = {
+CONTROL_FLOW: dict[HigherOrderOperator, tuple[str, str]] = {
     _hop.cond: ("cond", "pffr"),
     _hop.while_loop: ("loop", "ffcr"),
     _hop.map_impl: ("scan", "fsr"),
     _hop.scan: ("scan", "fcsr"),
     _hop.invoke_subgraph: ("call", "f-*"),
 }
-"""Operators that run subgraphs: the kind, and what their arguments are: p the predicate, f a
-subgraph, c what is carried, s what is scanned, r what is shared, * the same as arguments of their
-own, - nothing."""
+"""Operators that run graphs: the kind, and what their arguments are: p the condition, f a graph, c
+what is carried, s what is scanned, r what each run is given as it is, * the same as arguments of
+their own, - nothing."""
 
 
-def control_flow(call: object) -> ControlFlow | None:
-    """What a callable of a program runs; None if it is no such operator or has unusual
-    arguments."""
-    if not isinstance(call, PythonCall) or call.op not in _KINDS or call.items:
-        return None
-    kind, roles = _KINDS[call.op]
-    sizes = [arg.num_leaves for arg in call.tree.children()[0].children()]
-    roles = roles.replace("*", "r" * len(sizes))
-    numbers = {leaf: number for number, leaf in enumerate(call.holes)}
-    subgraphs: list[GraphModule] = []
-    groups: dict[str, list[Given]] = {role: [] for role in "pcsr"}
-    for k, role in enumerate(r for r, n in zip(roles, sizes, strict=False) for _ in range(n)):
-        leaf = call.leaves[k]
-        if role == "f" and isinstance(leaf, GraphModule):
-            subgraphs.append(leaf)
-        elif role in groups and (k in numbers or isinstance(leaf, int)):
-            groups[role].append((False, numbers[k]) if k in numbers else (True, int(leaf)))
-        elif role != "-":
-            return None
-    predicate, carried, scanned, shared = (tuple(groups[role]) for role in "pcsr")
-    return ControlFlow(kind, tuple(subgraphs), predicate, carried, scanned, shared, call.strides)
+def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any]) -> Any:
+    """Records a call of `op`, the current node's operator and one of CONTROL_FLOW, as one of
+    subprograms; returns its results as a rule would.
+
+    Raises NoRule for an argument that no subprogram takes, Unsupported for a graph that no program
+    holds."""
+    kind, roles = CONTROL_FLOW[op]
+    roles = roles.replace("*", "r" * (len(args) - len(roles) + 1))
+    graphs: list[GraphModule] = []
+    given: dict[str, list[ExternArg]] = {role: [] for role in "pcsr"}
+    for role, arg, node in zip(roles, args, ctx.node.args, strict=True):
+        if role == "f":
+            graphs.append(_traced(arg))
+        elif role in given:
+            values, fakes = pytree.tree_leaves(arg), pytree.tree_leaves(node)
+            given[role] += (_operand(ctx, x, fake) for x, fake in zip(values, fakes, strict=True))
+    for g in graphs:
+        if g not in ctx.programs:
+            ctx.programs[g] = _checked(ctx.lower_graph(g, f"{ctx.name}.{len(ctx.programs)}"))
+    outs, symbols, result = results(ctx, ctx.node.meta["val"])
+    numbers = tuple(map(list(ctx.programs).index, graphs))
+    control = Control(kind, numbers, len(given["c"]), len(given["s"]))
+    operands = tuple(a for values in given.values() for a in values)
+    signatures = [(len(p.inputs), len(p.outputs)) for p in ctx.programs.values()]
+    if fault := control.fault(len(operands), signatures, len(outs)):
+        raise NoRule(fault)
+    aliases = tuple(dict.fromkeys(a.buf for a in operands if isinstance(a, TensorArg)))
+    named = f"{op.namespace}::{op.__name__}"
+    ctx.fell_back("aten", named, "its graphs run as calls of ATen")
+    ctx.ops.append(
+        Extern(
+            outs, named, operands, symbols=symbols, aliases=aliases, effectful=True,
+            control=control, origin=ctx.origin,
+        )
+    )  # fmt: skip
+    return result
+
+
+def _checked(program: LoopProgram) -> LoopProgram:
+    """A subprogram of which every target knows how to run it, else raises NoRule."""
+    if any(isinstance(o, Extern) and o.fence for o in program.ops):
+        raise NoRule("a graph that works on other streams")
+    for o in program.outputs:
+        if isinstance(o, Scalar) and o.kind not in ("none", "bool"):
+            raise NoRule(f"a graph that returns a Python {o.kind}")
+    return program
+
+
+def _traced(graph: Any) -> GraphModule:
+    """A graph of whose values fake ones are known; else raises NoRule."""
+    if not isinstance(graph, GraphModule):
+        raise NoRule(f"{type(graph).__name__} in the place of a graph")
+    values = (n for n in graph.graph.nodes if n.op in ("placeholder", "call_function"))
+    if any("val" not in n.meta for n in values):
+        raise NoRule("a graph that was not traced")
+    return graph
+
+
+def _operand(ctx: Lowering, value: Any, fake: Any) -> ExternArg:
+    if isinstance(value, (View, Expr)):
+        return operand(ctx, value, fake)
+    if isinstance(value, int):
+        return int(value)
+    raise NoRule(f"control flow over {type(value).__name__}")

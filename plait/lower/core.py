@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -26,6 +26,7 @@ from plait.ir.loops import (
     Assert,
     Buffer,
     Load,
+    LoopProgram,
     Node,
     Op,
     Pointwise,
@@ -116,14 +117,40 @@ def lower(*ops: object, any_dtype: bool = False, no_loops: bool = False) -> Call
     return register
 
 
+@dataclass
+class Tables:
+    """What a program and its subprograms refer to by number.
+
+    constants: tensors.
+    callables: what calls of Python call.
+    """
+
+    constants: list[torch.Tensor] = field(default_factory=list)
+    callables: list[object] = field(default_factory=list)
+
+
+class Mark(NamedTuple):
+    """How far lowering was: how many ops, buffers, subprograms, constants and callables there were,
+    and which symbols."""
+
+    ops: int
+    buffers: int
+    programs: int
+    constants: int
+    callables: int
+    symbols: dict[str, tuple[str, str, int] | Size | None]
+
+
 @dataclass(eq=False)
 class Lowering:
     """The state of lowering one graph, handed to every rule as `ctx`.
 
     name, cfg: of the graph, and how it is compiled.
     buffers, ops: the program so far.
-    constants, constant_tensors: buffers of constants, and what they hold.
-    callables: what the program calls by number.
+    tables: what the program refers to by number.
+    lower_graph: makes a subprogram of a graph.
+    programs: the subprograms so far, by the graphs that they are of.
+    constants: buffers of constants, and their numbers.
     symbols: where the value of each is found: in an input, by an expression, or None for one that
         an input or an operation is.
     input_buffers: those that the caller gives.
@@ -142,11 +169,12 @@ class Lowering:
 
     name: str
     cfg: Config
+    tables: Tables
+    lower_graph: Callable[[torch.fx.GraphModule, str], LoopProgram]
+    programs: dict[torch.fx.GraphModule, LoopProgram] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
-    constants: list[str] = field(default_factory=list)
-    constant_tensors: list[torch.Tensor] = field(default_factory=list)
-    callables: list[object] = field(default_factory=list)
+    constants: dict[str, int] = field(default_factory=dict)
     symbols: dict[str, tuple[str, str, int] | Size | None] = field(default_factory=dict)
     input_buffers: set[str] = field(default_factory=set)
     donated: frozenset[str] = frozenset()
@@ -168,6 +196,12 @@ class Lowering:
         """The current node's operator is called, for want of a rule. The first time of each
         operator is kept."""
         self._steps.setdefault(op, Fallback(rung, op, reason, self.where()))
+
+    def fell_back_within(self, steps: Sequence[Fallback]) -> None:
+        """Steps of a subprogram. That it calls operators is known of all."""
+        for step in steps:
+            if step.rung != "aten":
+                self._steps.setdefault(step.what, step)
 
     def steps(self) -> tuple[Fallback, ...]:
         """Every operator that was called for want of a rule, once, in the graph's order."""
@@ -323,15 +357,21 @@ class Lowering:
             self.ops.append(Assert(holds, message, values, error))
 
     # ---- undoing a rule that failed half-way
-    def mark(self) -> tuple[int, int, dict[str, tuple[str, str, int] | Size | None]]:
+    def mark(self) -> Mark:
         """What `undo` needs to know."""
-        return len(self.ops), len(self.buffers), dict(self.symbols)
+        tables = len(self.tables.constants), len(self.tables.callables)
+        recorded = len(self.ops), len(self.buffers), len(self.programs)
+        return Mark(*recorded, *tables, dict(self.symbols))
 
-    def undo(self, mark: tuple[int, int, dict[str, tuple[str, str, int] | Size | None]]) -> None:
+    def undo(self, mark: Mark) -> None:
         """Takes back all that was recorded since mark()."""
-        n_ops, n_buffers, self.symbols = mark
-        del self.ops[n_ops:]
-        for name in list(self.buffers)[n_buffers:]:
+        self.symbols = mark.symbols
+        del self.ops[mark.ops :]
+        for graph in list(self.programs)[mark.programs :]:
+            del self.programs[graph]
+        del self.tables.constants[mark.constants :]
+        del self.tables.callables[mark.callables :]
+        for name in list(self.buffers)[mark.buffers :]:
             del self.buffers[name]
         for name, made in self.copies.items():
             self.copies[name] = [c for c in made if c[1].buf in self.buffers]

@@ -152,9 +152,7 @@ def call_extern(
         ctx.fell_back("aten" if plain else "python", op_name(op), reason)
     if not plain:
         effectful = op_facts(op).effectful
-        return call_python(
-            ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful
-        )
+        return call_python(ctx, op, op_name(op), args, kwargs, reason=reason, effectful=effectful)
     given = None if any_strides else (node.args, node.kwargs)
     val, used = node.meta.get("val"), _used(node)
     return call_op(

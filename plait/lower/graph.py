@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -25,7 +25,7 @@ from plait.ir import expr, loops
 from plait.ir.calls import Extern
 from plait.ir.loops import LoopProgram
 from plait.lower.calls import Calls, lower_call, where_of
-from plait.lower.core import Lowering, View
+from plait.lower.core import Lowering, Tables, View
 from plait.lower.found_numbers import FoundNumbers
 from plait.lower.inputs import Inputs, add_constant, add_input, define_symbols, example_sizes
 from plait.lower.integers import define_functions
@@ -44,8 +44,7 @@ _MAX_INTERNED = 200_000
 class Lowered:
     """A program, and what it refers to by number.
 
-    constants: tensors, in the order of program.constants.
-    callables: what its calls of Python call.
+    constants, callables: the tables that it and its subprograms number.
     fallbacks: how often each op became an extern call for want of a rule.
     steps: the first such call of each op, and why.
     nodes: buffer -> the FX node whose value it is.
@@ -80,7 +79,17 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     if expr.interned() > _MAX_INTERNED:
         expr.forget()
         loops.forget()
-    ctx = Lowering(captured.name, cfg)
+    return _lower(captured, cfg, Tables())
+
+
+def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
+    def lower_nested(graph: torch.fx.GraphModule, name: str) -> LoopProgram:
+        # Operators run as eager runs them: nothing is rewritten, and there are no kernels.
+        nested = _lower(Captured(graph, name, "inference"), replace(cfg, kernels=False), tables)
+        ctx.fell_back_within(nested.steps)
+        return nested.program
+
+    ctx = Lowering(captured.name, cfg, tables, lower_nested)
     ctx.donated = frozenset(f"arg{k}" for k in captured.donated_inputs)
     nodes = list(captured.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -119,17 +128,17 @@ def _lowered(
     ctx.symbols |= wide
     donated = (inputs.names[k] for k in captured.donated_inputs)
     program = LoopProgram(
-        tuple(inputs.names), ctx.buffers, tuple(ctx.constants), tuple(ops), results, ctx.symbols,
+        tuple(inputs.names), ctx.buffers, ctx.constants, tuple(ops), results, ctx.symbols,
         tuple(name for name in donated if isinstance(name, str)),
-        example_sizes(ctx, inputs, shape_env, wide),
+        example_sizes(ctx, inputs, shape_env, wide), tuple(ctx.programs.values()),
     )  # fmt: skip
     _check_symbols(program)
     counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
     values = reversed(ctx.env.items())  # of nodes with one value the first counts
     return Lowered(
         program,
-        tuple(ctx.constant_tensors),
-        tuple(ctx.callables),
+        tuple(ctx.tables.constants),
+        tuple(ctx.tables.callables),
         dict(counts),
         ctx.steps(),
         {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)},

@@ -1,5 +1,5 @@
-"""Rules for higher-order operators: their subgraphs run as Python on real tensors, counted as
-fallback.
+"""Rules for higher-order operators. Control flow runs subprograms (`control_flow.py`); all else
+runs as Python on real tensors, counted as fallback.
 
 Tensors and symbolic sizes among the arguments become operands; everything else (subgraphs,
 operators, names, numbers) is kept in a `PythonCall`, which goes to the program's table of
@@ -25,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES
 from plait.ir.expr import Size
+from plait.lower.control_flow import CONTROL_FLOW, call_control_flow
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
 from plait.lower.inplace import count_uses, may_write
@@ -50,8 +51,15 @@ def call_higher_order(
     ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Records the call of a higher-order operator as the current node."""
-    name = f"{op.namespace}::{op.__name__}"
-    return call_python(ctx, op, name, args, kwargs, fallback=True, effectful=True)
+    name, why = f"{op.namespace}::{op.__name__}", "runs as Python"
+    if op in CONTROL_FLOW and not kwargs:
+        mark = ctx.mark()
+        try:
+            return call_control_flow(ctx, op, args)
+        except (NoRule, Unsupported) as e:
+            ctx.undo(mark)
+            why += f": {e.what if isinstance(e, Unsupported) else e}"
+    return call_python(ctx, op, name, args, kwargs, reason=why, effectful=True)
 
 
 def _rule_for(op: HigherOrderOperator) -> Callable[..., Any]:

@@ -216,6 +216,6 @@ def _add_tensor_constant(ctx: Lowering, value: torch.Tensor, device: torch.devic
             number = value.item()  # a literal: fused like any number
         return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
     ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(device), fixed=True)
-    ctx.constants.append(name)
-    ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
+    ctx.constants[name] = len(ctx.tables.constants)
+    ctx.tables.constants.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
     return ctx.whole(name)

@@ -77,11 +77,12 @@ def call_python(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    fallback: bool,
+    reason: str,
     effectful: bool,
 ) -> Any:
     """Records a call of `op`, the current node's operator, from Python, and returns its results as
-    a rule would.
+    a rule would. reason: why nothing better stands for it, which is counted; "" where a rule chose
+    the call.
 
     Raises Unsupported for arguments that cannot be found and results that no program can hold."""
     node, val = ctx.node, ctx.node.meta["val"]
@@ -96,16 +97,17 @@ def call_python(
     operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
     kept = [None if k in holes else v for k, v in enumerate(leaves)]
     outs, symbols, result = results(ctx, val)
-    ctx.callables.append(
+    ctx.tables.callables.append(
         PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in flat(val)])
     )
     given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
-    if fallback:
-        ctx.fell_back("python", name, "runs as Python")
+    if reason:
+        ctx.fell_back("python", name, reason)
     ctx.ops.append(
         Extern(
             outs, name, operands, symbols=symbols, aliases=given, effectful=effectful,
-            callable_index=len(ctx.callables) - 1, fallback=fallback, origin=ctx.origin,
+            callable_index=len(ctx.tables.callables) - 1, fallback=bool(reason),
+            origin=ctx.origin,
         )
     )  # fmt: skip
     return result

@@ -250,6 +250,54 @@ def python_call(
         return function(*args, **kwargs)
 
 
+SubProgram = Callable[[list[object]], Sequence[object]]
+"""Takes what it is given in a list, which it clears."""
+
+
+def run_programs(
+    outer: Keys,
+    kind: str,
+    programs: Sequence[SubProgram],
+    given: list[object],
+    carried: int = 0,
+    scanned: int = 0,
+) -> Sequence[object]:
+    """Control flow as `ir.calls.Control` says, in the dispatch state of the program's caller.
+    Raises RuntimeError for a scan of tensors that do not have as many slices, at least one."""
+    with torch._C._ForceDispatchKeyGuard(*outer):
+        if kind == "loop":
+            return _loop(programs[0], programs[1], given, carried)
+        if kind == "scan":
+            return _scan(programs[0], given, carried, scanned)
+        holds = kind == "call" or given.pop(0)
+        return programs[0 if holds else 1](given)
+
+
+def _loop(
+    holds: SubProgram, body: SubProgram, given: list[object], carried: int
+) -> Sequence[object]:
+    ran = False
+    while holds(list(given))[0]:
+        given[:carried] = body(list(given))
+        ran = True
+    results = given[:carried]
+    return results if ran else [x.clone() if isinstance(x, Tensor) else x for x in results]
+
+
+def _scan(body: SubProgram, given: list[Any], carried: int, scanned: int) -> Sequence[object]:
+    state, rest = given[:carried], given[carried + scanned :]
+    whole = given[carried : carried + scanned]
+    if len({len(x) for x in whole}) != 1 or not len(whole[0]):
+        raise RuntimeError("a scan needs tensors with as many slices, at least one")
+    made: list[Sequence[Any]] = []
+    for slices in zip(*whole, strict=True):
+        results = body([*state, *(x.contiguous() for x in slices), *rest])
+        state = list(results[:carried])
+        made.append(results[carried:])
+    stacked = (None if x[0] is None else torch.stack(x) for x in zip(*made, strict=True))
+    return [*state, *stacked]
+
+
 def flat(result: object) -> list[object]:
     """The results of a call from left to right, lists laid open; those with names in the order of
     the names."""

@@ -173,7 +173,7 @@ def fresh_results(plan: Plan) -> set[str]:
     return {
         o
         for s in plan.steps
-        if isinstance(s, Extern) and s.callable_index < 0 and not (s.fallback or s.aliases)
+        if isinstance(s, Extern) and s.is_operator and not (s.fallback or s.aliases)
         for o in s.made
     }
 

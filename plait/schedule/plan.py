@@ -185,7 +185,7 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Plan:
     """The scheduled program. steps run in order; frees[k]: buffers whose last use is step k.
-    buffers: final layouts of everything that still exists."""
+    buffers: final layouts of everything that still exists. programs: the plans of subprograms."""
 
     program: LoopProgram
     steps: tuple[Step, ...]
@@ -193,3 +193,4 @@ class Plan:
     buffers: Mapping[str, Buffer]
     memory: MemoryPlan
     refusals: tuple[Refusal, ...] = ()
+    programs: tuple[Plan, ...] = ()

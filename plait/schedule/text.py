@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from textwrap import indent
 
 from plait.ir.body_text import Body, BodyReader, ends_with, origin_lines, params_text, py_word
 from plait.ir.calls import Extern
@@ -30,7 +31,7 @@ from plait.ir.expr.text import (
     wrong,
 )
 from plait.ir.loops import Buffer, LoopProgram
-from plait.ir.text import OpReader, buffer_line, op_lines
+from plait.ir.text import SUBPROGRAM, OpReader, buffer_line, op_lines
 from plait.schedule.cost import hint
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
@@ -38,7 +39,7 @@ from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusa
 
 def plan_text(plan: Plan) -> str:
     """Buffers and memory, then every step, then what was not fused and why (the program is a text
-    of its own)."""
+    of its own). The plan of each subprogram stands in a function behind it."""
     scope = _scope(tuple(s for s in plan.steps if isinstance(s, Kernel)), frozenset(plan.buffers))
     lines = [buffer_line(b, scope) for b in plan.buffers.values()]
     lines += [*_memory(plan.memory, scope), ""]
@@ -46,6 +47,12 @@ def plan_text(plan: Plan) -> str:
         lines += [*step_lines(step, scope), *([f"free({_names(frees)})"] if frees else []), ""]
     lines += [f"# {line}" for line in refusal_lines(plan)]
     lines += [f"refused({r.a!r}, {r.b!r}, {r.reason.text!r})" for r in plan.refusals]
+    for k, nested in enumerate(plan.programs):
+        lines += [
+            "",
+            f"def {SUBPROGRAM}{k}():",
+            indent(plan_text(nested).strip() or "pass", "    "),
+        ]
     return "\n".join([*scope.lines, "", *lines]).strip() + "\n"
 
 
@@ -59,12 +66,22 @@ def kernel_text(k: Kernel) -> str:
 def read_plan(text: str, program: LoopProgram) -> Plan:
     """The plan of a program that a text describes. Raises TextError or SyntaxError, with the
     line."""
+    return _read_plan(ast.parse(text).body, program)
+
+
+def _read_plan(statements: Sequence[ast.stmt], program: LoopProgram) -> Plan:
     reader = _PlanReader()
-    for s in ast.parse(text).body:
-        reader.statement(s)
+    nested = iter(program.programs)
+    programs: list[Plan] = []
+    for s in statements:
+        if isinstance(s, ast.FunctionDef) and s.name.startswith(SUBPROGRAM):
+            programs.append(_read_plan(s.body, next(nested)))
+        elif not isinstance(s, ast.Pass):
+            reader.statement(s)
     memory = MemoryPlan(reader.arena_nbytes, reader.offsets, reader.in_place)
     steps, frees = tuple(reader.steps), tuple(reader.frees)
-    return Plan(program, steps, frees, reader.ops.buffers, memory, tuple(reader.refusals))
+    refusals = tuple(reader.refusals)
+    return Plan(program, steps, frees, reader.ops.buffers, memory, refusals, tuple(programs))
 
 
 def read_kernel(text: str) -> Kernel:

@@ -21,6 +21,8 @@ from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, column_progra
 
 def verify_plan(plan: Plan) -> None:
     """Checks the whole plan. Raises InternalError."""
+    for nested in plan.programs:
+        verify_plan(nested)
     program = plan.program
     known = set(program.given)
     gone: dict[str, int] = {}

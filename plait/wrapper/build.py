@@ -34,22 +34,29 @@ def build(
     bumped_inputs: tuple[int, ...] = (),
     cfg: Config | None = None,
     guarded: bool = True,
+    nested: bool = False,
 ) -> ins.WrapperProgram:
     """The program of a plan. Nothing is freed yet: `passes/place_frees.py` does it.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others,
     the caller does).
     cfg: says which checks it makes beyond the necessary ones; None: none. guarded: whether others
-    look at the strides of inputs before a call. Raises InternalError if the plan contradicts
-    itself."""
+    look at the strides of inputs before a call. nested: it is a subprogram: what it is given comes
+    from operators, so it checks all of that, and copies what lies otherwise than it was traced
+    with. Raises InternalError if the plan contradicts itself."""
+    programs = [build(p, f"{name}.{k}", cfg=cfg, nested=True) for k, p in enumerate(plan.programs)]
     d = _Draft(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
     for k, entry in enumerate(plan.program.inputs):
         _add_input(d, k, entry)
     d.define_symbols()
     for i in d.inputs:
         if isinstance(i, ins.TensorInput):
-            if d.cfg.size_asserts or not (guarded or _is_known(i)):
-                _check_layout(d, i.name)
+            if (
+                (nested and i.dtype != opaque)
+                or d.cfg.size_asserts
+                or not (guarded or _is_known(i))
+            ):
+                _check_layout(d, i.name, copies=nested)
             _check_alignment(d, i.name)
     _define_tables(d)
     for step in plan.steps:
@@ -57,7 +64,8 @@ def build(
         d.define_symbols()
         _check_results(d, step)  # sizes that only the results tell are symbols by now
     _add_return(d)
-    callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
+    called = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
+    known = [k + 1 for k in plan.program.constants.values()]
     origins = [
         (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
     ]
@@ -65,9 +73,10 @@ def build(
         name=name,
         inputs=tuple(d.inputs),
         body=_without_unread(d.body),
-        n_constants=len(plan.program.constants),
-        n_callables=max([0, *callables]),
+        n_constants=max([0, *known, *(p.n_constants for p in programs)]),
+        n_callables=max([0, *called, *(p.n_callables for p in programs)]),
         origins=tuple(origins),
+        programs=tuple(programs),
     )
 
 
@@ -274,7 +283,7 @@ def _add_input(d: _Draft, k: int, entry: str | tuple[str, str] | None) -> None:
 
 
 def _define_tables(d: _Draft) -> None:
-    for k, name in enumerate(d.plan.program.constants):
+    for name, k in d.plan.program.constants.items():
         d.body.append(ins.Constant(name, k))
         d.how[name] = "constant"
     kernels = [s for s in d.plan.steps if isinstance(s, Kernel)]
@@ -351,7 +360,13 @@ def _call(d: _Draft, e: Extern) -> None:
     for name in e.outs:
         if name is not None:
             d.how[name] = "result"
-    if e.callable_index >= 0:
+    if e.control is not None:
+        c = e.control
+        call = ins.CallPrograms(
+            c.kind, c.programs, c.carried, c.scanned, e.op, args, tuple(outs)
+        )  # fmt: skip
+        d.body.append(call)
+    elif e.callable_index >= 0:
         d.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
     else:
         d.body.append(
@@ -361,12 +376,13 @@ def _call(d: _Draft, e: Extern) -> None:
 
 def _check_results(d: _Draft, step: Step) -> None:
     """What operators make is what tracing said, before anything reads it. One that shares
-    memory with others is never copied."""
+    memory with others is never copied; results of control flow are nobody else's."""
     if isinstance(step, Extern):
         for name in step.outs:
             if name is not None and d.how.get(name) == "result":
                 origin = "; ".join(step.origin) or step.op
-                _check_layout(d, name, origin, copies=not step.aliases)
+                mine = step.control is not None or not step.aliases
+                _check_layout(d, name, origin, copies=mine)
                 _check_alignment(d, name)
 
 

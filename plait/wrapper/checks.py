@@ -86,10 +86,7 @@ class _Checks:
         if isinstance(i, ins.Note):
             self.note = i.text
         maker = self.maker(i)
-        for name in (
-            *_writes(i),
-            *(defined(i) if isinstance(i, (ins.CallExtern, ins.CallPython)) else ()),
-        ):
+        for name in (*_writes(i), *(defined(i) if isinstance(i, ins.Call) else ())):
             memory = root(name, self.bases)
             if memory in self.seen.pop(memory, ()):  # that was fine
                 self.makers[memory] = []
@@ -100,10 +97,10 @@ class _Checks:
             case ins.Launch():
                 lines = self.origins.get(i.kernel, "")
                 return f"{i.kernel} ({lines})" if lines else i.kernel
-            case ins.CallExtern():
-                return f"{i.op} ({self.note})" if self.note else i.op
             case ins.CallPython():
                 return i.label
+            case _ if isinstance(i, ins.Call):
+                return f"{i.label} ({self.note})" if self.note else i.label
             case _:
                 return "a copy"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -26,7 +27,7 @@ _RESERVED = frozenset(
     register reinterpret_cast requires return short signed sizeof static static_assert
     static_cast struct switch template this thread_local throw true try typedef typeid typename
     union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix call kernel
-    plait wrapper div mod min max eq ne lt le require op python run give symbol launch main
+    plait wrapper div mod min max eq ne lt le require op python programs run give symbol launch main
     Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL plait_size plait_stride
     plait_offset plait_item plait_integer plait_bool plait_real plait_complex""".split()
 )
@@ -80,7 +81,7 @@ class Source:
         self.notes: list[str] = []
         self.region = Region()
         self.sizes: dict[Size, str] = {}
-        self.n_ops = self.n_pythons = 0
+        self.n_calls = Counter[str]()
         self.devices = {i.name: i.device for i in p.body if isinstance(i, ins.DefineKernel)}
 
     def add(self, text: str, comment: str = "") -> None:

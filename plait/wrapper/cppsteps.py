@@ -70,7 +70,7 @@ def add_instruction(s: Source, i: ins.Instr) -> None:
             s.kernel_names[i.name]
         case ins.Launch():
             _launch(s, i)
-        case ins.CallExtern() | ins.CallPython():
+        case ins.CallExtern() | ins.CallPython() | ins.CallPrograms():
             _call(s, i)
         case ins.Hook():
             _call(s, i.call())
@@ -185,15 +185,16 @@ def _launch(s: Source, i: ins.Launch) -> None:
     s.notes = []
 
 
-def _call(s: Source, i: ins.CallExtern | ins.CallPython) -> None:
+_CALLS = {ins.CallExtern: "op", ins.CallPython: "python", ins.CallPrograms: "programs"}
+"""The functions that run them; each counts its calls."""
+
+
+def _call(s: Source, i: ins.Call) -> None:
     s.begin()
     given = _handed(s.given(operands(i)))
-    if isinstance(i, ins.CallExtern):
-        function, index = "op", s.n_ops
-        s.n_ops += 1
-    else:
-        function, index = "python", s.n_pythons
-        s.n_pythons += 1
+    function = _CALLS[type(i)]
+    index = s.n_calls[function]
+    s.n_calls[function] += 1
     s.lines += comment(line(i))
     s.add(f"TRY({function}(call, {index}{given}));")
     for out in i.outs:

@@ -67,7 +67,9 @@ class FxProgram:
                 hint="options={'wrapper': 'native'}",
             )
         raw = _read_by_kernels(program) if gpus else []
-        python = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in program.body)
+        python = any(
+            isinstance(i, ins.CallPython | ins.CallPrograms | ins.Hook) for i in program.body
+        )
         streams = generated.callers_stream if forks(program) else contextlib.nullcontext
         below = python_below_autograd if python else generated.below_autograd
 
@@ -152,6 +154,8 @@ def fx_lines(
 def _made(program: ins.WrapperProgram, artifacts: Artifacts) -> tuple[GraphModule, list[int]]:
     """The graph, and how many nodes there were, inputs not counted, after each instruction."""
     g, ends = FxGraph(program, artifacts), []
+    for k, nested in enumerate(program.programs):
+        g.root.add_module(f"program{k}", make_fx(nested, artifacts))
     with g.fakes.active():
         for i in program.inputs:
             add_input(g, i)

@@ -5,21 +5,19 @@ In: an `FxGraph` and the next input or instruction of a program. Out: the graph 
 
 from __future__ import annotations
 
+import copy
 import keyword
 import re
-from collections.abc import Sequence
 from typing import Any, assert_never
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect, map_arg
-from torch.utils._pytree import tree_unflatten
 
 from plait import compat
 from plait.devices import facts_of
 from plait.ir.expr import Atom, Expr, Size, ceildiv, product, smin, symbol, total
 from plait.lower.dtypes import TO_TORCH
-from plait.lower.pycall import PythonCall
 from plait.runtime import generated
 from plait.runtime.cubin import NUMBERS
 from plait.runtime.fxops import PythonFunction, triton_function
@@ -27,7 +25,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.fxgraph import Arg, FxGraph, aten, value_of
 from plait.wrapper.operators import known_operator, lists_of
 
-_CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")
+_hop = torch.ops.higher_order
 
 
 def add_input(g: FxGraph, i: ins.Input) -> None:
@@ -89,6 +87,8 @@ def add_instruction(g: FxGraph, i: ins.Instr) -> None:
             _call_extern(g, i)
         case ins.CallPython():
             _call_python(g, i)
+        case ins.CallPrograms():
+            _call_programs(g, i)
         case ins.Hook():
             _call_python(g, i.call())
         case ins.Copy():
@@ -278,30 +278,53 @@ def _call_extern(g: FxGraph, i: ins.CallExtern) -> None:
 
 
 def _call_python(g: FxGraph, i: ins.CallPython) -> None:
-    function = g.artifacts.callables[i.index]
     args, kwargs = g.arguments(i)
-    if isinstance(function, PythonCall) and str(function.op) in _CONTROL_FLOW:
-        node = g.call(generated.settled, (_control_flow(g, function, args), function.strides))
-    else:
-        name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
-        g.root.add_module(name, PythonFunction(function))
-        node = g.graph.create_node("call_module", name, tuple(args), kwargs)
-        node.meta.update(g.meta)
+    name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
+    g.root.add_module(name, PythonFunction(g.artifacts.callables[i.index]))
+    node = g.graph.create_node("call_module", name, tuple(args), kwargs)
+    node.meta.update(g.meta)
     g.unpack(node, i.outs)
 
 
-def _control_flow(g: FxGraph, call: PythonCall, operands: Sequence[Arg]) -> Node:
-    """A branch or a loop with its graphs as modules."""
-    leaves = list(call.leaves)
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.nn.Module):
-            name = f"graph{len(list(g.root.children()))}"
-            g.root.add_module(name, leaf)
-            leaves[k] = g.graph.create_node("get_attr", name)
-    for k, value in zip(call.holes, operands, strict=True):
-        leaves[k] = g.call(aten.item.default, (value,)) if k in call.items else value
-    args, kwargs = tree_unflatten(leaves, call.tree)
-    return g.effect(call.op, args, kwargs)
+def _call_programs(g: FxGraph, i: ins.CallPrograms) -> None:
+    """A higher-order operator on the graphs of subprograms, which are modules."""
+    given = tuple(g.operand(o) for o in i.args)
+    graphs = [g.graph.create_node("get_attr", f"program{k}") for k in i.programs]
+    start = int(i.kind == "cond")
+    carried, scanned = start + i.carried, start + i.carried + i.scanned
+    state, slices, rest = given[start:carried], given[carried:scanned], given[scanned:]
+    match i.kind:
+        case "call":
+            node = g.effect(_hop.invoke_subgraph, (*graphs, graphs[0].target, *rest))
+        case "cond":
+            node = g.effect(_hop.cond, (given[0], *graphs, rest))
+        case "loop":
+            holds = _condition(g, i.programs[0])
+            node = g.effect(_hop.while_loop, (holds, graphs[1], state, rest))
+        case _ if state:
+            node = g.effect(_hop.scan, (*graphs, list(state), list(slices), rest))
+        case _:
+            node = g.effect(_hop.map_impl, (*graphs, list(slices), list(rest)))
+    g.unpack(node, i.outs)
+
+
+def _condition(g: FxGraph, program: int) -> Node:
+    """The module of a subprogram that returns its one result as a bool, in no tuple."""
+    name = f"condition{program}"
+    if not hasattr(g.root, name):
+        module = copy.deepcopy(g.root.get_submodule(f"program{program}"))
+        assert isinstance(module, GraphModule)
+        (end,) = module.graph.find_nodes(op="output")
+        ((value,),) = end.args
+        if not isinstance(value, Node):
+            value = bool(value)
+        elif not isinstance(value.meta.get("val"), torch.Tensor):
+            with module.graph.inserting_before(end):
+                value = module.graph.call_function(bool, (value,))
+        end.args = (value,)
+        module.recompile()
+        g.root.add_module(name, module)
+    return g.graph.create_node("get_attr", name)
 
 
 def _apply(function: Any, *args: Any) -> Any:

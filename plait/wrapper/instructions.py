@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from plait.ir.calls import Control
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
 from plait.ir.expr import Size
@@ -99,6 +100,8 @@ Strides = Annotated[tuple[Size, ...], Kind.STRIDES]
 KernelName = Annotated[str, Kind.KERNEL]
 ConstantIndex = Annotated[int, Kind.CONSTANT]
 CallableIndex = Annotated[int, Kind.CALLABLE]
+ControlKind = Annotated[str, Kind.CONTROL]
+Programs = Annotated[tuple[int, ...], Kind.PROGRAMS]
 Operator = Annotated[str, Kind.OPERATOR]
 Error = Annotated[str, Kind.ERROR]
 Checks = Annotated[tuple[Check, ...], Kind.CHECKS]
@@ -342,6 +345,11 @@ class CallExtern:
     may_keep: Flag = True
     fence: ForPasses = False
 
+    @property
+    def label(self) -> str:
+        """What is called, in words."""
+        return self.op
+
 
 @dataclass(frozen=True, slots=True)
 class CallPython:
@@ -356,6 +364,35 @@ class CallPython:
     args: Operands
     kwargs: Keywords
     outs: Results
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrograms:
+    """Runs subprograms of this program, of these numbers, as `ir.calls.Control` says: kind,
+    carried, scanned and the order of args are as there.
+
+    label: the operator that it came from. A subprogram copies what lies otherwise than it was
+    traced with; slices of a scan are contiguous copies. Results that are carried never are the
+    tensors that were given, as objects. What runs is below autograd, in the dispatch state of the
+    program's caller."""
+
+    kind: ControlKind
+    programs: Programs
+    carried: Int
+    scanned: Int
+    label: Text
+    args: Operands
+    outs: Results
+
+    @property
+    def control(self) -> Control:
+        """What it runs, as lowering said it."""
+        return Control(self.kind, self.programs, self.carried, self.scanned)
+
+
+Call = CallExtern | CallPython | CallPrograms
+"""They run what plait did not compile, or another program: nothing is known of their results but
+what is looked at. All but a CallExtern that says otherwise may keep their arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +467,7 @@ class Return:
 
 Instr = (
     Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc
-    | Reuse | Free | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Hook | Copy
+    | Reuse | Free | View | Constant | DefineKernel | Launch | Call | Hook | Copy
     | BumpVersion | Fill | Partition | Note | Return
 )  # fmt: skip
 INSTRUCTIONS: dict[type, str] = {
@@ -450,6 +487,7 @@ INSTRUCTIONS: dict[type, str] = {
     Launch: "launch",
     CallExtern: "call",
     CallPython: "call_python",
+    CallPrograms: "call_programs",
     Hook: "hook",
     Copy: "copy",
     BumpVersion: "bump_version",
@@ -471,8 +509,9 @@ class WrapperProgram:
     """A whole program: its signature and its instructions.
 
     Constants and callables are tables held beside it (they are no data); n_constants and
-    n_callables are their lengths. n_results: how many of the first values that it returns are for
-    the caller, the others being kept for a backward pass; None: all of them.
+    n_callables are their lengths, as far as it and its subprograms number them. n_results: how many
+    of the first values that it returns are for the caller, the others being kept for a backward
+    pass; None: all of them. programs: its subprograms.
     """
 
     name: str
@@ -483,3 +522,4 @@ class WrapperProgram:
     n_results: int | None = None
     # Kernel name -> source lines and ATen ops.
     origins: tuple[tuple[str, str], ...] = field(default=())
+    programs: tuple[WrapperProgram, ...] = ()

@@ -56,8 +56,8 @@ def measured(
     if any(isinstance(i, DefineKernel) and not facts_of(i.device).is_host for i in program.body):
         log.note(KERNELS, f"{log.name}: kernels on a GPU are not timed")
         return loaded
-    if program.n_callables:
-        log.note(KERNELS, f"{log.name}: kernels are not timed: the program calls Python functions")
+    if program.n_callables or program.programs:
+        log.note(KERNELS, f"{log.name}: kernels are not timed: it calls Python or subprograms")
         return loaded
 
     def measure(args: list[Any]) -> None:

@@ -14,9 +14,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from plait.errors import Unsupported
+from plait.ir.calls import CONTROL_KINDS
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.expr import Atom, Size, fold
@@ -27,7 +29,7 @@ from plait.wrapper import walk
 from plait.wrapper.program import Artifacts
 from plait.wrapper.spec import FIELDS, Kind
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 _MAGIC = b"PLAITNPL"
 # The place of a name is its number in plans; `native/core/tables.h` is written from these.
 EXPR_OPS = ("const", "sym", "add", "mul", "div", "mod", "min", "max", "eq", "ne", "lt", "le")
@@ -134,13 +136,12 @@ class _Encoder:
             head += [self._string(k.name), k.n_args, k.n_sizes]
             head += [*self._field(Kind.CHECKS, k.checks), self._string(k.device)]
         texts = [s.encode() for s in self._strings]
-        words = [len(texts)]
-        offset = 0
-        for t in texts:
-            words += [offset, len(t)]
-            offset += len(t)
-        words += [*head, n_instrs, *body]
-        payload = struct.pack("<q", len(words)) + _pack(words) + b"".join(texts)
+        plans = [encode(nested) for nested in p.programs]
+        ends = [0, *accumulate(map(len, (*texts, *plans)))]
+        places = [(start, end - start) for start, end in pairwise(ends)]
+        words = [len(texts), *chain(*places[: len(texts)])]
+        words += [*head, n_instrs, *body, len(plans), *chain(*places[len(texts) :])]
+        payload = struct.pack("<q", len(words)) + _pack(words) + b"".join((*texts, *plans))
         return (
             _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
         )
@@ -267,6 +268,10 @@ class _Encoder:
                 return [len(value), *(w for words in named for w in words)]
             case Kind.RESULTS:
                 return self._outs(value)
+            case Kind.CONTROL:
+                return [CONTROL_KINDS.index(value)]
+            case Kind.PROGRAMS:
+                return [len(value), *value]
             case Kind.KERNEL:
                 return [self._kernel_ids[value]]
             case Kind.OPERATOR:
@@ -300,7 +305,7 @@ def _symbols(p: ins.WrapperProgram) -> Iterator[str]:
     yield from (i.name for i in p.body if isinstance(i, ins.Symbol))
     used = frozenset(name for i in p.body for name in walk.symbols(i))
     for i in p.body:
-        if isinstance(i, ins.CallExtern | ins.CallPython):
+        if isinstance(i, ins.Call):
             yield from (name for name in walk.defined(i) if name in used)
 
 

@@ -62,7 +62,7 @@ class Owners:
 
     def _learn(self, i: ins.Instr) -> None:
         match i:
-            case ins.CallExtern() | ins.CallPython():
+            case _ if isinstance(i, ins.Call):
                 names = set(defined(i))
                 self.unowned |= names
                 self.results |= names

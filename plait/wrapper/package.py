@@ -34,7 +34,7 @@ InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
 """Both as in capture/bound_program.py."""
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
@@ -59,35 +59,6 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Control:
-    """What stands for a call of Python: control flow around routines, by number.
-
-    kind: 'call', 'cond' (if it holds, if not), 'loop' (condition, body) or 'scan'. operands: what
-    the routines take, after the condition of a cond: (False, number of an operand of the call) or
-    (True, an integer). carried, scanned: how many of them change from round to round, and come in
-    slices. strides: of the results, where promised.
-    """
-
-    kind: str
-    routines: tuple[int, ...]
-    operands: tuple[tuple[bool, int], ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    carried: int = 0
-    scanned: int = 0
-
-
-@dataclass(frozen=True)
-class Routine:
-    """A program that others call: operators alone, on any machine. controls: by number in its plan;
-    they run routines that stand before it."""
-
-    plan: bytes
-    constants: Sequence[torch.Tensor]
-    constant_devices: tuple[str, ...]
-    controls: tuple[Control, ...]
-
-
-@dataclass(frozen=True)
 class Contents:
     """A program as it goes into a package.
 
@@ -105,7 +76,6 @@ class Contents:
     folded: names of weights that others were computed from.
     variants: best first.
     python: JSON that plait.load reads.
-    controls: by number in the plans.
     fixed: constants among the arguments: position among all of them, name, value.
     """
 
@@ -122,8 +92,6 @@ class Contents:
     checks: tuple[tuple[str, ...], ...] = ()
     folded: tuple[str, ...] = ()
     constant_devices: tuple[str, ...] = ()
-    routines: tuple[Routine, ...] = ()
-    controls: tuple[Control, ...] = ()
     fixed: tuple[tuple[int, str, Any], ...] = ()
 
 
@@ -312,12 +280,7 @@ class _Sections:
         self._weight_numbers = {name: k for k, name in enumerate(c.weights)}
         tensors = [weights.add(name, t) for name, t in c.weights.items()]
         devices = c.constant_devices or ("",) * len(c.constants)
-        pairs = list(zip(c.constants, devices, strict=True))
-        routines: list[bytes] = []
-        for r in c.routines:
-            plan = _text(self._blob("plan", f"routine {len(routines)}", r.plan))
-            routines.append(plan + _words(len(pairs)) + _list(map(_control, r.controls)))
-            pairs += zip(r.constants, r.constant_devices, strict=True)
+        pairs = zip(c.constants, devices, strict=True)
         constants = [weights.add(f"constant {k}", t, device) for k, (t, device) in enumerate(pairs)]
         weights.place()
         inputs = [self._input(spec) for spec in c.inputs]
@@ -331,8 +294,8 @@ class _Sections:
             _list(_text(name) + _text(version) for name, version in versions.items()),
             _text(c.name), _words(c.single), _texts(mathtable.NAMES),
             _list(weights.describe_storages()), _list(weights.describe(*t) for t in tensors),
-            _list(weights.describe(*t) for t in constants), _texts(c.folded), _list(routines),
-            _list(map(_control, c.controls)), _list(map(_fixed, c.fixed)), _texts(c.names),
+            _list(weights.describe(*t) for t in constants), _texts(c.folded),
+            _list(map(_fixed, c.fixed)), _texts(c.names),
             _texts(self._symbols), _texts(c.outputs), _list(inputs),
             _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks),
             _list(variants),
@@ -411,14 +374,6 @@ def _fixed(constant: tuple[int, str, Any]) -> bytes:
     return (
         _words(position) + _text(name) + _words(kind, word) + _text(text) + _text(reprlib.repr(x))
     )
-
-
-def _control(c: Control) -> bytes:
-    kind = ("call", "cond", "loop", "scan").index(c.kind)
-    strides = [_words(0) if s is None else _words(1) + _list(map(_words, s)) for s in c.strides]
-    operands = _list(_words(*o) for o in c.operands)
-    numbers = _list(map(_words, c.routines))
-    return _words(kind) + numbers + operands + _words(c.carried, c.scanned) + _list(strides)
 
 
 def _check(check: tuple[str, ...]) -> bytes:

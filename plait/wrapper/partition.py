@@ -263,6 +263,8 @@ class _Facts:
                 return self._extern(i)
             case ins.CallPython():
                 return f"{i.label} is a Python function"
+            case ins.CallPrograms():
+                return f"{i.label} decides at every call what runs"
             case ins.Hook():
                 return "intermediates are watched"
             case ins.CheckFinite():

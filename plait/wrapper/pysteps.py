@@ -176,7 +176,7 @@ def add_instruction(m: Statements, i: ins.Instr) -> None:
             _define_kernel(m, i)
         case ins.Launch():
             _launch(m, i)
-        case ins.CallExtern() | ins.CallPython():
+        case ins.CallExtern() | ins.CallPython() | ins.CallPrograms():
             _call(m, i)
         case ins.Hook():
             _call(m, i.call())
@@ -247,15 +247,29 @@ def _launch(m: Statements, i: ins.Launch) -> None:
     m.body.append(f"{m.names.variable(i.kernel)}({args}, {sizes}, {more})")
 
 
-def _call(m: Statements, i: ins.CallExtern | ins.CallPython) -> None:
+def program_name(number: int) -> str:
+    """What the function of a subprogram is called, before it is made a variable."""
+    return f"program_{number}"
+
+
+def _call(m: Statements, i: ins.Call) -> None:
     args = [m.operand(o) for o in i.args]
-    for key, o in i.kwargs:
+    for key, o in () if isinstance(i, ins.CallPrograms) else i.kwargs:
         plain = key.isidentifier() and not keyword.iskeyword(key)
         args.append(f"{key}={m.operand(o)}" if plain else f"**{{{key!r}: {m.operand(o)}}}")
     several = True
     if isinstance(i, ins.CallExtern):
         op = known_operator(i.op)
         function, several = f"{_operator_text(op)}(", lists_of(op) != [False]
+    elif isinstance(i, ins.CallPrograms):
+        m.body.append(f"# {i.label}")
+        programs = tuple_text([m.names.variable(program_name(k)) for k in i.programs])
+        counts = "".join(
+            f", {what}={n}" for what, n in (("carried", i.carried), ("scanned", i.scanned)) if n
+        )
+        given = f"[{', '.join(args)}]"
+        function = f"rt.run_programs(outer, {i.kind!r}, {programs}, {given}{counts}"
+        args = []
     else:
         function = f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}"
         m.body.append(f"# {i.label}")

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from plait.ir.calls import all_programs
 from plait.ir.expr import Atom, Size, free_symbols
 from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
 from plait.wrapper.program import Artifacts, Promise, promises
-from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text
+from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text, program_name
 from plait.wrapper.walk import forks, is_fence, sizes
 
 
@@ -34,12 +35,8 @@ def make_python(
     module, calls: the callables as text; only its main part uses them."""
     calls = calls or CallTexts((), [])
     paths = {kind: str(path) for kind, path in libraries.items()}
-    m = Statements(program)
-    inputs = [m.names.variable(i.name) for i in program.inputs]
-    for i in program.body:
-        add_instruction(m, i)
+    m, bind = _bind(program)
     operators = _operators(program, calls)
-    python_calls = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in program.body)
     lines = [
         *_doc(program.name, operators),
         "",
@@ -54,27 +51,47 @@ def make_python(
         ")",
         "",
         "",
-        "def bind(libraries, constants, callables):",
-        '    """Binds kernels and the tables of constants and callables; '
+        *bind,
+        *calls.lines,
+        *([""] if calls.lines else []),
+        *_main(program, m.names, calls, operators),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bind(program: ins.WrapperProgram, nested: str = "") -> tuple[Statements, list[str]]:
+    """The statements of a program, and the functions that bind it and, before it, its subprograms.
+    nested: the numbers that lead to a subprogram."""
+    m = Statements(program)
+    inputs = [m.names.variable(i.name) for i in program.inputs]
+    lines: list[str] = []
+    for k, p in enumerate(program.programs):
+        lines += _bind(p, f"{nested}_{k}")[1]
+        bound = f"bind{nested}_{k}(libraries, constants, callables)"
+        m.setup.append(f"{m.names.variable(program_name(k))} = {bound}")
+    for i in program.body:
+        add_instruction(m, i)
+    leaves = any(isinstance(i, ins.CallPython | ins.CallPrograms | ins.Hook) for i in program.body)
+    what = "the subprogram's" if nested else "the"
+    return m, [
+        *lines,
+        f"def bind{nested}(libraries, constants, callables):",
+        f'    """Binds {what} kernels and the tables of constants and callables; '
         'gives call(list of inputs)."""',
         *(f"    {s}" for s in m.setup),
         "",
         "    def call(args):",
-        "        rt.check_inputs(args, SIGNATURE)",
+        *([] if nested else ["        rt.check_inputs(args, SIGNATURE)"]),
         *([f"        {', '.join(inputs)}{',' * (len(inputs) == 1)} = args"] if inputs else []),
         "        args.clear()  # an input lives until its last use",
-        *(["        outer = rt.dispatch_state()"] if python_calls else []),
+        *(["        outer = rt.dispatch_state()"] if leaves else []),
         f"        with rt.below_autograd(){', rt.callers_stream()' * bool(forks(program))}:",
         *(f"            {s}" for s in m.body),
         "",
         "    return call",
         "",
         "",
-        *calls.lines,
-        *([""] if calls.lines else []),
-        *_main(program, m.names, calls, operators),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def python_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]]]:
@@ -125,7 +142,7 @@ def load_python(
 
 def _operators(p: ins.WrapperProgram, calls: CallTexts) -> tuple[str, ...]:
     """The operators that not every process has."""
-    called = [i.op for i in p.body if isinstance(i, ins.CallExtern)]
+    called = [i.op for q in all_programs(p) for i in q.body if isinstance(i, ins.CallExtern)]
     foreign = [op for op in called if op.partition("::")[0] not in TORCHS_OWN]
     return tuple(dict.fromkeys([*foreign, *calls.operators]))
 

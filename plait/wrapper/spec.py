@@ -38,6 +38,8 @@ class Kind(Enum):
     KERNEL = "the name of a kernel"
     CONSTANT = "a place in the program's table of tensors"
     CALLABLE = "a place in the program's table of callables"
+    CONTROL = "a kind of control flow, of `calls.CONTROL_KINDS`"
+    PROGRAMS = "places among the program's subprograms"
     OPERATOR = "an operator of PyTorch: 'namespace::name.overload'"
     ERROR = "a class of `checks.ERRORS`"
     CHECKS = "errors with messages"

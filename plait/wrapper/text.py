@@ -8,7 +8,8 @@ parser reads the text; nothing runs it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from textwrap import indent
 from typing import Any, assert_never
 
 from plait.ir.expr import Expr, Size
@@ -46,7 +47,8 @@ _SPELLED = Select(*(kind for kind in Kind if kind not in _OWN))
 
 
 def text(p: ins.WrapperProgram) -> str:
-    """The program as text, symbols declared first."""
+    """The program as text, symbols declared first; each subprogram stands in a function behind
+    it."""
     w = _ProgramWriter()
     for e in (e for i in (*p.inputs, *p.body) for e in sizes(i)):
         w.scope.size(e)  # declared before any tensor is named, so that names cannot be mistaken
@@ -58,8 +60,10 @@ def text(p: ins.WrapperProgram) -> str:
     ]
     facts += [f"n_results={p.n_results}"] if p.n_results is not None else []
     origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
-    head = [f"program({', '.join(facts)})", *w.scope.lines]
-    return "\n".join([*head, "", *inputs, "", *origins, *body]) + "\n"
+    lines = [f"program({', '.join(facts)})", *w.scope.lines, "", *inputs, "", *origins, *body]
+    for k, nested in enumerate(p.programs):
+        lines += ["", f"def subprogram_{k}():", indent(text(nested).rstrip(), "    ")]
+    return "\n".join(lines) + "\n"
 
 
 def line(i: ins.Instr | ins.Input) -> str:
@@ -70,7 +74,7 @@ def line(i: ins.Instr | ins.Input) -> str:
 def read(source: str) -> ins.WrapperProgram:
     """The program that a text describes. Raises TextError (or SyntaxError) where it describes
     none."""
-    return _ProgramReader().program(ast.parse(source))
+    return _ProgramReader().program(ast.parse(source).body)
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -82,7 +86,7 @@ class _ProgramWriter:
         match i:
             case ins.Symbol(name, value):
                 return f"{name_text(name)} = {self.source(value)}"
-            case ins.CallExtern() | ins.CallPython():
+            case _ if isinstance(i, ins.Call):
                 return self.call(i)
             case ins.Return(values):
                 return f"return {tuple_text([self.operand(o) for o in values])}"
@@ -134,10 +138,10 @@ class _ProgramWriter:
             case _:
                 assert_never(value)
 
-    def call(self, i: ins.CallExtern | ins.CallPython) -> str:
+    def call(self, i: ins.Call) -> str:
         _, head = self.fields(i)
         args = [self.operand(o) for o in i.args]
-        for key, o in i.kwargs:
+        for key, o in () if isinstance(i, ins.CallPrograms) else i.kwargs:
             value = self.operand(o)
             args.append(f"{key}={value}" if is_variable(key) else f"**{{{key!r}: {value}}}")
         outs = ", ".join("_" if n is None else name_text(n) for n in i.outs)
@@ -171,17 +175,21 @@ class _ProgramReader:
     def __init__(self) -> None:
         self.symbols = SymbolReader()
 
-    def program(self, tree: ast.Module) -> ins.WrapperProgram:
-        if not tree.body:
+    def program(self, statements: Sequence[ast.stmt]) -> ins.WrapperProgram:
+        if not statements:
             raise TextError("line 1: expected program(...), got nothing")
-        first, *rest = tree.body
+        first, *rest = statements
         head = _call_of(first, "program")
         facts = {k.arg: k.value for k in head.keywords}
         inputs: list[ins.Input] = []
         body: list[ins.Instr] = []
         origins: list[tuple[str, str]] = []
+        programs: list[ins.WrapperProgram] = []
         for s in rest:
             if self.symbols.declaration(s):
+                continue
+            if isinstance(s, ast.FunctionDef):
+                programs.append(_ProgramReader().program(s.body))
                 continue
             if isinstance(s, ast.Expr) and word(s.value) == "origin":
                 assert isinstance(s.value, ast.Call)
@@ -201,6 +209,7 @@ class _ProgramReader:
             n_callables=_int(facts["n_callables"]) if "n_callables" in facts else 0,
             n_results=_int(facts["n_results"]) if "n_results" in facts else None,
             origins=tuple(origins),
+            programs=tuple(programs),
         )
 
     def statement(self, s: ast.stmt) -> Any:
@@ -272,12 +281,12 @@ class _ProgramReader:
                 return tuple(read_check(x) for x in items(e))
             case Kind.INT | Kind.CONSTANT | Kind.CALLABLE | Kind.FLAG | Kind.FOR_PASSES:
                 return _constant(e)
+            case Kind.PROGRAMS:
+                return tuple(_int(x) for x in items(e))
             case _:
                 return text_of(e)
 
-    def call(
-        self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
-    ) -> ins.CallExtern | ins.CallPython:
+    def call(self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]) -> ins.Call:
         cls = _CLASSES.get(word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
         kwargs: list[tuple[str, ins.Operand]] = []
@@ -288,13 +297,13 @@ class _ProgramReader:
                 kwargs.append((text_of(k.value.keys[0]), self.operand(k.value.values[0])))
             else:
                 raise wrong(call, "arguments with names")
-        if cls is ins.CallExtern or cls is ins.CallPython:
+        if cls is not None and issubclass(cls, ins.Call):
             facts: dict[str, Any] = dict(self.fields(cls, head, []))
-            made: ins.CallExtern | ins.CallPython = cls(
-                args=args, kwargs=tuple(kwargs), outs=outs, **facts
-            )
+            if kwargs or cls is not ins.CallPrograms:
+                facts["kwargs"] = tuple(kwargs)
+            made: ins.Call = cls(args=args, outs=outs, **facts)
             return made
-        raise wrong(head, "call or call_python")
+        raise wrong(head, "call, call_python or call_programs")
 
     def operand(self, e: ast.expr) -> ins.Operand:
         match e:

@@ -20,7 +20,7 @@ from plait.ir.expr import Expr, evaluate, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
 from plait.wrapper.spec import FIELDS, Kind
-from plait.wrapper.walk import defined, refs, root, sizes, symbols, used, views_of
+from plait.wrapper.walk import defined, may_keep, refs, root, sizes, symbols, used, views_of
 
 LITERALS = frozenset(
     {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
@@ -29,6 +29,8 @@ LITERALS = frozenset(
 
 def verify(program: ins.WrapperProgram, after: str = "build") -> None:
     """Raises InternalError where the program breaks a rule. after: the pass to blame."""
+    for nested in program.programs:
+        verify(nested, after)
     _Verifier(program, after).run()
 
 
@@ -55,9 +57,7 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
                 out[name, i.message] += 1
             case ins.Launch():
                 out[name, i.kernel] += 1
-            case ins.CallExtern():
-                out[name, i.op] += 1
-            case ins.CallPython():
+            case _ if isinstance(i, ins.Call):
                 out[name, i.label] += 1
             case ins.Hook():
                 out[name, i.node, i.label] += 1
@@ -182,7 +182,7 @@ class _Verifier:
                 self.kernels[i.name] = i
             case ins.Launch():
                 self.launch(i)
-            case ins.CallExtern() | ins.CallPython():
+            case _ if isinstance(i, ins.Call):
                 self.call(i)
             case ins.Return():
                 self.at_return(i)
@@ -218,6 +218,8 @@ class _Verifier:
                     self.operand(ins.Ref(o.tensor) if isinstance(o, ins.ValueOf) else o)
             case Kind.CONSTANT if not 0 <= value < self.p.n_constants:
                 self.fail(f"the program has {self.p.n_constants} constants")
+            case Kind.PROGRAMS if any(not 0 <= k < len(self.p.programs) for k in value):
+                self.fail(f"the program has {len(self.p.programs)} subprograms")
             case Kind.CALLABLE if not 0 <= value < self.p.n_callables:
                 self.fail(f"the program has {self.p.n_callables} callables")
             case Kind.CHECKS:
@@ -293,8 +295,8 @@ class _Verifier:
         if stray:
             self.fail(f"{stray[0]} is written but no argument")
 
-    def call(self, i: ins.CallExtern | ins.CallPython) -> None:
-        if isinstance(i, ins.CallPython) or i.may_keep:
+    def call(self, i: ins.Call) -> None:
+        if may_keep(i):
             for name in used(i):
                 if self.kind[root(name, self.base)] == "place":
                     self.fail(f"{name} lies in the arena and the call may keep it")
@@ -302,6 +304,10 @@ class _Verifier:
             given = {n for _, o in i.kwargs for n in refs(o)}
             if not given.issuperset(i.into):
                 self.fail("a result is written into a tensor that is no keyword argument")
+        if isinstance(i, ins.CallPrograms):
+            signatures = [(len(p.inputs), _n_returned(p)) for p in self.p.programs]
+            if fault := i.control.fault(len(i.args), signatures, len(i.outs)):
+                self.fail(fault)
         for name in defined(i):
             self.define(name, "result")
 
@@ -314,6 +320,11 @@ class _Verifier:
             for name in refs(o) if isinstance(o, ins.Ref) else ():
                 if self.kind[root(name, self.base)] == "place":
                     self.fail(f"output {name} lies in the arena")
+
+
+def _n_returned(p: ins.WrapperProgram) -> int:
+    last = p.body[-1]
+    return len(last.values) if isinstance(last, ins.Return) else 0
 
 
 def _uses(body: Sequence[ins.Instr]) -> dict[str, list[int]]:

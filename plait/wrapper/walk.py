@@ -123,6 +123,11 @@ def is_fence(i: ins.Instr) -> bool:
     return isinstance(i, ins.CallExtern) and i.fence
 
 
+def may_keep(i: ins.Instr) -> bool:
+    """Whether a call may keep or alias its arguments, so that none of them lies in an arena."""
+    return isinstance(i, ins.Call) and (not isinstance(i, ins.CallExtern) or i.may_keep)
+
+
 def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:
     """View -> what it views, in order."""
     return {i.name: i.base for i in body if isinstance(i, ins.View)}

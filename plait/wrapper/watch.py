@@ -72,7 +72,7 @@ def _results(i: ins.Instr) -> tuple[str, ...]:
             return i.outs
         case ins.CallExtern():
             return (*defined(i), *i.into)
-        case ins.CallPython():
+        case _ if isinstance(i, ins.Call):
             return defined(i)
         case _:
             return ()
@@ -82,9 +82,7 @@ def _maker(i: ins.Instr) -> str:
     match i:
         case ins.Launch():
             return i.kernel
-        case ins.CallExtern():
-            return i.op
-        case ins.CallPython():
+        case _ if isinstance(i, ins.Call):
             return i.label
         case _:
             raise AssertionError(f"{i} computes nothing")

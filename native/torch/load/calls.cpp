@@ -10,7 +10,8 @@ namespace {
 template <class Call>
 void learn_call(SlotLearner& l, const Call& i, bool escapes) {
   for (const Operand& o : i.args) l.use_operand(o, escapes);
-  for (const KeywordOperand& o : i.kwargs) l.use_operand(o.value, escapes);
+  if constexpr (requires { i.kwargs; })
+    for (const KeywordOperand& o : i.kwargs) l.use_operand(o.value, escapes);
   for (const Result& r : i.outs) l.result(r);
   l.code.needs_guard = true;
 }
@@ -35,7 +36,8 @@ std::vector<SlotId> number_operands(StepEmitter& e, Call& call) {
     for (Operand& item : o.items) self(self, item);
   };
   for (Operand& o : call.args) number(number, o);
-  for (KeywordOperand& o : call.kwargs) number(number, o.value);
+  if constexpr (requires { call.kwargs; })
+    for (KeywordOperand& o : call.kwargs) number(number, o.value);
   e.constants.resize(std::max(e.constants.size(), exprs.size() + slots.size()));
   return slots;
 }
@@ -96,6 +98,25 @@ void emit(StepEmitter& e, const CallPython& i) {
   const auto n_given = static_cast<int32_t>(number_operands(e, renumbered).size());
   e.push(StepKind::call_python, static_cast<int32_t>(e.code.pythons.size()));
   e.code.pythons.push_back({i.index, i.label, renumbered.args, renumbered.kwargs, i.outs, n_given});
+}
+
+void learn(SlotLearner& l, const CallPrograms& i) { learn_call(l, i, true); }
+void emit(StepEmitter& e, const CallPrograms& i) {
+  e.close_region();
+  walk(i, e);
+  CallPrograms renumbered = i;
+  const auto n_given = static_cast<int32_t>(number_operands(e, renumbered).size());
+  ProgramsCall call{i.kind,
+                    {},
+                    static_cast<size_t>(i.carried),
+                    static_cast<size_t>(i.scanned),
+                    i.label,
+                    renumbered.args,
+                    i.outs,
+                    n_given};
+  for (int32_t k : i.programs) call.programs.push_back(e.code.programs[static_cast<size_t>(k)]);
+  e.push(StepKind::call_programs, static_cast<int32_t>(e.code.programs_calls.size()));
+  e.code.programs_calls.push_back(std::move(call));
 }
 
 void learn(SlotLearner& l, const Copy& i) {

@@ -1,6 +1,7 @@
 // native/torch/load/load.cpp: Plan -> Code. Everything that can be decided once is decided here.
 #include <ATen/Context.h>
 
+#include "torch/control.h"
 #include "walks.h"
 
 namespace plait {
@@ -48,7 +49,7 @@ void use_generated(Code& code) {
 
 void estimate_time(Code& code) {
   int64_t work_ns = 0;
-  code.small = code.externs.empty() && code.pythons.empty() && !code.gpu;
+  code.small = code.externs.empty() && code.pythons.empty() && code.programs.empty() && !code.gpu;
   for (const RegionInfo& r : code.regions) {
     code.small = code.small && r.is_static && r.work_ns < kSmallRegionNs;
     work_ns += r.work_ns;
@@ -64,6 +65,7 @@ void load(Code& code) {
                     " constants and got " + std::to_string(code.constants.size()));
   code.full_precision =
       at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  load_programs(code);
   Constants constants = fold_constants(code);
   name_slots(code);
   SlotLearner slots(code, constants);

@@ -132,6 +132,7 @@ void learn(SlotLearner& l, const Constant& i);
 void learn(SlotLearner& l, const Launch& i);
 void learn(SlotLearner& l, const CallExtern& i);
 void learn(SlotLearner& l, const CallPython& i);
+void learn(SlotLearner& l, const CallPrograms& i);
 void learn(SlotLearner& l, const Copy& i);
 void learn(SlotLearner& l, const BumpVersion& i);
 void learn(SlotLearner& l, const Fill& i);

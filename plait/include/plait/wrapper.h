@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define PLAIT_TABLE_VERSION 4
+#define PLAIT_TABLE_VERSION 5
 
 extern "C" {
 
@@ -36,7 +36,8 @@ struct plait_operand {
 enum plait_what { plait_size, plait_stride, plait_offset, plait_item };
 enum plait_number { plait_integer, plait_bool, plait_real, plait_complex };
 
-// Slots, kernels, operators and Python objects go by their numbers in the program's plan.
+// Slots, kernels and calls of operators, Python objects and subprograms go by their numbers in the
+// program's plan.
 struct plait_table {
   int64_t (*symbol)(const plait_call*, int32_t symbol);  // an int argument, or an int result
   int (*read)(plait_call*, int32_t tensor, int what, int64_t dim, int64_t* out);
@@ -54,6 +55,7 @@ struct plait_table {
                 int64_t grid);
   int (*op)(plait_call*, int32_t index, const plait_operand* operands, int n);
   int (*python)(plait_call*, int32_t index, const plait_operand* operands, int n);
+  int (*programs)(plait_call*, int32_t index, const plait_operand* operands, int n);
   int (*copy)(plait_call*, int32_t dst, int32_t src, bool bump);
   int (*bump)(plait_call*, int32_t tensor);
   int (*fill)(plait_call*, int32_t tensor, int kind, int64_t integer, double real,
@@ -240,7 +242,7 @@ int require(Call call, int64_t holds, const char (&message)[N], int error,
   return holds ? 0 : call->table->fail(call, error, message, N - 1, values, M);
 }
 
-// ---- operators and Python objects
+// ---- operators, Python objects and subprograms
 inline int op(Call call, int32_t index) { return call->table->op(call, index, nullptr, 0); }
 template <int N>
 int op(Call call, int32_t index, const Operand (&operands)[N]) {
@@ -250,6 +252,13 @@ inline int python(Call call, int32_t index) { return call->table->python(call, i
 template <int N>
 int python(Call call, int32_t index, const Operand (&operands)[N]) {
   return call->table->python(call, index, operands, N);
+}
+inline int programs(Call call, int32_t index) {
+  return call->table->programs(call, index, nullptr, 0);
+}
+template <int N>
+int programs(Call call, int32_t index, const Operand (&operands)[N]) {
+  return call->table->programs(call, index, operands, N);
 }
 inline int give(Call call) { return call->table->give(call, nullptr, 0); }
 template <int N>

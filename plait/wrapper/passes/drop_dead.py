@@ -31,7 +31,7 @@ def drop_dead(p: ins.WrapperProgram) -> ins.WrapperProgram:
     for i in reversed(p.body):
         if isinstance(i, _DEFINE) and i.name not in needed:
             continue
-        if isinstance(i, (ins.CallExtern, ins.CallPython)):
+        if isinstance(i, ins.Call):
             i = replace(i, outs=tuple(n if n in needed else None for n in i.outs))
         if isinstance(i, ins.Launch):
             needed.add(i.kernel)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from plait.ir.expr import Size, known_le, total
 from plait.schedule.spans import Spans
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import bases_of, root, used
+from plait.wrapper.walk import bases_of, may_keep, root, used
 
 Range = tuple[Size, Size]
 
@@ -34,7 +34,7 @@ class _Memory:
                 self.places[i.name] = (i.offset, _end(i))
             case ins.Alloc():
                 self.own.add(i.name)
-            case ins.CallExtern(may_keep=True) | ins.CallPython():
+            case _ if may_keep(i):
                 # A result may be the memory of an argument, which is no longer ours alone.
                 self.own.difference_update([root(n, self.bases) for n in used(i)])
             case _:
@@ -115,7 +115,7 @@ def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
     return replace(p, body=tuple(out))
 
 
-_ENDS_A_REGION = (ins.CallExtern, ins.CallPython, ins.Hook, ins.Copy, ins.Fill, ins.CheckFinite)
+_ENDS_A_REGION = ins.Call | ins.Hook | ins.Copy | ins.Fill | ins.CheckFinite
 
 
 def _reads_item(i: ins.Instr) -> bool:

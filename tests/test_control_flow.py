@@ -1,0 +1,213 @@
+"""Control flow is structure of the program: its graphs are subprograms, in every stage and every
+target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import plait
+from plait.errors import InternalError
+from plait.ir.calls import Control, Extern, all_programs
+from plait.ir.text import program_text, read_program
+from plait.ir.verify import verify as verify_loops
+from plait.lower.core import NoRule
+from plait.schedule.text import plan_text, read_plan
+from plait.wrapper import instructions as ins
+from plait.wrapper.program import CompileRecord, observers
+from plait.wrapper.text import read, text
+from plait.wrapper.verify import verify
+from tests.test_package_control import PROGRAMS
+
+WRAPPERS = ("native", "python", "cpp", "fx")
+
+
+@pytest.fixture
+def records() -> Iterator[list[CompileRecord]]:
+    """What is compiled meanwhile."""
+    torch._dynamo.reset()
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    yield made
+    observers.reset(token)
+
+
+def compiled(fn: Callable[..., Any], wrapper: str = "native") -> Callable[..., Any]:
+    return torch.compile(fn, backend="plait", options={"wrapper": wrapper, "verify": True})
+
+
+def same(fn: Callable[..., Any], got: Callable[..., Any], *args: Any) -> None:
+    """got does what fn does."""
+    made = []
+    for call in (fn, got):
+        torch.manual_seed(0)
+        made.append(pytree.tree_leaves(call(*args)))
+    for want, have in zip(*made, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def calls_of(record: CompileRecord) -> list[ins.CallPrograms]:
+    every = [i for p in all_programs(record.wrapper) for i in p.body]
+    assert not any(isinstance(i, ins.CallPython) for i in every)
+    return [i for i in every if isinstance(i, ins.CallPrograms)]
+
+
+KINDS = {"repeat": "loop", "never": "loop", "count": "loop", "in_a_branch": "cond",
+         "mapped": "scan", "scanned": "scan", "drawn": "cond", "nested": "call",
+         "branch": "cond"}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_target_runs_it(name: str, wrapper: str, records: list[CompileRecord]) -> None:
+    module = PROGRAMS[name]
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        run = compiled(module, wrapper)
+        for given in (x, x.abs(), -x.abs()):
+            same(module, run, given)
+        same(module, run, torch.randn(7, 4))  # sizes are symbols from here on
+    found = calls_of(records[0])
+    assert found[0].kind == KINDS[name]
+    if name == "nested":  # one graph that is called twice is one program
+        assert [c.programs for c in found] == [(0,), (0,)]
+        assert len(records[0].wrapper.programs) == 1
+    assert {(s.rung, s.reason) for s in records[0].ladder} == {
+        ("aten", "its graphs run as calls of ATen")
+    }
+
+
+@pytest.mark.parametrize("name", ["in_a_branch", "scanned", "branch", "count"])
+def test_texts_read_back(name: str, records: list[CompileRecord]) -> None:
+    with torch.no_grad():
+        compiled(PROGRAMS[name])(torch.randn(5, 4))
+    plan, wrapper = records[0].plan, records[0].wrapper
+    assert plan.programs and len(plan.programs) == len(wrapper.programs)
+    assert read_program(program_text(plan.program)) == plan.program
+    assert read_plan(plan_text(plan), plan.program) == plan
+    assert read(text(wrapper)) == wrapper
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_go_through_a_branch(wrapper: str, records: list[CompileRecord]) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def one(y: Tensor) -> Tensor:
+                return self.a(y).tanh()
+
+            def other(y: Tensor) -> Tensor:
+                return self.b(y) * 2
+
+            chosen: Tensor = torch.cond(x.mean() > 0, one, other, (x,))
+            return chosen.sin()
+
+    torch.manual_seed(0)
+    module = Gate()
+    run = compiled(module, wrapper)
+    for x in (torch.rand(3, 4), -torch.rand(3, 4)):
+        grads = []
+        for call in (module, run):
+            module.zero_grad()
+            x = x.detach().requires_grad_()
+            call(x).sum().backward()
+            grads.append([x.grad, *(p.grad for p in module.parameters())])
+        for want, have in zip(*grads, strict=True):
+            torch.testing.assert_close(have, want)
+    assert [r.kind for r in records] == ["forward", "backward"]
+    assert all(calls_of(r) for r in records)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_no_subprogram_runs_as_python_and_says_why(
+    wrapper: str, records: list[CompileRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of what was lowered before it was refused."""
+
+    def refuse(*_: object) -> object:
+        raise NoRule(f"refused for {wrapper}")
+
+    monkeypatch.setattr("plait.lower.control_flow.results", refuse)
+    module = PROGRAMS["branch"]
+    words = f"higher_order::cond: runs as Python: refused for {wrapper}"
+    with pytest.warns(UserWarning, match=words):
+        run = compiled(module, wrapper)
+        with torch.no_grad():
+            for x in (torch.ones(5, 4), -torch.ones(5, 4)):
+                torch.testing.assert_close(run(x), module(x))
+    (record,) = records
+    assert [i.label for i in record.wrapper.body if isinstance(i, ins.CallPython)] == [
+        "higher_order::cond"
+    ]
+    assert record.wrapper.programs == ()
+
+
+def test_finite_asserts_and_watch(records: list[CompileRecord]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result: Tensor = torch.cond(x.sum() > 0, lambda x: x.log(), lambda x: x + 1, (x * 2,))
+        return result * 3
+
+    seen: list[str] = []
+    with torch.no_grad(), plait.watch(lambda node, label, t: seen.append(label)):
+        run = torch.compile(fn, backend="plait", options={"finite_asserts": True})
+        same(fn, run, torch.ones(4))
+    assert any(label.startswith("higher_order::cond (") for label in seen)
+    with pytest.raises(RuntimeError, match=r"higher_order::cond \(.*test_control_flow.py"):
+        run(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+
+def fault(control: Control, n_operands: int, n_results: int) -> str:
+    return control.fault(n_operands, [(2, 1), (2, 2), (2, 2)], n_results)
+
+
+@pytest.mark.parametrize(
+    ("control", "operands", "results", "words"),
+    [
+        (Control("if", (0,)), 2, 1, "unknown kind"),
+        (Control("cond", (1,)), 3, 2, "a wrong number of programs"),
+        (Control("call", (3,)), 2, 2, "a wrong number of programs"),
+        (Control("call", (1,)), 3, 2, "other operands"),
+        (Control("call", (0,)), 2, 2, "other results"),
+        (Control("cond", (0, 1)), 3, 2, "other results"),
+        (Control("cond", (1, 2)), 2, 2, "other operands"),
+        (Control("call", (1,), 1), 2, 2, "carries or scans more"),
+        (Control("loop", (0, 1), 2, 1), 2, 2, "carries or scans more"),
+        (Control("loop", (1, 2), 2), 2, 2, "a condition with one result"),
+        (Control("loop", (0, 1), 1), 2, 2, "a condition with one result"),
+        (Control("scan", (1,), 1, 2), 2, 2, "carries or scans more"),
+        (Control("scan", (1,), 1), 2, 2, "something to scan"),
+        (Control("scan", (0,), 2, 0), 2, 1, "something to scan"),
+    ],
+)
+def test_faults_have_words(control: Control, operands: int, results: int, words: str) -> None:
+    assert words in fault(control, operands, results)
+
+
+def test_verifiers_look_into_subprograms(records: list[CompileRecord]) -> None:
+    for good in (Control("cond", (1, 2)), Control("loop", (0, 1), 2), Control("scan", (1,), 1, 1)):
+        assert fault(good, 2 + (good.kind == "cond"), 2) == ""
+    with torch.no_grad():
+        compiled(PROGRAMS["in_a_branch"])(torch.randn(5, 4))
+    loops, wrapper = records[0].plan.program, records[0].wrapper
+    inner = replace(loops.programs[0], ops=())
+    with pytest.raises(InternalError, match="is read before it is defined"):
+        verify_loops(replace(loops, programs=(inner, *loops.programs[1:])), "damage")
+    (call,) = (o for o in loops.ops if isinstance(o, Extern))
+    assert call.control is not None
+    wrong = replace(call, control=replace(call.control, programs=(0, 9)))
+    with pytest.raises(InternalError, match="a wrong number of programs"):
+        verify_loops(replace(loops, ops=tuple(wrong if o is call else o for o in loops.ops)), "x")
+    nested = replace(wrapper.programs[0], body=wrapper.programs[0].body[-1:])
+    with pytest.raises(InternalError, match="is used before it is defined"):
+        verify(replace(wrapper, programs=(nested, *wrapper.programs[1:])))
+    with pytest.raises(InternalError, match="the program has 1 subprograms"):
+        verify(replace(wrapper, programs=wrapper.programs[:1]))

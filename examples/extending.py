@@ -25,7 +25,7 @@ from plait.ir.loops import Node
 from plait.ir.maths import exp, where
 from plait.kernel.cpu.target import CppTarget
 from plait.kernel.null.target import NullTarget
-from plait.kernel.target import Choices, Source
+from plait.kernel.target import Choices, Machines, Source
 from plait.lower.core import Lowering, View
 from plait.lower.elementwise import elementwise
 from plait.schedule.plan import Kernel
@@ -91,10 +91,15 @@ class Counted(CppTarget):
     kernels = 0
 
     def emit(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+        self,
+        kernels: Sequence[Kernel],
+        unaligned: Set[str],
+        machines: Machines,
+        choices: Choices,
+        verifies: bool,
     ) -> Source:
         type(self).kernels += len(kernels)
-        return super().emit(kernels, unaligned, cfg, choices)
+        return super().emit(kernels, unaligned, machines, choices, verifies)
 
 
 # -------------------------------------------------------------------------------- a kind of device

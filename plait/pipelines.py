@@ -34,7 +34,7 @@ from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
-from plait.kernel.target import Choices, Measured, Source
+from plait.kernel.target import Choices, Machines, Measured, Source
 from plait.kernel.targets import TARGETS
 from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
@@ -203,25 +203,39 @@ class Kernels:
 
 def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
     """From a plan to the source of its kernels."""
+    machines = log("find machines", find_machines, plan, cfg)
     found = Measured({})
     if cfg.autotune:  # before kernels are written: it chooses how
-        found = log("measure candidates", measure_candidates, plan, cfg)
-    sources = log("emit kernels", emit_kernels, plan, cfg, found.choices)
+        found = log("measure candidates", measure_candidates, plan, machines, cfg)
+    sources = log("emit kernels", emit_kernels, plan, machines, found.choices, cfg.verifies)
     return Kernels(_named(plan, sources), sources, found.notes)
 
 
-def measure_candidates(plan: Plan, cfg: Config) -> Measured:
+def find_machines(plan: Plan, cfg: Config) -> Machines:
+    """What kernels for each device are made for."""
+    found: dict[str, Any] = {}
+    for kind, kernels in _by_kind(plan).items():
+        found |= TARGETS[kind].machines({k.device for k in kernels}, cfg)
+    return found
+
+
+def measure_candidates(plan: Plan, machines: Machines, cfg: Config) -> Measured:
     """The candidates that were fastest on the device at hand."""
-    anywhere = unaligned(plan)
-    found = [TARGETS[kind].measure(k, anywhere, cfg) for kind, k in _by_kind(plan).items()]
+    anywhere, kinds = unaligned(plan), _by_kind(plan)
+    found = [TARGETS[kind].measure(k, anywhere, machines, cfg) for kind, k in kinds.items()]
     choices = {name: choice for f in found for name, choice in f.choices.items()}
     return Measured(choices, tuple(note for f in found for note in f.notes))
 
 
-def emit_kernels(plan: Plan, cfg: Config, choices: Choices) -> dict[str, Source]:
+def emit_kernels(
+    plan: Plan, machines: Machines, choices: Choices, verifies: bool
+) -> dict[str, Source]:
     """The source of all kernels, by kind of device."""
     anywhere, kinds = unaligned(plan), _by_kind(plan)
-    return {kind: TARGETS[kind].emit(k, anywhere, cfg, choices) for kind, k in kinds.items()}
+    return {
+        kind: TARGETS[kind].emit(k, anywhere, machines, choices, verifies)
+        for kind, k in kinds.items()
+    }
 
 
 def _by_kind(plan: Plan) -> dict[str, list[Kernel]]:

@@ -28,7 +28,7 @@ from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker, compare
-from tests.kernel_tools import as_tensor, strided
+from tests.kernel_tools import as_tensor, emitted, strided
 
 DEVICE = "cuda:0"
 
@@ -38,7 +38,7 @@ class OnDevice:
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         target, cfg = TritonTarget(), Config.from_env()
-        self.source = target.emit([_moved(k) for k in kernels], frozenset(), cfg, {})
+        self.source = emitted(target, [_moved(k) for k in kernels], cfg)
         self.pack = str(target.build(self.source, cfg).path)
 
     def __call__(

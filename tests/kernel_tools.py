@@ -18,6 +18,7 @@ from plait.ir.dtypes import DType
 from plait.ir.expr import Size
 from plait.ir.loops import Buffer
 from plait.kernel.cpu.target import emit_library
+from plait.kernel.target import Choices, Source, Target
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
 from plait.schedule.plan import Kernel
@@ -100,6 +101,14 @@ def usable_isas() -> list[Isa]:
     """Every instruction set that this machine can run."""
     have = Path("/proc/cpuinfo").read_text()
     return [i for i in ISAS.values() if all(f in have for f in i.cpu)]
+
+
+def emitted(
+    target: Target, kernels: Sequence[Kernel], cfg: Config, choices: Choices | None = None
+) -> Source:
+    """The source of kernels, as the pipeline has a target write it."""
+    machines = target.machines({k.device for k in kernels}, cfg)
+    return target.emit(kernels, frozenset(), machines, choices or {}, cfg.verifies)
 
 
 def strided(

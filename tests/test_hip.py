@@ -16,6 +16,7 @@ from plait.kernel.triton.dialects import AMD, DIALECTS, GPUS, NVIDIA, gpu_of
 from plait.kernel.triton.target import TritonTarget
 from plait.runtime.cubin import Gpu
 from tests.gpu_rows import kernel_of
+from tests.kernel_tools import emitted
 from tests.test_native_cuda import DRIVER, FLAGS
 from tests.test_recordings import fake_gpu_flags
 from tests.test_triton_kernels import ROOT, TRITON, needs_triton, run
@@ -95,7 +96,7 @@ def test_a_device_may_be_newer_than_plait(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("gpu, warps", [("gfx942", 8), ("gfx1100", 16), ("sm_80", 16)])
 def test_a_block_has_as_many_threads_whatever_a_warp_is(gpu: str, warps: int) -> None:
     kernel = kernel_of("softmax", 4096)
-    (job,) = TritonTarget().emit([kernel], frozenset(), Config(gpu_arch=gpu), {}).units
+    (job,) = emitted(TritonTarget(), [kernel], Config(gpu_arch=gpu)).units
     assert (job.num_warps, job.gpu.name, job.early) == (warps, gpu, False)
 
 

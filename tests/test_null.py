@@ -130,9 +130,9 @@ def test_measuring_is_a_step_of_its_own(null: NullTarget, monkeypatch: pytest.Mo
 
     emit = null.emit
 
-    def watched(kernels: Any, unaligned: Any, cfg: Config, choices: Any) -> Any:
+    def watched(kernels: Any, unaligned: Any, machines: Any, choices: Any, verifies: bool) -> Any:
         given.append(choices)
-        return emit(kernels, unaligned, cfg, choices)
+        return emit(kernels, unaligned, machines, choices, verifies)
 
     monkeypatch.setattr(null, "emit", watched)
     monkeypatch.setattr(null, "measure", lambda k, *_: Measured({k[0].name: "a tile"}, ("a note",)))
@@ -140,7 +140,7 @@ def test_measuring_is_a_step_of_its_own(null: NullTarget, monkeypatch: pytest.Mo
     plan = records[0].plan
     name = plan.steps[0].name
     plain = make_kernels(plan, Config(), log)
-    assert steps == ["emit kernels"] and given[-1] == {} and plain.notes == ()
+    assert steps == ["find machines", "emit kernels"] and given[-1] == {} and plain.notes == ()
     tuned = make_kernels(plan, replace(Config(), autotune=True), log)
-    assert steps[1:] == ["measure candidates", "emit kernels"]
+    assert steps[2:] == ["find machines", "measure candidates", "emit kernels"]
     assert given[-1] == {name: "a tile"} and tuned.notes == ("a note",)

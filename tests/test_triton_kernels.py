@@ -37,6 +37,7 @@ from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.gpu_rows import kernel_of
+from tests.kernel_tools import emitted
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -134,11 +135,7 @@ def test_deviations_are_known_with_the_sum(name: str, loops: int) -> None:
 )
 def test_kernels_that_can_wait_start_early(arch: str, early: bool) -> None:
     """Launched so without waiting, a kernel would read what is not written yet."""
-    (job,) = (
-        TritonTarget()
-        .emit([kernel_of("softmax", 700)], frozenset(), Config(gpu_arch=arch), {})
-        .units
-    )
+    (job,) = emitted(TritonTarget(), [kernel_of("softmax", 700)], Config(gpu_arch=arch)).units
     first = job.text.rpartition("def ")[2].splitlines()[1]
     assert (first == "    tl.extra.cuda.gdc_wait()", job.text.count("gdc_wait"), job.early) == (
         early,

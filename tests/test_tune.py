@@ -33,6 +33,7 @@ from plait.errors import ToolchainError
 from plait.ir.dtypes import f32
 from plait.ir.loops import Buffer, Load, const, loop_vars, node
 from plait.kernel.null.run import run_kernel
+from plait.kernel.target import Measured
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import plan_tile
 from plait.kernel.triton.tune import MAX_TILES, candidates, describe
@@ -43,7 +44,7 @@ from plait.runtime.store import CacheWarning, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
-from tests.kernel_tools import strided
+from tests.kernel_tools import emitted, strided
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -466,6 +467,11 @@ def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert tune._race({}, torch.empty(8)) == {}
 
 
+def measured(kernels: list[Kernel], cfg: Config) -> Measured:
+    target = TritonTarget()
+    return target.measure(kernels, frozenset(), target.machines({"cuda:0"}, cfg), cfg)
+
+
 def test_the_emitted_kernel_is_the_tuned_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -473,12 +479,12 @@ def test_the_emitted_kernel_is_the_tuned_one(
     tiles = candidates(legalize(kernel))
     clock = Clock(monkeypatch, *([10.0] * (len(tiles) - 1) + [5.0]))
     cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
-    plain = TritonTarget().emit([kernel], frozenset(), cfg, {})
+    plain = emitted(TritonTarget(), [kernel], cfg)
     assert clock.asked == 0
     both = [kernel, replace(kernel, name="twin")]
-    found = TritonTarget().measure(both, frozenset(), cfg)
+    found = measured(both, cfg)
     assert found.choices == {"doubled": tiles[-1]} and clock.asked == 1
-    tuned = TritonTarget().emit(both, frozenset(), cfg, found.choices)
+    tuned = emitted(TritonTarget(), both, cfg, found.choices)
     assert (
         clock.asked == 1
         and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], gpu=SM_90).text != plain.text
@@ -499,7 +505,7 @@ def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     clock = Clock(monkeypatch, *[1.0] * len(candidates(legalize(kernel))))
     monkeypatch.setattr(tune, "times_us", lambda c, v: seen.append(c) or clock.us)
     cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
-    TritonTarget().measure([kernel], frozenset(), cfg)
+    measured([kernel], cfg)
     assert seen[0].buffers == (
         tune.Scratch("f32", 4 * (7 * 100 + 16)),
         tune.Scratch("f32", 4 * 128),
@@ -511,10 +517,10 @@ def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
     arch = "sm_100" if here == (9, 0) else "sm_90"
     kernel = replace(KERNELS[0], args=tuple(replace(b, device="cuda:0") for b in KERNELS[0].args))
     cfg = Config(cache_dir=str(tmp_path), gpu_arch=arch)
-    found = TritonTarget().measure([kernel], frozenset(), cfg)
+    found = measured([kernel], cfg)
     assert found.notes == (f"rows: not tuned: no device with {arch} at hand",)
-    source = TritonTarget().emit([kernel], frozenset(), cfg, found.choices)
-    assert source == TritonTarget().emit([kernel], frozenset(), cfg, {})
+    source = emitted(TritonTarget(), [kernel], cfg, found.choices)
+    assert source == emitted(TritonTarget(), [kernel], cfg)
     assert not list(tmp_path.iterdir())
 
 
@@ -527,7 +533,7 @@ def test_tiles_are_for_the_device_at_hand(monkeypatch: pytest.MonkeyPatch) -> No
     def warps(multiprocessors: int, **options: str) -> int:
         found = SimpleNamespace(multi_processor_count=multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-        source = TritonTarget().emit([kernel], frozenset(), Config(**options), {})  # type: ignore[arg-type]
+        source = emitted(TritonTarget(), [kernel], Config(**options))  # type: ignore[arg-type]
         return int(source.units[0].num_warps)
 
     assert warps(64) < warps(132) == warps(64, gpu_arch="sm_90")

@@ -29,6 +29,8 @@ class Source:
     units: tuple[Any, ...] = ()
 
 
+Machines = Mapping[str, Any]
+"""Device -> what kernels for it are made for, in its target's own terms."""
 Choices = Mapping[str, Any]
 """Kernel name -> how to write it, in its target's own terms; the target plans those not in it."""
 
@@ -51,16 +53,27 @@ class Target(Protocol):
     def find_tools(self, cfg: Config) -> None:
         """Raises ToolchainMissing where the machine lacks what kernels are built with."""
 
-    def measure(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Measured:
+    def machines(self, devices: Set[str], cfg: Config) -> Machines:
+        """What cfg names, or what is found where it says "auto"."""
+        return {}
+
+    def measure(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines, cfg: Config
+    ) -> Measured:
         """Runs the candidates of each kernel, on the device that they are for if it is here.
         unaligned: buffers that may start anywhere, the others start at multiples of 16 bytes."""
         return Measured({})  # there is one way to write a kernel
 
     def emit(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+        self,
+        kernels: Sequence[Kernel],
+        unaligned: Set[str],
+        machines: Machines,
+        choices: Choices,
+        verifies: bool,
     ) -> Source:
         """The source of all kernels: equal input gives byte-identical text. unaligned: as above.
-        choices: what `measure` chose."""
+        choices: what `measure` chose. verifies: what is decided is checked."""
         ...
 
     def build(self, source: Source, cfg: Config) -> Built:

@@ -18,7 +18,7 @@ from plait.kernel.cpu.nest import print_body
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.dedup import part_operands, structure, symbol_for
-from plait.kernel.target import Choices, Source, Target
+from plait.kernel.target import Choices, Machines, Source, Target
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
@@ -40,11 +40,20 @@ class CppTarget(Target):
         """A C++ compiler."""
         find_toolchain(cfg)
 
+    def machines(self, devices: Set[str], cfg: Config) -> Machines:
+        """Vector instructions."""
+        return dict.fromkeys(devices, find_toolchain(cfg).isa)
+
     def emit(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+        self,
+        kernels: Sequence[Kernel],
+        unaligned: Set[str],
+        machines: Machines,
+        choices: Choices,
+        verifies: bool,
     ) -> Source:
         """One translation unit. Vectors are read from any address."""
-        return emit_library(kernels, find_toolchain(cfg).isa, cfg.verifies)
+        return emit_library(kernels, machines[kernels[0].device], verifies)
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""

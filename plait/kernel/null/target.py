@@ -17,7 +17,7 @@ from plait.ir.interp import EVALUATE
 from plait.ir.ops import SPECIAL
 from plait.kernel.dedup import symbol_for
 from plait.kernel.null.run import launch
-from plait.kernel.target import Choices, Source, Target
+from plait.kernel.target import Choices, Machines, Source, Target
 from plait.runtime.generated import LIBRARIES
 from plait.runtime.store import Built
 from plait.runtime.toolchain import ToolchainMissing
@@ -40,7 +40,12 @@ class NullTarget(Target):
             )
 
     def emit(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+        self,
+        kernels: Sequence[Kernel],
+        unaligned: Set[str],
+        machines: Machines,
+        choices: Choices,
+        verifies: bool,
     ) -> Source:
         """The kernels' text."""
         taken: set[str] = set()

@@ -19,7 +19,7 @@ from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.dedup import structure, symbol_for
-from plait.kernel.target import Choices, Measured, Source, Target
+from plait.kernel.target import Choices, Machines, Measured, Source, Target
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -61,9 +61,15 @@ class TritonTarget(Target):
         """Triton, which brings its assembler."""
         triton_version()
 
-    def measure(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Measured:
+    def machines(self, devices: Set[str], cfg: Config) -> Machines:
+        """What each GPU is, and how many programs fill it."""
+        return {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in devices}
+
+    def measure(
+        self, kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines, cfg: Config
+    ) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
-        _, distinct, symbols = _distinct(kernels, unaligned, cfg)
+        _, distinct, symbols = _distinct(kernels, unaligned, machines)
         tiles = {key: candidates(_space(k), key.busy) for key, k in distinct.items()}
         contests = {
             key: _contest(k, symbols[key], key, tiles[key])
@@ -77,12 +83,17 @@ class TritonTarget(Target):
         )
 
     def emit(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config, choices: Choices
+        self,
+        kernels: Sequence[Kernel],
+        unaligned: Set[str],
+        machines: Machines,
+        choices: Choices,
+        verifies: bool,
     ) -> Source:
         """A module a kernel. choices: tiles other than the planned ones."""
-        keys, distinct, symbols = _distinct(kernels, unaligned, cfg)
+        keys, distinct, symbols = _distinct(kernels, unaligned, machines)
         made = {
-            key: _unit(k, symbols[key], key, choices.get(k.name), cfg.verifies)
+            key: _unit(k, symbols[key], key, choices.get(k.name), verifies)
             for key, k in distinct.items()
         }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
@@ -110,15 +121,14 @@ class Key(NamedTuple):
 
 
 def _distinct(
-    kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config
+    kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines
 ) -> tuple[list[Key], dict[Key, Kernel], dict[Key, str]]:
     """The key of each kernel; the first kernel of each key, in order; and their symbols."""
-    gpus = {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in {k.device for k in kernels}}
     keys: list[Key] = []
     distinct: dict[Key, Kernel] = {}
     for k in kernels:
         aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
-        keys.append(Key(structure(k), aligned, k.device, *gpus[k.device]))
+        keys.append(Key(structure(k), aligned, k.device, *machines[k.device]))
         distinct.setdefault(keys[-1], k)
     taken: set[str] = set()
     return keys, distinct, {key: symbol_for(k.name, taken) for key, k in distinct.items()}

@@ -11,11 +11,17 @@ import pytest
 
 from plait.errors import InternalError
 from plait.ir.dtypes import f32
-from plait.ir.loops import Load, loop_vars, node
+from plait.ir.expr import Size, symbol
+from plait.ir.loops import Buffer, Load, loop_vars, node, walk
 from plait.kernel.cpu.choose_levels import Place, faults_of_levels
 from plait.kernel.cpu.plan_body import BodyPlan, plan_body, verify_body
 from plait.kernel.cpu.share_work import Share, Unit, faults_of_sharing
+from plait.kernel.triton import plan_body as triton
+from plait.kernel.triton.choose_accumulators import Accumulation
+from plait.kernel.triton.tiles import plan_tile
+from plait.kernel.triton.verify_body import faults_of_body
 from plait.schedule.legalize import legalize
+from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker
 from tests.kernel_tools import strided
@@ -91,3 +97,113 @@ def test_points_that_run_in_order_stay_on_a_thread() -> None:
         assert sharing_faults(plan, share=Share.COLUMNS)
         with pytest.raises(InternalError, match="kernel k runs in order"):
             verify_body(replace(plan, sharing=replace(plan.sharing, share=Share.RUN)))
+
+
+# ------------------------------------------------------------------------------------------- Triton
+def triton_plan(kernel: Kernel) -> triton.BodyPlan:
+    linear = drop_picks(legalize(kernel))
+    return triton.plan_body(linear, plan_tile(linear), "tl.int64", {"s0": "s0"})
+
+
+def softmax(n: Size) -> triton.BodyPlan:
+    """Long rows in two passes. They begin anywhere, if n is known."""
+    (i,), (r,) = loop_vars("i", (3,)), loop_vars("r", (n,))
+    x, peak = node("load", (), Load("x", (i, r)), f32), node("acc", (), "peak", f32)
+    power = node("exp", (node("sub", (x, peak)),))
+    share = node("truediv", (power, node("acc", (), "sum", f32)))
+    stmts = (
+        Reduce("peak", "max", x),
+        Reduce("sum", "sum", power),
+        Store("out", (i, r), share, True),
+        Store("peaks", (i,), node("add", (peak, node("load", (), Load("x", (i, 0)), f32))), False),
+    )
+    rows, peaks = Buffer("x", f32, (3, n), (n, 1)), strided("peaks", f32, (3,))
+    buffers = (rows, replace(rows, name="out"), peaks)
+    return triton_plan(Kernel("k", (i,), (r,), stmts, buffers, ("out", "peaks"), ()))
+
+
+def bend(plan: triton.BodyPlan, k: int, **damage: Any) -> triton.BodyPlan:
+    """The plan with a damaged pass."""
+    return replace(plan, passes=tuple(
+        replace(p, **damage) if p is plan.passes[k] else p for p in plan.passes
+    ))  # fmt: skip
+
+
+def test_a_damaged_order_is_seen() -> None:
+    plan = softmax(65537)
+    assert len(plan.passes) == 2 and faults_of_body(plan) == []
+    first, second = plan.passes
+    assert any("uses ['peak', 'sum'] before" in f for f in order_faults(plan, second, first))
+    for passes in ((first,), (second,), (first, second, second), (first, first, second)):
+        assert "does not do each of its statements once" in order_faults(plan, *passes)
+    moved = replace(first, stores=second.stores), replace(second, stores=())
+    assert "stores before its last pass" in order_faults(plan, *moved)
+
+
+def order_faults(plan: triton.BodyPlan, *passes: triton.RowPass) -> list[str]:
+    return faults_of_body(replace(plan, passes=passes))
+
+
+def test_damaged_accumulators_are_seen() -> None:
+    plan = softmax(65537)
+    peak, total = plan.passes[0].accumulators
+    assert (peak.how, total.how) == (Accumulation.PEAK, Accumulation.WITH)
+    damaged = [(replace(peak, how=how), total) for how in Accumulation if how is not peak.how]
+    damaged += [(peak, replace(total, how=how)) for how in Accumulation if how is not total.how]
+    damaged += [(replace(peak, beside=()), total), (peak, replace(total, first=total.reduce))]
+    damaged += [(peak, replace(total, folds=(1, 2, 3, 4)))]
+    for accumulators in damaged:
+        faults = faults_of_body(bend(plan, 0, accumulators=accumulators))
+        assert any(f.startswith("accumulates") for f in faults), accumulators
+
+
+def test_damaged_walks_along_rows_are_seen() -> None:
+    plan = softmax(65537)
+    span, block = plan.passes[0].span, plan.layout.tile.groups[-1].block
+    assert span.start is not None
+    for whole in (0, block, span.whole - block, span.whole + 1, span.whole + block):
+        damaged = bend(plan, 0, span=replace(span, whole=whole))
+        assert any(f.startswith("walks along rows") for f in faults_of_body(damaged)), whole
+    ordered = [replace(a, how=Accumulation.MEAN) for a in plan.passes[0].accumulators]
+    faults = faults_of_body(bend(plan, 0, accumulators=tuple(ordered)))
+    assert "walks from before rows, whose points must stay in order" in faults
+
+
+def test_damaged_loads_and_stores_are_seen() -> None:
+    plan = softmax(65537)
+    for n, access in plan.loads.items():
+        fields = {"offset": access.offset + 1, "dims": frozenset("y"), "guarded": True}
+        for name, value in fields.items():
+            damaged = replace(plan, loads={**plan.loads, n: replace(access, **{name: value})})
+            assert any(f.startswith("loads") for f in faults_of_body(damaged)), name
+    (s,) = plan.passes[1].stores
+    for access in (replace(s.access, offset=0), replace(s.access, dims=frozenset("x"))):
+        damaged = bend(plan, 1, stores=(replace(s, access=access),))
+        assert any(f.startswith("stores out") for f in faults_of_body(damaged))
+    assert any(
+        "stores out" in f for f in faults_of_body(bend(plan, 1, stores=(replace(s, inner=False),)))
+    )
+
+
+def test_reads_of_rows_without_points_are_seen() -> None:
+    n = symbol("s0", lo=0)
+    plan = softmax(n)
+    assert faults_of_body(plan) == [] and plan.guarded
+    faults = faults_of_body(replace(plan, guarded=frozenset()))
+    assert any(f.startswith("needs") for f in faults)
+    everything = frozenset(walk(plan.layout.linear.roots()))
+    faults = faults_of_body(replace(plan, guarded=everything))
+    assert any(f.startswith("leaves out") for f in faults)
+
+
+def test_damaged_forms_are_seen() -> None:
+    plan = softmax(65537)
+    (n, form), *_ = plan.forms.items()
+    for other in (n, node("load", (), Load("peaks", (0,)), f32)):
+        damaged = replace(plan, forms={n: replace(form, operands=(*form.operands, other))})
+        assert any(f.startswith("makes") for f in faults_of_body(damaged))
+
+
+def test_plans_of_random_kernels_obey_the_rules() -> None:
+    for seed in range(100):
+        assert faults_of_body(triton_plan(Maker(seed).kernel())) == [], seed

@@ -200,16 +200,12 @@ class Values:
 
     def pointer(self, buf: str, offset: Size) -> str:
         """A pointer to element `offset` (at lane 0, first vector in flight)."""
-        groups: dict[int, Size] = {}
-        if isinstance(offset, int):
-            groups[0] = offset
-        else:
-            if offset.const:
-                groups[0] = offset.const
-            for mono, c in offset.terms:
-                term = Expr(0, ((mono, c),))
-                depth = self.place.level(term)
-                groups[depth] = groups.get(depth, 0) + term
+        terms, const = ((), offset) if isinstance(offset, int) else (offset.terms, offset.const)
+        groups: dict[int, Size] = {0: const}
+        for mono, c in terms:
+            term = Expr(0, ((mono, c),))
+            depth = self.place.level(term)
+            groups[depth] = groups.get(depth, 0) + term
         pointer: str = self.bases[buf]
         total: Size = 0
         type_ = memory(self.nest.linear.buffers[buf].dtype)

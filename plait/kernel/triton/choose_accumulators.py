@@ -68,10 +68,10 @@ def _accumulator(linear: LinearKernel, tile: Tile, passes: Passes, s: Reduce) ->
         return Accumulator(s, Accumulation.WITH, (), first, _folds(linear, tile))
     if first := passes.spread.get(s.name):
         return Accumulator(s, Accumulation.WITH, (), first)
-    if spread := passes.deviations(s):
-        return Accumulator(s, Accumulation.MEAN, tuple(spread))
-    if rescaled := passes.exponentials(s):
-        return Accumulator(s, Accumulation.PEAK, tuple(rescaled), None, _folds(linear, tile))
+    if spread := passes.beside(s, passes.spread):
+        return Accumulator(s, Accumulation.MEAN, spread)
+    if rescaled := passes.beside(s, passes.rescaled):
+        return Accumulator(s, Accumulation.PEAK, rescaled, None, _folds(linear, tile))
     return Accumulator(s, Accumulation.SCAN if s.running else Accumulation.BLOCK)
 
 

@@ -8,7 +8,7 @@ together once, after the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.loops import Node
@@ -33,16 +33,10 @@ class Passes:
     rescaled: Mapping[str, Reduce] = field(default_factory=dict)
     spread: Mapping[str, Reduce] = field(default_factory=dict)
 
-    def deviations(self, first: Reduce) -> list[Reduce]:
-        """The sums in `spread` that belong to `first`."""
-        return [s for s in self._reductions() if self.spread.get(s.name) is first]
-
-    def exponentials(self, first: Reduce) -> list[Reduce]:
-        """The sums in `rescaled` that belong to `first`."""
-        return [s for s in self._reductions() if self.rescaled.get(s.name) is first]
-
-    def _reductions(self) -> Iterator[Reduce]:
-        return (s for p in self.loops for s in p if isinstance(s, Reduce))
+    def beside(self, first: Reduce, of: Mapping[str, Reduce]) -> tuple[Reduce, ...]:
+        """The sums that belong to `first`. of: `rescaled` or `spread`."""
+        sums = (s for p in self.loops for s in p if isinstance(s, Reduce))
+        return tuple(s for s in sums if of.get(s.name) is first)
 
 
 def plan_passes(linear: LinearKernel, looped: bool) -> Passes:

@@ -9,7 +9,7 @@ from plait.ir.expr import Size, coefficient, free_symbols, substitute
 from plait.ir.loops import walk
 from plait.kernel.triton.tiles import Tile
 from plait.schedule.legalize.linear import LinearKernel, offset_of, stmt_nodes
-from plait.schedule.plan import Reduce, Store
+from plait.schedule.plan import Stmt, Store
 
 LINE = 8
 """Vectors of 16 bytes in a line of memory."""
@@ -41,9 +41,7 @@ class Span:
     start: RowStart | None = None
 
 
-def split_rows(
-    linear: LinearKernel, tile: Tile, stmts: Sequence[Reduce | Store], ordered: bool
-) -> Span:
+def split_rows(linear: LinearKernel, tile: Tile, stmts: Sequence[Stmt], ordered: bool) -> Span:
     """The span of a pass. ordered: its reductions need to know which points come first."""
     block, length = tile.groups[-1].block, tile.groups[-1].points
     if not isinstance(length, int):
@@ -56,9 +54,7 @@ def split_rows(
     return Span(whole, start)
 
 
-def _contiguous(
-    linear: LinearKernel, stmts: Sequence[Reduce | Store]
-) -> list[tuple[Size, int]]:  # fmt: skip
+def _contiguous(linear: LinearKernel, stmts: Sequence[Stmt]) -> list[tuple[Size, int]]:
     """Where statements load and store along memory, and how many elements a vector has there."""
     loads = [
         (offset_of(n), n.dtype)
@@ -71,7 +67,7 @@ def _contiguous(
 
 
 def _start(
-    linear: LinearKernel, tile: Tile, stmts: Sequence[Reduce | Store], length: int, whole: int
+    linear: LinearKernel, tile: Tile, stmts: Sequence[Stmt], length: int, whole: int
 ) -> RowStart | None:
     block = tile.groups[-1].block
     if len(linear.rvars) > 1 or any(g.block > 1 for g in tile.outer) or whole < 3 * block:
@@ -88,9 +84,7 @@ def _start(
     return RowStart(begin, line) if known and begin % each != 0 else None
 
 
-def _keeps_from_vectors(
-    linear: LinearKernel, stmts: Sequence[Reduce | Store], length: int
-) -> bool:  # fmt: skip
+def _keeps_from_vectors(linear: LinearKernel, stmts: Sequence[Stmt], length: int) -> bool:
     """Whether rows that begin where vectors may are so long that a mask, which ends in the middle
     of a vector, would forbid them all along."""
     for offset, each in _contiguous(linear, stmts):

@@ -14,7 +14,7 @@ import torch
 
 from plait.config import Config
 from plait.devices import facts_of
-from plait.errors import Unsupported
+from plait.errors import InternalError, Unsupported
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
@@ -26,6 +26,7 @@ from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import BUSY, Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
+from plait.kernel.triton.verify_body import faults_of_body
 from plait.runtime.cubin import Gpu, Job, triton_version
 from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
@@ -191,7 +192,10 @@ def emit_kernel(
     tile = tile or plan_tile(linear, busy)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
-    lines, checks = BodyPrinter(plan_body(linear, tile, index_type, names)).print()
+    plan = plan_body(linear, tile, index_type, names)
+    if verifies and (faults := faults_of_body(plan)):
+        raise InternalError(f"kernel {kernel.name} {faults[0]}")
+    lines, checks = BodyPrinter(plan).print()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     lines = [*(f"{s} = {s}.to({index_type})" for s in names.values()), *lines]
     dialect = DIALECTS[gpu.backend]

@@ -7,7 +7,7 @@ arithmetic, `fold` every walk, `text` expressions as Python. Nothing here knows 
 border to ShapeEnv is `plait/lower/symbols.py`.
 """
 
-from plait.ir.expr.core import INF, Atom, Expr, Mono, Size, atom_of, forget, interned
+from plait.ir.expr.core import INF, Atom, Expr, Mono, Size, atom_of, forget, interned, summands
 from plait.ir.expr.fold import (
     BUILD,
     coefficient,
@@ -46,5 +46,5 @@ __all__ = [
     "coefficient", "compare", "contiguous_strides", "divisors", "evaluate", "exact_div", "fold",
     "forget", "free_symbols", "interned", "is_contiguous", "known_eq", "known_le", "known_lt",
     "known_nonneg", "may_be_zero", "n_functions", "numel", "product", "smax", "smin", "substitute",
-    "symbol", "total",
+    "summands", "symbol", "total",
 ]  # fmt: skip

@@ -137,17 +137,18 @@ def expr_text(e: Size, atom: Callable[[Atom], str]) -> str:
     """An expression as text. atom: the text of an atom."""
     if isinstance(e, int):
         return str(e)
-    parts = []
-    for mono, c in e.terms:
-        factors = [atom(a) for a in mono]
-        if c == -1:
-            factors[0] = "-" + factors[0]
-        elif c != 1:
-            factors.insert(0, str(c))
-        parts.append("*".join(factors))
+    parts = summands(e, atom, lambda c: "-" if c == -1 else f"{c}*")
     if e.const:
         parts.append(str(e.const))
     return " + ".join(parts).replace("+ -", "- ")
+
+
+def summands(
+    e: Expr, atom: Callable[[Atom], str], factor: Callable[[int], str], times: str = "*"
+) -> list[str]:
+    """The texts of what an expression adds up, but for its constant. factor: what stands before a
+    product for a number other than 1. times: what stands between atoms."""
+    return [("" if c == 1 else factor(c)) + times.join(map(atom, mono)) for mono, c in e.terms]
 
 
 _atoms: dict[object, Atom] = {}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from plait.ir.dtypes import DType
-from plait.ir.expr import Atom, Expr, Size, bounds
+from plait.ir.expr import Atom, Expr, Size, bounds, summands
 from plait.ir.loops import Node
 from plait.kernel.cpu.choose_levels import Place
 from plait.kernel.cpu.expr import Parts, memory, n_parts, splat, vtype
@@ -175,12 +175,7 @@ class Values:
         as possible."""
         if isinstance(e, int):
             return f"{e}l" if abs(e) >> 31 else str(e)
-        parts = []
-        for mono, c in e.terms:
-            factors = [self._factor(a) for a in mono]
-            if c != 1:
-                factors.insert(0, f"{c}l")
-            parts.append("*".join(factors))
+        parts = summands(e, self._factor, "{}l*".format)
         if e.const:
             parts.append(f"{e.const}l")
         return parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from plait.ir.expr import Atom, Size, bounds, known_nonneg, product
+from plait.ir.expr import Atom, Size, bounds, known_nonneg, product, summands
 from plait.ir.loops import Node
 from plait.kernel.triton.layout import Layout, undivided
 from plait.kernel.triton.lines import Lines
@@ -39,12 +39,7 @@ class Indices:
             return str(e)
         if known := self.lines.find(e):
             return known
-        parts = []
-        for mono, c in e.terms:
-            factors = [self._atom(a) for a in mono]
-            if c != 1:
-                factors.insert(0, str(c) if c > 0 else f"({c})")
-            parts.append(" * ".join(factors))
+        parts = summands(e, self._atom, lambda c: f"{c if c > 0 else f'({c})'} * ", " * ")
         if e.const:
             parts.append(str(e.const))
         plain = len(parts) == 1 and len(e.terms[0][0]) == 1 and e.terms[0][1] == 1

@@ -426,6 +426,22 @@ def test_second_backward_through_a_retained_graph() -> None:
     torch.testing.assert_close(x.grad, first)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_backward_again_through_the_callable_of_autograd(dynamic: bool) -> None:
+    fn = lambda x: ((x @ x.t()).tanh().softmax(-1), x.t())  # a view of an input: no native callable
+    run = compiled(fn, dynamic)
+    for keep in (False, True, False):  # the first one tells nothing of later ones
+        x, other = (rand(4, 6).requires_grad_() for _ in range(2))
+        with torch.no_grad():
+            other.copy_(x)
+        (y, _), (want, _) = run(x), fn(other)
+        g = rand(4, 4)
+        for retain in (True, False) if keep else (False,):
+            y.backward(g, retain_graph=retain)
+            want.backward(g, retain_graph=retain)
+        torch.testing.assert_close(x.grad, other.grad)
+
+
 def test_saved_tensor_mutated_before_backward_is_an_error() -> None:
     x = rand(4).requires_grad_()
     w = rand(4)

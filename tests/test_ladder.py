@@ -24,6 +24,7 @@ from plait.graph.captured import Captured
 from plait.lower import core, size_rules
 from plait.lower.core import RULES
 from plait.tools.report import Report
+from tests.against_eager import same
 
 WRAPPERS = ("native", "python", "cpp", "fx")
 pipeline = importlib.import_module("plait.compile")
@@ -320,6 +321,22 @@ def test_an_exception_in_a_backward_graph_by_eager_is_its_own(failing: Callable[
     )
     with pytest.raises(ArithmeticError, match=r"^not today$"):
         y.sum().backward()
+
+
+# ------------------------------------------------------------------------------- memory of inputs
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_inputs_that_share_memory_beside_a_write(dynamic: bool) -> None:
+    def pair() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(-1, 1, 9).view(3, 3)
+        return x, x.t()
+
+    def parts() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(-1, 1, 13)
+        return x[:9].view(3, 3), x[4:].view(3, 3)
+
+    fn = lambda x, y: (x.add_(1) * y, x[1:], y.t())
+    for make in (pair, parts):
+        same(fn, make, dynamic=dynamic)
 
 
 # ------------------------------------------------------------------------------------------- strict

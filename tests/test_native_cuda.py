@@ -15,7 +15,7 @@ HEADER = Path(sys.prefix) / "triton" / "triton" / "backends" / "nvidia" / "inclu
 CORE = ROOT / "native" / "core"
 DRIVER = [CORE / "cuda.cpp", *sorted((CORE / "drivers").glob("*.cpp"))]
 """The driver's sources."""
-FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
+FLAGS = ["g++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
 
 SAID = """\
 error: no CUDA driver: /nowhere/libcuda.so: cannot open shared object file: \

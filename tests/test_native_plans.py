@@ -200,7 +200,7 @@ def test_damaged_plans_are_read_under_a_sanitizer(tmp_path: Path):
         "g++",
         "-std=c++20",
         "-O1",
-        "-g",
+        "-g1",
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover",
     ]

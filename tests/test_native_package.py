@@ -18,7 +18,7 @@ from plait.errors import InputError, Unsupported
 from plait.ir.expr import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Control, PackageWriter, Routine, Variant
+from plait.wrapper.package import Contents, PackageWriter, Variant
 from tests.native_tools import (
     SOURCE,
     alloc,
@@ -358,7 +358,6 @@ def test_write(tmp_path: Path) -> None:
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     """Every length and nearly every byte of a package, and twenty thousand manifests, in a program
     of its own."""
-    control = Control("scan", (0,), ((False, 1), (True, 7)), ((4, 1), None), 1, 1)
     rich = contents(
         inputs=(
             *contents().inputs,
@@ -380,10 +379,6 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
             ("apart", "stride 1 0", "offset 2", "add", "size 1 1", "lt"),
         ),
         folded=("old",),
-        routines=(
-            Routine(b"plan", [torch.ones(3)], ("cpu",), ()),
-            Routine(b"plan", [], (), (control,)),
-        ),
         fixed=(
             (0, "n", None),
             (2, "m", True),
@@ -391,7 +386,6 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
             (5, "h", "up"),
             (6, "d", torch.float32),
         ),
-        controls=(control, replace(control, kind="cond", routines=(0, 1), strides=())),
     )
     write_package(tmp_path / "p", rich)
     core, binary = ROOT / "native" / "core", tmp_path / "native_package"

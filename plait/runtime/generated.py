@@ -259,8 +259,8 @@ def run_programs(
     kind: str,
     programs: Sequence[SubProgram],
     given: list[object],
-    carried: int = 0,
-    scanned: int = 0,
+    carried: int,
+    scanned: int,
 ) -> Sequence[object]:
     """Control flow as `ir.calls.Control` says, in the dispatch state of the program's caller.
     Raises RuntimeError for a scan of tensors that do not have as many slices, at least one."""

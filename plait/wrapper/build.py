@@ -51,11 +51,8 @@ def build(
     d.define_symbols()
     for i in d.inputs:
         if isinstance(i, ins.TensorInput):
-            if (
-                (nested and i.dtype != opaque)
-                or d.cfg.size_asserts
-                or not (guarded or _is_known(i))
-            ):
+            unknown = d.cfg.size_asserts or not (guarded or _is_known(i))
+            if unknown or (nested and i.dtype != opaque):
                 _check_layout(d, i.name, copies=nested)
             _check_alignment(d, i.name)
     _define_tables(d)

@@ -247,11 +247,6 @@ def _launch(m: Statements, i: ins.Launch) -> None:
     m.body.append(f"{m.names.variable(i.kernel)}({args}, {sizes}, {more})")
 
 
-def program_name(number: int) -> str:
-    """What the function of a subprogram is called, before it is made a variable."""
-    return f"program_{number}"
-
-
 def _call(m: Statements, i: ins.Call) -> None:
     args = [m.operand(o) for o in i.args]
     for key, o in () if isinstance(i, ins.CallPrograms) else i.kwargs:
@@ -263,12 +258,11 @@ def _call(m: Statements, i: ins.Call) -> None:
         function, several = f"{_operator_text(op)}(", lists_of(op) != [False]
     elif isinstance(i, ins.CallPrograms):
         m.body.append(f"# {i.label}")
-        programs = tuple_text([m.names.variable(program_name(k)) for k in i.programs])
-        counts = "".join(
-            f", {what}={n}" for what, n in (("carried", i.carried), ("scanned", i.scanned)) if n
-        )
+        programs = tuple_text([m.names.variable(f"program_{k}") for k in i.programs])
         given = f"[{', '.join(args)}]"
-        function = f"rt.run_programs(outer, {i.kind!r}, {programs}, {given}{counts}"
+        function = (
+            f"rt.run_programs(outer, {i.kind!r}, {programs}, {given}, {i.carried}, {i.scanned}"
+        )
         args = []
     else:
         function = f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}"

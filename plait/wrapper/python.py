@@ -19,7 +19,7 @@ from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
 from plait.wrapper.program import Artifacts, Promise, promises
-from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text, program_name
+from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text
 from plait.wrapper.walk import forks, is_fence, sizes
 
 
@@ -68,7 +68,7 @@ def _bind(program: ins.WrapperProgram, nested: str = "") -> tuple[Statements, li
     for k, p in enumerate(program.programs):
         lines += _bind(p, f"{nested}_{k}")[1]
         bound = f"bind{nested}_{k}(libraries, constants, callables)"
-        m.setup.append(f"{m.names.variable(program_name(k))} = {bound}")
+        m.setup.append(f"{m.names.variable(f'program_{k}')} = {bound}")
     for i in program.body:
         add_instruction(m, i)
     leaves = any(isinstance(i, ins.CallPython | ins.CallPrograms | ins.Hook) for i in program.body)

@@ -20,7 +20,17 @@ from plait.ir.expr import Expr, evaluate, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper.owners import Owners
 from plait.wrapper.spec import FIELDS, Kind
-from plait.wrapper.walk import defined, may_keep, refs, root, sizes, symbols, used, views_of
+from plait.wrapper.walk import (
+    defined,
+    may_keep,
+    operands,
+    refs,
+    root,
+    sizes,
+    symbols,
+    used,
+    views_of,
+)
 
 LITERALS = frozenset(
     {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
@@ -305,7 +315,7 @@ class _Verifier:
             if not given.issuperset(i.into):
                 self.fail("a result is written into a tensor that is no keyword argument")
         if isinstance(i, ins.CallPrograms):
-            signatures = [(len(p.inputs), _n_returned(p)) for p in self.p.programs]
+            signatures = [(len(p.inputs), len(operands(p.body[-1]))) for p in self.p.programs]
             if fault := i.control.fault(len(i.args), signatures, len(i.outs)):
                 self.fail(fault)
         for name in defined(i):
@@ -320,11 +330,6 @@ class _Verifier:
             for name in refs(o) if isinstance(o, ins.Ref) else ():
                 if self.kind[root(name, self.base)] == "place":
                     self.fail(f"output {name} lies in the arena")
-
-
-def _n_returned(p: ins.WrapperProgram) -> int:
-    last = p.body[-1]
-    return len(last.values) if isinstance(last, ins.Return) else 0
 
 
 def _uses(body: Sequence[ins.Instr]) -> dict[str, list[int]]:

@@ -69,8 +69,10 @@ SAMPLED = {
 are slow."""
 
 BY_TURNS = {
+    "test_control_flow.py::test_every_target_runs_it",
     "test_lower_resample.py::test_planes",
     "test_metadata.py::test_results_lie_in_the_order_of_eagers_kernels",
+    "test_package_control.py::test_packages_agree_with_compile",
     "test_native_training.py::test_sizes_that_tracing_finds_constant",
     "test_replaced.py::test_torch_compile_sees_every_change",
     "test_size_functions.py::test_in_functions_whose_sizes_change",

@@ -109,15 +109,18 @@ def agree(path: Path, source: Any, example: Any, inputs: list[Tensor], eager: nn
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_packages_agree_with_compile(tmp_path: Path, name: str) -> None:
+def test_packages_agree_with_compile(tmp_path: Path, name: str, exported: bool) -> None:
     module, x = PROGRAMS[name], torch.randn(5, 4)
-    agree(tmp_path / "p.plait", module, (x,), [x, x.abs(), -x.abs()], module)
+    if not exported:
+        agree(tmp_path / "p.plait", module, (x,), [x, x.abs(), -x.abs()], module)
+        return
     sizes = {"x": {0: N}}
-    exported = export(
+    program = export(
         module, (x,), dynamic_shapes=sizes, strict=name == "nested"
     )  # strict: regions are kept
-    agree(tmp_path / "q.plait", exported, None, [x, x.abs(), -torch.rand(8, 4)], module)
+    agree(tmp_path / "q.plait", program, None, [x, x.abs(), -torch.rand(8, 4)], module)
 
 
 GENERATOR = torch.Generator()

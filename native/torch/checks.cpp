@@ -6,6 +6,7 @@
 #include <ATen/ops/isnan.h>
 
 #include "memory.h"
+#include "run.h"
 
 namespace plait {
 
@@ -61,7 +62,7 @@ void mend_layout(Frame& f, SlotId s, const Layout& want, const char* origin, boo
               want.sizes, " and ", want.strides, *origin ? " when it was traced" : "");
 }
 
-void check_size_stride(Frame& f, const AssertSizeStride& a) {
+void run(Frame& f, const AssertSizeStride& a) {
   c10::SmallVector<int64_t, 16> at;
   for (ExprId e : a.shape.sizes) at.push_back(f.value(e));
   for (ExprId e : a.shape.strides) at.push_back(f.value(e));
@@ -71,7 +72,7 @@ void check_size_stride(Frame& f, const AssertSizeStride& a) {
     mend_layout(f, a.tensor, want, a.origin.c_str(), a.copies);
 }
 
-void check_scalar(const Frame& f, const AssertScalar& a) {
+void run(Frame& f, const AssertScalar& a) {
   if (f.value(a.expr) != 0) [[likely]]
     return;
   c10::SmallVector<int64_t, 4> values;
@@ -84,6 +85,10 @@ void check_alignment(const Frame& f, SlotId s, const char* pointer, int64_t nbyt
               f.slot(s).name, "' is not aligned to ", nbytes, " bytes");
 }
 
+void run(Frame& f, const AssertAlignment& i) {
+  check_alignment(f, i.tensor, pointer_of(f, i.tensor), i.nbytes);
+}
+
 void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) {
   const at::Tensor& t = f.tensor(s);
   if (!t.is_floating_point() && !t.is_complex()) return;
@@ -91,6 +96,10 @@ void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities)
       infinities ? at::isfinite(t).all().item<bool>() : !at::isnan(t).any().item<bool>();
   TORCH_CHECK(fine, "'", f.slot(s).name, "' holds a NaN", infinities ? " or an infinity" : "",
               ", computed by ", origin);
+}
+
+void run(Frame& f, const CheckFinite& i) {
+  check_finite(f, i.tensor, i.origin.c_str(), i.infinities);
 }
 
 }  // namespace plait

@@ -15,8 +15,6 @@ struct Layout {
 bool has_layout(const Frame& f, SlotId s, const Layout& want);
 // A tensor that is not what it should be: a copy takes its place if that mends it.
 void mend_layout(Frame& f, SlotId s, const Layout& want, const char* origin, bool copies);
-void check_size_stride(Frame& f, const AssertSizeStride& a);
-void check_scalar(const Frame& f, const AssertScalar& a);
 void check_alignment(const Frame& f, SlotId s, const char* pointer, int64_t nbytes);
 void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities);
 [[noreturn]] void fail_size();  // an expression overflowed

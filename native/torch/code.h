@@ -84,10 +84,6 @@ struct Code {
   std::vector<Patch> buf_roots;  // of Frame::bufs: the slot (as `buf`) and the distance from it
 
   const SlotInfo& slot(SlotId s) const { return slots[static_cast<size_t>(s)]; }
-  template <class T>
-  const T& instr(int32_t index) const {
-    return std::get<T>(plan.body[static_cast<size_t>(index)]);
-  }
   bool is_elsewhere(c10::Device d) const { return !others.empty() && gpu->device() != d; }
   const Accelerator& on(c10::Device d) const;
 };

@@ -61,6 +61,10 @@ class PartitionLearner {
     partition(k).made.push_back(s);
   }
   void trace(int32_t k, const Step& s);
+  void result(int32_t k, const Result& r) {
+    if (r.kind == Result::Kind::tensor) make(k, r.id);
+    if (r.kind == Result::Kind::symbol) find(k, r.id);
+  }
   void find(int32_t k, int32_t symbol) {
     symbol_home_[static_cast<size_t>(symbol)] = k;
     const std::vector<ExprId>& nodes = p_.symbol_exprs[static_cast<size_t>(symbol)];
@@ -91,6 +95,34 @@ class PartitionLearner {
     read(k, i.meta.ids.sizes);
     read(k, i.meta.ids.strides);
     if (i.offset != kNone && is_derived(s)) read(k, i.offset);
+  }
+  // The fields of an instruction that runs as it stands: what they bring into being in partition k,
+  // and what they read.
+  struct PlaceFields : Walker {
+    void symbol(int32_t s) { learner.find(k, s); }
+    void defines(SlotId s) { learner.make(k, s); }
+    void result(const Result& r) { learner.result(k, r); }
+    PartitionLearner& learner;
+    int32_t k;
+  };
+  struct TraceFields : Walker {
+    void uses(SlotId s) { learner.see(k, s); }
+    void operand(const Operand& o) {
+      if (o.kind == Operand::Kind::size) size(o.id);
+      operand_slots(o, [this](SlotId s) { uses(s); });
+    }
+    void source(const Source& s) { s.kind == Source::Kind::expr ? size(s.expr) : uses(s.tensor); }
+    void size(ExprId e) { learner.read(k, e); }
+    void shape(const Shape& s) {
+      learner.read(k, s.sizes);
+      learner.read(k, s.strides);
+    }
+    PartitionLearner& learner;
+    int32_t k;
+  };
+  template <class V>
+  static void walk_fields(const Step& s, V visitor) {
+    std::visit([&](const auto& i) { walk(i, visitor); }, *s.instr);
   }
   void kernel(int32_t k, Range bufs, bool fixed);
   void see(int32_t k, SlotId s);
@@ -152,10 +184,7 @@ void PartitionLearner::run() {
 void PartitionLearner::place(int32_t k, const Step& s) {
   PartitionInfo& p = partition(k);
   const auto results = [&](const std::vector<Result>& outs) {
-    for (const Result& r : outs) {
-      if (r.kind == Result::Kind::tensor) make(k, r.id);
-      if (r.kind == Result::Kind::symbol) find(k, r.id);
-    }
+    for (const Result& r : outs) result(k, r);
   };
   switch (s.kind) {
     case StepKind::arena: home(s.a) = k; return;
@@ -179,18 +208,13 @@ void PartitionLearner::place(int32_t k, const Step& s) {
       p.after.push_back(at_);
       return;
     case StepKind::eval: p.after.push_back(at_); return;
-    case StepKind::read_symbol: {
-      const Symbol& symbol = p_.instr<Symbol>(s.a);
-      find(k, symbol.symbol);
-      p.waits |= symbol.value.kind == Source::Kind::item;
-      return;
-    }
-    case StepKind::region:
-    case StepKind::check_finite: p.waits = true; return;
+    case StepKind::region: p.waits = true; return;
     case StepKind::bump: p.bumps.push_back(s.a); return;
-    case StepKind::copy:
-      if (p_.instr<Copy>(s.a).bump) p.bumps.push_back(p_.instr<Copy>(s.a).dst);
-      return;
+    case StepKind::instruction:
+      p.waits |= s.a == true;
+      if (const auto* copy = std::get_if<Copy>(s.instr); copy && copy->bump)
+        p.bumps.push_back(copy->dst);
+      return walk_fields(s, PlaceFields{{}, *this, k});
     default: return;
   }
 }
@@ -200,12 +224,8 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
   const auto use = [&](SlotId t) { see(k, t); };
   switch (s.kind) {
     case StepKind::define: return read(k, s.b);
-    case StepKind::assert_scalar:
-      read(k, p_.instr<AssertScalar>(s.a).expr);
-      return read(k, p_.instr<AssertScalar>(s.a).values);
     case StepKind::arena: return read(k, s.b);
     case StepKind::alloc: return read_shape(k, s.a);
-    case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).value.tensor);
     case StepKind::call_extern: {
       const ExternCall& c = p_.externs[static_cast<size_t>(s.a)];
       for (const ExternCall::Fill& f : c.fills) {
@@ -226,21 +246,8 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       for (const Operand& o : p_.programs_calls[static_cast<size_t>(s.a)].args)
         operand_slots(o, use);
       return;
-    case StepKind::copy: use(p_.instr<Copy>(s.a).src); return use(p_.instr<Copy>(s.a).dst);
     case StepKind::bump: return use(s.a);
-    case StepKind::fill: {
-      const Fill& fill = p_.instr<Fill>(s.a);
-      if (fill.value.kind == Operand::Kind::size) read(k, fill.value.id);
-      return use(fill.tensor);
-    }
-    case StepKind::assert_size_stride: {
-      const AssertSizeStride& a = p_.instr<AssertSizeStride>(s.a);
-      read(k, a.shape.sizes);
-      read(k, a.shape.strides);
-      return use(a.tensor);
-    }
-    case StepKind::assert_alignment: return use(p_.instr<AssertAlignment>(s.a).tensor);
-    case StepKind::check_finite: return use(p_.instr<CheckFinite>(s.a).tensor);
+    case StepKind::instruction: return walk_fields(s, TraceFields{{}, *this, k});
     // A header is made again where it is needed; a pointer at a distance that is known at the call
     // is not.
     case StepKind::header:
@@ -323,9 +330,9 @@ void PartitionLearner::keep(PartitionInfo& p) {
   for (int32_t at = p.last - 1; at >= p.first; --at) {
     const Step& s = p_.steps[static_cast<size_t>(at)];
     if (s.kind == StepKind::alloc && kept[static_cast<size_t>(s.a)]) p.kept.push_back(at);
-    if (s.kind == StepKind::assert_size_stride) {  // it may copy the tensor
-      const AssertSizeStride& a = p_.instr<AssertSizeStride>(s.a);
-      if (a.copies && kept[static_cast<size_t>(a.tensor)]) p.kept.push_back(at);
+    if (s.kind == StepKind::instruction) {  // it may copy the tensor
+      const auto* a = std::get_if<AssertSizeStride>(s.instr);
+      if (a && a->copies && kept[static_cast<size_t>(a->tensor)]) p.kept.push_back(at);
     }
     if (s.kind != StepKind::call_extern) continue;
     const ExternCall& c = p_.externs[static_cast<size_t>(s.a)];

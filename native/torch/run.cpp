@@ -19,18 +19,6 @@ void evaluate_range(Frame& f, int32_t first, int32_t n) {
   }
 }
 
-void fill(const Frame& f, const Fill& i) {
-  const at::Tensor& t = f.tensor(i.tensor);
-  switch (i.value.kind) {
-    case Operand::Kind::size: t.fill_(f.value(i.value.id)); return;
-    case Operand::Kind::boolean: t.fill_(i.value.id != 0); return;
-    case Operand::Kind::real: t.fill_(i.value.re); return;
-    case Operand::Kind::complex: t.fill_(c10::complex<double>(i.value.re, i.value.im)); return;
-    default:
-      throw std::runtime_error("'" + f.slot(i.tensor).name + "' cannot be filled with this value");
-  }
-}
-
 }  // namespace
 
 int64_t read(const Frame& f, SlotId s, Source::Kind source, int64_t dim) {
@@ -47,7 +35,11 @@ int64_t read(const Frame& f, SlotId s, Source::Kind source, int64_t dim) {
   return dims[static_cast<size_t>(dim)];
 }
 
-void copy(const Frame& f, const Copy& c) {
+void run(Frame& f, const Symbol& i) {
+  set_symbol(f, i.symbol, read(f, i.value.tensor, i.value.kind, i.value.dim));
+}
+
+void run(Frame& f, const Copy& c) {
   const at::Tensor& dst = f.tensor(c.dst);
   const at::Tensor& src = f.tensor(c.src);
   const bool plain = dst.scalar_type() == src.scalar_type() && dst.is_contiguous() &&
@@ -62,14 +54,23 @@ void copy(const Frame& f, const Copy& c) {
   if (c.bump) dst.unsafeGetTensorImpl()->bump_version();
 }
 
+void run(Frame& f, const Fill& i) {
+  const at::Tensor& t = f.tensor(i.tensor);
+  switch (i.value.kind) {
+    case Operand::Kind::size: t.fill_(f.value(i.value.id)); return;
+    case Operand::Kind::boolean: t.fill_(i.value.id != 0); return;
+    case Operand::Kind::real: t.fill_(i.value.re); return;
+    case Operand::Kind::complex: t.fill_(c10::complex<double>(i.value.re, i.value.im)); return;
+    default:
+      throw std::runtime_error("'" + f.slot(i.tensor).name + "' cannot be filled with this value");
+  }
+}
+
 void run_step(Frame& f, const Step& s, bool profiled) {
+  if (s.run) return s.run(f, *s.instr);
   switch (s.kind) {
     case StepKind::eval: return evaluate_range(f, s.a, s.b);
     case StepKind::define: return set_symbol(f, s.a, f.value(s.b));
-    case StepKind::read_symbol: {
-      const Symbol& i = f.code.instr<Symbol>(s.a);
-      return set_symbol(f, i.symbol, read(f, i.value.tensor, i.value.kind, i.value.dim));
-    }
     case StepKind::arena: return take_arena(f, s.a, f.value(s.b));
     case StepKind::alloc: return allocate(f, s.a);
     case StepKind::pointer: return set_pointer(f, s.a);
@@ -85,22 +86,10 @@ void run_step(Frame& f, const Step& s, bool profiled) {
       return call_python(f, f.code.pythons[static_cast<size_t>(s.a)], Operands(f));
     case StepKind::call_programs:
       return call_programs(f, f.code.programs_calls[static_cast<size_t>(s.a)], Operands(f));
-    case StepKind::copy: return copy(f, f.code.instr<Copy>(s.a));
     case StepKind::bump: return f.tensor(s.a).unsafeGetTensorImpl()->bump_version();
-    case StepKind::fill: return fill(f, f.code.instr<Fill>(s.a));
     case StepKind::drop: return drop(f, s.a);
     case StepKind::drop_input: return drop_input(f, s.a);
-    case StepKind::assert_scalar: return check_scalar(f, f.code.instr<AssertScalar>(s.a));
-    case StepKind::assert_size_stride:
-      return check_size_stride(f, f.code.instr<AssertSizeStride>(s.a));
-    case StepKind::assert_alignment: {
-      const AssertAlignment& i = f.code.instr<AssertAlignment>(s.a);
-      return check_alignment(f, i.tensor, pointer_of(f, i.tensor), i.nbytes);
-    }
-    case StepKind::check_finite: {
-      const CheckFinite& i = f.code.instr<CheckFinite>(s.a);
-      return check_finite(f, i.tensor, i.origin.c_str(), i.infinities);
-    }
+    case StepKind::instruction: return;  // above
   }
 }
 

@@ -1,4 +1,5 @@
-// native/torch/run.h: the steps of a program, and the kernels that they launch.
+// native/torch/run.h: the steps of a program, the instructions that are a step as they stand, and
+// the kernels that they launch.
 //
 // - The GPU, stream and dispatch state that steps rely on are set by whoever walks them: Program
 //   for a whole call, graphs.cpp and record.cpp for a partition.
@@ -14,7 +15,12 @@ namespace plait {
 
 void run_step(Frame& f, const Step& s, bool profiled);
 int64_t read(const Frame& f, SlotId s, Source::Kind source, int64_t dim);
-void copy(const Frame& f, const Copy& c);
+
+// What an instruction does that the loader makes one step of (StepEmitter::push_run): those that
+// become steps of other kinds have none.
+#define PLAIT_RUN(I) void run(Frame& f, const I& i);
+PLAIT_INSTRUCTIONS(PLAIT_RUN)
+#undef PLAIT_RUN
 
 // launches.cpp
 void run_region(Frame& f, const RegionInfo& r, bool profiled);

@@ -109,7 +109,6 @@ struct GridLaunch {
 enum class StepKind : int32_t {
   eval,
   define,
-  read_symbol,
   arena,
   alloc,
   pointer,
@@ -120,19 +119,17 @@ enum class StepKind : int32_t {
   call_extern,
   call_python,
   call_programs,
-  copy,
   bump,
-  fill,
   drop,
   drop_input,
-  assert_scalar,
-  assert_size_stride,
-  assert_alignment,
-  check_finite
+  instruction  // which runs as it stands; a: whether the host may wait for the device in it
 };
+struct Frame;
 struct Step {
   StepKind kind;
   int32_t a = kNone, b = kNone;
+  void (*run)(Frame&, const Instr&) = nullptr;  // of an instruction
+  const Instr* instr = nullptr;                 // of the plan's body
 };
 
 c10::ScalarType scalar_type(DType dtype);     // throws LoadError for opaque

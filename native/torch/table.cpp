@@ -143,7 +143,7 @@ struct Table {
     });
   }
   static int copy(plait_call* c, int32_t dst, int32_t src, bool bump) {
-    return guarded(c, [&](Frame& f, auto&) { plait::copy(f, {dst, src, bump}); });
+    return guarded(c, [&](Frame& f, auto&) { plait::run(f, Copy{dst, src, bump}); });
   }
   static int bump(plait_call* c, int32_t s) {
     return guarded(c, [&](Frame& f, auto&) { f.tensor(s).unsafeGetTensorImpl()->bump_version(); });

@@ -67,10 +67,7 @@ void bind_gemm(StepEmitter& e, ExternCall& call, const std::vector<SlotId>& give
 
 void learn(SlotLearner& l, const CallExtern& i) {
   learn_call(l, i, i.may_keep);
-  for (SlotId s : i.into) {
-    l.use_header(s);
-    l.mark_written(s);
-  }
+  for (SlotId s : i.into) l.use_header(s);
 }
 void emit(StepEmitter& e, const CallExtern& i) {
   e.close_region();
@@ -119,34 +116,25 @@ void emit(StepEmitter& e, const CallPrograms& i) {
   e.code.programs_calls.push_back(std::move(call));
 }
 
-void learn(SlotLearner& l, const Copy& i) {
-  walk(i, l);
-  l.mark_written(i.dst);
-  l.code.needs_guard = true;
-}
 void emit(StepEmitter& e, const Copy& i) {
   e.close_region();
+  e.code.needs_guard = true;
   e.write(i.dst);
-  e.push_instr(StepKind::copy);
+  e.push_run(i);
 }
 
-void learn(SlotLearner& l, const Fill& i) {
-  walk(i, l);
-  l.mark_written(i.tensor);
-  l.code.needs_guard = true;
-}
 void emit(StepEmitter& e, const Fill& i) {
   e.close_region();
+  e.code.needs_guard = true;
   e.write(i.tensor);
   walk(i, e);
-  e.push_instr(StepKind::fill);
+  e.push_run(i);
 }
 
-void learn(SlotLearner& l, const BumpVersion& i) {
-  walk(i, l);
-  l.mark_written(i.tensor);
+void emit(StepEmitter& e, const BumpVersion& i) {
+  e.mark_written(i.tensor);
+  e.push(StepKind::bump, i.tensor);
 }
-void emit(StepEmitter& e, const BumpVersion& i) { e.push(StepKind::bump, i.tensor); }
 
 void emit(StepEmitter& e, const Partition& i) {
   e.close_region();

@@ -48,7 +48,6 @@ void learn(SlotLearner& l, const Launch& i) {
   l.code.kernel_devices.resize(kernels.size(), c10::kCPU);
   const auto k = static_cast<size_t>(i.kernel);
   l.code.kernel_devices[k] = l.device(kernels[k].device);
-  for (SlotId s : i.outs) l.mark_written(s);
   for (SlotId s : i.args) l.touch(s);
 }
 

@@ -84,10 +84,6 @@ void SlotLearner::touch(SlotId s) {
   for (; s != kNone; s = info(s).base) last_use[static_cast<size_t>(s)] = at;
 }
 
-void SlotLearner::mark_written(SlotId s) {
-  for (; s != kNone; s = info(s).base) info(s).written = true;
-}
-
 void SlotLearner::use_header(SlotId s, bool escapes) {
   touch(s);
   info(s).header = true;

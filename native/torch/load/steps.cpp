@@ -51,6 +51,15 @@ void StepEmitter::operand(const Operand& o) {
   for (const Operand& item : o.items) operand(item);
 }
 
+void StepEmitter::mark_written(SlotId s) {
+  for (; s != kNone; s = info(s).base) info(s).written = true;
+}
+
+void StepEmitter::write(SlotId s) {
+  writes.emplace_back(static_cast<int32_t>(code.partitions.size()) - 1, s);
+  mark_written(s);
+}
+
 void StepEmitter::plan_drop(SlotId s) {
   const SlotInfo& i = info(s);
   const int last = last_use_[static_cast<size_t>(s)];

@@ -13,7 +13,7 @@
 //   launches closes it first, but a step that kernels cannot see.
 #pragma once
 
-#include "torch/frame.h"
+#include "torch/run.h"
 
 namespace plait {
 
@@ -54,8 +54,6 @@ class SlotLearner : public LoadWalk {
   SlotInfo& define(SlotId s, Kind kind, const Shape& shape = {});
   // The slot and everything whose memory it lives in are alive until now.
   void touch(SlotId s);
-  // The slot and what it is a view of.
-  void mark_written(SlotId s);
   void use_header(SlotId s, bool escapes = false);
   void use_operand(const Operand& o, bool escapes);
   // Whether a place or view is known to lie in its memory.
@@ -78,8 +76,14 @@ class StepEmitter : public LoadWalk {
   void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) {
     code.steps.push_back({kind, a, b});
   }
-  // A step that reads the instruction at hand when it runs.
-  void push_instr(StepKind kind) { push(kind, at); }
+  // A step that is the instruction at hand, which has a run() in torch/run.h. waits: the host may
+  // wait for the device in it.
+  template <class I>
+  void push_run(const I&, bool waits = false) {
+    code.steps.push_back({StepKind::instruction, waits, kNone,
+                          [](Frame& f, const Instr& i) { plait::run(f, *std::get_if<I>(&i)); },
+                          &code.plan.body[static_cast<size_t>(at)]});
+  }
   // Emits the evaluation of what is not yet known of these expressions. A walk over an instruction
   // does so for all that it has.
   void need(const std::vector<ExprId>& ids);
@@ -101,7 +105,9 @@ class StepEmitter : public LoadWalk {
   int32_t add_buf(SlotId s);
   // A root whose pointer is used by more than patches (headers of views, dynamic offsets, checks).
   void mark_pointer(SlotId s) { info(info(s).root).needs_pointer = true; }
-  void write(SlotId s) { writes.emplace_back(static_cast<int32_t>(code.partitions.size()) - 1, s); }
+  // The slot and what it is a view of.
+  void mark_written(SlotId s);
+  void write(SlotId s);  // here
 
   std::vector<std::vector<Patch>> patches;         // by root
   std::vector<LaunchInfo> region;                  // that is open
@@ -133,9 +139,6 @@ void learn(SlotLearner& l, const Launch& i);
 void learn(SlotLearner& l, const CallExtern& i);
 void learn(SlotLearner& l, const CallPython& i);
 void learn(SlotLearner& l, const CallPrograms& i);
-void learn(SlotLearner& l, const Copy& i);
-void learn(SlotLearner& l, const BumpVersion& i);
-void learn(SlotLearner& l, const Fill& i);
 
 // The second walk: every instruction says its steps.
 #define PLAIT_EMIT(I) void emit(StepEmitter& e, const I& i);

@@ -205,5 +205,6 @@ def test_damaged_forms_are_seen() -> None:
 
 
 def test_plans_of_random_kernels_obey_the_rules() -> None:
-    for seed in range(100):
+    # In these three an index that is checked has no part in where its element lies.
+    for seed in (*range(100), 4645, 4798, 5154):
         assert faults_of_body(triton_plan(Maker(seed).kernel())) == [], seed

@@ -94,7 +94,8 @@ def _values(plan: BodyPlan) -> Iterator[str]:
         if n in plan.forms and not {*plan.forms[n].operands} <= {*walk(n.args)}:
             yield f"makes {n} of other values"
         if isinstance(n.attr, Load):
-            dims = layout.dims(n)
+            dims = layout.dims_of_index(n.attr.index[0])
+            dims |= layout.dims(n.args[-1]) if n.attr.masked else frozenset()
             want = Access(n.attr.buf, n.attr.index[0], dims, guarded and "r" not in dims)
             if plan.loads[n] != want:
                 yield f"loads {n} as {plan.loads[n]}"
@@ -107,7 +108,8 @@ def _stores(plan: BodyPlan) -> Iterator[str]:
     for b, points in (*passes, *((b, layout.rows) for b in plan.last)):
         s, a = b.store, b.access
         moves = layout.dims_of_index(s.index[0]).union(*map(layout.dims, stmt_nodes(s)))
-        least = points if s.mode in ("add", "mul", "sum") else moves
+        # An index that is only checked may move along rows where the value does not.
+        least = points if s.mode in ("add", "mul", "sum") else moves & points
         placed = (a.buf, a.offset) == (s.buf, s.index[0]) and least <= a.dims <= points
         if not placed or b.inner != (points != layout.rows or layout.tile.column_programs > 0):
             yield f"stores {s.buf} as {a}"

@@ -22,7 +22,8 @@ ONE: Mapping[str, Fn] = {
         "sqrt square tan tanh trunc nan_to_num angle positive relu"
     ).split()},
     **{f"special.{name}": getattr(torch.special, name) for name in (
-        "entr log_ndtr ndtr ndtri i0e i1 i1e erfcx bessel_j0 log_softmax"
+        "entr log_ndtr ndtr ndtri i0e i1 i1e erfcx bessel_j0 modified_bessel_i0 "
+        "modified_bessel_i1 log_softmax"
     ).split() if name != "log_softmax"},
     **{name: getattr(F, name) for name in (
         "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 "

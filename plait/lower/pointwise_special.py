@@ -230,6 +230,8 @@ def _grown(formula: Formula) -> Formula:
 
 
 register(overloads("i0"), _grown(i0e), FLOAT)
+register(overloads("special_modified_bessel_i0"), _grown(i0e), FLOAT)
+register(overloads("special_modified_bessel_i1"), _grown(i1e), FLOAT)
 register(overloads("special_i0e"), i0e, FLOAT)
 register(overloads("special_i1"), _grown(i1e), FLOAT)
 register(overloads("special_i1e"), i1e, FLOAT)

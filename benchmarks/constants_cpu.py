@@ -100,7 +100,7 @@ def main() -> None:
             print("|", " | ".join(line), "|", flush=True)
     print("\n## _MIN_SPLIT_NS\n")
     taken = ", ".join(f"{n} threads {handing_over(n):.0f} us" for n in (2, 4, 8))
-    print(f"To hand nothing over to Python's threads and wait for them: {taken}.")
+    print(f"To hand nothing over to Python's threads and wait for them:\n{taken}.")
     print(f"Work of {_MIN_SPLIT_NS / 1000:g} us or more is split.")
 
 

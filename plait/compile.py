@@ -197,6 +197,7 @@ def _wrap(
     wrapper = log(
         "build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg, captured.guarded
     )
+    # Whole tables are handed over, also what no instruction refers to any more.
     n_constants, n_callables = len(lowered.constants), len(lowered.callables)
     wrapper = replace(wrapper, n_constants=n_constants, n_callables=n_callables)
     if cfg.nan_asserts or cfg.finite_asserts:

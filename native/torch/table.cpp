@@ -128,20 +128,17 @@ struct Table {
       call_operator(f, e, Operands(f, operands, f.code.plan.exprs.size()), call.profiled);
     });
   }
-  static int python(plait_call* c, int32_t index, const plait_operand* operands, int n) {
+  // Calls of Python and of subprograms.
+  template <auto calls, auto run_one>
+  static int call(plait_call* c, int32_t index, const plait_operand* operands, int n) {
     return guarded(c, [&](Frame& f, auto&) {
-      const PythonCall& e = f.code.pythons[static_cast<size_t>(index)];
+      const auto& e = (f.code.*calls)[static_cast<size_t>(index)];
       TORCH_INTERNAL_ASSERT(n == e.n_given);
-      call_python(f, e, Operands(f, operands, f.code.plan.exprs.size()));
+      run_one(f, e, Operands(f, operands, f.code.plan.exprs.size()));
     });
   }
-  static int programs(plait_call* c, int32_t index, const plait_operand* operands, int n) {
-    return guarded(c, [&](Frame& f, auto&) {
-      const ProgramsCall& e = f.code.programs_calls[static_cast<size_t>(index)];
-      TORCH_INTERNAL_ASSERT(n == e.n_given);
-      call_programs(f, e, Operands(f, operands, f.code.plan.exprs.size()));
-    });
-  }
+  static constexpr auto* python = call<&Code::pythons, call_python>;
+  static constexpr auto* programs = call<&Code::programs_calls, call_programs>;
   static int copy(plait_call* c, int32_t dst, int32_t src, bool bump) {
     return guarded(c, [&](Frame& f, auto&) { plait::run(f, Copy{dst, src, bump}); });
   }

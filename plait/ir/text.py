@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from textwrap import indent
 from typing import Any, assert_never
 
 from plait.devices import facts_of
@@ -31,6 +30,7 @@ from plait.ir.expr.text import (
     SymbolReader,
     flag_of,
     is_element,
+    is_subprogram,
     is_variable,
     items,
     keywords,
@@ -39,6 +39,7 @@ from plait.ir.expr.text import (
     name_text,
     positional,
     read_literal,
+    subprogram_lines,
     text_of,
     tuple_text,
     word,
@@ -58,9 +59,6 @@ from plait.ir.loops import (
     Scatter,
 )
 
-SUBPROGRAM = "subprogram_"
-"""What the names of functions begin with that hold subprograms."""
-
 
 def program_text(p: LoopProgram) -> str:
     """A whole loop program: its inputs, symbols and buffers, then every op in order, then what it
@@ -79,7 +77,7 @@ def program_text(p: LoopProgram) -> str:
         lines += ["", *op_lines(op, scope)]
     lines += ["", f"return {tuple_text([_operand(o, scope) for o in p.outputs])}"]
     for k, nested in enumerate(p.programs):
-        lines += ["", f"def {SUBPROGRAM}{k}():", indent(program_text(nested).rstrip(), "    ")]
+        lines += subprogram_lines(k, program_text(nested))
     return "\n".join([*scope.lines, "", *lines]).lstrip() + "\n"
 
 
@@ -112,7 +110,7 @@ def _read_statements(statements: Sequence[ast.stmt]) -> LoopProgram:
             constants = dict(_read_constant(e, k) for k, e in enumerate(call.args))
         elif call is not None and word(call) == "donated":
             donated = tuple(name_of(e) for e in call.args)
-        elif isinstance(s, ast.FunctionDef) and s.name.startswith(SUBPROGRAM):
+        elif is_subprogram(s):
             programs.append(_read_statements(s.body))
         elif call is not None and word(call) == "given":
             name = text_of(positional(call, 0))

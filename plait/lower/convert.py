@@ -65,7 +65,9 @@ def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> Vie
         raise NoRule("a copy into something that is no input")
     if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
         raise NoRule(f"{src.dtype} to {x.dtype}")
-    if repeats(ctx.node.args[0].meta["val"]):  # type: ignore[union-attr]  # which elements were written is lost
+    target = ctx.node.args[0]
+    assert isinstance(target, torch.fx.Node), f"{target} is no node"
+    if repeats(target.meta["val"]):  # which elements were written is lost
         raise Unsupported(SHARED, where=ctx.where(), hint=CLONE)
     value = convert(ctx, src, x.dtype, x.shape)
     ctx.mutations.append((x.buf, value))  # views of it see what it held before

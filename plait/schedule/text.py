@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from textwrap import indent
 
 from plait.ir.body_text import Body, BodyReader, ends_with, origin_lines, params_text, py_word
 from plait.ir.calls import Extern
@@ -21,17 +20,19 @@ from plait.ir.expr.text import (
     Scope,
     flag_of,
     is_element,
+    is_subprogram,
     keywords,
     name_of,
     name_text,
     positional,
+    subprogram_lines,
     text_of,
     tuple_text,
     word,
     wrong,
 )
 from plait.ir.loops import Buffer, LoopProgram
-from plait.ir.text import SUBPROGRAM, OpReader, buffer_line, op_lines
+from plait.ir.text import OpReader, buffer_line, op_lines
 from plait.schedule.cost import hint
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
@@ -48,11 +49,7 @@ def plan_text(plan: Plan) -> str:
     lines += [f"# {line}" for line in refusal_lines(plan)]
     lines += [f"refused({r.a!r}, {r.b!r}, {r.reason.text!r})" for r in plan.refusals]
     for k, nested in enumerate(plan.programs):
-        lines += [
-            "",
-            f"def {SUBPROGRAM}{k}():",
-            indent(plan_text(nested).strip() or "pass", "    "),
-        ]
+        lines += subprogram_lines(k, plan_text(nested))
     return "\n".join([*scope.lines, "", *lines]).strip() + "\n"
 
 
@@ -74,7 +71,7 @@ def _read_plan(statements: Sequence[ast.stmt], program: LoopProgram) -> Plan:
     nested = iter(program.programs)
     programs: list[Plan] = []
     for s in statements:
-        if isinstance(s, ast.FunctionDef) and s.name.startswith(SUBPROGRAM):
+        if is_subprogram(s):
             programs.append(_read_plan(s.body, next(nested)))
         elif not isinstance(s, ast.Pass):
             reader.statement(s)

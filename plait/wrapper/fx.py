@@ -28,7 +28,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.fxgraph import FxGraph
 from plait.wrapper.fxnodes import add_input, add_instruction
 from plait.wrapper.program import Artifacts, Loaded, promises
-from plait.wrapper.walk import forks, used
+from plait.wrapper.walk import forks, leaves_dispatch, used
 
 GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
 
@@ -67,11 +67,9 @@ class FxProgram:
                 hint="options={'wrapper': 'native'}",
             )
         raw = _read_by_kernels(program) if gpus else []
-        python = any(
-            isinstance(i, ins.CallPython | ins.CallPrograms | ins.Hook) for i in program.body
-        )
         streams = generated.callers_stream if forks(program) else contextlib.nullcontext
-        below = python_below_autograd if python else generated.below_autograd
+        outside = leaves_dispatch(program)
+        below = python_below_autograd if outside else generated.below_autograd
 
         def call(args: list[object]) -> tuple[object, ...]:
             generated.check_inputs(args, signature)

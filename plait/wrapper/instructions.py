@@ -372,8 +372,8 @@ class CallPrograms:
     carried, scanned and the order of args are as there.
 
     label: the operator that it came from. A subprogram copies what lies otherwise than it was
-    traced with; slices of a scan are contiguous copies. Results that are carried never are the
-    tensors that were given, as objects. What runs is below autograd, in the dispatch state of the
+    traced with; slices of a scan are contiguous copies. A loop that never runs gives
+    copies of what it carries. What runs is below autograd, in the dispatch state of the
     program's caller."""
 
     kind: ControlKind

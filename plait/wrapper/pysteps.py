@@ -22,7 +22,7 @@ from plait.lower.dtypes import TO_TORCH
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper.operators import known_operator, lists_of
-from plait.wrapper.walk import sizes
+from plait.wrapper.walk import named_operands, sizes
 
 _RESERVED = frozenset(
     """torch rt args outer call inputs libraries constants callables bind LIBRARIES CONSTANTS
@@ -249,7 +249,7 @@ def _launch(m: Statements, i: ins.Launch) -> None:
 
 def _call(m: Statements, i: ins.Call) -> None:
     args = [m.operand(o) for o in i.args]
-    for key, o in () if isinstance(i, ins.CallPrograms) else i.kwargs:
+    for key, o in named_operands(i):
         plain = key.isidentifier() and not keyword.iskeyword(key)
         args.append(f"{key}={m.operand(o)}" if plain else f"**{{{key!r}: {m.operand(o)}}}")
     several = True

@@ -20,7 +20,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
 from plait.wrapper.program import Artifacts, Promise, promises
 from plait.wrapper.pysteps import Names, Statements, add_instruction, dtype_text
-from plait.wrapper.walk import forks, is_fence, sizes
+from plait.wrapper.walk import forks, is_fence, leaves_dispatch, sizes
 
 
 def make_python(
@@ -71,7 +71,6 @@ def _bind(program: ins.WrapperProgram, nested: str = "") -> tuple[Statements, li
         m.setup.append(f"{m.names.variable(f'program_{k}')} = {bound}")
     for i in program.body:
         add_instruction(m, i)
-    leaves = any(isinstance(i, ins.CallPython | ins.CallPrograms | ins.Hook) for i in program.body)
     what = "the subprogram's" if nested else "the"
     return m, [
         *lines,
@@ -84,7 +83,7 @@ def _bind(program: ins.WrapperProgram, nested: str = "") -> tuple[Statements, li
         *([] if nested else ["        rt.check_inputs(args, SIGNATURE)"]),
         *([f"        {', '.join(inputs)}{',' * (len(inputs) == 1)} = args"] if inputs else []),
         "        args.clear()  # an input lives until its last use",
-        *(["        outer = rt.dispatch_state()"] if leaves else []),
+        *(["        outer = rt.dispatch_state()"] if leaves_dispatch(program) else []),
         f"        with rt.below_autograd(){', rt.callers_stream()' * bool(forks(program))}:",
         *(f"            {s}" for s in m.body),
         "",

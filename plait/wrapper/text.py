@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from textwrap import indent
 from typing import Any, assert_never
 
 from plait.ir.expr import Expr, Size
@@ -18,6 +17,7 @@ from plait.ir.expr.text import (
     SymbolReader,
     TextError,
     check_text,
+    is_subprogram,
     is_variable,
     items,
     literal_text,
@@ -26,6 +26,7 @@ from plait.ir.expr.text import (
     positional,
     read_check,
     read_literal,
+    subprogram_lines,
     text_of,
     tuple_text,
     word,
@@ -33,7 +34,7 @@ from plait.ir.expr.text import (
 )
 from plait.wrapper import instructions as ins
 from plait.wrapper.spec import Kind, Select, defaults_of
-from plait.wrapper.walk import sizes
+from plait.wrapper.walk import named_operands, sizes
 
 _WORDS = {**ins.INSTRUCTIONS, **ins.INPUTS}
 _CLASSES: dict[str, type] = {word: cls for cls, word in _WORDS.items()}
@@ -62,7 +63,7 @@ def text(p: ins.WrapperProgram) -> str:
     origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
     lines = [f"program({', '.join(facts)})", *w.scope.lines, "", *inputs, "", *origins, *body]
     for k, nested in enumerate(p.programs):
-        lines += ["", f"def subprogram_{k}():", indent(text(nested).rstrip(), "    ")]
+        lines += subprogram_lines(k, text(nested))
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +142,7 @@ class _ProgramWriter:
     def call(self, i: ins.Call) -> str:
         _, head = self.fields(i)
         args = [self.operand(o) for o in i.args]
-        for key, o in () if isinstance(i, ins.CallPrograms) else i.kwargs:
+        for key, o in named_operands(i):
             value = self.operand(o)
             args.append(f"{key}={value}" if is_variable(key) else f"**{{{key!r}: {value}}}")
         outs = ", ".join("_" if n is None else name_text(n) for n in i.outs)
@@ -188,7 +189,7 @@ class _ProgramReader:
         for s in rest:
             if self.symbols.declaration(s):
                 continue
-            if isinstance(s, ast.FunctionDef):
+            if is_subprogram(s):
                 programs.append(_ProgramReader().program(s.body))
                 continue
             if isinstance(s, ast.Expr) and word(s.value) == "origin":

@@ -128,6 +128,17 @@ def may_keep(i: ins.Instr) -> bool:
     return isinstance(i, ins.Call) and (not isinstance(i, ins.CallExtern) or i.may_keep)
 
 
+def named_operands(i: ins.Call) -> tuple[tuple[str, ins.Operand], ...]:
+    """The operands of a call that have names."""
+    return () if isinstance(i, ins.CallPrograms) else i.kwargs
+
+
+def leaves_dispatch(p: ins.WrapperProgram) -> bool:
+    """Whether something in a program runs in the dispatch state of its caller."""
+    leaving = ins.CallPython | ins.CallPrograms | ins.Hook
+    return any(isinstance(i, leaving) for i in p.body)
+
+
 def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:
     """View -> what it views, in order."""
     return {i.name: i.base for i in body if isinstance(i, ins.View)}

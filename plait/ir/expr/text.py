@@ -13,6 +13,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable
+from textwrap import indent
 from typing import TypeGuard
 
 from plait.ir.checks import Check
@@ -117,6 +118,19 @@ def symbol_text(a: Atom, variable: str, extent: str | None) -> str:
 
 def _bound(x: float) -> str:
     return str(int(x)) if abs(x) != INF else "inf" if x > 0 else "-inf"
+
+
+_SUBPROGRAM = "subprogram_"
+
+
+def subprogram_lines(number: int, text: str) -> list[str]:
+    """A subprogram's text as a function behind that of the program that runs it."""
+    return ["", f"def {_SUBPROGRAM}{number}():", indent(text.strip() or "pass", "    ")]
+
+
+def is_subprogram(s: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Whether a statement is such a function."""
+    return isinstance(s, ast.FunctionDef) and s.name.startswith(_SUBPROGRAM)
 
 
 def tuple_text(parts: list[str]) -> str:

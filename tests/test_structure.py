@@ -245,6 +245,17 @@ def test_triton_is_unknown_to_ir_and_schedule() -> None:
     assert files and [str(p) for p in files if "triton" in p.read_text().lower()] == []
 
 
+def test_failures_say_what_is_wrong() -> None:
+    """An assert shows what it found, or says what it expected."""
+    bare = [
+        f"{path}:{n.lineno}"
+        for path in SOURCES
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Assert) and n.msg is None
+    ]
+    assert bare == []
+
+
 def test_every_module_says_what_it_is() -> None:
     for path in SOURCES + LAUNCH_SOURCES:
         doc = ast.get_docstring(ast.parse(path.read_text()))

@@ -184,7 +184,7 @@ class _OneGraph:
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
         """The backward program, also at the first backward pass, on its own. Changes gm."""
-        assert self.training is not None
+        assert self.training is not None, "an inference graph has no backward pass"
         came, native = ladder.AsItCame(gm), not self.training.reason
         name = f"backward_{self.serial}"
 

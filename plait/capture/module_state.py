@@ -113,7 +113,7 @@ class ModuleRun:
                 "called"
             )
             raise Unsupported(what, hint=_COMPILED)
-        assert isinstance(new, torch.Tensor)
+        assert isinstance(new, torch.Tensor), new
         return new
 
 

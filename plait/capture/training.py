@@ -125,7 +125,7 @@ class TrainingGraph:
         with self._resume():
             graph = AsItCame(self._backward_graph).module()  # compiling changes it
             call = self.backward(graph, self._donated if may_overwrite else ()).call
-        assert isinstance(call, _native.Program)
+        assert isinstance(call, _native.Program), call
         return call
 
 

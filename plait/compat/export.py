@@ -196,7 +196,7 @@ def export_graph(
             shape_env.replacements.clear()
             shape_env.replacements.update(equal)
             shape_env._update_version_counter()
-    assert isinstance(graph, GraphModule)
+    assert isinstance(graph, GraphModule), graph
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated, len(signature.input_tokens)

@@ -98,7 +98,7 @@ def trusting(mode: FakeTensorMode) -> Iterator[None]:
 def scalar(value: Any, mode: FakeTensorMode, kind: type) -> Any:
     """The SymInt, SymFloat or SymBool (kind: int, float or bool) of a stored expression."""
     env = mode.shape_env
-    assert env is not None
+    assert env is not None, "a fake mode without a ShapeEnv"
     expr = read(value, symbols(mode))
     hint = expr.xreplace(backed_values(env))
     wrapper = {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind]
@@ -108,7 +108,7 @@ def scalar(value: Any, mode: FakeTensorMode, kind: type) -> Any:
 
 def symbols(mode: FakeTensorMode) -> dict[str, sympy.Symbol]:
     """The symbols of a restored ShapeEnv by name."""
-    assert mode.shape_env is not None
+    assert mode.shape_env is not None, "a fake mode without a ShapeEnv"
     return {s.name: s for s in mode.shape_env.var_to_sources}
 
 

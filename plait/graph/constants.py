@@ -76,7 +76,7 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
 
 def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
     """What a node's operator gives for real values. Raises what it raises."""
-    assert callable(node.target)
+    assert callable(node.target), node.target
     args = torch.fx.node.map_arg(node.args, values.__getitem__)
     kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
     with (

@@ -76,7 +76,7 @@ def drop_tokens(graph: Graph, count: int) -> None:
             user.args = (None, *user.args[1:])
         graph.erase_node(token)
     results = output_of(graph)
-    assert isinstance(results.args[0], (tuple, list))
+    assert isinstance(results.args[0], (tuple, list)), results.args[0]
     results.args = (tuple(results.args[0][count:]),)
 
 

@@ -132,7 +132,7 @@ class _Pass:
     def _turn(self, node: Node, k: int, is_fit: Callable[[torch.Tensor], bool]) -> Node | None:
         """Hands the convolution a channels-last copy of an operand that is not fit."""
         source = node.args[k]
-        assert isinstance(source, Node)
+        assert isinstance(source, Node), source
         if is_fit(value_of(source)):
             return None
         if source not in self.copied:
@@ -147,7 +147,7 @@ class _Pass:
         args, kwargs = given
         if node.target is operator.getitem:
             return args[0][args[1]]
-        assert isinstance(node.target, OpOverload)
+        assert isinstance(node.target, OpOverload), node.target
         tensors = [v for n in node.all_input_nodes if isinstance(v := value_of(n), torch.Tensor)]
         with tensors[0].fake_mode:  # type: ignore[attr-defined]
             return node.target(*args, **kwargs)

@@ -39,7 +39,7 @@ class _Draws:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A node before the current one, with its fake value and the current node's metadata."""
-        assert self.at is not None
+        assert self.at is not None, "a call outside the walk over random nodes"
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self.at.meta.items() if k not in _DROPPED_META}

@@ -36,7 +36,7 @@ def _splits(node: Node) -> bool:
 
 def _split(node: Node) -> Node:
     x, dim, _ = node.args
-    assert isinstance(x, Node)
+    assert isinstance(x, Node), x
     dtype = value_of(node).dtype
     if value_of(x).dtype in (torch.float16, torch.bfloat16):
         x = insert(node, x, aten._to_copy.default, dtype=torch.float32)

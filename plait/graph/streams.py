@@ -49,9 +49,9 @@ def _inline(gm: GraphModule, node: Node) -> None:
     """control_deps(what comes before, subgraph, *operands): the subgraph's nodes in the place of
     the call."""
     _, inner, *operands = node.args
-    assert isinstance(inner, Node) and isinstance(inner.target, str)
+    assert isinstance(inner, Node) and isinstance(inner.target, str), inner
     subgraph = gm.get_submodule(inner.target)
-    assert isinstance(subgraph, GraphModule)
+    assert isinstance(subgraph, GraphModule), subgraph
     body = subgraph.graph
     env = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(node):
@@ -67,7 +67,7 @@ def _inline(gm: GraphModule, node: Node) -> None:
         for user in list(node.users):
             if user.target is operator.getitem:
                 k = user.args[1]
-                assert isinstance(k, int)
+                assert isinstance(k, int), k
                 user.replace_all_uses_with(outside(result[k]))
                 gm.graph.erase_node(user)
     elif node.users:

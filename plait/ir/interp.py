@@ -221,7 +221,7 @@ class Evaluation:
         if n.op == "const":
             return self._rounded(np.asarray(n.attr), n.dtype)
         if n.op == "index":
-            assert isinstance(n.attr, (int, Expr))
+            assert isinstance(n.attr, (int, Expr)), n
             return self.integer(n.attr, args)
         if n.op == "load":
             return self._load(n, args)
@@ -258,7 +258,7 @@ class Evaluation:
         return self._rounded(x, dst)
 
     def _load(self, n: Node, args: list[Array]) -> Array:
-        assert isinstance(n.attr, Load)
+        assert isinstance(n.attr, Load), n
         offset = self.offset(n.attr.buf, n.attr.index, args)
         memory = self.memory[n.attr.buf]
         if n.attr.masked:
@@ -281,7 +281,7 @@ class Evaluation:
         return out
 
     def _bounded(self, n: Node, args: list[Array]) -> Array:
-        assert isinstance(n.attr, Bound)
+        assert isinstance(n.attr, Bound), n
         size = self.number(n.attr.size)
         good = (args[0] >= 0) & (args[0] < size)
         self._require(n, good, args[1:])

@@ -221,10 +221,10 @@ def walk(roots: tuple[Node, ...] | list[Node]) -> Iterator[Node]:
 def index_exprs(n: Node) -> tuple[Size, ...]:
     """The integer expressions in a node's attribute."""
     if n.op == "load":
-        assert isinstance(n.attr, Load)
+        assert isinstance(n.attr, Load), n
         return n.attr.index
     if n.op == "index":
-        assert isinstance(n.attr, (int, Expr))
+        assert isinstance(n.attr, (int, Expr)), n
         return (n.attr,)
     return ()
 
@@ -267,11 +267,11 @@ def substitute_vars(
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
-            assert isinstance(n.attr, Load)
+            assert isinstance(n.attr, Load), n
             index = tuple(substitute(e, env) for e in n.attr.index)
             return node("load", args, Load(n.attr.buf, index, n.attr.masked), n.dtype)
         if n.op == "index":
-            assert isinstance(n.attr, (int, Expr))
+            assert isinstance(n.attr, (int, Expr)), n
             value = substitute(n.attr, env)
             return integer(value, args)
         return with_args(n, args)

@@ -149,7 +149,7 @@ def inline(root: Node, producers: dict[str, tuple[tuple[Expr, ...], Node]]) -> N
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
-            assert isinstance(n.attr, Load)
+            assert isinstance(n.attr, Load), n
             if n.attr.buf in producers:
                 vars_, body = producers[n.attr.buf]
                 return _at(body, vars_, n.attr, args)
@@ -180,7 +180,7 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
         exprs, new_args = _merge_args(index_exprs(n), inner, env, outer)
         if n.op == "index":
             return integer(exprs[0], new_args)
-        assert isinstance(n.attr, Load)
+        assert isinstance(n.attr, Load), n
         m = inner_mask if mask is None else mask if inner_mask is None else _and(inner_mask, mask)
         if m is not None:
             new_args = (*new_args, m)

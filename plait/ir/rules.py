@@ -45,7 +45,7 @@ def preserves(a: DType, b: DType) -> bool:
 # ----------------------------------------------------------------------------------------- matching
 def _const(n: Node) -> bool | int | float | None:
     if n.op == "const":
-        assert isinstance(n.attr, (bool, int, float))
+        assert isinstance(n.attr, (bool, int, float)), n
         return n.attr
     return None
 
@@ -63,7 +63,7 @@ def _integer(n: Node) -> tuple[Size, tuple[Node, ...]] | None:
     if n.op == "index":
         return index_exprs(n)[0], n.args
     if n.op == "const":
-        assert isinstance(n.attr, int)
+        assert isinstance(n.attr, int), n
         return int(n.attr), ()
     return None
 
@@ -154,7 +154,7 @@ def index_extreme(s: Simplifier, n: Node) -> Node | None:
 
 def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
     found = _integer(n.args[0])
-    assert isinstance(n.attr, Bound)
+    assert isinstance(n.attr, Bound), n
     if found is not None and expr.known_nonneg(found[0]) and expr.known_lt(found[0], n.attr.size):
         return n.args[0]
     return _always_checked(n)
@@ -203,7 +203,7 @@ def known_arguments(s: Simplifier, n: Node) -> Node | None:
         exprs.append(expr.substitute(e, env))
     if n.op == "index":
         return _index(exprs[0], tuple(kept))
-    assert isinstance(n.attr, Load)
+    assert isinstance(n.attr, Load), n
     rest = n.args[-1:] if masked else ()
     return node("load", (*kept, *rest), Load(n.attr.buf, tuple(exprs), masked), n.dtype)
 

@@ -222,7 +222,7 @@ class Lowering:
         """The fake tensor of the current node's result (of its k-th result)."""
         val = self.node.meta["val"]
         out = val if k is None else val[k]
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, torch.Tensor), out
         return out
 
     def out_shape(self, k: int | None = None) -> tuple[Size, ...]:
@@ -346,7 +346,7 @@ class Lowering:
     ) -> View:
         """A reduction with one result."""
         (out,) = self.reduction(shape, rshape, kind, body)
-        assert out is not None
+        assert out is not None, f"a reduction by {kind} that gives nothing"
         return out
 
     def assert_true(

@@ -60,7 +60,7 @@ def _promote(parts: tuple[tuple[DType, int], ...]) -> DType:
             and (result == torch.bool or mine.is_floating_point)
         ):
             result = torch.promote_types(result, mine)
-    assert result is not None
+    assert result is not None, "an operator without tensor operands has no dtype to promote"
     return from_torch(result)
 
 

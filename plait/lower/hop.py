@@ -117,7 +117,7 @@ def _copy_and_mutate(
     if not all(_is_plain(v) for v in views.values()):
         raise NoRule("a mutated view of an unusual kind")
     fakes = ctx.node.kwargs["_all_bases"]
-    assert isinstance(fakes, (list, tuple))
+    assert isinstance(fakes, (list, tuple)), fakes
     read = [v for name, v in rest.items() if name not in views]
     copies = [
         _target(ctx, b, tuple(to_size(s) for s in f.meta["val"].stride()), (*bases, *read))

@@ -184,7 +184,7 @@ def add_constant(
     ctx: Lowering, inputs: Inputs, module: torch.nn.Module, node: torch.fx.Node
 ) -> Value:
     """Declares what an attribute of the graph holds; gives what stands for it."""
-    assert isinstance(node.target, str)
+    assert isinstance(node.target, str), node.target
     if node.target in inputs.constants:
         return inputs.constants[node.target]
     value: Any = module

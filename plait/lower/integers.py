@@ -4,7 +4,7 @@ what is asserted of them."""
 from __future__ import annotations
 
 from plait.ir import expr
-from plait.ir.expr import INF, Expr, Size
+from plait.ir.expr import INF, Expr, Size, atom_of
 from plait.ir.loops import Item
 from plait.lower.core import Lowering, NoRule, View
 from plait.lower.memory import copy
@@ -12,8 +12,7 @@ from plait.lower.memory import copy
 
 def item(ctx: Lowering, x: View, value: Expr) -> Size:
     """The symbol `value`, now defined as the value of one-element x (an integer or bool)."""
-    atom = value.symbol
-    assert atom is not None
+    atom = atom_of(value)
     whole = x if ctx.is_whole(x) else copy(ctx, x.remap((), lambda _: (0,) * len(x.shape)))
     ctx.fix_layout(whole.buf)
     ctx.ops.append(Item(atom.name, whole.buf))

@@ -72,9 +72,7 @@ def strided(ctx: Lowering, x: View) -> TensorArg | None:
     strides: list[Size] = []
     rest = flat
     for v in x.vars:
-        atom = v.symbol
-        assert atom is not None
-        k = expr.coefficient(flat, atom)
+        k = expr.coefficient(flat, expr.atom_of(v))
         if k is None:
             return None
         strides.append(k)
@@ -110,7 +108,7 @@ def tensor_arg(
         return _expanded_copy(ctx, x, strides)
     wanted = strides or _natural(ctx, x)
     made = strided(ctx, copied_once(ctx, x, wanted) if shared else copy(ctx, x, wanted, fixed=True))
-    assert made is not None
+    assert made is not None, "a copy with strides of its own is strided"
     return made if strides is None else replace(made, strides=strides)
 
 
@@ -162,8 +160,7 @@ def _natural(ctx: Lowering, x: View) -> tuple[Size, ...]:
         return rows
     strides = ctx.buffers[x.buf].strides
     flat = expr.total(e * s for e, s in zip(x.index, strides, strict=True))
-    across, along = (v.symbol for v in x.vars[-2:])
-    assert across is not None and along is not None
+    across, along = map(expr.atom_of, x.vars[-2:])
     turned = expr.is_contiguous(flat, across) and not expr.is_contiguous(flat, along)
     return (*rows[:-2], 1, x.shape[-2]) if turned else rows
 

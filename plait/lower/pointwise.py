@@ -218,7 +218,7 @@ def integer_power(x: Node, n: int) -> Node:
         n >>= 1
         if n:
             x = _mul(x, x)
-    assert out is not None
+    assert out is not None, n
     return out
 
 

@@ -66,7 +66,7 @@ class Axes:
         """x reduced by kind; `value` gives the term of an element, in the dtype to accumulate
         in."""
         (out,) = self.reduce_many(ctx, kind, value, (True,))
-        assert out is not None
+        assert out is not None, f"a reduction by {kind} that gives nothing"
         return out
 
     def accumulate(self, ctx: Lowering, kind: str, out: DType) -> View:
@@ -209,7 +209,7 @@ def moments(ctx: Lowering, axes: Axes, compute: DType) -> tuple[View, View]:
     mean, m2, _ = axes.reduce_many(
         ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False)
     )
-    assert mean is not None and m2 is not None
+    assert mean is not None and m2 is not None, "welford gives a mean and deviations"
     return mean, m2
 
 

@@ -205,14 +205,14 @@ class _Axis:
         return start, count
 
     def _step(self) -> float:
-        assert isinstance(self.size, int) and isinstance(self.out, int)
+        assert isinstance(self.size, int) and isinstance(self.out, int), self.size
         if self.align:
             return (self.size - 1) / (self.out - 1) if self.out > 1 else 0.0
         return 1.0 / self.scale if self.scale is not None else self.size / self.out
 
     def _first(self, ops: Recorder, j: Expr, reach: int, step: float, count: int) -> Size:
         """A first position such that `count` of them lie in the output."""
-        assert isinstance(self.out, int)
+        assert isinstance(self.out, int), self.out
         most = self.out - count
         if most == 0:
             return 0

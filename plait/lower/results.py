@@ -81,7 +81,7 @@ def _result(r: _Results, k: int, a: Any) -> Result:
     if r.ctx.cfg.kernels and isinstance(val, (torch.SymFloat, torch.SymBool)):
         return _number(r.ctx, val, value)
     if isinstance(value, View):
-        assert isinstance(a, torch.fx.Node)
+        assert isinstance(a, torch.fx.Node), a
         if k in r.captured.input_views:
             return _input_view(r, a, r.captured.input_views[k])
         if a not in r.tensors:  # one node returned twice is one tensor
@@ -138,7 +138,7 @@ def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
 def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
     """A result that eager makes as a view of an input, which holds its new value by then."""
     name = r.inputs.names[view.input]
-    assert isinstance(name, str)
+    assert isinstance(name, str), name
     base, val = r.ctx.buffers[name], node.meta["val"]
     if view.whole:
         return TensorArg(name, base.shape, base.strides, 0)

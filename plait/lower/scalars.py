@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.ir.expr import Expr, Size, compare
+from plait.ir.expr import Expr, Size, atom_of, compare
 from plait.lower.bindings import bindings, is_found_float
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.integers import item
@@ -21,8 +21,7 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
         raise NoRule("the value of a tensor that has no symbol of its own")
     found = made[0].found
     if isinstance(val, torch.SymFloat):
-        assert found.symbol is not None
-        ctx.floats[found.symbol.name] = x.remap((), lambda _: (0,) * len(x.shape))
+        ctx.floats[atom_of(found).name] = x.remap((), lambda _: (0,) * len(x.shape))
         return val
     item(ctx, x, found)
     return to_size(val)

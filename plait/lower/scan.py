@@ -43,7 +43,7 @@ def _cumulative(ctx: Lowering, x: View, dim: int, kind: str) -> View:
         return ctx.pointwise((), out, lambda ops, i: ops.cast(x.load(ops, i), out))
 
     (made,) = _scan(ctx, _rounded(ctx, x, out), dim, kind, _ACCUMULATE.get(out, out), (True,))
-    assert made is not None
+    assert made is not None, f"a scan by {kind} that gives nothing"
     if made.dtype == out:
         return made
 
@@ -75,7 +75,7 @@ def _extreme(ctx: Lowering, x: View, dim: int, kind: str) -> tuple[View | None, 
         return copy(ctx, x), ctx.pointwise((), i64, lambda ops, i: ops.const(0, i64))
     wide = u8 if x.dtype == b1 else compute_dtype(x.dtype)
     value, at = _scan(ctx, x, dim, kind, wide, (True, True))
-    assert value is not None
+    assert value is not None, f"a scan by {kind} that gives nothing"
     return convert(ctx, value, x.dtype), at
 
 

@@ -15,7 +15,7 @@ import torch
 from plait.devices import facts_of
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, i64, u8
-from plait.ir.expr import Expr, Size, may_be_zero, numel, smin, symbol
+from plait.ir.expr import Expr, Size, atom_of, may_be_zero, numel, smin, symbol
 from plait.ir.loops import Node, Scatter, apply, loop_vars
 from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
@@ -90,8 +90,7 @@ def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Si
     if not may_be_zero(size):
         return shape
     some = symbol(f"some_{len(ctx.symbols)}", hi=1)
-    assert some.symbol is not None
-    ctx.symbols[some.symbol.name] = smin(from_zero(size), 1)
+    ctx.symbols[atom_of(some).name] = smin(from_zero(size), 1)
     return (shape[0] * some, *shape[1:])
 
 
@@ -223,7 +222,7 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
     hit; else None."""
     first = next(d for d, t in enumerate(indices) if t is not None)
     mask = indices[first]
-    assert mask is not None
+    assert mask is not None, "no index"
     if any(t is not None for t in indices[first + 1 :]):
         return None
     rank = len(mask.shape)

@@ -323,7 +323,7 @@ def _as_strided(
     meta, given = node.meta["val"], node.op == "placeholder"
     owner: View = ctx.env[node]
     source = ctx.node.args[0]
-    assert isinstance(source, torch.fx.Node)
+    assert isinstance(source, torch.fx.Node), source
     offset = storage_offset  # a copy lies elsewhere: without one it is where the operand begins
     if offset is None:
         offset = to_size(source.meta["val"].storage_offset())
@@ -382,7 +382,7 @@ def _owner(ctx: Lowering, any_dtype: bool = False) -> torch.fx.Node:
     """The value at the root of the views that led here: as far up as nodes share one storage. Of
     the dtype that these have, unless any_dtype."""
     node = ctx.node.args[0]
-    assert isinstance(node, torch.fx.Node)
+    assert isinstance(node, torch.fx.Node), node
     storage = compat.tracing.storage_of(node.meta["val"])
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
         val = node.args[0].meta.get("val")
@@ -429,7 +429,7 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     ):
         return ctx.pointwise(x.shape, to, lambda ops, i: ops.bitcast(x.load(ops, i), to))
     given = ctx.node.args[0]
-    assert isinstance(given, torch.fx.Node)
+    assert isinstance(given, torch.fx.Node), given
     if from_torch(given.meta["val"].dtype) != x.dtype:
         raise NoRule("memory of an element type that loops do not know")
     memory = tensor_arg(ctx, x, tuple(to_size(s) for s in given.meta["val"].stride()))

@@ -67,7 +67,7 @@ class Built:
 
     def read(self) -> bytes:
         """What was built."""
-        assert isinstance(self.library, Entry)
+        assert isinstance(self.library, Entry), self.library
         return content(self.library)
 
 
@@ -197,7 +197,7 @@ def in_scratch(work: Callable[[Path], T]) -> T:
             return work(Path(make()))
         except OSError as error:
             failure = failure or error
-    assert failure is not None
+    assert failure is not None, "no folder was tried"
     raise failure
 
 

@@ -117,7 +117,7 @@ class _Matcher:
     def split(self, a: Atom, inner: Size) -> tuple[Atom, Atom]:
         """Cuts an axis into an outer and an inner one. Raises _Conflict where inner does not divide
         it."""
-        assert a.extent is not None
+        assert a.extent is not None, a
         outer = divided(a.extent, inner)
         if outer is None or self.splits >= MAX_SPLITS:
             raise _Conflict
@@ -178,7 +178,7 @@ class _Matcher:
         hs, gs = hs[::-1], gs[::-1]
         while hs and gs:
             h, g = hs.pop(), gs.pop()
-            assert h.extent is not None and g.extent is not None
+            assert h.extent is not None and g.extent is not None, h
             if h.extent == g.extent:
                 self.pair(h, g)
             elif divided(g.extent, h.extent) is not None:
@@ -271,7 +271,7 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
         return None
     step: Size = 1
     for a in order:
-        assert a.extent is not None
+        assert a.extent is not None, a
         if step == by:
             return None
         after = step * a.extent

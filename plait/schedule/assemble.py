@@ -54,7 +54,7 @@ class _KernelMaker:
     """Turns one group into a kernel."""
 
     def __init__(self, node: ScheduleNode, grouping: Grouping) -> None:
-        assert isinstance(node.item, Group)
+        assert isinstance(node.item, Group), node.item
         self.node, self.group = node, node.item
         self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
         self.facts = [grouping.bodies.of(roots(m.loop)) for m in self.group.members]

@@ -80,7 +80,7 @@ class _Table:
     def joined(self, outer: Atom, inner: Atom, whole: Expr) -> bool:
         """Replaces two axes by one if no access objects."""
         n = inner.extent
-        assert n is not None
+        assert n is not None, inner
         new: list[Size] = []
         for flat, strides in zip(self.flats, self.strides, strict=True):
             if outer not in strides and inner not in strides:
@@ -153,7 +153,7 @@ def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
         return
     while k >= 0:
         outer, inner = atom_of(axes[k]), atom_of(axes[k + 1])
-        assert outer.extent is not None and inner.extent is not None
+        assert outer.extent is not None and inner.extent is not None, outer
         whole = symbol(f"{outer.name}.{inner.name}", extent=outer.extent * inner.extent)
         if table.joined(outer, inner, whole):
             parts: Env = {outer: whole // inner.extent, inner: whole % inner.extent}

@@ -82,7 +82,7 @@ def roots(loop: ir.Loop) -> tuple[ir.Node, ...]:
 
 def load_of(n: ir.Node) -> ir.Load:
     """The attribute of a load node."""
-    assert isinstance(n.attr, ir.Load)
+    assert isinstance(n.attr, ir.Load), n
     return n.attr
 
 

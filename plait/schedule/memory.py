@@ -430,7 +430,7 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
             continue
         k = maker[step.source]
         kernel = plan.steps[k]
-        assert isinstance(kernel, Kernel)
+        assert isinstance(kernel, Kernel), kernel
         new, old = plan.buffers[step.source], plan.buffers[step.target]
         same = new.strides == old.strides and new.dtype == old.dtype and new.shape == old.shape
         last = last_read.get(step.target, -1)

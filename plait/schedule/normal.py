@@ -174,7 +174,7 @@ class _InPlace:
             return replace(op, base=self.names[op.base])
         if isinstance(op, ir.Item):
             return replace(op, buf=self.names[op.buf])
-        assert isinstance(op, ir.Mutate)
+        assert isinstance(op, ir.Mutate), op
         return replace(op, source=self.names[op.source])
 
     def _node(self, root: ir.Node) -> ir.Node:

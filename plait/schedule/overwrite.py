@@ -30,7 +30,7 @@ def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffe
         return False
     at = stores[0]
     store = kernel.stmts[at]
-    assert isinstance(store, Store)
+    assert isinstance(store, Store), store
     if store.mode != "store" or store.mask is not None or store.index_args:
         return False
     if not _covers(kernel, store, buffers[new].shape):

@@ -348,7 +348,7 @@ class _Split:
             "mul", (self.at(chunk), integer(expr.numel(extent(v) for v in self.first_rvars)))
         )
         (out,) = self.op.outs
-        assert out is not None
+        assert out is not None, "an unused extreme was not dropped"
         return [
             self.first(self.row.extreme, (best,)),
             self.first(kind, (place,)),

@@ -200,7 +200,7 @@ class _PlanReader:
         if len(s.decorator_list) != 1 or word(s.decorator_list[0]) != "kernel":
             raise wrong(s, "@kernel(...)")
         head = s.decorator_list[0]
-        assert isinstance(head, ast.Call)
+        assert isinstance(head, ast.Call), head
         facts = keywords(head, ("writes", "sizes", "hints", "work_ns", "sequential"))
         body = BodyReader(self.ops.symbols, s.args)
         origin, lines = body.split_origin(s.body)

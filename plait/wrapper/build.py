@@ -159,7 +159,7 @@ class _Draft:
         while ready := [name for name, source in self.pending.items() if self.exists(source)]:
             for name in ready:
                 source = self.pending[name]
-                assert source is not None
+                assert source is not None, f"{name} has no source"
                 self.define_symbol(
                     name, ins.SizeOf(*source) if isinstance(source, tuple) else source
                 )

@@ -313,7 +313,7 @@ def _condition(g: FxGraph, program: int) -> Node:
     name = f"condition{program}"
     if not hasattr(g.root, name):
         module = copy.deepcopy(g.root.get_submodule(f"program{program}"))
-        assert isinstance(module, GraphModule)
+        assert isinstance(module, GraphModule), module
         (end,) = module.graph.find_nodes(op="output")
         ((value,),) = end.args
         if not isinstance(value, Node):

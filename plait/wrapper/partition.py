@@ -232,7 +232,7 @@ def _returned(
 ) -> set[str]:
     """What holds the memory of the caller's results. bases: of the body."""
     last = body[-1]
-    assert isinstance(last, ins.Return)
+    assert isinstance(last, ins.Return), last
     return {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
 
 

@@ -193,7 +193,7 @@ class _ProgramReader:
                 programs.append(_ProgramReader().program(s.body))
                 continue
             if isinstance(s, ast.Expr) and word(s.value) == "origin":
-                assert isinstance(s.value, ast.Call)
+                assert isinstance(s.value, ast.Call), s.value
                 of = s.value
                 origins.append((text_of(positional(of, 0)), text_of(positional(of, 1))))
                 continue
@@ -350,5 +350,5 @@ def _constant(e: ast.expr) -> object:
 
 def _int(e: ast.expr) -> int:
     value = _constant(e)
-    assert isinstance(value, int)
+    assert isinstance(value, int), value
     return value

@@ -83,7 +83,7 @@ def mul(a: Size, b: Size) -> Size:
     if isinstance(a, int):
         a, b = b, a
     if isinstance(a, int):
-        assert isinstance(b, int)
+        assert isinstance(b, int), b
         return a * b
     if isinstance(b, int):
         if b == 1:

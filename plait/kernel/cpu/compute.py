@@ -53,7 +53,7 @@ def _const(v: Values, n: Node) -> Parts:
 def _acc(v: Values, n: Node) -> Parts:
     """The present value of an accumulator; a running one is copied, because it goes on
     changing."""
-    assert isinstance(n.attr, str)
+    assert isinstance(n.attr, str), n
     vector = v.is_vector(n)
     parts = v.acc_values[n.attr, v.rep if vector else 0]
     type_ = vtype(n.dtype) if vector else ctype(n.dtype)
@@ -125,7 +125,7 @@ def _bound(v: Values, n: Node, args: tuple[Parts, ...]) -> Parts:
 
 def _bounded(v: Values, n: Node) -> Parts:
     """The run-time check of an index: outside [0, size) the kernel fails and the value is 0."""
-    assert isinstance(n.attr, Bound)
+    assert isinstance(n.attr, Bound), n
     depth, size = v.depth(n), v.integer(n.attr.size)
     if not v.is_vector(n):
         x = v.get(n.args[0])[0]
@@ -179,7 +179,7 @@ def _nonzero(v: Values, n: Node) -> Parts:
 def _fail_if(v: Values, n: Node, bad: str) -> None:
     """Reports n's check where `bad` holds: a bool, or a vi32 mask of lanes if n is a vector."""
     check = check_of(n)
-    assert check is not None
+    assert check is not None, n
     depth, report = v.depth(n), f"return {v.checks[check]};"
     if not v.is_vector(n):
         also = f" && {v.get(n.args[1])[0]}" if len(n.args) > 1 else ""
@@ -191,7 +191,7 @@ def _fail_if(v: Values, n: Node, bad: str) -> None:
 
 def _index(v: Values, n: Node) -> Parts:
     e = n.attr
-    assert isinstance(e, (int, Expr))
+    assert isinstance(e, (int, Expr)), e
     depth = v.depth(n)
     if not v.is_vector(n):
         return (v.define("i64", v.integer(e), depth),)

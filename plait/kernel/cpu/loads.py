@@ -165,7 +165,7 @@ def fill_tile(v: Values, n: Node, along: Atom) -> None:
     """Loads a tile of a load that is contiguous along `along` and leaves it turned around,
     contiguous along the axis."""
     t = memory(n.dtype)
-    assert isinstance(n.attr, Load)
+    assert isinstance(n.attr, Load), n
     offset = offset_of(n)
     step = v.facts.step(offset)
     number = v.nest.tile_number

@@ -231,7 +231,7 @@ def _is_wide(linear: LinearKernel, tile: Tile) -> bool:
     exprs += [ceildiv(g.points, g.block) * g.block for g in tile.groups]
     for n in walk(linear.roots()):
         if n.op == "load":
-            assert isinstance(n.attr, Load)
+            assert isinstance(n.attr, Load), n
             exprs.append(n.attr.index[0])
         elif not isinstance(n.attr, int):  # an index may be a value, such as the bits of a float
             exprs += exprs_of(n)

@@ -28,7 +28,7 @@ def expand_reductions(linear: LinearKernel) -> LinearKernel:
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "acc":
-            assert isinstance(n.attr, str)
+            assert isinstance(n.attr, str), n
             return accs.get(n.attr, n)
         return with_args(n, args)
 

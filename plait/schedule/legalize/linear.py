@@ -42,7 +42,7 @@ def stmt_nodes(s: Stmt) -> tuple[Node, ...]:
 
 def offset_of(n: Node) -> Size:
     """The linear offset of a load in a LinearKernel."""
-    assert isinstance(n.attr, Load)
+    assert isinstance(n.attr, Load), n
     return n.attr.index[0]
 
 
@@ -77,7 +77,7 @@ def offsets_of(linear: LinearKernel) -> list[Size]:
         if n.op == "load":
             out.append(offset_of(n))
         elif n.op == "index":
-            assert isinstance(n.attr, (int, Expr))
+            assert isinstance(n.attr, (int, Expr)), n
             out.append(n.attr)
     return list(dict.fromkeys(out))
 
@@ -117,7 +117,7 @@ def dependences(linear: LinearKernel) -> Callable[[Node], frozenset[object]]:
             if n.op == "load":
                 out |= of_expr(offset_of(n))
             elif n.op == "index":
-                assert isinstance(n.attr, (int, Expr))
+                assert isinstance(n.attr, (int, Expr)), n
                 out |= of_expr(n.attr)
             elif n.op == "acc":
                 out |= {n.attr}

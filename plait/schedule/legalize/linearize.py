@@ -47,11 +47,11 @@ def linearize(kernel: Kernel) -> LinearKernel:
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
-            assert isinstance(n.attr, Load)
+            assert isinstance(n.attr, Load), n
             offset = flat(n.attr.index, buffers[n.attr.buf].strides, args)
             return node("load", args, Load(n.attr.buf, (offset,), n.attr.masked), n.dtype)
         if n.op == "index":
-            assert isinstance(n.attr, (int, Expr))
+            assert isinstance(n.attr, (int, Expr)), n
             return node("index", args, flat((n.attr,), (1,), args), n.dtype)
         return with_args(n, args)
 

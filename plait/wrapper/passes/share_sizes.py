@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.ir.expr import Expr, Size, bounds, free_symbols, symbol
+from plait.ir.expr import Expr, Size, atom_of, bounds, free_symbols, symbol
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 from plait.wrapper.walk import defined, rewrite
@@ -57,9 +57,7 @@ def _define_ready(waiting: dict[Expr, Expr], ready: set[str]) -> list[ins.Instr]
     now = [e for e in waiting if all(a.name in ready for a in free_symbols(e))]
     out: list[ins.Instr] = []
     for e in now:
-        atom = waiting.pop(e).symbol
-        assert atom is not None
-        out.append(ins.Symbol(atom.name, e))
+        out.append(ins.Symbol(atom_of(waiting.pop(e)).name, e))
     return out
 
 

@@ -31,7 +31,7 @@ from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.plan import Kernel, Plan
+from plait.schedule.plan import Plan, kernels_of
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
@@ -133,7 +133,7 @@ def compile_portable(
     if cfg.kernels:
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
-    kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
+    kinds = {k.device.partition(":")[0] for k in kernels_of(plan)}
     on_gpu = any(not facts_of(b.device).is_host for b in lowered.program.buffers.values())
     anywhere = ("gpu_arch", ["ptx_0"]) if on_gpu else ("isa", isas[-1:])  # without kernels
     machines_of = {"isa": isas, "gpu_arch": archs}

@@ -32,10 +32,12 @@ from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
+from plait.ir.calls import all_programs
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
-from plait.kernel.target import Choices, Machines, Measured, Source
+from plait.kernel.target import Choices, Machines, Measured, Source, Unaligned
 from plait.kernel.targets import TARGETS
+from plait.lower.control_flow import graphs_within
 from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
 from plait.schedule.deps import Bodies
@@ -44,11 +46,12 @@ from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
 from plait.schedule.inline import inline_loops
+from plait.schedule.kernels import Names
 from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
-from plait.schedule.plan import Kernel, Plan
+from plait.schedule.plan import Kernel, Plan, kernels_of
 from plait.schedule.split import split_reductions
 from plait.schedule.verify import verify_plan
 from plait.wrapper.instructions import WrapperProgram
@@ -105,8 +108,10 @@ def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Con
 
 
 def clean_graph(captured: Captured, cfg: Config) -> Captured:
-    """Runs the passes over the graph in place and returns the same object. The module's code is not
-    regenerated."""
+    """Runs the passes over the graph, and over those that its control flow runs, in place and
+    returns the same object. The modules' code is not regenerated."""
+    for graph in graphs_within(captured.graph):
+        clean_graph(replace(captured, graph=graph), cfg)
     _run(GRAPH, captured.graph, cfg)
     for name, run in ADDED:
         before = set(captured.graph.graph.nodes)
@@ -163,9 +168,12 @@ LOOPS = ("drop dead loops", "normal form", "inline", "drop inlined loops", "sett
 """The steps of `schedule` that give a loop program."""
 
 
-def schedule(program: LoopProgram, cfg: Config, log: Log = quiet) -> Plan:
-    """From loops to kernels: the plan of a program."""
-    bodies = Bodies()
+def schedule(
+    program: LoopProgram, cfg: Config, log: Log = quiet, names: Names | None = None
+) -> Plan:
+    """From loops to kernels: the plan of a program and its subprograms. names: of kernels; None:
+    new ones."""
+    bodies, names = Bodies(), names or Names()
     loops = log("drop dead loops", drop_dead_loops, program, bodies)
     loops = log("normal form", normalise, loops, bodies)
     loops = log("inline", inline_loops, loops, cfg, bodies)
@@ -178,10 +186,9 @@ def schedule(program: LoopProgram, cfg: Config, log: Log = quiet) -> Plan:
     ordered = log("order", order, grouping)
     # After the order is known: it must not let more memory be alive at once.
     ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
-    plan = log("make plan", make_plan, grouping, ordered)
+    plan = log("make plan", make_plan, grouping, ordered, names)
     plan = log("plan memory", plan_memory, plan, cfg)
-    calls = replace(cfg, kernels=False)  # subprograms are lowered so
-    nested = tuple(schedule(p, calls, log) for p in program.programs)
+    nested = tuple(schedule(p, cfg, log, names) for p in program.programs)
     final = replace(plan.program, programs=tuple(n.program for n in nested))
     return replace(plan, program=final, programs=nested)
 
@@ -221,7 +228,7 @@ def find_machines(plan: Plan, cfg: Config) -> Machines:
 
 def measure_candidates(plan: Plan, machines: Machines, cfg: Config) -> Measured:
     """The candidates that were fastest on the device at hand."""
-    anywhere, kinds = unaligned(plan), _by_kind(plan)
+    anywhere, kinds = _unaligned(plan), _by_kind(plan)
     found = [TARGETS[kind].measure(k, anywhere, machines, cfg) for kind, k in kinds.items()]
     choices = {name: choice for f in found for name, choice in f.choices.items()}
     return Measured(choices, tuple(note for f in found for note in f.notes))
@@ -231,7 +238,7 @@ def emit_kernels(
     plan: Plan, machines: Machines, choices: Choices, verifies: bool
 ) -> dict[str, Source]:
     """The source of all kernels, by kind of device."""
-    anywhere, kinds = unaligned(plan), _by_kind(plan)
+    anywhere, kinds = _unaligned(plan), _by_kind(plan)
     return {
         kind: TARGETS[kind].emit(k, anywhere, machines, choices, verifies)
         for kind, k in kinds.items()
@@ -239,11 +246,16 @@ def emit_kernels(
 
 
 def _by_kind(plan: Plan) -> dict[str, list[Kernel]]:
+    """The kernels of a plan and its subprograms."""
     kinds: dict[str, list[Kernel]] = {}
-    for s in plan.steps:
-        if isinstance(s, Kernel):
-            kinds.setdefault(s.device.partition(":")[0], []).append(s)
+    for k in kernels_of(plan):
+        kinds.setdefault(k.device.partition(":")[0], []).append(k)
     return kinds
+
+
+def _unaligned(plan: Plan) -> Unaligned:
+    programs = ((p, unaligned(p)) for p in all_programs(plan))
+    return {s.name: found for p, found in programs for s in p.steps if isinstance(s, Kernel)}
 
 
 def _named(plan: Plan, sources: Mapping[str, Source]) -> Plan:
@@ -253,7 +265,8 @@ def _named(plan: Plan, sources: Mapping[str, Source]) -> Plan:
         replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s
         for s in plan.steps
     )
-    return replace(plan, steps=tuple(steps))
+    nested = tuple(_named(p, sources) for p in plan.programs)
+    return replace(plan, steps=tuple(steps), programs=nested)
 
 
 # ----------------------------------------------------------------------------------------- programs

@@ -15,7 +15,7 @@ import torch.fx
 
 from plait.errors import Fallback
 
-GraphKind = Literal["inference", "forward", "backward"]
+GraphKind = Literal["inference", "forward", "backward", "subprogram"]
 
 
 @dataclass(frozen=True)

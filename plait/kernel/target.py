@@ -31,6 +31,8 @@ class Source:
 
 Machines = Mapping[str, Any]
 """Device -> what kernels for it are made for, in its target's own terms."""
+Unaligned = Mapping[str, Set[str]]
+"""Kernel name -> buffers that may start anywhere; all others start at multiples of 16 bytes."""
 Choices = Mapping[str, Any]
 """Kernel name -> how to write it, in its target's own terms; the target plans those not in it."""
 
@@ -58,22 +60,21 @@ class Target(Protocol):
         return {}
 
     def measure(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines, cfg: Config
+        self, kernels: Sequence[Kernel], unaligned: Unaligned, machines: Machines, cfg: Config
     ) -> Measured:
-        """Runs the candidates of each kernel, on the device that they are for if it is here.
-        unaligned: buffers that may start anywhere, the others start at multiples of 16 bytes."""
+        """Runs the candidates of each kernel, on the device that they are for if it is here."""
         return Measured({})  # there is one way to write a kernel
 
     def emit(
         self,
         kernels: Sequence[Kernel],
-        unaligned: Set[str],
+        unaligned: Unaligned,
         machines: Machines,
         choices: Choices,
         verifies: bool,
     ) -> Source:
-        """The source of all kernels: equal input gives byte-identical text. unaligned: as above.
-        choices: what `measure` chose. verifies: what is decided is checked."""
+        """The source of all kernels: equal input gives byte-identical text. choices: what `measure`
+        chose. verifies: what is decided is checked."""
         ...
 
     def build(self, source: Source, cfg: Config) -> Built:

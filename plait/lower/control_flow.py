@@ -7,12 +7,13 @@ that says which of them runs on what (`ir/calls.Control`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from plait.ir.calls import Control, Extern, ExternArg, Scalar, TensorArg
 from plait.ir.expr import Expr
@@ -31,6 +32,14 @@ CONTROL_FLOW: dict[HigherOrderOperator, tuple[str, str]] = {
 """Operators that run graphs: the kind, and what their arguments are: p the condition, f a graph, c
 what is carried, s what is scanned, r what each run is given as it is, * the same as arguments of
 their own, - nothing."""
+
+
+def graphs_within(graph: GraphModule) -> list[GraphModule]:
+    """The graphs that control flow in a graph runs, each once."""
+    nodes = (n for n in graph.graph.nodes if n.target in CONTROL_FLOW)
+    found = (a for n in nodes for a in n.args if isinstance(a, Node) and a.op == "get_attr")
+    values = (attrgetter(str(a.target))(graph) for a in found)
+    return list(dict.fromkeys(v for v in values if isinstance(v, GraphModule)))
 
 
 def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any]) -> Any:
@@ -61,11 +70,10 @@ def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any
         raise NoRule(fault)
     aliases = tuple(dict.fromkeys(a.buf for a in operands if isinstance(a, TensorArg)))
     named = f"{op.namespace}::{op.__name__}"
-    ctx.fell_back("aten", named, "its graphs run as calls of ATen")
     ctx.ops.append(
         Extern(
             outs, named, operands, symbols=symbols, aliases=aliases, effectful=True,
-            control=control, origin=ctx.origin,
+            control=control, fallback=False, origin=ctx.origin,
         )
     )  # fmt: skip
     return result

@@ -198,10 +198,9 @@ class Lowering:
         self._steps.setdefault(op, Fallback(rung, op, reason, self.where()))
 
     def fell_back_within(self, steps: Sequence[Fallback]) -> None:
-        """Steps of a subprogram. That it calls operators is known of all."""
+        """The steps of a subprogram."""
         for step in steps:
-            if step.rung != "aten":
-                self._steps.setdefault(step.what, step)
+            self._steps.setdefault(step.what, step)
 
     def steps(self) -> tuple[Fallback, ...]:
         """Every operator that was called for want of a rule, once, in the graph's order."""

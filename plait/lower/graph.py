@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -84,8 +84,7 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
 
 def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
     def lower_nested(graph: torch.fx.GraphModule, name: str) -> LoopProgram:
-        # Operators run as eager runs them: nothing is rewritten, and there are no kernels.
-        nested = _lower(Captured(graph, name, "inference"), replace(cfg, kernels=False), tables)
+        nested = _lower(Captured(graph, name, "subprogram"), cfg, tables)
         ctx.fell_back_within(nested.steps)
         return nested.program
 
@@ -95,7 +94,7 @@ def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
     placeholders = [n for n in nodes if n.op == "placeholder"]
     shape_env = shape_env_of([n.meta.get("val") for n in placeholders])
     ctx.functions = number_functions(shape_env)
-    inputs = Inputs()
+    inputs = Inputs(expands=captured.kind != "subprogram")
     for node in placeholders:
         ctx.env[node] = add_input(ctx, inputs, node)
     define_symbols(ctx, inputs)

@@ -40,12 +40,15 @@ class Inputs:
     storages: the fake storage that an input's buffer is.
     facts: expressions whose values inputs tell, and where.
     constants: the value of each attribute that is a tensor.
+    expands: whether inputs may be expanded tensors. Those of a subprogram may not: what it is
+        given in another round is not expanded, and nothing can be copied into such memory.
     """
 
     names: list[str | tuple[str, str] | None] = field(default_factory=list)
     storages: dict[str, int] = field(default_factory=dict)
     facts: list[tuple[Size, Source]] = field(default_factory=list)
     constants: dict[str, View] = field(default_factory=dict)
+    expands: bool = True
 
 
 def add_input(ctx: Lowering, inputs: Inputs, node: torch.fx.Node) -> Value:
@@ -75,7 +78,9 @@ def _add_tensor(ctx: Lowering, inputs: Inputs, val: torch.Tensor) -> View:
     name = f"arg{len(inputs.names)}"
     shape = tuple(to_size(s) for s in val.shape)
     dense = val.layout == torch.strided
-    strides = tuple(to_size(s) for s in val.stride()) if dense else expr.contiguous_strides(shape)
+    strides = expr.contiguous_strides(shape)
+    if dense and (inputs.expands or 0 not in val.stride()):
+        strides = tuple(to_size(s) for s in val.stride())
     dtype = from_torch(val.dtype) if dense else opaque
     ctx.buffers[name] = Buffer(
         name, dtype, shape, strides, device=device_name(val.device), fixed=True

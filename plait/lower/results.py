@@ -78,7 +78,8 @@ def _result(r: _Results, k: int, a: Any) -> Result:
     """The output at position k."""
     value = value_of(r.ctx, a)
     val = a.meta.get("val") if isinstance(a, torch.fx.Node) else None
-    if r.ctx.cfg.kernels and isinstance(val, (torch.SymFloat, torch.SymBool)):
+    holds_numbers = r.ctx.cfg.kernels and r.captured.kind != "subprogram"
+    if holds_numbers and isinstance(val, (torch.SymFloat, torch.SymBool)):
         return _number(r.ctx, val, value)
     if isinstance(value, View):
         assert isinstance(a, torch.fx.Node), a

@@ -17,10 +17,9 @@ from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
 
-def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode]) -> Plan:
-    """The plan, with every buffer in memory of its own."""
+def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names) -> Plan:
+    """The plan, with every buffer in memory of its own. names: gives its kernels theirs."""
     program = grouping.program
-    names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads), *program.given}
     needed.update(*read_for_symbols(program).values())
     ordered = [_without_unneeded(u, needed) for u in ordered]

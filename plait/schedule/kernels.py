@@ -133,7 +133,7 @@ def origin_words(origins: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class Names:
-    """Gives out kernel names that are unique in a program."""
+    """Gives out kernel names that are unique in a program and its subprograms."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}

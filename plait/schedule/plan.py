@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, all_programs
 from plait.ir.checks import Check
 from plait.ir.expr import Expr, Size, free_symbols, symbol
 from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
@@ -194,3 +194,8 @@ class Plan:
     memory: MemoryPlan
     refusals: tuple[Refusal, ...] = ()
     programs: tuple[Plan, ...] = ()
+
+
+def kernels_of(plan: Plan) -> list[Kernel]:
+    """The kernels of a plan and its subprograms, in order."""
+    return [s for p in all_programs(plan) for s in p.steps if isinstance(s, Kernel)]

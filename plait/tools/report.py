@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from plait.errors import Fallback, Rung
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, all_programs
 from plait.ir.expr import free_symbols
 from plait.schedule.cost import hint
-from plait.schedule.plan import Kernel, Step
+from plait.schedule.plan import Kernel, Step, kernels_of
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
 from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput, WrapperProgram
 from plait.wrapper.partition import fixed_inputs, recorded_results
@@ -53,7 +53,7 @@ class Report:
     @property
     def kernels(self) -> int:
         """Kernel launches, all graphs together."""
-        return sum(isinstance(i, Launch) for g in self.graphs for i in g.wrapper.body)
+        return sum(map(_launches, self.graphs))
 
     @property
     def extern_calls(self) -> dict[str, int]:
@@ -130,7 +130,14 @@ class Report:
 
 
 def _externs(g: CompileRecord) -> list[Extern]:
-    return [s for s in g.plan.steps if isinstance(s, Extern)]
+    """The calls of operators, those of subprograms too."""
+    every = (s for p in all_programs(g.plan) for s in p.steps)
+    return [s for s in every if isinstance(s, Extern) and s.control is None]
+
+
+def _launches(g: CompileRecord) -> int:
+    """How many launches the program and its subprograms have, each counted once."""
+    return sum(isinstance(i, Launch) for p in all_programs(g.wrapper) for i in p.body)
 
 
 def _count(n: int, what: str) -> str:
@@ -167,8 +174,7 @@ def _graph_head(g: CompileRecord) -> list[str]:
     memory."""
     if g.target == "eager":
         return [f"{g.name}: {_count(g.aten_ops, 'operator')}, run by eager"]
-    launches = sum(isinstance(i, Launch) for i in g.wrapper.body)
-    head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(launches, 'kernel')}, "
+    head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(_launches(g), 'kernel')}, "
     head += f"{_count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
     if g.cache_hit is not None:
         head += ", kernels from the cache" if g.cache_hit else ", kernels built"
@@ -223,9 +229,8 @@ def _kernels(graphs: Sequence[CompileRecord]) -> list[str]:
     have; the most work first."""
     alike: dict[tuple[str, str], list[Kernel]] = {}
     for g in graphs:
-        for s in g.plan.steps:
-            if isinstance(s, Kernel):
-                alike.setdefault((s.name.rpartition("_")[0], _ops(s)), []).append(s)
+        for k in kernels_of(g.plan):
+            alike.setdefault((k.name.rpartition("_")[0], _ops(k)), []).append(k)
     rows = sorted(alike.items(), key=lambda row: (-_work(row[1]), row[0]))
     return [_kernel(stem, ops, same) for (stem, ops), same in rows]
 
@@ -253,8 +258,11 @@ def _graph(g: CompileRecord) -> list[str]:
         *_graph_head(g),
         *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung in ("eager", "specialise")),
     ]
-    lines += [f"  {line}" for s in g.plan.steps for line in _step(s, g)]
-    return lines + [f"  {line}" for line in refusal_lines(g.plan)]
+    for n, plan in enumerate(all_programs(g.plan)):
+        lines += [f"  subprogram {n - 1}:"] if n else []
+        lines += [f"  {line}" for s in plan.steps for line in _step(s, g)]
+        lines += [f"  {line}" for line in refusal_lines(plan)]
+    return lines
 
 
 def _step(step: Step, g: CompileRecord) -> list[str]:

@@ -18,7 +18,7 @@ from plait.kernel.cpu.nest import print_body
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.dedup import part_operands, structure, symbol_for
-from plait.kernel.target import Choices, Machines, Source, Target
+from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
@@ -47,7 +47,7 @@ class CppTarget(Target):
     def emit(
         self,
         kernels: Sequence[Kernel],
-        unaligned: Set[str],
+        unaligned: Unaligned,
         machines: Machines,
         choices: Choices,
         verifies: bool,

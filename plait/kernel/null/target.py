@@ -8,7 +8,7 @@ op is a call of ATen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from plait.ir.interp import EVALUATE
 from plait.ir.ops import SPECIAL
 from plait.kernel.dedup import symbol_for
 from plait.kernel.null.run import launch
-from plait.kernel.target import Choices, Machines, Source, Target
+from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.generated import LIBRARIES
 from plait.runtime.store import Built
 from plait.runtime.toolchain import ToolchainMissing
@@ -42,7 +42,7 @@ class NullTarget(Target):
     def emit(
         self,
         kernels: Sequence[Kernel],
-        unaligned: Set[str],
+        unaligned: Unaligned,
         machines: Machines,
         choices: Choices,
         verifies: bool,

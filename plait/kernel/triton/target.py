@@ -19,7 +19,7 @@ from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.dedup import structure, symbol_for
-from plait.kernel.target import Choices, Machines, Measured, Source, Target
+from plait.kernel.target import Choices, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -67,7 +67,7 @@ class TritonTarget(Target):
         return {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in devices}
 
     def measure(
-        self, kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines, cfg: Config
+        self, kernels: Sequence[Kernel], unaligned: Unaligned, machines: Machines, cfg: Config
     ) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
@@ -86,7 +86,7 @@ class TritonTarget(Target):
     def emit(
         self,
         kernels: Sequence[Kernel],
-        unaligned: Set[str],
+        unaligned: Unaligned,
         machines: Machines,
         choices: Choices,
         verifies: bool,
@@ -122,13 +122,13 @@ class Key(NamedTuple):
 
 
 def _distinct(
-    kernels: Sequence[Kernel], unaligned: Set[str], machines: Machines
+    kernels: Sequence[Kernel], unaligned: Unaligned, machines: Machines
 ) -> tuple[list[Key], dict[Key, Kernel], dict[Key, str]]:
     """The key of each kernel; the first kernel of each key, in order; and their symbols."""
     keys: list[Key] = []
     distinct: dict[Key, Kernel] = {}
     for k in kernels:
-        aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
+        aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned[k.name])
         keys.append(Key(structure(k), aligned, k.device, *machines[k.device]))
         distinct.setdefault(keys[-1], k)
     taken: set[str] = set()

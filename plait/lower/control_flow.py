@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from plait.ir.calls import Control, Extern, ExternArg, Scalar, TensorArg
+from plait.ir.calls import Control, Extern, ExternArg, Scalar
 from plait.ir.expr import Expr
 from plait.ir.loops import LoopProgram
 from plait.lower.core import Lowering, NoRule, View
@@ -68,11 +68,10 @@ def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any
     signatures = [(len(p.inputs), len(p.outputs)) for p in ctx.programs.values()]
     if fault := control.fault(len(operands), signatures, len(outs)):
         raise NoRule(fault)
-    aliases = tuple(dict.fromkeys(a.buf for a in operands if isinstance(a, TensorArg)))
     named = f"{op.namespace}::{op.__name__}"
     ctx.ops.append(
         Extern(
-            outs, named, operands, symbols=symbols, aliases=aliases, effectful=True,
+            outs, named, operands, symbols=symbols, effectful=True,
             control=control, fallback=False, origin=ctx.origin,
         )
     )  # fmt: skip

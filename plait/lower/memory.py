@@ -64,13 +64,12 @@ def _called(
     return ctx.whole(out)
 
 
-def strided(ctx: Lowering, x: View) -> TensorArg | None:
-    """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
-    no strides describe it."""
-    b = ctx.buffers[x.buf]
-    flat = expr.total(e * s for e, s in zip(x.index, b.strides, strict=True))
+def _linear(ctx: Lowering, x: View) -> tuple[list[Size], Size] | None:
+    """The strides and the offset with which x's index counts elements of its buffer, or None."""
+    rest = flat = expr.total(
+        e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True)
+    )
     strides: list[Size] = []
-    rest = flat
     for v in x.vars:
         k = expr.coefficient(flat, expr.atom_of(v))
         if k is None:
@@ -79,6 +78,16 @@ def strided(ctx: Lowering, x: View) -> TensorArg | None:
         rest = rest - v * k
     if any(v.symbol in expr.free_symbols(rest) for v in x.vars):
         return None
+    return strides, rest
+
+
+def strided(ctx: Lowering, x: View) -> TensorArg | None:
+    """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
+    no strides describe it."""
+    found = ([*ctx.buffers[x.buf].strides], 0) if ctx.is_whole(x) else _linear(ctx, x)
+    if found is None:
+        return None
+    strides, rest = found
     # A dimension of size 1 has a variable that is always 0: give it a stride that keeps
     # contiguity checks happy.
     for d in range(len(strides) - 1, -1, -1):

@@ -18,11 +18,11 @@ from plait.errors import Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import begins_anywhere, is_view, memory_of
 from plait.ir import expr
-from plait.ir.calls import Number, Scalar, TensorArg
+from plait.ir.calls import Extern, Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, b1, f64
 from plait.ir.expr import Expr, Size
 from plait.lower.calls import value_of
-from plait.lower.core import Lowering, Value, View
+from plait.lower.core import Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.float_nodes import to_scalar_node
 from plait.lower.inputs import Inputs
@@ -66,6 +66,8 @@ def lower_results(
     r = _Results(ctx, captured, inputs, placeholders, dict(inputs.storages))
     ctx.origin = ("output",)
     first = items[: captured.n_results]  # what a backward graph reads may lie anywhere
+    if captured.kind == "subprogram":
+        first = ()
     own = [a for k, a in enumerate(first) if _is_strided(a) and k not in captured.input_views]
     roots = {a: _root(a) for a in own}
     views = {root for a, root in roots.items() if root is not a}
@@ -83,6 +85,8 @@ def _result(r: _Results, k: int, a: Any) -> Result:
         return _number(r.ctx, val, value)
     if isinstance(value, View):
         assert isinstance(a, torch.fx.Node), a
+        if r.captured.kind == "subprogram":
+            return _lone_result(r, value, a)
         if k in r.captured.input_views:
             return _input_view(r, a, r.captured.input_views[k])
         if a not in r.tensors:  # one node returned twice is one tensor
@@ -118,6 +122,23 @@ def _own_memory(r: _Results, root: torch.fx.Node, seen: bool) -> None:
         return
     r.ctx.env[root] = copy(r.ctx, view, strides, fixed=True)
     r.owners[r.ctx.env[root].buf] = storage
+
+
+def _lone_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
+    """A result of a subprogram: it shares memory with no input and no other result, so whoever runs
+    the program need not ask. Raises NoRule where an operator may have made a view of it."""
+    if any(isinstance(o, Extern) and o.aliases and x.buf in o.outs for o in r.ctx.ops):
+        raise NoRule("a graph that returns a view that an operator made")
+    val = node.meta["val"]
+    if not _is_strided(node):
+        return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
+    strides = tuple(to_size(s) for s in val.stride())
+    out = tensor_arg(r.ctx, x, strides)
+    memory = owner_of(r.ctx, out.buf)
+    if memory in r.ctx.constants or memory in r.owners:
+        out = tensor_arg(r.ctx, copy(r.ctx, x), strides)
+    r.owners[owner_of(r.ctx, out.buf)] = compat.tracing.storage_of(val)
+    return out
 
 
 def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:

@@ -165,6 +165,7 @@ class Lowering:
     copies: of each buffer, what was copied of it, the copy, and how many operations stood before.
     env: the values of nodes.
     current, origin: the node that is lowered now (see `node`), and where it comes from.
+    element: which of its results a rule makes now, where the node is as many calls as it has.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Lowering:
     env: dict[torch.fx.Node, Value] = field(default_factory=dict)
     current: torch.fx.Node | None = None
     origin: tuple[str, ...] = ()
+    element: int | None = None
     _steps: dict[str, Fallback] = field(default_factory=dict)
 
     # ---- steps down the ladder
@@ -217,9 +219,14 @@ class Lowering:
         """The user's line that it comes from, "" if none is known."""
         return self.origin[0].rpartition(" ")[0] if self.origin else ""
 
+    def _made(self) -> Any:
+        """The fake value that is made now, None where no node is lowered."""
+        val = self.current.meta.get("val") if self.current is not None else None
+        return val if self.element is None or val is None else val[self.element]
+
     def out_meta(self, k: int | None = None) -> torch.Tensor:
         """The fake tensor of the current node's result (of its k-th result)."""
-        val = self.node.meta["val"]
+        val = self._made()
         out = val if k is None else val[k]
         assert isinstance(out, torch.Tensor), out
         return out
@@ -238,7 +245,7 @@ class Lowering:
 
     def device(self) -> str:
         """Where the current node's first tensor is; the host where it makes none."""
-        val = None if self.current is None else self.current.meta.get("val")
+        val = self._made()
         values = val if isinstance(val, (tuple, list)) else (val,)
         found = next((v for v in values if isinstance(v, torch.Tensor)), None)
         return "cpu" if found is None else device_name(found.device)

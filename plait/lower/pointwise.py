@@ -207,6 +207,17 @@ def _addcdiv(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> 
     return elementwise(ctx, lambda a, b, c, v: a + b * v / c, (x, y, z, value), common=common)
 
 
+@lower(aten.lerp.Scalar, aten.lerp.Tensor)
+def _lerp(ctx: Lowering, x: View, y: View, weight: Operand) -> View:
+    """From the nearer end."""
+
+    def formula(a: Node, b: Node, w: Node) -> Node:
+        near = abs(w) < 0.5
+        return fma(where(near, w, w - 1), b - a, where(near, a, b))
+
+    return elementwise(ctx, formula, (x, y, weight), common=common_dtype((x, y)))
+
+
 def integer_power(x: Node, n: int) -> Node:
     """x ** n by squaring, n >= 0."""
     if n == 0:

@@ -1,0 +1,106 @@
+"""Operators on lists of tensors (`_foreach_*`), which optimizers are made of: what the operator on
+tensors is, for each element of the lists.
+
+A list of numbers gives each its own; a number, or one tensor, is given to all. ATen means the same:
+where its kernels for lists would differ, it calls the operators on tensors one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._ops import OpOverload
+
+from plait.ir.dtypes import f64
+from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View, lower
+from plait.lower.dtypes import compute_dtype
+
+aten = torch.ops.aten
+
+
+def _each(rule: Rule) -> Rule:
+    """The rule of an operator on lists: `rule` for each element."""
+
+    def on_lists(ctx: Lowering, *args: Value, **kwargs: Value) -> tuple[View, ...]:
+        n = len(ctx.node.meta["val"])
+        if any(len(a) != n for a in args if isinstance(a, (list, tuple))):
+            raise NoRule("lists of different lengths")
+        made = []
+        try:
+            for ctx.element in range(n):
+                mine = (a[ctx.element] if isinstance(a, (list, tuple)) else a for a in args)
+                made.append(rule(ctx, *mine, **kwargs))
+        finally:
+            ctx.element = None
+        return tuple(made)
+
+    return on_lists
+
+
+def _register(name: str, which: Sequence[str], rule: Rule) -> None:
+    """Rules for overloads of an operator on lists."""
+    packet = getattr(aten, f"_foreach_{name}")
+    lower(*(getattr(packet, w) for w in which))(_each(rule))
+
+
+def _of(op: OpOverload) -> Rule:
+    """The rule of an operator on tensors."""
+    return lambda ctx, *args, **kwargs: RULES[op](ctx, *args, **kwargs)
+
+
+for _name in (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor lgamma log log10 log1p log2 max neg "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+).split():
+    _register(_name, ["default"], _of(getattr(aten, _name).default))
+
+_NUMBERS = ["Scalar", "ScalarList"]
+for _name in ("add", "sub", "mul", "div"):
+    _kinds = [*_NUMBERS, "List", *(["Tensor"] if _name != "sub" else [])]
+    _register(_name, _kinds, _of(getattr(aten, _name).Tensor))
+_register("pow", _NUMBERS, _of(aten.pow.Tensor_Scalar))
+_register("pow", ["List"], _of(aten.pow.Tensor_Tensor))
+_register("pow", ["ScalarAndTensor"], lambda ctx, x, n: RULES[aten.pow.Scalar](ctx, x, n))
+_register("lerp", [*_NUMBERS, "List"], _of(aten.lerp.Scalar))
+_register("norm", ["Scalar"], lambda ctx, x, p=2, dtype=None: _norm(ctx, x, p, dtype))
+_register("clone", ["default"], _of(aten.clone.default))
+_register("copy", ["default"], _of(aten.copy.default))
+_register("zero", ["default"], _of(aten.zeros_like.default))
+_register("mm", ["default"], _of(aten.mm.default))
+
+
+def _norm(ctx: Lowering, x: View, p: Value, dtype: torch.dtype | None) -> Value:
+    return RULES[aten.linalg_vector_norm.default](ctx, x, p, None, False, dtype=dtype)
+
+
+def _limited(end: str) -> Rule:
+    return lambda ctx, x, limit: RULES[aten.clamp.default](ctx, x, **{end: limit})
+
+
+for _name, _end in (
+    ("clamp_min", "min"), ("maximum", "min"), ("clamp_max", "max"), ("minimum", "max"),
+):  # fmt: skip
+    _register(_name, [*_NUMBERS, "List"], _limited(_end))
+
+
+def _scaled(op: OpOverload) -> Rule:
+    """addcmul or addcdiv, whose last operand is the scale."""
+    return lambda ctx, x, y, z, value=1: RULES[op](ctx, x, y, z, value=value)
+
+
+def _scaled_by(op: OpOverload) -> Rule:
+    """The same, with the scales in a tensor: ATen reads them as numbers."""
+
+    def rule(ctx: Lowering, x: View, y: View, z: View, scales: View) -> Value:
+        if x.dtype != compute_dtype(x.dtype) or scales.dtype not in (x.dtype, f64):
+            raise NoRule("a scale that is rounded otherwise than a number")
+        scale = scales.remap((), lambda _: (ctx.element or 0,))
+        return RULES[op](ctx, x, y, z, value=scale)
+
+    return rule
+
+
+for _name in ("addcmul", "addcdiv"):
+    _register(_name, _NUMBERS, _scaled(getattr(aten, _name).default))
+    _register(_name, ["Tensor"], _scaled_by(getattr(aten, _name).default))

@@ -182,8 +182,9 @@ def test_the_compiler_is_small() -> None:
     beside = [*library, *table.files()]  # what is generated is counted in its tables
     compiler = [p for p in cpp_and_python(PACKAGE, ROOT / "native") if p not in beside]
     assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in library) <= 6_500
-    # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 220 control flow as programs.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 45_350
+    # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 220 control flow as programs,
+    # 130 operators on lists of tensors.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 45_480
 
 
 def imports(path: Path, package: str) -> set[str]:

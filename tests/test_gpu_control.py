@@ -1,0 +1,147 @@
+"""Control flow on a GPU: branches, loops, scans and regions with kernels of their own against
+eager, under every target and beside CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from functorch.experimental.control_flow import map as torch_map
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+
+from plait.wrapper import instructions as ins
+from plait.wrapper.program import CompileRecord, observers
+
+WRAPPERS = ("native", "python", "cpp", "fx")
+
+
+def branch(x: Tensor, w: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda x: (x @ w).tanh() * 2, lambda x: x.softmax(-1), (x,))
+
+
+def loop(x: Tensor, w: Tensor) -> Any:
+    def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, (x @ w).tanh() + x * 0.5
+
+    return torch.while_loop(
+        lambda i, x: i < 4, body, (torch.zeros((), dtype=torch.int64, device=x.device), x)
+    )[1]
+
+
+def scanned(x: Tensor, w: Tensor) -> Any:
+    """Its slices begin at addresses that 16 bytes do not divide."""
+    return scan(lambda c, a: ((c @ w + a).tanh(), (c * a).sum(-1)), x[0] * 0.5, x)
+
+
+def mapped(x: Tensor, w: Tensor) -> Any:
+    return torch_map(lambda a, w: (a @ w).exp().sum(0), x, w)
+
+
+def summed(x: Tensor, w: Tensor) -> Any:
+    return associative_scan(lambda a, b: a * 0.5 + b, x, dim=0, combine_mode="pointwise")
+
+
+region = torch.compiler.nested_compile_region(lambda x, w: ((x @ w).tanh() + x) * 0.5)
+
+
+def regions(x: Tensor, w: Tensor) -> Any:
+    for _ in range(5):
+        x = region(x, w)
+    return x.sin()
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (branch, loop, scanned, mapped, summed, regions)
+}
+TRAINED = ("branch", "scanned", "mapped", "regions")
+
+
+def given(name: str, n: int = 5) -> tuple[Tensor, Tensor]:
+    shape = (n, 3, 7) if name in ("scanned", "mapped", "summed") else (n, 7)
+    return torch.randn(shape, device="cuda"), torch.randn(7, 7, device="cuda") / 3
+
+
+def check(fn: Callable[..., Any], got: Callable[..., Any], *args: Tensor) -> None:
+    want, have = (pytree.tree_leaves(call(*args)) for call in (fn, got))
+    torch.testing.assert_close(have, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_eager(name: str, wrapper: str) -> None:
+    torch._dynamo.reset()
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    fn = PROGRAMS[name]
+    options = {"wrapper": wrapper, "verify": True}
+    with torch.no_grad():
+        run = torch.compile(fn, backend="plait", options=options)
+        for n in (5, 5, 6, 9):  # sizes are symbols from the second on
+            x, w = given(name, n)
+            check(fn, run, x, w)
+            check(fn, run, -x.abs(), w)
+    observers.reset(token)
+    if name != "summed":
+        launches = [i for p in made[0].wrapper.programs for i in p.body]
+        assert any(isinstance(i, ins.Launch) for i in launches)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_beside_cuda_graphs(name: str) -> None:
+    torch._dynamo.reset()
+    fn = PROGRAMS[name]
+    with torch.no_grad():
+        run = torch.compile(fn, backend="plait", mode="reduce-overhead", dynamic=False)
+        for _ in range(4):
+            x, w = given(name)
+            check(fn, run, x, w)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients(name: str, graphs: bool) -> None:
+    torch._dynamo.reset()
+    fn = PROGRAMS[name]
+    run = torch.compile(
+        fn, backend="plait", dynamic=False, options={"cuda_graphs": True} if graphs else {}
+    )
+    for _ in range(3):
+        args = [a.requires_grad_() for a in given(name)]
+        made = []
+        for call in (fn, run):
+            mine = [a.detach().clone().requires_grad_() for a in args]
+            out = sum(t.sum() for t in pytree.tree_leaves(call(*mine)))
+            made.append(torch.autograd.grad(out, mine))
+        torch.testing.assert_close(made[1], made[0], rtol=5e-5, atol=5e-5)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(
+            x.sum() > 0, lambda y: self.a(y).relu(), lambda y: self.b(y) * 2, (x,)
+        )
+        return chosen
+
+
+def test_a_module_trains() -> None:
+    torch._dynamo.reset()
+    model = Gate().cuda()
+    plain = copy.deepcopy(model)
+    run = torch.compile(model, backend="plait")
+    for k in range(4):
+        x = torch.rand(4, 8, device="cuda") * (-1) ** k
+        for call, module in ((run, model), (plain, plain)):
+            module.zero_grad()
+            call(x).square().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)

@@ -39,9 +39,10 @@ def _each(rule: Rule) -> Rule:
 
 
 def _register(name: str, which: Sequence[str], rule: Rule) -> None:
-    """Rules for overloads of an operator on lists."""
-    packet = getattr(aten, f"_foreach_{name}")
-    lower(*(getattr(packet, w) for w in which))(_each(rule))
+    """Rules for overloads of an operator on lists, if this torch has it."""
+    packet = getattr(aten, f"_foreach_{name}", None)
+    if packet is not None:
+        lower(*(getattr(packet, w) for w in which))(_each(rule))
 
 
 def _of(op: OpOverload) -> Rule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, GraphModule, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
@@ -245,3 +246,12 @@ def operator_home(name: str) -> str:
     """The file that defines a custom operator, as far as torch tells."""
     made = custom_ops.OPDEFS.get(name)
     return "" if made is None else str(made._init_fn.__code__.co_filename)
+
+
+def trace_values(
+    fn: Callable[..., Any], values: Sequence[Any], spelled: Mapping[Any, Callable[..., Any]]
+) -> GraphModule:
+    """The graph of fn(*values), which are fake tensors of one mode and sizes, in the operators that
+    captured graphs are made of. spelled: decompositions besides."""
+    with untraced_operators():
+        return make_fx(fn, {**decomposition_table(), **spelled}, "symbolic")(*values)

@@ -84,15 +84,17 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
     """A new node target(source, ...) before another one, from whose line it is."""
     with before.graph.inserting_before(before):
         new = before.graph.call_function(target, (source, *args), kwargs)
-    new.meta = {
-        k: v
-        for k, v in before.meta.items()
-        if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
-    }
+    new.meta = source_meta(before)
     given: Any = torch.fx.node.map_arg((source, *args), value_of)
     with given[0].fake_mode:
         new.meta["val"] = target(*given, **kwargs)
     return new
+
+
+def source_meta(node: Node) -> dict[str, Any]:
+    """Of a node's meta what says from which lines of the program it is."""
+    names = "stack_trace", "nn_module_stack", "source_fn_stack"
+    return {name: node.meta[name] for name in names if name in node.meta}
 
 
 def escaping(graph: Graph) -> set[Node]:

@@ -1,0 +1,188 @@
+"""Attention with modified scores and masks, on any device: what is run and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from plait.ir.calls import all_programs
+from plait.wrapper.instructions import CallPython
+from plait.wrapper.program import CompileRecord, observers
+
+WRAPPERS = ("native", "python", "cpp", "fx")
+Mod = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """score: score_mod of captured tensors, or None. mask: mask_mod, or None.
+
+    captured: the sizes of the captured tensors, which want a gradient.
+    heads: of queries and of keys.
+    batches: of queries and of keys.
+    lengths: of queries and of keys.
+    transposed: heads lie inside of positions, as after a projection.
+    with_aux: logarithms of sums and greatest scores are results too."""
+
+    score: Callable[..., Mod] | None = None
+    mask: Mod | None = None
+    captured: tuple[tuple[int, ...], ...] = ()
+    heads: tuple[int, int] = (4, 4)
+    batches: tuple[int, int] = (2, 2)
+    lengths: tuple[int, int] = (37, 37)
+    dtype: torch.dtype = torch.float32
+    transposed: bool = False
+    with_aux: bool = False
+
+    def program(self, device: str) -> Callable[..., Any]:
+        """The function of queries, keys, values and captured tensors."""
+        on_gpu = device != "cpu"  # greatest scores are given there only
+        mask = self.mask and flex.create_block_mask(
+            self.mask, self.batches[0], None, *self.lengths, device=device
+        )
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
+            aux = flex.AuxRequest(lse=True, max_scores=on_gpu) if self.with_aux else None
+            score = self.score and self.score(*captured)
+            more = {"enable_gqa": self.heads[0] != self.heads[1], "return_aux": aux}
+            if self.transposed:
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = flex.flex_attention(q, k, v, score_mod=score, block_mask=mask, **more)
+            if aux is None:
+                return out
+            found, sums = out
+            return (found, sums.lse, sums.max_scores) if on_gpu else (found, sums.lse)
+
+        return run
+
+    def inputs(self, device: str, seed: int = 0, longer: int = 0) -> list[Tensor]:
+        """Values, every one from another seed. longer: by how much lengths are."""
+        made = torch.Generator().manual_seed(seed)
+        dims = [
+            [b, h, n + longer, 16]
+            for b, h, n in zip(self.batches, self.heads, self.lengths, strict=True)
+        ]
+        if self.transposed:
+            dims = [[b, n, h, d] for b, h, n, d in dims]
+        shapes = (dims[0], dims[1], dims[1], *self.captured)
+        values = [torch.randn(*shape, generator=made) for shape in shapes]
+        return [x.to(device, self.dtype).requires_grad_() for x in values]
+
+
+def _soft_cap() -> Mod:
+    return lambda s, b, h, i, j: 5 * torch.tanh(s / 5)
+
+
+def _alibi(slopes: Tensor) -> Mod:
+    return lambda s, b, h, i, j: s + (j - i) * slopes[h]
+
+
+def _bias(bias: Tensor) -> Mod:
+    return lambda s, b, h, i, j: s + bias[h, i, j]
+
+
+def _distances(by_distance: Tensor) -> Mod:
+    return lambda s, b, h, i, j: s * by_distance[(i - j).abs() % 8]
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def _window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i - j).abs() < 5
+
+
+def _document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i // 7 == j // 7) & (i >= j)
+
+
+def _prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j < 4 + b) | (i >= j)
+
+
+def _half_empty(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) & (i > 9)
+
+
+CASES = {
+    "plain": Case(lengths=(9, 21), with_aux=True),
+    "causal": Case(mask=_causal, transposed=True),
+    "window": Case(mask=_window, dtype=torch.bfloat16),
+    "document": Case(mask=_document, heads=(4, 2), with_aux=True),
+    "prefix": Case(mask=_prefix, batches=(2, 1)),
+    "alibi": Case(_alibi, _causal, ((4,),), heads=(4, 1)),
+    "soft cap": Case(_soft_cap, _half_empty),
+    "bias": Case(_bias, None, ((4, 37, 37),)),
+    "distances": Case(_distances, _window, ((8,),)),
+    "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
+    "double": Case(_alibi, _causal, ((4,),), dtype=torch.float64),
+}
+
+
+@contextmanager
+def gradients_anywhere() -> Iterator[None]:
+    """PyTorch's function refuses gradients on a CPU, its operator does not."""
+    with mock.patch.object(flex, "_validate_device", lambda *_: None):
+        yield
+
+
+def results(fn: Callable[..., Any], given: Sequence[Tensor]) -> list[Tensor]:
+    """Results, and gradients of a weighted sum of them."""
+    out = fn(*given)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    weights = [torch.linspace(-1, 1, o.numel(), device=o.device).reshape(o.shape) for o in outs]
+    finite = [torch.where(o.isfinite(), o, 0) for o in outs]
+    total = sum((o * w.to(o.dtype)).sum() for o, w in zip(finite, weights, strict=True))
+    return [*outs, *torch.autograd.grad(total, given)]
+
+
+def judge(got: Sequence[Tensor], fn: Callable[..., Any], given: Sequence[Tensor]) -> None:
+    """got is no further from what float64 gives than eager is, but for a tolerance."""
+    eager = results(fn, given)
+    wide = results(fn, [x.detach().double().requires_grad_() for x in given])
+    for k, (mine, theirs, true) in enumerate(zip(got, eager, wide, strict=True)):
+        assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride()), k
+        assert torch.equal(mine.isfinite(), theirs.isfinite()), k
+        off, allowed = (
+            torch.where(true.isfinite(), x.double() - true, 0).abs().max() for x in (mine, theirs)
+        )
+        slack = 1000 if theirs.dtype == torch.float64 else 4  # nothing is nearer than eager there
+        unit = (
+            slack * torch.finfo(mine.dtype).eps * torch.where(true.isfinite(), true, 0).abs().max()
+        )
+        assert off <= 2 * allowed + unit, (k, float(off), float(allowed), float(unit))
+
+
+def check(name: str, wrapper: str, device: str, longer: Sequence[int] = (0, 0)) -> None:
+    """A case, compiled once for a target, forward and backward, does what eager does. No Python is
+    called. longer: by how much the lengths of each call are, dynamic where they differ."""
+    case = CASES[name]
+    fn = case.program(device)
+    torch._dynamo.reset()
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    try:
+        with gradients_anywhere():
+            compiled = torch.compile(
+                fn,
+                backend="plait",
+                dynamic=len(set(longer)) > 1,
+                options={"wrapper": wrapper, "strict": True},
+            )
+            for seed, more in enumerate(longer):
+                given = case.inputs(device, seed, more)
+                judge(results(compiled, given), fn, given)
+    finally:
+        observers.reset(token)
+    assert len(made) == 2, [record.name for record in made]
+    for record in made:
+        every = [i for p in all_programs(record.wrapper) for i in p.body]
+        assert not any(isinstance(i, CallPython) for i in every), record.name

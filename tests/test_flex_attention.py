@@ -1,0 +1,44 @@
+"""FlexAttention becomes kernels and products, forward and backward, in every target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import plait
+from tests.flex_programs import CASES, WRAPPERS, check
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_as_eager(name: str) -> None:
+    check(name, "native", "cpu")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_every_target(wrapper: str) -> None:
+    check("document", wrapper, "cpu")
+
+
+def test_lengths_that_vary() -> None:
+    check("plain", "native", "cpu", longer=(0, 5, 100))
+
+
+def test_no_queries() -> None:
+    q, k = torch.randn(2, 4, 0, 16), torch.randn(2, 4, 7, 16)
+    fn = CASES["plain"].program("cpu")
+    got, want = torch.compile(fn, backend="plait", options={"strict": True})(q, k, k), fn(q, k, k)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("road", ["compile", "package"])
+def test_without_dynamo(road: str, tmp_path: Path) -> None:
+    fn = CASES["causal"].program("cpu")
+    given = [x.detach() for x in CASES["causal"].inputs("cpu")]
+    if road == "compile":
+        got = plait.compile(fn, tuple(given))
+    else:
+        plait.package(fn, str(tmp_path / "flex.plait"), tuple(given))
+        got = plait.load(str(tmp_path / "flex.plait"))
+    torch.testing.assert_close(got(*given), fn(*given))

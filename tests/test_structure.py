@@ -184,7 +184,7 @@ def test_the_compiler_is_small() -> None:
     assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in library) <= 6_500
     # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 220 control flow as programs,
     # 130 operators on lists of tensors.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 45_480
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 45_630
 
 
 def imports(path: Path, package: str) -> set[str]:

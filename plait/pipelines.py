@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.config import Config
 from plait.errors import UserError
+from plait.graph.associative import expand_associative_scans
 from plait.graph.attention import expand_attention
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
@@ -88,6 +89,7 @@ def quiet(step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
     ("expand attention", expand_attention),  # before passes that clean what it makes
+    ("expand associative scans", expand_associative_scans),
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws

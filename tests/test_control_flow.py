@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan_op
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 from plait.errors import InternalError
+from plait.graph.associative import expand_associative_scans
 from plait.ir.calls import Control, Extern, all_programs
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify as verify_loops
@@ -212,3 +215,21 @@ def test_verifiers_look_into_subprograms(records: list[CompileRecord]) -> None:
         verify(replace(wrapper, programs=(nested, *wrapper.programs[1:])))
     with pytest.raises(InternalError, match="the program has 1 subprograms"):
         verify(replace(wrapper, programs=wrapper.programs[:1]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 16, 33])
+def test_associative_scans_become_operators(n: int) -> None:
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> Any:
+        return associative_scan_op(lambda a, b, c, d, w: (a * c, b + d + w), [x, y], (w,))
+
+    args = torch.rand(n, 4), torch.rand(n, 4), (w := torch.rand(4))
+    graph = make_fx(fn, tracing_mode="fake")(*args)
+    assert expand_associative_scans(graph) == 1
+    assert all("val" in m.meta for m in graph.graph.nodes if m.op == "call_function")
+    graph.recompile()
+    (a, *x), (b, *y), _ = args
+    want = [(a, b)]
+    for c, d in zip(x, y, strict=True):
+        a, b = a * c, b + d + w
+        want.append((a, b))
+    torch.testing.assert_close(graph(*args), tuple(map(torch.stack, zip(*want, strict=True))))

@@ -87,7 +87,9 @@ def test_as_eager(name: str, wrapper: str) -> None:
             check(fn, run, x, w)
             check(fn, run, -x.abs(), w)
     observers.reset(token)
-    if name != "summed":
+    if name == "summed":
+        assert not made[0].ladder  # of a known number of slices it is operators
+    else:
         launches = [i for p in made[0].wrapper.programs for i in p.body]
         assert any(isinstance(i, ins.Launch) for i in launches)
 

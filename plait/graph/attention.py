@@ -29,7 +29,7 @@ def expand_attention(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many operators it wrote out."""
     nodes = [n for n in gm.graph.nodes if n.target in _DEFINITIONS and _is_regular(n)]
     for node in nodes:
-        _write_out(gm, node)
+        write_out(gm, node, _DEFINITIONS[node.target])
     return len(nodes)
 
 
@@ -40,7 +40,9 @@ def _is_regular(node: Node) -> bool:
     return not empty and (same_size(q.shape[0], k.shape[0]) or same_size(k.shape[0], 1))
 
 
-def _write_out(gm: GraphModule, node: Node) -> None:
+def write_out(gm: GraphModule, node: Node, definition: Mod) -> None:
+    """Puts operators in the place of one on graphs: those that its definition calls. It is given
+    the operator's arguments, and the fake results that are wanted; it returns results."""
     given = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
 
     def run(*values: Any) -> Any:
@@ -48,7 +50,7 @@ def _write_out(gm: GraphModule, node: Node) -> None:
         args = torch.fx.node.map_arg(
             node.args, lambda n: known[n] if n in known else getattr(gm, str(n.target))
         )
-        return _DEFINITIONS[node.target](*args, wanted=value_of(node))
+        return definition(*args, wanted=value_of(node))
 
     inner = compat.tracing.trace_values(run, [value_of(n) for n in given], _spelled())
     env = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))

@@ -1,0 +1,42 @@
+"""An associative scan over a known number of slices, written out as operators on tensors.
+
+In each round every slice is combined with the one that lies 1, 2, 4, ... slices before it, so
+after as many rounds as the number has bits each holds the combination of all up to itself
+(W. D. Hillis, G. L. Steele, Data Parallel Algorithms, CACM 29, 1986). Each round becomes a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from plait.graph.attention import write_out
+from plait.graph.edit import value_of
+
+
+def expand_associative_scans(gm: GraphModule) -> int:
+    """Changes the graph in place; returns how many scans it wrote out. A scan over a number of
+    slices that varies stays."""
+    scan = torch.ops.higher_order.associative_scan
+    found = gm.graph.find_nodes(op="call_function", target=scan)
+    nodes = [n for n in found if isinstance(value_of(n.args[1][0]).shape[0], int)]
+    for node in nodes:
+        write_out(gm, node, _scanned)
+    return len(nodes)
+
+
+def _scanned(
+    combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any], *, wanted: Any
+) -> list[Tensor]:
+    """The scans of xs along their first dimension. combine works element by element, so on any
+    number of slices as on one."""
+    step = 1
+    while step < xs[0].shape[0]:
+        made = combine(*(x[:-step] for x in xs), *(x[step:] for x in xs), *more)
+        xs = [torch.cat((x[:step], y)) for x, y in zip(xs, made, strict=True)]
+        step *= 2
+    return list(xs)

@@ -8,7 +8,7 @@ made (VERIFIERS): the steps of `schedule` one by one, each other list as a whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -34,7 +34,7 @@ from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
-from plait.ir.calls import all_programs
+from plait.ir.calls import Extern, all_programs
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
 from plait.kernel.target import Choices, Machines, Measured, Source, Unaligned
@@ -53,7 +53,7 @@ from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
-from plait.schedule.plan import Kernel, Plan, kernels_of
+from plait.schedule.plan import Kernel, Plan, Step, UserLaunch, kernels_of, user_calls, user_launch
 from plait.schedule.split import split_reductions
 from plait.schedule.verify import verify_plan
 from plait.wrapper.instructions import WrapperProgram
@@ -218,6 +218,9 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
     found = Measured({})
     if cfg.autotune:  # before kernels are written: it chooses how
         found = log("measure candidates", measure_candidates, plan, machines, cfg)
+    if any(user_calls(p) for p in all_programs(plan)):
+        more = log("measure variants", measure_variants, plan, machines, cfg)
+        found = _together([found, more])
     sources = log("emit kernels", emit_kernels, plan, machines, found.choices, cfg.verifies)
     return Kernels(_named(plan, sources), sources, found.notes)
 
@@ -225,8 +228,10 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
 def find_machines(plan: Plan, cfg: Config) -> Machines:
     """What kernels for each device are made for."""
     found: dict[str, Any] = {}
-    for kind, kernels in _by_kind(plan).items():
-        found |= TARGETS[kind].machines({k.device for k in kernels}, cfg)
+    kernels, users = _by_kind(plan), _users_by_kind(plan)
+    for kind in dict.fromkeys((*kernels, *users)):
+        devices = {k.device for k in (*kernels.get(kind, ()), *users.get(kind, ()))}
+        found |= TARGETS[kind].machines(devices, cfg)
     return found
 
 
@@ -234,6 +239,17 @@ def measure_candidates(plan: Plan, machines: Machines, cfg: Config) -> Measured:
     """The candidates that were fastest on the device at hand."""
     anywhere, kinds = _unaligned(plan), _by_kind(plan)
     found = [TARGETS[kind].measure(k, anywhere, machines, cfg) for kind, k in kinds.items()]
+    return _together(found)
+
+
+def measure_variants(plan: Plan, machines: Machines, cfg: Config) -> Measured:
+    """The variants of the user's kernels that were fastest: who gave several wants them to be
+    measured."""
+    users = _users_by_kind(plan)
+    return _together([TARGETS[k].measure_users(u, machines, cfg) for k, u in users.items()])
+
+
+def _together(found: Sequence[Measured]) -> Measured:
     choices = {name: choice for f in found for name, choice in f.choices.items()}
     return Measured(choices, tuple(note for f in found for note in f.notes))
 
@@ -243,10 +259,14 @@ def emit_kernels(
 ) -> dict[str, Source]:
     """The source of all kernels, by kind of device."""
     anywhere, kinds = _unaligned(plan), _by_kind(plan)
-    return {
+    sources = {
         kind: TARGETS[kind].emit(k, anywhere, machines, choices, verifies)
         for kind, k in kinds.items()
     }
+    for kind, users in _users_by_kind(plan).items():
+        made = TARGETS[kind].emit_users(users, machines, choices)
+        sources[kind] = sources[kind].joined(made) if kind in sources else made
+    return sources
 
 
 def _by_kind(plan: Plan) -> dict[str, list[Kernel]]:
@@ -262,15 +282,29 @@ def _unaligned(plan: Plan) -> Unaligned:
     return {s.name: found for p, found in programs for s in p.steps if isinstance(s, Kernel)}
 
 
+def _users_by_kind(plan: Plan) -> dict[str, list[UserLaunch]]:
+    kinds: dict[str, list[UserLaunch]] = {}
+    for p in all_programs(plan):
+        for call in user_calls(p):
+            launch = user_launch(p, call, unaligned(p))
+            kinds.setdefault(launch.device.partition(":")[0], []).append(launch)
+    return kinds
+
+
 def _named(plan: Plan, sources: Mapping[str, Source]) -> Plan:
     names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
     grids = {k: g for source in sources.values() for k, g in source.grids.items()}
-    steps = (
-        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s
-        for s in plan.steps
-    )
+
+    def named(s: Step) -> Step:
+        if isinstance(s, Kernel):
+            return replace(s, name=names[s.name], grid=grids.get(s.name, 1))
+        if not isinstance(s, Extern) or s.kernel is None:
+            return s
+        chosen = tuple(v for v in s.kernel.variants if v.grid == grids[s.kernel.name])[:1]
+        return replace(s, kernel=replace(s.kernel, name=names[s.kernel.name], variants=chosen))
+
     nested = tuple(_named(p, sources) for p in plan.programs)
-    return replace(plan, steps=tuple(steps), programs=nested)
+    return replace(plan, steps=tuple(map(named, plan.steps)), programs=nested)
 
 
 # ----------------------------------------------------------------------------------------- programs

@@ -21,7 +21,7 @@ def test_sizes_that_vary(name: str) -> None:
 
 
 def test_the_call_is_told() -> None:
-    check_told("cuda")
+    check_told("cuda", launched=True)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -15,9 +15,10 @@ TRITON = Path(sys.prefix) / "triton"
 
 
 @pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
-def test_kernels_of_the_user_run() -> None:
+@pytest.mark.parametrize("program", ["user_triton", "user_triton_as_gpu"])
+def test_kernels_of_the_user_run(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.user_triton"],
+        [sys.executable, "-m", f"tests.{program}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}"},
         capture_output=True,

@@ -18,6 +18,7 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
+from plait.ir.calls import unpack_grid
 from plait.ir.expr import evaluate
 from plait.kernel.triton.dialects import GPUS, NVIDIA
 from plait.kernel.triton.target import emit_kernel
@@ -179,7 +180,7 @@ def launch(function: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int],
     if not grid:
         return 0
     try:
-        function[(grid,)](*tensors, *sizes)
+        function[unpack_grid(grid)](*tensors, *sizes)
     except interpreter.InterpreterError as error:
         if isinstance(error.__cause__, AssertionError):
             return 1

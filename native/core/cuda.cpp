@@ -114,9 +114,7 @@ NodeParams Kernel::node_of(const Config& c, void** parameters) const {
 }
 
 void Kernel::set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const {
-  Config config = config_;
-  config.grid_x = static_cast<uint32_t>(grid) * num_ctas_;
-  const NodeParams params = node_of(config, parameters);
+  const NodeParams params = node_of(config_of(grid), parameters);
   driver_.check(driver_.set_node(graph, node, &params), symbol_);
 }
 

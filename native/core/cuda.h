@@ -181,6 +181,19 @@ struct KernelFacts {
   bool cooperative = false, pdl = false;
 };
 
+// A grid as one word, which plait/ir/calls.py packs: programs along x; or, with bit 62 set,
+// programs along x in bits 0 to 30, along y in 31 to 46, along z in 47 to 61.
+struct Grid {
+  explicit Grid(uint64_t word) : x(word) {
+    if (!(word >> 62 & 1)) return;
+    x = word & 0x7fffffff;
+    y = word >> 31 & 0xffff;
+    z = word >> 47 & 0x7fff;
+  }
+  uint64_t programs() const { return x * y * z; }
+  uint64_t x, y = 1, z = 1;
+};
+
 // One kernel in one context. Threads may launch it at once.
 class Kernel {
  public:
@@ -191,8 +204,8 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
 
-  // Enqueues a launch. parameters: one address an argument, then those of the two scratch
-  // pointers. An empty grid is no launch.
+  // Enqueues a launch. grid: see Grid. parameters: one address an argument, then those of the two
+  // scratch pointers. An empty grid is no launch.
   void launch(Stream stream, uint64_t grid, void** parameters) const {
     if (grid == 0) return;
     Config config = config_of(grid);
@@ -204,7 +217,11 @@ class Kernel {
   }
 
   // What `launch` takes for a grid that is not empty, but for the stream.
-  Config config_of(uint64_t x, uint64_t y = 1, uint64_t z = 1) const {
+  Config config_of(uint64_t word) const {
+    const Grid grid(word);
+    return config_of(grid.x, grid.y, grid.z);
+  }
+  Config config_of(uint64_t x, uint64_t y, uint64_t z) const {
     if (x > max_grid_ || y > kMaxGridYZ || z > kMaxGridYZ) [[unlikely]]
       too_large(x, y, z);
     Config config = config_;

@@ -50,8 +50,10 @@ PyObject* module_launch_cubin(PyObject*, PyObject* args) {
     if (grid <= 0) return Ref::borrow(Py_None).release();
     const Accelerator& gpu = loaded->gpu;
     const cuda::Stream stream = gpu.stream();
-    const c10::DataPtr global = gpu.allocate(grid * facts.num_ctas * facts.global_scratch),
-                       profile = gpu.allocate(grid * facts.num_ctas * facts.profile_scratch);
+    const auto programs =
+        static_cast<int64_t>(cuda::Grid(static_cast<uint64_t>(grid)).programs() * facts.num_ctas);
+    const c10::DataPtr global = gpu.allocate(programs * facts.global_scratch),
+                       profile = gpu.allocate(programs * facts.profile_scratch);
     void* scratch[] = {global.get(), profile.get()};
     std::vector<void*> params;
     for (int64_t& v : values) params.push_back(&v);

@@ -55,7 +55,8 @@ void launch_on(const Accelerator& gpu, cuda::Stream stream, Frame& f, int32_t ke
   RECORD_FUNCTION(f.code.plan.kernels[static_cast<size_t>(kernel)].name,
                   std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.
-  const int64_t programs = grid * facts.num_ctas;
+  const auto programs =
+      static_cast<int64_t>(cuda::Grid(static_cast<uint64_t>(grid)).programs() * facts.num_ctas);
   const c10::DataPtr global = gpu.allocate(programs * facts.global_scratch),
                      profile = gpu.allocate(programs * facts.profile_scratch);
   f.scratch[0] = global.get();

@@ -199,6 +199,12 @@ def triton_operator() -> tuple[Any, Any]:
     return triton_kernel_wrapper_mutation, kernel_side_table
 
 
+def triton_kernel(kernel: int, constants: int) -> tuple[Any, dict[str, Any]]:
+    """The kernel and the constant arguments of these numbers in that table."""
+    _, table = triton_operator()
+    return table.get_kernel(kernel), dict(table.get_constant_args(constants))
+
+
 def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
     """Remembers the compilation that is under way; the result makes contexts that go on with it,
     later and in any thread."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from plait.ir.dtypes import DType
-from plait.ir.expr import Size
+from plait.ir.expr import Size, smax, smin
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,59 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compile and launch a user's kernel.
+
+    call: the statement that calls the user's function, on p0, p1, ... (pointers) and s0, s1, ...
+        (sizes).
+    options: what the compiler is told beside.
+    grid: programs of a launch, see `pack_grid`.
+    """
+
+    call: str
+    options: tuple[tuple[str, bool | int | str | None], ...]
+    grid: Size
+
+
+@dataclass(frozen=True, slots=True)
+class UserKernel:
+    """A kernel that the user wrote, in the language of the device's own kernels. A launch is given
+    the tensors of the call's operands, then its results, as pointers, and then its sizes.
+
+    name: unique in the program.
+    text: a module with the user's functions.
+    pointers: the types of the pointers, as that language has them.
+    variants: in which it may be compiled; they differ in time alone. Tuning chooses one.
+    """
+
+    name: str
+    text: str
+    pointers: tuple[str, ...]
+    variants: tuple[Variant, ...]
+
+
+MAX_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 15) - 1)
+"""The largest grid along each dimension that one word holds."""
+
+
+def pack_grid(x: Size, y: Size, z: Size) -> Size:
+    """A grid as one word: x itself, or x, y and z side by side under a mark. 0 is an empty one.
+    Exact as far as MAX_GRID goes; native/core/cuda.h reads it."""
+    if (y, z) == (1, 1):
+        return smax(x, 0)
+    some = smin(1, smax(0, smin(smin(x, y), z)))
+    return some * ((1 << 62) + z * (1 << 47) + y * (1 << 31) + x)
+
+
+def unpack_grid(word: Size) -> tuple[Size, Size, Size]:
+    """The grid that `pack_grid` was given, where it is not empty."""
+    most = word if isinstance(word, int) else max(word.const, *(c for _, c in word.terms))
+    if most < 1 << 62:
+        return word, 1, 1
+    return word % (1 << 31), word // (1 << 31) % (1 << 16), word // (1 << 47) % (1 << 15)
+
+
+@dataclass(frozen=True, slots=True)
 class Extern:
     """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with
     exactly the strides that its Buffer says.
@@ -111,6 +164,8 @@ class Extern:
     may_keep: it may keep or alias its arguments, so these must not live in an arena.
     callable_index: >= 0 means Python callable of that number.
     control: it runs subprograms; the op is the higher-order operator that it came from.
+    kernel: it launches a kernel of the user's on its operands, tensors first, and its results,
+        which the plan gives memory.
     fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice
     (mm, convolution, SDPA).
     out_variant: the result may be computed into memory that plait provides, through op `out_op`
@@ -127,6 +182,7 @@ class Extern:
     may_keep: bool = True
     callable_index: int = -1
     control: Control | None = None
+    kernel: UserKernel | None = None
     fallback: bool = True
     out_op: str = ""
     out_names: tuple[str, ...] = ()
@@ -135,8 +191,8 @@ class Extern:
 
     @property
     def is_operator(self) -> bool:
-        """Whether it calls the operator itself, and neither Python nor subprograms."""
-        return self.callable_index < 0 and self.control is None
+        """Whether it calls the operator itself, and no Python, subprogram or kernel."""
+        return self.callable_index < 0 and self.control is None and self.kernel is None
 
     @property
     def operands(self) -> tuple[ExternArg, ...]:

@@ -70,7 +70,8 @@ def updates(op: ir.Op) -> tuple[str, ...]:
 def sizes(op: ir.Op) -> tuple[Size, ...]:
     """The expressions on size symbols that an op evaluates outside of loops."""
     if isinstance(op, Extern):
-        return arg_sizes(op.operands)
+        grids = () if op.kernel is None else tuple(v.grid for v in op.kernel.variants)
+        return (*arg_sizes(op.operands), *grids)
     if isinstance(op, ir.Alias):
         return (op.offset,)
     return (op.expr, *op.values) if isinstance(op, ir.Assert) else ()

@@ -23,7 +23,17 @@ from plait.ir.body_text import (
     params_text,
     py_word,
 )
-from plait.ir.calls import Control, Extern, ExternArg, ListArg, Number, Scalar, TensorArg
+from plait.ir.calls import (
+    Control,
+    Extern,
+    ExternArg,
+    ListArg,
+    Number,
+    Scalar,
+    TensorArg,
+    UserKernel,
+    Variant,
+)
 from plait.ir.expr import Expr, Size, atom_of
 from plait.ir.expr.text import (
     Scope,
@@ -241,6 +251,15 @@ def extern_line(e: Extern, scope: Scope) -> str:
 
 
 def _fact(value: object, scope: Scope) -> str:
+    if isinstance(value, UserKernel):
+        variants = [
+            f"Variant(call={v.call!r}, options={v.options!r}, grid={scope.size(v.grid)})"
+            for v in value.variants
+        ]
+        return (
+            f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
+            f"variants={tuple_text(variants)})"
+        )
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -399,6 +418,8 @@ class OpReader:
             return self.symbols.size(e)
         if default is None and isinstance(e, ast.Call) and word(e) == "Control":
             return Control(**{k.arg or "": ast.literal_eval(k.value) for k in e.keywords})
+        if default is None and isinstance(e, ast.Call) and word(e) == "UserKernel":
+            return self._user_kernel(e)
         try:
             value = ast.literal_eval(e)
         except ValueError:
@@ -406,6 +427,16 @@ class OpReader:
         if type(value) is not type(default):
             raise wrong(e, f"a {type(default).__name__}")
         return value
+
+    def _user_kernel(self, e: ast.Call) -> UserKernel:
+        facts = {k.arg or "": k.value for k in e.keywords}
+        found, variants = facts.pop("variants"), []
+        for one in found.elts if isinstance(found, ast.Tuple) else ():
+            each = {k.arg or "": k.value for k in one.keywords} if isinstance(one, ast.Call) else {}
+            grid = self.symbols.size(each.pop("grid"))
+            variants.append(Variant(**{k: ast.literal_eval(v) for k, v in each.items()}, grid=grid))
+        known = {k: ast.literal_eval(v) for k, v in facts.items()}
+        return UserKernel(**known, variants=tuple(variants))
 
     def operand(self, e: ast.expr) -> ExternArg:
         """An operand of a call or an output of the program."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, ExternArg, Number
+from plait.ir.calls import Extern, ExternArg, Number, TensorArg
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, updates
@@ -211,6 +211,10 @@ def _extern(known: _Known, op: Extern) -> None:
         signatures = [(len(p.inputs), len(p.outputs)) for p in known.program.programs]
         if fault := op.control.fault(len(op.args), signatures, len(op.outs)):
             raise _Fault(fault)
+    if op.kernel is not None:
+        n_tensors = sum(isinstance(a, TensorArg) for a in op.args)
+        if n_tensors + len(op.outs) != len(op.kernel.pointers) or not op.kernel.variants:
+            raise _Fault(f"a launch of {op.kernel.name} with other tensors than it takes")
 
 
 def _item(known: _Known, op: ir.Item) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from plait.config import Config
+from plait.errors import Unsupported
 from plait.ir.expr import Size
 from plait.runtime.store import Built
-from plait.schedule.plan import Kernel
+from plait.schedule.plan import Kernel, UserLaunch
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Source:
     entry_points: Mapping[str, str]
     grids: Mapping[str, Size] = field(default_factory=dict)
     units: tuple[Any, ...] = ()
+
+    def joined(self, other: Source) -> Source:
+        """Both together."""
+        return Source(
+            "\n\n".join(filter(None, (self.text, other.text))),
+            {**self.entry_points, **other.entry_points},
+            {**self.grids, **other.grids},
+            (*self.units, *other.units),
+        )
 
 
 Machines = Mapping[str, Any]
@@ -76,6 +86,18 @@ class Target(Protocol):
         """The source of all kernels: equal input gives byte-identical text. choices: what `measure`
         chose. verifies: what is decided is checked."""
         ...
+
+    def emit_users(
+        self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices
+    ) -> Source:
+        """The same of kernels that the user wrote. choices: their variants, by number."""
+        raise Unsupported(f"a user's kernel for the target {self.name}")
+
+    def measure_users(
+        self, launches: Sequence[UserLaunch], machines: Machines, cfg: Config
+    ) -> Measured:
+        """The fastest variant of each, where it has several."""
+        return Measured({})
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The built kernels, from the store on disk where they are there. Raises ToolchainError."""

@@ -24,12 +24,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES
-from plait.ir.expr import Size
 from plait.lower.control_flow import CONTROL_FLOW, call_control_flow
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
-from plait.lower.inplace import count_uses, may_write
-from plait.lower.memory import copy
+from plait.lower.inplace import place_to_write
 from plait.lower.pycall import call_python
 from plait.lower.symbols import to_size
 
@@ -42,7 +40,7 @@ _NAMES = (
     "graphsafe_run_with_rng_state", "out_dtype", "wrap", "wrap_activation_checkpoint",
     "tag_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled", "strict_mode",
     "hints_wrapper", "flex_attention", "flex_attention_backward", "foreach_map", "local_map_hop",
-    "triton_kernel_wrapper_functional", "invoke_quant", "invoke_quant_packed",
+    "invoke_quant", "invoke_quant_packed",
     "invoke_leaf_function", "call_torchbind", "print",
 )  # fmt: skip
 
@@ -80,15 +78,6 @@ for _op in filter(None, map(_known, _NAMES)):
 
 
 # -------------------------------------------------------------------------------- mutable operators
-@lower(hop.triton_kernel_wrapper_mutation, any_dtype=True)
-def triton_kernel_in_place(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    # AOTAutograd makes the functional operator of it. Our operands may be copies, which nobody
-    # would read.
-    raise Unsupported(
-        "a Triton kernel that writes to its arguments, in a graph that is not functional"
-    )
-
-
 @lower(hop.auto_functionalized_v2, any_dtype=True)
 def auto_functionalized(
     ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any
@@ -120,7 +109,7 @@ def _copy_and_mutate(
     assert isinstance(fakes, (list, tuple)), fakes
     read = [v for name, v in rest.items() if name not in views]
     copies = [
-        _target(ctx, b, tuple(to_size(s) for s in f.meta["val"].stride()), (*bases, *read))
+        place_to_write(ctx, b, tuple(to_size(s) for s in f.meta["val"].stride()), (*bases, *read))
         for b, f in zip(bases, fakes, strict=True)
     ]
     for name, view in views.items():
@@ -131,15 +120,6 @@ def _copy_and_mutate(
     single = len(op._schema.returns) <= 1
     out = call_op(ctx, op, (), rest, made[0] if single else made, given=given)
     return (*((out,) if single else out), *copies)
-
-
-def _target(ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[Any]) -> View:
-    """Where an operator does its work on x: in place if nobody can tell, else in a copy. args: all
-    its arguments."""
-    if count_uses(ctx, args, x.buf) == 1 and may_write(ctx, x, strides):
-        ctx.fix_layout(x.buf)
-        return x
-    return copy(ctx, x, strides, fixed=True)
 
 
 def _is_plain(view: Any) -> bool:

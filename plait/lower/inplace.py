@@ -17,7 +17,7 @@ from plait.ir.calls import Extern
 from plait.ir.expr import Size
 from plait.ir.loops import Alias, Pointwise, Reduction, Scan, Scatter
 from plait.lower.core import Lowering, Value, View
-from plait.lower.memory import owner_of
+from plait.lower.memory import copy, owner_of
 from plait.lower.view import dense_order
 
 aten = torch.ops.aten
@@ -39,6 +39,17 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     if count_uses(ctx, values, x.buf):
         return False
     return not any(_read_later(ctx, node) for node in _holders(ctx, x.buf))
+
+
+def place_to_write(
+    ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[Value]
+) -> View:
+    """Where the current node does its work on x: in place if nobody can tell, else in a copy. args:
+    all that it is given."""
+    if count_uses(ctx, args, x.buf) == 1 and may_write(ctx, x, strides):
+        ctx.fix_layout(x.buf)
+        return x
+    return copy(ctx, x, strides, fixed=True)
 
 
 def strides_like(ctx: Lowering, buf: str) -> tuple[Size, ...] | None:

@@ -80,7 +80,7 @@ def operand(
     Raises Unsupported for a value that no instruction can carry, such as a generator."""
     if isinstance(value, View):
         return _tensor_operand(
-            ctx, value, None if in_place else _fake_strides(fake), in_place, shared
+            ctx, value, None if in_place else fake_strides(fake), in_place, shared
         )
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         fakes = (
@@ -116,7 +116,8 @@ def scalar_operand(value: Any, is_float: bool = False) -> Scalar | Size:
     )
 
 
-def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
+def fake_strides(fake: Any) -> tuple[Size, ...] | None:
+    """The strides of a node's tensor, as traced; None for what has none."""
     val = fake.meta.get("val") if isinstance(fake, torch.fx.Node) else None
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return None

@@ -72,7 +72,8 @@ class Job:
     """One kernel to compile. text: a module that defines function `name`. signature: Triton's type
     of each argument. aligned: positions of pointers that are multiples of 16. checks: it holds
     run-time checks, which are compiled in with debug=True. early: it may start before what is ahead
-    of it in its stream has ended, for which it waits (programmatic dependent launch)."""
+    of it in its stream has ended, for which it waits (programmatic dependent launch). options: what
+    the compiler is told beside, or in the place of that."""
 
     name: str
     text: str
@@ -83,12 +84,14 @@ class Job:
     aligned: tuple[int, ...] = ()
     checks: bool = False
     early: bool = False
+    options: tuple[tuple[str, bool | int | str | None], ...] = ()
 
     def frame(self) -> str:
         """The job as a worker reads it, with what this process's environment tells the compiler."""
         options = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "debug": self.checks,
             "sanitize_overflow": False, "launch_pdl": self.early, **NUMBERS,
+            **dict(self.options),
         }  # fmt: skip
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import AxisUse, choose_axes
@@ -22,6 +23,8 @@ def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names)
     program = grouping.program
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads), *program.given}
     needed.update(*read_for_symbols(program).values())
+    launched = [op for op in program.ops if isinstance(op, Extern) and op.kernel is not None]
+    needed.update(name for op in launched for name in op.made)
     ordered = [_without_unneeded(u, needed) for u in ordered]
     steps: list[Step] = []
     for node in ordered:

@@ -280,7 +280,8 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
         if not live and needed.isdisjoint(defines(op)):
             continue
         if isinstance(op, (Extern, ir.Reduction, ir.Scan)):
-            outs = tuple(o if o in needed else None for o in op.outs)
+            whole = isinstance(op, Extern) and op.kernel is not None  # it wants memory for all
+            outs = tuple(o if whole or o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))
         for name in op_symbols(op, program.buffers):

@@ -102,7 +102,8 @@ def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
         if isinstance(step, Extern):
             if step.may_keep:
                 barred.update(extern_reads(step))
-            if not step.out_op or step.may_keep or len(step.made) != len(step.out_names):
+            direct = step.out_op and not step.may_keep and len(step.made) == len(step.out_names)
+            if not direct and step.kernel is None:
                 barred.update(step.made)
     out = []
     for life in alive.values():

@@ -7,11 +7,12 @@ source, `wrapper/build.py` turns the whole `Plan` into instructions. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plait.ir.calls import Extern, all_programs
+from plait.ir.calls import Extern, TensorArg, UserKernel, all_programs
 from plait.ir.checks import Check
+from plait.ir.dtypes import DType
 from plait.ir.expr import Expr, Size, free_symbols, symbol
 from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
 
@@ -143,6 +144,50 @@ class Kernel:
             return tuple(c for p in self.parts for c in p.checks)
         nodes = walk([n for s in self.stmts for n in stmt_roots(s)])
         return tuple(dict.fromkeys(c for n in nodes if (c := check_of(n)) is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class UserLaunch:
+    """A launch of a user's kernel, as targets of kernels see it.
+
+    buffers: what its pointers point to, as far as they read and write.
+    aligned: positions of pointers that are multiples of 16.
+    sizes: the values of its integers, as far as they are known.
+    hints: of symbols.
+    """
+
+    kernel: UserKernel
+    device: str
+    buffers: tuple[TensorArg, ...]
+    dtypes: tuple[DType, ...]
+    aligned: tuple[int, ...]
+    sizes: tuple[Size, ...]
+    hints: Mapping[str, int]
+
+
+def user_calls(plan: Plan) -> list[Extern]:
+    """The calls of a plan that launch kernels of the user's."""
+    return [s for s in plan.steps if isinstance(s, Extern) and s.kernel is not None]
+
+
+def user_launch(plan: Plan, call: Extern, unaligned: Collection[str]) -> UserLaunch:
+    """What a plan's call of a user's kernel is given. unaligned: buffers that may start
+    anywhere."""
+    assert call.kernel is not None, f"{call.op} launches no kernel"
+    given = [a for a in call.args if isinstance(a, TensorArg)]
+    buffers = [plan.buffers[o] for o in call.made]
+    given += [TensorArg(b.name, b.shape, b.strides, 0) for b in buffers]
+    dtypes = tuple(a.dtype or plan.buffers[a.buf].dtype for a in given)
+    aligned = tuple(
+        k
+        for k, (a, dtype) in enumerate(zip(given, dtypes, strict=True))
+        if a.buf not in unaligned and a.offset * dtype.nbytes % 16 == 0
+    )
+    sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
+    return UserLaunch(
+        call.kernel, plan.buffers[given[0].buf].device, tuple(given), dtypes, aligned, sizes,
+        plan.program.hints,
+    )  # fmt: skip
 
 
 Step = Kernel | Extern | Alias | Item | Assert | Mutate

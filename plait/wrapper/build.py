@@ -14,12 +14,12 @@ from typing import assert_never
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InternalError
-from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg
+from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg, UserKernel
 from plait.ir.dtypes import DType, opaque
-from plait.ir.effects import tensor_args
+from plait.ir.effects import extern_reads, tensor_args
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
 from plait.ir.loops import Alias, Assert, Buffer, Item, Mutate
-from plait.schedule.plan import Kernel, Plan, Step
+from plait.schedule.plan import Kernel, Plan, Step, user_launch
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import symbols
 
@@ -63,9 +63,7 @@ def build(
     _add_return(d)
     called = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
     known = [k + 1 for k in plan.program.constants.values()]
-    origins = [
-        (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
-    ]
+    origins = [(k.name, "; ".join(s.origin)) for k, s in _launched(plan) if s.origin]
     return ins.WrapperProgram(
         name=name,
         inputs=tuple(d.inputs),
@@ -89,11 +87,27 @@ def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
     return tuple(reversed(kept))
 
 
-def _definition(k: Kernel) -> ins.DefineKernel:
+def _launched(plan: Plan) -> list[tuple[Kernel | UserKernel, Kernel | Extern]]:
+    """Every kernel, and the step that launches it."""
+    found: list[tuple[Kernel | UserKernel, Kernel | Extern]] = []
+    for s in plan.steps:
+        if isinstance(s, Kernel):
+            found.append((s, s))
+        elif isinstance(s, Extern) and s.kernel is not None:
+            found.append((s.kernel, s))
+    return found
+
+
+def _definition(plan: Plan, step: Kernel | Extern) -> ins.DefineKernel:
+    if isinstance(step, Extern):
+        assert step.kernel is not None, f"{step.op} launches no kernel"
+        launch = user_launch(plan, step, ())
+        n_args, n_sizes = len(launch.buffers), len(launch.sizes)
+        return ins.DefineKernel(step.kernel.name, n_args, n_sizes, (), launch.device)
     # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is
     # returned.
-    checks = k.checks if facts_of(k.device).is_host else ()
-    return ins.DefineKernel(k.name, len(k.args), len(k.sizes), checks, k.device)
+    checks = step.checks if facts_of(step.device).is_host else ()
+    return ins.DefineKernel(step.name, len(step.args), len(step.sizes), checks, step.device)
 
 
 def _read_as_memory(plan: Plan) -> set[str]:
@@ -107,6 +121,8 @@ def _read_as_memory(plan: Plan) -> set[str]:
                 found.update(b.name for b in step.args)
             case Extern():
                 args += step.operands
+                if step.kernel is not None:
+                    found.update(extern_reads(step))
             case Alias():
                 found.add(step.base)
             case Item():
@@ -283,9 +299,8 @@ def _define_tables(d: _Draft) -> None:
     for name, k in d.plan.program.constants.items():
         d.body.append(ins.Constant(name, k))
         d.how[name] = "constant"
-    kernels = [s for s in d.plan.steps if isinstance(s, Kernel)]
     # Launches of equal kernels share one definition.
-    defines = dict.fromkeys(_definition(k) for k in kernels)
+    defines = dict.fromkeys(_definition(d.plan, s) for _, s in _launched(d.plan))
     d.body.extend(defines)
     memory = d.plan.memory
     if memory.offsets:
@@ -306,7 +321,7 @@ def _add_step(d: _Draft, step: Step) -> None:
             _launch(d, step)
         case Extern():
             _note(d, step.origin)
-            _call(d, step)
+            _call(d, step) if step.kernel is None else _launch_users(d, step, step.kernel)
         case Alias(out, base, offset, relative):
             d.view(d.buffer(out), base, offset, relative)
         case Item(name, buf):
@@ -337,6 +352,20 @@ def _launch(d: _Draft, k: Kernel) -> None:
             work_ns=k.work_ns,
             parallel=not k.sequential or bool(k.apart),
             grid=k.grid,
+        )
+    )
+
+
+def _launch_users(d: _Draft, e: Extern, kernel: UserKernel) -> None:
+    for out in e.made:
+        d.make(d.buffer(out))
+    launch = user_launch(d.plan, e, ())
+    args = tuple(d.tensor(a, exact=False) for a in launch.buffers)
+    outs = [n for n, a in zip(args, launch.buffers, strict=True) if a.buf in (*e.mutates, *e.made)]
+    (variant,) = kernel.variants
+    d.body.append(
+        ins.Launch(
+            kernel.name, args, launch.sizes, tuple(dict.fromkeys(outs)), 0, grid=variant.grid
         )
     )
 

@@ -16,6 +16,7 @@ from torch.fx.node import has_side_effect, map_arg
 
 from plait import compat
 from plait.devices import facts_of
+from plait.ir.calls import unpack_grid
 from plait.ir.expr import Atom, Expr, Size, ceildiv, product, smin, symbol, total
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime import generated
@@ -234,11 +235,12 @@ def _launch_on_gpu(g: FxGraph, i: ins.Launch) -> None:
     options: dict[str, Any] = {"num_warps": job.num_warps, "num_stages": job.num_stages, **NUMBERS}
     if job.checks:
         options |= {"debug": True, "sanitize_overflow": False}
+    options |= dict(job.options)
     values = [*(g.env[a] for a in i.args), *g.sizes(i.sizes)]
     more = {
         "kernel_idx": table.add_kernel(triton_function(job.name, job.text)),
         "constant_args_idx": table.add_constant_args(options),
-        "grid": [(g.size(i.grid), 1, 1)],
+        "grid": [tuple(g.sizes(unpack_grid(i.grid)))],
         "tma_descriptor_metadata": {},
         "kwargs": dict(zip(job.signature, values, strict=True)),
     }

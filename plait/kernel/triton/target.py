@@ -7,7 +7,7 @@ The module stands alone (a reader can import and run it) and depends on the kern
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.plan_body import plan_body
 from plait.kernel.triton.tiles import BUSY, Tile, plan_tile
 from plait.kernel.triton.tune import candidates, describe
+from plait.kernel.triton.user import TritonKernel, contest_of, unit_of
 from plait.kernel.triton.verify_body import faults_of_body
 from plait.runtime.cubin import Gpu, Job, triton_version
 from plait.runtime.cubin_pool import get_or_build_pack
@@ -35,21 +36,10 @@ from plait.schedule.cost import hint
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel
-from plait.schedule.plan import Kernel, Store
+from plait.schedule.plan import Kernel, Store, UserLaunch
 
 WARP = 32
 """Lanes of the warps that tiles are planned with."""
-
-
-@dataclass(frozen=True)
-class TritonKernel(Job):
-    """One kernel of a GPU program. Its signature: pointers in the order of Kernel.args, then one
-    i64 a size symbol.
-
-    grid: number of programs, an expression over the size symbols.
-    """
-
-    grid: Size = 1
 
 
 class TritonTarget(Target):
@@ -103,6 +93,39 @@ class TritonTarget(Target):
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
             units=tuple(made.values()),
+        )
+
+    def measure_users(
+        self, launches: Sequence[UserLaunch], machines: Machines, cfg: Config
+    ) -> Measured:
+        """The fastest variant of each kernel that has several, on the device at hand."""
+        several = [u for u in launches if len(u.kernel.variants) > 1]
+        contests = [contest_of(u, machines[u.device][0]) for u in several]
+        outcomes = tune(contests, cfg)
+        return Measured(
+            {u.kernel.name: o.choice for u, o in zip(several, outcomes, strict=True)},
+            tuple(
+                f"{u.kernel.name}: {o.text(c)}"
+                for u, o, c in zip(several, outcomes, contests, strict=True)
+            ),
+        )
+
+    def emit_users(
+        self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices
+    ) -> Source:
+        """A module a kernel."""
+        made = {
+            u.kernel.name: unit_of(
+                u, u.kernel.variants[choices.get(u.kernel.name, 0)], machines[u.device][0]
+            )
+            for u in launches
+        }
+        units = {unit.name: unit for unit in made.values()}
+        return Source(
+            text="\n\n".join(unit.text for unit in units.values()),
+            entry_points={n: u.name for n, u in made.items()},
+            grids={n: u.grid for n, u in made.items()},
+            units=tuple(units.values()),
         )
 
     def build(self, source: Source, cfg: Config) -> Built:

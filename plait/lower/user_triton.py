@@ -1,0 +1,287 @@
+"""Triton kernels of the user: `triton_kernel_wrapper_functional` becomes a launch like those of
+our own kernels, with the user's functions called by one of ours.
+
+In: the operator's arguments, of which kernels and constants are numbers in tables of the process.
+Out: an `Extern` with a `UserKernel`. What the kernel writes is written in place where nobody needs
+the old value, into new memory where there is no old value, else into a copy. Where that cannot be
+(a kernel for the CPU, text that refers to what no text can say), it is called as Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from plait import compat
+from plait.devices import facts_of
+from plait.errors import Unsupported
+from plait.ir.calls import MAX_GRID, Extern, TensorArg, UserKernel, Variant, pack_grid
+from plait.ir.expr import Expr, Size, bounds, compare
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.inplace import place_to_write
+from plait.lower.memory import tensor_arg
+from plait.lower.operands import fake_strides
+from plait.lower.pycall import call_python
+from plait.lower.symbols import to_size
+from plait.lower.user_source import SourceText
+
+hop = torch.ops.higher_order
+aten = torch.ops.aten
+
+_EMPTY = frozenset((
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+))  # fmt: skip
+_SEEN = frozenset((
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.permute.default, aten.t.default, aten.transpose.int,
+    aten.alias.default, aten.detach.default,
+))  # fmt: skip
+"""Operators whose result is their argument seen in another way."""
+
+_POINTERS: dict[torch.dtype, str] = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.bool: "i1", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32",
+    torch.uint64: "u64", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+    torch.float8_e4m3fnuz: "fp8e4b8", torch.float8_e5m2fnuz: "fp8e5b16",
+}  # fmt: skip
+_TYPES = {
+    "i1": "int1", "u1": "int1", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
+    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64", "fp16": "float16",
+    "bf16": "bfloat16", "fp32": "float32", "fp64": "float64",
+}  # fmt: skip
+"""Types as signatures have them -> as the language has them."""
+_DEFAULTS = (("num_warps", 4), ("num_stages", 3), ("num_ctas", 1), ("maxnreg", None))
+
+
+@lower(hop.triton_kernel_wrapper_functional, any_dtype=True)
+def user_kernel(ctx: Lowering, **given: Any) -> dict[str, Any]:
+    """A launch, or a call of Python."""
+    mark = ctx.mark()
+    try:
+        return launch(ctx, **given)
+    except (NoRule, Unsupported) as e:
+        ctx.undo(mark)
+        why = f"runs as Python: {e.what if isinstance(e, Unsupported) else e}"
+    op = hop.triton_kernel_wrapper_functional
+    name = f"{op.namespace}::{op.__name__}"
+    made: dict[str, Any] = call_python(ctx, op, name, (), given, reason=why, effectful=True)
+    return made
+
+
+@lower(hop.triton_kernel_wrapper_mutation, any_dtype=True)
+def user_kernel_in_place(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    # AOTAutograd makes the functional operator of it. Our operands may be copies, which nobody
+    # would read.
+    raise Unsupported(
+        "a Triton kernel that writes to its arguments, in a graph that is not functional"
+    )
+
+
+def launch(
+    ctx: Lowering,
+    *,
+    kernel_idx: int,
+    constant_args_idx: int,
+    grid: Sequence[Sequence[Size]],
+    tma_descriptor_metadata: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    tensors_to_clone: Sequence[str],
+) -> dict[str, View]:
+    """Records a launch. Raises NoRule, and what recording raises."""
+    kernel, constants = compat.tracing.triton_kernel(kernel_idx, constant_args_idx)
+    if not ctx.cfg.kernels:
+        raise NoRule("there are no kernels here")
+    if tma_descriptor_metadata:
+        raise NoRule("a tensor descriptor that the host makes")
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, View)}
+    devices = {ctx.buffers[v.buf].device for v in tensors.values()}
+    if len(devices) != 1 or facts_of(device := devices.pop()).is_host:
+        raise NoRule("its tensors are not on one GPU")
+    function = kernel.fn if hasattr(kernel, "configs") else kernel
+    configs = kernel.configs if hasattr(kernel, "configs") else (None,)
+    if not hasattr(function, "params") or len(configs) != len(grid):
+        raise NoRule("a kernel in a wrapper of an unknown kind")
+    o = _Operands(ctx, device)
+    outs = o.take(tensors, tensors_to_clone)
+    common = {**constants, **{k: v for k, v in kwargs.items() if k not in tensors}}
+    text = SourceText()
+    variants = tuple(
+        _variant(o, text, function, config, common, sizes)
+        for config, sizes in zip(configs, grid, strict=True)
+    )
+    name = f"plait_{function.__name__}"
+    made = UserKernel(
+        f"{name}.{len(ctx.ops)}",
+        text.text(),
+        (*o.types, *o.new_types),
+        tuple(dict.fromkeys(variants)),
+    )
+    ctx.ops.append(
+        Extern(
+            tuple(o.outs), f"triton::{function.__name__}", (*o.tensors, *o.sizes),
+            mutates=tuple(o.written), may_keep=False, kernel=made, fallback=False,
+            origin=ctx.origin,
+        )
+    )  # fmt: skip
+    return outs
+
+
+@dataclass
+class _Operands:
+    """What a launch is given, as far as it is known.
+
+    tensors, types: of which pointers.
+    outs, new_types: results in new memory, whose pointers come next.
+    pointers: the name of each tensor argument in the call.
+    written: buffers that are written in place.
+    sizes: integers.
+    """
+
+    ctx: Lowering
+    device: str
+    tensors: list[TensorArg] = field(default_factory=list)
+    types: list[str] = field(default_factory=list)
+    outs: list[str] = field(default_factory=list)
+    new_types: list[str] = field(default_factory=list)
+    pointers: dict[str, str] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
+
+    def take(self, tensors: Mapping[str, View], written: Sequence[str]) -> dict[str, View]:
+        """Takes all tensor arguments. Gives what those that are written are afterwards."""
+        nodes: Any = self.ctx.node.kwargs["kwargs"]
+        made: dict[str, View] = {}
+        new = [k for k in tensors if k in written and _is_new(nodes[k])]
+        for k, x in tensors.items():
+            if k in new:
+                continue
+            strides = fake_strides(nodes[k])
+            if strides is None:
+                raise NoRule("a tensor without strides")
+            if k in written:
+                x = place_to_write(self.ctx, x, strides, tuple(tensors.values()))
+                made[k] = x
+                self.written.append(x.buf)
+            self.pointers[k] = f"p{len(self.tensors)}"
+            self.tensors.append(tensor_arg(self.ctx, x, strides))
+            self.types.append(_pointer(nodes[k]))
+        for k in new:
+            val = nodes[k].meta["val"]
+            shape = tuple(to_size(s) for s in val.shape)
+            buf = self.ctx.new_buffer(
+                tensors[k].dtype, shape, fake_strides(nodes[k]), True, self.device
+            )
+            made[k] = self.ctx.whole(buf)
+            self.pointers[k] = f"p{len(self.tensors) + len(self.outs)}"
+            self.outs.append(buf)
+            self.new_types.append(_pointer(nodes[k]))
+        return made
+
+    def size(self, e: Expr, kind: str) -> str:
+        """An integer that a call tells, as Triton's own launcher would hand it over."""
+        if e not in self.sizes:
+            self.sizes.append(e)
+        low, high = bounds(e)
+        kind = kind or ("i32" if -(2**31) <= low and high < 2**31 else "i64")
+        text = f"s{self.sizes.index(e)}.to(tl.{_TYPES[kind]})"
+        return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+
+
+def _variant(
+    o: _Operands,
+    text: SourceText,
+    function: Any,
+    config: Any,
+    given: Mapping[str, Any],
+    grid: Sequence[Size],
+) -> Variant:
+    """One configuration: the call of the user's function, and how it is compiled and launched."""
+    options = {k: getattr(config, k, None) for k, _ in _DEFAULTS} if config is not None else {}
+    known = {**given, **(config.kwargs if config is not None else {})}
+    if getattr(config, "ir_override", None) or getattr(config, "pre_hook", None):
+        raise NoRule("a configuration with a hook or with code of its own")
+    values = []
+    for p in function.params:
+        if p.name in o.pointers:
+            values.append(o.pointers[p.name])
+        elif p.name in known:
+            values.append(_argument(o, text, p, known[p.name]))
+        elif options.get(p.name) is not None:
+            values.append(_argument(o, text, p, options[p.name]))
+        elif p.has_default:
+            values.append(_argument(o, text, p, p.default))
+        else:
+            raise NoRule(f"the argument {p.name} is missing")
+    names = {p.name for p in function.params}
+    options |= {k: v for k, v in known.items() if k not in names}
+    for k, default in _DEFAULTS:
+        options[k] = default if options.get(k) is None else options[k]
+    if any(not isinstance(v, (bool, int, str, type(None))) for v in options.values()):
+        raise NoRule("an option of the compiler of an unusual kind")
+    call = f"{text.function(function)}({', '.join(values)})"
+    return Variant(call, tuple(sorted(options.items())), _grid(o.ctx, grid))
+
+
+def _argument(o: _Operands, text: SourceText, p: Any, value: Any) -> str:
+    """An argument that is no tensor, as Triton's launcher would specialise the kernel for it."""
+    if value is None:
+        return "None"
+    if p.is_constexpr:
+        if isinstance(value, (Expr, View)):
+            raise NoRule(f"the constant {p.name} varies")
+        return text.constant(value)
+    kind: str = p.annotation_type
+    if kind and kind not in _TYPES:
+        raise NoRule(f"the argument {p.name} of type {kind}")
+    if isinstance(value, Expr):
+        return o.size(value, kind)
+    if isinstance(value, bool):
+        return f"tl.full((), {value}, tl.{_TYPES[kind or 'u1']})"
+    if isinstance(value, int):
+        if value == 1 and not p.do_not_specialize:
+            return "1"
+        return f"tl.full((), {value}, tl.{_TYPES[kind or _integer(value)]})"
+    if isinstance(value, float):
+        return f"tl.full((), {text.constant(value)}, tl.{_TYPES[kind or 'fp32']})"
+    return text.constant(value)
+
+
+def _integer(value: int) -> str:
+    """The type that Triton's launcher gives a number."""
+    if -(2**31) <= value < 2**31:
+        return "i32"
+    return "i64" if value < 2**63 else "u64"
+
+
+def _grid(ctx: Lowering, grid: Sequence[Size]) -> Size:
+    """A grid as one word; what does not fit one fails, as it does in the driver but for the last
+    dimension."""
+    x, y, z = (*grid, 1, 1)[:3]
+    for n, most in zip((x, y, z), MAX_GRID, strict=True):
+        if isinstance(n, int):
+            if n > most:
+                raise NoRule(f"a grid of {n} programs along a dimension")
+        elif bounds(n)[1] > most and (y, z) != (1, 1):
+            said = f"a grid of {{}} programs along a dimension is more than {most}"
+            ctx.assert_true(compare("le", n, most), said, (n,))
+    return pack_grid(x, y, z)
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether a node is memory that nobody has written to."""
+    while node.target in _SEEN:
+        (node, *_) = node.args  # type: ignore[assignment]
+    return node.target in _EMPTY
+
+
+def _pointer(node: torch.fx.Node) -> str:
+    dtype = node.meta["val"].dtype
+    if dtype not in _POINTERS:
+        raise NoRule(f"a tensor of {dtype}")
+    return f"*{_POINTERS[dtype]}"

@@ -87,6 +87,18 @@ def test_every_target_runs_it(name: str, wrapper: str, records: list[CompileReco
     assert any(isinstance(i, ins.Launch) for p in records[0].wrapper.programs for i in p.body)
 
 
+def test_regions_are_written_out_for_cuda_graphs(records: list[CompileRecord]) -> None:
+    module = PROGRAMS["nested"]
+    with torch.no_grad():
+        run = compiled(module, cuda_graphs=True)
+        for x in (torch.randn(5, 4), torch.randn(5, 4), torch.randn(7, 4)):
+            same(module, run, x)
+    assert not calls_of(records[0]) and not records[0].wrapper.programs
+    x = torch.randn(5, 4, requires_grad=True)
+    (want,), (got,) = (torch.autograd.grad(f(x).sum(), x) for f in (module, run))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("name", ["in_a_branch", "scanned", "branch", "count"])
 def test_texts_read_back(name: str, records: list[CompileRecord]) -> None:
     with torch.no_grad():

@@ -63,7 +63,7 @@ def write_out(gm: GraphModule, node: Node, definition: Mod) -> None:
             env[n] = gm.graph.node_copy(n, env.__getitem__)
             env[n].meta = {**source_meta(node), "val": value_of(n)}
     (results,) = output_of(inner.graph).args
-    _replace_items(node, torch.fx.node.map_arg(results, env.__getitem__))
+    replace_items(node, torch.fx.node.map_arg(results, env.__getitem__))
 
 
 def _spelled() -> dict[Any, Mod]:
@@ -81,7 +81,7 @@ def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[Tensor], x: Tenso
     return x.new_zeros(shape).index_put(list(indices), x, accumulate=True)
 
 
-def _replace_items(node: Node, values: Any) -> None:
+def replace_items(node: Node, values: Any) -> None:
     """The items of node become values, a tree of nodes; node is erased."""
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user.format_node()} takes all results"
@@ -89,7 +89,7 @@ def _replace_items(node: Node, values: Any) -> None:
         if isinstance(value, Node):
             replace(user, value)
         else:
-            _replace_items(user, value)
+            replace_items(user, value)
     node.graph.erase_node(node)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.capture.backend import plait_backend
+from plait.wrapper.instructions import CallExtern
+from plait.wrapper.program import CompileRecord, observers
 
 WRAPPERS = ("native", "python", "cpp", "fx")
 
@@ -108,11 +111,75 @@ def tensor_parallel(rank: int, processes: int) -> None:
     train(eager, model, compiled(model), [torch.randn(5, 8) for _ in range(3)])
 
 
+def reduced(x: Tensor) -> list[Tensor]:
+    """In place, of an input and of what the program made; of odd strides; a result that is used
+    no more."""
+    y = x * 2
+    dist.all_reduce(y)
+    dist.all_reduce(x)
+    fc.all_reduce(x.exp(), "max", dist.group.WORLD).sin()
+    return [y + 1, fc.all_reduce(x.t() * 3, "max", dist.group.WORLD)]
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """Gathered and scattered, written to while a collective reads it; several at once."""
+    world = dist.group.WORLD
+    whole = fc.all_gather_tensor(x.sin(), 0, world)
+    x.add_(1)
+    part = fc.reduce_scatter_tensor(x * 2, "sum", 0, world)
+    some = fc.all_reduce_coalesced([x * 2, x + 1], "sum", world)
+    return [whole * 2, part.cos(), *(t + 1 for t in some)]
+
+
+def exchanged(x: Tensor) -> list[Tensor]:
+    world = dist.group.WORLD
+    other = fc.all_to_all_single(x * 2, None, None, world)
+    return [other.sin(), fc.broadcast(x * 2, 0, world) + 1]
+
+
+def differentiated(x: Tensor) -> list[Tensor]:
+    world = dist.group.WORLD
+    whole = fc.all_gather_tensor_autograd(x * 2, 0, world)
+    return [whole.sin(), fc.reduce_scatter_tensor_autograd(whole.cos(), "sum", 0, world)]
+
+
+def collectives(rank: int, processes: int) -> None:
+    """Collectives in a graph, of varying sizes, in every target, against eager."""
+    if processes == 1:
+        return
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    for wrapper in WRAPPERS:
+        for fn in (reduced, gathered, exchanged)[: 3 if wrapper == "native" else 1]:
+            check(compiled(fn, wrapper), fn, rank)
+    check(compiled(differentiated), differentiated, rank, grad=True)
+    observers.reset(token)
+    calls = [i.op for r in made for i in r.wrapper.body if isinstance(i, CallExtern)]
+    assert calls.count("_c10d_functional::all_reduce_") >= 2 * len(WRAPPERS), calls
+    assert not any(r.fallback_reasons for r in made), made
+
+
+def check(
+    run: Callable[..., object], fn: Callable[[Tensor], object], rank: int, grad: bool = False
+) -> None:
+    for n in (4, 4, 6):
+        torch.manual_seed(10 * rank + n)
+        x = torch.randn(n, 3)
+        mine, theirs = (x.clone().requires_grad_(grad) for _ in range(2))
+        got, want = run(mine), fn(theirs)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(mine, theirs)
+        if grad:
+            for made in (got, want):
+                sum(t.square().sum() for t in made).backward()
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 if __name__ == "__main__":
     rank, processes, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
-    for case in (ddp, dtensor, tensor_parallel):
+    for case in (collectives, ddp, dtensor, tensor_parallel):
         case(rank, processes)
         dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ dead code."""
 from __future__ import annotations
 
 from plait.config import Config
-from plait.ir.calls import Extern
+from plait.ir.calls import WAIT, Extern
 from plait.ir.dtypes import i64
 from plait.ir.expr import compare, symbol
 from plait.ir.loops import Alias, Assert, Item, Load, Mutate, apply, node
@@ -32,6 +32,20 @@ def test_effects_keep_their_order_and_stay() -> None:
     ran = [s.op for s in plan.steps if isinstance(s, Extern)]
     assert ran == [f"test::print{k}" for k in range(4)]
     assert all(s.outs == (None,) for s in plan.steps if isinstance(s, Extern))
+
+
+def test_a_wait_reads_what_its_collective_was_given() -> None:
+    """So a write to it comes after the wait, though nothing else reads it by then."""
+    b = Builder()
+    x = b.input(4)
+    whole = b.extern((4,), x, op="_c10d_functional::all_gather_into_tensor", effectful=True)
+    filled = b.whole(whole)
+    b.ops.append(Extern((None,), WAIT, (filled,), mutates=(whole,), held=(x,), effectful=True))
+    b.ops.append(Mutate(x, b.map("exp", x)))
+    b.output(whole)
+    plan = schedule(b.program(), CFG)
+    ran = [k for k, s in enumerate(plan.steps) if isinstance(s, Extern)]
+    assert ran[-1] < place(plan, Mutate)[0]
 
 
 def test_a_size_read_at_run_time_comes_first() -> None:

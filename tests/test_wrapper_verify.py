@@ -46,6 +46,13 @@ def test_legal_programs_pass() -> None:
     verify(table.example())
 
 
+START = """
+v = alloc(f32[8] @ (1,))
+w0 = alloc(f32[8] @ (1,))
+w, = call('_c10d_functional::all_gather_into_tensor')(v, 1, '0')
+require_layout(w, f32[8] @ (1,))
+"""
+WAIT = "_, = call('_c10d_functional::wait_tensor')(w)\nreturn (w,)"
 BROKEN = {
     "use before definition": (
         "y = view(z, f32[8] @ (1,), 0)\nreturn (y,)",
@@ -201,6 +208,27 @@ BROKEN = {
         .replace("free(a)\n", "")
         .replace("launch('k', (b, c)", "launch('k', (a, b), (), (b,), 1)\nlaunch('k', (b, c)"),
         "its memory overlaps that of a, which is live",
+    ),
+    "a read of what a collective has yet to fill": (
+        START + "y = alloc(f32[8] @ (1,))\nlaunch('k', (w, y), (), (y,), 1)\n" + WAIT,
+        "w is used before its collective is waited for",
+    ),
+    "a write to what a collective reads": (
+        START + "launch('k', (w0, v), (), (v,), 1)\n" + WAIT,
+        "v is written while a collective reads it",
+    ),
+    "an operator's write to what a collective reads": (
+        START + "call('aten::add_.Tensor')(v, w0)\n" + WAIT,
+        "v is written while a collective reads it",
+    ),
+    "memory taken over while a collective reads it": (
+        START + "y = reuse(v, f32[8] @ (1,))\n" + WAIT,
+        "v is written while a collective reads it",
+    ),
+    "a read of what a collective changes in place": (
+        "v = alloc(f32[8] @ (1,))\ncall('_c10d_functional::all_reduce_')(v, 'sum', '0')\n"
+        "launch('k', (v, x), (), (x,), 1)\nreturn ()",
+        "v is used before its collective is waited for",
     ),
 }
 
@@ -506,3 +534,8 @@ def test_memory_of_sizes_that_divide_by_zero() -> None:
     verify(parse(body.format(room=f"4*({size})", size=size)), "made")
     with pytest.raises(InternalError, match="it ends beyond"):
         verify(parse(body.format(room=f"({size})", size=size)), "made")
+
+
+def test_what_a_collective_reads_is_free_once_it_was_waited_for() -> None:
+    verify(parse(START + "_, = call('_c10d_functional::wait_tensor')(w)\n"
+                 "launch('k', (w, v), (), (v,), 1)\nreturn (w,)"))  # fmt: skip

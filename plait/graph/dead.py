@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import shape_env_of
+from plait.graph.edit import has_effect, shape_env_of
 
 _CHECK = "aten::_linalg_check_errors"
 # torch 2.11 takes it for pure, and drops it while it traces.
@@ -31,6 +32,8 @@ def drop_dead(gm: GraphModule) -> int:
         if node.users or node.op in ("placeholder", "output"):
             continue
         if node.is_impure(impure_random=False) or node.target in _EFFECTS or _is_asserted(node):
+            continue
+        if isinstance(node.target, OpOverload) and has_effect(node.target):
             continue
         graph.erase_node(node)
         erased += 1

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
+from plait.ir.calls import WAIT
 
 aten = torch.ops.aten
 
@@ -30,14 +31,27 @@ _HIDDEN_VIEWS = frozenset(
 )
 
 
+# Operators in which all ranks of a group take part: each rank runs all of them, in their order.
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+
+
+def has_effect(op: OpOverload) -> bool:
+    """Whether an operator runs even if nobody uses its result, besides what its schema says."""
+    return op.namespace in _COLLECTIVES or op in torch.fx.node._side_effectful_functions
+
+
 def is_view(node: Node) -> bool:
     """Whether the result may share the memory of its first argument."""
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    return target in _HIDDEN_VIEWS or (
-        not target._schema.is_mutable
-        and any(r.alias_info is not None for r in target._schema.returns)
+    return (
+        target in _HIDDEN_VIEWS
+        or target.name() == WAIT
+        or (
+            not target._schema.is_mutable
+            and any(r.alias_info is not None for r in target._schema.returns)
+        )
     )
 
 
@@ -142,6 +156,7 @@ def is_pure(node: Node) -> bool:
             not target._schema.is_mutable
             and torch.Tag.nondeterministic_seeded not in target.tags
             and target not in _UNINITIALISED
+            and not has_effect(target)
             and not node.is_impure()
         )
     return not isinstance(target, HigherOrderOperator) and not node.is_impure()

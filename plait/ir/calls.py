@@ -49,6 +49,14 @@ class ListArg:
 
 ExternArg = TensorArg | Scalar | ListArg | Size
 
+WAIT = "_c10d_functional::wait_tensor"
+
+
+def starts_collective(op: str) -> bool:
+    """Whether an operator starts a collective and gives what WAIT waits for."""
+    return op.startswith(("_c10d_functional::", "_c10d_functional_autograd::")) and op != WAIT
+
+
 CONTROL_KINDS = ("call", "cond", "loop", "scan")
 
 
@@ -162,6 +170,7 @@ class Extern:
     mutates: buffers it writes in place. effectful: must run even if unused, and in program order
     with other effectful calls.
     may_keep: it may keep or alias its arguments, so these must not live in an arena.
+    held: buffers that a collective which this call waits for was given: it counts as a reader.
     callable_index: >= 0 means Python callable of that number.
     control: it runs subprograms; the op is the higher-order operator that it came from.
     kernel: it launches a kernel of the user's on its operands, tensors first, and its results,
@@ -178,6 +187,7 @@ class Extern:
     symbols: tuple[tuple[int, str], ...] = ()
     aliases: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
     effectful: bool = False
     may_keep: bool = True
     callable_index: int = -1
@@ -203,6 +213,11 @@ class Extern:
     def made(self) -> tuple[str, ...]:
         """The buffers that its results are, where they are used."""
         return tuple(o for o in self.outs if o is not None)
+
+    @property
+    def starts(self) -> bool:
+        """Whether it starts a collective, whose result is there once it is waited for."""
+        return starts_collective(self.op)
 
     @property
     def fence(self) -> bool:

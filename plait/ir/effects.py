@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
+from plait.ir.calls import WAIT, Extern, ExternArg, ListArg, TensorArg
 from plait.ir.expr import Expr, Size
 
 
@@ -41,7 +41,7 @@ def extern_reads(op: Extern) -> tuple[str, ...]:
 def needs(op: ir.Op) -> tuple[str, ...]:
     """The buffers that an op names and whose contents it needs, each once."""
     if isinstance(op, Extern):
-        return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
+        return tuple(dict.fromkeys((*extern_reads(op), *op.mutates, *op.held)))
     if isinstance(op, (ir.Scatter, ir.Alias)):
         return (op.base,)
     if isinstance(op, ir.Item):
@@ -65,6 +65,23 @@ def updates(op: ir.Op) -> tuple[str, ...]:
     if isinstance(op, ir.Mutate):
         return (op.target,)
     return (op.out,) if isinstance(op, ir.Scatter) and op.base == op.out else ()
+
+
+def in_flight(ops: Iterable[ir.Op]) -> dict[str, tuple[str, ...]]:
+    """The buffers that collectives fill which were started and not waited for, and what each of
+    these collectives was given."""
+    found: dict[str, tuple[str, ...]] = {}
+    for op in ops:
+        if not isinstance(op, Extern):
+            continue
+        if op.starts:
+            made = (*op.made, *op.mutates)
+            given = tuple(b for b in extern_reads(op) if b not in made)
+            found.update(dict.fromkeys(made, given))
+        elif op.op == WAIT:
+            for buf in extern_reads(op):
+                found.pop(buf, None)
+    return found
 
 
 def sizes(op: ir.Op) -> tuple[Size, ...]:

@@ -203,7 +203,7 @@ def _scatter(known: _Known, op: ir.Scatter) -> None:
 
 def _extern(known: _Known, op: Extern) -> None:
     _ranks(op.operands)
-    for name in op.aliases:
+    for name in (*op.aliases, *op.held):
         _use(known, name)
     for _, name in op.symbols:
         _symbol(known, name)

@@ -18,6 +18,7 @@ import torch
 import torch.fx
 from torch._ops import OpOverload
 
+from plait.graph.edit import has_effect
 from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg
 from plait.ir.expr import Expr, Size
 from plait.lower.bindings import bindings
@@ -82,7 +83,7 @@ def op_facts(op: OpOverload) -> OpFacts:
     aten = schema.name.startswith(("aten::", "prims::"))
     out_op, out_names = ("", ()) if random or written else _out_variant(op)
     return OpFacts(
-        effectful=random or schema.is_mutable or not schema.returns or op in _side_effects(),
+        effectful=random or schema.is_mutable or not schema.returns or has_effect(op),
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
         may_keep=not aten
@@ -92,10 +93,6 @@ def op_facts(op: OpOverload) -> OpFacts:
         out_op=out_op,
         out_names=out_names,
     )
-
-
-def _side_effects() -> set[Any]:
-    return torch.fx.node._side_effectful_functions
 
 
 def _returns_alias(op: OpOverload) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from plait.ir.calls import Extern
+from plait.ir.effects import in_flight
 from plait.ir.expr import Size
 from plait.ir.loops import Alias, Pointwise, Reduction, Scan, Scatter
 from plait.lower.core import Lowering, Value, View
@@ -34,6 +35,8 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     elif not _is_own(ctx, x.buf):
         return False
     if any(isinstance(op, Extern) and x.buf in op.aliases for op in ctx.ops):
+        return False
+    if any(x.buf == made or x.buf in given for made, given in in_flight(ctx.ops).items()):
         return False
     values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
     if count_uses(ctx, values, x.buf):
@@ -114,19 +117,22 @@ def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
 def _read_later(ctx: Lowering, node: torch.fx.Node) -> bool:
     """Whether a node that is not lowered yet, besides the current one, reads this one's value."""
     return any(
-        user not in ctx.env and user is not ctx.node and not _overwrites(user, node)
+        user not in ctx.env
+        and user is not ctx.node
+        and not _overwrites(user, node, aten.copy_.default, aten.copy.default)
         for user in node.users
     )
 
 
-def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
-    return user.target is aten.copy_.default and user.args[0] is node and user.args[1] is not node
+def _overwrites(user: torch.fx.Node, node: torch.fx.Node, *copies: object) -> bool:
+    """Whether one of these operators gives the place of a value to another one."""
+    return user.target in copies and user.args[0] is node and user.args[1] is not node
 
 
 def _is_overwritten(ctx: Lowering, buf: str) -> bool:
     """Whether the graph gives an input a new value later on."""
     return any(
         node.op == "placeholder"
-        and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
+        and any(u not in ctx.env and _overwrites(u, node, aten.copy_.default) for u in node.users)
         for node in _holders(ctx, buf)
     )

@@ -168,8 +168,8 @@ class _InPlace:
         if isinstance(op, Extern):
             positional = tuple(map(self.argument, op.args))
             named = tuple((k, self.argument(a)) for k, a in op.kwargs)
-            mutates = tuple(self.names.get(n, n) for n in op.mutates)
-            return replace(op, args=positional, kwargs=named, mutates=mutates)
+            mutates, held = (tuple(self.names.get(n, n) for n in b) for b in (op.mutates, op.held))
+            return replace(op, args=positional, kwargs=named, mutates=mutates, held=held)
         if isinstance(op, ir.Alias):
             return replace(op, base=self.names[op.base])
         if isinstance(op, ir.Item):

@@ -407,7 +407,7 @@ def _check_results(d: _Draft, step: Step) -> None:
         for name in step.outs:
             if name is not None and d.how.get(name) == "result":
                 origin = "; ".join(step.origin) or step.op
-                mine = step.control is not None or not step.aliases
+                mine = step.control is not None or not (step.aliases or step.starts)
                 _check_layout(d, name, origin, copies=mine)
                 _check_alignment(d, name)
 

@@ -21,6 +21,7 @@ from itertools import filterfalse, pairwise, takewhile
 import torch
 
 from plait.devices import facts_of
+from plait.ir.calls import WAIT, starts_collective
 from plait.wrapper import instructions as ins
 from plait.wrapper.operators import operator_of
 from plait.wrapper.walk import bases_of, defined, is_fence, operands, refs, root, symbols, used
@@ -314,6 +315,8 @@ class _Facts:
             return f"{i.op} takes an object that may change"
         if here or any(hosts):
             return f"{i.op} has a tensor on the host"
+        if starts_collective(i.op) or i.op == WAIT:
+            return f"{i.op} needs the other ranks"
         name = i.op.partition(".")[0]
         tags = _tags(i.op)
         if (

@@ -18,6 +18,7 @@ from plait.errors import InternalError
 from plait.ir.checks import ERRORS
 from plait.ir.expr import Expr, evaluate, free_symbols
 from plait.wrapper import instructions as ins
+from plait.wrapper.in_flight import InFlight
 from plait.wrapper.owners import Owners
 from plait.wrapper.spec import FIELDS, Kind
 from plait.wrapper.walk import (
@@ -98,6 +99,7 @@ class _Verifier:
         self.at = -1
         self.uses = _uses(program.body)
         self.owners = Owners()
+        self.in_flight = InFlight(self.base)
 
     def run(self) -> None:
         for entry in self.p.inputs:
@@ -163,8 +165,8 @@ class _Verifier:
         for name, kind in FIELDS[type(i)]:
             self.field(kind, getattr(i, name))
         self.ranks(i)
-        if missing := self.owners.missing(i):
-            self.fail(missing)
+        if fault := self.owners.missing(i) or self.in_flight.fault(i):
+            self.fail(fault)
         match i:
             case ins.Symbol():
                 self.define(i.name, "symbol")

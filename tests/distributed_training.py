@@ -58,7 +58,9 @@ def compiled(fn: Any, **options: Any) -> Any:
     return torch.compile(fn, backend=plait_backend, options={"strict": True, **options})
 
 
-def losses(model: nn.Module, fn: Step, sizes: tuple[int, ...] = (4,), accumulate: int = 1) -> Tensor:
+def losses(
+    model: nn.Module, fn: Step, sizes: tuple[int, ...] = (4,), accumulate: int = 1
+) -> Tensor:
     """The losses of STEPS steps. sizes: of the batches, in turn. accumulate: batches a step, whose
     gradients meet at the last."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

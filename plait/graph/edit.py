@@ -47,7 +47,7 @@ def is_view(node: Node) -> bool:
         return target is operator.getitem
     return (
         target in _HIDDEN_VIEWS
-        or target.name() == WAIT
+        or target._schema.name == WAIT
         or (
             not target._schema.is_mutable
             and any(r.alias_info is not None for r in target._schema.returns)

@@ -41,17 +41,17 @@ def _start(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     return call_extern(ctx, args, kwargs)
 
 
-def _start_in_place(op: OpOverload) -> Any:
-    """The rule of an operator with a variant `op` that works in place."""
+def _start_in_place(op: OpOverload, other: OpOverload) -> Any:
+    """The rule of an operator with a variant that works in place."""
 
     def rule(ctx: Lowering, x: View, *args: Any, **kwargs: Any) -> View:
         val = ctx.node.meta["val"].clone(memory_format=torch.contiguous_format)
         if may_write(ctx, x, tuple(map(to_size, val.stride()))):
             ctx.fix_layout(x.buf)
-            call_op(ctx, op, (x, *args), kwargs, None)
+            call_op(ctx, other, (x, *args), kwargs, None)
             return x
         # Tracing may think that the result has the strides of x.
-        return call_op(ctx, ctx.node.target, (x, *args), kwargs, val)  # type: ignore[no-any-return]
+        return call_op(ctx, op, (x, *args), kwargs, val)  # type: ignore[no-any-return]
 
     return rule
 
@@ -78,7 +78,7 @@ def wait(ctx: Lowering, x: View) -> View:
             origin=ctx.origin,
         )
     )
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 for _name in _STARTS:
@@ -86,6 +86,6 @@ for _name in _STARTS:
         lower(op, any_dtype=True, no_loops=True)(_start)
 for _name, _other in _IN_PLACE.items():
     if (op := _known(_name)) and (other := _known(_other)):
-        lower(op, any_dtype=True, no_loops=True)(_start_in_place(other))
+        lower(op, any_dtype=True, no_loops=True)(_start_in_place(op, other))
 if op := _known("wait_tensor"):
     lower(op, any_dtype=True, no_loops=True)(wait)

@@ -18,8 +18,8 @@ BUILD_TOOLS := scikit-build-core cmake ninja
 PIP    := $(PY) -m pip install --quiet --no-compile
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-peers bench-gpu \
-	bench-jit lint format clean
+.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-programs bench-peers \
+	bench-gpu bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 # The extension needs torch alone: it is built while other packages are loaded.
@@ -111,15 +111,20 @@ corpus: env
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)
 
+# Programs that are no models, against eager and Inductor: `make bench-programs ARGS=control`.
+bench-programs: env
+	$(NO_HUB) $(PY) benchmarks/programs_race.py $(ARGS)
+
 bench-peers: env $(STAMPS)/peer-ort $(STAMPS)/peer-openvino
 	$(NO_HUB) $(PY) benchmarks/run.py --peers $(ARGS)
 
-# GROUP: launch, first, models, train or kernels, each a few minutes. As test-gpu, with
+# GROUP: launch, first, models, train, kernels or programs, each a few minutes. As test-gpu, with
 # transformers, torchvision and scikit-build-core: `make bench-gpu GROUP=launch PY=python3 JOBS=16`
 bench-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
-	$(NO_HUB) $(PY) benchmarks/gpu.py $(GROUP) $(ARGS)
+	$(NO_HUB) $(PY) benchmarks/$(if $(filter programs,$(GROUP)),programs_race.py --device \
+		cuda,gpu.py $(GROUP)) $(ARGS)
 
 # What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit
 # ARGS=--gpu`.

@@ -1,0 +1,19 @@
+"""Programs that are no models: control flow, optimizer steps, users' kernels, and so on.
+
+A module a subject has PROGRAMS: by name, what makes a program for a device ("cpu", "cuda").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is called, and with what. grad: whether autograd is on."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    grad: bool = False

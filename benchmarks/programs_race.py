@@ -1,0 +1,166 @@
+"""Races programs that are no models: `python benchmarks/programs_race.py [NAMES] [--device cuda]`.
+
+Eager, plait and Inductor each run each program in a process of its own, with fresh caches; first
+calls are made one after the other, then the processes are timed in turn, round after round. Prints
+the seconds of the first call, the best time of a call and its ratio to the better of the others.
+Modes "-graphs" (reduce-overhead) run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MODES = {"plait": ("plait", None), "inductor": ("inductor", None)}
+GRAPHS = {
+    "plait-graphs": ("plait", "reduce-overhead"), "inductor-graphs": ("inductor", "reduce-overhead")
+}  # fmt: skip
+
+
+def programs() -> dict[str, Any]:
+    """Every program, by subject and name."""
+    import programs as package
+
+    modules = (
+        (m.name, importlib.import_module(f"programs.{m.name}"))
+        for m in pkgutil.iter_modules(package.__path__)
+    )
+    return {f"{name}.{k}": f for name, m in modules for k, f in m.PROGRAMS.items()}
+
+
+# -------------------------------------------------------------------------------------- the process
+def work(name: str, peer: str, device: str) -> None:
+    """Makes the first call at the first line of input, times calls at each further one."""
+    import torch
+
+    torch.manual_seed(0)
+    program = programs()[name](device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    if peer == "eager":
+        run = program.fn
+    else:
+        backend, mode = {**MODES, **GRAPHS}[peer]
+        run = torch.compile(program.fn, backend=backend, mode=mode)
+
+    def call() -> Any:
+        with contextlib.nullcontext() if program.grad else torch.no_grad():
+            return run(*program.args)
+
+    sys.stdin.readline()
+    begin = time.perf_counter()
+    call()
+    wait()
+    say({"first_s": time.perf_counter() - begin})
+    for line in sys.stdin:
+        say({"us": best_us(call, wait, float(line))})
+
+
+def best_us(call: Any, wait: Any, seconds: float) -> float:
+    """The best mean of a batch of calls, in µs."""
+    for _ in range(4):  # a mode may record its first calls
+        call()
+    wait()
+    gc.collect()
+    gc.disable()
+    best, n, stop = float("inf"), 1, time.perf_counter() + seconds
+    while True:
+        begin = time.perf_counter()
+        for _ in range(n):
+            call()
+        wait()
+        end = time.perf_counter()
+        best = min(best, (end - begin) / n)
+        if end - begin < 5e-3:
+            n *= 2
+        elif end > stop:
+            gc.enable()
+            return best * 1e6
+
+
+def say(answer: dict[str, Any]) -> None:
+    """One line of JSON."""
+    print(json.dumps(answer), file=sys.__stdout__, flush=True)
+
+
+# --------------------------------------------------------------------------------------- the driver
+class Peer:
+    """A process."""
+
+    def __init__(self, name: str, peer: str, device: str, cache: Path) -> None:
+        folders = {"PLAIT_CACHE_DIR": "plait", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+                   "TRITON_CACHE_DIR": "triton"}  # fmt: skip
+        cache.mkdir(parents=True)
+        self.log = (cache / "log").open("w+")
+        self.child = subprocess.Popen(
+            [sys.executable, __file__, name, "--device", device, "--peer", peer],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env={**os.environ, **{k: str(cache / v) for k, v in folders.items()}},
+        )  # fmt: skip
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """The answer to a line; {} if there is none."""
+        assert self.child.stdin is not None and self.child.stdout is not None, "no pipes"
+        try:
+            self.child.stdin.write(line + "\n")
+            self.child.stdin.flush()
+            return dict(json.loads(self.child.stdout.readline()))
+        except (BrokenPipeError, json.JSONDecodeError):
+            self.log.seek(0)
+            print("   ", (self.log.read().strip().splitlines() or ["no answer"])[-1][:160])
+            return {}
+
+
+def race(name: str, device: str, peers: list[str], rounds: int, seconds: float) -> None:
+    """Races one program and prints a table."""
+    print(f"{name}: {(programs()[name].__doc__ or '').strip()}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {p: Peer(name, p, device, Path(folder) / p) for p in peers}
+        first = {p: x.ask("first").get("first_s") for p, x in processes.items()}
+        best: dict[str, float] = {}
+        for _ in range(rounds):
+            for p in [p for p in peers if first[p] is not None]:
+                us = processes[p].ask(str(seconds)).get("us")
+                if us is not None:
+                    best[p] = min(us, best.get(p, us))
+        for x in processes.values():
+            x.child.kill()
+            x.child.wait()
+    for p, us in best.items():
+        others = [v for k, v in best.items() if not k.startswith(p.partition("-")[0])]
+        ratio = f"{us / min(others):.2f} x the best other" if others else ""
+        print(f"    {p:16} first {first[p]:6.2f} s   call {us:10.1f} us   {ratio}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="programs or their subjects; none: all")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--peers", default="", help="with commas; none: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        work(*args.names, args.peer, args.device)
+        return
+    known = ["eager", *MODES, *(GRAPHS if args.device == "cuda" else ())]
+    peers = [p for p in known if not args.peers or p in args.peers.split(",")]
+    for name in programs():
+        if not args.names or {name, name.partition(".")[0]} & {*args.names}:
+            race(name, args.device, peers, args.rounds, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

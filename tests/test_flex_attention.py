@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import plait
+from plait.graph import attention
 from tests.flex_programs import CASES, WRAPPERS, check
 
 
@@ -23,6 +24,12 @@ def test_every_target(wrapper: str) -> None:
 
 def test_lengths_that_vary() -> None:
     check("plain", "native", "cpu", longer=(0, 5, 100))
+
+
+@pytest.mark.parametrize("name", ["alibi", "window"])
+def test_blocks_of_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MOST_SCORES", 4000)
+    check(name, "native", "cpu")
 
 
 def test_no_queries() -> None:

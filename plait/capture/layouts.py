@@ -93,7 +93,10 @@ class LayoutNotes(IndexByFound):
 
 def _memory(tree: Any) -> set[int]:
     tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-    return {compat.tracing.storage_of(x) for x in tensors if x.layout == torch.strided}
+    moved = compat.tracing.is_transformed
+    return {
+        compat.tracing.storage_of(x) for x in tensors if x.layout == torch.strided and not moved(x)
+    }
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from plait import compat
+from plait.devices import facts_of
 from plait.graph.edit import aten, output_of, replace, same_size, source_meta, value_of
 
 hop = torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
+_MOST_SCORES = 1 << 26  # held at a time: 256 MiB of float32. A bound on memory, as is the next
+_MOST_BLOCKS = 32  # each has operators, and kernels, of its own
 Mod = Callable[..., Any]
 
 
@@ -94,30 +99,100 @@ def replace_items(node: Node, values: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------- definitions
-class _Scores:
-    """The scores of all queries and keys, before and after score_mod and mask_mod."""
+@dataclass(frozen=True)
+class _Mods:
+    """What changes scores.
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float) -> None:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.heads, self.wide = k.shape[1], wide
-        rows = product(self.grouped(q.to(wide)), k.to(wide).transpose(-2, -1))
+    score, joint: score_mod, and its gradient in a backward.
+    mask: mask_mod.
+    captured, masking: the tensors and numbers that they capture.
+    """
+
+    score: Mod
+    joint: Mod | None
+    mask: Mod
+    captured: Sequence[Any]
+    masking: Sequence[Any]
+
+
+class _Rows:
+    """The scores of some queries and all keys, before (`plain`) and after score_mod and mask_mod.
+
+    first: the position of the first query. whole: they are all there are.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mods: _Mods, first: int, whole: bool
+    ) -> None:
+        self.q, self.k, self.v, self.scale, self.mods, self.whole = q, k, v, scale, mods, whole
+        self.wide = _wide(q)
+        rows = _wide_product(self.grouped(q), k.transpose(-2, -1), self.wide)
         self.plain = rows.reshape(*q.shape[:3], k.shape[2]) * scale
-        sizes = self.plain.shape
-        self.places = [torch.arange(n, device=q.device) for n in sizes]
+        firsts = (0, 0, first, 0)
+        self.places = [
+            torch.arange(at, at + n, device=q.device)
+            for at, n in zip(firsts, self.plain.shape, strict=True)
+        ]
+        none = (None,) * len(mods.masking)
+        self.mask: Tensor = _mapped(mods.mask, (), none, 0)(*self.places, *mods.masking)
+        self.none = (None,) * len(mods.captured)
+        scores = _mapped(mods.score, (0,), self.none, 0)
+        found: Tensor = scores(self.plain, *self.places, *mods.captured)
+        self.scores = torch.where(self.mask, found.to(self.wide), -math.inf)
 
     def grouped(self, x: Tensor) -> Tensor:
         """A tensor of the queries' heads with the queries of each group in its rows."""
-        return x.reshape(x.shape[0], self.heads, -1, x.shape[-1])
+        heads = self.k.shape[1]
+        return x.reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
 
-    def mask(self, mask_mod: Mod, buffers: Sequence[Any]) -> Tensor:
-        mapped = _mapped(mask_mod, (), (None,) * len(buffers), 0)
-        found: Tensor = mapped(*self.places, *buffers)
-        return found
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The result, log2 of the sums of exponentials, and the greatest scores by ln(2)."""
+        top = self.scores.amax(-1, keepdim=True)
+        # A row without keys, or with an infinite score, has its exponentials themselves.
+        base = torch.where(top.abs() == math.inf, 0.0, top)
+        weights = (self.scores - base).exp()
+        total = weights.sum(-1, keepdim=True)
+        shares = (weights / torch.where(total == 0, 1.0, total)).to(self.q.dtype)
+        out = _product(self.grouped(shares), self.v.to(self.q.dtype))
+        sums = (base + total.log()) / _LN2
+        return (
+            out.reshape(*self.q.shape[:3], self.v.shape[-1]),
+            sums.squeeze(-1),
+            (top / _LN2).squeeze(-1),
+        )
 
-    def modified(self, score_mod: Mod, mask: Tensor, buffers: Sequence[Any]) -> Tensor:
-        mapped = _mapped(score_mod, (0,), (None,) * len(buffers), 0)
-        scores = mapped(self.plain, *self.places, *buffers)
-        return torch.where(mask, scores.to(self.wide), -math.inf)
+    def backward(
+        self, out: Tensor, logsumexp: Tensor, grad_out: Tensor, grad_logsumexp: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v and of what score_mod captures."""
+        sums = logsumexp.unsqueeze(-1) * _LN2
+        if sums.dtype != self.wide:  # the operator has it in float32 always
+            sums = self.scores.logsumexp(-1, keepdim=True)
+        shares = torch.where(sums == -math.inf, 0.0, (self.scores - sums).exp())
+        along = (out.to(self.wide) * grad_out.to(self.wide)).sum(-1, keepdim=True)
+        if grad_logsumexp is not None:
+            along = along - grad_logsumexp.to(self.wide).unsqueeze(-1) / _LN2
+        rows = _wide_product(self.grouped(grad_out), self.v.transpose(-2, -1), self.wide)
+        grad = shares * (rows.reshape(self.scores.shape) - along)
+        assert self.mods.joint is not None, "a backward without the gradient of score_mod"
+        results = [0, None, None, None, None, *self.none]
+        joint = _mapped(self.mods.joint, (0,), (0, *self.none), results)
+        grad, _, _, _, _, *captured = joint(self.plain, *self.places, grad, *self.mods.captured)
+        grad = self.grouped(torch.where(self.mask, grad * self.scale, 0.0).to(self.q.dtype))
+        shares = self.grouped(shares.to(self.q.dtype))
+        grad_q = _product(grad, self.k).reshape(self.q.shape)
+        grad_k = self._sum_over_rows(grad, self.grouped(self.q))
+        grad_v = self._sum_over_rows(shares, self.grouped(grad_out))
+        return grad_q, grad_k, grad_v, *captured
+
+    def _sum_over_rows(self, a: Tensor, b: Tensor) -> Tensor:
+        """The gradient of keys or values; more is added to one of some queries."""
+        a = a.transpose(-2, -1)
+        return _product(a, b) if self.whole else _wide_product(a, b, self.wide)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _mapped(mod: Mod, before: tuple[Any, ...], after: tuple[Any, ...], out: Any) -> Mod:
@@ -129,63 +204,78 @@ def _mapped(mod: Mod, before: tuple[Any, ...], after: tuple[Any, ...], out: Any)
     return mod
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of four dimensions, of which b's first may be 1."""
     return torch.matmul(a, b.expand(a.shape[0], *b.shape[1:]))
 
 
+def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a @ b, not rounded to their dtype. The vendors' libraries of GPUs do that in one product."""
+    if a.dtype == b.dtype and a.dtype.itemsize == 2 and facts_of(a.device.type).streams:
+        b = b.expand(a.shape[0], *b.shape[1:])
+        found = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=wide)
+        return found.reshape(*a.shape[:3], b.shape[-1])
+    return _product(a.to(wide), b.to(wide))
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[slice]:
+    """Blocks of queries, as many as keep the memory of their scores in bounds."""
+    rows, sizes = q.shape[2], (*q.shape[:3], k.shape[2])
+    if not all(isinstance(n, int) for n in sizes):
+        return [slice(0, rows)]
+    count = min(_MOST_BLOCKS, -(-math.prod(sizes) // _MOST_SCORES))
+    step = max(16, -(-rows // max(count, 1)))
+    return [slice(at, min(at + step, rows)) for at in range(0, max(rows, 1), step)]
+
+
+def _rows_of(x: Tensor, rows: slice, whole: bool) -> Tensor:
+    return x if whole else x[:, :, rows]
+
+
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask: Sequence[Any], scale: float,
-    options: Any, score_buffers: Sequence[Any] = (), mask_buffers: Sequence[Any] = (), *,
-    wanted: Any,
+    q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
+    options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(result, log2 of the sums of exponentials, greatest scores), as many as are wanted."""
-    s = _Scores(q, k, scale)
-    mask = s.mask(block_mask[-1], mask_buffers)
-    scores = s.modified(score_mod, mask, score_buffers)
-    top = scores.amax(-1, keepdim=True)
-    # A row without keys, or with an infinite score, has its exponentials themselves.
-    weights = (scores - torch.where(top.abs() == math.inf, 0.0, top)).exp()
-    total = weights.sum(-1, keepdim=True)
-    logsumexp = torch.where(top.abs() == math.inf, 0.0, top) + total.log()
-    shares = (weights / torch.where(total == 0, 1.0, total)).to(q.dtype)
-    out = product(s.grouped(shares), v.to(q.dtype)).reshape(*q.shape[:3], v.shape[-1])
-    found = out, (logsumexp / _LN2).squeeze(-1), (top / _LN2).squeeze(-1)
-    return tuple(map(_laid_out, found, wanted))
+    mods = _Mods(score, None, block_mask[-1], captured, masking)
+    blocks = _blocks(q, k)
+    whole = len(blocks) == 1
+    found = [
+        _Rows(_rows_of(q, b, whole), k, v, scale, mods, b.start, whole).forward() for b in blocks
+    ]
+    joined = found[0] if whole else map(partial(torch.cat, dim=2), zip(*found, strict=True))
+    return tuple(map(_laid_out, joined, wanted))
 
 
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor | None,
-    grad_logsumexp: Tensor | None, score_mod: Mod, joint: Mod, block_mask: Sequence[Any],
-    scale: float, options: Any, score_buffers: Sequence[Any] = (),
-    mask_buffers: Sequence[Any] = (), *, wanted: Any,
+    grad_logsumexp: Tensor | None, score: Mod, joint: Mod, block_mask: Sequence[Any],
+    scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *,
+    wanted: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of q, k, v and of each of score_buffers."""
-    s = _Scores(q, k, scale)
-    mask = s.mask(block_mask[-1], mask_buffers)
-    scores = s.modified(score_mod, mask, score_buffers)
-    row = logsumexp.unsqueeze(-1) * _LN2
-    if row.dtype != s.wide:  # the operator has it in float32 always
-        row = scores.logsumexp(-1, keepdim=True)
-    shares = torch.where(row == -math.inf, 0.0, (scores - row).exp())
+    mods = _Mods(score, joint, block_mask[-1], captured, masking)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    along = (out.to(s.wide) * grad_out.to(s.wide)).sum(-1, keepdim=True)
-    if grad_logsumexp is not None:
-        along = along - grad_logsumexp.to(s.wide).unsqueeze(-1) / _LN2
-    rows = product(s.grouped(grad_out.to(s.wide)), v.to(s.wide).transpose(-2, -1))
-    grad = shares * (rows.reshape(scores.shape) - along)
-    none = (None,) * len(score_buffers)
-    mapped = _mapped(joint, (0,), (0, *none), [0, None, None, None, None, *none])
-    grad, _, _, _, _, *captured = mapped(s.plain, *s.places, grad, *score_buffers)
-    grad = s.grouped(torch.where(mask, grad * scale, 0.0).to(q.dtype))
-    grad_q = product(grad, k).reshape(q.shape)
-    grad_k = product(grad.transpose(-2, -1), s.grouped(q))
-    grad_v = product(s.grouped(shares.to(q.dtype)).transpose(-2, -1), s.grouped(grad_out))
+    blocks = _blocks(q, k)
+    whole = len(blocks) == 1
+    parts: list[Tensor] = []
+    sums: tuple[Any, ...] = ()
+    for b in blocks:
+        of = partial(_rows_of, rows=b, whole=whole)
+        more = None if grad_logsumexp is None else of(grad_logsumexp)
+        rows = _Rows(of(q), k, v, scale, mods, b.start, whole)
+        part, *added = rows.backward(of(out), of(logsumexp), of(grad_out), more)
+        parts.append(part)
+        sums = tuple(map(_added, sums, added)) if sums else tuple(added)
+    grad_k, grad_v, *of_captured = sums
     if k.shape[0] != q.shape[0]:
         grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
+    grad_q = parts[0] if whole else torch.cat(parts, 2)
     found = map(_laid_out, (grad_q, grad_k, grad_v), wanted[:3])
-    return *found, [None if w is None else x for x, w in zip(captured, wanted[3], strict=True)]
+    return *found, [None if w is None else x for x, w in zip(of_captured, wanted[3], strict=True)]
+
+
+def _added(a: Any, b: Any) -> Any:
+    return None if a is None else a + b
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:

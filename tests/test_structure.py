@@ -185,7 +185,7 @@ def test_the_compiler_is_small() -> None:
     # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 220 control flow as programs,
     # 130 operators on lists of tensors, 600 the user's Triton kernels,
     # 170 collectives.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 46_400
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 46_480
 
 
 def imports(path: Path, package: str) -> set[str]:

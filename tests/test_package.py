@@ -653,16 +653,30 @@ def test_a_model_that_asks_the_device_that_is_not_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cell", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_of_varying_length(tmp_path: Path, cell: type[nn.RNNBase]) -> None:
     model, x, t = cell(4, 5).eval(), torch.randn(7, 2, 4), torch.export.Dim("t", max=64)
-    text = "it is traced for t = 7 alone, .* nn.GRU(.|\n)*compile once for each"
+    plait.package(model, tmp_path / "p.plait", (x,), ({0: t},))
+    for make in (plait.compile(model, (x,), ({0: t},)), plait.load(tmp_path / "p.plait")):
+        for given in (x, x[1:], x[:1]):
+            torch.testing.assert_close(make(given), model(given))
+
+
+def test_a_loop_over_a_size_that_varies(tmp_path: Path) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x[0]
+        for row in x[1:]:
+            y = y.sin() + row
+        return y
+
+    x, t = torch.randn(7, 2, 4), torch.export.Dim("t", max=64)
+    text = "it is traced for t = 7 alone, .* a loop(.|\n)*compile once for each"
     for make in (
         plait.compile,
         lambda *args: plait.package(args[0], tmp_path / "p.plait", *args[1:]),
     ):
         with pytest.raises(UserError, match=text):
-            make(model, (x,), ({0: t},))
-    fixed = plait.compile(model, (x,), ({0: torch.export.Dim.AUTO},))  # as it likes
-    torch.testing.assert_close(fixed(x), model(x))
-    with pytest.raises(InputError, match=r"input.shape\[0\] == 7"):
+            make(fn, (x,), ({0: t},))
+    fixed = plait.compile(fn, (x,), ({0: torch.export.Dim.AUTO},))  # as it likes
+    torch.testing.assert_close(fixed(x), fn(x))
+    with pytest.raises(InputError, match=r"x.shape\[0\] == 7"):
         fixed(x[1:])
 
 

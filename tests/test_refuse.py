@@ -564,24 +564,3 @@ def test_error_inputs_are_refused_alike(op: Any) -> None:
 def test_there_are_error_inputs() -> None:
     assert len(WRONG) > 200 and {name_of(op) for op in WRONG} >= set(FEW)
     assert all(compare(op) for op in WRONG if name_of(op) in ("gather", "cat"))
-
-
-class Packed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of = torch.nn.LSTM(4, 5, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        out: torch.Tensor = self.of(packed)[0].data
-        return out
-
-
-def test_a_layer_over_packed_sequences_goes_over_as_many_steps_as_data_tells() -> None:
-    """Which Dynamo runs by eager, and a trace of all cannot."""
-    module, given = Packed(), (torch.randn(3, 6, 4), torch.tensor([6, 4, 2]))
-    with pytest.raises(Unsupported, match="cannot trace Packed") as caught:
-        plait.compile(module, given)
-    assert "torch.compile" in caught.value.hint
-    run = torch.compile(module, backend="plait", options={"strict": False})
-    torch.testing.assert_close(run(*given), module(*given))

@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from plait import compat
+from plait.capture import recurrent
 from plait.capture.resampling import AUTOGRAD, COMPOSITE, whole
 from plait.compat.shared import Shared
 
@@ -61,7 +62,7 @@ def _set_kernels(op: Any, kernels: Kernels) -> None:
 
 
 def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
-    kernels = whole(op, kernels)
+    kernels = recurrent.kernels_of(op, whole(op, kernels))
     around = compat.decompositions.CHECKS.get(op)
     if around is None:
         return kernels
@@ -69,4 +70,5 @@ def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
 
 
 early_changes = early_kernels(_changed)
-"""Inside, operands are looked at, and interpolation is kept whole where that is better."""
+"""Inside, operands are looked at; interpolation and recurrent layers are kept whole where that is
+better."""

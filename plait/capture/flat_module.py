@@ -26,6 +26,7 @@ from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
 from plait.capture.module_state import ModuleRun
 from plait.capture.python_state import Change, Snapshot, same_program
+from plait.capture.recurrent import packed_sequences
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting
@@ -154,7 +155,7 @@ class FlatModule:
     def export(self, turned: Collection[Question] = ()) -> Exported:
         """The graph of a run, the positions of the inputs that it writes, and its tokens."""
         module = FunctionModule(self.run)
-        with early_changes, numbers_kept, mended_tracing, CheckWrites():
+        with early_changes, numbers_kept, mended_tracing, packed_sequences, CheckWrites():
             made = export_graph(self.env, module, self.inputs, self.who, turned)
             if self.known.moved:
                 # Of their new values: how results lie is right where nothing is made functional.

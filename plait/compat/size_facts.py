@@ -155,7 +155,7 @@ def _one_size_only(text: str) -> str:
         r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", text
     )
     sizes = " and ".join(f"{name} = {size}" for name, size in dict(found).items())
-    steps = "a loop over it, such as the steps of nn.GRU, was traced step by step"
+    steps = "a loop over it was traced step by step"
     return sizes and f"it is traced for {sizes} alone, maybe since {steps}"
 
 

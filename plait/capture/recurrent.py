@@ -1,0 +1,135 @@
+"""Recurrent layers and packed sequences while a program is traced.
+
+How many steps a packed sequence has, and how many rows each of them, is known when the program
+runs; torch's decompositions take a layer apart into its steps. Where that number is not known, and
+no gradient is taken, a layer stays whole (`lower/recurrent.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.modules.rnn as layers
+import torch.nn.utils.rnn as sequences
+from torch._decomp.decompositions import select_one_layer_lstm_function
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from plait.compat.shared import Shared
+from plait.lower.recurrent import LAYERS, WHOLE, is_packed
+
+Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
+_aten = torch.ops.aten
+
+
+def kernels_of(op: OpOverload, kernels: Kernels) -> Kernels:
+    """The Python kernels that an operator shall have while it is traced, of those that it has."""
+    if op not in LAYERS:
+        return kernels
+    return {key: partial(_layer, op, by_steps) for key, by_steps in kernels.items()}
+
+
+def _layer(op: OpOverload, by_steps: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A layer whole where its steps are not known, else by torch's decomposition by_steps."""
+    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    if _trains(named):
+        # oneDNN's LSTM saves nothing for a gradient here; torch asks that of the input alone.
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return by_steps(*args, **kwargs)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+    drops = named["train"] and named["dropout"] > 0
+    run = WHOLE[op] if _unknown_steps(op, named) and not drops else by_steps
+    return run(*args, **kwargs)
+
+
+def _unknown_steps(op: OpOverload, named: Mapping[str, Any]) -> bool:
+    if is_packed(op):
+        return True
+    x = named["input"]
+    if not isinstance(x.shape[1 if named["batch_first"] else 0], torch.SymInt):
+        return False
+    if op is not _aten.lstm.input:
+        return True
+    # oneDNN has one for any number of steps.
+    choose: Any = select_one_layer_lstm_function
+    chosen = choose(x, named["hx"], [named["params"]])
+    return bool(chosen.__name__ != "mkldnn_one_layer_lstm")
+
+
+def _trains(named: Mapping[str, Any]) -> bool:
+    """Whether a gradient is wanted."""
+    given = [x for v in named.values() for x in (v if isinstance(v, (list, tuple)) else [v])]
+    wants = any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+    return wants and torch.is_grad_enabled()
+
+
+# ----------------------------------------------------------------- torch's Python around the layers
+def _padded(
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """_pad_packed_sequence: row b of step t is row b behind the first one of that step, if the step
+    has so many."""
+    steps, most = batch_sizes.shape[0], batch_sizes[0].item()
+    counts = batch_sizes
+    if total_length is not steps:
+        counts = torch.nn.functional.pad(batch_sizes, (0, total_length - steps))
+    first = (counts.cumsum(0) - counts).unsqueeze(1)
+    row = torch.arange(most, device=counts.device).unsqueeze(0)
+    there = row < counts.unsqueeze(1)
+    index = torch.where(there, first + row, 0).to(data.device)
+    kept = there.to(data.device).reshape(*there.shape, *[1] * (data.dim() - 1))
+    padded = torch.where(kept, data[index], padding_value)
+    return padded.transpose(0, 1) if batch_first else padded, there.sum(0)
+
+
+def _check_hidden_size(
+    layer: Any, hx: torch.Tensor, expected: tuple[Any, ...], msg: str = "Expected {}, got {}"
+) -> None:
+    """Of sizes that are not known yet the program asks when it runs."""
+    sizes, wanted = list(hx.size()), list(expected)
+    for k in reversed(range(min(len(sizes), len(wanted)))):
+        if free_unbacked_symbols((sizes[k], wanted[k])):
+            same: Any = sizes.pop(k) == wanted.pop(k)
+            torch._check(same, lambda: f"{layer}: a hidden state is for another batch")  # type: ignore[no-untyped-call]
+    if sizes != wanted:
+        raise RuntimeError(msg.format(expected, list(hx.size())))
+
+
+def _int(x: Any) -> Any:
+    return x.item() if isinstance(x, torch.Tensor) else int(x)
+
+
+_CHANGED = (
+    (layers, "int", _int),
+    (layers.RNNBase, "check_hidden_size", _check_hidden_size),
+    (sequences, "_VF", SimpleNamespace(
+        _pad_packed_sequence=_padded, _pack_padded_sequence=torch._VF._pack_padded_sequence,
+    )),
+)  # fmt: skip
+_own = [(place, name, vars(place)[name]) for place, name, _ in _CHANGED if name in vars(place)]
+
+
+def _change() -> None:
+    for place, name, changed in _CHANGED:
+        setattr(place, name, changed)
+
+
+def _undo() -> None:
+    del layers.int  # type: ignore[attr-defined]
+    for place, name, own in _own:
+        setattr(place, name, own)
+
+
+packed_sequences = Shared(_change, _undo)
+"""Inside, torch's Python around recurrent layers asks for no number of rows or steps."""

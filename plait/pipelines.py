@@ -55,6 +55,7 @@ from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
 from plait.schedule.plan import Kernel, Plan, Step, UserLaunch, kernels_of, user_calls, user_launch
+from plait.schedule.share_lengths import Shared, share_lengths
 from plait.schedule.split import split_reductions
 from plait.schedule.verify import verify_plan
 from plait.wrapper.instructions import WrapperProgram
@@ -217,15 +218,16 @@ class Kernels:
 
 def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
     """From a plan to the source of its kernels."""
+    shared = log("share lengths", share_lengths, kernels_of(plan))
     machines = log("find machines", find_machines, plan, cfg)
     found = Measured({})
     if cfg.autotune:  # before kernels are written: it chooses how
-        found = log("measure candidates", measure_candidates, plan, machines, cfg)
+        found = log("measure candidates", measure_candidates, plan, shared, machines, cfg)
     if any(user_calls(p) for p in all_programs(plan)):
         more = log("measure variants", measure_variants, plan, machines, cfg)
         found = _together([found, more])
-    sources = log("emit kernels", emit_kernels, plan, machines, found.choices, cfg.verifies)
-    return Kernels(_named(plan, sources), sources, found.notes)
+    sources = log("emit kernels", emit_kernels, plan, shared, machines, found.choices, cfg.verifies)
+    return Kernels(_named(plan, shared, sources), sources, found.notes)
 
 
 def find_machines(plan: Plan, cfg: Config) -> Machines:
@@ -238,9 +240,11 @@ def find_machines(plan: Plan, cfg: Config) -> Machines:
     return found
 
 
-def measure_candidates(plan: Plan, machines: Machines, cfg: Config) -> Measured:
+def measure_candidates(
+    plan: Plan, shared: Mapping[str, Shared], machines: Machines, cfg: Config
+) -> Measured:
     """The candidates that were fastest on the device at hand."""
-    anywhere, kinds = _unaligned(plan), _by_kind(plan)
+    anywhere, kinds = _unaligned(plan), _by_kind(plan, shared)
     found = [TARGETS[kind].measure(k, anywhere, machines, cfg) for kind, k in kinds.items()]
     return _together(found)
 
@@ -258,10 +262,10 @@ def _together(found: Sequence[Measured]) -> Measured:
 
 
 def emit_kernels(
-    plan: Plan, machines: Machines, choices: Choices, verifies: bool
+    plan: Plan, shared: Mapping[str, Shared], machines: Machines, choices: Choices, verifies: bool
 ) -> dict[str, Source]:
     """The source of all kernels, by kind of device."""
-    anywhere, kinds = _unaligned(plan), _by_kind(plan)
+    anywhere, kinds = _unaligned(plan), _by_kind(plan, shared)
     sources = {
         kind: TARGETS[kind].emit(k, anywhere, machines, choices, verifies)
         for kind, k in kinds.items()
@@ -272,11 +276,12 @@ def emit_kernels(
     return sources
 
 
-def _by_kind(plan: Plan) -> dict[str, list[Kernel]]:
-    """The kernels of a plan and its subprograms."""
+def _by_kind(plan: Plan, shared: Mapping[str, Shared] | None = None) -> dict[str, list[Kernel]]:
+    """The kernels of a plan and its subprograms, as they are written."""
     kinds: dict[str, list[Kernel]] = {}
     for k in kernels_of(plan):
-        kinds.setdefault(k.device.partition(":")[0], []).append(k)
+        written = shared[k.name].kernel if shared and k.name in shared else k
+        kinds.setdefault(k.device.partition(":")[0], []).append(written)
     return kinds
 
 
@@ -294,19 +299,21 @@ def _users_by_kind(plan: Plan) -> dict[str, list[UserLaunch]]:
     return kinds
 
 
-def _named(plan: Plan, sources: Mapping[str, Source]) -> Plan:
+def _named(plan: Plan, shared: Mapping[str, Shared], sources: Mapping[str, Source]) -> Plan:
+    """The plan with the names of symbols, and what launches say."""
     names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
     grids = {k: g for source in sources.values() for k, g in source.grids.items()}
 
     def named(s: Step) -> Step:
         if isinstance(s, Kernel):
-            return replace(s, name=names[s.name], grid=grids.get(s.name, 1))
+            made = replace(s, name=names[s.name], grid=grids.get(s.name, 1))
+            return shared[s.name].launched(made) if s.name in shared else made
         if not isinstance(s, Extern) or s.kernel is None:
             return s
         chosen = tuple(v for v in s.kernel.variants if v.grid == grids[s.kernel.name])[:1]
         return replace(s, kernel=replace(s.kernel, name=names[s.kernel.name], variants=chosen))
 
-    nested = tuple(_named(p, sources) for p in plan.programs)
+    nested = tuple(_named(p, shared, sources) for p in plan.programs)
     return replace(plan, steps=tuple(map(named, plan.steps)), programs=nested)
 
 

@@ -140,7 +140,28 @@ def test_measuring_is_a_step_of_its_own(null: NullTarget, monkeypatch: pytest.Mo
     plan = records[0].plan
     name = plan.steps[0].name
     plain = make_kernels(plan, Config(), log)
-    assert steps == ["find machines", "emit kernels"] and given[-1] == {} and plain.notes == ()
+    assert (
+        steps == ["share lengths", "find machines", "emit kernels"]
+        and given[-1] == {}
+        and plain.notes == ()
+    )
     tuned = make_kernels(plan, replace(Config(), autotune=True), log)
-    assert steps[2:] == ["find machines", "measure candidates", "emit kernels"]
+    assert steps[3:] == ["share lengths", "find machines", "measure candidates", "emit kernels"]
     assert given[-1] == {name: "a tile"} and tuned.notes == ("a note",)
+
+
+def test_kernels_that_are_alike() -> None:
+    """In one launch, with a length each."""
+
+    def fn(xs: list[torch.Tensor]) -> None:
+        for x in xs:
+            x.mul_(0.5).add_(1)
+
+    def make() -> list[torch.Tensor]:
+        return [torch.rand(16 * n) for n in range(1, 11)]
+
+    torch.manual_seed(0)
+    xs = make()
+    want = [x * 0.5 + 1 for x in xs]
+    compiled(fn)(xs)
+    torch.testing.assert_close(xs, want)

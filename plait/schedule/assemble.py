@@ -10,10 +10,11 @@ from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import AxisUse, choose_axes
+from plait.schedule.batch import batch
 from plait.schedule.deps import load_of, memory_roots, output_buffers, read_for_symbols, roots
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
-from plait.schedule.kernels import Names, content_text, joined, make_kernel, origin_words
+from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
@@ -26,18 +27,17 @@ def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names)
     launched = [op for op in program.ops if isinstance(op, Extern) and op.kernel is not None]
     needed.update(name for op in launched for name in op.made)
     ordered = [_without_unneeded(u, needed) for u in ordered]
-    steps: list[Step] = []
+    made: list[list[Step]] = []
     for node in ordered:
         if isinstance(node.item, Group):
-            steps.append(_KernelMaker(node, grouping).kernel(names))
+            made.append([_KernelMaker(node, grouping).kernel(names)])
         elif isinstance(node.item, HorizontalGroup):
-            parts = [_KernelMaker(u, grouping).kernel(names) for u in node.item.nodes]
-            steps.append(joined(parts, names))
+            made.append([_KernelMaker(u, grouping).kernel(names) for u in node.item.nodes])
         else:
             step = node.item
             assert isinstance(step, Step), step
-            steps.append(step)
-    access = [(u.reads, u.writes) for u in ordered]
+            made.append([step])
+    steps, access = batch(program, made, [(u.reads, u.writes) for u in ordered], names)
     frees = last_uses(program, access)
     alive = _alive(program, access)
     kept = {name: b for name, b in program.buffers.items() if name in alive}

@@ -97,8 +97,10 @@ class Kernel:
     work_ns: estimate on one core. origin: source lines and ATen ops.
     parts: nests that one launch runs one after the other with nothing in between, since none needs
     what another makes; such a kernel has no axes and statements of its own, and its args, outs and
-    sizes are those of all. grid: programs of a launch, on devices that launch grids; known once the
-    kernel is emitted."""
+    sizes are those of all. alike: the parts are one nest over other buffers, of other lengths
+    (`batch.py`). lengths: further integer arguments, where it was written for any length
+    (`schedule/share_lengths.py`). grid: programs of a launch, on devices that launch grids; known
+    once the kernel is emitted."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -112,6 +114,8 @@ class Kernel:
     origin: tuple[str, ...] = ()
     parts: tuple[Kernel, ...] = ()
     hints: tuple[int, ...] = ()
+    alike: bool = False
+    lengths: tuple[int, ...] = ()
     grid: Size = 1
 
     @property

@@ -121,8 +121,9 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
         f"writes={tuple_text(list(map(name_text, k.outs)))}",
         *([f"sizes={scope.sizes(k.sizes)}"] if k.sizes else []),
         *([f"hints={scope.sizes(k.hints)}"] if k.hints else []),
+        *([f"lengths={scope.sizes(k.lengths)}"] if k.lengths else []),
         *([f"work_ns={scope.size(k.work_ns)}"] if k.work_ns != 0 else []),
-        *(["sequential=True"] if k.sequential else []),
+        *([f"{w}=True" for w, on in (("sequential", k.sequential), ("alike", k.alike)) if on]),
     ]
     body = Body(scope, (*k.vars, *k.rvars))
     for s in k.stmts:
@@ -201,14 +202,21 @@ class _PlanReader:
             raise wrong(s, "@kernel(...)")
         head = s.decorator_list[0]
         assert isinstance(head, ast.Call), head
-        facts = keywords(head, ("writes", "sizes", "hints", "work_ns", "sequential"))
+        facts = keywords(
+            head, ("writes", "sizes", "hints", "lengths", "work_ns", "sequential", "alike")
+        )
         body = BodyReader(self.ops.symbols, s.args)
         origin, lines = body.split_origin(s.body)
         parts = tuple(self.kernel(line) for line in lines if isinstance(line, ast.FunctionDef))
         lines = lines if not parts else []
         stmts = [made for line in lines if (made := _statement(line, body)) is not None]
         sizes = self.ops.symbols.sizes(facts["sizes"]) if "sizes" in facts else ()
-        hints = self.ops.symbols.sizes(facts["hints"]) if "hints" in facts else ()
+        hints, lengths = (
+            tuple(k for k in self.ops.symbols.sizes(facts[of]) if isinstance(k, int))
+            if of in facts
+            else ()
+            for of in ("hints", "lengths")
+        )
         work_ns = self.ops.symbols.size(facts["work_ns"]) if "work_ns" in facts else 0
         args = tuple(self.buffer(e) for e in head.args)
         outs = _names_of(facts["writes"]) if "writes" in facts else ()
@@ -216,7 +224,7 @@ class _PlanReader:
         return Kernel(
             s.name, body.vars, body.rvars, tuple(stmts), args, outs,
             tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin, parts,
-            tuple(h for h in hints if isinstance(h, int)),
+            hints, flag_of(head, "alike"), lengths,
         )  # fmt: skip
 
     def buffer(self, e: ast.expr) -> Buffer:

@@ -107,7 +107,8 @@ def _definition(plan: Plan, step: Kernel | Extern) -> ins.DefineKernel:
     # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is
     # returned.
     checks = step.checks if facts_of(step.device).is_host else ()
-    return ins.DefineKernel(step.name, len(step.args), len(step.sizes), checks, step.device)
+    n_sizes = len(step.sizes) + len(step.lengths)
+    return ins.DefineKernel(step.name, len(step.args), n_sizes, checks, step.device)
 
 
 def _read_as_memory(plan: Plan) -> set[str]:
@@ -347,7 +348,7 @@ def _launch(d: _Draft, k: Kernel) -> None:
         ins.Launch(
             kernel=k.name,
             args=tuple(b.name for b in k.args),
-            sizes=k.sizes,
+            sizes=(*k.sizes, *k.lengths),
             outs=k.outs,
             work_ns=k.work_ns,
             parallel=not k.sequential or bool(k.apart),

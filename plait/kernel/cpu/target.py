@@ -17,11 +17,12 @@ from plait.kernel.cpu.expr import SCALAR, VECTOR
 from plait.kernel.cpu.nest import print_body
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
-from plait.kernel.dedup import part_operands, structure, symbol_for
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
+from plait.schedule.dedup import part_operands, structure, symbol_for
+from plait.schedule.deps import extent
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
 
@@ -80,12 +81,14 @@ class _Library:
 
     def symbol_of(self, kernel: Kernel) -> str:
         """The function of a kernel; those of its parts stand before it."""
-        parts = [self.symbol_of(p) for p in kernel.parts]
+        parts = [self.symbol_of(p) for p in kernel.parts[: 1 if kernel.alike else None]]
         key = structure(kernel)
         symbol = self.shared.get(key)
         if symbol is None:
             symbol = self.shared[key] = symbol_for(kernel.name, self.taken)
-            if parts:
+            if kernel.alike:
+                text = emit_batch(kernel, symbol, *parts)
+            elif parts:
                 text = emit_calls(kernel, symbol, parts)
             else:
                 text = emit_function(kernel, symbol, self.isa, self.verifies)
@@ -99,7 +102,7 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
     """The C++ function of a kernel with parts: one call a part. parts: their symbols."""
     n_checks, lines = 0, []
     for n, (part, name) in enumerate(zip(kernel.parts, parts, strict=True)):
-        bufs, sizes = part_operands(kernel, part)
+        bufs, sizes = part_operands(kernel, n)
         lines.append(f"void* const b{n}[] = {{{', '.join(f'bufs[{k}]' for k in bufs)}}};")
         if sizes:
             lines.append(f"const i64 z{n}[] = {{{', '.join(f'syms[{k}]' for k in sizes)}}};")
@@ -110,6 +113,40 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
         else:
             lines.append(f"{call};")
     return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
+
+
+BATCH_POINTS = 4096  # of a share, at least: a call of a part costs some nanoseconds
+
+
+def emit_batch(kernel: Kernel, symbol: str, part: str) -> str:
+    """The C++ function of a kernel whose parts are alike: shares of all of them together are dealt
+    out to threads. part: the function of one."""
+    (size,) = kernel.parts[0].sizes
+    unit = extent(kernel.parts[0].vars[0]) // size
+    bufs = [k for n in range(len(kernel.parts)) for k in part_operands(kernel, n)[0]]
+    n_bufs = len(kernel.parts[0].args)
+    lines = f"""\
+static const int at[] = {{{", ".join(map(str, bufs))}}};
+i64 all = 0;
+for (i64 k = 0; k < {len(kernel.parts)}; ++k) {{
+all += (syms[k] + {BATCH_POINTS // unit - 1}) / {BATCH_POINTS // unit};
+}}
+const i64 lo = all * tid / nthreads, hi = all * (tid + 1) / nthreads;
+i64 first = 0;
+for (i64 k = 0; k < {len(kernel.parts)} && first < hi; ++k) {{
+const i64 n = (syms[k] + {BATCH_POINTS // unit - 1}) / {BATCH_POINTS // unit};
+void* b[{n_bufs}];
+for (int i = 0; i < {n_bufs}; ++i) b[i] = bufs[at[{n_bufs} * k + i]];
+const i64 from = lo > first ? lo - first : 0, to = hi < first + n ? hi - first : n;
+if (from == 0 && to == n) {{
+{part}(0, 1, b, syms + k);
+}} else {{
+for (i64 j = from; j < to; ++j) {part}(j, n, b, syms + k);
+}}
+first += n;
+}}
+return 0;"""
+    return _function(f'extern "C" i64 {symbol}', lines)
 
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:

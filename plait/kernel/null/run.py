@@ -15,6 +15,7 @@ from plait.ir import interp
 from plait.ir.expr import Size, atom_of, evaluate, substitute
 from plait.ir.interp import Array, Evaluation, Memory
 from plait.ir.loops import Buffer, check_of
+from plait.schedule.dedup import LENGTH, part_length
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, Reduce, column_programs, part_of
 
@@ -49,8 +50,11 @@ def run_kernel(
     """Runs a kernel on flat arrays, by name of buffer. Returns k where kernel.checks[k - 1] failed,
     else 0."""
     checked = 0
-    for nest in kernel.nests:
-        if failed := _run_nest(nest, arrays, sizes or {}, wide):
+    for number, nest in enumerate(kernel.nests):
+        given = dict(sizes or {})
+        if (own := part_length(number)) in given:
+            given[LENGTH] = given[own]
+        if failed := _run_nest(nest, arrays, given, wide):
             return checked + failed
         checked += len(nest.checks)
     return 0

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from plait.config import Config
 from plait.ir.interp import EVALUATE
 from plait.ir.ops import SPECIAL
-from plait.kernel.dedup import symbol_for
 from plait.kernel.null.run import launch
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.generated import LIBRARIES
 from plait.runtime.store import Built
 from plait.runtime.toolchain import ToolchainMissing
+from plait.schedule.dedup import symbol_for
 from plait.schedule.plan import Kernel
 from plait.schedule.text import kernel_text
 

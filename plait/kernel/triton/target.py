@@ -18,7 +18,6 @@ from plait.errors import InternalError, Unsupported
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
-from plait.kernel.dedup import structure, symbol_for
 from plait.kernel.target import Choices, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
@@ -33,6 +32,7 @@ from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint
+from plait.schedule.dedup import structure, symbol_for
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel

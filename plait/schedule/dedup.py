@@ -20,21 +20,34 @@ def symbol_for(name: str, taken: set[str]) -> str:
     return symbol
 
 
-def part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which buffers and which sizes of a kernel are those of its part."""
+LENGTH = "length"
+"""The symbol of a length that is an argument, see `share_lengths.py`."""
+
+
+def part_length(number: int) -> str:
+    """The symbol of the length of a kernel's part."""
+    return f"{LENGTH}{number}"
+
+
+def part_operands(kernel: Kernel, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which buffers and which sizes of a kernel are those of its part of this number."""
+    part = kernel.parts[number]
     names = [b.name for b in kernel.args]
     sizes = [str(s) for s in kernel.sizes]
     return (
         tuple(names.index(b.name) for b in part.args),
-        tuple(sizes.index(str(s)) for s in part.sizes),
+        tuple(sizes.index(part_length(number) if str(s) == LENGTH else str(s)) for s in part.sizes),
     )
 
 
 def structure(kernel: Kernel) -> object:
     """A hashable value that is equal for kernels that differ only in the names of kernel, buffers
     and reductions."""
+    if kernel.alike:
+        operands = tuple(part_operands(kernel, k) for k in range(len(kernel.parts)))
+        return structure(kernel.parts[0]), operands
     if kernel.parts:
-        return tuple((structure(p), part_operands(kernel, p)) for p in kernel.parts)
+        return tuple((structure(p), part_operands(kernel, k)) for k, p in enumerate(kernel.parts))
     buffers = {b.name: k for k, b in enumerate(kernel.args)}
     accs = {s.name: k for k, s in enumerate(s for s in kernel.stmts if isinstance(s, Reduce))}
     numbers: dict[Node, int] = {}

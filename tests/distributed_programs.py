@@ -1,7 +1,7 @@
 """Programs of several processes against eager, run by each: `python -m tests.distributed_programs
 RANK PROCESSES FILE`.
 
-They meet by a file, over gloo, on the CPU."""
+They meet by a file, over gloo on the CPU, or with a last argument "nccl" on GPUs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ddp(rank: int, processes: int) -> None:
 
 def dtensor(rank: int, processes: int) -> None:
     """Operators on distributed tensors, whose graphs are given, and give back, the mesh."""
-    mesh = init_device_mesh("cpu", (processes,))
+    mesh = init_device_mesh(torch.get_default_device().type, (processes,))
     torch.manual_seed(0)
     d = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
     w = distribute_tensor(torch.randn(6, 4), mesh, [Shard(1)])
@@ -100,7 +100,7 @@ def dtensor(rank: int, processes: int) -> None:
 
 
 def tensor_parallel(rank: int, processes: int) -> None:
-    mesh = init_device_mesh("cpu", (processes,))
+    mesh = init_device_mesh(torch.get_default_device().type, (processes,))
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -178,7 +178,15 @@ def check(
 if __name__ == "__main__":
     rank, processes, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
+    if sys.argv[4:] == ["nccl"]:
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group(
+        sys.argv[4] if sys.argv[4:] else "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=processes,
+    )
     for case in (collectives, ddp, dtensor, tensor_parallel):
         case(rank, processes)
         dist.barrier()

@@ -3,9 +3,6 @@ process and in two."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ from torch import nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 from plait.capture.backend import plait_backend
-
-ROOT = Path(__file__).parent.parent
+from tests.ranks import passes
 
 
 def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
@@ -54,29 +50,8 @@ def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_as_eager(processes: int, tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.distributed_programs",
-                str(k),
-                str(processes),
-                str(tmp_path / "meet"),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for k in range(processes)
-    ]
-    try:
-        told = [rank.communicate(timeout=600)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks) and all(
-        t.endswith("passed\n") for t in told
-    ), "\n".join(told)
+    passes("tests.distributed_programs", processes, tmp_path / "meet")
+
+
+def test_training_as_eager(tmp_path: Path) -> None:
+    passes("tests.distributed_training", 2, tmp_path / "meet")

@@ -232,6 +232,28 @@ def contest(n: int, text: str = "text", name: str = "name") -> tune.Contest:
     )
 
 
+def test_ranks_take_what_the_first_of_them_took(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that knows an outcome from before, and one with an empty folder, which may not measure
+    while others wait."""
+    clock, store = Clock(monkeypatch, 10.0, 9.0), torch.distributed.HashStore()
+    ranks = [Config(cache_dir=str(tmp_path / name)) for name in "ab"]
+    tune.tune([contest(2)], ranks[0])
+    tune.tune([contest(2, "other")], ranks[1])
+    monkeypatch.setattr(tune.ranks, "several", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(tune, "obstacle", lambda: "other ranks may wait for this one")
+    for text, order in (("text", ranks), ("other", ranks)):
+        took = [tune.tune([contest(2, text)], cfg)[0] for cfg in order]
+        assert took[0].choice == took[1].choice == (1 if text == "text" else 0)
+    assert clock.asked == 2 and took[1].text(contest(2)) == "not tuned: another rank chose tile 0"
+    empty = torch.distributed.Store()  # it cannot compare
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: empty)
+    (took_alone,) = tune.tune([contest(2)], ranks[0])
+    assert (took_alone.choice, took_alone.reason) == (0, "the other ranks cannot be asked")
+
+
 def test_the_fastest_is_taken_and_known_to_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from plait.capture.dynamo import watch_limits
 from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.masks import simplify_masks
+from plait.capture.object_results import take_objects, with_objects
 from plait.capture.program import compile_captured
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph
@@ -189,9 +190,10 @@ class _OneGraph:
         name = f"backward_{self.serial}"
 
         def compiled(taken: ladder.Steps) -> Program:
-            return self._program(
-                came.module() if taken else gm, "backward", donated_inputs=donated, taken=taken
-            )
+            graph = came.module() if taken else gm
+            objects = take_objects(graph)
+            program = self._program(graph, "backward", donated_inputs=donated, taken=taken)
+            return with_objects(program, objects)
 
         def by_eager(taken: ladder.Steps) -> Program:
             return ladder.backward_graph(came.module(), name, taken, native, self.cfg)

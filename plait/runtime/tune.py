@@ -5,7 +5,8 @@ Comes in: a `Contest` a kernel. Goes out: an `Outcome` each. Outcomes lie in the
 content (versions, sizes, device), also that a kernel stays as planned because time or memory was
 short, and one process of a machine measures at a time: whoever waited finds the outcome. So
 processes that share the folder run the same versions and compute the same numbers, except where
-`obstacle` kept one from measuring before another did.
+`obstacle` kept one from measuring before another did. Ranks of a process group always do
+(`runtime/ranks.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from plait._native import launch_cubin, load_cubin
 from plait.config import Config
 from plait.errors import ToolchainError, warn_once
+from plait.runtime import ranks
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
 from plait.runtime.store import CacheWarning, Store, key_of, make_folder
@@ -118,7 +120,26 @@ class Outcome:
 
 
 def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
-    """An outcome for each contest."""
+    """An outcome for each contest, the same on all ranks of a process group."""
+    outcomes = _tuned(contests, cfg)
+    if not contests or not ranks.several():
+        return outcomes
+    return [_agreed(c, o) for c, o in zip(contests, outcomes, strict=True)]
+
+
+def _agreed(contest: Contest, mine: Outcome) -> Outcome:
+    """The outcome that the first rank had which met the same kernel."""
+    if missing_device(contest):
+        return mine  # the first version: nothing is measured for devices elsewhere
+    choice = ranks.first_choice(contest.key, mine.choice)
+    if choice is None or not 0 <= choice < len(contest.labels):
+        return Outcome(reason="the other ranks cannot be asked")
+    if choice == mine.choice:
+        return mine
+    return Outcome(choice, reason=f"another rank chose {contest.labels[choice]}")
+
+
+def _tuned(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
     store = Store.of(cfg, "tuned", ".json")
     found = [_found(c, store) for c in contests]
     if None not in found:
@@ -153,8 +174,7 @@ def obstacle() -> str:
     """Why nothing can be measured now, or ""."""
     if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+    if ranks.several():
         # The device too, for a collective that they take part in.
         return "other ranks may wait for this one"
     return ""

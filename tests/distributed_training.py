@@ -122,7 +122,7 @@ def graph_splitting(on: bool) -> Iterator[None]:
 
 
 def ddp() -> None:
-    """Graph splitting with several buckets is in `tests/distributed_programs.py`; a last argument "nccl" makes it GPUs."""
+    """Graph splitting with several buckets is in `tests/distributed_programs.py`."""
 
     def hooked() -> nn.Module:
         model = data_parallel(net(), static_graph=True)

@@ -64,6 +64,11 @@ class Evaluation(Evaluate):
                 state = run(1, [*state, *rest])
             return state
         rounds = []
+        if c.kind == "rounds":
+            while run(0, [*state, *rest])[0]:
+                state = run(1, [*state, *rest])
+                rounds.append(state)
+            return [torch.stack(v) for v in zip(*(rounds or [state]), strict=True)]
         for slices in zip(*given[c.carried : c.carried + c.scanned], strict=True):
             made = run(0, [*state, *slices, *rest])
             state = made[: c.carried]

@@ -110,6 +110,23 @@ def test_texts_read_back(name: str, records: list[CompileRecord]) -> None:
     assert read(text(wrapper)) == wrapper
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)  # torch traces the gradient so
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_go_through_a_loop(wrapper: str, records: list[CompileRecord]) -> None:
+    def fn(x: Tensor, w: Tensor) -> Any:
+        start = torch.tensor(0)
+        return torch.while_loop(
+            lambda i, x: i < x.shape[0], lambda i, x: (i + 1, (x @ w).tanh() + x), (start, x)
+        )[1]
+
+    run = compiled(fn, wrapper)
+    for n in (4, 4, 3, 5):
+        args = [torch.randn(n, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)]
+        want, got = (torch.autograd.grad(call(*args).square().sum(), args) for call in (fn, run))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert [c.kind for r in records[:2] for c in calls_of(r)] == ["rounds", "loop"]
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_go_through_a_branch(wrapper: str, records: list[CompileRecord]) -> None:
     class Gate(nn.Module):

@@ -59,7 +59,7 @@ def regions(x: Tensor, w: Tensor) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {
     f.__name__: f for f in (branch, loop, scanned, mapped, summed, regions)
 }
-TRAINED = ("branch", "scanned", "mapped", "regions")
+TRAINED = ("branch", "loop", "scanned", "mapped", "regions")
 
 
 def given(name: str, n: int = 5) -> tuple[Tensor, Tensor]:

@@ -766,6 +766,42 @@ CASES: dict[str, Case] = {
         x6,
         programs=((X, (Return((0,)),)), (X, (give("x"),))),
     ),
+    "rounds": Case(
+        (tensor("i", i64, (), ()), *X),
+        (
+            CallPrograms("rounds", (0, 1), 2, 0, "while", (Ref("i"), Ref("x")), ("j", "y")),
+            looked("j", (3,), i64),
+            looked("y", (3, 6)),
+            give("y", "j"),
+        ),
+        lambda: [torch.tensor(2), *x6()],
+        programs=(
+            (
+                (tensor("i", i64, (), ()), *X),
+                (Symbol("u0", ItemOf("i")), Return((expr.compare("lt", u0, 9),))),
+            ),
+            (
+                (tensor("i", i64, (), ()), *X),
+                (
+                    CallExtern("aten::add.Scalar", (Ref("i"), 3), (), ("j",)),
+                    looked("j", (), i64),
+                    alloc("y"),
+                    double("x", "y"),
+                    give("j", "y"),
+                ),
+            ),
+        ),
+    ),
+    "rounds without one": Case(
+        X,
+        (
+            CallPrograms("rounds", (0, 1), 1, 0, "while", (Ref("x"),), ("y",)),
+            looked("y", (1, 6)),
+            give("x", "y"),
+        ),
+        x6,
+        programs=((X, (Return((0,)),)), (X, (give("x"),))),
+    ),
     "scan, its slices apart": Case(
         (*X, tensor("v", f32, (6, 4), (1, 6))),
         (

@@ -157,6 +157,12 @@ class _Call:
                 state = list(run(1, *state, *rest))
             return [v.clone() if isinstance(v, torch.Tensor) else v for v in state]
         rounds: list[Any] = []
+        if kind == "rounds":
+            while run(0, *state, *rest)[0]:
+                state = list(run(1, *state, *rest))
+                rounds.append(state)
+            pairs = zip(*(rounds or [state]), strict=True)
+            return [torch.stack(v) if isinstance(v[0], torch.Tensor) else v[-1] for v in pairs]
         whole = [x.unbind(0) for x in given[carried : carried + scanned]]
         if not whole[0]:
             raise RuntimeError("a scan needs tensors with as many slices, at least one")

@@ -47,9 +47,9 @@ enum class InputKind : int32_t { tensor, symbol, opaque };
 template <>
 inline constexpr int64_t kCount<InputKind> = 3;
 
-enum class ControlKind : int32_t { call, cond, loop, scan };
+enum class ControlKind : int32_t { call, cond, loop, rounds, scan };
 template <>
-inline constexpr int64_t kCount<ControlKind> = 4;
+inline constexpr int64_t kCount<ControlKind> = 5;
 
 // Of element types by number: bytes, name, name in torch.
 inline constexpr int64_t kElementSize[] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1,

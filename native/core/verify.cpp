@@ -286,8 +286,9 @@ class Verifier : public Walker {
     const auto require = [&](bool holds, const char* what) {
       if (!holds) fail(std::string("control flow ") + what);
     };
-    const bool two = i.kind == Kind::cond || i.kind == Kind::loop;
-    require(i.programs.size() == (two ? 2 : 1), "has a wrong number of programs");
+    const bool loops = i.kind == Kind::loop || i.kind == Kind::rounds;
+    require(i.programs.size() == (loops || i.kind == Kind::cond ? 2 : 1),
+            "has a wrong number of programs");
     for (const Operand& o : i.args) {
       require(o.kind == Operand::Kind::ref || o.kind == Operand::Kind::size,
               "is given what is no tensor and no integer");
@@ -306,12 +307,12 @@ class Verifier : public Walker {
     }
     require(results.back() == n_results && (i.kind != Kind::cond || results[0] == n_results),
             "has a program with other results than it gives");
-    const bool repeats = i.kind == Kind::loop || i.kind == Kind::scan;
+    const bool repeats = loops || i.kind == Kind::scan;
     require(i.carried >= 0 && i.scanned >= 0 && (repeats || i.carried == 0) &&
                 (i.kind == Kind::scan || i.scanned == 0) && i.carried <= n_given &&
                 i.scanned <= n_given - i.carried,
             "carries or scans more than it is given");
-    if (i.kind == Kind::loop)
+    if (loops)
       require(results[0] == 1 && results[1] == i.carried,
               "is a loop that gives not what it carries");
     if (i.kind == Kind::scan)

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "call.h"
@@ -79,6 +80,26 @@ ControlValues loop(Frame& f, const ProgramsCall& c, ControlValues given) {
   return given;
 }
 
+// The same; results are what each round returned, stacked. Integers, which nobody stacks, are those
+// of the last one.
+ControlValues rounds(Frame& f, const ProgramsCall& c, ControlValues given) {
+  std::vector<std::vector<at::Tensor>> made(c.carried);
+  const auto keep = [&] {
+    for (size_t k = 0; k < c.carried; ++k)
+      if (given[k].tensor.defined()) made[k].push_back(given[k].tensor);
+  };
+  while (is_true(c.programs[0]->run(f, given)[0])) {
+    ControlValues next = c.programs[1]->run(f, given);
+    std::move(next.begin(), next.end(), given.begin());
+    keep();
+  }
+  if (std::all_of(made.begin(), made.end(), [](const auto& m) { return m.empty(); })) keep();
+  given.resize(c.carried);
+  for (size_t k = 0; k < c.carried; ++k)
+    if (!made[k].empty()) given[k].tensor = at::stack(made[k]);
+  return given;
+}
+
 // The body takes what is carried, slices, and the rest; it returns what is carried and what is
 // stacked. A map carries nothing.
 ControlValues scan(Frame& f, const ProgramsCall& c, ControlValues given) {
@@ -108,6 +129,7 @@ ControlValues chosen(Frame& f, const ProgramsCall& c, ControlValues given) {
   switch (c.kind) {
     case ControlKind::call: break;
     case ControlKind::loop: return loop(f, c, std::move(given));
+    case ControlKind::rounds: return rounds(f, c, std::move(given));
     case ControlKind::scan: return scan(f, c, std::move(given));
     case ControlKind::cond: {
       const bool holds = is_true(given.front());

@@ -57,7 +57,8 @@ def starts_collective(op: str) -> bool:
     return op.startswith(("_c10d_functional::", "_c10d_functional_autograd::")) and op != WAIT
 
 
-CONTROL_KINDS = ("call", "cond", "loop", "scan")
+CONTROL_KINDS = ("call", "cond", "loop", "rounds", "scan")
+LOOPS = ("loop", "rounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ class Control:
     cond, then what is carried, what is scanned, and what every run is given as it is.
 
     kind: 'call' (runs the only program), 'cond' (the first if the condition holds, else the
-        second), 'loop' (the second, for as long as the first holds) or 'scan' (the only one, once
-        a slice).
+        second), 'loop' (the second, for as long as the first holds), 'rounds' (as 'loop'; what each
+        round gave is stacked, or, if there was none, what is carried is the only one) or 'scan'
+        (the only one, once a slice).
     programs: their numbers among the subprograms of the program.
     carried: of how many operands a round gives the values of the next one. They are the first
         results of the program that is repeated.
@@ -87,18 +89,18 @@ class Control:
         known = [signatures[k] for k in self.programs if 0 <= k < len(signatures)]
         if self.kind not in CONTROL_KINDS:
             return f"control flow of unknown kind {self.kind!r}"
-        if len(known) != len(self.programs) or len(known) != 1 + (self.kind in ("cond", "loop")):
+        if len(known) != len(self.programs) or len(known) != 1 + (self.kind in ("cond", *LOOPS)):
             return "control flow has a wrong number of programs"
         if any(inputs != n_given for inputs, _ in known):
             return "control flow has a program with other operands than it is given"
         results = [n for _, n in known]
         if results[-1] != n_results or (self.kind == "cond" and results[0] != n_results):
             return "control flow has a program with other results than it gives"
-        carried = self.kind in ("loop", "scan") and self.carried
+        carried = self.kind in (*LOOPS, "scan") and self.carried
         scanned = self.kind == "scan" and self.scanned
         if (carried, scanned) != (self.carried, self.scanned) or carried + scanned > n_given:
             return "control flow carries or scans more than it is given"
-        if self.kind == "loop" and (results[0], results[1]) != (1, carried):
+        if self.kind in LOOPS and (results[0], results[1]) != (1, carried):
             return "a loop needs a condition with one result, and a body that gives what it carries"
         if self.kind == "scan" and (not scanned or carried > n_results):
             return "a scan needs something to scan, and a body that gives what it carries"

@@ -25,6 +25,7 @@ _hop = torch.ops.higher_order
 CONTROL_FLOW: dict[HigherOrderOperator, tuple[str, str]] = {
     _hop.cond: ("cond", "pffr"),
     _hop.while_loop: ("loop", "ffcr"),
+    _hop.while_loop_stack_output: ("rounds", "ffcr"),
     _hop.map_impl: ("scan", "fsr"),
     _hop.scan: ("scan", "fcsr"),
     _hop.invoke_subgraph: ("call", "f-*"),

@@ -267,6 +267,8 @@ def run_programs(
     with torch._C._ForceDispatchKeyGuard(*outer):
         if kind == "loop":
             return _loop(programs[0], programs[1], given, carried)
+        if kind == "rounds":
+            return _rounds(programs[0], programs[1], given, carried)
         if kind == "scan":
             return _scan(programs[0], given, carried, scanned)
         holds = kind == "call" or given.pop(0)
@@ -282,6 +284,17 @@ def _loop(
         ran = True
     results = given[:carried]
     return results if ran else [x.clone() if isinstance(x, Tensor) else x for x in results]
+
+
+def _rounds(
+    holds: SubProgram, body: SubProgram, given: list[object], carried: int
+) -> Sequence[object]:
+    made: list[list[object]] = []
+    while holds(list(given))[0]:
+        given[:carried] = body(list(given))
+        made.append(given[:carried])
+    rounds = list(zip(*(made or [given[:carried]]), strict=True))
+    return [torch.stack(x) if isinstance(x[0], Tensor) else x[-1] for x in rounds]
 
 
 def _scan(body: SubProgram, given: list[Any], carried: int, scanned: int) -> Sequence[object]:

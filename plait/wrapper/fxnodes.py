@@ -300,9 +300,10 @@ def _call_programs(g: FxGraph, i: ins.CallPrograms) -> None:
             node = g.effect(_hop.invoke_subgraph, (*graphs, graphs[0].target, *rest))
         case "cond":
             node = g.effect(_hop.cond, (given[0], *graphs, rest))
-        case "loop":
+        case "loop" | "rounds":
             holds = _condition(g, i.programs[0])
-            node = g.effect(_hop.while_loop, (holds, graphs[1], state, rest))
+            op = _hop.while_loop if i.kind == "loop" else _hop.while_loop_stack_output
+            node = g.effect(op, (holds, graphs[1], state, rest))
         case _ if state:
             node = g.effect(_hop.scan, (*graphs, list(state), list(slices), rest))
         case _:

@@ -63,6 +63,8 @@ def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any
         if g not in ctx.programs:
             ctx.programs[g] = _checked(ctx.lower_graph(g, f"{ctx.name}.{len(ctx.programs)}"))
     outs, symbols, result = results(ctx, ctx.node.meta["val"])
+    if kind == "rounds" and symbols:
+        raise NoRule("a loop that stacks integers")
     numbers = tuple(map(list(ctx.programs).index, graphs))
     control = Control(kind, numbers, len(given["c"]), len(given["s"]))
     operands = tuple(a for values in given.values() for a in values)

@@ -7,6 +7,7 @@ types, reductions, atomics, integers and floats among the arguments.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from plait.tools.explain import explain
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-1)
@@ -256,6 +260,85 @@ def quantise_plain(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8).flatten()[:n], scales
 
 
+@triton.jit
+def tma_matmul_kernel(
+    a, b, c, c_out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        total += tl.dot(a.load([m, k]), b.load([k, n]), input_precision="ieee")
+    c.store([m, n], total.to(tl.float32))
+    # Another one that the device makes, of the same memory.
+    again = tl.make_tensor_descriptor(c_out, [M, N], [N, 1], [BM, BN])
+    again.store([m, n], total * 2)
+
+
+def tma_matmul(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    (m, k), n = a.shape, b.shape[1]
+    c, twice = torch.empty(m, n, device=a.device), torch.empty(m, n, device=a.device)
+    tma_matmul_kernel[triton.cdiv(m, 16), triton.cdiv(n, 16)](
+        TensorDescriptor.from_tensor(a, [16, 16]), TensorDescriptor.from_tensor(b, [16, 16]),
+        TensorDescriptor.from_tensor(c, [16, 16]), twice, m, n, k, 16, 16, 16,
+    )  # fmt: skip
+    return c, twice
+
+
+@triton.jit
+def grouped_kernel(x, w, out, starts, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    group = tl.program_id(0)
+    first, last = tl.load(starts + group), tl.load(starts + group + 1)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    for row in range(first, last, BM):
+        m = row + tl.arange(0, BM)
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            a = tl.load(
+                x + m[:, None] * K + k[None, :],
+                mask=(m[:, None] < last) & (k[None, :] < K),
+                other=0,
+            )
+            b = tl.load(
+                w + group * K * N + k[:, None] * N + n[None, :],
+                mask=(k[:, None] < K) & (n[None, :] < N), other=0,
+            )  # fmt: skip
+            total += tl.dot(a, b, input_precision="ieee")
+        tl.store(out + m[:, None] * N + n[None, :], total, (m[:, None] < last) & (n[None, :] < N))
+
+
+def grouped(x: Tensor, w: Tensor, starts: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], w.shape[2])
+    groups, k, n = w.shape
+    grouped_kernel[groups, triton.cdiv(n, 16)](x, w, out, starts, n, k, 16, 16, 16)
+    return out
+
+
+def grouped_plain(x: Tensor, w: Tensor, starts: Tensor) -> Tensor:
+    ends = starts.tolist()
+    return torch.cat([x[a:b] @ w[k] for k, (a, b) in enumerate(itertools.pairwise(ends))])
+
+
+@triton.jit
+def top_k_kernel(x, values, indices, n, k: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    v = tl.load(x + row * n + at, mask=at < n, other=-float("inf"))
+    for step in tl.static_range(k):
+        best = tl.max(v, 0)
+        place = tl.argmax(v, 0)
+        tl.store(values + row * k + step, best)
+        tl.store(indices + row * k + step, place.to(tl.int64))
+        v = tl.where(at == place, -float("inf"), v)
+
+
+def top_k(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, n = x.shape
+    values, indices = x.new_empty(rows, 3), torch.empty(rows, 3, dtype=torch.int64, device=x.device)
+    top_k_kernel[(rows,)](x, values, indices, n, k=3, BLOCK=triton.next_power_of_2(n))
+    return values, indices
+
+
 def _inputs(name: str, n: int, device: str) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(n)
 
@@ -275,6 +358,13 @@ def _inputs(name: str, n: int, device: str) -> tuple[Tensor, ...]:
             return r(n, 30), target.to(device)
         case "layer_norm_backward":
             return r(n, 40), r(n, 40), r(40)
+        case "tma_matmul":
+            return r(n, 32), r(32, 20)
+        case "grouped":
+            starts = torch.tensor([0, 3, 3, n - 1, n])
+            return r(n, 24), r(4, 24, 20), starts.to(device)
+        case "top_k":
+            return (r(n, 50),)
         case "attention":
             return r(2, n, 16), r(2, n, 16), r(2, n, 16)
     return (r(n * 16),)
@@ -294,6 +384,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "layer_norm_backward": (layer_norm_backward, layer_norm_backward_plain),
     "attention": (attention, attention_plain),
     "quantise": (quantise, quantise_plain),
+    "tma_matmul": (tma_matmul, lambda a, b: (a @ b, a @ b * 2)),
+    "grouped": (grouped, grouped_plain),
+    "top_k": (top_k, lambda x: tuple(x.topk(3))),
 }
 """A program with a kernel, and the same without."""
 
@@ -311,3 +404,10 @@ def check(name: str, wrapper: str, device: str, dynamic: bool = False, **options
         got, want = compiled(*(t.clone() for t in given)), plain(*given)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     return compiled
+
+
+def check_launched(name: str, device: str) -> None:
+    """Nothing of it is Python or a call that a kernel could be."""
+    torch._dynamo.reset()
+    report = explain(CASES[name][0], *_inputs(name, 20, device), quiet=True)
+    assert not [step for step in report.ladder if step.rung != "aten"], report.ladder

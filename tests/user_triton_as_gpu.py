@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch.utils._triton
 import triton
 from triton.backends.compiler import GPUTarget
 
+from plait.config import Config
+from plait.kernel.triton.target import TritonTarget
+from plait.runtime.cubin_pool import pool
 from tests import interpreted
 
 
@@ -29,7 +33,8 @@ def prepare() -> Any:
         get_benchmarker=lambda: None,
     )
     triton.runtime.driver.set_active(gpu)
-    torch.utils._triton.has_triton = lambda: True
+    for facts in ("has_triton", "has_triton_tma", "has_triton_tensor_descriptor_host_tma"):
+        setattr(torch.utils._triton, facts, lambda: True)
     triton.knobs.runtime.interpret = False
     from tests import user_kernels, user_triton
 
@@ -37,7 +42,21 @@ def prepare() -> Any:
     return user_triton, user_kernels
 
 
+def record() -> dict[str, Any]:
+    """The kernels of the user's that are emitted from now on, by name."""
+    emit, seen = TritonTarget.emit_users, {}
+
+    def recorded(self: Any, *args: Any) -> Any:
+        source = emit(self, *args)
+        seen.update({unit.name: unit for unit in source.units})
+        return source
+
+    TritonTarget.emit_users = recorded  # type: ignore[method-assign]
+    return seen
+
+
 if __name__ == "__main__":
+    emitted = record()
     programs, kernels = prepare()
     for name in programs.CASES:
         for wrapper in ("python", "fx"):
@@ -49,4 +68,14 @@ if __name__ == "__main__":
         for dynamic in (False, True):
             kernels.check(name, "python", "cpu", dynamic)
             print("passed", name, dynamic, flush=True)
+        kernels.check_launched(name, "cpu")
+    # What the interpreter has run is compiled too, inlined early returns and descriptors included.
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = Config().with_options({"cache_dir": folder})
+        cubins = pool().compile(list(emitted.values()), cfg)
+    for unit, cubin in zip(emitted.values(), cubins, strict=True):
+        assert cubin.symbol == unit.name and not cubin.pdl, cubin.symbol
+        described = "descriptor" in unit.text
+        assert described == bool(cubin.global_scratch[0]), (cubin.symbol, cubin.global_scratch)
+    print("passed", len(cubins), "cubins")
     print("passed all")

@@ -97,8 +97,6 @@ def launch(
     kernel, constants = compat.tracing.triton_kernel(kernel_idx, constant_args_idx)
     if not ctx.cfg.kernels:
         raise NoRule("there are no kernels here")
-    if tma_descriptor_metadata:
-        raise NoRule("a tensor descriptor that the host makes")
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, View)}
     devices = {ctx.buffers[v.buf].device for v in tensors.values()}
     if len(devices) != 1 or facts_of(device := devices.pop()).is_host:
@@ -109,6 +107,8 @@ def launch(
         raise NoRule("a kernel in a wrapper of an unknown kind")
     o = _Operands(ctx, device)
     outs = o.take(tensors, tensors_to_clone)
+    for k, facts in tma_descriptor_metadata.items():
+        o.pointers[k] = _descriptor(o, k, facts)
     common = {**constants, **{k: v for k, v in kwargs.items() if k not in tensors}}
     text = SourceText()
     variants = tuple(
@@ -183,14 +183,46 @@ class _Operands:
             self.new_types.append(_pointer(nodes[k]))
         return made
 
-    def size(self, e: Expr, kind: str) -> str:
-        """An integer that a call tells, as Triton's own launcher would hand it over."""
+    def size(self, e: Expr, kind: str, name: str = "") -> str:
+        """An integer that a call tells, as Triton's own launcher would hand it over. name: of the
+        argument: what it was when the program was traced decides whether it has 32 bits, which
+        every call checks; kernels may not compile for 64."""
         if e not in self.sizes:
             self.sizes.append(e)
         low, high = bounds(e)
-        kind = kind or ("i32" if -(2**31) <= low and high < 2**31 else "i64")
+        if not kind:
+            most = (1 << 31) - 1
+            node: Any = self.ctx.node.kwargs["kwargs"]
+            example = compat.tracing.hint_of(node[name].meta["val"]) if name in node else 2
+            kind = "i32" if -most <= example <= most else "i64"
+            said = "an argument of a Triton kernel that was traced with 32 bits is {}"
+            if kind == "i32" and high > most:
+                self.ctx.assert_true(compare("le", e, most), said, (e,))
+            if kind == "i32" and low < -most:
+                self.ctx.assert_true(compare("le", -most, e), said, (e,))
         text = f"s{self.sizes.index(e)}.to(tl.{_TYPES[kind]})"
         return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+
+
+def _descriptor(o: _Operands, name: str, facts: Sequence[Any]) -> str:
+    """A tensor descriptor that the user's program makes on the host, made on the device. facts:
+    which kind it is, and the shape of its blocks."""
+    if facts[0] != "stable":
+        raise NoRule("a tensor descriptor of a kind that Triton no longer has")
+    at = int(o.pointers[name][1:])
+    if at >= len(o.tensors):
+        b = o.ctx.buffers[o.outs[at - len(o.tensors)]]
+        shape, strides = b.shape, b.strides
+    else:
+        shape, strides = o.tensors[at].shape, o.tensors[at].strides
+    if strides[-1] != 1:
+        raise NoRule("a tensor descriptor of elements that are not side by side")
+    texts = [
+        ", ".join(str(e) if isinstance(e, int) else o.size(e, kind) for e in values)
+        for values, kind in ((shape, "i32"), (strides, "i64"), (facts[1][0], ""))
+    ]
+    given = ", ".join(f"[{text}]" for text in texts)
+    return f"tl.make_tensor_descriptor(p{at}, {given})"
 
 
 def _variant(
@@ -209,6 +241,8 @@ def _variant(
     values = []
     for p in function.params:
         if p.name in o.pointers:
+            if p.annotation_type:
+                raise NoRule(f"the tensor {p.name} as {p.annotation_type}")
             values.append(o.pointers[p.name])
         elif p.name in known:
             values.append(_argument(o, text, p, known[p.name]))
@@ -219,6 +253,8 @@ def _variant(
         else:
             raise NoRule(f"the argument {p.name} is missing")
     names = {p.name for p in function.params}
+    if getattr(function, "debug", False):
+        options["debug"] = True
     options |= {k: v for k, v in known.items() if k not in names}
     for k, default in _DEFAULTS:
         options[k] = default if options.get(k) is None else options[k]
@@ -240,7 +276,7 @@ def _argument(o: _Operands, text: SourceText, p: Any, value: Any) -> str:
     if kind and kind not in _TYPES:
         raise NoRule(f"the argument {p.name} of type {kind}")
     if isinstance(value, Expr):
-        return o.size(value, kind)
+        return o.size(value, kind, p.name)
     if isinstance(value, bool):
         return f"tl.full((), {value}, tl.{_TYPES[kind or 'u1']})"
     if isinstance(value, int):

@@ -90,13 +90,14 @@ def quiet(step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 # ---------------------------------------------------------------------------------- captured graphs
 GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
-    ("expand attention", expand_attention),  # before passes that clean what it makes
     ("expand associative scans", expand_associative_scans),
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
+    # After it: what nobody reads need not be made. Before those that clean what it makes.
+    ("expand attention", expand_attention),
     ("drop no-ops", drop_noops),
     ("gather products", gather_products),
     ("fold constants", fold_constants),

@@ -114,6 +114,7 @@ def _half_empty(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 CASES = {
     "plain": Case(lengths=(9, 21), with_aux=True),
+    "causal heads": Case(mask=_causal, with_aux=True),
     "causal": Case(mask=_causal, transposed=True),
     "window": Case(mask=_window, dtype=torch.bfloat16),
     "document": Case(mask=_document, heads=(4, 2), with_aux=True),
@@ -161,9 +162,12 @@ def judge(got: Sequence[Tensor], fn: Callable[..., Any], given: Sequence[Tensor]
         assert off <= 2 * allowed + unit, (k, float(off), float(allowed), float(unit))
 
 
-def check(name: str, wrapper: str, device: str, longer: Sequence[int] = (0, 0)) -> None:
+def check(
+    name: str, wrapper: str, device: str, longer: Sequence[int] = (0, 0)
+) -> list[CompileRecord]:
     """A case, compiled once for a target, forward and backward, does what eager does. No Python is
-    called. longer: by how much the lengths of each call are, dynamic where they differ."""
+    called. Gives what was compiled. longer: by how much the lengths of each call are, dynamic where
+    they differ."""
     case = CASES[name]
     fn = case.program(device)
     torch._dynamo.reset()
@@ -186,3 +190,4 @@ def check(name: str, wrapper: str, device: str, longer: Sequence[int] = (0, 0)) 
     for record in made:
         every = [i for p in all_programs(record.wrapper) for i in p.body]
         assert not any(isinstance(i, CallPython) for i in every), record.name
+    return made

@@ -9,6 +9,7 @@ import torch
 
 import plait
 from plait.graph import attention
+from plait.wrapper.instructions import CallExtern
 from tests.flex_programs import CASES, WRAPPERS, check
 
 
@@ -30,6 +31,14 @@ def test_lengths_that_vary() -> None:
 def test_blocks_of_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_MOST_SCORES", 4000)
     check(name, "native", "cpu")
+
+
+def test_plain_scores_are_the_library_s() -> None:
+    """Causal and whole attention are PyTorch's kernels, forward and backward."""
+    made = check("causal", "native", "cpu")
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    called = [{i.op for i in r.wrapper.body if isinstance(i, CallExtern)} for r in made]
+    assert called == [{name}, {f"{name}_backward"}]
 
 
 def test_no_queries() -> None:

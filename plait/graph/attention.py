@@ -47,15 +47,18 @@ def _is_regular(node: Node) -> bool:
 
 def write_out(gm: GraphModule, node: Node, definition: Mod) -> None:
     """Puts operators in the place of one on graphs: those that its definition calls. It is given
-    the operator's arguments, and the fake results that are wanted; it returns results."""
+    the operator's arguments, and the fake results, None for those that nobody reads; it returns
+    results."""
     given = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
+    read = {u.args[1] for u in node.users if u.users and u.target is operator.getitem}
+    wanted = [x if k in read else None for k, x in enumerate(value_of(node))]
 
     def run(*values: Any) -> Any:
         known = dict(zip(given, values, strict=True))
         args = torch.fx.node.map_arg(
             node.args, lambda n: known[n] if n in known else getattr(gm, str(n.target))
         )
-        return definition(*args, wanted=value_of(node))
+        return definition(*args, wanted=wanted)
 
     inner = compat.tracing.trace_values(run, [value_of(n) for n in given], _spelled())
     env = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
@@ -91,8 +94,10 @@ def replace_items(node: Node, values: Any) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user.format_node()} takes all results"
         value = values[user.args[1]]
-        if isinstance(value, Node):
+        if isinstance(value, Node) and user.users:
             replace(user, value)
+        elif not user.users:
+            node.graph.erase_node(user)
         else:
             replace_items(user, value)
     node.graph.erase_node(node)
@@ -232,10 +237,54 @@ def _rows_of(x: Tensor, rows: slice, whole: bool) -> Tensor:
     return x if whole else x[:, :, rows]
 
 
+# ------------------------------------------------------------------- scores as they are: a library
+def _is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | None:
+    """Whether the mask is causal, or there is none. None where PyTorch's kernels of attention do
+    not hold: for other masks, scores that are changed, and operands that they refuse."""
+    facts = facts_of(q.device.type)
+    dtypes = (torch.float16, torch.bfloat16) + ((torch.float32,) if facts.is_host else ())
+    equal = [
+        (q.shape[0], k.shape[0]),
+        (q.shape[3], v.shape[3]),
+        *((x.stride(3), 1) for x in (q, k, v)),
+    ]
+    if facts.is_host:
+        equal.append((q.shape[1], k.shape[1]))
+    width: Any = q.shape[3]
+    if not (isinstance(width, int) and width % 8 == 0 and 0 < width <= 256):
+        return None
+    if {q.dtype, k.dtype, v.dtype} - {*dtypes} or len({q.dtype, k.dtype, v.dtype}) > 1:
+        return None
+    if not all(same_size(x, y) for x, y in equal) or any(same_size(n, 0) for n in q.shape):
+        return None
+    if output_of(score.graph).args[0] is not next(iter(score.graph.nodes)):
+        return None
+    _, _, i, j, *_ = mask.graph.find_nodes(op="placeholder")
+    made: Any = output_of(mask.graph).args[0]
+    if not isinstance(made, Node) or made.target is aten.new_ones.default:
+        return False if isinstance(made, Node) else None
+    is_causal = (made.target, made.args) in ((aten.ge.Tensor, (i, j)), (aten.le.Tensor, (j, i)))
+    return True if is_causal and same_size(q.shape[2], k.shape[2]) else None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithms of sums."""
+    if facts_of(q.device.type).is_host:
+        call = aten._scaled_dot_product_flash_attention_for_cpu
+    else:
+        call = aten._scaled_dot_product_flash_attention
+    out, sums, *_ = call(q, k, v, 0.0, is_causal, scale=scale)
+    return out, sums
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    is_causal = _is_causal(q, k, v, score, block_mask[-1])
+    if is_causal is not None and wanted[2] is None:
+        out, sums = _flash(q, k, v, is_causal, scale)
+        return *map(_laid_out, (out, sums / _LN2), wanted), None
     mods = _Mods(score, None, block_mask[-1], captured, masking)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1
@@ -255,6 +304,12 @@ def _attention_backward(
     mods = _Mods(score, joint, block_mask[-1], captured, masking)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    is_causal = _is_causal(q, k, v, score, block_mask[-1])
+    if is_causal is not None and grad_logsumexp is None and facts_of(q.device.type).is_host:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, logsumexp * _LN2, 0.0, is_causal, scale=scale
+        )
+        return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1
     parts: list[Tensor] = []
@@ -271,15 +326,20 @@ def _attention_backward(
         grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
     grad_q = parts[0] if whole else torch.cat(parts, 2)
     found = map(_laid_out, (grad_q, grad_k, grad_v), wanted[:3])
-    return *found, [None if w is None else x for x, w in zip(of_captured, wanted[3], strict=True)]
+    of_captured = of_captured if wanted[3] else ()
+    return *found, [
+        None if w is None else x for x, w in zip(of_captured, wanted[3] or (), strict=True)
+    ]
 
 
 def _added(a: Any, b: Any) -> Any:
     return None if a is None else a + b
 
 
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype of like, in its order of dimensions."""
+def _laid_out(x: Tensor, like: Tensor | None) -> Tensor:
+    """x in the dtype of like, in its order of dimensions; x itself where nobody reads it."""
+    if like is None:
+        return x
     if like.numel() == 0:
         return x.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
     x = x.to(like.dtype)

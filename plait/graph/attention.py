@@ -326,10 +326,8 @@ def _attention_backward(
         grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
     grad_q = parts[0] if whole else torch.cat(parts, 2)
     found = map(_laid_out, (grad_q, grad_k, grad_v), wanted[:3])
-    of_captured = of_captured if wanted[3] else ()
-    return *found, [
-        None if w is None else x for x, w in zip(of_captured, wanted[3] or (), strict=True)
-    ]
+    gradients = zip(of_captured, wanted[3] or [None] * len(captured), strict=True)
+    return *found, [None if w is None else x for x, w in gradients]
 
 
 def _added(a: Any, b: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -265,10 +266,8 @@ def run_programs(
     """Control flow as `ir.calls.Control` says, in the dispatch state of the program's caller.
     Raises RuntimeError for a scan of tensors that do not have as many slices, at least one."""
     with torch._C._ForceDispatchKeyGuard(*outer):
-        if kind == "loop":
-            return _loop(programs[0], programs[1], given, carried)
-        if kind == "rounds":
-            return _rounds(programs[0], programs[1], given, carried)
+        if kind in ("loop", "rounds"):
+            return _loop(programs[0], programs[1], given, carried, kind == "rounds")
         if kind == "scan":
             return _scan(programs[0], given, carried, scanned)
         holds = kind == "call" or given.pop(0)
@@ -276,25 +275,17 @@ def run_programs(
 
 
 def _loop(
-    holds: SubProgram, body: SubProgram, given: list[object], carried: int
+    holds: SubProgram, body: SubProgram, given: list[object], carried: int, stacks: bool
 ) -> Sequence[object]:
-    ran = False
-    while holds(list(given))[0]:
-        given[:carried] = body(list(given))
-        ran = True
-    results = given[:carried]
-    return results if ran else [x.clone() if isinstance(x, Tensor) else x for x in results]
-
-
-def _rounds(
-    holds: SubProgram, body: SubProgram, given: list[object], carried: int
-) -> Sequence[object]:
-    made: list[list[object]] = []
+    made: deque[list[object]] = deque(maxlen=None if stacks else 1)
     while holds(list(given))[0]:
         given[:carried] = body(list(given))
         made.append(given[:carried])
-    rounds = list(zip(*(made or [given[:carried]]), strict=True))
-    return [torch.stack(x) if isinstance(x[0], Tensor) else x[-1] for x in rounds]
+    if not made:  # results are never operands
+        made.append([x.clone() if isinstance(x, Tensor) else x for x in given[:carried]])
+    if not stacks:
+        return made[0]
+    return [torch.stack(x) if isinstance(x[0], Tensor) else x[-1] for x in zip(*made, strict=True)]
 
 
 def _scan(body: SubProgram, given: list[Any], carried: int, scanned: int) -> Sequence[object]:

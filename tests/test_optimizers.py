@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import plait
 from tests.against_eager import compiled
 
 LR = 0.02
@@ -141,3 +142,95 @@ def test_multiply_add(name: str, dtype: torch.dtype, kernels: bool) -> None:
     if name.startswith("addc") and dtype.itemsize == 2:
         assert torch.equal(got, want)
     torch.testing.assert_close(got, want)
+
+
+SIZES = [(3 + 5 * k, 16) if k % 3 else (2 + 7 * k,) for k in range(60)]
+
+
+def parameters(dtype: torch.dtype, sizes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """With gradients."""
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(s).to(dtype)) for s in sizes]
+    for p in made:
+        p.grad = torch.randn_like(p)
+    return made
+
+
+def test_sixty_parameters() -> None:
+    """They take a handful of launches, and nothing is called."""
+    given = parameters(torch.float32, SIZES)
+    optimizer = torch.optim.AdamW(given, lr=LR, foreach=True)
+    told = plait.explain(optimizer.step, quiet=True)
+    assert told.kernels <= 6 and not told.fallbacks, told
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_parameters(dtype: torch.dtype) -> None:
+    """Of mixed size, empty and of one element among them: as in eager, but for a unit in the last
+    place."""
+    sizes = [*SIZES[:8], (), (0, 4), (1,)]
+    seen = []
+    for compile_it in (False, True):
+        given = parameters(dtype, sizes)
+        optimizer = torch.optim.SGD(given, lr=LR, momentum=0.9, foreach=True)
+        step = compiled(optimizer.step) if compile_it else optimizer.step
+        for _ in range(2):
+            step()
+        seen.append(given)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(seen[1], seen[0], rtol=2 * eps, atol=eps)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipped(foreach: bool) -> None:
+    """Gradients are clipped, then the step is made: one function."""
+    seen = []
+    for compile_it in (False, True):
+        given = parameters(torch.float32, SIZES[:9])
+        optimizer = torch.optim.SGD(given, lr=LR, momentum=0.9, foreach=foreach)
+
+        def step(given: Any = given, optimizer: Any = optimizer) -> torch.Tensor:
+            norm = nn.utils.clip_grad_norm_(given, 1.0, foreach=foreach)
+            optimizer.step()
+            return norm
+
+        run = compiled(step) if compile_it else step
+        seen.append((run(), run(), given))
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_unscaled() -> None:
+    """Gradients are brought back to scale, as GradScaler does it."""
+
+    def unscale(grads: list[torch.Tensor], found: torch.Tensor, by: torch.Tensor) -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, by)
+
+    for last in (1.0, float("inf")):
+        seen = []
+        for run in (unscale, compiled(unscale)):
+            grads = [torch.ones(4, 3), torch.full((5,), last)]
+            found = torch.zeros(1)
+            run(grads, found, torch.tensor([0.5]))
+            seen.append((grads, found))
+        torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_training_step() -> None:
+    """Forward and backward pass and the step, compiled as one function."""
+    seen = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=True)
+        x = torch.randn(8, 6)
+
+        def train(model: Any = model, optimizer: Any = optimizer, x: Any = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(x) - 0.3).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = compiled(train) if compile_it else train
+        seen.append(([run() for _ in range(4)], list(model.parameters())))
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)

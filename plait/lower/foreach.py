@@ -12,9 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverload
 
-from plait.ir.dtypes import f64
+from plait.ir.dtypes import f32, f64
+from plait.ir.expr import Expr
+from plait.ir.loops import Node
+from plait.ir.maths import isnan, where
+from plait.ir.record import Recorder
 from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.inplace import strides_like
 
 aten = torch.ops.aten
 
@@ -105,3 +110,38 @@ def _scaled_by(op: OpOverload) -> Rule:
 for _name in ("addcmul", "addcdiv"):
     _register(_name, _NUMBERS, _scaled(getattr(aten, _name).default))
     _register(_name, ["Tensor"], _scaled_by(getattr(aten, _name).default))
+
+
+@lower(aten._amp_foreach_non_finite_check_and_unscale.default)
+def _unscale(
+    ctx: Lowering, xs: Sequence[View], found: View, by: View
+) -> tuple[tuple[View, ...], View]:
+    """Gradients times a number, and 1 where one of them is not finite (else what stood there)."""
+    factor = by.remap((), lambda _: (0,) * len(by.shape))
+
+    def scaled(x: View) -> View:
+        def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+            compute = compute_dtype(x.dtype)
+            value = ops.cast(x.load(ops, i), compute) * ops.cast(factor.load(ops, ()), compute)
+            return ops.cast(value, x.dtype)
+
+        return ctx.pointwise(
+            x.shape, x.dtype, body, strides_like(ctx, x.buf) if ctx.is_whole(x) else None
+        )
+
+    def bad(x: View) -> View:
+        def body(ops: Recorder, _: tuple[Expr, ...], i: tuple[Expr, ...]) -> Node:
+            value = ops.cast(x.load(ops, i), compute_dtype(x.dtype))
+            return ops.cast(isnan(value - value), f32)
+
+        return ctx.reduce((), x.shape, "max", body)
+
+    made, seen = tuple(map(scaled, xs)), [bad(x) for x in xs]
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = found.load(ops, i)
+        for x in seen:
+            value = where(x.load(ops, ()) > 0, 1.0, value)
+        return value
+
+    return made, ctx.pointwise(found.shape, found.dtype, body)

@@ -37,7 +37,7 @@ class Atom:
         self.kind, self.key, self.name = kind, key, name
         self.lo, self.hi, self.extent = lo, hi, extent
         self.a, self.b = a, b
-        self._hash = hash((kind, key, lo, hi))
+        self._hash = hash((kind, key, lo, hi, a, b))  # symbols of one name differ in range
         self._bounds: tuple[Bound, Bound] | None = None
 
     @property

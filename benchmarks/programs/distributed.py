@@ -4,8 +4,8 @@
 
 Six transformer blocks, 8 x 512 tokens a rank, autocast to bfloat16, AdamW. ddp: replicas, graphs
 split at buckets; fsdp: FSDP2, each block compiled; fsdp-whole: the model compiled; tensor: products
-split over the ranks. Prints the median time of a step on rank 0, and its peak of allocated memory
-(GPUs only).
+split over the ranks. Prints the median time of a step on rank 0; on GPUs the peak of allocated
+memory in its forward pass, its backward pass and the optimizer, and what lives between these.
 """
 
 from __future__ import annotations
@@ -105,8 +105,32 @@ STEPS: dict[str, Callable[[nn.Sequential, str], Any]] = {
 }
 
 
-def race(name: str, peer: str, width: int, tokens: int, device: str) -> tuple[float, float, float]:
-    """Milliseconds a step, the peak in MiB and the loss after all steps."""
+class Memory:
+    """MiB on a GPU at the ends of the parts of steps, and the peaks in them."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.ends: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+
+    def start(self) -> None:
+        if self.on:
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self, part: str) -> None:
+        if self.on:
+            self.ends[part] = torch.cuda.memory_allocated() >> 20
+            peak = torch.cuda.max_memory_allocated() >> 20
+            self.peaks[part] = max(peak, self.peaks.get(part, 0))
+            self.start()
+
+    def text(self) -> str:
+        parts = (f"{part} {peak} (then {self.ends[part]})" for part, peak in self.peaks.items())
+        return f"{max(self.peaks.values(), default=0):6} MiB: {', '.join(parts)}" if self.on else ""
+
+
+def race(name: str, peer: str, width: int, tokens: int, device: str) -> tuple[float, Memory, float]:
+    """Milliseconds a step, memory after warming up, and the loss after all steps."""
     gpu = device != "cpu"
     torch._dynamo.reset()
     gc.collect()
@@ -119,22 +143,25 @@ def race(name: str, peer: str, width: int, tokens: int, device: str) -> tuple[fl
     # Tensors in parallel: one batch for all ranks, else one each.
     torch.manual_seed(0 if name == "tensor" else dist.get_rank())
     x = torch.randn(8, tokens, width, device=device)
-    times, loss = [], x
+    times, loss, memory = [], x, Memory(gpu)
     for k in range(WARM + TIMED):
-        if k == WARM and gpu:
-            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
+        if k <= WARM:
+            memory = Memory(gpu)
+            memory.start()
         start = time.perf_counter()
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             loss = fn(x).float().square().mean()
+        memory.end("forward")
         loss.backward()
+        memory.end("backward")
         optimizer.step()
         optimizer.zero_grad()
+        memory.end("step")
         if gpu:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    peak = torch.cuda.max_memory_allocated() / 2**20 if gpu else 0.0
-    return statistics.median(times[WARM:]), peak, loss.item()
+    return statistics.median(times[WARM:]), memory, loss.item()
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -152,8 +179,8 @@ def rank_main(args: argparse.Namespace) -> None:
     )
     for name in args.only or STEPS:
         for peer in args.peers:
-            ms, peak, loss = race(name, peer, args.width, args.tokens, device)
-            line = f"{name:12} {peer:9} {ms:9.2f} ms {peak:8.0f} MiB   loss {loss:.5f}"
+            ms, memory, loss = race(name, peer, args.width, args.tokens, device)
+            line = f"{name:12} {peer:9} {ms:9.2f} ms   loss {loss:.5f} {memory.text()}"
             if args.rank == 0:
                 print(line, flush=True)
     dist.destroy_process_group()

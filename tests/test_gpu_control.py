@@ -44,7 +44,7 @@ def mapped(x: Tensor, w: Tensor) -> Any:
 
 
 def summed(x: Tensor, w: Tensor) -> Any:
-    return associative_scan(lambda a, b: a * 0.5 + b, x, dim=0, combine_mode="pointwise")
+    return associative_scan(lambda a, b: a * b + a + b, x, dim=0, combine_mode="pointwise")
 
 
 region = torch.compiler.nested_compile_region(lambda x, w: ((x @ w).tanh() + x) * 0.5)

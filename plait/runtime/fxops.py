@@ -26,7 +26,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +66,21 @@ class PythonFunction(torch.nn.Module):
         if outer is None:
             return generated.flat(self.function(*args, **kwargs))
         return generated.flat(generated.python_call(outer, self.function, *args, **kwargs))
+
+
+def with_scratch(run: Callable[..., Any]) -> Callable[..., Any]:
+    """run, with memory of the current device for kernels of Triton that ask for some."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device="cuda")  # aligned to 512 bytes
+
+    def within(*args: Any) -> Any:
+        import triton
+
+        triton.set_allocator(allocate)
+        return run(*args)
+
+    return lambda *args: copy_context().run(within, *args)
 
 
 @lru_cache(maxsize=1024)

@@ -21,8 +21,9 @@ from torch.fx import GraphModule
 from plait import compat
 from plait.devices import facts_of
 from plait.errors import Unsupported
+from plait.ir.calls import all_programs
 from plait.runtime import generated
-from plait.runtime.fxops import python_below_autograd
+from plait.runtime.fxops import python_below_autograd, with_scratch
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.fxgraph import FxGraph
@@ -40,11 +41,17 @@ def load_program(
     runs.
 
     Raises RuntimeError if a library lacks a kernel."""
-    for i in program.body:
-        if isinstance(i, ins.DefineKernel) and facts_of(i.device).is_host:
+    for i in _kernels(program):
+        if facts_of(i.device).is_host:
             generated.kernel(artifacts.libraries["cpu"], i.name)  # the file may be gone later
     module = make_fx(program, artifacts)
     return FxProgram(program, module, boxed(module) if compiler is None else compiler(module))
+
+
+def _kernels(program: ins.WrapperProgram) -> list[ins.DefineKernel]:
+    """Those of its subprograms too."""
+    every = (i for p in all_programs(program) for i in p.body)
+    return [i for i in every if isinstance(i, ins.DefineKernel)]
 
 
 class FxProgram:
@@ -59,13 +66,13 @@ class FxProgram:
         self.module = module
         signature = promises(program)
         in_list = getattr(run, "_boxed_call", False)
-        kernels = [i for i in program.body if isinstance(i, ins.DefineKernel)]
-        gpus = sorted({i.device for i in kernels if not facts_of(i.device).is_host})
+        gpus = sorted({i.device for i in _kernels(program) if not facts_of(i.device).is_host})
         if len(gpus) > 1:  # Triton's operator launches on the current device
             raise Unsupported(
                 f"one FX graph with kernels on {' and '.join(gpus)}",
                 hint="options={'wrapper': 'native'}",
             )
+        run = with_scratch(run) if gpus else run
         raw = _read_by_kernels(program) if gpus else []
         streams = generated.callers_stream if forks(program) else contextlib.nullcontext
         outside = leaves_dispatch(program)

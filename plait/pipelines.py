@@ -18,8 +18,6 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.config import Config
 from plait.errors import UserError
-from plait.graph.associative import expand_associative_scans
-from plait.graph.attention import expand_attention
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
@@ -35,6 +33,7 @@ from plait.graph.random import replace_random
 from plait.graph.regions import inline_regions
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
+from plait.graph.write_out import write_out
 from plait.ir.calls import Extern, all_programs
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
@@ -90,14 +89,13 @@ def quiet(step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 # ---------------------------------------------------------------------------------- captured graphs
 GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
-    ("expand associative scans", expand_associative_scans),
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
-    ("expand attention", expand_attention),
+    ("write out", write_out),
     ("drop no-ops", drop_noops),
     ("gather products", gather_products),
     ("fold constants", fold_constants),

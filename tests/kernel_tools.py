@@ -108,7 +108,12 @@ def emitted(
 ) -> Source:
     """The source of kernels, as the pipeline has a target write it."""
     machines = target.machines({k.device for k in kernels}, cfg)
-    return target.emit(kernels, frozenset(), machines, choices or {}, cfg.verifies)
+    return target.emit(kernels, aligned(kernels), machines, choices or {}, cfg.verifies)
+
+
+def aligned(kernels: Sequence[Kernel]) -> dict[str, frozenset[str]]:
+    """All buffers of kernels start at multiples of 16 bytes."""
+    return {k.name: frozenset() for k in kernels}
 
 
 def strided(

@@ -44,7 +44,7 @@ from plait.runtime.store import CacheWarning, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
-from tests.kernel_tools import emitted, strided
+from tests.kernel_tools import aligned, emitted, strided
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -491,7 +491,7 @@ def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 def measured(kernels: list[Kernel], cfg: Config) -> Measured:
     target = TritonTarget()
-    return target.measure(kernels, frozenset(), target.machines({"cuda:0"}, cfg), cfg)
+    return target.measure(kernels, aligned(kernels), target.machines({"cuda:0"}, cfg), cfg)
 
 
 def test_the_emitted_kernel_is_the_tuned_one(

@@ -110,8 +110,13 @@ def _int(x: Any) -> Any:
     return x.item() if isinstance(x, torch.Tensor) else int(x)
 
 
+def _keep_apart(layer: Any) -> None:
+    """Weights that are traced have no memory that could be joined for cuDNN."""
+
+
 _CHANGED = (
     (layers, "int", _int),
+    (layers.RNNBase, "flatten_parameters", _keep_apart),
     (layers.RNNBase, "check_hidden_size", _check_hidden_size),
     (sequences, "_VF", SimpleNamespace(
         _pad_packed_sequence=_padded, _pack_padded_sequence=torch._VF._pack_padded_sequence,

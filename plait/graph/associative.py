@@ -1,4 +1,4 @@
-"""An associative scan over a known number of slices, written out as operators on tensors.
+"""What an associative scan over a known number of slices is in ATen operators, for `write_out.py`.
 
 In each round every slice is combined with the one that lies 1, 2, 4, ... slices before it, so
 after as many rounds as the number has bits each holds the combination of all up to itself
@@ -12,24 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Node
 
-from plait.graph.attention import write_out
 from plait.graph.edit import value_of
 
 
-def expand_associative_scans(gm: GraphModule) -> int:
-    """Changes the graph in place; returns how many scans it wrote out. A scan over a number of
-    slices that varies stays."""
-    scan = torch.ops.higher_order.associative_scan
-    found = gm.graph.find_nodes(op="call_function", target=scan)
-    nodes = [n for n in found if isinstance(value_of(n.args[1][0]).shape[0], int)]
-    for node in nodes:
-        write_out(gm, node, _scanned)
-    return len(nodes)
+def is_counted(node: Node) -> bool:
+    """Whether the number of slices is known."""
+    xs: Any = node.args[1]
+    return isinstance(value_of(xs[0]).shape[0], int)
 
 
-def _scanned(
+def associative_scan(
     combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any], *, wanted: Any
 ) -> list[Tensor]:
     """The scans of xs along their first dimension. combine works element by element, so on any

@@ -1,4 +1,4 @@
-"""FlexAttention written out: the operator becomes ATen operators, by its definition.
+"""What FlexAttention is in ATen operators, for `write_out.py`.
 
 `flex_attention` and its backward carry graphs of scalars: score_mod, mask_mod and the gradient of
 score_mod. Mapped over batch, head, query and key they are ordinary pointwise operators, to which
@@ -9,7 +9,6 @@ of a group are rows of one product, so keys and values are not repeated.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,93 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, output_of, replace, same_size, source_meta, value_of
+from plait.graph.edit import aten, output_of, same_size, value_of
 
-hop = torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
 _MOST_SCORES = 1 << 26  # held at a time: 256 MiB of float32. A bound on memory, as is the next
 _MOST_BLOCKS = 32  # each has operators, and kernels, of its own
 Mod = Callable[..., Any]
 
 
-def expand_attention(gm: GraphModule) -> int:
-    """Changes the graph in place; returns how many operators it wrote out."""
-    nodes = [n for n in gm.graph.nodes if n.target in _DEFINITIONS and _is_regular(n)]
-    for node in nodes:
-        write_out(gm, node, _DEFINITIONS[node.target])
-    return len(nodes)
-
-
-def _is_regular(node: Node) -> bool:
+def is_regular(node: Node) -> bool:
     """Whether eager takes the operands: it refuses rows without keys, and batches that differ."""
     q, k = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
     empty = isinstance(k.shape[2], int) and k.shape[2] == 0
     return not empty and (same_size(q.shape[0], k.shape[0]) or same_size(k.shape[0], 1))
 
 
-def write_out(gm: GraphModule, node: Node, definition: Mod) -> None:
-    """Puts operators in the place of one on graphs: those that its definition calls. It is given
-    the operator's arguments, and the fake results, None for those that nobody reads; it returns
-    results."""
-    given = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
-    read = {u.args[1] for u in node.users if u.users and u.target is operator.getitem}
-    wanted = [x if k in read else None for k, x in enumerate(value_of(node))]
-
-    def run(*values: Any) -> Any:
-        known = dict(zip(given, values, strict=True))
-        args = torch.fx.node.map_arg(
-            node.args, lambda n: known[n] if n in known else getattr(gm, str(n.target))
-        )
-        return definition(*args, wanted=wanted)
-
-    inner = compat.tracing.trace_values(run, [value_of(n) for n in given], _spelled())
-    env = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
-    with gm.graph.inserting_before(node):
-        for n in inner.graph.nodes:
-            if n.op in ("placeholder", "output"):
-                continue
-            if n.target is aten._to_copy.default and not isinstance(n.args[0], Node):
-                n.target = aten.scalar_tensor.default  # vmap makes tensors of numbers
-            env[n] = gm.graph.node_copy(n, env.__getitem__)
-            env[n].meta = {**source_meta(node), "val": value_of(n)}
-    (results,) = output_of(inner.graph).args
-    replace_items(node, torch.fx.node.map_arg(results, env.__getitem__))
-
-
-def _spelled() -> dict[Any, Mod]:
-    """PyTorch's operator for the gradient of an indexed tensor, where there is one."""
-    scatter = getattr(torch.ops.flex_lib, "zeros_and_scatter", None)
-    return {} if scatter is None else {scatter.default: _zeros_and_scatter}
-
-
-def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The sums of x by place in a tensor of zeros: first over dimensions that move no index."""
-    still = [d for d in range(x.dim()) if all(same_size(i.stride(d), 0) for i in indices)]
-    for d in reversed(still):
-        indices = [i.select(d, 0) for i in indices]
-    x = x.sum(still) if still else x
-    return x.new_zeros(shape).index_put(list(indices), x, accumulate=True)
-
-
-def replace_items(node: Node, values: Any) -> None:
-    """The items of node become values, a tree of nodes; node is erased."""
-    for user in list(node.users):
-        assert user.target is operator.getitem, f"{user.format_node()} takes all results"
-        value = values[user.args[1]]
-        if isinstance(value, Node) and user.users:
-            replace(user, value)
-        elif not user.users:
-            node.graph.erase_node(user)
-        else:
-            replace_items(user, value)
-    node.graph.erase_node(node)
-
-
-# -------------------------------------------------------------------------------------- definitions
 @dataclass(frozen=True)
 class _Mods:
     """What changes scores.
@@ -280,7 +211,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     return out, sums
 
 
-def _attention(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -298,7 +229,7 @@ def _attention(
     return tuple(map(_laid_out, joined, wanted))
 
 
-def _attention_backward(
+def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor | None,
     grad_logsumexp: Tensor | None, score: Mod, joint: Mod, block_mask: Sequence[Any],
     scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *,
@@ -349,9 +280,3 @@ def _laid_out(x: Tensor, like: Tensor | None) -> Tensor:
     if all(map(same_size, x.stride(), like.stride())):
         return x
     return x.as_strided(like.shape, like.stride())
-
-
-_DEFINITIONS: dict[Any, Mod] = {
-    hop.flex_attention: _attention,
-    hop.flex_attention_backward: _attention_backward,
-}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.attention import replace_items
+from plait.graph.write_out import replace_items
 
 
 def inline_regions(gm: GraphModule) -> int:

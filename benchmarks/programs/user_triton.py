@@ -1,39 +1,47 @@
-"""Programs with Triton kernels of the user's, for `make bench-gpu GROUP=programs`: an rms_norm
-between pointwise operators, an autotuned matrix product, rotary embedding in place.
-
-`programs(device)` gives, by name, a function and its arguments. The kernels are those of
-`tests/user_kernels.py`.
-"""
+"""Programs with Triton kernels of the user's, which run on a GPU: those of `tests/user_kernels.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.user_kernels import matmul, rms_norm, rotary
+from programs import Program
+
+sys.path.append(str(Path(__file__).parents[2]))  # where tests are
 
 
-def normalised(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
-    """Pointwise neighbours on both sides of a kernel."""
-    return rms_norm(x + gate.sigmoid(), weight) * torch.nn.functional.silu(gate)
+def normalised(device: str) -> Program:
+    """rms_norm of 8192 x 2048 between pointwise operators."""
+    from tests.user_kernels import rms_norm
+
+    def fn(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+        found: Tensor = rms_norm(x + gate.sigmoid(), weight)
+        return found * torch.nn.functional.silu(gate)
+
+    x, weight, gate = (torch.randn(s, device=device) for s in ((8192, 2048), 2048, (8192, 2048)))
+    return Program(fn, (x, weight, gate))
 
 
-def projected(a: Tensor, b: Tensor) -> Tensor:
-    """An autotuned product, read by a pointwise operator."""
-    return matmul(a, b).relu()
+def projected(device: str) -> Program:
+    """An autotuned product of 512 x 512, read by a pointwise operator."""
+    from tests.user_kernels import matmul
+
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = matmul(a, b)
+        return found.relu()
+
+    return Program(fn, tuple(torch.randn(512, 512, device=device) for _ in range(2)))
 
 
-def programs(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """Name -> a function and what it is called with."""
+def rotated(device: str) -> Program:
+    """Rotary embedding in place, 4 x 1024 positions, 16 heads of 64."""
+    from tests.user_kernels import rotary
 
-    def r(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
+    shapes = (4, 1024, 16, 64), (1024, 32), (1024, 32)
+    return Program(rotary, tuple(torch.randn(s, device=device) for s in shapes))
 
-    return {
-        "rms_norm": (normalised, (r(8192, 2048), r(2048), r(8192, 2048))),
-        "matmul": (projected, (r(512, 512), r(512, 512))),
-        "rotary": (rotary, (r(4, 1024, 16, 64), r(1024, 32), r(1024, 32))),
-    }
+
+PROGRAMS = {f.__name__: f for f in (normalised, projected, rotated)}

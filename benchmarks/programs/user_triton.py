@@ -1,4 +1,4 @@
-"""Programs with Triton kernels of the user's, which run on a GPU: those of `tests/user_kernels.py`."""
+"""Programs with Triton kernels of the user's, for a GPU: those of `tests/user_kernels.py`."""
 
 from __future__ import annotations
 

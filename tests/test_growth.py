@@ -131,13 +131,16 @@ def lines_run(graph: fx.GraphModule) -> Counter[str]:
     return counts
 
 
-PROGRAMS = [many_results, optimizer_step, chain, long_sum, deep_training, joined]
+PROGRAMS = {many_results: 80, optimizer_step: 160, chain: 80, long_sum: 80, deep_training: 80,
+            joined: 80}  # fmt: skip
+"""And the smaller size: fewer kernels of an optimizer do not all share launches."""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_twice_the_graph_is_twice_the_work(program: Callable[[int], fx.GraphModule]) -> None:
     load_rules()
-    once, twice = lines_run(program(80)), lines_run(program(160))
+    n = PROGRAMS[program]
+    once, twice = lines_run(program(n)), lines_run(program(2 * n))
     assert sum(once.values()) > 10_000
     more = {name: (once[name], n) for name, n in twice.items() if n > 2.5 * once[name] + 300}
     assert not more

@@ -19,10 +19,17 @@ TRITON = Path(sys.prefix) / "triton"
 
 
 @pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
-@pytest.mark.parametrize("program", ["user_triton", "user_triton_as_gpu"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "user_triton",
+        "user_triton_as_gpu rms_norm rotary",
+        pytest.param("user_triton_as_gpu", marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_of_the_user_run(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.{program}"],
+        [sys.executable, "-m", *f"tests.{program}".split()],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}"},
         capture_output=True,

@@ -4,6 +4,7 @@ imported too."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch loads OpenMP: threads that wait in a loop take the processors from the other
@@ -158,6 +159,9 @@ def _fresh() -> Iterator[None]:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch._dynamo.reset()
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()  # tests in other processes need memory too
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -68,7 +68,8 @@ def losses(
 ) -> Tensor:
     """The losses of STEPS steps. sizes: of the batches, in turn. accumulate: batches a step, whose
     gradients meet at the last."""
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    # torch 2.11 takes no list of tensors of which only some are distributed.
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
     torch.manual_seed(dist.get_rank() + 1)
     found = []
     for k in range(STEPS):

@@ -60,8 +60,6 @@ SAMPLED = {
     "test_metadata.py::test_of_programs_without_dynamo": 3,
     "test_metadata.py::test_of_training": 3,
     "test_metadata.py::test_views_of_values_with_known_factors_in_their_strides": 2,
-    "test_models.py::test_inference": 2,
-    "test_models.py::test_training_step": 2,
     "test_mutants.py::test_the_fuzzer_finds": 8,
     "test_native_fuzz.py::test_random_programs": 2,
     "test_native_training.py::test_compiled_autograd_runs_the_backward_program": 2,

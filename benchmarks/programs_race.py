@@ -30,14 +30,18 @@ GRAPHS = {
 
 
 def programs() -> dict[str, Any]:
-    """Every program, by subject and name."""
+    """Every program, by subject and name, of the subjects whose libraries are installed."""
     import programs as package
 
-    modules = (
-        (m.name, importlib.import_module(f"programs.{m.name}"))
-        for m in pkgutil.iter_modules(package.__path__)
-    )
-    return {f"{name}.{k}": f for name, m in modules for k, f in m.PROGRAMS.items()}
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        try:
+            subject = importlib.import_module(f"programs.{module.name}")
+        except ModuleNotFoundError as error:
+            print(f"programs.{module.name} left out: {error}", file=sys.stderr)
+        else:
+            found |= {f"{module.name}.{k}": f for k, f in subject.PROGRAMS.items()}
+    return found
 
 
 # -------------------------------------------------------------------------------------- the process

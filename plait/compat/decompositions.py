@@ -35,6 +35,11 @@ def kept_whole() -> tuple[Any, ...]:
     return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)
 
 
+FLOAT8 = frozenset(
+    (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+     torch.float8_e8m0fnu)
+)  # fmt: skip
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Those that are put in from outside: who registers an operator puts its decomposition here. They
 go before all others."""
@@ -57,8 +62,22 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
     norm = torch.ops.aten.native_layer_norm_backward.default
     table[norm] = partial(_layer_norm_backward, table[norm])
+    table = {op: run if _fills(op) else partial(_unless_float8, run) for op, run in table.items()}
     table |= DECOMPOSITIONS
     return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
+
+
+def _fills(op: Any) -> bool:
+    name = op._schema.name if hasattr(op, "_schema") else ""
+    return name.endswith("_like") or name.startswith(("aten::new_", "aten::fill", "aten::zero"))
+
+
+def _unless_float8(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """run: a decomposition. What floats of 8 bits may be used for eager's kernels know, and those
+    of the operators that it is made of take less or more."""
+    if any(isinstance(x, torch.Tensor) and x.dtype in FLOAT8 for x in args):
+        return NotImplemented
+    return run(*args, **kwargs)
 
 
 def _layer_norm_backward(run: Callable[..., Any], grad: torch.Tensor, *given: Any) -> Any:

@@ -29,6 +29,7 @@ from plait.lower.bindings import is_found_float
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
+from plait.lower.float8 import float8_rule
 from plait.lower.found_numbers import FoundNumbers, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.integers import define_functions
@@ -121,6 +122,8 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
     if target not in ANY_DTYPE:
         foreign = _foreign_dtype((*args, *kwargs.values())) or _foreign_meta(node.meta.get("val"))
         if foreign:
+            rule = float8_rule(target) if "float8" in foreign or foreign[:2] == "f8" else None
+        if rule is None:
             return _call_extern(ctx, args, kwargs, f"{foreign} elements")
     # Others share these copies: they are made before what may be undone.
     near, named = _beside(calls, args), _beside(calls, kwargs)

@@ -166,6 +166,7 @@ class Lowering:
     env: the values of nodes.
     current, origin: the node that is lowered now (see `node`), and where it comes from.
     element: which of its results a rule makes now, where the node is as many calls as it has.
+    made_as: its element type for the rule that makes it now, if that is not its own.
     """
 
     name: str
@@ -191,6 +192,7 @@ class Lowering:
     current: torch.fx.Node | None = None
     origin: tuple[str, ...] = ()
     element: int | None = None
+    made_as: DType | None = None
     _steps: dict[str, Fallback] = field(default_factory=dict)
 
     # ---- steps down the ladder
@@ -237,7 +239,15 @@ class Lowering:
 
     def out_dtype(self, k: int | None = None) -> DType:
         """Element type of the current node's (k-th) result."""
-        return from_torch(self.out_meta(k).dtype)
+        return self.made_as or from_torch(self.out_meta(k).dtype)
+
+    def making(self, dtype: DType, rule: Callable[[], View]) -> View:
+        """rule(), which is told that the current node's result is of this element type."""
+        self.made_as = dtype
+        try:
+            return rule()
+        finally:
+            self.made_as = None
 
     def float_readers(self) -> dict[str, Callable[[Recorder], Node]]:
         """How to read each float symbol inside a body (see symbols.to_scalar_node)."""

@@ -1,24 +1,34 @@
-"""Casts between floats of 8 bits and others, bit for bit as eager's, in fused loops.
+"""Floats of 8 bits in fused loops, bit for bit as eager has them.
 
-A float8 tensor is memory of bytes: a rule sees its buffer as u8, and takes the codes apart or puts
-them together with integer operations, which every kernel target has. Whatever else is done with
-float8 tensors is a view or a call of ATen.
+A float8 tensor is memory of bytes: a rule sees its buffer as u8. Casts take the codes apart or put
+them together with integer operations, which every kernel target has. Operators that only move
+elements move bytes; the few that compute do so with the f32 values of the codes. Whatever else is
+done with float8 tensors is a view or a call of ATen, which mostly refuses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from plait import compat
-from plait.ir.dtypes import DType, f8e4m3fn, f8e4m3fnuz, f8e5m2, f8e5m2fnuz, f32, u8, u32
+from plait.devices import facts_of
+from plait.ir.calls import Extern
+from plait.ir.dtypes import DType, f8e4m3fn, f8e4m3fnuz, f8e5m2, f8e5m2fnuz, f8e8m0fnu, f32, u8, u32
+from plait.ir.expr import Size
 from plait.ir.loops import Alias, Node
 from plait.ir.maths import eq, where
 from plait.ir.record import Recorder
-from plait.lower.core import Lowering, NoRule, View
-from plait.lower.memory import alias
+from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View
+from plait.lower.dtypes import TO_TORCH
+from plait.lower.elementwise import broadcast
+from plait.lower.memory import alias, copy, strided
+
+aten = torch.ops.aten
 
 _SIGN, _NAN, _INFINITY = 0x80000000, 0x7FC00000, 0x7F800000
 
@@ -66,31 +76,38 @@ def _format(dtype: DType) -> Format | None:
 
 
 def convert_float8(ctx: Lowering, x: View, want: DType) -> View:
-    """x as dtype `want`, one of which is a float of 8 bits. Raises NoRule for formats without a
-    rule."""
-    if any(d.kind == "8" and d not in FORMATS for d in (x.dtype, want)) or "c" in (
-        x.dtype.kind,
-        want.kind,
-    ):
+    """x as dtype `want`, one of which is a float of 8 bits. Raises NoRule for complex numbers."""
+    if "c" in x.dtype.kind + want.kind:
         raise NoRule(f"{x.dtype} to {want}")
-    given, codes = _format(x.dtype), _format(want)
-    source = x if given is None else _bytes(ctx, x)
+    return _converted(ctx, x, want, ctx.out_strides())
+
+
+def _converted(
+    ctx: Lowering, x: View, want: DType, strides: tuple[Size, ...] | None = None
+) -> View:
+    given, codes = x.dtype.kind == "8", want.kind == "8"
+    source = _seen(ctx, x, u8) if given else x
 
     def value(ops: Recorder, i: tuple[object, ...]) -> Node:
         number = source.load(ops, i)  # type: ignore[arg-type]
-        number = ops.cast(number, f32) if given is None else decoded(ops, number, given)
-        return ops.cast(number, want) if codes is None else encoded(ops, number, codes)
+        number = decoded(ops, number, x.dtype) if given else ops.cast(number, f32)
+        return encoded(ops, number, want) if codes else ops.cast(number, want)
 
-    made = ctx.pointwise(x.shape, want if codes is None else u8, value, ctx.out_strides())
-    return made if codes is None else _seen(ctx, made, want)
+    made = ctx.pointwise(x.shape, u8 if codes else want, value, strides)
+    return _seen(ctx, made, want) if codes else made
 
 
-def decoded(ops: Recorder, code: Node, form: Format) -> Node:
-    """The f32 value of a code."""
+def decoded(ops: Recorder, code: Node, dtype: DType) -> Node:
+    """The f32 value of a code, a u8."""
 
     def number(k: int) -> Node:
         return ops.const(k, u32)
 
+    form = _format(dtype)
+    if form is None:  # an exponent, and nothing else
+        power = ops.cast(code, u32)
+        bits = where(eq(power, number(0)), number(1 << 22), power << number(23))
+        return ops.bitcast(where(eq(power, number(0xFF)), number(_NAN), bits), f32)
     shift = 23 - form.mantissa
     wide = ops.cast(code, u32)
     size = wide & number(0x7F)
@@ -110,14 +127,20 @@ def decoded(ops: Recorder, code: Node, form: Format) -> Node:
     return ops.bitcast(bits | sign, f32)
 
 
-def encoded(ops: Recorder, value: Node, form: Format) -> Node:
-    """The code, as u8, of the nearest number to an f32 value; of two, the one with an even code."""
+def encoded(ops: Recorder, value: Node, dtype: DType) -> Node:
+    """The code, as u8, of the nearest number to an f32 value; of two, the one with an even code. Of
+    two powers of two it is the larger, unless the smaller is no normal number."""
 
     def number(k: int) -> Node:
         return ops.const(k, u32)
 
+    form, bits = _format(dtype), ops.bitcast(value, u32)
+    if form is None:
+        power = (bits >> number(23)) & number(0xFF)
+        half = where(eq(power, number(0)), number((1 << 22) - 1), number(1 << 22))
+        up = ((bits & number((1 << 23) - 1)) + half) >> number(23)
+        return ops.cast(where(eq(power, number(0xFF)), power, power + up), u8)
     shift, bias = 23 - form.mantissa, 127 - form.bias
-    bits = ops.bitcast(value, u32)
     sign = bits & number(_SIGN)
     size = bits ^ sign
     # Below the least normal number codes are a fixed point: adding a power of two lets the addition
@@ -138,19 +161,110 @@ def encoded(ops: Recorder, value: Node, form: Format) -> Node:
     return ops.cast(signed, u8)
 
 
-def _bytes(ctx: Lowering, x: View) -> View:
-    """x with its buffer seen as bytes: those it was made of, if a loop made them."""
+def _seen(ctx: Lowering, x: View, dtype: DType) -> View:
+    """x with its buffer seen as bytes, or its bytes as float8 elements: as what it was before, if
+    it is memory of such a buffer."""
     b = ctx.buffers[x.buf]
     for op in ctx.ops:
         if isinstance(op, Alias) and x.buf in (op.out, op.base) and op.offset == 0 and op.relative:
             other = ctx.buffers[op.base if op.out == x.buf else op.out]
-            if (other.dtype, other.shape, other.strides) == (u8, b.shape, b.strides):
-                return View(other.name, u8, x.shape, x.vars, x.index)
-    seen = alias(ctx, ctx.whole(x.buf), u8, b.shape, b.strides, 0)
-    return View(seen.buf, u8, x.shape, x.vars, x.index)
+            if (other.dtype, other.shape, other.strides) == (dtype, b.shape, b.strides):
+                return View(other.name, dtype, x.shape, x.vars, x.index)
+    seen = alias(ctx, ctx.whole(x.buf), dtype, b.shape, b.strides, 0)
+    return View(seen.buf, dtype, x.shape, x.vars, x.index)
 
 
-def _seen(ctx: Lowering, codes: View, want: DType) -> View:
-    """A buffer of bytes as one of float8 elements."""
-    b = ctx.buffers[codes.buf]
-    return alias(ctx, codes, want, b.shape, b.strides, 0)
+# ------------------------------------------------------------------------------- other operators
+_MOVED: dict[object, tuple[int, ...]] = {
+    aten.cat.default: (0,), aten.stack.default: (0,), aten.where.self: (1, 2),
+    aten.index.Tensor: (0,), aten.index_select.default: (0,), aten.embedding.default: (0,),
+    aten.index_put.default: (0, 2), aten.slice_scatter.default: (0, 1),
+    aten.select_scatter.default: (0, 1), aten.clone.default: (0,), aten.contiguous.default: (0,),
+    aten.repeat.default: (0,), aten.roll.default: (0,),
+    aten.constant_pad_nd.default: (0,), aten.full.default: (), aten.full_like.default: (),
+    aten.new_full.default: (),
+}  # fmt: skip
+"""Operators that move elements, and where among their arguments the tensors of these are."""
+_FILLED: dict[object, int] = {
+    aten.constant_pad_nd.default: 2, aten.full.default: 1, aten.full_like.default: 1,
+    aten.new_full.default: 2,
+}  # fmt: skip
+"""Those that put in a number, and where it is."""
+_COMPUTED = {
+    aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.isnan.default,
+    aten.mul.Tensor, aten.abs.default,
+}  # fmt: skip
+"""Operators that compute with the values of their operands."""
+
+
+def float8_rule(target: object) -> Rule | None:
+    """The rule of an operator whose operands or result are floats of 8 bits, if there is one."""
+    if target is aten.copy.default:
+        return _copied
+    makers: Sequence[tuple[Any, Any]] = ((_MOVED, _moved), (_COMPUTED, _computed))
+    return next((partial(make, target) for table, make in makers if target in table), None)
+
+
+def _copied(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
+    return convert_float8(ctx, broadcast(src, ctx.out_shape()), x.dtype)
+
+
+def _moved(target: object, ctx: Lowering, *args: Value, **kwargs: Value) -> View:
+    """The rule run on bytes. Raises NoRule where operands are not all of one dtype, or the rule
+    calls ATen."""
+    dtype, given, start = ctx.out_dtype(), list(args), len(ctx.ops)
+    if dtype.kind != "8" or (target is aten.index_put.default and args[3:] not in ((), (False,))):
+        raise NoRule(f"{dtype} elements")
+    for k in _MOVED[target]:
+        given[k] = _all_bytes(ctx, given[k], dtype)
+    at = _FILLED.get(target)
+    if at is not None and "fill_value" in kwargs:
+        kwargs["fill_value"] = _code(kwargs["fill_value"], dtype)
+    elif at is not None:
+        given[at:] = [_code(given[at] if at < len(given) else kwargs.pop("value", 0), dtype)]
+    made = ctx.making(u8, lambda: RULES[target](ctx, *given, **kwargs))
+    if any(isinstance(op, Extern) for op in ctx.ops[start:]):
+        raise NoRule(f"{dtype} elements")
+    return _seen(ctx, made if strided(ctx, made) else copy(ctx, made, ctx.out_strides()), dtype)
+
+
+def _all_bytes(ctx: Lowering, x: Value, dtype: DType) -> Value:
+    if isinstance(x, (list, tuple)):
+        return [_all_bytes(ctx, v, dtype) for v in x]
+    if not isinstance(x, View) or x.dtype != dtype:
+        raise NoRule(f"{getattr(x, 'dtype', x)} beside {dtype}")
+    return _seen(ctx, x, u8)
+
+
+def _code(value: Value, dtype: DType) -> int:
+    if not isinstance(value, (bool, int, float)):
+        raise NoRule(f"{value} as {dtype}")
+    with compat.tracing.untraced_operators():
+        return int(torch.full((), value, dtype=TO_TORCH[dtype]).view(torch.uint8))
+
+
+def _computed(target: object, ctx: Lowering, *args: Value) -> View:
+    """The rule run on f32 values; what is not bool is rounded again. A number, or a tensor that
+    holds one, takes the type of the other operand first, as in eager."""
+    kinds = {x.dtype for x in args if isinstance(x, View) and (x.shape or x.dtype.kind == "8")}
+    if len(kinds) != 1 or (dtype := kinds.pop()).kind != "8":
+        raise NoRule(f"operands of {len(kinds) + 1} dtypes")
+    wide = ctx.out_dtype().kind == "8"
+    if wide and (
+        not facts_of(ctx.device()).is_host
+        or dtype == f8e8m0fnu
+        or not all(isinstance(x, View) and x.shape for x in args)
+    ):
+        raise NoRule(f"{dtype} elements")  # eager has no kernel
+
+    def value(x: Value) -> Value:
+        if isinstance(x, View):
+            return _converted(ctx, x if x.dtype == dtype else _converted(ctx, x, dtype), f32)
+        code = torch.tensor(_code(x, dtype), dtype=torch.uint8)
+        return float(code.view(TO_TORCH[dtype]).float())
+
+    def run() -> View:
+        made: View = RULES[target](ctx, *map(value, args))
+        return made
+
+    return _converted(ctx, ctx.making(f32, run), dtype, ctx.out_strides()) if wide else run()

@@ -19,9 +19,9 @@ import torch
 from plait import compat
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
-from plait.errors import Fallback
+from plait.errors import Fallback, RefusedKernel
 from plait.graph.captured import Captured
-from plait.ir.calls import all_programs
+from plait.ir.calls import Variant, all_programs
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
@@ -31,7 +31,7 @@ from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.plan import Plan, kernels_of
+from plait.schedule.plan import Plan, kernels_of, user_calls
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
@@ -49,6 +49,10 @@ __all__ = ["Program", "compile_graph"]
 load_rules()  # now, not while the first graph waits
 
 
+Refused = dict[tuple[str, Variant], str]
+"""Variants of the user's kernels that the compiler has refused, and why (`lower.core.Tables`)."""
+
+
 def compile_graph(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
     """Compiles one graph. target: what makes the program run, in place of that of cfg.wrapper.
 
@@ -61,12 +65,15 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         check_isa(cfg)  # it will run here
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
-    lowered, made = _kernels(captured, cfg, log)
-    # Compilers are processes of their own: the wrapper is made while they run.
-    with workers(1) as beside:
-        building = beside.submit(_build, made.sources, cfg)
-        wrapper = _wrap(captured, lowered, made.plan, cfg, log)
-        built = log("build kernels", building.result)
+    refused: Refused = {}
+    built: dict[str, Built] | None = None
+    while built is None:  # again without each kernel of the user's that the compiler refuses
+        lowered, made = _kernels(captured, cfg, log, refused)
+        # Compilers are processes of their own: the wrapper is made while they run.
+        with workers(1) as beside:
+            building = beside.submit(_build, made.sources, cfg)
+            wrapper = _wrap(captured, lowered, made.plan, cfg, log)
+            built = log("build kernels", _built, building, made.plan, refused, cfg)
     libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
     callables = (
@@ -171,23 +178,43 @@ def compile_portable(
     ]
 
 
-def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
+def _plan(
+    captured: Captured, cfg: Config, log: PassLog, refused: Refused | None = None
+) -> tuple[Lowered, Plan]:
     """The front half, which knows nothing of machines."""
     show.show_given(log, captured)
     captured = log("clean graph", clean_graph, captured, cfg)
     show.show_graph(log, "1_graph.py", captured.graph)
-    lowered = log("lower", lower_graph, captured, cfg)
+    lowered = log("lower", lower_graph, captured, cfg, refused)
     show.show_loops(log, lowered.program)
     return lowered, log("schedule", schedule, lowered.program, cfg, log)
 
 
-def _kernels(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Kernels]:
+def _kernels(
+    captured: Captured, cfg: Config, log: PassLog, refused: Refused | None = None
+) -> tuple[Lowered, Kernels]:
     """The front half, and the sources of its kernels."""
-    lowered, plan = _plan(captured, cfg, log)
+    lowered, plan = _plan(captured, cfg, log, refused)
     made = make_kernels(plan, cfg, log)
     show.show_plan(log, made.plan)
     show.show_sources(log, made.sources, made.notes)
     return lowered, made
+
+
+def _built(
+    building: Future[dict[str, Built]], plan: Plan, refused: Refused, cfg: Config
+) -> dict[str, Built] | None:
+    """The kernels; None: the compiler refuses one of the user's, which is among refused now."""
+    try:
+        return building.result()
+    except RefusedKernel as error:
+        calls = [c.kernel for p in all_programs(plan) for c in user_calls(p) if c.kernel]
+        kernels = [k for k in calls if k.name == error.kernel]
+        why = f"its compiler refused it: {error.what.splitlines()[-1]}"
+        refused.update({(k.text, v): why for k in kernels for v in k.variants})
+        if cfg.strict or not kernels:
+            raise
+        return None
 
 
 def _wrap(

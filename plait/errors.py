@@ -119,6 +119,12 @@ class ToolchainError(Unsupported):
     """The machine's compiler is missing or refused a kernel."""
 
 
+class RefusedKernel(ToolchainError):
+    """The compiler's no to one kernel. kernel: its symbol."""
+
+    kernel: str = ""
+
+
 class InternalError(PlaitError):
     """A bug in plait. The message names the pass and the object that broke a rule."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from plait.tools.explain import explain
+from tests import user_kernels_odd
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-1)
@@ -389,6 +390,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "top_k": (top_k, lambda x: tuple(x.topk(3))),
 }
 """A program with a kernel, and the same without."""
+CASES |= user_kernels_odd.CASES
+
+
+CAPTURE = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 
 def check(name: str, wrapper: str, device: str, dynamic: bool = False, **options: Any) -> Any:
@@ -399,15 +404,26 @@ def check(name: str, wrapper: str, device: str, dynamic: bool = False, **options
     compiled = torch.compile(
         fn, backend="plait", fullgraph=True, dynamic=dynamic or None, options=options
     )
-    for n in (20, 20, 33, 40):
-        given = _inputs(name, n, device)
-        got, want = compiled(*(t.clone() for t in given)), plain(*given)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with torch._dynamo.config.patch(CAPTURE):
+        for n in (20, 20, 33, 40):
+            given = _inputs(name, n, device)
+            mine, theirs = ([t.clone() for t in given] for _ in range(2))
+            if trained := name in user_kernels_odd.TRAINED:
+                for t in (*mine, *theirs):
+                    t.requires_grad_()
+            got, want = compiled(*mine), plain(*theirs)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            if trained:
+                got.sum().backward()
+                want.sum().backward()
+                mine, theirs = ([t.grad for t in ts] for ts in (mine, theirs))
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     return compiled
 
 
 def check_launched(name: str, device: str) -> None:
     """Nothing of it is Python or a call that a kernel could be."""
     torch._dynamo.reset()
-    report = explain(CASES[name][0], *_inputs(name, 20, device), quiet=True)
+    with torch._dynamo.config.patch(CAPTURE):
+        report = explain(CASES[name][0], *_inputs(name, 20, device), quiet=True)
     assert not [step for step in report.ladder if step.rung != "aten"], report.ladder

@@ -27,6 +27,7 @@ from torch.utils._sympy.numbers import int_oo
 from plait.compat.decompositions import decomposition_table
 from plait.compat.questions import Question, exporting
 from plait.compat.size_checks import Check, condition
+from plait.compat.user_kernels import own_analysis
 from plait.errors import Unsupported, UserError
 
 
@@ -177,7 +178,7 @@ def export_graph(
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
     guards, equal = list(shape_env.guards), dict(shape_env.replacements)
     try:
-        with env.mode, tracing(TracingContext(env.mode)), exporting:
+        with env.mode, tracing(TracingContext(env.mode)), exporting, own_analysis():
             graph, signature = aot_export_module(
                 flat, inputs, trace_joint=False, decompositions=decomposition_table()
             )

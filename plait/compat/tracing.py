@@ -34,6 +34,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.compat.decompositions import decomposition_table
+from plait.compat.user_kernels import own_analysis
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,18 +102,19 @@ def aot_compile(
 ) -> Callable[..., Any]:
     """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
     arguments."""
-    made: Callable[..., Any] = (
-        aot_module_simplified(  # only keywords that every supported torch has
-            gm,
-            example_inputs,
-            fw_compiler=forward,
-            bw_compiler=backward,
-            inference_compiler=inference,
-            partition_fn=partition,
-            decompositions=decomposition_table(),
-            keep_inference_input_mutations=True,
+    with own_analysis():
+        made: Callable[..., Any] = (
+            aot_module_simplified(  # only keywords that every supported torch has
+                gm,
+                example_inputs,
+                fw_compiler=forward,
+                bw_compiler=backward,
+                inference_compiler=inference,
+                partition_fn=partition,
+                decompositions=decomposition_table(),
+                keep_inference_input_mutations=True,
+            )
         )
-    )
     # torch's DDPOptimizer reads off this counter that the first call of what it gets is one with
     # fake tensors.
     counters["aot_autograd"]["total"] += 1

@@ -20,6 +20,7 @@ from plait.config import Config
 from plait.devices import Facts, facts_of
 from plait.errors import Fallback, Rung
 from plait.ir import expr
+from plait.ir.calls import Variant
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import (
@@ -123,10 +124,13 @@ class Tables:
 
     constants: tensors.
     callables: what calls of Python call.
+    refused: variants of the user's kernels that the compiler has refused, by the kernel's text, and
+        why. They are not to be asked for again.
     """
 
     constants: list[torch.Tensor] = field(default_factory=list)
     callables: list[object] = field(default_factory=list)
+    refused: Mapping[tuple[str, Variant], str] = field(default_factory=dict)
 
 
 class Mark(NamedTuple):

@@ -22,7 +22,7 @@ from plait.errors import Fallback, InexpressibleSize, Unsupported
 from plait.graph.captured import Captured
 from plait.graph.edit import shape_env_of
 from plait.ir import expr, loops
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, Variant
 from plait.ir.loops import LoopProgram
 from plait.lower.calls import Calls, lower_call, where_of
 from plait.lower.core import Lowering, Tables, View
@@ -72,14 +72,16 @@ def load_rules() -> None:
         importlib.import_module(f"{package.__name__}.{module.name}")
 
 
-def lower_graph(captured: Captured, cfg: Config) -> Lowered:
-    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule
-    nor an extern call will do."""
+def lower_graph(
+    captured: Captured, cfg: Config, refused: Mapping[tuple[str, Variant], str] | None = None
+) -> Lowered:
+    """The LoopProgram of a graph. refused: see `Tables`. Raises Unsupported, with the user's line,
+    where neither a rule nor an extern call will do."""
     load_rules()
     if expr.interned() > _MAX_INTERNED:
         expr.forget()
         loops.forget()
-    return _lower(captured, cfg, Tables())
+    return _lower(captured, cfg, Tables(refused=refused or {}))
 
 
 def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:

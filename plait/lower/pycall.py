@@ -79,10 +79,11 @@ def call_python(
     *,
     reason: str,
     effectful: bool,
+    fresh: bool = False,
 ) -> Any:
     """Records a call of `op`, the current node's operator, from Python, and returns its results as
     a rule would. reason: why nothing better stands for it, which is counted; "" where a rule chose
-    the call.
+    the call. fresh: its results share memory with nothing.
 
     Raises Unsupported for arguments that cannot be found and results that no program can hold."""
     node, val = ctx.node, ctx.node.meta["val"]
@@ -90,7 +91,7 @@ def call_python(
     fakes = pytree.tree_leaves((node.args, {k: node.kwargs[k] for k in kwargs}))
     items = [k for k, v in enumerate(leaves) if isinstance(v, torch.SymFloat)]
     for k in items:
-        leaves[k] = _number(ctx, leaves[k])
+        leaves[k] = number_of(ctx, leaves[k])
     if any(isinstance(v, torch.fx.Node) for v in leaves):
         raise Unsupported(f"an argument of {name} in a container of an unknown kind")
     holes = [k for k, v in enumerate(leaves) if isinstance(v, (View, Expr)) or is_object_input(v)]
@@ -105,7 +106,8 @@ def call_python(
         ctx.fell_back("python", name, reason)
     ctx.ops.append(
         Extern(
-            outs, name, operands, symbols=symbols, aliases=given, effectful=effectful,
+            outs, name, operands, symbols=symbols, aliases=() if fresh else given,
+            effectful=effectful,
             callable_index=len(ctx.tables.callables) - 1, fallback=bool(reason),
             origin=ctx.origin,
         )
@@ -113,6 +115,6 @@ def call_python(
     return result
 
 
-def _number(ctx: Lowering, value: torch.SymFloat) -> View:
+def number_of(ctx: Lowering, value: torch.SymFloat) -> View:
     """A symbolic float as a tensor of one element."""
     return ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, value, ctx.float_readers()))

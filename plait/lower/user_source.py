@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import enum
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -87,13 +88,16 @@ class SourceText:
     def _add_used(self, fn: Any, tree: ast.FunctionDef) -> None:
         """Adds what a function names."""
         inside = inspect.getclosurevars(fn.fn).nonlocals
+        code = fn.fn.__code__
         for name in dict.fromkeys(_names(tree)):
+            if name in code.co_varnames or name in code.co_cellvars:
+                continue
             if name in fn.__globals__:
                 value = fn.__globals__[name]
             elif name in inside:
                 value = inside[name]
             else:
-                continue  # a local variable, or one of Python's own
+                continue  # one of Python's own
             if isinstance(value, ModuleType) and not _is_known(value.__name__):
                 self._add_parts(name, value, tree)
             else:
@@ -130,9 +134,13 @@ class SourceText:
         import triton
         from triton import language as tl
 
-        if value is None or isinstance(value, (bool, int, str)):
+        if isinstance(value, enum.EnumMeta):
+            return self._enumeration(value)  # type: ignore[arg-type]
+        if isinstance(value, enum.Enum):
+            return f"{self._enumeration(type(value))}({self._value(value.value)})"
+        if value is None or type(value) in (bool, int, str):
             return repr(value)
-        if isinstance(value, float):
+        if type(value) is float:
             return repr(value) if value - value == 0 else f'float("{value}")'
         if isinstance(value, tl.constexpr):
             return f"tl.constexpr({self._value(value.value)})"
@@ -142,6 +150,10 @@ class SourceText:
             return f"({', '.join(map(self._value, value))}{',' if len(value) == 1 else ''})"
         if value is triton:
             return "triton"
+        if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+            given = f"{value.__name__!r}, {value._fields!r}"
+            defaults = self._value(tuple(vars(value)["_field_defaults"].values()))
+            return f'__import__("collections").namedtuple({given}, defaults={defaults})'
         if isinstance(value, ModuleType) and _is_known(value.__name__):
             return f'__import__("importlib").import_module({value.__name__!r})'
         home, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -150,6 +162,20 @@ class SourceText:
             if getattr(module, name, None) is value:
                 return f'__import__("importlib").import_module({home!r}).{name}'
         raise NoRule(f"its text cannot say what {value!r:.80} is")
+
+    def _enumeration(self, kind: type[enum.Enum]) -> str:
+        """The name of an enumeration with the same members, made once."""
+        name = f"plait_{kind.__name__}"
+        if self._take(name, kind):
+            base = next(c for c in kind.__mro__ if c.__module__ == "enum")
+            members = ", ".join(
+                f"{k!r}: {self._value(m.value)}" for k, m in kind.__members__.items()
+            )
+            kinds = [c.__name__ for c in kind.__mro__ if c in (int, str, float)]
+            mixin = f", type={kinds[0]}" if kinds and base in (enum.Enum, enum.Flag) else ""
+            made = f"{base.__name__}({kind.__name__!r}, {{{members}}}{mixin})"
+            self._lines.append(f'{name} = __import__("enum").{made}')
+        return name
 
 
 def _decorator(fn: Any) -> str:

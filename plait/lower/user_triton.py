@@ -10,7 +10,7 @@ the old value, into new memory where there is no old value, else into a copy. Wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from plait.errors import Unsupported
 from plait.ir.calls import MAX_GRID, Extern, TensorArg, UserKernel, Variant, pack_grid
 from plait.ir.expr import Expr, Size, bounds, compare
 from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.float_nodes import to_word
 from plait.lower.inplace import place_to_write
 from plait.lower.memory import tensor_arg
 from plait.lower.operands import fake_strides
-from plait.lower.pycall import call_python
+from plait.lower.pycall import call_python, number_of
 from plait.lower.symbols import to_size
 from plait.lower.user_source import SourceText
 
@@ -70,7 +71,9 @@ def user_kernel(ctx: Lowering, **given: Any) -> dict[str, Any]:
         why = f"runs as Python: {e.what if isinstance(e, Unsupported) else e}"
     op = hop.triton_kernel_wrapper_functional
     name = f"{op.namespace}::{op.__name__}"
-    made: dict[str, Any] = call_python(ctx, op, name, (), given, reason=why, effectful=True)
+    made: dict[str, Any] = call_python(
+        ctx, op, name, (), given, reason=why, effectful=True, fresh=True
+    )
     return made
 
 
@@ -111,17 +114,17 @@ def launch(
         o.pointers[k] = _descriptor(o, k, facts)
     common = {**constants, **{k: v for k, v in kwargs.items() if k not in tensors}}
     text = SourceText()
-    variants = tuple(
+    variants = dict.fromkeys(
         _variant(o, text, function, config, common, sizes)
         for config, sizes in zip(configs, grid, strict=True)
     )
-    name = f"plait_{function.__name__}"
     made = UserKernel(
-        f"{name}.{len(ctx.ops)}",
+        ".".join((f"plait_{function.__name__}", *ctx.name.split(".")[1:], ctx.node.name)),
         text.text(),
         (*o.types, *o.new_types),
-        tuple(dict.fromkeys(variants)),
+        tuple(variants),
     )
+    made = _not_refused(ctx, made)
     ctx.ops.append(
         Extern(
             tuple(o.outs), f"triton::{function.__name__}", (*o.tensors, *o.sizes),
@@ -140,6 +143,7 @@ class _Operands:
     outs, new_types: results in new memory, whose pointers come next.
     pointers: the name of each tensor argument in the call.
     written: buffers that are written in place.
+    floats: the text of each argument that is a float which a call tells.
     sizes: integers.
     """
 
@@ -151,6 +155,7 @@ class _Operands:
     new_types: list[str] = field(default_factory=list)
     pointers: dict[str, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
+    floats: dict[str, str] = field(default_factory=dict)
     sizes: list[Size] = field(default_factory=list)
 
     def take(self, tensors: Mapping[str, View], written: Sequence[str]) -> dict[str, View]:
@@ -171,6 +176,7 @@ class _Operands:
             self.pointers[k] = f"p{len(self.tensors)}"
             self.tensors.append(tensor_arg(self.ctx, x, strides))
             self.types.append(_pointer(nodes[k]))
+        self._take_floats()
         for k in new:
             val = nodes[k].meta["val"]
             shape = tuple(to_size(s) for s in val.shape)
@@ -183,24 +189,51 @@ class _Operands:
             self.new_types.append(_pointer(nodes[k]))
         return made
 
+    def _take_floats(self) -> None:
+        """Floats that a call tells: by their words, or in memory if they are values of tensors."""
+        ctx = self.ctx
+        given: Any = ctx.node.kwargs["kwargs"]
+        for k, node in given.items():
+            value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+            if not isinstance(value, torch.SymFloat):
+                continue
+            e = value.node.expr
+            if not any(s.name in ctx.floats for s in e.free_symbols):
+                word = to_word(e, value.node.shape_env)
+                self.floats[k] = f"{self._integer(word)}.to(tl.float64, bitcast=True)"
+                continue
+            made = number_of(ctx, value)
+            if ctx.buffers[made.buf].device != self.device:
+                raise NoRule(f"the argument {k} is a number on another device")
+            self.floats[k] = f"tl.load(p{len(self.tensors)})"
+            self.tensors.append(tensor_arg(ctx, made))
+            self.types.append("*fp64")
+
+    def _integer(self, e: Size) -> str:
+        """The parameter that is this integer."""
+        if e not in self.sizes:
+            self.sizes.append(e)
+        return f"s{self.sizes.index(e)}"
+
     def size(self, e: Expr, kind: str, name: str = "") -> str:
         """An integer that a call tells, as Triton's own launcher would hand it over. name: of the
         argument: what it was when the program was traced decides whether it has 32 bits, which
         every call checks; kernels may not compile for 64."""
-        if e not in self.sizes:
-            self.sizes.append(e)
         low, high = bounds(e)
+        node: Any = self.ctx.node.kwargs["kwargs"]
+        example = node[name].meta["val"] if name in node else 2
+        if not kind and isinstance(example, torch.SymBool):
+            kind = "u1"
         if not kind:
             most = (1 << 31) - 1
-            node: Any = self.ctx.node.kwargs["kwargs"]
-            example = compat.tracing.hint_of(node[name].meta["val"]) if name in node else 2
+            example = compat.tracing.hint_of(example)
             kind = "i32" if -most <= example <= most else "i64"
             said = "an argument of a Triton kernel that was traced with 32 bits is {}"
             if kind == "i32" and high > most:
                 self.ctx.assert_true(compare("le", e, most), said, (e,))
             if kind == "i32" and low < -most:
                 self.ctx.assert_true(compare("le", -most, e), said, (e,))
-        text = f"s{self.sizes.index(e)}.to(tl.{_TYPES[kind]})"
+        text = f"{self._integer(e)}.to(tl.{_TYPES[kind]})"
         return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
 
 
@@ -241,7 +274,8 @@ def _variant(
     values = []
     for p in function.params:
         if p.name in o.pointers:
-            if p.annotation_type:
+            node: Any = o.ctx.node.kwargs["kwargs"]
+            if p.annotation_type.replace("*k", "*") not in ("", _pointer(node[p.name])):
                 raise NoRule(f"the tensor {p.name} as {p.annotation_type}")
             values.append(o.pointers[p.name])
         elif p.name in known:
@@ -269,12 +303,14 @@ def _argument(o: _Operands, text: SourceText, p: Any, value: Any) -> str:
     if value is None:
         return "None"
     if p.is_constexpr:
-        if isinstance(value, (Expr, View)):
+        if isinstance(value, (Expr, View, torch.SymFloat)):
             raise NoRule(f"the constant {p.name} varies")
         return text.constant(value)
     kind: str = p.annotation_type
     if kind and kind not in _TYPES:
         raise NoRule(f"the argument {p.name} of type {kind}")
+    if p.name in o.floats:
+        return f"{o.floats[p.name]}.to(tl.{_TYPES[kind or 'fp32']})"
     if isinstance(value, Expr):
         return o.size(value, kind, p.name)
     if isinstance(value, bool):
@@ -286,6 +322,15 @@ def _argument(o: _Operands, text: SourceText, p: Any, value: Any) -> str:
     if isinstance(value, float):
         return f"tl.full((), {text.constant(value)}, tl.{_TYPES[kind or 'fp32']})"
     return text.constant(value)
+
+
+def _not_refused(ctx: Lowering, kernel: UserKernel) -> UserKernel:
+    """The kernel without the variants that Triton has refused."""
+    reasons = {v: ctx.tables.refused.get((kernel.text, v)) for v in kernel.variants}
+    left = tuple(v for v, reason in reasons.items() if reason is None)
+    if not left:
+        raise NoRule(next(iter(reasons.values())) or "no configuration is left of it")
+    return replace(kernel, variants=left)
 
 
 def _integer(value: int) -> str:

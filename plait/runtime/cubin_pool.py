@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plait.config import Config
-from plait.errors import ToolchainError
+from plait.errors import RefusedKernel, ToolchainError
 from plait.runtime import cubin
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job, pack, read_exactly
 from plait.runtime.process import end_group
@@ -171,8 +171,10 @@ def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
     head = json.loads(read_exactly(stream, int.from_bytes(read_exactly(stream, 8), "little")))
     image = read_exactly(stream, head["nbytes"])
     if "error" in head:
-        hint = "PLAIT_DEBUG=4 writes the source"
-        raise ToolchainError(f"Triton refused kernel {task.name}: {head['error']}", hint=hint)
+        what = f"Triton refused kernel {task.name}: {head['error']}"
+        error = RefusedKernel(what, hint="PLAIT_DEBUG=4 writes the source")
+        error.kernel = task.name
+        raise error
     return Cubin.of(head["facts"], image)
 
 

@@ -118,12 +118,22 @@ def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any]
             os.environ.update({**job["env"], **ours})
             facts, cubin = compile_job(job, Path(name))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
-        last = "".join(traceback.format_exception_only(error)).strip()
-        return {"error": last, "trace": traceback.format_exc()}, b""
+        return {"error": said_by(error), "trace": traceback.format_exc()}, b""
     finally:
         os.environ.clear()
         os.environ.update(env)
     return {"facts": facts}, cubin
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says, and the one at its root: Triton wraps what it finds in a function in one
+    error for each call on the way there."""
+    said = "".join(traceback.format_exception_only(error)).strip()
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    more = "".join(traceback.format_exception_only(root)).strip()
+    return said if root is error else f"{said}\nbecause of {more}"
 
 
 def roomy(folders: Sequence[Path]) -> Path:

@@ -44,7 +44,7 @@ def unit_of(launch: UserLaunch, variant: Variant, gpu: Gpu, symbol: str = "") ->
     options = (*_DEFAULTS, *given.items())
     if not symbol:
         parts = (launch.kernel.text, body, launch.kernel.pointers, launch.aligned, gpu, options)
-        content = key_of(map(repr, (*parts, warps, stages)))[:6]
+        content = key_of(map(repr, (*parts, warps, stages)))[:10]
         symbol = f"{launch.kernel.name.partition('.')[0]}_{content}"
     text = f"{launch.kernel.text}\n\n@triton.jit{plain}\ndef {symbol}{body}"
     signature = {**pointers, **dict.fromkeys(sizes, "i64")}

@@ -80,6 +80,8 @@ class Facts:
     target: the kernel target, by name ('' for none)
     machine: the option that names the machine which kernels are built for
     kernel_file: what the debug folder calls the kernels' source
+    share: points of one tensor that are updated at once by a thread, or a program, of a launch that
+        updates many
     multiprocessors: of the device that kernels are for where it is not at hand
     programs: how many of a kernel fill one of them
     rates: what scheduling knows
@@ -91,6 +93,7 @@ class Facts:
     target: str
     machine: str
     kernel_file: str
+    share: int
     multiprocessors: int
     programs: int
     rates: Rates
@@ -125,16 +128,17 @@ _HOPPER = Rates(
 DEVICES: dict[str, Facts] = {
     "cpu": Facts(
         is_host=True, streams=False, eager_cpu=True, target="cpp", machine="isa",
-        kernel_file="4_kernels.cpp", multiprocessors=1, programs=1, rates=_CORE,
+        kernel_file="4_kernels.cpp", share=4096, multiprocessors=1, programs=1, rates=_CORE,
     ),
     "cuda": Facts(
         is_host=False, streams=True, eager_cpu=False, target="triton", machine="gpu_arch",
-        kernel_file="4_kernels_cuda.py", multiprocessors=132, programs=2, rates=_HOPPER,
+        kernel_file="4_kernels_cuda.py", share=1024, multiprocessors=132, programs=2,
+        rates=_HOPPER,
     ),
 }  # fmt: skip
 _OTHER = Facts(
     is_host=False, streams=False, eager_cpu=False, target="", machine="", kernel_file="",
-    multiprocessors=1, programs=1, rates=_CORE,
+    share=0, multiprocessors=1, programs=1, rates=_CORE,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import struct
@@ -130,13 +131,22 @@ import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-namespace, path, name, types = {"__name__": "kernels"}, *sys.argv[1:]
+namespace, path, name, types, pointers = {"__name__": "kernels"}, *sys.argv[1:]
 exec(compile(open(path).read(), path, "exec"), namespace)
-types = json.loads(types)
-aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(types))}
-source = ASTSource(namespace[name], {f"p{k}": t for k, t in enumerate(types)}, {}, aligned)
+kernel, types = namespace[name], json.loads(types)
+aligned = {(k,): [["tt.divisibility", 16]] for k in range(int(pointers))}
+source = ASTSource(kernel, dict(zip(kernel.arg_names, types)), {}, aligned)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1}).asm["ptx"])
 """
+
+
+def ptx_of(file: Path, kernel: str, types: Sequence[str], pointers: int) -> str:
+    """The code of a kernel whose first arguments are aligned pointers."""
+    command = [sys.executable, "-c", PTX, str(file), kernel, json.dumps(types), str(pointers)]
+    env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(file.parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 WIDENED = r"(?:abs|neg)\.s16\s+(%rs\d+),[^;]*;.*cvt\.s64\.s16\s+%rd\d+, \1;"
@@ -173,18 +183,42 @@ def test_16_bits_are_half_of_32(
     made = record(fn, x, mode=mode)
     (launch,) = of(made.wrapper, Launch)
     (tmp_path / "kernel.py").write_text(made.kernel_source)
-    command = [
-        sys.executable,
-        "-c",
-        PTX,
-        str(tmp_path / "kernel.py"),
-        launch.kernel,
-        json.dumps(dtypes),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert bool(re.search(wrong, done.stdout, re.DOTALL)) != opaque
+    ptx = ptx_of(tmp_path / "kernel.py", launch.kernel, dtypes, len(dtypes))
+    assert bool(re.search(wrong, ptx, re.DOTALL)) != opaque
+
+
+MIXED = [(16 * k, 8) if k % 2 else (7 * k + 1,) for k in range(1, 41)]
+
+
+def test_many_updates_are_a_few_launches(compile_only: None) -> None:
+    """Programs of a launch are dealt out to the tensors, by blocks of 1,024 points."""
+    mode, given = fakes(*MIXED, *MIXED)
+    n = len(MIXED)
+    made = record(lambda *x: torch._foreach_add(x[:n], x[n:], alpha=0.5), *given, mode=mode)
+    launches = of(made.wrapper, Launch)
+    assert len(launches) == 2, launches
+    sizes = sorted(math.prod(s) for s in MIXED)
+    for launch in launches:
+        lengths, ends = launch.sizes[: n // 2], launch.sizes[n // 2 :]
+        unit = 16 if max(lengths) * 16 == sizes[-1] else 1
+        assert ends[-1] == launch.grid == sum(-(-k * unit // 1024) for k in lengths)
+    assert sum(len(launch.args) for launch in launches) == 3 * n
+    assert made.kernel_source.count("@triton.jit") == 2
+
+
+@needs_triton
+def test_updates_of_whole_vectors(compile_only: None, tmp_path: Path) -> None:
+    """Lengths that are multiples of 16 keep vectors, whatever part a program works at."""
+    shapes = [(16 * k, 8) for k in range(1, 12)]
+    mode, given = fakes(*shapes, *shapes)
+    n = len(shapes)
+    made = record(lambda *x: torch._foreach_add(x[:n], x[n:]), *given, mode=mode)
+    (launch,) = of(made.wrapper, Launch)
+    (tmp_path / "kernel.py").write_text(made.kernel_source)
+    types = [*["*fp32"] * len(launch.args), *["i64"] * len(launch.sizes)]
+    ptx = ptx_of(tmp_path / "kernel.py", launch.kernel, types, len(launch.args))
+    # A block of 1,024 points of two tensors, in one warp.
+    assert len(re.findall(r"ld\.global\.v4", ptx)) == 16 and "ld.global.b32" not in ptx
 
 
 def test_devices_stay_apart(compile_only: None) -> None:

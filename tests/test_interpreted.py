@@ -72,8 +72,9 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             + [
                 f"tests/test_fuzz_graphs.py::test_random_graphs[{k}]"
                 for k in (1, 2, 4, 5, 6, 7, 8, 9)
-            ],
-            8,
+            ]
+            + ["tests/test_batches.py::test_mixed_sizes[python]"],
+            9,
         ),
         "float8": (
             ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],

@@ -21,7 +21,7 @@ from plait.schedule.plan import Kernel, Step
 from plait.schedule.share_lengths import LEAST, general_key
 
 MAX_PARTS = 64
-MAX_POINTERS = 400  # of a launch: on a GPU arguments have 4 KB
+MAX_ARGS = 500  # of a launch: on a GPU arguments have 4 KB, each of them 8 bytes
 SMALL = 64  # bytes that need not be kept
 
 Touched = tuple[tuple[str, ...], tuple[str, ...]]
@@ -39,7 +39,7 @@ class _Slot:
 
     def has_room(self, k: Kernel) -> bool:
         n = len(self.steps) + 1
-        return n <= MAX_PARTS and n * len(k.args) <= MAX_POINTERS
+        return n <= MAX_PARTS and n * (len(k.args) + 2) <= MAX_ARGS  # a length and an end beside
 
 
 @dataclass
@@ -132,7 +132,7 @@ def batch(
 
 def _may_move(program: LoopProgram, k: Kernel, kept: set[str]) -> bool:
     buffers = program.buffers
-    return facts_of(k.device).is_host and all(
+    return facts_of(k.device).share > 0 and all(
         b in kept or buffer_nbytes(buffers[b], program.hints) <= SMALL for b in k.outs
     )
 

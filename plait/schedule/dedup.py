@@ -29,6 +29,12 @@ def part_length(number: int) -> str:
     return f"{LENGTH}{number}"
 
 
+def part_end(number: int) -> str:
+    """The symbol of how many shares a kernel's parts have together, up to the one of this number,
+    if they are alike."""
+    return f"end{number}"
+
+
 def part_operands(kernel: Kernel, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which buffers and which sizes of a kernel are those of its part of this number."""
     part = kernel.parts[number]

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from plait.devices import facts_of
 from plait.ir.expr import Expr, Size, atom_of, contiguous_strides, numel, substitute, symbol, total
 from plait.ir.loops import Buffer, Load, Node, check_of, node, rewrite, walk, with_args
-from plait.schedule.dedup import LENGTH, part_length, structure
+from plait.schedule.dedup import LENGTH, part_end, part_length, structure
 from plait.schedule.deps import extent
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, Stmt, Store, stmt_roots
 
 LEAST = 8  # lengths for which a kernel is shared: with a length that is known it is a little faster
 UNIT = 16  # elements: a length that is a multiple of it stays one, for vectors
-MAX_LENGTH = 2**31 - 1  # a position has 32 bits then
+MAX_LENGTH = 2**31 - 2**16  # a position has 32 bits then, behind the end too
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +169,19 @@ def _accesses(k: Kernel) -> Iterator[tuple[Buffer, tuple[Size, ...]]]:
 
 def _with_parts(k: Kernel, found: Mapping[str, Shared]) -> Shared | None:
     """What is written for a kernel that shares, or whose parts do: each of these has a length of
-    its own."""
+    its own, and an end if all are alike."""
     if not k.parts:
         return found.get(k.name)
     if not any(p.name in found for p in k.parts):
         return None
     parts = tuple(found[p.name].kernel if p.name in found else p for p in k.parts)
-    lengths = {at: found[p.name].lengths[0] for at, p in enumerate(k.parts) if p.name in found}
-    sizes: tuple[Expr, ...] = tuple(symbol(part_length(at), lo=1) for at in lengths)
-    hints = (*k.hints, *lengths.values())
-    kernel = replace(k, parts=parts, sizes=(*k.sizes, *sizes), hints=hints)
-    return Shared(kernel, tuple(lengths.values()))
+    shared = [at for at, p in enumerate(k.parts) if p.name in found]
+    values = {part_length(at): found[k.parts[at].name].lengths[0] for at in shared}
+    if k.alike:
+        share = facts_of(k.device).share
+        ends = accumulate(-(-_length(p) // share) for p in k.parts)
+        values |= {part_end(at): end for at, end in enumerate(ends)}
+    sizes: tuple[Expr, ...] = tuple(symbol(name, lo=1) for name in values)
+    lengths = tuple(values.values())
+    kernel = replace(k, parts=parts, sizes=(*k.sizes, *sizes), hints=(*k.hints, *lengths))
+    return Shared(kernel, lengths)

@@ -22,7 +22,6 @@ from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
 from plait.schedule.dedup import part_operands, structure, symbol_for
-from plait.schedule.deps import extent
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
 
@@ -115,26 +114,19 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
     return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
 
 
-BATCH_POINTS = 4096  # of a share, at least: a call of a part costs some nanoseconds
-
-
 def emit_batch(kernel: Kernel, symbol: str, part: str) -> str:
     """The C++ function of a kernel whose parts are alike: shares of all of them together are dealt
-    out to threads. part: the function of one."""
-    (size,) = kernel.parts[0].sizes
-    unit = extent(kernel.parts[0].vars[0]) // size
+    out to threads. part: the function of one. Its sizes: a length for each, then the ends of their
+    shares."""
     bufs = [k for n in range(len(kernel.parts)) for k in part_operands(kernel, n)[0]]
     n_bufs = len(kernel.parts[0].args)
     lines = f"""\
 static const int at[] = {{{", ".join(map(str, bufs))}}};
-i64 all = 0;
-for (i64 k = 0; k < {len(kernel.parts)}; ++k) {{
-all += (syms[k] + {BATCH_POINTS // unit - 1}) / {BATCH_POINTS // unit};
-}}
+const i64* const ends = syms + {len(kernel.parts)};
+const i64 all = ends[{len(kernel.parts) - 1}];
 const i64 lo = all * tid / nthreads, hi = all * (tid + 1) / nthreads;
-i64 first = 0;
-for (i64 k = 0; k < {len(kernel.parts)} && first < hi; ++k) {{
-const i64 n = (syms[k] + {BATCH_POINTS // unit - 1}) / {BATCH_POINTS // unit};
+for (i64 k = 0, first = 0; k < {len(kernel.parts)} && first < hi; first = ends[k++]) {{
+const i64 n = ends[k] - first;
 void* b[{n_bufs}];
 for (int i = 0; i < {n_bufs}; ++i) b[i] = bufs[at[{n_bufs} * k + i]];
 const i64 from = lo > first ? lo - first : 0, to = hi < first + n ? hi - first : n;
@@ -143,7 +135,6 @@ if (from == 0 && to == n) {{
 }} else {{
 for (i64 j = from; j < to; ++j) {part}(j, n, b, syms + k);
 }}
-first += n;
 }}
 return 0;"""
     return _function(f'extern "C" i64 {symbol}', lines)

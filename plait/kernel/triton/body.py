@@ -48,7 +48,7 @@ class BodyPrinter:
     def _heads(self) -> list[str]:
         """Which block this program is, and the indices of its points."""
         index_type, groups = self.plan.index_type, self.tile.groups
-        lines = [f"pid = tl.program_id(0).to({index_type})"]
+        lines: list[str] = []
         pids = {"x": "pid"}
         if len(self.tile.outer) == 2 or self.tile.programs:
             x = next(g for g in self.tile.outer if g.name == "x")
@@ -64,8 +64,9 @@ class BodyPrinter:
             elif g.name == "r":
                 lines += [f"r = {span}", *self._mask_of(g)]
             else:
-                first = f"({pids[g.name]}) * {g.block}"
-                lines += [f"{g.name} = {first} + {span}", *self._mask_of(g)]
+                at = f"({pids[g.name]}) * {g.block} + {span}"
+                at = f"tl.max_contiguous({at}, 1)" if self.tile.spread else at
+                lines += [f"{g.name} = {at}", *self._mask_of(g)]
         return lines
 
     def _mask_of(self, g: Group) -> list[str]:

@@ -22,8 +22,9 @@ from plait.kernel.target import Choices, Machines, Measured, Source, Target, Una
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
+from plait.kernel.triton.parts import choose_part
 from plait.kernel.triton.plan_body import plan_body
-from plait.kernel.triton.tiles import BUSY, Tile, plan_tile
+from plait.kernel.triton.tiles import BUSY, Tile, plan_tile, share_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.kernel.triton.user import TritonKernel, contest_of, unit_of
 from plait.kernel.triton.verify_body import faults_of_body
@@ -32,7 +33,7 @@ from plait.runtime.cubin_pool import get_or_build_pack
 from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint
-from plait.schedule.dedup import structure, symbol_for
+from plait.schedule.dedup import LENGTH, structure, symbol_for
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel
@@ -61,7 +62,7 @@ class TritonTarget(Target):
     ) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
-        tiles = {key: candidates(_space(k), key.busy) for key, k in distinct.items()}
+        tiles = {key: _tiles(k, key.busy) for key, k in distinct.items()}
         contests = {
             key: _contest(k, symbols[key], key, tiles[key])
             for key, k in distinct.items()
@@ -212,39 +213,55 @@ def emit_kernel(
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
     linear = _space(kernel, verifies)
-    tile = tile or plan_tile(linear, busy)
-    names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
+    tile = tile or _planned(kernel, linear, busy)
+    sizes = [f"s{k}" for k in range(len(kernel.sizes))]
+    names = (
+        {LENGTH: LENGTH} if kernel.parts else dict(zip(map(str, kernel.sizes), sizes, strict=True))
+    )
     index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
     plan = plan_body(linear, tile, index_type, names)
     if verifies and (faults := faults_of_body(plan)):
         raise InternalError(f"kernel {kernel.name} {faults[0]}")
     lines, checks = BodyPrinter(plan).print()
+    pointers = [f"{'all' if kernel.parts else 'p'}{k}" for k in range(len(kernel.args))]
+    start = choose_part(kernel, pointers, sizes) if kernel.parts else []
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
-    lines = [*(f"{s} = {s}.to({index_type})" for s in names.values()), *lines]
+    start += [f"{s} = {s}.to({index_type})" for s in names.values()]
+    program = "program" if kernel.parts else "tl.program_id(0)"
+    lines = [*start, f"pid = {program}.to({index_type})", *lines]
     dialect = DIALECTS[gpu.backend]
     early = dialect.starts_early(gpu)
     if early:  # before the first access to memory
         lines.insert(0, dialect.wait)
-    pointers = [f"p{k}" for k in range(len(kernel.args))]
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.
-    plain = f"(do_not_specialize={[*names.values()]})" if names else ""
-    function = (
-        f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
-    )
+    plain = f"(do_not_specialize={sizes})" if sizes else ""
+    function = f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *sizes))}):\n{body}"
     prelude = prelude_for(function, dialect.instructions)
     text = dialect.head + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},
-        **dict.fromkeys(names.values(), "i64"),
+        **dict.fromkeys(sizes, "i64"),
     }
     warps = max(tile.num_warps * WARP // gpu.lanes, 1)
     job = (symbol, text, signature, gpu, warps, tile.num_stages)
-    return TritonKernel(*job, checks=checks, early=early, grid=tile.grid)
+    grid = kernel.sizes[-1] if kernel.parts else tile.grid
+    return TritonKernel(*job, checks=checks, early=early, grid=grid)
 
 
 def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:
-    return drop_picks(legalize(kernel, verifies))
+    return drop_picks(legalize(kernel.nests[0], verifies))  # parts are alike: one is written
+
+
+def _planned(kernel: Kernel, linear: LinearKernel, busy: int) -> Tile:
+    share = facts_of(kernel.device).share
+    return share_tile(linear, share) if kernel.parts else plan_tile(linear, busy)
+
+
+def _tiles(kernel: Kernel, busy: int) -> tuple[Tile, ...]:
+    """Those that are worth measuring: of parts, blocks are shares."""
+    linear = _space(kernel)
+    return (_planned(kernel, linear, busy),) if kernel.parts else candidates(linear, busy)
 
 
 def _is_wide(linear: LinearKernel, tile: Tile) -> bool:

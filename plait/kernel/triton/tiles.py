@@ -78,13 +78,15 @@ class Group:
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
     looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a
-    program has one point. Where programs walk along x, their blocks hold whole rows."""
+    program has one point. spread: neighbouring points are those of neighbouring threads, not of
+    one. Where programs walk along x, their blocks hold whole rows."""
 
     groups: tuple[Group, ...]
     looped: bool
     num_warps: int
     num_stages: int = 1
     programs: Group | None = None
+    spread: bool = False
 
     @property
     def column_programs(self) -> int:
@@ -131,6 +133,12 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
     # A thread has one or two vectors of 16 bytes; one is sooner where the device is hardly filled.
     each = 8 if narrow or points >= 1 << 24 else 4
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
+
+
+def share_tile(linear: LinearKernel, points: int) -> Tile:
+    """The tile of a pointwise kernel whose blocks have so many points."""
+    ragged = trip_count(linear.vars) % 16 != 0  # a mask an element: there are no vectors
+    return Tile((Group("x", linear.vars, points),), False, _warps(points, 8), spread=ragged)
 
 
 def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:

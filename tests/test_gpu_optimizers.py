@@ -1,0 +1,75 @@
+"""Steps of optimizers on a GPU: parameters of mixed size, whose updates share launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.config import WRAPPERS
+
+SIZES = [(3 + 5 * k, 16) if k % 3 else (2 + 7 * k,) for k in range(58)] + [(300, 1000), (0, 4)]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"foreach": True, "capturable": True}),
+    "AdamW fused": ("AdamW", {"fused": True}),
+    "amsgrad": ("Adam", {"foreach": True, "capturable": True, "amsgrad": True}),
+    "SGD": ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    "RMSprop": ("RMSprop", {"foreach": True, "capturable": True, "centered": True}),
+    "Adafactor": ("Adafactor", {"foreach": True}),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """With gradients; one of them begins in the middle of a vector."""
+    g = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(s, generator=g).to("cuda", dtype)) for s in SIZES]
+    made[1] = nn.Parameter(torch.randn(129, generator=g).to("cuda", dtype)[1:].view(8, 16))
+    for p in made:
+        p.grad = torch.randn(p.shape, generator=g).to("cuda", dtype)
+    return made
+
+
+def agree(kind: str, compile_it: Callable[..., Any], dtype: torch.dtype = torch.float32) -> None:
+    name, options = KINDS[kind]
+    seen = []
+    for run in (lambda f: f, compile_it):
+        given = parameters(dtype)
+        optimizer = getattr(torch.optim, name)(given, lr=0.01, **options)
+        step = run(optimizer.step)
+        for _ in range(3):
+            step()
+        state = [v for s in optimizer.state.values() for v in s.values()]
+        seen.append((given, state))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(seen[1], seen[0], rtol=max(2 * eps, 1e-5), atol=max(eps, 1e-6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps(kind: str) -> None:
+    agree(kind, lambda f: torch.compile(f, backend="plait"))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_targets(wrapper: str) -> None:
+    agree("AdamW", lambda f: torch.compile(f, backend="plait", options={"wrapper": wrapper}))
+
+
+def test_half_parameters() -> None:
+    agree("SGD", lambda f: torch.compile(f, backend="plait"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes(mode: str) -> None:
+    agree("AdamW", lambda f: torch.compile(f, backend="plait", mode=mode))
+
+
+def test_launches() -> None:
+    """A launch for each kind of length and some tens of parameters, and one for all counters."""
+    optimizer = torch.optim.AdamW(parameters(), lr=0.01, foreach=True, capturable=True)
+    optimizer.step()
+    told = plait.explain(optimizer.step, quiet=True)
+    assert told.kernels <= 5 and not told.fallbacks, told

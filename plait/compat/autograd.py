@@ -66,9 +66,20 @@ def wrapper_reason(gm: GraphModule, meta: Any) -> str:
     none."""
     if meta is None:
         return "no metadata"
-    context = TracingContext.try_get()
-    if context is not None and context.fakify_first_call:
+    if _fake_at_first():
         return "the first call is fake"
+    return _lasting_reason(gm, meta)
+
+
+def _fake_at_first() -> bool:
+    """Whether what a graph becomes is called with fake tensors first (by DDPOptimizer), which
+    AOTAutograd's callable expects."""
+    context = TracingContext.try_get()
+    return context is not None and bool(context.fakify_first_call)
+
+
+def _lasting_reason(gm: GraphModule, meta: Any) -> str:
+    """A reason for the wrapper at every call."""
     counts = (
         ("num_mutated_inp_runtime_indices", "an input mutation is applied outside the graph"),
         ("num_intermediate_bases", "outputs are views of an intermediate"),
@@ -164,7 +175,13 @@ class TrainingFacts:
 
 def training_reason(gm: GraphModule, meta: Any) -> str:
     """Why this training graph needs AOTAutograd's autograd function, or "" if it needs none."""
-    if reason := wrapper_reason(gm, meta):
+    if meta is None:
+        return "no metadata"
+    # Fake tensors are no plain ones: the native node hands a call with one to AOTAutograd's.
+    given = (n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder"))
+    if _fake_at_first() and not any(isinstance(v, torch.Tensor) for v in given):
+        return "the first call is fake"
+    if reason := _lasting_reason(gm, meta):
         return reason
     counts = (
         ("num_outputs_aliased", "an output is an input or a view of one"),

@@ -41,6 +41,7 @@ SAMPLED = {
     "test_frontend_dynamic.py::test_checks_of_a_size_that_becomes_a_number": 2,
     "test_frontend_dynamic.py::test_one_compile_serves_all_sizes": 2,
     "test_frontend_dynamic.py::test_one_compile_serves_all_sizes_in_training": 2,
+    "test_fuzz_graphs.py::test_random_control_flow": 8,
     "test_fuzz_graphs.py::test_random_graphs": 6,
     "test_half_numbers.py::test_tensors_that_hold_a_number": 2,
     "test_indices_of_nothing.py::test_gradients": 2,

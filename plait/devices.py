@@ -145,4 +145,5 @@ _OTHER = Facts(
 def facts_of(device: object) -> Facts:
     """The row of a device, such as 'cuda:0' or torch's device; of one that plait has no kernels
     for, a row that promises nothing."""
-    return DEVICES.get(str(device).partition(":")[0], _OTHER)
+    found = DEVICES.get(device) if isinstance(device, str) else None
+    return found or DEVICES.get(str(device).partition(":")[0], _OTHER)

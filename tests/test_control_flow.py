@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,41 @@ def test_gradients_go_through_a_branch(wrapper: str, records: list[CompileRecord
             torch.testing.assert_close(have, want)
     assert [r.kind for r in records] == ["forward", "backward"]
     assert all(calls_of(r) for r in records)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_go_through_a_branch_on_a_size(
+    wrapper: str, records: list[CompileRecord]
+) -> None:
+    """The backward graph is given the condition."""
+
+    def fn(x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(x.shape[0] > 6, torch.sin, torch.exp, (x * 2,))
+        return chosen
+
+    run = torch.compile(fn, backend="plait", dynamic=True, options={"wrapper": wrapper})
+    for n in (5, 8, 6, 9):
+        x = torch.randn(n, 4, requires_grad=True)
+        (want,), (got,) = (torch.autograd.grad(call(x).sum(), x) for call in (fn, run))
+        torch.testing.assert_close(got, want)
+    assert [r.kind for r in records] == ["forward", "backward"]
+
+
+def test_a_check_in_a_branch_of_a_package(tmp_path: Path) -> None:
+    """Tracing checks the dtype of what a conversion that changes nothing is given."""
+
+    class Sums(nn.Module):
+        def forward(self, x: Tensor, positive: Tensor) -> Tensor:
+            result: Tensor = torch.cond(
+                positive, lambda x: x.cumsum(0).to(x.dtype), lambda x: x * 2, (x,)
+            )
+            return result
+
+    x = torch.arange(6)
+    plait.package(Sums(), tmp_path / "p.plait", (x, torch.tensor(True)))
+    run = plait.load(tmp_path / "p.plait")
+    for b in (torch.tensor(True), torch.tensor(False)):
+        torch.testing.assert_close(run(x, b), Sums()(x, b))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -24,9 +24,9 @@ KNOWN_ELSEWHERE = (24, 39)
 SEEDS = [s for s in range(60) if s not in KNOWN and not (ELSEWHERE and s in KNOWN_ELSEWHERE)]
 
 
-def programs(seed: int) -> Program:
+def programs(seed: int, flow: bool = False) -> Program:
     """A program of that seed, in the form that this run of the tests takes."""
-    p = generate(seed)
+    p = generate(seed, flow=flow)
     if ELSEWHERE:
         grad = "backward" if p.road.grad else ""
         road = Road(dynamic=p.road.dynamic, grad=grad, wrapper=os.environ["PLAIT_WRAPPER"])
@@ -42,10 +42,16 @@ def test_random_graphs(seed: int) -> None:
     passes(programs(seed))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_control_flow(seed: int) -> None:
+    passes(programs(seed, flow=True))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("flow", [False, True])
 @pytest.mark.parametrize("first", range(100_000, 104_000, 200))
-def test_many_random_graphs(first: int) -> None:
+def test_many_random_graphs(first: int, flow: bool) -> None:
     """In processes of their own: what crashes is a failure of one test."""
-    found = run(200, None, 1, first, "cpu", 3600)
+    found = run(200, None, 1, first, "cpu", 3600, flow)
     bad = [f for f in found["failures"] if f["kind"] in BAD]
     assert not bad, "\n\n".join(f"seed {f['seed']}: {f['what']}" for f in bad)

@@ -26,6 +26,11 @@ def test_random_graphs(seed: int) -> None:
     passes(generate(seed, "cuda"))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_random_control_flow(seed: int) -> None:
+    passes(generate(seed, "cuda", flow=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(20000, 21000, 40))
 def test_many_random_kernels(first: int) -> None:
@@ -34,9 +39,10 @@ def test_many_random_kernels(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flow", [False, True])
 @pytest.mark.parametrize("first", range(200_000, 210_000, 500))
-def test_many_random_graphs(first: int) -> None:
+def test_many_random_graphs(first: int, flow: bool) -> None:
     """In processes of their own: what takes the device along is a failure of one test."""
-    found = run(500, None, 2, first, "cuda", 3600)
+    found = run(500, None, 2, first, "cuda", 3600, flow)
     bad = [f for f in found["failures"] if f["kind"] in BAD]
     assert not bad, "\n\n".join(f"seed {f['seed']}: {f['what']}" for f in bad)

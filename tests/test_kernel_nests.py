@@ -109,6 +109,25 @@ def test_softmax_in_place(isa: Isa, columns: int, tmp_path: Path) -> None:
 
 
 @all_isas
+@pytest.mark.parametrize("columns", [3, 16, 35])
+def test_a_product_that_is_summed_is_there_for_a_later_pass(
+    isa: Isa, columns: int, tmp_path: Path
+) -> None:
+    """A multiply-add would compute it without keeping it."""
+    ops = Recorder()
+    (i,), (r,) = loop_vars("i", (5,)), loop_vars("r", (columns,))
+    product = apply("mul", apply("exp", ops.load("x", (i, r), f32)), ops.load("x", (i, r), f32))
+    stmts = (Reduce("s", "sum", product), Store("y", (i, r), apply("sub", product, acc("s")), True))
+    buffers = (strided("x", f32, (5, columns)), strided("y", f32, (5, columns)))
+    kernel = Kernel("kept", (i,), (r,), stmts, buffers, ("y",), ())
+    x = np.random.default_rng(2).normal(size=(5, columns)).astype(np.float32)
+    y = np.full_like(x, 9)
+    Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y})
+    p = np.exp(x.astype(np.float64)) * x
+    np.testing.assert_allclose(y, p - p.sum(-1, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
+@all_isas
 def test_nothing_is_written_past_the_end(isa: Isa, tmp_path: Path) -> None:
     for columns in (1, 3, 15, 17):
         kernel = softmax(3, columns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from plait.ir.calls import Extern, Scalar, TensorArg
 from plait.ir.checks import Bound, Check
@@ -141,6 +142,7 @@ _nodes: dict[object, Node] = {}
 def forget() -> None:
     """Drops the intern table (see sizes.forget)."""
     _nodes.clear()
+    loop_vars.cache_clear()
 
 
 def node(
@@ -279,6 +281,7 @@ def substitute_vars(
     return rewrite(root, fn, memo)
 
 
+@lru_cache(1 << 12)
 def loop_vars(prefix: str, sizes: tuple[Size, ...]) -> tuple[Expr, ...]:
     """Fresh loop variables prefix0, prefix1, ... with 0 <= var < size."""
     return tuple(symbol(f"{prefix}{k}", extent=s) for k, s in enumerate(sizes))

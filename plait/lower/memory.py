@@ -296,4 +296,6 @@ def _stride_of(e: Size, vars_: tuple[Expr, ...], strides: tuple[Size, ...]) -> S
 def _same_layout(shape: tuple[Size, ...], a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
     """Whether two strides place the elements alike: dimensions of size 1 and empty tensors do not
     count."""
-    return 0 in shape or all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))
+    return (
+        a == b or 0 in shape or all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))
+    )

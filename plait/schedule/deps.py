@@ -109,7 +109,7 @@ def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
 
 def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
     """The buffers that the program returns, each once."""
-    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, TensorArg)))
+    return tuple(dict.fromkeys([o.buf for o in program.outputs if isinstance(o, TensorArg)]))
 
 
 def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:

@@ -119,12 +119,9 @@ def traffic(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> Traffic:
     return t
 
 
-def peak_nbytes(
-    grouping: Grouping, all_nodes: Sequence[ScheduleNode], sequence: Sequence[int]
-) -> int:
+def peak_nbytes(t: Traffic, sequence: Sequence[int]) -> int:
     """The most bytes alive at once when nodes run in a sequence and memory is freed after its last
     use. Inputs count only if donated."""
-    t = traffic(grouping, all_nodes)
     left = {n: len(users) for n, users in t.users.items()}
     best = now = t.at_start
     for k in sequence:
@@ -137,10 +134,9 @@ def peak_nbytes(
     return best
 
 
-def greedy_order(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> list[int]:
+def greedy_order(t: Traffic, all_nodes: Sequence[ScheduleNode]) -> list[int]:
     """A topological order that always takes the ready node which leaves the least memory alive; the
     program's order decides ties."""
-    t = traffic(grouping, all_nodes)
     left = {n: set(users) for n, users in t.users.items()}
     waiting = [len(u.preds) for u in all_nodes]
     users = users_of(all_nodes)
@@ -188,8 +184,9 @@ def order(grouping: Grouping) -> list[ScheduleNode]:
     all_nodes = readers_first(nodes(grouping))
     best = program_order(all_nodes)
     if len(all_nodes) <= MAX_GREEDY:
-        other = greedy_order(grouping, all_nodes)
-        now, then = (peak_nbytes(grouping, all_nodes, s) for s in (best, other))
+        t = traffic(grouping, all_nodes)
+        other = greedy_order(t, all_nodes)
+        now, then = (peak_nbytes(t, s) for s in (best, other))
         if then < now * CLEARLY_LESS:
             best = other
     place = {k: at for at, k in enumerate(best)}

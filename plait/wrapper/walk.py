@@ -84,7 +84,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
     for name, kind in _USED[type(i)]:
         if kind in _OPERANDS:
             for o in _of(i, name, kind):
-                names.extend(refs(o))
+                names.extend((o.name,) if isinstance(o, ins.Ref) else refs(o))
             continue
         value = getattr(i, name)
         if kind is Kind.ALL_USED:
@@ -103,7 +103,8 @@ def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
         if kind in _OPERANDS:
             assert not isinstance(i, ins.Input), "an input has no operands"
             for o in _of(i, name, kind):
-                found.extend(operand_sizes(o))
+                if not isinstance(o, (ins.Ref, ins.Literal)):  # most of them
+                    found.extend(operand_sizes(o))
             continue
         value = getattr(i, name)
         if isinstance(value, tuple):
@@ -115,7 +116,8 @@ def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
 
 def symbols(i: ins.Instr) -> frozenset[str]:
     """Names of the symbols in this instruction's expressions."""
-    return frozenset(a.name for e in sizes(i) for a in free_symbols(e))
+    symbolic = [e for e in sizes(i) if not isinstance(e, int)]
+    return frozenset([a.name for e in symbolic for a in free_symbols(e)])
 
 
 def is_fence(i: ins.Instr) -> bool:

@@ -2,10 +2,11 @@
 
 The state file holds the next seed, how many programs ended how, how many there were of each class,
 and every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros,
-`--seed N` looks at one program, `--report FILE` prints the tables. `--device cuda` compares with
-eager on a GPU; `--device interpreted` compiles the same programs for a GPU without one: Triton's
-interpreter runs their kernels on CPU tensors, and eager is that of the CPU, which divides by a
-number where a GPU multiplies by its reciprocal: the last bits of such quotients differ.
+`--seed N` looks at one program, `--report FILE` prints the tables. `--flow` makes programs of
+control flow. `--device cuda` compares with eager on a GPU; `--device interpreted` compiles the same
+programs for a GPU without one: Triton's interpreter runs their kernels on CPU tensors, and eager is
+that of the CPU, which divides by a number where a GPU multiplies by its reciprocal: the last bits
+of such quotients differ.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ BAD = ("fault", "crash", "hang", "checker", "generator")
 
 
 def run(
-    count: int, state: Path | None, jobs: int, first: int, device: str, seconds: float
+    count: int,
+    state: Path | None,
+    jobs: int,
+    first: int,
+    device: str,
+    seconds: float,
+    flow: bool = False,
 ) -> dict[str, Any]:
     """Runs programs until there were `count`, or the seconds are over; returns the state."""
     data: dict[str, Any] = {
@@ -57,7 +64,7 @@ def run(
                 seed = next(seeds, None)
             if seed is None:
                 break
-            done.put((seed, worker.ask({"seed": seed, "device": device})))
+            done.put((seed, worker.ask({"seed": seed, "device": device, "flow": flow})))
         worker.close()
         done.put(None)
 
@@ -121,13 +128,13 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def look(seed: int, device: str) -> int:
+def look(seed: int, device: str, flow: bool) -> int:
     """Prints one program, runs it in a process of its own, and shrinks it if it fails."""
     from tests.fuzz.shrink import shrink
 
     worker = Worker(device=device)
-    found = worker.ask({"seed": seed, "device": device})
-    p = generate(seed, device)
+    found = worker.ask({"seed": seed, "device": device, "flow": flow})
+    p = generate(seed, device, flow)
     print(p.source(), found["kind"], found["what"], sep="\n")
     if found["kind"] in ("fault", "crash", "hang", "torch"):
         print(shrink(p, found, worker).repro())
@@ -135,7 +142,7 @@ def look(seed: int, device: str) -> int:
     return int(found["kind"] in BAD)
 
 
-def shrink_all(state: Path, folder: Path) -> None:
+def shrink_all(state: Path, folder: Path, device: str, flow: bool) -> None:
     """Writes one repro a distinct failure of a state file."""
     from tests.fuzz.shrink import shrink, signature
 
@@ -150,7 +157,9 @@ def shrink_all(state: Path, folder: Path) -> None:
         path = folder / f"{failure['seed']}.py"
         if seen[key] > 3 or path.exists():
             continue
-        p = Program.loads(failure["program"]) if failure["program"] else generate(failure["seed"])
+        if not failure["program"]:
+            failure["program"] = generate(failure["seed"], device, flow).dumps()
+        p = Program.loads(failure["program"])
         small = shrink(p, failure, worker)
         path.write_text(f'"""{failure["what"][:1000]}"""\n{small.repro()}')
         print(failure["seed"], failure["what"][:160].replace("\n", " "), flush=True)
@@ -164,6 +173,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--flow", action="store_true", help="programs of control flow")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--shrink", type=Path)
@@ -171,14 +181,14 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     a = parser.parse_args()
     if a.seed is not None:
-        return look(a.seed, a.device)
+        return look(a.seed, a.device, a.flow)
     if a.shrink is not None:
-        shrink_all(a.shrink, a.repros)
+        shrink_all(a.shrink, a.repros, a.device, a.flow)
         return 0
     if a.report is not None:
         print(report(json.loads(a.report.read_text())))
         return 0
-    data = run(a.count, a.state, a.jobs, a.first, a.device, a.seconds)
+    data = run(a.count, a.state, a.jobs, a.first, a.device, a.seconds, a.flow)
     print(report(data))
     return int(any(data["kinds"].get(k) for k in BAD))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.fuzz import catalog, indexing, special
+from tests.fuzz import catalog, control, indexing, special
 from tests.fuzz.maker import FLOATS, INTS, Maker
 from tests.fuzz.pool import INTERPRETED
 from tests.fuzz.program import NAME, Call, Operand, Program, Road
@@ -14,16 +14,18 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 100)
 _WEIGHTS = (3, 4, 4, 4, 3, 4, 2, 2, 2, 4, 4, 1, 2, 1, 1)
 
 
-def generate(seed: int, device: str = "cpu") -> Program:
+def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
     """A program that eager runs at its first call, or refuses in its last statement. What the
     device is called decides about the program: INTERPRETED gives those of "cuda", on a CPU, in one
-    thread and by wrappers that are Python (see tests/interpreted.py)."""
+    thread and by wrappers that are Python (see tests/interpreted.py). flow: of control flow."""
     if device == INTERPRETED:
-        p = generate(seed, "cuda")
+        p = generate(seed, "cuda", flow)
         wrapper = "fx" if p.road.wrapper == "fx" else "python"
         return replace(p, device="cpu", road=replace(p.road, wrapper=wrapper, threads=1))
     rng = random.Random(seed)
     road = _road(rng, device)
+    if flow and road.grad:  # PyTorch traces the gradient of a loop so
+        road = replace(road, grad="backward", capture=True)
     calls = _calls(rng, road)
     if rng.random() < 0.5:
         dtypes: tuple[str, ...] = ("float32",)
@@ -33,13 +35,18 @@ def generate(seed: int, device: str = "cpu") -> Program:
         )
     if road.grad:
         dtypes = ("float32", rng.choice(FLOATS))
-    m = Maker(rng, calls, dtypes, 0.0 if device != "cpu" else rng.choice((0, 0.2)))
+    errors = 0.0 if device != "cpu" or flow else rng.choice((0, 0.2))
+    m = Maker(rng, calls, dtypes, errors)
     for _ in range(rng.randint(1, 3)):
         m.operand(m.shape(rng.choice((1, 2, 2, 3))), rng.choice(dtypes))
     if rng.random() < 0.06 and not road.grad:
         _alias(m)
-    for _ in range(rng.randint(3, 14)):
-        statement(m, road)
+    for _ in range(rng.randint(1, 4) if flow else rng.randint(3, 14)):
+        if flow and rng.random() < 0.7:
+            weights = [w for w, _ in control.MAKERS]
+            rng.choices([f for _, f in control.MAKERS], weights)[0](m)
+        else:
+            statement(m, road)
         if m.ended:
             break
     p = Program(
@@ -115,7 +122,7 @@ def _alias(m: Maker) -> None:
 
 
 def _outputs(m: Maker) -> tuple[str, ...]:
-    made = [line.out for line in m.lines if line.out]
+    made = [line.out for line in m.lines if line.out and line.out[0] != "w"]  # w: a tuple
     read = {n for line in m.lines for n in line.reads}
     keep = [n for n in made if n not in read or m.rng.random() < 0.3]
     written = [

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fuzz import values
+from tests.fuzz import flow, values
 from tests.fuzz.program import NAME, Call, Line, Operand
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -34,7 +34,8 @@ _DIGITS = {
     torch.complex64: 24,
 }
 MOST = 20_000  # elements of any value
-FREE = {"torch": torch, "F": F, "math": math}
+CALLED = ("REGIONS", "associative_scan", "cond", "map_", "scan", "while_loop")
+FREE = {"torch": torch, "F": F, "math": math} | {name: getattr(flow, name) for name in CALLED}
 
 
 def name_of(dtype: torch.dtype) -> str:

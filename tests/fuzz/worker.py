@@ -23,7 +23,8 @@ import torch  # noqa: E402
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"seed": n, "device": d} or {"program": text} -> kind, what, classes, program, graphs."""
+    """{"seed": n, "device": d, "flow": b} or {"program": text} -> kind, what, classes, program,
+    graphs."""
     from tests.fuzz.check import check
     from tests.fuzz.make import generate
     from tests.fuzz.program import Program
@@ -33,7 +34,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "program" in request:
             p = Program.loads(request["program"])
         else:
-            p = generate(request["seed"], request.get("device", "cpu"))
+            p = generate(request["seed"], request.get("device", "cpu"), request.get("flow", False))
     except Exception:  # noqa: BLE001 - a fault of the fuzzer itself
         return {
             "kind": "generator",

@@ -119,10 +119,12 @@ class Accumulators:
             v.line(f"{name} = {text};")
 
     def _fuses(self, s: Reduce) -> bool:
-        """Whether products are added without being rounded. Those of a tail are masked first."""
+        """Whether products are added without being rounded. Those of a tail are masked first; those
+        that another pass needs too are values of their own."""
         v, n = self.v, s.value
         is_sum = s.kind == "sum" and not s.running and n.op == "mul" and n.dtype.is_float
-        return is_sum and "fma" in v.isa.cpu and not (v.tail and v.nest.inner)
+        lone = n not in v.nest.kept and not (v.tail and v.nest.inner)
+        return is_sum and "fma" in v.isa.cpu and lone
 
     def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:
         """Running results over the lanes; carry holds the last one in every lane, from vector to

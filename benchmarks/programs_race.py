@@ -52,11 +52,13 @@ def work(name: str, peer: str, device: str) -> None:
     torch.manual_seed(0)
     program = programs()[name](device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    if peer == "eager":
-        run = program.fn
-    else:
+    run = program.fn
+    if peer != "eager":
         backend, mode = {**MODES, **GRAPHS}[peer]
-        run = torch.compile(program.fn, backend=backend, mode=mode)
+        if program.part is None:
+            run = torch.compile(run, backend=backend, mode=mode)
+        else:
+            program.part.compile(backend=backend, mode=mode)
 
     def call() -> Any:
         with contextlib.nullcontext() if program.grad else torch.no_grad():

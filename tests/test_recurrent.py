@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import plait
-from plait.errors import Unsupported
 
 LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -101,15 +100,29 @@ def test_packed_sequences_of_a_package(tmp_path: Path) -> None:
         check(loaded, module, X, lengths)
 
 
+def test_explain_says_how_dynamo_takes_a_layer() -> None:
+    report = plait.explain(Packs(nn.LSTM, batch_first=True).layer, X, quiet=True)
+    assert "allow_rnn = True" in str(report), report
+
+
 def test_dynamo_leaves_packed_sequences_to_eager() -> None:
     module = Packs(nn.LSTM, batch_first=True)
     torch._dynamo.reset()
     check(torch.compile(module, backend="plait"), module, X, LENGTHS[0])
 
 
-def test_a_total_length_is_compared_with_data() -> None:
-    with pytest.raises(Unsupported, match="cannot trace Packs"):
-        plait.compile(Packs(nn.GRU, total=9, batch_first=True), (X, LENGTHS[0]))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_total_length(kind: type[nn.RNNBase], tmp_path: Path) -> None:
+    """Steps beyond the longest sequence are padding; too few are refused at the call."""
+    module = Packs(kind, total=5, batch_first=True)
+    plait.package(module, tmp_path / "p.plait", (X, LENGTHS[1]), machines=["portable"])
+    for call in (plait.compile(module, (X, LENGTHS[1])), plait.load(tmp_path / "p.plait")):
+        for lengths in LENGTHS[1:]:
+            check(call, module, X, lengths)
+        with pytest.raises(ValueError, match="total_length"):
+            module(X, LENGTHS[0])
+        with pytest.raises((RuntimeError, plait.PlaitError)):
+            call(X, LENGTHS[0])
 
 
 @pytest.mark.parametrize("kind", LAYERS)

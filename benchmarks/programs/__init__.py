@@ -12,8 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Program:
-    """What is called, and with what. grad: whether autograd is on."""
+    """What is called, and with what.
+
+    grad: whether autograd is on.
+    part: the module that is compiled, where that is not all of fn.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...] = ()
     grad: bool = False
+    part: Any = None

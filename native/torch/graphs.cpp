@@ -14,9 +14,10 @@
 namespace plait {
 namespace {
 
-constexpr size_t kMaxSizes = 16;      // choices of sizes that one partition is recorded for
-constexpr size_t kMaxRecordings = 4;  // at once, for one choice of sizes
-constexpr int32_t kMaxMade = 32;      // in all: what moves so often is not worth recording
+constexpr size_t kMaxSizes = 1024;  // choices of sizes of one partition that are remembered
+// Further recordings of one partition drive out none of others.
+constexpr size_t kFewSizes = 16, kFewRecordings = 4;
+constexpr size_t kMaxMade = 32;  // in the place of one: what moves so often is not worth recording
 // Inputs of operators up to this are copied once they move.
 constexpr size_t kCopyNbytes = 16 << 20;
 
@@ -70,8 +71,8 @@ void update_recording(Graphs& graphs, const Frame& f, const PartitionInfo& p, Re
   }
 }
 
-// A recording that knows the addresses of this call and whose memory nobody holds; null: there is
-// none, and there is room for one.
+// A recording that knows the addresses of this call and whose memory nobody holds, or null. Of many
+// that know others, one goes that nobody holds, and what moved is copied from then on.
 Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) {
   std::erase_if(at.all, [](const std::unique_ptr<Recording>& r) { return !is_whole(*r); });
   const auto lies_elsewhere = [&](const Recording& r, size_t i) {
@@ -101,11 +102,38 @@ Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at
   size_t moved = 0;
   for (size_t i = 0; i < p.imports.size(); ++i)
     if (may_copy(i)) moved += f.tensor(p.imports[i].slot).nbytes();
-  const bool full = at.all.size() >= kMaxRecordings;
+  const bool full = at.all.size() >= kFewRecordings;
   for (size_t i = 0; i < p.imports.size(); ++i)
     if (may_copy(i) && (moved <= kCopyNbytes || full)) at.copied[i] = true;
-  if (full) at.all.erase(at.all.begin());
+  const auto idle =
+      std::find_if(at.all.begin(), at.all.end(), [](const auto& r) { return !is_held(*r); });
+  if (full && idle != at.all.end()) at.all.erase(idle);
   return nullptr;
+}
+
+// Whether a partition has so few recordings that others may go for one more.
+bool has_few(const PartitionState& state, const Recordings& at) {
+  const auto n_sizes = std::count_if(state.by_size.begin(), state.by_size.end(),
+                                     [](const auto& sized) { return !sized.second.all.empty(); });
+  return at.all.size() < std::min(kFewRecordings, at.most) &&
+         static_cast<size_t>(n_sizes) < kFewSizes;
+}
+
+// Why one that has many gets no other one; "" if it does.
+std::string why_no_more(const Frame& f, const PartitionState& state, const Recordings& at) {
+  size_t n = 0;
+  int64_t largest = 0, held = 0;
+  for (const auto& [sizes, found] : state.by_size) {
+    n += found.all.size();
+    for (const auto& r : found.all) {
+      held += r->nbytes;
+      largest = std::max(largest, r->nbytes);
+    }
+  }
+  const std::string over = DeviceRecordings::of(f.code.gpu->device()).over(largest);
+  if (over.empty() && at.all.size() < at.most) return "";
+  return "it has " + std::to_string(n) + " recordings of " + mib(held) +
+         ", in use or of other sizes" + (over.empty() ? "" : ": with one more, " + over);
 }
 
 void run_below(Frame& f, const PartitionInfo& p) {
@@ -156,18 +184,20 @@ bool run_recorded(Graphs& graphs, Frame& f, size_t partition, Recordings& at) {
     launch_recording(f, p, *r);
     return true;
   }
-  if (at.all.size() >= kMaxRecordings) {
-    refuse(f.code, partition, graphs.partitions[partition].refused,
-           "the results of " + std::to_string(kMaxRecordings) + " recordings are in use at once");
+  PartitionState& state = graphs.partitions[partition];
+  const bool few = has_few(state, at);
+  const std::string why = few ? "" : why_no_more(f, state, at);
+  if (!why.empty()) {
+    refuse(f.code, partition, state.refused, why);
     return false;
   }
-  if (++at.made > kMaxMade) {
+  if (++at.made > kMaxMade * (at.all.size() + 1)) {
     refuse(f.code, partition, at.refused,
            "its tensors lie elsewhere at every call, or other recordings need the memory");
     at.all.clear();
     return false;
   }
-  return record(graphs, f, partition, at);
+  return record(graphs, f, partition, at, few);
 }
 
 void run_partition(Graphs& graphs, Frame& f, size_t partition) {

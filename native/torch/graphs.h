@@ -29,8 +29,9 @@ bool run_graphs(Graphs& graphs, Frame& f);
 // A call that has run without, though it may have read what recordings keep.
 void note_beside(const Frame& f);
 
-// The partition, recorded and run; false if it cannot be (record.cpp).
-bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at);
+// The partition, recorded and run; false if it cannot be (record.cpp). Other recordings may go for
+// it if `drives_out`.
+bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool drives_out);
 // Runs a recording that is up to date and leaves the frame as the steps would.
 void launch_recording(Frame& f, const PartitionInfo& p, Recording& r);
 void copy_import(const Frame& f, SlotId s, const at::Tensor& copy);

@@ -187,7 +187,7 @@ void read_imports(Frame& f, const PartitionInfo& p, const std::vector<bool>& cop
 
 // Runs the steps while they are recorded. capture: the host's object, set once there is one.
 void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, Recording& r,
-                       void*& capture) {
+                       bool drives_out, void*& capture) {
   const Accelerator& gpu = *f.code.gpu;
   const Host& host = f.code.host;
   std::vector<c10::DataPtr> rooms(p.exports.size());  // outside of the recording's pool
@@ -210,10 +210,11 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   r.nbytes = made.nbytes;
   DeviceRecordings& shared = DeviceRecordings::of(gpu.device());
   shared.nbytes = made.shared;
+  shared.limit = made.limit;
   const cuda::Driver& driver = cuda::Driver::machine();
   for (Recording::Copy& c : r.copies)
     if (c.node) driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
-  shared.make_room(r, made.limit);
+  shared.make_room(r, drives_out);
   for (const Recording* lender : r.lenders)
     if (std::find(shared.all.begin(), shared.all.end(), lender) == shared.all.end())
       throw std::runtime_error("memory that it was lent has gone");
@@ -234,7 +235,7 @@ void keep_results(const Frame& f, const PartitionInfo& p, Recording& r) {
 
 }  // namespace
 
-bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at) {
+bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool drives_out) {
   const PartitionInfo& p = f.code.partitions[partition];
   auto r = std::make_unique<Recording>(f.code.host.release, at);
   r->imports.resize(p.imports.size());
@@ -246,7 +247,7 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at) {
   std::optional<std::string> failed;
   try {
     read_imports(f, p, at.copied, *r, replaced);
-    capture_partition(f, p, at, *r, capture);
+    capture_partition(f, p, at, *r, drives_out, capture);
   } catch (const c10::Error& error) {
     failed = error.what_without_backtrace();
   } catch (const std::exception& error) {
@@ -261,7 +262,9 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at) {
     drop_arena(f);
     r->copies.clear();
     if (capture) f.code.host.abort_capture(capture);
-    refuse(f.code, partition, at.refused, *failed);
+    at.most = at.all.size();
+    PartitionState& state = graphs.partitions[partition];
+    refuse(f.code, partition, at.most == 0 ? at.refused : state.refused, *failed);
     return false;
   }
   keep_results(f, p, *r);

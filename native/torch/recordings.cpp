@@ -40,22 +40,25 @@ void DeviceRecordings::wait(cuda::Stream stream, cuda::Stream other) {
     driver.check(driver.synchronize(), "cuCtxSynchronize");
 }
 
-void DeviceRecordings::make_room(const Recording& made, int64_t limit) const {
+void DeviceRecordings::make_room(const Recording& made, bool drives_out) const {
   const int64_t alone = nbytes + made.nbytes;
   for (;;) {
-    int64_t total = alone;
-    for (const Recording* r : all) total += r->nbytes;
-    if (total <= limit) return;
+    const std::string why = over(made.nbytes);
+    if (why.empty()) return;
     Recording* oldest = nullptr;
     for (Recording* r : all)
       if (!is_held(*r) && (!oldest || r->used < oldest->used)) oldest = r;
-    if (alone > limit || !oldest)
-      throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) +
-                               " MiB, all recordings " + std::to_string(total / kMiB) +
-                               " MiB, and those of a device may hold " +
-                               std::to_string(limit / kMiB) + " MiB");
+    if (alone > limit || !oldest || !drives_out)
+      throw std::runtime_error("it would hold " + mib(alone) + ", " + why);
     std::erase_if(oldest->owner.all, [&](const auto& r) { return r.get() == oldest; });
   }
+}
+
+std::string DeviceRecordings::over(int64_t more) const {
+  int64_t total = nbytes + more;
+  for (const Recording* r : all) total += r->nbytes;
+  if (total <= limit) return "";
+  return "all recordings " + mib(total) + ", and those of a device may hold " + mib(limit);
 }
 
 Recording::~Recording() {
@@ -85,6 +88,8 @@ bool is_held(const Recording& r) {
   }
   return false;
 }
+
+std::string mib(int64_t nbytes) { return std::to_string(nbytes / kMiB) + " MiB"; }
 
 const void* data_of(const at::Tensor& t) {
   if (!t.defined()) return nullptr;

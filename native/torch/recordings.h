@@ -90,8 +90,9 @@ struct Recordings {
   std::vector<bool> copied;    // by import
   std::vector<size_t> nbytes;  // by export, as met before recording
   size_t kept_nbytes = 0;      // of large ones that stay in the recording
-  int32_t made = 0;
-  std::string refused;  // why nothing is recorded any more
+  size_t made = 0;
+  size_t most = SIZE_MAX;  // at once: one more failed
+  std::string refused;     // why nothing is recorded any more
 };
 
 struct PartitionState {
@@ -121,14 +122,18 @@ struct DeviceRecordings {
   std::vector<cuda::Stream> beside;  // of calls that have run without recordings since then
   cuda::Event event = nullptr;
   int64_t nbytes = 0;  // of the memory that all recordings share
+  int64_t limit = 0;   // to it and what each has to itself, as the host said last
   std::vector<Recording*> all;
 
   static DeviceRecordings& of(c10::Device device);
   // A call uses memory of the one before it, wherever that was put, and what those beside have
   // read.
   void follow(cuda::Stream stream);
-  // Throws where there is no room for a new recording; else others that nobody needs may have gone.
-  void make_room(const Recording& made, int64_t limit) const;
+  // Throws where there is no room for a new recording; else others that nobody needs may have gone,
+  // if it drives them out.
+  void make_room(const Recording& made, bool drives_out) const;
+  // What all recordings and one more of so many bytes would hold, if that is too much; else "".
+  std::string over(int64_t more) const;
 
  private:
   void wait(cuda::Stream stream, cuda::Stream other);
@@ -139,6 +144,7 @@ bool is_whole(const Recording& r);
 // Whether somebody else than the recording holds memory that it writes.
 bool is_held(const Recording& r);
 
+std::string mib(int64_t nbytes);           // "3 MiB"
 const void* data_of(const at::Tensor& t);  // null for none; without storage, the tensor
 at::Tensor sharing(const at::Tensor& t);   // a new header of the same memory
 inline c10::StorageImpl* memory_of(const at::Tensor& t) {

@@ -25,8 +25,10 @@ from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
 from plait.capture.module_state import ModuleRun
+from plait.capture.plain_tensors import special_kind
 from plait.capture.python_state import Change, Snapshot, same_program
 from plait.capture.recurrent import packed_sequences
+from plait.capture.wrapped_state import unwrapped, wrapped
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting
@@ -105,12 +107,12 @@ class FlatModule:
     ) -> None:
         self.module, self.who, self.env = module, who, env
         self.leaves, self.spec = given
-        self.state = state
+        self.state, self.plain = state, unwrapped(state)
         self.is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
         self.fakes: tuple[Any, ...] = tuple(
             x for x in env.leaves if isinstance(x, (torch.Tensor, torch.SymInt))
         )
-        self.inputs = [*(env.fake_state(t) for t in state.values()), *self.fakes]
+        self.inputs = [*(env.fake_state(t) for t in self.plain.values()), *self.fakes]
         self.arrange: Arrange = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
         self.before: list[Change] = []  # what the run before left
         self.seen: Seen | None = None
@@ -119,7 +121,7 @@ class FlatModule:
 
     def run(self, *flat: Any) -> tuple[Any, ...]:
         """Calls the module, notes what is seen, returns the results that are values."""
-        given = iter(flat[len(self.state) :])
+        given = iter(flat[len(self.plain) :])
         leaves = [
             next(given) if value else real if fake is None else fake
             for value, real, fake in zip(self.is_value, self.leaves, self.env.leaves, strict=True)
@@ -128,7 +130,7 @@ class FlatModule:
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments = Snapshot(SimpleNamespace(**bound.arguments))
         module_run = ModuleRun(self.module, self.who, self.before)
-        state = flat[: len(self.state)]
+        state = wrapped(self.state, iter(flat[: len(self.plain)]))
         with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
             result = self.module(*args, **kwargs)
         layouts.ask_of_results(flat, result)
@@ -147,6 +149,8 @@ class FlatModule:
 
     def _check_results(self, paths: list[tuple[pytree.KeyPath, Any]]) -> None:
         for path, x in paths:
+            if kind := special_kind(x) if isinstance(x, torch.Tensor) else "":
+                raise Unsupported(f"{self.who} of a function whose result is {kind}")
             if not _is_value(x) and not isinstance(x, CONSTANTS):
                 at = f" (at {pytree.keystr(path)})" if path else ""
                 what = f"a result of {name_of(self.module)}, {type_name(x)}{at}"

@@ -21,6 +21,7 @@ import torch
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
 from plait.capture.plain_tensors import special_kind
+from plait.capture.wrapped_state import Wrapper, wrapper_of
 from plait.errors import InputError
 
 _AGAIN = "plait.compile once more"
@@ -96,6 +97,8 @@ class _Slot:
 
     number: of its tensor, among those that a program is bound to; None: the attribute is None, and
         has to stay so.
+    wrapper, part: the kind of tensor that it is, where the program is bound to one inside of it,
+        and which.
     """
 
     module: Module
@@ -103,13 +106,20 @@ class _Slot:
     key: str
     name: str
     number: int | None
+    wrapper: Wrapper | None = None
+    part: int = 0
 
     def now(self) -> Any:
-        """What `module.key` gives, wherever it stands now; None where there is no such
-        attribute."""
-        if self.key in self.place:
-            return self.place[self.key]
-        return getattr(self.module, self.key, None)
+        """What `module.key` gives, wherever it stands now, or what is in it under this name; None
+        where there is no such attribute. Raises InputError where another kind of tensor stands."""
+        inside = self.key in self.place
+        x = self.place[self.key] if inside else getattr(self.module, self.key, None)
+        if self.wrapper is None or x is None:
+            return x
+        if wrapper_of(x) != self.wrapper:
+            what = f"parameter or buffer {self.name!r}: expected a {self.wrapper.kind.__name__}"
+            raise InputError(f"{what} as it was when compiled", hint=_AGAIN)
+        return list(self.wrapper.parts(x, ""))[self.part][1]
 
 
 class Owners:
@@ -146,6 +156,12 @@ class Owners:
                 for key, t in place.items():
                     if isinstance(t, torch.Tensor) and id(t) in self._numbers:
                         slots.append(_Slot(module, place, key, dot + key, self._numbers[id(t)]))
+                    elif wrapper := wrapper_of(t):
+                        slots += [
+                            _Slot(module, place, key, name, self._numbers[id(x)], wrapper, k)
+                            for k, (name, x) in enumerate(wrapper.parts(t, dot + key))
+                            if id(x) in self._numbers
+                        ]
                     elif t is None and place is not vars(module):
                         slots.append(_Slot(module, place, key, dot + key, None))
         if all(s.number is None for s in slots):

@@ -26,6 +26,7 @@ from plait.capture.bound_program import argument_specs, captured_from
 from plait.capture.program import collector_paused, guarded
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
+from plait.capture.wrapped_state import parts_of, unwrapped
 from plait.compile import Portable, compile_portable
 from plait.config import Config
 from plait.devices import facts_of
@@ -81,7 +82,7 @@ def package(
     named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
     isas, archs = _machines(named if machines is None else _names(machines))
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
-    state = state_of(source[0])
+    state = unwrapped(state_of(source[0]))
     aliases = _aliases(source[0], state)
     for weight, x in state.items():
         if x.is_meta:
@@ -128,7 +129,7 @@ def _aliases(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict
     first = {id(x): name for name, x in state.items()}
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
-    every = (*parameters, *buffers)
+    every = [part for name, x in (*parameters, *buffers) for part in parts_of(name, x)]
     return {name: first[id(x)] for name, x in every if name not in state and id(x) in first}
 
 

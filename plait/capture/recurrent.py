@@ -93,6 +93,30 @@ def _padded(
     return padded.transpose(0, 1) if batch_first else padded, there.sum(0)
 
 
+def _pad(
+    sequence: Any, batch_first: bool = False, padding_value: float = 0.0, total_length: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """pad_packed_sequence, whose code this one's takes the place of: of the number of steps the
+    program asks when it runs. Of globals only `torch` is known there."""
+    steps = sequence.batch_sizes.size(0)
+    if total_length is not None:
+        if isinstance(steps, int) and total_length < steps:
+            raise ValueError(
+                f"Expected total_length to be at least the length of the longest sequence in "
+                f"input, but got {total_length=} and max sequence length being {steps}"
+            )
+        enough: Any = total_length >= steps
+        torch._check(enough, lambda: "total_length is less than the longest length")  # type: ignore[no-untyped-call]
+        steps = total_length
+    padded, lengths = torch.nn.utils.rnn._VF._pad_packed_sequence(  # type: ignore[attr-defined]
+        sequence.data, sequence.batch_sizes, batch_first, padding_value, steps
+    )
+    order = sequence.unsorted_indices
+    if order is None:
+        return padded, lengths
+    return padded.index_select(0 if batch_first else 1, order), lengths[order.cpu()]
+
+
 def _check_hidden_size(
     layer: Any, hx: torch.Tensor, expected: tuple[Any, ...], msg: str = "Expected {}, got {}"
 ) -> None:
@@ -122,15 +146,18 @@ _CHANGED = (
         _pad_packed_sequence=_padded, _pack_padded_sequence=torch._VF._pack_padded_sequence,
     )),
 )  # fmt: skip
+_own_code = sequences.pad_packed_sequence.__code__
 _own = [(place, name, vars(place)[name]) for place, name, _ in _CHANGED if name in vars(place)]
 
 
 def _change() -> None:
+    sequences.pad_packed_sequence.__code__ = _pad.__code__  # under whatever name it was imported
     for place, name, changed in _CHANGED:
         setattr(place, name, changed)
 
 
 def _undo() -> None:
+    sequences.pad_packed_sequence.__code__ = _own_code
     del layers.int  # type: ignore[attr-defined]
     for place, name, own in _own:
         setattr(place, name, own)

@@ -40,7 +40,7 @@ class Traced:
     graph: its inputs are the tensors of state, then one for each VALUE in signature.leaves; a
         trailing copy_ writes each mutated input back.
     mutated: the positions of these.
-    state: parameters and buffers, by name.
+    state: parameters and buffers, by name; of wrappers, the plain tensors inside.
     fakes: the fake tensors and symbolic ints of the VALUEs.
     signature: how arguments flatten and results are put together.
     sizes: what is known of the sizes of inputs.
@@ -113,7 +113,7 @@ def trace(
         () if any_order else loose,
     )
     facts = with_least_sizes(size_facts(env, flat.fakes, graph), graph)
-    return Traced(graph, mutated, state, flat.fakes, signature, facts, flat.known.views)
+    return Traced(graph, mutated, flat.plain, flat.fakes, signature, facts, flat.known.views)
 
 
 def _check_module(module: torch.nn.Module, who: str) -> None:

@@ -74,6 +74,8 @@ def explain(
             _shown(records, breaks, note, details, quiet)
         raise
     why = ", ".join(dynamo.refusals() - refused) or "there are no operations on tensors"
+    if "RNN, GRU, or LSTM" in why:
+        why += "; torch._dynamo.config.allow_rnn = True lets it (docs/use.md)"
     note = "" if records else f"Dynamo captured no graph: {why}"
     return _shown(records, breaks, note, details, quiet)
 

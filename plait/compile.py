@@ -21,7 +21,7 @@ from plait.config import Config
 from plait.devices import DEVICES, facts_of
 from plait.errors import Fallback, RefusedKernel
 from plait.graph.captured import Captured
-from plait.ir.calls import Variant, all_programs
+from plait.ir.calls import UserKernel, Variant, all_programs
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
@@ -31,7 +31,7 @@ from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.plan import Plan, kernels_of, user_calls
+from plait.schedule.plan import Plan, kernels_of, launching_calls
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
@@ -208,8 +208,9 @@ def _built(
     try:
         return building.result()
     except RefusedKernel as error:
-        calls = [c.kernel for p in all_programs(plan) for c in user_calls(p) if c.kernel]
-        kernels = [k for k in calls if k.name == error.kernel]
+        calls = [c for p in all_programs(plan) for c in launching_calls(p)]
+        users = [c.kernel for c in calls if c.op.startswith("triton::")]
+        kernels = [k for k in users if isinstance(k, UserKernel) and k.name == error.kernel]
         why = f"its compiler refused it: {error.what.splitlines()[-1]}"
         refused.update({(k.text, v): why for k in kernels for v in k.variants})
         if cfg.strict or not kernels:

@@ -34,7 +34,7 @@ from plait.graph.regions import inline_regions
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
-from plait.ir.calls import Extern, all_programs
+from plait.ir.calls import Extern, UserKernel, all_programs
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
 from plait.kernel.target import Choices, Machines, Measured, Source, Unaligned
@@ -53,7 +53,16 @@ from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
-from plait.schedule.plan import Kernel, Plan, Step, UserLaunch, kernels_of, user_calls, user_launch
+from plait.schedule.plan import (
+    Kernel,
+    Plan,
+    Step,
+    UserLaunch,
+    device_of,
+    kernels_of,
+    launching_calls,
+    user_launch,
+)
 from plait.schedule.share_lengths import Shared, share_lengths
 from plait.schedule.split import split_reductions
 from plait.schedule.verify import verify_plan
@@ -219,10 +228,11 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
     """From a plan to the source of its kernels."""
     shared = log("share lengths", share_lengths, kernels_of(plan))
     machines = log("find machines", find_machines, plan, cfg)
+    plan = log("write templates", write_templates, plan, machines)
     found = Measured({})
     if cfg.autotune:  # before kernels are written: it chooses how
         found = log("measure candidates", measure_candidates, plan, shared, machines, cfg)
-    if any(user_calls(p) for p in all_programs(plan)):
+    if any(launching_calls(p) for p in all_programs(plan)):
         more = log("measure variants", measure_variants, plan, machines, cfg)
         found = _together([found, more])
     sources = log("emit kernels", emit_kernels, plan, shared, machines, found.choices, cfg.verifies)
@@ -231,12 +241,26 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
 
 def find_machines(plan: Plan, cfg: Config) -> Machines:
     """What kernels for each device are made for."""
+    calls = ((p, call) for p in all_programs(plan) for call in launching_calls(p))
+    devices = [k.device for k in kernels_of(plan)] + [device_of(p, call) for p, call in calls]
     found: dict[str, Any] = {}
-    kernels, users = _by_kind(plan), _users_by_kind(plan)
-    for kind in dict.fromkeys((*kernels, *users)):
-        devices = {k.device for k in (*kernels.get(kind, ()), *users.get(kind, ()))}
-        found |= TARGETS[kind].machines(devices, cfg)
+    for kind in dict.fromkeys(d.partition(":")[0] for d in devices):
+        of_kind = {d for d in devices if d.partition(":")[0] == kind}
+        found |= TARGETS[kind].machines(of_kind, cfg)
     return found
+
+
+def write_templates(plan: Plan, machines: Machines) -> Plan:
+    """The plan with texts for kernels of known kinds."""
+
+    def written(s: Step) -> Step:
+        if not isinstance(s, Extern) or s.kernel is None or isinstance(s.kernel, UserKernel):
+            return s
+        target = TARGETS[device_of(plan, s).partition(":")[0]]
+        return target.write_template(plan, s, machines)
+
+    nested = tuple(write_templates(p, machines) for p in plan.programs)
+    return replace(plan, steps=tuple(map(written, plan.steps)), programs=nested)
 
 
 def measure_candidates(
@@ -292,7 +316,7 @@ def _unaligned(plan: Plan) -> Unaligned:
 def _users_by_kind(plan: Plan) -> dict[str, list[UserLaunch]]:
     kinds: dict[str, list[UserLaunch]] = {}
     for p in all_programs(plan):
-        for call in user_calls(p):
+        for call in launching_calls(p):
             launch = user_launch(p, call, unaligned(p))
             kinds.setdefault(launch.device.partition(":")[0], []).append(launch)
     return kinds
@@ -309,6 +333,7 @@ def _named(plan: Plan, shared: Mapping[str, Shared], sources: Mapping[str, Sourc
             return shared[s.name].launched(made) if s.name in shared else made
         if not isinstance(s, Extern) or s.kernel is None:
             return s
+        assert isinstance(s.kernel, UserKernel), f"{s.kernel.name} was not written"
         chosen = tuple(v for v in s.kernel.variants if v.grid == grids[s.kernel.name])[:1]
         return replace(s, kernel=replace(s.kernel, name=names[s.kernel.name], variants=chosen))
 

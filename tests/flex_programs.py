@@ -28,6 +28,8 @@ class Case:
     heads: of queries and of keys.
     batches: of queries and of keys.
     lengths: of queries and of keys.
+    width: of a key, and of a value.
+    by_ids: queries see keys of their own number in a captured tensor, up to themselves.
     transposed: heads lie inside of positions, as after a projection.
     with_aux: logarithms of sums and greatest scores are results too."""
 
@@ -37,6 +39,8 @@ class Case:
     heads: tuple[int, int] = (4, 4)
     batches: tuple[int, int] = (2, 2)
     lengths: tuple[int, int] = (37, 37)
+    width: int = 16
+    by_ids: bool = False
     dtype: torch.dtype = torch.float32
     transposed: bool = False
     with_aux: bool = False
@@ -44,8 +48,12 @@ class Case:
     def program(self, device: str) -> Callable[..., Any]:
         """The function of queries, keys, values and captured tensors."""
         on_gpu = device != "cpu"  # greatest scores are given there only
-        mask = self.mask and flex.create_block_mask(
-            self.mask, self.batches[0], None, *self.lengths, device=device
+        seen = self.mask
+        if self.by_ids:
+            ids = torch.arange(max(self.lengths), device=device) // 7
+            seen = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+        mask = seen and flex.create_block_mask(
+            seen, self.batches[0], None, *self.lengths, device=device
         )
 
         def run(q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
@@ -66,7 +74,7 @@ class Case:
         """Values, every one from another seed. longer: by how much lengths are."""
         made = torch.Generator().manual_seed(seed)
         dims = [
-            [b, h, n + longer, 16]
+            [b, h, n + longer, self.width]
             for b, h, n in zip(self.batches, self.heads, self.lengths, strict=True)
         ]
         if self.transposed:
@@ -126,7 +134,21 @@ CASES = {
     "distances": Case(_distances, _window, ((8,),)),
     "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
     "double": Case(_alibi, _causal, ((4,),), dtype=torch.float64),
+    "ids": Case(by_ids=True, heads=(4, 2)),
+    "some scores": Case(lambda: lambda s, b, h, i, j: torch.where(j % 3 == 0, i * 0.1, s), _window),
 }
+LARGE = {
+    "causal heads": Case(
+        _soft_cap, _causal, heads=(4, 2), lengths=(300, 300), width=128, dtype=torch.bfloat16
+    ),
+    "odd width": Case(None, _window, lengths=(150, 170), width=80, dtype=torch.float16),
+    "widest": Case(_soft_cap, _document, lengths=(130, 130), width=256, dtype=torch.bfloat16),
+    "ids": Case(by_ids=True, batches=(3, 3), lengths=(270, 270), width=64, dtype=torch.bfloat16),
+    "whole": Case(_soft_cap, None, lengths=(256, 384), width=64, dtype=torch.bfloat16),
+    "single": Case(_soft_cap, _prefix, lengths=(200, 140), width=64),
+    "one of many": Case(_soft_cap, None, heads=(8, 1), lengths=(1, 500), width=64),
+}
+"""Cases that fill a GPU's blocks."""
 
 
 @contextmanager
@@ -164,12 +186,12 @@ def judge(got: Sequence[Tensor], fn: Callable[..., Any], given: Sequence[Tensor]
 
 
 def check(
-    name: str, wrapper: str, device: str, longer: Sequence[int] = (0, 0)
+    name: str | Case, wrapper: str, device: str, longer: Sequence[int] = (0, 0)
 ) -> list[CompileRecord]:
     """A case, compiled once for a target, forward and backward, does what eager does. No Python is
     called. Gives what was compiled. longer: by how much the lengths of each call are, dynamic where
     they differ."""
-    case = CASES[name]
+    case = name if isinstance(name, Case) else CASES[name]
     fn = case.program(device)
     torch._dynamo.reset()
     made: list[CompileRecord] = []

@@ -61,7 +61,7 @@ class Interpreted:
         # would read address 0.
         used = [without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
         try:
-            failed = launch(self.function, used, tuple(map(int, sizes)), grid)
+            failed = launch(self.function, used, sizes, grid)
         except NotImplementedError as error:
             pytest.skip(str(error))
         if failed:
@@ -74,18 +74,26 @@ class Interpreted:
 @contextmanager
 def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
     """The graph says that its tensors are on a GPU, and afterwards what it said before."""
-    graphs = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
-    nodes = [n for g in graphs for n in g.graph.nodes]
+
+    def graphs() -> list[torch.fx.GraphModule]:
+        return [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+
     fakes = {
-        id(x): x for n in nodes for x in tree_leaves(n.meta.get("val")) if isinstance(x, FakeTensor)
+        id(x): x
+        for g in graphs()
+        for n in g.graph.nodes
+        for x in tree_leaves(n.meta.get("val"))
+        if isinstance(x, FakeTensor)
     }
     moved = [x for x in fakes.values() if x.fake_device == CPU]
 
     def move(old: torch.device, new: torch.device) -> None:
-        for n in nodes:
-            n.args, n.kwargs = tree_map_only(
-                torch.device, lambda d: new if d == old else d, (n.args, n.kwargs)
-            )
+        for g in graphs():
+            for n in g.graph.nodes:
+                n.args, n.kwargs = tree_map_only(
+                    torch.device, lambda d: new if d == old else d, (n.args, n.kwargs)
+                )
+            g.recompile()
         for x in moved:
             x.fake_device = new
 
@@ -149,10 +157,8 @@ def _interpret(pipeline: Any) -> None:
         return load_python(source, parts.libraries, parts.constants, parts.callables)
 
     def fx(program: Any, parts: Any) -> Any:
-        lines = text(program).splitlines()
-        for k, line in enumerate(lines):
-            if not line.lstrip().startswith("kernel("):  # they stay those of a GPU
-                lines[k] = line.replace("cuda:0", "cpu")
+        lines = text(program).splitlines()  # kernels stay those of a GPU
+        lines = [s if s.startswith("kernel(") else s.replace("cuda:0", "cpu") for s in lines]
         return load_program(read("\n".join(lines)), parts)
 
     os.environ.setdefault("PLAIT_GPU_ARCH", "sm_90")

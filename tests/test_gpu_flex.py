@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
+import plait
 from plait.graph import attention
-from tests.flex_programs import CASES, WRAPPERS, check
+from plait.wrapper.instructions import Launch
+from tests.flex_programs import CASES, LARGE, WRAPPERS, check
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -14,18 +19,34 @@ def test_as_eager(name: str) -> None:
     check(name, "native", "cuda")
 
 
+@pytest.mark.parametrize("name", list(LARGE))
+def test_blocks_of_many(name: str) -> None:
+    forward, *_ = check(LARGE[name], "native", "cuda")
+    launched = [i.kernel for i in forward.wrapper.body if isinstance(i, Launch)]
+    assert any(k.startswith("attention_result") for k in launched), launched
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_target(wrapper: str) -> None:
     check("document", wrapper, "cuda")
 
 
-def test_lengths_that_vary() -> None:
-    check("plain", "native", "cuda", longer=(0, 5, 100))
+@pytest.mark.parametrize("name", ["plain", "some scores"])
+def test_lengths_that_vary(name: str) -> None:
+    check(dataclasses.replace(CASES[name], mask=None), "native", "cuda", longer=(0, 5, 100))
 
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_MOST_SCORES", 4000)
-    check("window", "native", "cuda")
+    check("bias", "native", "cuda")  # a captured tensor wants a gradient: no kernel holds that
+
+
+def test_by_package(tmp_path: Path) -> None:
+    fn = LARGE["causal heads"].program("cuda")
+    given = [x.detach() for x in LARGE["causal heads"].inputs("cuda")]
+    plait.package(fn, str(tmp_path / "flex.plait"), tuple(given))
+    got = plait.load(str(tmp_path / "flex.plait"))(*given)
+    torch.testing.assert_close(got, fn(*given), rtol=2e-2, atol=2e-2)
 
 
 def test_by_graphs() -> None:

@@ -57,6 +57,7 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
     "suite",
     [
         "graphs",
+        "attention",
         *(
             pytest.param(s, marks=pytest.mark.slow)
             for s in ("operators", "float8", "models", "pools")
@@ -75,6 +76,15 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             ]
             + ["tests/test_batches.py::test_mixed_sizes[python]"],
             9,
+        ),
+        "attention": (
+            [
+                "tests/test_flex_attention.py",
+                "-k",
+                "as_eager and (ids or window or decode)",
+                *ALL[:2],
+            ],
+            3,
         ),
         "float8": (
             ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],

@@ -1,4 +1,5 @@
-"""What FlexAttention is in ATen operators, for `write_out.py`.
+"""What FlexAttention is in ATen operators, for `write_out.py`, where no kernel holds it
+(`attention_kernels.py`).
 
 `flex_attention` and its backward carry graphs of scalars: score_mod, mask_mod and the gradient of
 score_mod. Mapped over batch, head, query and key they are ordinary pointwise operators, to which
@@ -102,7 +103,9 @@ class _Rows:
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and of what score_mod captures."""
         sums = logsumexp.unsqueeze(-1) * _LN2
-        if sums.dtype != self.wide:  # the operator has it in float32 always
+        # The operator has them in float32 always, and a kernel's are no nearer than that.
+        by_kernel = self.q.dtype == self.wide and not facts_of(self.q.device.type).is_host
+        if sums.dtype != self.wide or by_kernel:
             sums = self.scores.logsumexp(-1, keepdim=True)
         shares = torch.where(sums == -math.inf, 0.0, (self.scores - sums).exp())
         along = (out.to(self.wide) * grad_out.to(self.wide)).sum(-1, keepdim=True)
@@ -169,7 +172,7 @@ def _rows_of(x: Tensor, rows: slice, whole: bool) -> Tensor:
 
 
 # ------------------------------------------------------------------- scores as they are: a library
-def _is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | None:
+def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | None:
     """Whether the mask is causal, or there is none. None where PyTorch's kernels of attention do
     not hold: for other masks, scores that are changed, and operands that they refuse."""
     facts = facts_of(q.device.type)
@@ -197,8 +200,8 @@ def _is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool |
     is_full = (made.target, made.args[1:]) == (aten.full.default, (True,))
     if is_full or made.target is aten.new_ones.default:
         return False
-    is_causal = (made.target, made.args) in ((aten.ge.Tensor, (i, j)), (aten.le.Tensor, (j, i)))
-    return True if is_causal and same_size(q.shape[2], k.shape[2]) else None
+    causal = (made.target, made.args) in ((aten.ge.Tensor, (i, j)), (aten.le.Tensor, (j, i)))
+    return True if causal and same_size(q.shape[2], k.shape[2]) else None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -215,9 +218,9 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    is_causal = _is_causal(q, k, v, score, block_mask[-1])
-    if is_causal is not None and wanted[2] is None:
-        out, sums = _flash(q, k, v, is_causal, scale)
+    causal = is_causal(q, k, v, score, block_mask[-1])
+    if causal is not None and wanted[2] is None:
+        out, sums = _flash(q, k, v, causal, scale)
         return *map(_laid_out, (out, sums / _LN2), wanted), None
     mods = _Mods(score, None, block_mask[-1], captured, masking)
     blocks = _blocks(q, k)
@@ -238,10 +241,10 @@ def attention_backward(
     mods = _Mods(score, joint, block_mask[-1], captured, masking)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    is_causal = _is_causal(q, k, v, score, block_mask[-1])
-    if is_causal is not None and grad_logsumexp is None and facts_of(q.device.type).is_host:
+    causal = is_causal(q, k, v, score, block_mask[-1])
+    if causal is not None and grad_logsumexp is None and facts_of(q.device.type).is_host:
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, logsumexp * _LN2, 0.0, is_causal, scale=scale
+            grad_out, q, k, v, out, logsumexp * _LN2, 0.0, causal, scale=scale
         )
         return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
     blocks = _blocks(q, k)

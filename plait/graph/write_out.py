@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.graph import associative, attention
+from plait.graph.attention_kernels import is_written_out
 from plait.graph.edit import aten, output_of, replace, same_size, source_meta, value_of
 
 Definition = Callable[..., Any]
@@ -20,8 +21,8 @@ reads; returns results."""
 
 _hop = torch.ops.higher_order
 DEFINITIONS: dict[Any, tuple[Callable[[Node], bool], Definition]] = {
-    _hop.flex_attention: (attention.is_regular, attention.attention),
-    _hop.flex_attention_backward: (attention.is_regular, attention.attention_backward),
+    _hop.flex_attention: (is_written_out, attention.attention),
+    _hop.flex_attention_backward: (is_written_out, attention.attention_backward),
     _hop.associative_scan: (associative.is_counted, associative.associative_scan),
 }
 """Of each operator: which calls have the definition, and the definition."""

@@ -123,20 +123,38 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class UserKernel:
+class DeviceKernel:
+    """A kernel that is no loop nest: the user's, or one of a kind that targets know
+    (`plait/ir/attention.py`).
+
+    name: unique in the program and its subprograms.
+    """
+
+    name: str
+
+    @property
+    def grids(self) -> tuple[Size, ...]:
+        """In how many programs it may be launched, as far as that is known."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class UserKernel(DeviceKernel):
     """A kernel that the user wrote, in the language of the device's own kernels. A launch is given
     the tensors of the call's operands, then its results, as pointers, and then its sizes.
 
-    name: unique in the program.
     text: a module with the user's functions.
     pointers: the types of the pointers, as that language has them.
     variants: in which it may be compiled; they differ in time alone. Tuning chooses one.
     """
 
-    name: str
     text: str
     pointers: tuple[str, ...]
     variants: tuple[Variant, ...]
+
+    @property
+    def grids(self) -> tuple[Size, ...]:
+        return tuple(v.grid for v in self.variants)
 
 
 MAX_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 15) - 1)
@@ -175,8 +193,8 @@ class Extern:
     held: buffers that a collective which this call waits for was given: it counts as a reader.
     callable_index: >= 0 means Python callable of that number.
     control: it runs subprograms; the op is the higher-order operator that it came from.
-    kernel: it launches a kernel of the user's on its operands, tensors first, and its results,
-        which the plan gives memory.
+    kernel: it launches a kernel on its operands, tensors first, and its results, which the plan
+        gives memory.
     fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice
     (mm, convolution, SDPA).
     out_variant: the result may be computed into memory that plait provides, through op `out_op`
@@ -194,7 +212,7 @@ class Extern:
     may_keep: bool = True
     callable_index: int = -1
     control: Control | None = None
-    kernel: UserKernel | None = None
+    kernel: DeviceKernel | None = None
     fallback: bool = True
     out_op: str = ""
     out_names: tuple[str, ...] = ()

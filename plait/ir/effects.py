@@ -87,7 +87,7 @@ def in_flight(ops: Iterable[ir.Op]) -> dict[str, tuple[str, ...]]:
 def sizes(op: ir.Op) -> tuple[Size, ...]:
     """The expressions on size symbols that an op evaluates outside of loops."""
     if isinstance(op, Extern):
-        grids = () if op.kernel is None else tuple(v.grid for v in op.kernel.variants)
+        grids = () if op.kernel is None else op.kernel.grids
         return (*arg_sizes(op.operands), *grids)
     if isinstance(op, ir.Alias):
         return (op.offset,)

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
 from plait.devices import facts_of
+from plait.ir.attention import Attention, attention_text, read_attention
 from plait.ir.body_text import (
     Body,
     BodyReader,
@@ -260,6 +261,8 @@ def _fact(value: object, scope: Scope) -> str:
             f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
             f"variants={tuple_text(variants)})"
         )
+    if isinstance(value, Attention):
+        return attention_text(value, scope)
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -420,6 +423,8 @@ class OpReader:
             return Control(**{k.arg or "": ast.literal_eval(k.value) for k in e.keywords})
         if default is None and isinstance(e, ast.Call) and word(e) == "UserKernel":
             return self._user_kernel(e)
+        if default is None and isinstance(e, ast.Call) and word(e) == "Attention":
+            return read_attention(e, self.symbols)
         try:
             value = ast.literal_eval(e)
         except ValueError:

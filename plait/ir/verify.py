@@ -13,7 +13,8 @@ from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, ExternArg, Number, TensorArg
+from plait.ir.attention import Attention
+from plait.ir.calls import DeviceKernel, Extern, ExternArg, Number, TensorArg, UserKernel
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, updates
@@ -212,9 +213,19 @@ def _extern(known: _Known, op: Extern) -> None:
         if fault := op.control.fault(len(op.args), signatures, len(op.outs)):
             raise _Fault(fault)
     if op.kernel is not None:
-        n_tensors = sum(isinstance(a, TensorArg) for a in op.args)
-        if n_tensors + len(op.outs) != len(op.kernel.pointers) or not op.kernel.variants:
-            raise _Fault(f"a launch of {op.kernel.name} with other tensors than it takes")
+        _launched(known, op, op.kernel)
+
+
+def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
+    n_tensors = sum(isinstance(a, TensorArg) for a in op.args)
+    if isinstance(kernel, UserKernel):
+        if n_tensors + len(op.outs) != len(kernel.pointers) or not kernel.variants:
+            raise _Fault(f"a launch of {kernel.name} with other tensors than it takes")
+    elif isinstance(kernel, Attention):
+        if fault := kernel.fault(n_tensors, len(op.outs)):
+            raise _Fault(fault)
+    else:
+        raise _Fault(f"a kernel of unknown kind {type(kernel).__name__}")
 
 
 def _item(known: _Known, op: ir.Item) -> None:

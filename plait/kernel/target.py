@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from plait.config import Config
 from plait.errors import Unsupported
+from plait.ir.calls import Extern
 from plait.ir.expr import Size
 from plait.runtime.store import Built
-from plait.schedule.plan import Kernel, UserLaunch
+from plait.schedule.plan import Kernel, Plan, UserLaunch
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Target(Protocol):
         """The source of all kernels: equal input gives byte-identical text. choices: what `measure`
         chose. verifies: what is decided is checked."""
         ...
+
+    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
+        """A call of a kernel of a known kind, as one of a kernel with a text."""
+        raise Unsupported(f"{call.op} as one kernel for the target {self.name}")
 
     def emit_users(
         self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices

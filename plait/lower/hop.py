@@ -10,6 +10,7 @@ where somebody needs the old value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from plait.lower.control_flow import CONTROL_FLOW, call_control_flow
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
 from plait.lower.inplace import place_to_write
-from plait.lower.pycall import call_python
+from plait.lower.pycall import call_python, rule_or_python
 from plait.lower.symbols import to_size
 
 hop = torch.ops.higher_order
@@ -39,8 +40,7 @@ _NAMES = (
     "invoke_subgraph", "auto_functionalized", "run_and_save_rng_state", "run_with_rng_state",
     "graphsafe_run_with_rng_state", "out_dtype", "wrap", "wrap_activation_checkpoint",
     "tag_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled", "strict_mode",
-    "hints_wrapper", "flex_attention", "flex_attention_backward", "foreach_map", "local_map_hop",
-    "invoke_quant", "invoke_quant_packed",
+    "hints_wrapper", "foreach_map", "local_map_hop", "invoke_quant", "invoke_quant_packed",
     "invoke_leaf_function", "call_torchbind", "print",
 )  # fmt: skip
 
@@ -49,15 +49,10 @@ def call_higher_order(
     ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Records the call of a higher-order operator as the current node."""
-    name, why = f"{op.namespace}::{op.__name__}", "runs as Python"
     if op in CONTROL_FLOW and not kwargs:
-        mark = ctx.mark()
-        try:
-            return call_control_flow(ctx, op, args)
-        except (NoRule, Unsupported) as e:
-            ctx.undo(mark)
-            why += f": {e.what if isinstance(e, Unsupported) else e}"
-    return call_python(ctx, op, name, args, kwargs, reason=why, effectful=True)
+        return rule_or_python(ctx, op, partial(call_control_flow, ctx, op, args), args, kwargs)
+    name = f"{op.namespace}::{op.__name__}"
+    return call_python(ctx, op, name, args, kwargs, reason="runs as Python", effectful=True)
 
 
 def _rule_for(op: HigherOrderOperator) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from plait.errors import Unsupported
 from plait.ir.calls import Extern
 from plait.ir.dtypes import f64
 from plait.ir.expr import Expr
-from plait.lower.core import Lowering, View
+from plait.lower.core import Lowering, NoRule, View
 from plait.lower.float_nodes import to_scalar_node
 from plait.lower.operands import is_object_input, operand, results
 from plait.runtime.generated import flat, settled
@@ -118,3 +118,19 @@ def call_python(
 def number_of(ctx: Lowering, value: torch.SymFloat) -> View:
     """A symbolic float as a tensor of one element."""
     return ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, value, ctx.float_readers()))
+
+
+def rule_or_python(
+    ctx: Lowering, op: Any, rule: Callable[[], Any], args: Sequence[Any],
+    kwargs: Mapping[str, Any], fresh: bool = False,
+) -> Any:  # fmt: skip
+    """What a rule makes of a higher-order operator; if it declines, a call of Python that says
+    why. fresh: as in `call_python`."""
+    mark = ctx.mark()
+    try:
+        return rule()
+    except (NoRule, Unsupported) as e:
+        ctx.undo(mark)
+        why = f"runs as Python: {e.what if isinstance(e, Unsupported) else e}"
+    name = f"{op.namespace}::{op.__name__}"
+    return call_python(ctx, op, name, args, kwargs, reason=why, effectful=True, fresh=fresh)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from plait.lower.float_nodes import to_word
 from plait.lower.inplace import place_to_write
 from plait.lower.memory import tensor_arg
 from plait.lower.operands import fake_strides
-from plait.lower.pycall import call_python, number_of
+from plait.lower.pycall import number_of, rule_or_python
 from plait.lower.symbols import to_size
 from plait.lower.user_source import SourceText
 
@@ -63,17 +64,9 @@ _DEFAULTS = (("num_warps", 4), ("num_stages", 3), ("num_ctas", 1), ("maxnreg", N
 @lower(hop.triton_kernel_wrapper_functional, any_dtype=True)
 def user_kernel(ctx: Lowering, **given: Any) -> dict[str, Any]:
     """A launch, or a call of Python."""
-    mark = ctx.mark()
-    try:
-        return launch(ctx, **given)
-    except (NoRule, Unsupported) as e:
-        ctx.undo(mark)
-        why = f"runs as Python: {e.what if isinstance(e, Unsupported) else e}"
     op = hop.triton_kernel_wrapper_functional
-    name = f"{op.namespace}::{op.__name__}"
-    made: dict[str, Any] = call_python(
-        ctx, op, name, (), given, reason=why, effectful=True, fresh=True
-    )
+    made: dict[str, Any]
+    made = rule_or_python(ctx, op, partial(launch, ctx, **given), (), given, fresh=True)
     return made
 
 

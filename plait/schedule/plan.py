@@ -169,15 +169,20 @@ class UserLaunch:
     hints: Mapping[str, int]
 
 
-def user_calls(plan: Plan) -> list[Extern]:
-    """The calls of a plan that launch kernels of the user's."""
+def launching_calls(plan: Plan) -> list[Extern]:
+    """The calls of a plan that launch kernels which are no loop nests."""
     return [s for s in plan.steps if isinstance(s, Extern) and s.kernel is not None]
+
+
+def device_of(plan: Plan, call: Extern) -> str:
+    """Where a call launches its kernel."""
+    return plan.buffers[next(a.buf for a in call.args if isinstance(a, TensorArg))].device
 
 
 def user_launch(plan: Plan, call: Extern, unaligned: Collection[str]) -> UserLaunch:
     """What a plan's call of a user's kernel is given. unaligned: buffers that may start
     anywhere."""
-    assert call.kernel is not None, f"{call.op} launches no kernel"
+    assert isinstance(call.kernel, UserKernel), f"{call.op} launches no kernel with a text"
     given = [a for a in call.args if isinstance(a, TensorArg)]
     buffers = [plan.buffers[o] for o in call.made]
     given += [TensorArg(b.name, b.shape, b.strides, 0) for b in buffers]
@@ -189,7 +194,7 @@ def user_launch(plan: Plan, call: Extern, unaligned: Collection[str]) -> UserLau
     )
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
     return UserLaunch(
-        call.kernel, plan.buffers[given[0].buf].device, tuple(given), dtypes, aligned, sizes,
+        call.kernel, device_of(plan, call), tuple(given), dtypes, aligned, sizes,
         plan.program.hints,
     )  # fmt: skip
 

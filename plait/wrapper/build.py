@@ -14,7 +14,7 @@ from typing import assert_never
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InternalError
-from plait.ir.calls import Extern, ExternArg, ListArg, Number, Scalar, TensorArg, UserKernel
+from plait.ir.calls import DeviceKernel, Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, opaque
 from plait.ir.effects import extern_reads, tensor_args
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
@@ -87,9 +87,9 @@ def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
     return tuple(reversed(kept))
 
 
-def _launched(plan: Plan) -> list[tuple[Kernel | UserKernel, Kernel | Extern]]:
+def _launched(plan: Plan) -> list[tuple[Kernel | DeviceKernel, Kernel | Extern]]:
     """Every kernel, and the step that launches it."""
-    found: list[tuple[Kernel | UserKernel, Kernel | Extern]] = []
+    found: list[tuple[Kernel | DeviceKernel, Kernel | Extern]] = []
     for s in plan.steps:
         if isinstance(s, Kernel):
             found.append((s, s))
@@ -100,10 +100,9 @@ def _launched(plan: Plan) -> list[tuple[Kernel | UserKernel, Kernel | Extern]]:
 
 def _definition(plan: Plan, step: Kernel | Extern) -> ins.DefineKernel:
     if isinstance(step, Extern):
-        assert step.kernel is not None, f"{step.op} launches no kernel"
         launch = user_launch(plan, step, ())
         n_args, n_sizes = len(launch.buffers), len(launch.sizes)
-        return ins.DefineKernel(step.kernel.name, n_args, n_sizes, (), launch.device)
+        return ins.DefineKernel(launch.kernel.name, n_args, n_sizes, (), launch.device)
     # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is
     # returned.
     checks = step.checks if facts_of(step.device).is_host else ()
@@ -322,7 +321,7 @@ def _add_step(d: _Draft, step: Step) -> None:
             _launch(d, step)
         case Extern():
             _note(d, step.origin)
-            _call(d, step) if step.kernel is None else _launch_users(d, step, step.kernel)
+            _call(d, step) if step.kernel is None else _launch_users(d, step)
         case Alias(out, base, offset, relative):
             d.view(d.buffer(out), base, offset, relative)
         case Item(name, buf):
@@ -357,16 +356,16 @@ def _launch(d: _Draft, k: Kernel) -> None:
     )
 
 
-def _launch_users(d: _Draft, e: Extern, kernel: UserKernel) -> None:
+def _launch_users(d: _Draft, e: Extern) -> None:
     for out in e.made:
         d.make(d.buffer(out))
     launch = user_launch(d.plan, e, ())
     args = tuple(d.tensor(a, exact=False) for a in launch.buffers)
     outs = [n for n, a in zip(args, launch.buffers, strict=True) if a.buf in (*e.mutates, *e.made)]
-    (variant,) = kernel.variants
+    (variant,) = launch.kernel.variants
     d.body.append(
         ins.Launch(
-            kernel.name, args, launch.sizes, tuple(dict.fromkeys(outs)), 0, grid=variant.grid
+            launch.kernel.name, args, launch.sizes, tuple(dict.fromkeys(outs)), 0, grid=variant.grid
         )
     )
 

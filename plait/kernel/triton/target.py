@@ -15,10 +15,12 @@ import torch
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InternalError, Unsupported
+from plait.ir.calls import Extern
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.kernel.target import Choices, Machines, Measured, Source, Target, Unaligned
+from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.body import BodyPrinter
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -37,7 +39,7 @@ from plait.schedule.dedup import LENGTH, structure, symbol_for
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel
-from plait.schedule.plan import Kernel, Store, UserLaunch
+from plait.schedule.plan import Kernel, Plan, Store, UserLaunch, device_of
 
 WARP = 32
 """Lanes of the warps that tiles are planned with."""
@@ -95,6 +97,11 @@ class TritonTarget(Target):
             grids={n: u.grid for n, u in units.items()},
             units=tuple(made.values()),
         )
+
+    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
+        """The call of a kernel of attention with its text."""
+        gpu, _ = machines[device_of(plan, call)]
+        return write_attention(call, plan.buffers, gpu)
 
     def measure_users(
         self, launches: Sequence[UserLaunch], machines: Machines, cfg: Config

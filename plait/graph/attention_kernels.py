@@ -1,0 +1,115 @@
+"""Which calls of FlexAttention a kernel of a GPU holds, and their functions of scores as graphs of
+scalars.
+
+The other calls are written out as ATen operators (`write_out.py`); `lower/attention.py` makes the
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from plait import compat
+from plait.devices import facts_of
+from plait.graph import attention
+from plait.graph.edit import aten, output_of, same_size, value_of
+
+_backward = torch.ops.higher_order.flex_attention_backward
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_WIDTH = 256  # of a key: what fits beside others in a multiprocessor
+_FORMULAS = frozenset((
+    aten.index.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.view.default, aten.expand.default, aten.alias.default,
+    aten.detach.default, aten.full.default, aten.full_like.default, aten.new_full.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.ones_like.default, aten.zeros_like.default,
+    aten.scalar_tensor.default, aten._to_copy.default, aten.clone.default,
+))  # fmt: skip
+"""Operators besides pointwise ones that formulas are made of."""
+
+
+def is_written_out(node: Node) -> bool:
+    """Whether a call, of the operator or of its backward, is written out."""
+    return attention.is_regular(node) and not _has_kernel(node)
+
+
+def _has_kernel(node: Node) -> bool:
+    operands: Any = node.args[:3]
+    q, k, v = map(value_of, operands)
+    known = (*q.shape[1::2], *k.shape[1::2], *v.shape[1::2])
+    if facts_of(q.device.type).is_host or q.dtype not in _DTYPES:
+        return False
+    if not q.dtype == k.dtype == v.dtype or max(known[1], known[5]) > _MOST_WIDTH:
+        return False
+    if not all(isinstance(n, int) and n > 0 for n in known):
+        return False
+    graphs, block_mask = _graphs(node)
+    rows, columns, _ = block_mask[-3:]
+    if any(not isinstance(n, int) or n % 16 for n in (rows, columns)):
+        return False
+    made = _takes_gradients(node, graphs[1]) if node.target is _backward else not _is_plain(node)
+    return made and all(map(_is_formula, graphs))
+
+
+def _graphs(node: Node) -> tuple[list[GraphModule], Sequence[Any]]:
+    """The graphs of scalars of a call, the mask's the last, and its block mask."""
+    args: Any = node.args
+    block_mask = args[9] if node.target is _backward else args[4]
+    places = [*(args[7:9] if node.target is _backward else args[3:4]), block_mask[-1]]
+    owner = node.graph.owning_module
+    return [getattr(owner, n.target) for n in places], block_mask
+
+
+def _takes_gradients(node: Node, joint: GraphModule) -> bool:
+    """Whether the gradients are those of queries, keys and values alone."""
+    q, k, *_ = node.args
+    results: Any = output_of(joint.graph).args[0]
+    batches = same_size(value_of(q).shape[0], value_of(k).shape[0])  # type: ignore[arg-type]
+    return batches and node.args[5] is not None and not any(results[5:])
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a library's kernel does what a call of the operator asks."""
+    (score, mask), _ = _graphs(node)
+    read = {u.args[1] for u in node.users if u.users}
+    operands: Any = node.args[:3]
+    q, k, v = map(value_of, operands)
+    return 2 not in read and attention.is_causal(q, k, v, score, mask) is not None
+
+
+def _is_formula(graph: GraphModule) -> bool:
+    """Whether a graph has only operators that work on one score."""
+    calls = (n for n in graph.graph.nodes if n.op not in ("placeholder", "output"))
+    return all(
+        isinstance(n.target, OpOverload)
+        and (n.target in _FORMULAS or torch.Tag.pointwise in n.target.tags)
+        and torch.Tag.nondeterministic_seeded not in n.target.tags
+        for n in calls
+    )
+
+
+def scalar_graph(
+    graph: GraphModule, like: Tensor, n_before: int, n_after: int, captured: Sequence[Any]
+) -> GraphModule:
+    """A function of a score as eager calls it: on float32 and 64-bit positions, not on the types
+    that it was traced with. like: a fake tensor of the call.
+
+    n_before, n_after: scores before, and gradients after the positions. captured: arguments of the
+    call; those that are no nodes are constants. The first result is the only one."""
+    with like.fake_mode:  # type: ignore[attr-defined]
+        numbers = [like.new_empty((), dtype=torch.float32) for _ in range(n_before + n_after)]
+        places = [like.new_empty((), dtype=torch.int64) for _ in range(4)]
+    own = [*numbers[:n_before], *places, *numbers[n_before:]]
+    nodes = [n for n in captured if isinstance(n, Node)]
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(nodes, values[len(own) :], strict=True))
+        found = graph(*values[: len(own)], *(given.get(n, n) for n in captured))
+        return found[0] if isinstance(found, (tuple, list)) else found
+
+    return compat.tracing.trace_values(run, [*own, *map(value_of, nodes)], {})

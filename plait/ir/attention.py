@@ -1,0 +1,131 @@
+"""Attention as one kernel, in which scores of queries and keys never reach memory.
+
+`plait/lower/attention.py` records an `Attention` as the kernel of an `Extern`; the target writes
+it (`Target.write_template`).
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from plait.ir.body_text import Body, BodyReader, params_text
+from plait.ir.calls import DeviceKernel
+from plait.ir.expr import Expr
+from plait.ir.expr.text import Scope, SymbolReader, tuple_text, wrong
+from plait.ir.loops import Load, Node, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What is computed of one score.
+
+    vars: the loop variables of batch, head, query and key.
+    body: it loads `score` and `grad`, values of no dimension that the kernel has, and of `given0`,
+        `given1`, ...: the last operands of the launch.
+    """
+
+    vars: tuple[Expr, ...]
+    body: Node
+
+    @property
+    def is_score(self) -> bool:
+        """Whether it is the score itself."""
+        return isinstance(self.body.attr, Load) and self.body.attr.buf == "score"
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """What it loads."""
+        return frozenset(n.attr.buf for n in walk((self.body,)) if isinstance(n.attr, Load))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(DeviceKernel):
+    """A kernel of attention. Its operands: queries, keys and values; in a backward the gradient of
+    the result, that times the result summed over a row, and what the forward pass gave as
+    logarithms of sums; the tables of blocks; then what formulas load.
+
+    gives: "result" (and log2 of the sum of each row, its greatest score if there is a third),
+        "queries" or "keys" (their gradients, and those of values).
+    score, mask: what a score becomes, and whether it counts; None: it stays, all do.
+    gradient: the gradient of `score` with respect to the product, of `grad`.
+    scale: of products, before `score`.
+    tables: how many kinds of blocks are listed: blocks with masked scores, and blocks without. Each
+        kind has a table of numbers of blocks and one of blocks.
+    block: queries and keys in a block.
+    """
+
+    gives: str
+    score: Formula | None
+    gradient: Formula | None
+    mask: Formula | None
+    scale: float
+    tables: int
+    block: tuple[int, int]
+
+    @property
+    def n_first(self) -> int:
+        """How many operands come before those that formulas load."""
+        return (3 if self.gives == "result" else 6) + 2 * self.tables
+
+    def fault(self, n_operands: int, n_results: int) -> str:
+        """Why it cannot be given these, in words; "" if it can."""
+        known = [f for f in (self.score, self.gradient, self.mask) if f is not None]
+        given = {f"given{k}" for k in range(n_operands - self.n_first)}
+        results = {"result": (2, 3), "queries": (1,), "keys": (2,)}.get(self.gives, ())
+        if n_results not in results:
+            return f"a kernel of attention that gives {n_results} {self.gives}"
+        if self.tables not in (0, 1, 2) or (self.gradient is None) != (
+            self.gives == "result" or self.score is None
+        ):
+            return "a kernel of attention of an unknown kind"
+        if any(f.loaded - given - {"score", "grad"} for f in known):
+            return "a kernel of attention whose formulas load what is no operand"
+        return ""
+
+
+FORMULAS = ("score", "gradient", "mask")
+
+
+# --------------------------------------------------------------------------------------------- text
+def attention_text(a: Attention, scope: Scope) -> str:
+    """A kernel as an expression that `read_attention` reads."""
+    facts = [f"name={a.name!r}", f"gives={a.gives!r}"]
+    for name in FORMULAS:
+        f: Formula | None = getattr(a, name)
+        facts.append(f"{name}={f and _formula_text(f, scope)!r}")
+    facts += [
+        f"scale={a.scale!r}",
+        f"tables={a.tables}",
+        f"block={tuple_text([*map(str, a.block)])}",
+    ]
+    return f"Attention({', '.join(facts)})"
+
+
+def _formula_text(f: Formula, scope: Scope) -> str:
+    body = Body(scope, f.vars)
+    value = body.value(f.body)
+    lines = [f"def formula({params_text(f.vars, (), body)}):", *body.lines, f"return {value}"]
+    return "\n    ".join(lines)
+
+
+def read_attention(call: ast.Call, symbols: SymbolReader) -> Attention:
+    """The kernel of an expression. Raises TextError."""
+    facts = {k.arg or "": ast.literal_eval(k.value) for k in call.keywords}
+    for name in FORMULAS:
+        if facts.get(name) is not None:
+            facts[name] = _read_formula(facts[name], call, symbols)
+    return Attention(**facts)
+
+
+def _read_formula(text: str, at: ast.Call, symbols: SymbolReader) -> Formula:
+    (function,) = ast.parse(text).body
+    if not isinstance(function, ast.FunctionDef) or not isinstance(function.body[-1], ast.Return):
+        raise wrong(at, "a formula")
+    body = BodyReader(symbols, function.args)
+    for line in function.body[:-1]:
+        body.line(line)
+    end = function.body[-1].value
+    if end is None:
+        raise wrong(at, "a formula with a value")
+    return Formula(body.vars, body.value(end))

@@ -1,0 +1,241 @@
+"""Kernels of attention: the template `templates/attention.py` with constants and formulas before
+it.
+
+In: an `Extern` with an `Attention`. Out: the same with a `UserKernel`, which all that follows knows
+how to tune, compile, store and launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from plait.ir.attention import Attention
+from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.expr import Expr, Size, bounds, ceildiv, product
+from plait.ir.loops import Buffer
+from plait.kernel.triton.dialects import DIALECTS
+from plait.kernel.triton.formulas import function_of
+from plait.kernel.triton.ops import POINTERS, prelude_for
+from plait.runtime.cubin import Gpu
+
+LOG2E = math.log2(math.e)
+_PARAMS = ("b", "h", "i", "j")
+_INSIDE = ("i_inside", "j_inside", "given")
+_SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
+"""KiB of memory that the programs of a multiprocessor share, by the number of the GPU."""
+_LEAST_SHARED = 64
+
+
+@dataclass(frozen=True)
+class Block:
+    """How a kernel is cut: queries and keys in a block, warps, and stages of its loop."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# Measured on an H100 with causal and sliding masks and changed scores, 1,024 to 16,384 positions
+# (benchmarks/programs_race.py flex).
+_BLOCKS: dict[tuple[str, int], Block] = {
+    ("result", 64): Block(128, 128, 4, 3),
+    ("changed", 64): Block(128, 64, 8, 3),
+    ("result", 128): Block(128, 64, 4, 2),
+    ("changed", 128): Block(128, 64, 4, 2),
+    ("result", 256): Block(64, 64, 4, 2),
+    ("changed", 256): Block(64, 64, 4, 2),
+    **{(kind, 64): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
+    **{(kind, 128): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
+    **{(kind, 256): Block(32, 32, 4, 2) for kind in ("queries", "keys")},
+}
+"""By what a kernel gives ("changed": a result of changed scores), and the widest of its rows."""
+_SINGLE = Block(32, 32, 4, 1)
+"""Products in float32 have no tensor cores."""
+
+
+def write_attention(call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu) -> Extern:
+    """The call, of a kernel whose text is known."""
+    assert isinstance(call.kernel, Attention), call
+    w = _Writer(call, call.kernel, buffers, gpu)
+    return replace(call, args=(*w.tensors, *w.sizes), kernel=w.kernel)
+
+
+@cache
+def _template() -> str:
+    return (Path(__file__).parent / "templates" / "attention.py").read_text()
+
+
+@dataclass
+class _Writer:
+    """One kernel.
+
+    tensors, outs: its operands and results.
+    sizes: what it is told of sizes, in order.
+    kernel: it, when it is written.
+    """
+
+    call: Extern
+    attention: Attention
+    buffers: Mapping[str, Buffer]
+    gpu: Gpu
+    tensors: tuple[TensorArg, ...] = ()
+    outs: tuple[TensorArg, ...] = ()
+    sizes: list[Size] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tensors = tuple(a for a in self.call.args if isinstance(a, TensorArg))
+        made = (self.buffers[o] for o in self.call.made)
+        self.outs = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in made)
+        self.sizes += (a for a in self.call.args if isinstance(a, Expr))
+        self.kernel = self._kernel()
+
+    def _kernel(self) -> UserKernel:
+        a, q, k = self.attention, *self.tensors[:2]
+        block = self._block()
+        functions, checks = self._functions()
+        constants = {**self._constants(block), "CHANGES": a.score is not None}
+        lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants.items()]
+        dialect = DIALECTS[self.gpu.backend]
+        body = "\n\n".join(["\n".join(lines), *functions])
+        prelude = prelude_for(body, dialect.instructions)
+        text = "\n\n".join(part for part in (dialect.head, prelude, body, _template()) if part)
+        per_row = a.gives != "keys"
+        rows = ceildiv(q.shape[2], block.rows) if per_row else ceildiv(k.shape[2], block.columns)
+        grid = product((rows, q.shape[0], q.shape[1] if per_row else k.shape[1]))
+        options = {
+            "num_warps": block.warps, "num_stages": block.stages, "sanitize_overflow": False,
+            "enable_reflect_ftz": False, "debug": checks,
+        }  # fmt: skip
+        pointers = tuple(POINTERS[self._dtype(x)] for x in (*self.tensors, *self.outs))
+        variant = Variant(self._launched(), tuple(sorted(options.items())), grid)
+        return UserKernel(a.name, text, pointers, (variant,))
+
+    def _dtype(self, x: TensorArg) -> str:
+        return (x.dtype or self.buffers[x.buf].dtype).name
+
+    # ---- how it is cut
+    def _block(self) -> Block:
+        a, (q, k, v) = self.attention, self.tensors[:3]
+        width = max(_power(q.shape[3]), _power(v.shape[3]))
+        nbytes = 4 if self._dtype(q) == "f32" else 2
+        kind = "changed" if a.gives == "result" and a.score is not None else a.gives
+        b = _SINGLE if nbytes == 4 else _BLOCKS[kind, max(64, width)]
+        limit = _SHARED.get(self.gpu.arch, 99) if isinstance(self.gpu.arch, int) else _LEAST_SHARED
+        while b.stages > 1 and (b.rows + 2 * b.stages * b.columns) * width * nbytes > limit << 10:
+            b = replace(b, stages=b.stages - 1)
+        while b.columns > 16 and (b.rows + 2 * b.columns) * width * nbytes > limit << 10:
+            b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
+        sparse = a.block if a.tables else (0, 0)
+        rows = _fitting(b.rows, q.shape[2], sparse[0])
+        columns = _fitting(b.columns, k.shape[2], sparse[1])
+        return replace(b, rows=rows, columns=columns)
+
+    # ---- text
+    def _functions(self) -> tuple[list[str], bool]:
+        """score_of, gradient_of and mask_of, and whether they hold run-time checks."""
+        a = self.attention
+        given = self.tensors[a.n_first :]
+        names = {str(e): f"given[{len(given) + n}]" for n, e in enumerate(self.sizes)}
+        narrow = self._dtype(self.tensors[0]) != "f32"
+        made = [
+            function_of(name, params, f, given, names, narrow)
+            for name, params, f in (
+                ("score_of", ("score", *_PARAMS, *_INSIDE), a.score),
+                ("gradient_of", ("score", *_PARAMS, "grad", *_INSIDE), a.gradient),
+                ("mask_of", (*_PARAMS, *_INSIDE), a.mask),
+            )
+        ]
+        return [text for text, _ in made], any(checks for _, checks in made)
+
+    def _constants(self, block: Block) -> dict[str, bool | int | float | str]:
+        a, (q, k, v) = self.attention, self.tensors[:3]
+        heads, shared = _known(q.shape[1]), _known(k.shape[1])
+        width, v_width = _known(q.shape[3]), _known(v.shape[3])
+        changes = a.score is not None
+        m, n = q.shape[2], k.shape[2]
+        return {
+            "ROWS": block.rows, "COLUMNS": block.columns,
+            "HEADS": heads, "GROUP": heads // shared,
+            "WIDTH": width, "V_WIDTH": v_width, "W": _power(width), "V_W": _power(v_width),
+            "TABLES": a.tables, "SPARSE_ROWS": a.block[0], "SPARSE_COLUMNS": a.block[1],
+            "ROW_EDGE": m % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
+            "SCALE": a.scale, "BEFORE": a.scale if changes else a.scale * LOG2E,
+            "AFTER": LOG2E if changes else 1.0, "MASKS": a.mask is not None,
+            "STAGES": block.stages, "PRECISION": "ieee",
+        }  # fmt: skip
+
+    def _launched(self) -> str:
+        """The statement that calls the template's function."""
+        a, n = self.attention, len(self.tensors)
+        first = 3 if a.gives == "result" else 6
+        lists = [f"p{k}" for k in range(first, a.n_first)]
+        given = [f"p{k}" for k in range(a.n_first, n)] + [f"s{k}" for k in range(len(self.sizes))]
+        outs = [f"p{n + k}" for k in range(len(self.outs))]
+        if a.gives == "result" and len(outs) == 2:
+            outs.append("None")
+        q, k, v = self.tensors[:3]
+        strides = [self._strides(x, q.shape[0]) for x in (q, k, v)]
+        if a.gives == "result":
+            strides += [self._strides(x, q.shape[0]) for x in self.outs[:2]]
+            strides.append(self._table_strides(first))
+        else:
+            strides += [self._strides(x, q.shape[0]) for x in self.tensors[3:5]]
+            strides.append(self._table_strides(first))
+            strides += [self._strides(x, q.shape[0]) for x in self.outs]
+        lengths = [self._size(q.shape[2], "tl.int32"), self._size(k.shape[2], "tl.int32")]
+        pointers = [f"p{k}" for k in range(first)]
+        args = [*pointers, *outs, _tuple(lists), _tuple(given), *strides, *lengths]
+        name = {"result": "attention"}.get(a.gives, f"gradient_of_{a.gives}")
+        return f"{name}({', '.join(args)})"
+
+    def _strides(self, x: TensorArg, batch: Size) -> str:
+        """The strides of a tensor; one batch of keys serves all of queries."""
+        strides = list(x.strides)
+        if x.shape[0] == 1 and batch != 1:
+            strides[0] = 0
+        return _tuple([self._size(s) for s in strides])
+
+    def _table_strides(self, first: int) -> str:
+        """Those of numbers of blocks, and of lists of blocks, of batch, head, row and place."""
+        if self.attention.tables == 0:
+            return "()"
+        found = []
+        for x in self.tensors[first : first + 2]:
+            found += [0 if n == 1 else s for n, s in zip(x.shape[:2], x.strides[:2], strict=True)]
+            found += x.strides[2:]
+        return _tuple([self._size(s) for s in found])
+
+    def _size(self, e: Size, type_: str = "tl.int64") -> str:
+        if isinstance(e, int):
+            return str(e)
+        if e not in self.sizes:
+            self.sizes.append(e)
+        text = f"s{self.sizes.index(e)}.to({type_})"
+        return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+
+
+def _tuple(texts: list[str]) -> str:
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
+def _power(n: Size) -> int:
+    """The next power of two from which on products have a kernel."""
+    return max(16, 1 << (_known(n) - 1).bit_length())
+
+
+def _known(n: Size) -> int:
+    assert isinstance(n, int), f"the size {n} of a kernel of attention varies"
+    return n
+
+
+def _fitting(block: int, length: Size, sparse: int) -> int:
+    """A block that divides those of tables, and is not much longer than all."""
+    most = bounds(length)[1]
+    while block > 16 and (sparse % block or block >= 2 * most):
+        block //= 2
+    return block

@@ -1,0 +1,178 @@
+"""Prints a formula of scores as a function in Triton, of a whole tile of them.
+
+In: a `Formula`, and what its loads are of. Out: the text of a function of the values that it is
+given (`score`, `grad`), of positions b, h (scalars), i and j (a column and a row, or a row and a
+column), of where these lie inside of the tensors, and of `given`, a tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plait.ir.attention import Formula
+from plait.ir.calls import TensorArg
+from plait.ir.checks import Bound
+from plait.ir.dtypes import f32, i64
+from plait.ir.expr import Atom, Expr, Size, bounds, fold, free_symbols, known_nonneg, total
+from plait.ir.loops import Load, Node, check_of, is_arg, walk
+from plait.ir.ops import OPS
+from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
+
+_LIMIT = 2**31
+_COMPARES = ("eq", "ne", "lt", "le")
+_SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+
+
+def function_of(
+    name: str, params: Sequence[str], formula: Formula | None, given: Sequence[TensorArg],
+    sizes: Mapping[str, str], narrow: bool,
+) -> tuple[str, bool]:  # fmt: skip
+    """The function, and whether it holds run-time checks. formula: None gives the first parameter.
+    sizes: what holds each size symbol. narrow: what is made of it is rounded to 16 bits."""
+    written = _Function(given, sizes, narrow)
+    result = params[0] if formula is None else written.value(formula.body)
+    head = f"@triton.jit\ndef {name}({', '.join(params)}):"
+    return "\n    ".join([head, *written.lines, f"return {result}"]), written.checks
+
+
+class _Function:
+    """The lines of one function."""
+
+    def __init__(self, given: Sequence[TensorArg], sizes: Mapping[str, str], narrow: bool) -> None:
+        self.given, self.sizes, self.narrow = given, sizes, narrow
+        self.lines: list[str] = []
+        self.checks = False
+        self._names: dict[Node, str] = {}
+        self._positions: dict[Node, frozenset[str]] = {}
+
+    def value(self, root: Node) -> str:
+        """The variable that holds a node's value."""
+        for n in walk((root,)):
+            if n not in self._names:
+                self._positions[n] = self._positions_of(n)
+                self._names[n] = f"t{len(self._names)}"
+                self.lines.append(f"{self._names[n]} = {self._text(n)}")
+        return self._names[root]
+
+    def _positions_of(self, n: Node) -> frozenset[str]:
+        """Which of i and j a value depends on."""
+        if isinstance(n.attr, Load) and n.attr.buf in ("score", "grad"):
+            return frozenset("ij")
+        exprs = n.attr.index if isinstance(n.attr, Load) else (n.attr,)
+        found = {a.name for e in exprs if isinstance(e, Expr) for a in free_symbols(e)} & {*"ij"}
+        return frozenset(found).union(*(self._positions[a] for a in n.args))
+
+    def _text(self, n: Node) -> str:
+        args = tuple(self._names[a] for a in n.args)
+        if n.op in _COMPARES and all(map(_is_short, n.args)):
+            left, right = (self._short(a) for a in n.args)
+            return f"({left} {_SIGN[n.op]} {right})"
+        if self.narrow and n.dtype == f32 and n.op in ("tanh", "exp"):
+            return NEAR[n.op].format(*args)
+        if n.op in OPS:
+            return render(n.op, n.args[-1].dtype, args)
+        if n.op == "load":
+            return self._load(n, args)
+        if n.op == "index":
+            assert isinstance(n.attr, Expr), n
+            return f"({self._expr(n.attr, args)}).to(tl.int64)"
+        if n.op == "bounded":
+            return self._bounded(n, args)
+        if n.op == "nonzero":
+            return f"tl.where({args[0]} == 0, 1, {args[0]})"
+        if n.op == "cast":
+            short = n.dtype.is_float and _is_short(n.args[0])
+            return cast(self._short(n.args[0]) if short else args[0], n.args[0].dtype, n.dtype)
+        if n.op == "bitcast":
+            return bitcast(args[0], n.dtype)
+        assert n.op == "const" and isinstance(n.attr, (bool, int, float)), n
+        return literal(n.attr, n.dtype)
+
+    def _load(self, n: Node, args: tuple[str, ...]) -> str:
+        assert isinstance(n.attr, Load), n
+        if n.attr.buf in ("score", "grad"):
+            return n.attr.buf
+        number = int(n.attr.buf.removeprefix("given"))
+        operand = self.given[number]
+        at = total(e * s for e, s in zip(n.attr.index, operand.strides, strict=True))
+        conditions = self._inside(n)
+        if n.attr.masked:
+            conditions.append(args[-1])
+        mask = f", {' & '.join(conditions)}, other=0" if conditions else ""
+        return f"tl.load(given[{number}] + {self._expr(at, args)}{mask})"
+
+    def _bounded(self, n: Node, args: tuple[str, ...]) -> str:
+        """As in kernels of loops: a check on the device, and a value that is in range."""
+        check = check_of(n)
+        assert isinstance(n.attr, Bound) and check is not None, n
+        self.checks = True
+        good = f"({args[0]} >= 0) & ({args[0]} < {self._expr(n.attr.size, ())})"
+        outside = [f"~{m}" for m in (*args[1:], *self._inside(n))]
+        held = " | ".join([f"({good})", *outside])
+        self.lines.append(f"tl.device_assert({held}, {check.message!r})")
+        return f"tl.where({good}, {args[0]}, 0)"
+
+    def _inside(self, n: Node) -> list[str]:
+        """Conditions under which positions of a value lie inside of the tensors."""
+        return [f"{v}_inside" for v in sorted(self._positions[n])]
+
+    # ---- integers
+    def _short(self, n: Node) -> str:
+        """An integer that has 32 bits."""
+        if n.op == "const":
+            return str(n.attr)
+        assert isinstance(n.attr, Expr), n
+        return self._expr(n.attr, tuple(self._names[a] for a in n.args))
+
+    def _expr(self, e: Size, args: Sequence[str]) -> str:
+        """An expression, in 64 bits where 32 might not hold it. args: the values of its Arg
+        symbols."""
+        wide = not _fits(e)
+
+        def atom(a: Atom) -> str:
+            if a.kind != "sym":
+                return self._function(a, args)
+            if is_arg(a):
+                return f"{args[int(a.name[1:])]}{'' if wide else '.to(tl.int32)'}"
+            name = self.sizes.get(a.name, a.name)
+            return f"{name}.to(tl.int64)" if wide else name
+
+        text: str = fold(e, atom, str, lambda a, b: f"({a} + {b})", lambda a, b: f"({a} * {b})")
+        return text
+
+    def _function(self, a: Atom, args: Sequence[str]) -> str:
+        left, right = self._expr(a.a, args), self._expr(a.b, args)
+        if a.kind in ("div", "mod"):
+            if known_nonneg(a.a) and bounds(a.b)[0] > 0:
+                return f"({left} {'//' if a.kind == 'div' else '%'} {right})"
+            return f"p_index_{a.kind}({left}, {right})"
+        if a.kind in ("min", "max"):
+            return f"tl.{a.kind}imum({left}, {right})"
+        return f"({left} {_SIGN[a.kind]} {right}).to(tl.int32)"
+
+
+def _is_short(n: Node) -> bool:
+    """Whether a value is an integer that 32 bits hold on the whole way to it."""
+    if n.dtype != i64 or n.args:
+        return False
+    if n.op == "const":
+        assert isinstance(n.attr, int), n
+        return -_LIMIT < n.attr < _LIMIT
+    return n.op == "index" and isinstance(n.attr, Expr) and _fits(n.attr)
+
+
+def _fits(e: Size) -> bool:
+    parts: list[Size] = [e]
+    if isinstance(e, Expr):
+        for mono, c in e.terms:
+            parts.append(_product(mono) * c)
+            parts += (part for a in mono if a.kind != "sym" for part in (a.a, a.b))
+    found = [bounds(p) for p in parts]
+    return all(-_LIMIT < low and high < _LIMIT for low, high in found)
+
+
+def _product(mono: Sequence[Atom]) -> Size:
+    out: Size = 1
+    for a in mono:
+        out = out * a.expr
+    return out

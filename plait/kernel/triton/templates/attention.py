@@ -1,0 +1,318 @@
+"""Kernels of attention, in Triton: text that `kernel/triton/attention.py` puts into a module. It is
+not imported.
+
+A program takes a block of queries and walks along blocks of keys; for the gradients of keys and
+values the other way round. Scores exist as one tile at a time; maxima and sums of exponentials, to
+base 2, are updated as it walks. This is FlashAttention-2 (Dao, 2023). Which blocks there are to
+walk along is read from tables, as FlexAttention (Dong et al., 2024) has it: first those where some
+scores are masked, then those where none is.
+
+Before this text stand constants:
+ROWS, COLUMNS: queries and keys in a block
+HEADS, GROUP: heads of queries, and how many of them share one of keys
+WIDTH, V_WIDTH, W, V_W: numbers in a key and in a value, and the next powers of two
+TABLES: kinds of blocks that tables list: 0 (there are no tables), 1 or 2
+SPARSE_ROWS, SPARSE_COLUMNS: queries and keys in a block of the tables
+ROW_EDGE, COLUMN_EDGE: the last block may be larger than what is left
+SCALE: of products; BEFORE, AFTER: factors before and after score_of, which give scores to base 2
+MASKS, CHANGES: there is a mask, and a score_of that changes scores
+STAGES, PRECISION: how loops and products are compiled
+and the functions score_of, mask_of and gradient_of. given: what these load. Strides are of batch,
+head, row and number.
+"""
+
+import triton
+import triton.language as tl
+
+NONE: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def rows_of(
+    p, first, r, d, strides, n, width: tl.constexpr, w: tl.constexpr, edge: tl.constexpr
+):  # fmt: skip
+    """Rows first + r of a matrix with n of them, and 0 outside of it."""
+    at = p + first.to(tl.int64) * strides[2] + (r * strides[2] + d * strides[3])
+    if edge and w != width:
+        x = tl.load(at, (first + r < n) & (d < width), other=0.0)
+    elif edge:
+        x = tl.load(at, first + r < n, other=0.0)
+    elif w != width:
+        x = tl.load(at, d < width, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def of_head(p, strides, b, h):
+    return p + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1])
+
+
+@triton.jit
+def scores_of(products, b, h, i, j, m, n, given, part: tl.constexpr):
+    """Scores; times AFTER they are logarithms to base 2. part 0 is masked."""
+    s = score_of(products * BEFORE, b, h, i, j, i < m, j < n, given)
+    s = tl.broadcast_to(s, products.shape)
+    if MASKS and part == 0:
+        s = tl.where(mask_of(b, h, i, j, i < m, j < n, given), s, NONE)
+    if COLUMN_EDGE:
+        s = tl.where(j < n, s, NONE)
+    return s
+
+
+@triton.jit
+def shares_of(s, sums):
+    """Of scores, by log2 of the sum of their row's exponentials; rounded once."""
+    return tl.exp2(s - sums if AFTER == 1.0 else tl.fma(s, AFTER, -sums))
+
+
+@triton.jit
+def gradients_of(products, grad, b, h, i, j, m, n, given, part: tl.constexpr):
+    """Gradients of products, but for their scale, of those of scores. What is masked has none: its
+    share is 0, but not what score_of may make of it."""
+    if CHANGES:
+        grad = gradient_of(products * SCALE, b, h, i, j, grad, i < m, j < n, given)
+        grad = tl.broadcast_to(grad, products.shape)
+        if MASKS and part == 0:
+            grad = tl.where(mask_of(b, h, i, j, i < m, j < n, given), grad, 0.0)
+    return grad
+
+
+@triton.jit
+def steps_of(
+    table, strides, b, h, first, n, part: tl.constexpr, sparse: tl.constexpr,
+    sparse_step: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    """The steps of a walk, its list, and how many blocks that holds."""
+    if TABLES == 0:
+        count = tl.cdiv(n, step)
+        return count, table, count
+    else:
+        row = first // sparse
+        count = tl.load(table[2 * part] + (b * strides[0] + h * strides[1] + row * strides[2]))
+        index = table[2 * part + 1] + (b * strides[3] + h * strides[4] + row * strides[5])
+        return count * (sparse_step // step), index, count
+
+
+@triton.jit
+def start_of(k, index, strides, count, sparse_step: tl.constexpr, step: tl.constexpr):
+    """Where step k of a walk begins."""
+    if TABLES == 0:
+        return k * step
+    else:
+        at = k // (sparse_step // step)
+        block = tl.load(index + at * strides[6], at < count, other=0)
+        return block * sparse_step + k % (sparse_step // step) * step
+
+
+@triton.jit
+def store_rows(p, x, first, r, d, strides, n, width: tl.constexpr):
+    at = p + first.to(tl.int64) * strides[2] + (r * strides[2] + d * strides[3])
+    tl.store(at, x.to(p.dtype.element_ty), (first + r < n) & (d < width))
+
+
+# ------------------------------------------------------------------------------------------- result
+@triton.jit
+def attend(
+    acc, total, top, q, k, v, start, b, h, i, k_strides, v_strides, m, n, given, part: tl.constexpr
+):  # fmt: skip
+    """One block of keys more in the sums of a block of queries."""
+    c = tl.arange(0, COLUMNS)
+    keys = rows_of(
+        k, start, c[None, :], tl.arange(0, W)[:, None], k_strides, n, WIDTH, W, COLUMN_EDGE
+    )
+    products = tl.dot(q, keys, input_precision=PRECISION)
+    s = scores_of(products, b, h, i, start + c[None, :], m, n, given, part)
+    new = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new == NONE, 0.0, new)
+    shares = tl.exp2((s - base[:, None]) * AFTER)
+    shrink = tl.exp2((top - base) * AFTER)
+    values = rows_of(
+        v, start, c[:, None], tl.arange(0, V_W)[None, :], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
+    )
+    acc = acc * shrink[:, None]
+    acc = tl.dot(shares.to(v.dtype.element_ty), values, acc, input_precision=PRECISION)
+    return acc, total * shrink + tl.sum(shares, 1), new
+
+
+@triton.jit
+def attention(
+    q, k, v, out, sums, tops, table, given, q_strides, k_strides, v_strides, out_strides,
+    row_strides, table_strides, m, n,
+):  # fmt: skip
+    """The result, and per query log2 of the sum of exponentials and the greatest score."""
+    blocks = tl.cdiv(m, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    b = tl.program_id(0) // blocks // HEADS
+    h = tl.program_id(0) // blocks % HEADS
+    r = tl.arange(0, ROWS)
+    i = first + r[:, None]
+    k = of_head(k, k_strides, b, h // GROUP)
+    v = of_head(v, v_strides, b, h // GROUP)
+    queries = rows_of(
+        of_head(q, q_strides, b, h), first, r[:, None], tl.arange(0, W)[None, :], q_strides, m,
+        WIDTH, W, ROW_EDGE,
+    )  # fmt: skip
+    acc = tl.zeros([ROWS, V_W], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NONE, tl.float32)
+    for part in tl.static_range(max(TABLES, 1)):
+        steps, index, count = steps_of(
+            table, table_strides, b, h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
+        )
+        start = start_of(0 * steps, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            acc, total, top = attend(
+                acc, total, top, queries, k, v, start, b, h, i, k_strides, v_strides, m, n, given,
+                part,
+            )  # fmt: skip
+            start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    out = of_head(out, out_strides, b, h)
+    store_rows(out, acc, first, r[:, None], tl.arange(0, V_W)[None, :], out_strides, m, V_WIDTH)
+    logs = tl.where(top == NONE, 0.0, top) * AFTER + tl.log2(total)
+    at = (first + r) * row_strides[2]
+    tl.store(of_head(sums, row_strides, b, h) + at, logs, first + r < m)
+    if tops is not None:
+        tl.store(of_head(tops, row_strides, b, h) + at, top * AFTER, first + r < m)
+
+
+# ------------------------------------------------------------------------------ gradient of queries
+@triton.jit
+def add_keys(
+    acc, q, grad, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n, given,
+    part: tl.constexpr,
+):  # fmt: skip
+    """What a block of keys adds to the gradient of a block of queries."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    keys = rows_of(k, start, c, tl.arange(0, W)[:, None], k_strides, n, WIDTH, W, COLUMN_EDGE)
+    values = rows_of(
+        v, start, c, tl.arange(0, V_W)[:, None], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
+    )
+    products = tl.dot(q, keys, input_precision=PRECISION)
+    shares = shares_of(scores_of(products, b, h, i, start + c, m, n, given, part), sums)
+    found = shares * (tl.dot(grad, values, input_precision=PRECISION) - along)
+    found = gradients_of(products, found, b, h, i, start + c, m, n, given, part)
+    return tl.dot(found.to(k.dtype.element_ty), tl.trans(keys), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def gradient_of_queries(
+    q, k, v, grad, along, sums, out, table, given, q_strides, k_strides, v_strides, grad_strides,
+    row_strides, table_strides, out_strides, m, n,
+):  # fmt: skip
+    """along: per query, the product of the result and its gradient."""
+    blocks = tl.cdiv(m, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    b = tl.program_id(0) // blocks // HEADS
+    h = tl.program_id(0) // blocks % HEADS
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, W)[None, :]
+    i = first + r
+    k = of_head(k, k_strides, b, h // GROUP)
+    v = of_head(v, v_strides, b, h // GROUP)
+    queries = rows_of(of_head(q, q_strides, b, h), first, r, d, q_strides, m, WIDTH, W, ROW_EDGE)
+    grads = rows_of(
+        of_head(grad, grad_strides, b, h), first, r, tl.arange(0, V_W)[None, :], grad_strides, m,
+        V_WIDTH, V_W, ROW_EDGE,
+    )  # fmt: skip
+    at = i * row_strides[2]
+    along = tl.load(of_head(along, row_strides, b, h) + at, i < m, other=0.0)
+    sums = tl.load(of_head(sums, row_strides, b, h) + at, i < m, other=0.0)
+    sums = tl.where(sums == NONE, 0.0, sums)
+    acc = tl.zeros([ROWS, W], tl.float32)
+    for part in tl.static_range(max(TABLES, 1)):
+        steps, index, count = steps_of(
+            table, table_strides, b, h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
+        )
+        start = start_of(0 * steps, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            acc = add_keys(
+                acc, queries, grads, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n,
+                given, part,
+            )  # fmt: skip
+            start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+    store_rows(of_head(out, out_strides, b, h), acc * SCALE, first, r, d, out_strides, m, WIDTH)
+
+
+# --------------------------------------------------------------------- gradients of keys and values
+@triton.jit
+def add_queries(
+    of_keys, of_values, keys, values, q, grad, along, sums, start, b, h, j, q_strides,
+    grad_strides, row_strides, m, n, given, part: tl.constexpr,
+):  # fmt: skip
+    """What a block of queries adds to the gradients of a block of keys; tiles are transposed."""
+    r = tl.arange(0, ROWS)
+    i = start + r[None, :]
+    queries = rows_of(
+        q, start, r[None, :], tl.arange(0, W)[:, None], q_strides, m, WIDTH, W, ROW_EDGE
+    )
+    at = i * row_strides[2]
+    if ROW_EDGE:
+        along = tl.load(along + at, i < m, other=0.0)
+        sums = tl.load(sums + at, i < m, other=0.0)
+    else:
+        along = tl.load(along + at)
+        sums = tl.load(sums + at)
+    sums = tl.where(sums == NONE, 0.0, sums)
+    products = tl.dot(keys, queries, input_precision=PRECISION)
+    s = scores_of(products, b, h, i, j, m, n, given, part)
+    if ROW_EDGE:
+        s = tl.where(i < m, s, NONE)
+    shares = shares_of(s, sums)
+    grads = rows_of(
+        grad, start, r[:, None], tl.arange(0, V_W)[None, :], grad_strides, m, V_WIDTH, V_W,
+        ROW_EDGE,
+    )  # fmt: skip
+    of_values = tl.dot(
+        shares.to(grad.dtype.element_ty), grads, of_values, input_precision=PRECISION
+    )
+    found = shares * (tl.dot(values, tl.trans(grads), input_precision=PRECISION) - along)
+    found = gradients_of(products, found, b, h, i, j, m, n, given, part)
+    of_keys = tl.dot(
+        found.to(q.dtype.element_ty), tl.trans(queries), of_keys, input_precision=PRECISION
+    )
+    return of_keys, of_values
+
+
+@triton.jit
+def gradient_of_keys(
+    q, k, v, grad, along, sums, out, v_out, table, given, q_strides, k_strides, v_strides,
+    grad_strides, row_strides, table_strides, out_strides, v_out_strides, m, n,
+):  # fmt: skip
+    """Of keys and values, summed over the heads of queries that share them."""
+    blocks = tl.cdiv(n, COLUMNS)
+    first = tl.program_id(0) % blocks * COLUMNS
+    b = tl.program_id(0) // blocks // (HEADS // GROUP)
+    shared = tl.program_id(0) // blocks % (HEADS // GROUP)
+    c = tl.arange(0, COLUMNS)[:, None]
+    d = tl.arange(0, W)[None, :]
+    v_d = tl.arange(0, V_W)[None, :]
+    keys = rows_of(
+        of_head(k, k_strides, b, shared), first, c, d, k_strides, n, WIDTH, W, COLUMN_EDGE
+    )
+    values = rows_of(
+        of_head(v, v_strides, b, shared), first, c, v_d, v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
+    )
+    of_keys = tl.zeros([COLUMNS, W], tl.float32)
+    of_values = tl.zeros([COLUMNS, V_W], tl.float32)
+    for member in range(GROUP):
+        h = shared * GROUP + member
+        for part in tl.static_range(max(TABLES, 1)):
+            steps, index, count = steps_of(
+                table, table_strides, b, h, first, m, part, SPARSE_COLUMNS, SPARSE_ROWS, ROWS
+            )
+            start = start_of(0 * steps, index, table_strides, count, SPARSE_ROWS, ROWS)
+            for step in tl.range(0, steps, num_stages=STAGES):
+                of_keys, of_values = add_queries(
+                    of_keys, of_values, keys, values, of_head(q, q_strides, b, h),
+                    of_head(grad, grad_strides, b, h), of_head(along, row_strides, b, h),
+                    of_head(sums, row_strides, b, h), start, b, h, first + c, q_strides,
+                    grad_strides, row_strides, m, n, given, part,
+                )  # fmt: skip
+                start = start_of(step + 1, index, table_strides, count, SPARSE_ROWS, ROWS)
+    out = of_head(out, out_strides, b, shared)
+    store_rows(out, of_keys * SCALE, first, c, d, out_strides, n, WIDTH)
+    v_out = of_head(v_out, v_out_strides, b, shared)
+    store_rows(v_out, of_values, first, c, v_d, v_out_strides, n, V_WIDTH)

@@ -1,0 +1,241 @@
+"""FlexAttention on a GPU: kernels of attention, with the user's functions of scores as formulas.
+
+Comes in: `flex_attention` or its backward, of which `graph/attention.py` says that a kernel holds
+them. Goes out: an `Extern` with an `Attention`; of a backward one for the gradient of queries, and
+one for those of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from plait.graph.attention_kernels import scalar_graph
+from plait.ir import loops
+from plait.ir.attention import Attention, Formula
+from plait.ir.calls import Extern, TensorArg
+from plait.ir.dtypes import DType, b1, f32
+from plait.ir.expr import Expr, Size, bounds, compare, free_symbols, product, symbol
+from plait.ir.loops import Load, LoopProgram, Pointwise, cast, integer, loop_vars
+from plait.ir.record import inline
+from plait.ir.rules import Simplifier
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.memory import tensor_arg
+from plait.lower.pycall import rule_or_python
+
+_hop = torch.ops.higher_order
+_LN2 = math.log(2)  # the operator gives logarithms to base 2
+_MOST_ROWS = (1 << 31) - (1 << 12)  # positions, with those of a last block, have 32 bits
+
+
+@lower(_hop.flex_attention)
+def attention(ctx: Lowering, *args: Any) -> tuple[View | None, ...]:
+    """One launch, or a call of Python."""
+    op = _hop.flex_attention
+    made: tuple[View | None, ...]
+    made = rule_or_python(ctx, op, partial(_forward, ctx, *args), args, {}, fresh=True)
+    return made
+
+
+@lower(_hop.flex_attention_backward)
+def attention_backward(ctx: Lowering, *args: Any) -> tuple[Any, ...]:
+    """Two launches, or a call of Python."""
+    op = _hop.flex_attention_backward
+    made: tuple[Any, ...] = rule_or_python(
+        ctx, op, partial(_backward, ctx, *args), args, {}, fresh=True
+    )
+    return made
+
+
+def _forward(
+    ctx: Lowering, q: View, k: View, v: View, score: GraphModule, block_mask: Sequence[Any],
+    scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
+) -> tuple[View, View, View | None]:  # fmt: skip
+    c = _Call(ctx, (q, k, v), block_mask, scale)
+    formulas = {
+        "score": c.formula(score, captured, 7, f32),
+        "mask": c.mask(block_mask[-1], masking, 8),
+    }
+    wanted = _read(ctx.node)
+    outs = [c.result(n) for n in range(3 if 2 in wanted else 2)]
+    c.launch("result", (q, k, v), 2, formulas, outs, flops=4)
+    out, sums, *tops = map(ctx.whole, outs)
+    return out, sums, (tops[0] if tops else None)
+
+
+def _backward(
+    ctx: Lowering, q: View, k: View, v: View, out: View, sums: View, grad: View,
+    grad_sums: View | None, score: GraphModule, joint: GraphModule, block_mask: Sequence[Any],
+    scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
+) -> tuple[Any, ...]:  # fmt: skip
+    c = _Call(ctx, (q, k, v), block_mask, scale)
+    found: dict[str, Formula | None] = {"score": c.formula(score, captured, 12, f32)}
+    if found["score"] is not None:
+        found["gradient"] = c.formula(joint, captured, 12, f32, "grad")
+    found["mask"] = c.mask(block_mask[-1], masking, 13)
+    along = _along(ctx, out, grad, grad_sums)
+    given = (q, k, v, grad, along, sums)
+    of_queries, of_keys, of_values = map(c.result, range(3))
+    c.launch("queries", given, 2, found, [of_queries], flops=6)
+    c.launch("keys", given, 6, found, [of_keys, of_values], flops=8)
+    grads = map(ctx.whole, (of_queries, of_keys, of_values))
+    return *grads, (None,) * len(captured)
+
+
+def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View:
+    """Per query, the product of result and gradient, less the gradient of the logarithm."""
+    *rows, width = out.shape
+
+    def body(ops: Any, i: Any, r: Any) -> loops.Node:
+        return cast(out.load(ops, (*i, *r)), f32) * cast(grad.load(ops, (*i, *r)), f32)
+
+    found = ctx.reduce(tuple(rows), (width,), "sum", body)
+    if grad_sums is not None:
+        of_sums, summed = grad_sums, found
+        found = ctx.pointwise(
+            tuple(rows),
+            f32,
+            lambda ops, i: summed.load(ops, i) - cast(of_sums.load(ops, i), f32) * (1 / _LN2),
+        )
+    ctx.fix_layout(found.buf)
+    return found
+
+
+def _read(node: Node) -> set[Any]:
+    """The numbers of a call's results that somebody reads."""
+    return {u.args[1] for u in node.users if u.users}
+
+
+@dataclass
+class _Call:
+    """One call of the operator.
+
+    inputs: queries, keys and values.
+    block_mask, scale: as the operator has them.
+    vars: the loop variables of batch, head, query and key.
+    given: what formulas load, in order.
+    """
+
+    ctx: Lowering
+    inputs: tuple[View, View, View]
+    block_mask: Sequence[Any]
+    scale: float
+    vars: tuple[Expr, ...] = ()
+    given: list[View] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        q, k, _ = self.inputs
+        sizes = zip("bhij", (*q.shape[:3], k.shape[2]), strict=True)
+        self.vars = tuple(symbol(name, extent=n) for name, n in sizes)
+        for n in (q.shape[2], k.shape[2]):
+            if bounds(n)[1] > _MOST_ROWS:
+                said = f"attention over {{}} positions, more than {_MOST_ROWS}"
+                self.ctx.assert_true(compare("le", n, _MOST_ROWS), said, (n,))
+
+    # ---- formulas
+    def formula(
+        self, graph: GraphModule, captured: Sequence[Any], place: int, dtype: DType,
+        *more: str,
+    ) -> Formula | None:  # fmt: skip
+        """What a function of a score makes; None for the score itself. place: which argument of
+        the node has what it captures. more: values besides the score that it is given."""
+        found = self._formula(graph, ("score",), captured, place, more, dtype)
+        return None if found.is_score else found
+
+    def mask(self, graph: GraphModule, captured: Sequence[Any], place: int) -> Formula | None:
+        """Where scores count; None: everywhere."""
+        found = self._formula(graph, (), captured, place, (), b1)
+        return None if found.body == loops.const(True, b1) else found
+
+    def _formula(
+        self, graph: GraphModule, before: Sequence[str], captured: Sequence[Any], place: int,
+        after: Sequence[str], dtype: DType,
+    ) -> Formula:  # fmt: skip
+        nodes: Any = self.ctx.node.args[place] if len(self.ctx.node.args) > place else ()
+        q_node: Any = self.ctx.node.args[0]
+        traced = scalar_graph(graph, q_node.meta["val"], len(before), len(after), nodes)
+        values: list[Any] = [*before, *map(integer, self.vars), *after]
+        values += [x for x, n in zip(captured, nodes, strict=True) if isinstance(n, Node)]
+        program = self.ctx.lower_graph(traced, f"{self.ctx.name}.formula")
+        body = Simplifier()(cast(self._body(program, values), dtype))
+        return Formula(self.vars, body)
+
+    def _body(self, program: LoopProgram, values: Sequence[Any]) -> loops.Node:
+        """The only result of a program of scalars, of names and nodes that stand for its inputs."""
+        known: dict[str, tuple[tuple[Expr, ...], loops.Node]] = {}
+        for name, x in zip(program.inputs, values, strict=True):
+            if isinstance(name, str):
+                known[name] = self._input(x, program.buffers[name].dtype)
+            elif not isinstance(x, Expr) or name != ("sym", str(x)):
+                raise NoRule("a function of scores of a number that is no size")
+        for op in program.ops:
+            if not isinstance(op, Pointwise) or op.index is not None:
+                raise NoRule("a function of scores that is no formula")
+            known[op.out] = op.vars, inline(op.body, known)
+        out = program.outputs[0]
+        if not isinstance(out, TensorArg) or out.shape or out.buf not in known or out.offset:
+            raise NoRule("a function of scores that gives no scalar")
+        vars_, body = known[out.buf]
+        if vars_:
+            raise NoRule("a function of scores that gives an element of a tensor")
+        return body
+
+    def _input(self, x: Any, dtype: DType) -> tuple[tuple[Expr, ...], loops.Node]:
+        if isinstance(x, loops.Node):
+            return (), x
+        if isinstance(x, str):
+            return (), loops.node("load", (), Load(x, ()), f32)
+        assert isinstance(x, View), f"a function of scores captures {x}"
+        if x not in self.given:
+            self.given.append(x)
+        vars_ = loop_vars("v", x.shape)
+        load = Load(f"given{self.given.index(x)}", vars_)
+        return vars_, loops.node("load", (), load, dtype)
+
+    # ---- the launch
+    def result(self, k: int) -> str:
+        """A buffer for a result of the operator."""
+        ctx = self.ctx
+        return ctx.new_buffer(
+            ctx.out_dtype(k), ctx.out_shape(k), ctx.out_strides(k), True, ctx.device()
+        )
+
+    def launch(
+        self, gives: str, given: Sequence[View], tables: int, formulas: dict[str, Formula | None],
+        outs: list[str], flops: int,
+    ) -> None:  # fmt: skip
+        """Records a launch. tables: where those of its walk begin in block_mask. flops: for each
+        product of two numbers of a query and a key."""
+        ctx, (q, k, _) = self.ctx, self.inputs
+        lists = [x for x in self.block_mask[tables : tables + 4] if isinstance(x, View)]
+        rows, columns = self.block_mask[-3:-1]
+        if bounds(q.shape[2])[1] <= rows and bounds(k.shape[2])[1] <= columns:
+            lists = []  # one block is all there is
+        args = [tensor_arg(ctx, x) for x in (*given, *lists, *self.given)]
+        kernel = Attention(
+            f"attention_{gives}.{ctx.name}.{len(ctx.ops)}", gives,
+            formulas["score"], formulas.get("gradient"), formulas["mask"], self.scale,
+            len(lists) // 2, (int(rows), int(columns)),
+        )  # fmt: skip
+        held = [f.body for f in formulas.values() if f is not None]
+        own = {v.symbol for v in self.vars}
+        sizes = {
+            a.expr: None
+            for n in loops.walk(held)
+            for e in loops.exprs_of(n)
+            for a in free_symbols(e)
+            if a not in own and not loops.is_arg(a)
+        }
+        work: Size = product((flops, *q.shape, k.shape[2]))
+        ctx.ops.append(
+            Extern(
+                tuple(outs), "higher_order::flex_attention", (*args, *sorted(sizes, key=str)),
+                may_keep=False, kernel=kernel, fallback=False, flops=work, origin=ctx.origin,
+            )
+        )  # fmt: skip

@@ -27,6 +27,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord, observers
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
+from tests.fuzz.flow import associative_scan
 from tests.test_package_control import PROGRAMS
 
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -298,3 +299,20 @@ def test_associative_scans_become_operators(n: int) -> None:
         a, b = a * c, b + d + w
         want.append((a, b))
     torch.testing.assert_close(graph(*args), tuple(map(torch.stack, zip(*want, strict=True))))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_associative_scans_of_varying_length(wrapper: str, records: list[CompileRecord]) -> None:
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> Any:
+        def combine(a: Any, b: Any) -> Any:
+            return a[0] * b[0], a[1] * b[0] + b[1] + w
+
+        return associative_scan(combine, (x, y), 1, True, "pointwise")
+
+    run = torch.compile(fn, backend="plait", dynamic=True, options={"wrapper": wrapper})
+    for n in (5, 2, 8, 33):
+        same(fn, run, torch.rand(3, n), torch.rand(n, 3).t(), torch.zeros(()))
+    (record,) = records
+    assert [c.kind for c in calls_of(record)] == ["loop"]
+    body = record.wrapper.programs[1].body
+    assert sum(isinstance(i, ins.Launch) for i in body) == 1  # a kernel a round

@@ -1,8 +1,9 @@
-"""What an associative scan over a known number of slices is in ATen operators, for `write_out.py`.
+"""What an associative scan is in ATen operators, for `write_out.py`.
 
 In each round every slice is combined with the one that lies 1, 2, 4, ... slices before it, so
-after as many rounds as the number has bits each holds the combination of all up to itself
-(W. D. Hillis, G. L. Steele, Data Parallel Algorithms, CACM 29, 1986). Each round becomes a kernel.
+after as many rounds as the number of slices has bits each holds the combination of all up to itself
+(W. D. Hillis, G. L. Steele, Data Parallel Algorithms, CACM 29, 1986). Each round becomes a kernel;
+over a number of slices that is not known they are a loop.
 """
 
 from __future__ import annotations
@@ -12,15 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
-
-from plait.graph.edit import value_of
-
-
-def is_counted(node: Node) -> bool:
-    """Whether the number of slices is known."""
-    xs: Any = node.args[1]
-    return isinstance(value_of(xs[0]).shape[0], int)
 
 
 def associative_scan(
@@ -28,9 +20,37 @@ def associative_scan(
 ) -> list[Tensor]:
     """The scans of xs along their first dimension. combine works element by element, so on any
     number of slices as on one."""
+    slices: Any = xs[0].shape[0]
+    if not isinstance(slices, int):
+        return _in_a_loop(combine, xs, more)
     step = 1
-    while step < xs[0].shape[0]:
+    while step < slices:
         made = combine(*(x[:-step] for x in xs), *(x[step:] for x in xs), *more)
         xs = [torch.cat((x[:step], y)) for x, y in zip(xs, made, strict=True)]
         step *= 2
     return list(xs)
+
+
+def _in_a_loop(
+    combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any]
+) -> list[Tensor]:
+    def goes_on(step: Any, first: Tensor, *rest: Any) -> Any:
+        return step < first.shape[0]
+
+    def combine_at(step: Any, *given: Any) -> tuple[Any, ...]:
+        xs, more = given[:n], given[n:]
+        places = torch.arange(xs[0].shape[0], device=xs[0].device)
+        before = (places - step).clamp(min=0)
+        made = combine(*(x.index_select(0, before) for x in xs), *xs, *more)
+        first = places < step  # slices that have none so far before them
+        together = (torch.where(_like(first, x), x, y) for x, y in zip(xs, made, strict=True))
+        return step * 2, *(x.contiguous() for x in together)
+
+    n = len(xs)
+    carried = (1, *(x.contiguous() for x in xs))
+    return list(torch.ops.higher_order.while_loop(goes_on, combine_at, carried, tuple(more))[1:])
+
+
+def _like(places: Tensor, x: Tensor) -> Tensor:
+    """places, to be read along the first dimension of x."""
+    return places.view(-1, *(1 for _ in x.shape[1:]))

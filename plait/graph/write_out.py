@@ -23,7 +23,7 @@ _hop = torch.ops.higher_order
 DEFINITIONS: dict[Any, tuple[Callable[[Node], bool], Definition]] = {
     _hop.flex_attention: (is_written_out, attention.attention),
     _hop.flex_attention_backward: (is_written_out, attention.attention_backward),
-    _hop.associative_scan: (associative.is_counted, associative.associative_scan),
+    _hop.associative_scan: (lambda node: True, associative.associative_scan),
 }
 """Of each operator: which calls have the definition, and the definition."""
 
@@ -58,7 +58,12 @@ def _write_out(gm: GraphModule, node: Node, definition: Definition) -> None:
             if n.target is aten._to_copy.default and not isinstance(n.args[0], Node):
                 n.target = aten.scalar_tensor.default  # vmap makes tensors of numbers
             env[n] = gm.graph.node_copy(n, env.__getitem__)
-            env[n].meta = {**source_meta(node), "val": value_of(n)}
+            if n.op == "get_attr":  # a graph that control flow runs
+                env[n].target = f"{node.name}_{n.target}"
+                gm.add_submodule(env[n].target, getattr(inner, str(n.target)))
+                continue
+            bindings = {k: n.meta[k] for k in ("unbacked_bindings",) if k in n.meta}
+            env[n].meta = {**source_meta(node), **bindings, "val": value_of(n)}
     (results,) = output_of(inner.graph).args
     replace_items(node, torch.fx.node.map_arg(results, env.__getitem__))
 

@@ -166,6 +166,32 @@ def writes_plain(x: Tensor) -> tuple[Tensor, ...]:
     return a, b, c + a, torch.full_like(x, -1)
 
 
+@triton.jit
+def rounds_kernel(x, out, n, rounds, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(rounds):
+        tl.store(out + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+
+def shared(x: Tensor) -> tuple[Tensor, ...]:
+    """One tensor as two arguments, where each round reads what the one before wrote; equal tensors
+    as two arguments, which are memory of their own."""
+    y, z = x + 1, x * 2
+    rounds_kernel[programs(x)](y, y, x.numel(), 3, BLOCK=BLOCK)
+    rounds_kernel[programs(x)](x, x, x.numel(), 2, BLOCK=BLOCK)
+    rounds_kernel[programs(x)](z.view(-1, 8), z, x.numel(), 2, BLOCK=BLOCK)
+    a, b = torch.zeros_like(x), torch.zeros_like(x)
+    rounds_kernel[programs(x)](a, b, x.numel(), 1, BLOCK=BLOCK)
+    rounds_kernel[programs(x)](x, a, x.numel(), 1, BLOCK=BLOCK)
+    return y, z, a, b, x * 1
+
+
+def shared_plain(x: Tensor) -> tuple[Tensor, ...]:
+    made = (x + 1) * 8, x * 8, x * 8, torch.zeros_like(x), x * 4
+    x.mul_(4)
+    return made
+
+
 def branches(x: Tensor) -> Tensor:
     """Kernels that differ in a number only, at the same place of two graphs."""
     y = affine(x, 3.0, 0)
@@ -281,6 +307,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "floats": (floats, floats_plain),
     "words": (words, lambda x: 2 * (x + 1) ** 2 + 3 + 2 * (x + 1)),
     "writes": (writes, writes_plain),
+    "shared": (shared, shared_plain),
     "branches": (branches, branches_plain),
     "tuned": (tuned, tuned_plain),
     "texts": (texts, lambda x: x * 2 + 2 * BLOCK - (x * 3 + 8 * BLOCK)),

@@ -236,6 +236,26 @@ def own_analysis() -> Iterator[None]:
         _asked.reset(token)
 
 
+_twice: dict[int, dict[str, str]] = {}
+
+
+def given_twice(constants: int) -> Mapping[str, str]:
+    """Of a call, by the number of its constant arguments: those that are the memory of another one
+    that comes before them, and which. A functional graph does not tell: equal values are one node
+    there, be they in one memory or in two."""
+    return _twice.get(constants, {})
+
+
+def _given_twice(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    first: dict[object, str] = {}
+    found = {}
+    for name, x in tensors.items():
+        place = (x.untyped_storage()._cdata, str(x.storage_offset()), x.dtype)
+        if (other := first.setdefault(place, name)) != name:
+            found[name] = other
+    return found
+
+
 @cache
 def _install() -> None:
     home: Any = import_module("torch._higher_order_ops.triton_kernel_wrap")
@@ -247,6 +267,7 @@ def _install() -> None:
         found = home.kernel_side_table.get_kernel(kernel)
         given = {**kwargs, **home.kernel_side_table.get_constant_args(constants)}
         tensors = [k for k, v in kwargs.items() if isinstance(v, torch.Tensor)]
+        _twice[constants] = _given_twice({k: kwargs[k] for k in tensors})
         try:
             written = written_names(found, given, described)
         except Unsupported:

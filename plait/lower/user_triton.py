@@ -9,7 +9,7 @@ the old value, into new memory where there is no old value, else into a copy. Wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,11 @@ import torch
 import torch.fx
 
 from plait import compat
+from plait.compat import user_kernels
 from plait.devices import facts_of
 from plait.errors import Unsupported
 from plait.ir.calls import MAX_GRID, Extern, TensorArg, UserKernel, Variant, pack_grid
-from plait.ir.expr import Expr, Size, bounds, compare
+from plait.ir.expr import Expr, Size, bounds, compare, contiguous_strides, numel
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.float_nodes import to_word
 from plait.lower.inplace import place_to_write
@@ -67,6 +68,13 @@ def user_kernel(ctx: Lowering, **given: Any) -> dict[str, Any]:
     op = hop.triton_kernel_wrapper_functional
     made: dict[str, Any]
     made = rule_or_python(ctx, op, partial(launch, ctx, **given), (), given, fresh=True)
+    same = user_kernels.given_twice(given["constant_args_idx"])
+    tensors = [k for k, v in given["kwargs"].items() if isinstance(v, View)]
+    nodes: Any = ctx.node.kwargs["kwargs"]
+    call = ctx.ops[-1]
+    by_python = isinstance(call, Extern) and call.callable_index >= 0
+    if by_python and shared_writes(same, nodes, tensors, given["tensors_to_clone"]):
+        raise Unsupported("a Triton kernel as Python that writes one of two equal arguments")
     return made
 
 
@@ -101,7 +109,7 @@ def launch(
     configs = kernel.configs if hasattr(kernel, "configs") else (None,)
     if not hasattr(function, "params") or len(configs) != len(grid):
         raise NoRule("a kernel in a wrapper of an unknown kind")
-    o = _Operands(ctx, device)
+    o = _Operands(ctx, device, user_kernels.given_twice(constant_args_idx))
     outs = o.take(tensors, tensors_to_clone)
     for k, facts in tma_descriptor_metadata.items():
         o.pointers[k] = _descriptor(o, k, facts)
@@ -132,6 +140,7 @@ def launch(
 class _Operands:
     """What a launch is given, as far as it is known.
 
+    same: arguments that are the memory of others.
     tensors, types: of which pointers.
     outs, new_types: results in new memory, whose pointers come next.
     pointers: the name of each tensor argument in the call.
@@ -142,6 +151,7 @@ class _Operands:
 
     ctx: Lowering
     device: str
+    same: Mapping[str, str]
     tensors: list[TensorArg] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
     outs: list[str] = field(default_factory=list)
@@ -155,15 +165,17 @@ class _Operands:
         """Takes all tensor arguments. Gives what those that are written are afterwards."""
         nodes: Any = self.ctx.node.kwargs["kwargs"]
         made: dict[str, View] = {}
-        new = [k for k in tensors if k in written and _is_new(nodes[k])]
+        shared = shared_writes(self.same, nodes, tensors, written)
+        new = [k for k in tensors if k in written and k not in shared and _is_new(nodes[k])]
         for k, x in tensors.items():
-            if k in new:
+            if k in new or k in shared:
                 continue
             strides = fake_strides(nodes[k])
             if strides is None:
                 raise NoRule("a tensor without strides")
             if k in written:
-                x = place_to_write(self.ctx, x, strides, tuple(tensors.values()))
+                others = tuple(v for n, v in tensors.items() if shared.get(n) != k)
+                x = place_to_write(self.ctx, x, strides, others)
                 made[k] = x
                 self.written.append(x.buf)
             self.pointers[k] = f"p{len(self.tensors)}"
@@ -180,6 +192,10 @@ class _Operands:
             self.pointers[k] = f"p{len(self.tensors) + len(self.outs)}"
             self.outs.append(buf)
             self.new_types.append(_pointer(nodes[k]))
+        for k, first in shared.items():
+            self.pointers[k] = self.pointers[first]
+            if k in written:
+                made[k] = made[first]
         return made
 
     def _take_floats(self) -> None:
@@ -228,6 +244,41 @@ class _Operands:
                 self.ctx.assert_true(compare("le", -most, e), said, (e,))
         text = f"{self._integer(e)}.to(tl.{_TYPES[kind]})"
         return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+
+
+def shared_writes(
+    same: Mapping[str, str],
+    nodes: Mapping[str, Any],
+    tensors: Iterable[str],
+    written: Sequence[str],
+) -> dict[str, str]:
+    """The arguments that are the memory of one that the kernel writes, and which. same: those that
+    are the memory of another one. Raises Unsupported for one that sees it in another way."""
+    found: dict[str, str] = {}
+    firsts: dict[str, list[str]] = {}
+    for k in tensors:
+        firsts.setdefault(same.get(k, k), []).append(k)
+    for names in firsts.values():
+        first = next((k for k in names if k in written), None)
+        for k in names:
+            if first is None or k == first:
+                continue
+            if not _alike(nodes[k], nodes[first]):
+                raise Unsupported("a Triton kernel that writes a part of another of its arguments")
+            found[k] = first
+    return found
+
+
+def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether the elements of two nodes in one memory lie alike: then both are the same to a
+    kernel."""
+    shapes = [tuple(map(to_size, n.meta["val"].shape)) for n in (a, b)]
+    rows = all(
+        fake_strides(n) == contiguous_strides(shape)
+        for n, shape in zip((a, b), shapes, strict=True)
+    )
+    as_many = _seen(a) is _seen(b) or numel(shapes[0]) == numel(shapes[1])
+    return a is b or (rows and as_many)
 
 
 def _descriptor(o: _Operands, name: str, facts: Sequence[Any]) -> str:
@@ -347,11 +398,16 @@ def _grid(ctx: Lowering, grid: Sequence[Size]) -> Size:
     return pack_grid(x, y, z)
 
 
-def _is_new(node: torch.fx.Node) -> bool:
-    """Whether a node is memory that nobody has written to."""
+def _seen(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose elements, all of them, a node shows in another way."""
     while node.target in _SEEN:
         (node, *_) = node.args  # type: ignore[assignment]
-    return node.target in _EMPTY
+    return node
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether a node is memory that nobody has written to."""
+    return _seen(node).target in _EMPTY
 
 
 def _pointer(node: torch.fx.Node) -> str:

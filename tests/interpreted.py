@@ -61,7 +61,7 @@ class Interpreted:
         # would read address 0.
         used = [without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
         try:
-            failed = launch(self.function, used, sizes, grid)
+            failed = launch(self.function, used, tuple(map(int, sizes)), grid)
         except NotImplementedError as error:
             pytest.skip(str(error))
         if failed:

@@ -59,3 +59,34 @@ def test_tokens(way: str, mode: str | None) -> None:
         assert torch.equal(*tokens)
         made.append(len(graphs))
     assert made[2] == made[1] <= 8, made  # drafts of several lengths, one among them
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+def test_drafts_of_a_second_model(schedule: str) -> None:
+    """Drafts of varying length, by a model that is often right: the tokens of eager, and soon no
+    further graph. Both models run one code, so they share Dynamo's limit of recompilations."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, draft, graphs = llama(), llama(), []
+    with torch.no_grad():
+        for mine, theirs in zip(draft.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs + 0.02 * torch.randn_like(theirs) * theirs.abs().mean())
+    draft.generation_config.num_assistant_tokens_schedule = schedule
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return plait_backend(gm, inputs)
+
+    pairs = [(model, draft), (copy.deepcopy(model), copy.deepcopy(draft))]
+    for m in pairs[1]:
+        m.forward = torch.compile(m.forward, backend=backend)
+    made = []
+    with torch._dynamo.config.patch(recompile_limit=16):
+        for length in (7, 9, 12, 15):
+            words = torch.randint(2, 512, (1, length))
+            given = {"attention_mask": torch.ones_like(words), "max_new_tokens": 24}
+            tokens = [m.generate(words, assistant_model=d, do_sample=False, **given)
+                      for m, d in pairs]  # fmt: skip
+            assert torch.equal(*tokens), f"{tokens[0]}, compiled {tokens[1]}"
+            made.append(len(graphs))
+    assert made[3] == made[2] <= 12, made

@@ -575,6 +575,24 @@ def test_gradients_accumulate(programs: list[Program]) -> None:
             total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
 
 
+def test_many_batches_before_a_backward_pass(programs: list[Program]) -> None:
+    """Each batch in flight has a recording of its own, from then on replayed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).to(CUDA)
+    compiled = graphs(model)
+    for _ in range(4):
+        batches = [r(32, 64) for _ in range(12)]
+        found = []
+        for run in (compiled, model):
+            model.zero_grad()
+            torch.stack([run(x).square().mean() for x in batches]).sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    forward = stats(programs[0])
+    assert forward["recorded"] == 12 and forward["refused"] == {}, forward
+    assert forward["replayed"] >= 2 * 12, forward
+
+
 def test_a_recording_that_fails_leaves_no_trace(programs: list[Program]) -> None:
     import plait.wrapper.partition as module
 

@@ -3,6 +3,7 @@ target."""
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,21 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 import plait
+import plait.capture.program as road
+import plait.lower.graph as lowering
 from plait.errors import InternalError
 from plait.graph.write_out import write_out
 from plait.ir.calls import Control, Extern, all_programs
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify as verify_loops
 from plait.lower.core import NoRule
+from plait.schedule.plan import Kernel
 from plait.schedule.text import plan_text, read_plan
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import CompileRecord, observers
+from plait.wrapper.program import CompileRecord, Program, observers
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
 from tests.fuzz.flow import associative_scan
@@ -316,3 +321,58 @@ def test_associative_scans_of_varying_length(wrapper: str, records: list[Compile
     assert [c.kind for c in calls_of(record)] == ["loop"]
     body = record.wrapper.programs[1].body
     assert sum(isinstance(i, ins.Launch) for i in body) == 1  # a kernel a round
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_regions_are_compiled_once_however_often_they_are_called(
+    train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lowered bodies and built kernels are as many for 8 calls as for 2; what is left, of the
+    operands of each call, grows no faster than they do."""
+    lowered: list[int] = []
+    lower = lowering._lower
+    compile_graph = road.compile_graph
+
+    def counted(*args: Any) -> Any:
+        lowered[-1] += 1
+        return lower(*args)
+
+    def work(n: int) -> tuple[int, int, int]:
+        """Lowered graphs, kernels, and calls of functions that compiling took."""
+        torch._dynamo.reset()
+        lowered.append(0)
+        kernels = calls = 0
+
+        def profiled(*args: Any, **kwargs: Any) -> Program:
+            nonlocal kernels, calls
+            profile = cProfile.Profile()
+            made = profile.runcall(compile_graph, *args, **kwargs)
+            kernels += sum(isinstance(s, Kernel) for p in all_programs(made.record.plan)
+                           for s in p.steps)  # fmt: skip
+            calls += sum(row.callcount for row in profile.getstats())
+            return made
+
+        monkeypatch.setattr(road, "compile_graph", profiled)
+        region = torch.compiler.nested_compile_region(
+            lambda x, w, b: F.layer_norm((x @ w).tanh() + b, (4,)) * x
+        )
+
+        def fn(x: Tensor, *weights: Tensor) -> Tensor:
+            for w, b in zip(weights[:n], weights[n:], strict=True):
+                x = region(x, w, b)
+            return x
+
+        shapes = [(4, 4)] * n + [(4,)] * n
+        weights = [torch.rand(s, requires_grad=train) for s in shapes]
+        run = torch.compile(fn, backend="plait", options={"verify": False})
+        out = run(torch.rand(3, 4), *weights)
+        if train:
+            out.sum().backward()
+        return lowered[-1], kernels, calls
+
+    monkeypatch.setattr(lowering, "_lower", counted)
+    work(2)  # what is imported once
+    few, some, many = (work(n) for n in (4, 8, 16))
+    assert few[:2] == some[:2] == many[:2]
+    assert few[0] == (4 if train else 2)
+    assert many[2] - some[2] < 2.2 * (some[2] - few[2])

@@ -30,7 +30,11 @@ def flat_args(args: Iterable[ExternArg]) -> Iterator[ExternArg]:
 
 def tensor_args(args: Iterable[ExternArg]) -> Iterator[TensorArg]:
     """The tensors among operands, those in lists included."""
-    return (a for a in flat_args(args) if isinstance(a, TensorArg))
+    for a in args:
+        if isinstance(a, TensorArg):
+            yield a
+        elif isinstance(a, ListArg):
+            yield from tensor_args(a.items)
 
 
 def extern_reads(op: Extern) -> tuple[str, ...]:

@@ -243,6 +243,12 @@ class _Encoder:
 
     def _field(self, kind: Kind, value: Any) -> list[int]:
         match kind:
+            case Kind.SIZES | Kind.SHAPE:  # the most frequent ones first
+                return [len(value), *map(self._size, value)]
+            case Kind.STRIDES:
+                return [self._size(s) for s in value]
+            case Kind.TEXT | Kind.DEVICE:
+                return [self._string(value)]
             case Kind.SYMBOL:
                 return [self._symbol(value)]
             case Kind.USES | Kind.ARENA | Kind.ENDS:
@@ -251,10 +257,6 @@ class _Encoder:
                 return [len(value), *map(self._slot, value)]
             case Kind.SIZE:
                 return [self._size(value)]
-            case Kind.SIZES | Kind.SHAPE:
-                return [len(value), *map(self._size, value)]
-            case Kind.STRIDES:
-                return [self._size(s) for s in value]
             case Kind.SOURCE:
                 return self._source(value)
             case Kind.DTYPE:
@@ -284,8 +286,6 @@ class _Encoder:
                 return [len(value), *(w for pair in pairs for w in pair)]
             case Kind.FOR_PASSES:
                 return []
-            case Kind.TEXT | Kind.DEVICE:
-                return [self._string(value)]
             case _:
                 return [int(value)]
 

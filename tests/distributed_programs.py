@@ -6,6 +6,7 @@ They meet by a file, over gloo on the CPU, or with a last argument "nccl" on GPU
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import plait
 from plait.capture.backend import plait_backend
 from plait.wrapper.instructions import CallExtern
 from plait.wrapper.program import CompileRecord, observers
@@ -137,6 +139,44 @@ def exchanged(x: Tensor) -> list[Tensor]:
     return [other.sin(), fc.broadcast(x * 2, 0, world) + 1]
 
 
+def written(x: Tensor) -> list[Tensor]:
+    """Slices that are reduced in place, rows of several numbers, an operation that overlaps, a
+    branch with a collective in it."""
+    y, n = x * 2, x.shape[0]
+    dist.all_reduce(y[:2])
+    dist.all_reduce(y[2:])
+    first = dist.get_rank() == 0
+    rows = [n - 1, n - 1] if first else [1, 1]
+    some = fc.all_to_all_single(x.sin(), rows, [n - 1, 1], dist.group.WORLD)
+    z = x.cos()
+    work = dist.all_reduce(z, async_op=True)
+    meanwhile = x.exp()
+    work.wait()
+    total = fc.all_reduce(x.sum(), "sum", dist.group.WORLD)
+    taken = torch.cond(
+        total > 0,
+        lambda v: fc.all_reduce(v * 2, "sum", dist.group.WORLD),
+        lambda v: fc.all_reduce(v * 3, "sum", dist.group.WORLD),
+        (x,),
+    )
+    return [y + 1, some * 2, z + meanwhile, taken]
+
+
+class Reduced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = fc.all_reduce(x.exp() * 2, "sum", dist.group.WORLD)
+        return made + 1
+
+
+def packaged(rank: int) -> None:
+    """A package holds collectives."""
+    x = torch.randn(4, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        plait.package(Reduced(), f"{folder}/model.plait", (x,))
+        got = plait.load(f"{folder}/model.plait")(x)
+    torch.testing.assert_close(got, Reduced()(x) + 0)
+
+
 def differentiated(x: Tensor) -> list[Tensor]:
     world = dist.group.WORLD
     whole = fc.all_gather_tensor_autograd(x * 2, 0, world)
@@ -152,6 +192,10 @@ def collectives(rank: int, processes: int) -> None:
     for wrapper in WRAPPERS:
         for fn in (reduced, gathered, exchanged)[: 3 if wrapper == "native" else 1]:
             check(compiled(fn, wrapper), fn, rank)
+    # Where a wait breaks the graph, there is no strictness to ask for.
+    check(torch.compile(written, backend=plait_backend), written, rank)
+    if torch.get_default_device().type == "cpu":
+        packaged(rank)
     check(compiled(differentiated), differentiated, rank, grad=True)
     observers.reset(token)
     calls = [i.op for r in made for i in r.wrapper.body if isinstance(i, CallExtern)]

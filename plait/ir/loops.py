@@ -8,7 +8,7 @@ printed by `plait/ir/text.py`, run slowly by `plait/ir/interp.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,12 +42,13 @@ class Node:
     """One scalar operation; interned: equal nodes are the same object. op: a name of ops.OPS or
     ops.SPECIAL."""
 
-    __slots__ = ("op", "args", "attr", "dtype", "_hash", "__weakref__")
+    __slots__ = ("op", "args", "attr", "dtype", "_hash", "_below", "__weakref__")
 
     def __init__(
         self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int
     ) -> None:
         self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
+        self._below: tuple[Node, ...] | None = None  # see `walk`
 
     def __hash__(self) -> int:
         return self._hash
@@ -136,6 +137,7 @@ class Node:
         return f"{self.op}{from_attr}({', '.join(map(repr, self.args))}):{self.dtype}"
 
 
+FEW = 4  # roots: more of them may have too much in common
 _nodes: dict[object, Node] = {}
 
 
@@ -204,20 +206,37 @@ def is_arg(a: Atom) -> bool:
     return a.name.startswith("$")
 
 
-def walk(roots: tuple[Node, ...] | list[Node]) -> Iterator[Node]:
-    """All nodes below roots, arguments before users, each once, in a deterministic order."""
+def walk(roots: Sequence[Node]) -> Iterable[Node]:
+    """All nodes below roots, arguments before users, each once, in a deterministic order. Roots
+    remember what is below them where they are FEW: passes ask again and again."""
+    if len(roots) == 1:
+        return (*_below(roots[0]), roots[0])
+    if len(roots) <= FEW:
+        return dict.fromkeys(n for r in roots for n in (*_below(r), r))
+    return _walked(roots)
+
+
+def _below(root: Node) -> tuple[Node, ...]:
+    if root._below is None:
+        root._below = tuple(_walked((root,))[:-1])  # without itself: that would be a cycle
+    return root._below
+
+
+def _walked(roots: Sequence[Node]) -> list[Node]:
+    order: list[Node] = []
     seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    stack = list(reversed(roots))
     while stack:
-        n, done = stack.pop()
-        if done:
-            yield n
+        n = stack[-1]
+        todo = () if n in seen else [a for a in reversed(n.args) if a not in seen]
+        if todo:
+            stack += todo
             continue
-        if n in seen:
-            continue
-        seen.add(n)
-        stack.append((n, True))
-        stack.extend((a, False) for a in reversed(n.args) if a not in seen)
+        stack.pop()
+        if n not in seen:
+            seen.add(n)
+            order.append(n)
+    return order
 
 
 def index_exprs(n: Node) -> tuple[Size, ...]:

@@ -115,6 +115,8 @@ class Recorder:
     def take_args(self, exprs: tuple[Size, ...]) -> tuple[tuple[Size, ...], tuple[Node, ...]]:
         """Renumbers the indirect symbols in exprs to $0, $1, ... in order of first appearance and
         lists their nodes."""
+        if not self._indirect:
+            return exprs, ()
         order: list[Atom] = []
         for e in exprs:
             for a in sorted(free_symbols(e), key=lambda t: t.name):

@@ -14,7 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from plait.ir.expr import BUILD, INF, Atom, Expr, Mono, Size, bounds, free_symbols, symbol
-from plait.ir.loops import Buffer, Loop, Node, Op, Scatter, node, rewrite, with_args
+from plait.ir.loops import (
+    Buffer,
+    Loop,
+    Node,
+    Op,
+    Pointwise,
+    Scatter,
+    node,
+    rewrite,
+    walk,
+    with_args,
+)
 from plait.runtime.functions import FUNCTIONS
 
 _ELEMENTS = 2**48  # more than a tensor can have
@@ -42,7 +53,9 @@ def take_out_wide(
     out: list[Op] = []
     memo: dict[Node, Node] = {}
     for op in ops:
-        if isinstance(op, Loop):
+        if isinstance(op, Pointwise) and all(n.op != "index" for n in walk((op.body,))):
+            pass  # most loops
+        elif isinstance(op, Loop):
             op = replace(op, body=rewrite(op.body, fn, memo))
         if isinstance(op, Scatter):
             mask = None if op.mask is None else rewrite(op.mask, fn, memo)

@@ -284,7 +284,7 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             outs = tuple(o if whole or o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))
-        for name in op_symbols(op, program.buffers):
+        for name in op_symbols(op, program.buffers) if sources else ():
             needed.update(sources.get(name, ()))
         if isinstance(op, ir.Mutate):
             needed.add(op.target)

@@ -122,6 +122,9 @@ class _Inliner:
 
     def _finished(self, loop: Loop, producers: Mapping[str, Pointwise]) -> Loop:
         """A loop with its producers spliced in, simplified."""
+        if isinstance(loop, Pointwise) and not producers:
+            body = self.simplify(loop.body)
+            return loop if body is loop.body else replace(loop, body=body)
         table = {name: (p.vars, p.body) for name, p in producers.items()}
 
         def fn(n: Node) -> Node:

@@ -55,7 +55,7 @@ def joined(parts: Sequence[Kernel], names: Names) -> Kernel:
     sizes = {str(s): (s, h) for p in parts for s, h in zip(p.sizes, p.hints, strict=True)}
     ordered = [both for _, both in sorted(sizes.items())]
     origin = tuple(dict.fromkeys(o for p in parts for o in p.origin))
-    content = "\n".join(content_text(p.vars, p.rvars, p.stmts, p.args) for p in parts)
+    content = "\n".join(map(names.content_of, parts))
     work_ns = total(p.work_ns for p in parts)
     return Kernel(
         names.new(origin_words([origin]) or ["pack"], content),
@@ -137,13 +137,20 @@ class Names:
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
+        self._contents: dict[str, str] = {}
 
     def new(self, words: Sequence[str], content: str) -> str:
         """plait_<words>_<hash of content>, with a number behind it where that is taken."""
         digest = hashlib.sha256(content.encode()).hexdigest()[:6]
         base = "_".join(("plait", *words[:_MAX_WORDS], digest))
         n = self._used[base] = self._used.get(base, 0) + 1
-        return base if n == 1 else f"{base}_{n}"
+        name = base if n == 1 else f"{base}_{n}"
+        self._contents[name] = content
+        return name
+
+    def content_of(self, k: Kernel) -> str:
+        """The content of a nest that was named here (or not)."""
+        return self._contents.get(k.name) or content_text(k.vars, k.rvars, k.stmts, k.args)
 
 
 def content_text(

@@ -19,7 +19,7 @@ from plait.ir.expr import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg,
 from plait.ir.loops import Buffer, LoopProgram, Mutate, fences
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import memory_roots, output_buffers
-from plait.schedule.overwrite import overwritable
+from plait.schedule.overwrite import overwritable, users_of
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.schedule.spans import Timeline
 
@@ -153,14 +153,15 @@ def in_place(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[st
             and b.name not in kept
         ]  # fmt: skip
         taken: set[str] = set()
-        for new in step.outs:
+        users = users_of(step) if dying else {}
+        for new in step.outs if dying else ():
             if new not in alive or alive[new].start != k or new in memory:
                 continue
             for old in dying:
                 fits = alive[old].nbytes == alive[new].nbytes and (old in inside) == (new in inside)
                 if new in outputs and old in of_calls:
                     continue
-                if fits and old not in taken and overwritable(step, new, old, plan.buffers):
+                if fits and old not in taken and overwritable(step, new, old, plan.buffers, users):
                     out[new] = old
                     taken.add(old)
                     if old in of_calls:
@@ -424,6 +425,7 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
             last_read.update({memory.get(name, name): k for name in touched(step)[0]})
     out: dict[str, str] = {}
     taken: set[str] = set()
+    looked_at: dict[int, tuple[Mapping[str, set[int]], set[str | None]]] = {}
     for step in plan.steps:
         if not isinstance(step, Mutate) or step.source in kept or step.target in memory:
             continue
@@ -437,10 +439,13 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
         last = last_read.get(step.target, -1)
         if not same or last > k:
             continue
-        others = any(
-            memory.get(b.name) == step.target for b in kernel.args
-        )  # the same memory, seen otherwise
-        if last < k or not others and overwritable(kernel, step.source, step.target, plan.buffers):
+        if k not in looked_at:
+            looked_at[k] = users_of(kernel), {memory.get(b.name) for b in kernel.args}
+        users, roots = looked_at[k]
+        # Not where the kernel sees the same memory otherwise.
+        if last < k or step.target not in roots and overwritable(
+            kernel, step.source, step.target, plan.buffers, users
+        ):  # fmt: skip
             out[step.source] = step.target
             taken.add(step.target)
     return out

@@ -16,13 +16,30 @@ from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
 
-def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffer]) -> bool:
+def users_of(kernel: Kernel) -> Mapping[str, set[int]]:
+    """For every buffer the parts of a kernel that touch it."""
+    users: dict[str, set[int]] = {}
+    for k, part in enumerate(kernel.parts):
+        for b in part.args:
+            users.setdefault(b.name, set()).add(k)
+    return users
+
+
+def overwritable(
+    kernel: Kernel,
+    new: str,
+    old: str,
+    buffers: Mapping[str, Buffer],
+    users: Mapping[str, set[int]] | None = None,
+) -> bool:
     """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it.
-    Both have the same size in bytes."""
-    users = [p for p in kernel.parts if any(b.name in (new, old) for b in p.args)]
-    if len(users) > 1:  # these run at one time
-        return False
-    kernel = users[0] if users else kernel
+    Both have the same size in bytes. users: see `users_of`, for who asks more than once."""
+    if kernel.parts:
+        users = users_of(kernel) if users is None else users
+        using = users.get(new, set()) | users.get(old, set())
+        if len(using) > 1:  # these run at one time
+            return False
+        kernel = kernel.parts[using.pop()] if using else kernel
     if kernel.sequential or buffers[new].dtype.nbytes != buffers[old].dtype.nbytes:
         return False
     stores = [k for k, s in enumerate(kernel.stmts) if isinstance(s, Store) and s.buf == new]
@@ -55,10 +72,10 @@ def _covers(kernel: Kernel, store: Store, shape: tuple[Size, ...]) -> bool:
 
 def _done_before(s: Stmt, store: Store, kernel: Kernel) -> bool:
     """Whether a statement has surely run for a point when the store runs there."""
+    if s is store:
+        return True
     mine = _results_used(store, kernel)
-    if isinstance(s, Reduce):
-        return s.name in mine
-    return s is store or _results_used(s, kernel) <= mine
+    return s.name in mine if isinstance(s, Reduce) else _results_used(s, kernel) <= mine
 
 
 def _results_used(s: Stmt, kernel: Kernel) -> set[str]:

@@ -9,7 +9,7 @@ element of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -119,7 +119,10 @@ def _general(k: Kernel) -> Shared | None:
         v * s for v, s in zip(k.vars, contiguous_strides(tuple(map(extent, k.vars))), strict=True)
     )
     buffers: dict[str, Buffer] = {}
-    for b, index in _accesses(k):
+    nodes = walk([r for s in k.stmts for r in stmt_roots(s)])
+    if any(m.op == "index" or m.args and m.op == "load" or check_of(m) for m in nodes):
+        return None
+    for b, index in _accesses(k, nodes):
         here = flat_index(b, index)
         if here == walked:
             new = replace(b, shape=(n * unit,), strides=(1,))
@@ -129,8 +132,6 @@ def _general(k: Kernel) -> Shared | None:
             return None
         if buffers.setdefault(b.name, new) != new:
             return None
-    if any(m.op == "index" or m.args and m.op == "load" or check_of(m) for m in _nodes(k)):
-        return None
     at = {name: (point,) if b.shape else () for name, b in buffers.items()}
     memo: dict[Node, Node] = {}
 
@@ -153,13 +154,9 @@ def _general(k: Kernel) -> Shared | None:
     return Shared(kernel, (length // unit,))
 
 
-def _nodes(k: Kernel) -> Iterator[Node]:
-    return walk([r for s in k.stmts for r in stmt_roots(s)])
-
-
-def _accesses(k: Kernel) -> Iterator[tuple[Buffer, tuple[Size, ...]]]:
+def _accesses(k: Kernel, nodes: Iterable[Node]) -> Iterator[tuple[Buffer, tuple[Size, ...]]]:
     buffers = {b.name: b for b in k.args}
-    for m in _nodes(k):
+    for m in nodes:
         if isinstance(m.attr, Load):
             yield buffers[m.attr.buf], m.attr.index
     for s in k.stmts:

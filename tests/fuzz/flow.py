@@ -53,9 +53,15 @@ def map_(step: Step, xs: Any, *given: Any) -> Any:
 
 
 def associative_scan(combine: Step, xs: Any, dim: int, reverse: bool, mode: str) -> Any:
+    """Its results are contiguous: PyTorch's ways lay them out differently."""
+    made = _associative_scan(combine, xs, dim, reverse, mode)
+    return pytree.tree_map(lambda x: x.contiguous(), made)
+
+
+def _associative_scan(combine: Step, xs: Any, dim: int, reverse: bool, mode: str) -> Any:
     if torch.compiler.is_compiling():
         if mode == "pointwise" and pytree.tree_leaves(xs)[0].device.type == "cpu":
-            return _associative_scan(combine, xs, dim, reverse)
+            return _as_on_a_gpu(combine, xs, dim, reverse)
         return torch_associative_scan(combine, xs, dim, reverse, mode)
     first, *places = _places(xs, dim, reverse)
     made = [_slice(xs, dim, first)]
@@ -65,7 +71,7 @@ def associative_scan(combine: Step, xs: Any, dim: int, reverse: bool, mode: str)
     return pytree.tree_map(lambda x: x.movedim(0, dim), out)
 
 
-def _associative_scan(combine: Step, xs: Any, dim: int, reverse: bool) -> Any:
+def _as_on_a_gpu(combine: Step, xs: Any, dim: int, reverse: bool) -> Any:
     """What PyTorch does on a GPU where combine works element by element."""
     leaves, spec = pytree.tree_flatten(xs)
     leaves = [x.movedim(dim, 0) for x in leaves]

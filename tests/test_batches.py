@@ -12,6 +12,7 @@ import plait
 from plait.config import WRAPPERS
 from plait.schedule.plan import kernels_of
 from plait.schedule.text import plan_text, read_plan
+from plait.wrapper.instructions import Copy
 
 Tensors = list[torch.Tensor]
 MIXED = [(5 * k + 3, 16) if k % 3 else (7 * k + 2,) for k in range(30)]
@@ -55,6 +56,25 @@ def test_launches() -> None:
     plan = told.graphs[0].plan
     assert sum(len(k.parts) for k in kernels_of(plan) if k.alike) == len(MIXED), plan
     assert plan_text(read_plan(plan_text(plan), plan.program)) == plan_text(plan)
+
+
+def test_written_in_place() -> None:
+    """New values take the place of old ones, though another result is made of these too; a ring of
+    values that need each other's old ones is copied."""
+
+    def ring(params: Tensors, grads: Tensors, sums: Tensors, rate: torch.Tensor) -> None:
+        for p, m in zip(params, sums, strict=True):
+            old = p.clone()
+            p.copy_(m * rate)
+            m.copy_(old * rate)
+
+    def copies(fn: Any) -> int:
+        (graph,) = plait.explain(fn, *inputs(), quiet=True).graphs
+        return sum(isinstance(i, Copy) for i in graph.wrapper.body)
+
+    assert copies(momentum) == 0
+    assert copies(ring) == len(MIXED)
+    agree(ring)
 
 
 def test_large_and_small() -> None:

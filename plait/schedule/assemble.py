@@ -3,12 +3,12 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
-from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
+from plait.ir.loops import LoopProgram, Mutate, Scan, Scatter, index_exprs, walk
 from plait.schedule.axes import AxisUse, choose_axes
 from plait.schedule.batch import batch
 from plait.schedule.deps import load_of, memory_roots, output_buffers, read_for_symbols, roots
@@ -16,7 +16,7 @@ from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
 from plait.schedule.layout import flat_index
-from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
+from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Stmt, Store, stmt_roots
 
 
 def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names) -> Plan:
@@ -27,12 +27,14 @@ def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names)
     launched = [op for op in program.ops if isinstance(op, Extern) and op.kernel is not None]
     needed.update(name for op in launched for name in op.made)
     ordered = [_without_unneeded(u, needed) for u in ordered]
+    targets = {op.source: op.target for op in program.ops if isinstance(op, Mutate)}
     made: list[list[Step]] = []
     for node in ordered:
         if isinstance(node.item, Group):
-            made.append([_KernelMaker(node, grouping).kernel(names)])
+            made.append([_KernelMaker(node, grouping, targets).kernel(names)])
         elif isinstance(node.item, HorizontalGroup):
-            made.append([_KernelMaker(u, grouping).kernel(names) for u in node.item.nodes])
+            nodes = node.item.nodes
+            made.append([_KernelMaker(u, grouping, targets).kernel(names) for u in nodes])
         else:
             step = node.item
             assert isinstance(step, Step), step
@@ -53,10 +55,11 @@ def _without_unneeded(node: ScheduleNode, needed: set[str]) -> ScheduleNode:
 
 
 class _KernelMaker:
-    """Turns one group into a kernel."""
+    """Turns one group into a kernel. targets: the inputs whose new values buffers are."""
 
-    def __init__(self, node: ScheduleNode, grouping: Grouping) -> None:
+    def __init__(self, node: ScheduleNode, grouping: Grouping, targets: Mapping[str, str]) -> None:
         assert isinstance(node.item, Group), node.item
+        self.targets = targets
         self.node, self.group = node, node.item
         self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
         self.facts = [grouping.bodies.of(roots(m.loop)) for m in self.group.members]
@@ -80,6 +83,7 @@ class _KernelMaker:
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
         stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.node.writes]
+        stmts = _writing_over(stmts, self.targets)
         origins = [m.loop.origin for m in members]
         origin = tuple(dict.fromkeys(text for o in origins for text in o))
         grouping = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin, self.hints)
@@ -99,6 +103,28 @@ class _KernelMaker:
             if isinstance(m.loop, Scan):
                 out.append(AxisUse(m.at(m.loop.vars)[m.loop.axis], 0))
         return out
+
+
+def _writing_over(stmts: Sequence[Stmt], targets: Mapping[str, str]) -> list[Stmt]:
+    """The statements of a loop nest without reductions, in an order in which what reads the old
+    value of an input comes before what stores the new one, if there is such an order: then the new
+    one may take the memory of the old (`overwrite.py`)."""
+    left = list(stmts)
+    moves = [s for s in left if isinstance(s, Store) and s.buf in targets]
+    if len(left) == 1 or not moves or any(isinstance(s, Reduce) for s in left):
+        return left
+    loads = [{load_of(n).buf for n in walk(stmt_roots(s)) if n.op == "load"} for s in left]
+    read = dict(zip(map(id, left), loads, strict=True))
+
+    def is_free(s: Stmt) -> bool:
+        old = targets.get(s.buf) if isinstance(s, Store) else None
+        return all(old not in read[id(other)] for other in left if other is not s)
+
+    out: list[Stmt] = []
+    while left:
+        out.append(next(filter(is_free, left), left[0]))
+        left = [s for s in left if s is not out[-1]]
+    return out
 
 
 def _kinds(kernel: Kernel) -> list[str]:

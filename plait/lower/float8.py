@@ -213,7 +213,9 @@ def _moved(target: object, ctx: Lowering, *args: Value, **kwargs: Value) -> View
     """The rule run on bytes. Raises NoRule where operands are not all of one dtype, or the rule
     calls ATen."""
     dtype, given, start = ctx.out_dtype(), list(args), len(ctx.ops)
-    if dtype.kind != "8" or (target is aten.index_put.default and args[3:] not in ((), (False,))):
+    adds = target is aten.index_put.default and args[3:] not in ((), (False,))
+    rolls = target is aten.roll.default and not facts_of(ctx.device()).is_host
+    if dtype.kind != "8" or adds or rolls:  # of these eager has no kernel
         raise NoRule(f"{dtype} elements")
     for k in _MOVED[target]:
         given[k] = _all_bytes(ctx, given[k], dtype)

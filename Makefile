@@ -97,7 +97,7 @@ test-gpu:
 
 # Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a
 # failure is made small by `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state
-# fuzz-cuda.json"`: on a GPU.
+# fuzz-cuda.json"`: on a GPU. `ARGS="--flow --state fuzz-flow.json"`: programs of control flow.
 .PHONY: fuzz
 fuzz: env
 	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)

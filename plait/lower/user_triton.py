@@ -263,7 +263,8 @@ def shared_writes(
         for k in names:
             if first is None or k == first:
                 continue
-            if not _alike(nodes[k], nodes[first]):
+            other = tuple(nodes[k].meta["val"].shape) != tuple(nodes[first].meta["val"].shape)
+            if not _alike(nodes[k], nodes[first]) or (other and k in written):
                 raise Unsupported("a Triton kernel that writes a part of another of its arguments")
             found[k] = first
     return found

@@ -179,7 +179,7 @@ def shared(x: Tensor) -> tuple[Tensor, ...]:
     y, z = x + 1, x * 2
     rounds_kernel[programs(x)](y, y, x.numel(), 3, BLOCK=BLOCK)
     rounds_kernel[programs(x)](x, x, x.numel(), 2, BLOCK=BLOCK)
-    rounds_kernel[programs(x)](z.view(-1, 8), z, x.numel(), 2, BLOCK=BLOCK)
+    rounds_kernel[programs(x)](z.view(x.shape), z, x.numel(), 2, BLOCK=BLOCK)
     a, b = torch.zeros_like(x), torch.zeros_like(x)
     rounds_kernel[programs(x)](a, b, x.numel(), 1, BLOCK=BLOCK)
     rounds_kernel[programs(x)](x, a, x.numel(), 1, BLOCK=BLOCK)

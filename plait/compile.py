@@ -31,7 +31,7 @@ from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.plan import Plan, kernels_of, launching_calls
+from plait.schedule.plan import Plan, launching_calls, launching_devices
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
@@ -140,7 +140,7 @@ def compile_portable(
     if cfg.kernels:
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
-    kinds = {k.device.partition(":")[0] for k in kernels_of(plan)}
+    kinds = {d.partition(":")[0] for d in launching_devices(plan)}
     on_gpu = any(not facts_of(b.device).is_host for b in lowered.program.buffers.values())
     anywhere = ("gpu_arch", ["ptx_0"]) if on_gpu else ("isa", isas[-1:])  # without kernels
     machines_of = {"isa": isas, "gpu_arch": archs}

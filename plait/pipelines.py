@@ -61,6 +61,7 @@ from plait.schedule.plan import (
     device_of,
     kernels_of,
     launching_calls,
+    launching_devices,
     user_launch,
 )
 from plait.schedule.share_lengths import Shared, share_lengths
@@ -241,8 +242,7 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
 
 def find_machines(plan: Plan, cfg: Config) -> Machines:
     """What kernels for each device are made for."""
-    calls = ((p, call) for p in all_programs(plan) for call in launching_calls(p))
-    devices = [k.device for k in kernels_of(plan)] + [device_of(p, call) for p, call in calls]
+    devices = launching_devices(plan)
     found: dict[str, Any] = {}
     for kind in dict.fromkeys(d.partition(":")[0] for d in devices):
         of_kind = {d for d in devices if d.partition(":")[0] == kind}

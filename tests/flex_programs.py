@@ -141,6 +141,7 @@ LARGE = {
     "causal heads": Case(
         _soft_cap, _causal, heads=(4, 2), lengths=(300, 300), width=128, dtype=torch.bfloat16
     ),
+    "plain": Case(None, _causal, lengths=(200, 200), width=64, dtype=torch.bfloat16),
     "odd width": Case(None, _window, lengths=(150, 170), width=80, dtype=torch.float16),
     "widest": Case(_soft_cap, _document, lengths=(130, 130), width=256, dtype=torch.bfloat16),
     "ids": Case(by_ids=True, batches=(3, 3), lengths=(270, 270), width=64, dtype=torch.bfloat16),

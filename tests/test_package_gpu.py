@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.test_cubin import ROOT, TRITON
 from tests.test_package import X, contents
@@ -86,12 +87,28 @@ def what_has_no_kernels_runs_on_any_gpu(folder: Path) -> None:
     assert c.variants[0].plan.count(b"PLAITNPL") == 3  # the program and its branches
 
 
+def attention_alone_has_a_kernel_for_each_gpu(folder: Path) -> None:
+    """A program without loop nests; kernels for GPUs with little memory have smaller blocks."""
+
+    def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s))
+        return out
+
+    given = [torch.randn(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        machines = ["sm_86", "sm_90"]
+        c = contents(monkeypatch, capped, "unused", tuple(given), device="cuda", machines=machines)
+    assert {v.machine for v in c.variants} == {*machines}
+    assert all((v.cubins or b"").count(b"attention_result") for v in c.variants)
+
+
 CASES = {
     f.__name__: f
     for f in (
         every_gpu_has_kernels,
         sizes_vary_and_weights_fold,
         what_has_no_kernels_runs_on_any_gpu,
+        attention_alone_has_a_kernel_for_each_gpu,
     )
 }
 

@@ -214,6 +214,30 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     return out, sums
 
 
+def is_of_library(q: Tensor, k: Tensor) -> bool:
+    """Whether PyTorch's kernels of plain attention have a backward for these sizes on every
+    device."""
+    if facts_of(q.device.type).is_host:
+        return True
+    return same_size(q.shape[1], k.shape[1]) and isinstance(q.shape[3], int) and q.shape[3] <= 128
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = grad, q, k, v, out, sums
+    if facts_of(q.device.type).is_host:
+        call = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        more: tuple[Any, ...] = 0.0, is_causal
+    else:
+        call = aten._scaled_dot_product_flash_attention_backward
+        state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+        more = None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, unused
+    of_queries, of_keys, of_values = call(*given, *more, scale=scale)
+    return of_queries, of_keys, of_values
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
@@ -242,10 +266,8 @@ def attention_backward(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     causal = is_causal(q, k, v, score, block_mask[-1])
-    if causal is not None and grad_logsumexp is None and facts_of(q.device.type).is_host:
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, logsumexp * _LN2, 0.0, causal, scale=scale
-        )
+    if causal is not None and grad_logsumexp is None and is_of_library(q, k):
+        grads = _flash_backward(grad_out, q, k, v, out, logsumexp * _LN2, causal, scale)
         return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1

@@ -52,7 +52,9 @@ def _has_kernel(node: Node) -> bool:
     rows, columns, _ = block_mask[-3:]
     if any(not isinstance(n, int) or n % 16 for n in (rows, columns)):
         return False
-    made = _takes_gradients(node, graphs[1]) if node.target is _backward else not _is_plain(node)
+    if _is_plain(node, graphs):
+        return False
+    made = node.target is not _backward or _takes_gradients(node, graphs[1])
     return made and all(map(_is_formula, graphs))
 
 
@@ -73,13 +75,16 @@ def _takes_gradients(node: Node, joint: GraphModule) -> bool:
     return batches and node.args[5] is not None and not any(results[5:])
 
 
-def _is_plain(node: Node) -> bool:
-    """Whether a library's kernel does what a call of the operator asks."""
-    (score, mask), _ = _graphs(node)
+def _is_plain(node: Node, graphs: Sequence[GraphModule]) -> bool:
+    """Whether a library's kernel does what a call asks."""
     read = {u.args[1] for u in node.users if u.users}
     operands: Any = node.args[:3]
     q, k, v = map(value_of, operands)
-    return 2 not in read and attention.is_causal(q, k, v, score, mask) is not None
+    if node.target is _backward:
+        others = node.args[6] is not None or not attention.is_of_library(q, k)
+    else:
+        others = 2 in read
+    return not others and attention.is_causal(q, k, v, graphs[0], graphs[-1]) is not None
 
 
 def _is_formula(graph: GraphModule) -> bool:

@@ -179,6 +179,13 @@ def device_of(plan: Plan, call: Extern) -> str:
     return plan.buffers[next(a.buf for a in call.args if isinstance(a, TensorArg))].device
 
 
+def launching_devices(plan: Plan) -> list[str]:
+    """The devices on which a plan and its subprograms launch kernels, each once."""
+    calls = ((p, call) for p in all_programs(plan) for call in launching_calls(p))
+    found = [k.device for k in kernels_of(plan)] + [device_of(p, call) for p, call in calls]
+    return list(dict.fromkeys(found))
+
+
 def user_launch(plan: Plan, call: Extern, unaligned: Collection[str]) -> UserLaunch:
     """What a plan's call of a user's kernel is given. unaligned: buffers that may start
     anywhere."""

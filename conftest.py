@@ -32,6 +32,7 @@ SAMPLED = {
     "test_fits.py::test_numbers_beside_tensors_are_refused_or_promoted_as_eager_does": 3,
     "test_fits.py::test_what_does_not_fit_is_refused_as_eager_refuses_it": 2,
     "test_flex_attention.py::test_as_eager": 2,
+    "test_flex_attention.py::test_random_formulas": 20,
     "test_foreach.py::test_foreach": 3,
     "test_float8.py::test_operators": 4,
     "test_frontend_cases.py::test_dynamic": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ Mod = Callable[..., Tensor]
 class Case:
     """score: score_mod of captured tensors, or None. mask: mask_mod, or None.
 
+    fixed: the sizes of captured tensors that come first, and want no gradient.
     captured: the sizes of the captured tensors, which want a gradient.
     heads: of queries and of keys.
     batches: of queries and of keys.
@@ -35,6 +37,7 @@ class Case:
 
     score: Callable[..., Mod] | None = None
     mask: Mod | None = None
+    fixed: tuple[tuple[int, ...], ...] = ()
     captured: tuple[tuple[int, ...], ...] = ()
     heads: tuple[int, int] = (4, 4)
     batches: tuple[int, int] = (2, 2)
@@ -56,9 +59,12 @@ class Case:
             seen, self.batches[0], None, *self.lengths, device=device
         )
 
+        made = torch.Generator().manual_seed(1)
+        fixed = [torch.randn(sizes, generator=made).to(device) for sizes in self.fixed]
+
         def run(q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
             aux = flex.AuxRequest(lse=True, max_scores=on_gpu) if self.with_aux else None
-            score = self.score and self.score(*captured)
+            score = self.score and self.score(*fixed, *captured)
             more = {"enable_gqa": self.heads[0] != self.heads[1], "return_aux": aux}
             if self.transposed:
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -128,12 +134,12 @@ CASES = {
     "window": Case(mask=_window, dtype=torch.bfloat16),
     "document": Case(mask=_document, heads=(4, 2), with_aux=True),
     "prefix": Case(mask=_prefix, batches=(2, 1)),
-    "alibi": Case(_alibi, _causal, ((4,),), heads=(4, 1)),
+    "alibi": Case(_alibi, _causal, captured=((4,),), heads=(4, 1)),
     "soft cap": Case(_soft_cap, _half_empty),
-    "bias": Case(_bias, None, ((4, 37, 37),)),
-    "distances": Case(_distances, _window, ((8,),)),
+    "bias": Case(_bias, None, captured=((4, 37, 37),)),
+    "distances": Case(_distances, _window, captured=((8,),)),
     "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
-    "double": Case(_alibi, _causal, ((4,),), dtype=torch.float64),
+    "double": Case(_alibi, _causal, captured=((4,),), dtype=torch.float64),
     "ids": Case(by_ids=True, heads=(4, 2)),
     "some scores": Case(lambda: lambda s, b, h, i, j: torch.where(j % 3 == 0, i * 0.1, s), _window),
 }
@@ -150,6 +156,42 @@ LARGE = {
     "one of many": Case(_soft_cap, None, heads=(8, 1), lengths=(1, 500), width=64),
 }
 """Cases that fill a GPU's blocks."""
+
+
+SCORES = (
+    "s + (i - j) * 0.1", "s * t[h % 4]", "2.0 * torch.tanh(s / 2)", "(s * s + 1).sqrt() - s",
+    "torch.where(i % 3 == j % 2, s, s - 1.5)", "s + t[(i - j).abs() % 5]", "s * (b + 1)",
+    "s + (t[j % 7] > 0).to(s.dtype)", "torch.sigmoid(s) + t[(i * 3 + h) % 8]", "s.clamp(-1, 1)",
+    "s - torch.exp(-(i - j).abs() / 4)", "s + i // 5 - j // 7", "torch.maximum(s, t[b % 2])",
+)  # fmt: skip
+MASKS = (
+    "i >= j", "(i - j).abs() < 6", "i // 5 == j // 5", "j < 3 + b", "(h % 2 == 0) | (i >= j)",
+    "(j % 3 != 0)", "~(i < 4)", "(i + j) % 7 != h", "i - j >= -(j // 4)", "j != i",
+)  # fmt: skip
+
+
+def random_case(seed: int) -> Case:
+    """Formulas of one to three of these, of other sizes each."""
+    rng = random.Random(seed)
+    heads = rng.choice(((4, 4), (4, 2), (4, 1), (3, 3)))
+    batches = rng.choice(((2, 2), (1, 1), (3, 1)))
+    scores = rng.sample(SCORES, rng.randrange(4))
+    steps = "".join(f"    s = {text}\n" for text in scores)
+    names: dict[str, Any] = {"torch": torch}
+    exec(f"def score(t):\n  def f(s, b, h, i, j):\n{steps}    return s\n  return f", names)
+    masks = rng.sample(MASKS, rng.randrange(3))
+    if batches == (3, 1) and not masks:  # PyTorch wants a mask then
+        masks = ["i >= j"]
+    joined = f" {rng.choice('&|')} ".join(f"({text})" for text in masks)
+    exec(f"def mask(b, h, i, j):\n    return {joined or 'i >= 0'}", names)
+    return Case(
+        names["score"] if scores else None, names["mask"] if masks else None,
+        fixed=((8,),) * bool(scores),
+        heads=heads, batches=batches, lengths=(rng.randrange(1, 50), rng.randrange(1, 70)),
+        width=rng.choice((8, 16, 24, 32)), transposed=rng.random() < 0.3,
+        dtype=rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+        with_aux=rng.random() < 0.3,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -375,4 +375,4 @@ def test_regions_are_compiled_once_however_often_they_are_called(
     few, some, many = (work(n) for n in (4, 8, 16))
     assert few[:2] == some[:2] == many[:2]
     assert few[0] == (4 if train else 2)
-    assert many[2] - some[2] < 2.2 * (some[2] - few[2])
+    assert many[2] - some[2] < 2.5 * (some[2] - few[2])  # 2 would be a line, 4 a square

@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import CallExtern
-from tests.flex_programs import CASES, WRAPPERS, check
+from tests.flex_programs import CASES, WRAPPERS, check, random_case
 
 HERE = os.environ.get("PLAIT_WRAPPER", "native")  # tests/interpreted.py has Python's alone
 
@@ -19,6 +19,11 @@ HERE = os.environ.get("PLAIT_WRAPPER", "native")  # tests/interpreted.py has Pyt
 @pytest.mark.parametrize("name", list(CASES))
 def test_as_eager(name: str) -> None:
     check(name, HERE, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_formulas(seed: int) -> None:
+    check(random_case(seed), HERE, "cpu")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])

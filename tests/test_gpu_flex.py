@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import Launch
-from tests.flex_programs import CASES, LARGE, WRAPPERS, check
+from tests.flex_programs import CASES, LARGE, WRAPPERS, check, random_case
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -25,6 +25,11 @@ def test_blocks_of_many(name: str) -> None:
     launched = [i.kernel for i in forward.wrapper.body if isinstance(i, Launch)]
     ours = any(k.startswith("attention_result") for k in launched)
     assert ours == (name != "plain"), launched
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_formulas(seed: int) -> None:
+    check(random_case(seed), "native", "cuda")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])

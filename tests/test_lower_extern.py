@@ -419,9 +419,8 @@ def test_rules_for_any_element_are_all_tried() -> None:
         and RULES[op] is not by_library
     ]
     names = {op._schema.name.partition("::")[2] for op in rules}
-    assert (
-        names - {"_assert_tensor_metadata", "view_of"} == _FOREIGN.keys()
-    )  # tracing takes no call of view_of
+    # Tracing takes no call of view_of.
+    assert names - {"_assert_tensor_metadata", "view_of"} <= _FOREIGN.keys()
 
 
 @pytest.mark.parametrize("name", _FOREIGN)

@@ -141,12 +141,13 @@ def test_measuring_is_a_step_of_its_own(null: NullTarget, monkeypatch: pytest.Mo
     name = plan.steps[0].name
     plain = make_kernels(plan, Config(), log)
     assert (
-        steps == ["share lengths", "find machines", "emit kernels"]
+        steps == ["share lengths", "find machines", "write templates", "emit kernels"]
         and given[-1] == {}
         and plain.notes == ()
     )
     tuned = make_kernels(plan, replace(Config(), autotune=True), log)
-    assert steps[3:] == ["share lengths", "find machines", "measure candidates", "emit kernels"]
+    before = ["share lengths", "find machines", "write templates"]
+    assert steps[4:] == [*before, "measure candidates", "emit kernels"]
     assert given[-1] == {name: "a tile"} and tuned.notes == ("a note",)
 
 

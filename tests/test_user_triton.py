@@ -32,7 +32,8 @@ def test_kernels_of_the_user_run(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *f"tests.{program}".split()],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}"},
+        # Some programs go to eager, as they should.
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}", "PLAIT_STRICT": "0"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -25,7 +25,7 @@ from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
 from plait.capture.module_state import ModuleRun
-from plait.capture.plain_tensors import special_kind
+from plait.capture.plain_tensors import is_wrapper, special_kind
 from plait.capture.python_state import Change, Snapshot, same_program
 from plait.capture.recurrent import packed_sequences
 from plait.capture.wrapped_state import unwrapped, wrapped
@@ -149,8 +149,8 @@ class FlatModule:
 
     def _check_results(self, paths: list[tuple[pytree.KeyPath, Any]]) -> None:
         for path, x in paths:
-            if kind := special_kind(x) if isinstance(x, torch.Tensor) else "":
-                raise Unsupported(f"{self.who} of a function whose result is {kind}")
+            if isinstance(x, torch.Tensor) and is_wrapper(x):
+                raise Unsupported(f"{self.who} of a function whose result is {special_kind(x)}")
             if not _is_value(x) and not isinstance(x, CONSTANTS):
                 at = f" (at {pytree.keystr(path)})" if path else ""
                 what = f"a result of {name_of(self.module)}, {type_name(x)}{at}"

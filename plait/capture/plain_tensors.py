@@ -17,8 +17,13 @@ def special_kind(x: torch.Tensor) -> str:
         return "a nested one"
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return "one of a transform of torch.func, which belongs inside of what is compiled"
-    wrapper: bool = is_traceable_wrapper_subclass(x)
-    return f"one of class {type(x).__name__}" if wrapper else ""
+    return f"one of class {type(x).__name__}" if is_wrapper(x) else ""
+
+
+def is_wrapper(x: torch.Tensor) -> bool:
+    """Whether x is of a class that wraps other tensors."""
+    found: bool = is_traceable_wrapper_subclass(x)
+    return found
 
 
 def forward_mode_level() -> tuple[dict[str, Any], str]:

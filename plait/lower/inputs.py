@@ -64,7 +64,8 @@ def add_input(ctx: Lowering, inputs: Inputs, node: torch.fx.Node) -> Value:
         return _add_int(ctx, inputs, to_size(val))
     if isinstance(val, torch.SymBool):
         bit = _bit(to_size(val))
-        return _add_int(ctx, inputs, bit or expr.symbol(f"t{len(inputs.names)}", 0, 1))
+        bit = expr.symbol(f"t{len(inputs.names)}", 0, 1) if bit is None else bit
+        return _add_int(ctx, inputs, bit)
     if is_symbolic(val) and not is_ragged(val):
         raise Unsupported(
             f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor"

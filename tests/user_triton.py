@@ -9,6 +9,7 @@ Dynamo is told that there is one, and in the place of a launch Triton's interpre
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,7 @@ def check_told(device: str, launched: bool) -> None:
 
 def interpreted() -> None:
     """Kernels are run by Triton's interpreter, and Dynamo thinks that a device can run them."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction
@@ -170,6 +172,13 @@ def interpreted() -> None:
         for config in self.configs:
             self.fn.run(*args, grid=grid, warmup=warmup, **kwargs, **config.kwargs)
 
+    # What a kernel writes is read off what Triton makes of it for a GPU.
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_benchmarker=lambda: None,
+    )
+    triton.runtime.driver.set_active(gpu)
     JITFunction.run, Autotuner.run = run, tuned
     torch.utils._triton.has_triton = lambda: True
 

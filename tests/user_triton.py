@@ -9,8 +9,8 @@ Dynamo is told that there is one, and in the place of a launch Triton's interpre
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch

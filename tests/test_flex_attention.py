@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import plait
 from plait.graph import attention
@@ -49,6 +50,23 @@ def test_plain_scores_are_the_library_s(name: str) -> None:
     called = [{i.op for i in r.wrapper.body if isinstance(i, CallExtern)} for r in made]
     called = [ops - {"aten::sort.stable"} for ops in called]  # of an empty mask's lists of blocks
     assert called == [{op}, {f"{op}_backward"}]
+
+
+def test_scores_that_ask_for_sizes() -> None:
+    """Lengths vary, and so does a number that the score captures; there is no block mask."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        n = w.shape[0]
+        changed = lambda s, b, h, i, j: torch.where(j < n, s, s - 2) + (i + n) * 0.1
+        out: torch.Tensor = flex_attention(q, k, k, changed)
+        return out
+
+    options = {"wrapper": HERE, "strict": True}
+    compiled = torch.compile(fn, backend="plait", dynamic=True, options=options)
+    for length, n in ((20, 7), (33, 12), (50, 3)):
+        q, k = torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
+        w = torch.randn(n)
+        torch.testing.assert_close(compiled(q, k, w), fn(q, k, w))
 
 
 def test_no_queries() -> None:

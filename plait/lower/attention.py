@@ -31,6 +31,7 @@ from plait.lower.pycall import rule_or_python
 
 _hop = torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
+_WHOLE = 1 << 30  # PyTorch's size of a block where there is no block mask
 _MOST_ROWS = (1 << 31) - (1 << 12)  # positions, with those of a last block, have 32 bits
 
 
@@ -215,7 +216,8 @@ class _Call:
         ctx, (q, k, _) = self.ctx, self.inputs
         lists = [x for x in self.block_mask[tables : tables + 4] if isinstance(x, View)]
         rows, columns = self.block_mask[-3:-1]
-        if bounds(q.shape[2])[1] <= rows and bounds(k.shape[2])[1] <= columns:
+        ends = (bounds(q.shape[2])[1], rows), (bounds(k.shape[2])[1], columns)
+        if all(most <= size or size >= _WHOLE for most, size in ends):
             lists = []  # one block is all there is
         args = [tensor_arg(ctx, x) for x in (*given, *lists, *self.given)]
         kernel = Attention(

@@ -92,7 +92,10 @@ def steps_of(
         row = first // sparse
         count = tl.load(table[2 * part] + (b * strides[0] + h * strides[1] + row * strides[2]))
         index = table[2 * part + 1] + (b * strides[3] + h * strides[4] + row * strides[5])
-        return count * (sparse_step // step), index, count
+        steps = count * (sparse_step // step)
+        # Of the only block, what lies outside is left out.
+        steps = tl.where(n <= sparse_step, tl.minimum(steps, tl.cdiv(n, step)), steps)
+        return steps, index, count
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.devices import facts_of
 from plait.graph import attention
-from plait.graph.edit import aten, output_of, same_size, value_of
+from plait.graph.edit import aten, output_of, results_read, same_size, value_of
 
 _backward = torch.ops.higher_order.flex_attention_backward
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -77,13 +77,12 @@ def _takes_gradients(node: Node, joint: GraphModule) -> bool:
 
 def _is_plain(node: Node, graphs: Sequence[GraphModule]) -> bool:
     """Whether a library's kernel does what a call asks."""
-    read = {u.args[1] for u in node.users if u.users}
     operands: Any = node.args[:3]
     q, k, v = map(value_of, operands)
     if node.target is _backward:
         others = node.args[6] is not None or not attention.is_of_library(q, k)
     else:
-        others = 2 in read
+        others = 2 in results_read(node)
     return not others and attention.is_causal(q, k, v, graphs[0], graphs[-1]) is not None
 
 

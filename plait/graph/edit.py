@@ -55,6 +55,11 @@ def is_view(node: Node) -> bool:
     )
 
 
+def results_read(node: Node) -> set[Any]:
+    """The numbers of the results of a call that something reads."""
+    return {u.args[1] for u in node.users if u.users and u.target is operator.getitem}
+
+
 def base_of(node: Node) -> Node:
     """The node whose memory this one may share: follows views to their source."""
     while node.op == "call_function" and is_view(node) and isinstance(node.args[0], Node):

@@ -13,7 +13,15 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.graph import associative, attention
 from plait.graph.attention_kernels import is_written_out
-from plait.graph.edit import aten, output_of, replace, same_size, source_meta, value_of
+from plait.graph.edit import (
+    aten,
+    output_of,
+    replace,
+    results_read,
+    same_size,
+    source_meta,
+    value_of,
+)
 
 Definition = Callable[..., Any]
 """Is given the operator's arguments and, as `wanted`, its fake results, None for those that nobody
@@ -39,7 +47,7 @@ def write_out(gm: GraphModule) -> int:
 
 def _write_out(gm: GraphModule, node: Node, definition: Definition) -> None:
     given = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
-    read = {u.args[1] for u in node.users if u.users and u.target is operator.getitem}
+    read = results_read(node)
     wanted = [x if k in read else None for k, x in enumerate(value_of(node))]
 
     def run(*values: Any) -> Any:

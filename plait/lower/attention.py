@@ -1,8 +1,8 @@
 """FlexAttention on a GPU: kernels of attention, with the user's functions of scores as formulas.
 
-Comes in: `flex_attention` or its backward, of which `graph/attention.py` says that a kernel holds
-them. Goes out: an `Extern` with an `Attention`; of a backward one for the gradient of queries, and
-one for those of keys and values.
+Comes in: `flex_attention` or its backward, of which `graph/attention_kernels.py` says that a kernel
+holds them. Goes out: an `Extern` with an `Attention`; of a backward one for the gradient of
+queries, and one for those of keys and values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.graph.attention_kernels import scalar_graph
+from plait.graph.edit import results_read
 from plait.ir import loops
 from plait.ir.attention import Attention, Formula
 from plait.ir.calls import Extern, TensorArg
@@ -63,8 +64,7 @@ def _forward(
         "score": c.formula(score, captured, 7, f32),
         "mask": c.mask(block_mask[-1], masking, 8),
     }
-    wanted = _read(ctx.node)
-    outs = [c.result(n) for n in range(3 if 2 in wanted else 2)]
+    outs = [c.result(n) for n in range(3 if 2 in results_read(ctx.node) else 2)]
     c.launch("result", (q, k, v), 2, formulas, outs, flops=4)
     out, sums, *tops = map(ctx.whole, outs)
     return out, sums, (tops[0] if tops else None)
@@ -106,11 +106,6 @@ def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View
         )
     ctx.fix_layout(found.buf)
     return found
-
-
-def _read(node: Node) -> set[Any]:
-    """The numbers of a call's results that somebody reads."""
-    return {u.args[1] for u in node.users if u.users}
 
 
 @dataclass

@@ -98,8 +98,8 @@ class _Writer:
         a, q, k = self.attention, *self.tensors[:2]
         block = self._block()
         functions, checks = self._functions()
-        constants = {**self._constants(block), "CHANGES": a.score is not None}
-        lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants.items()]
+        constants = self._constants(block).items()
+        lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants]
         dialect = DIALECTS[self.gpu.backend]
         body = "\n\n".join(["\n".join(lines), *functions])
         prelude = prelude_for(body, dialect.instructions)
@@ -165,7 +165,8 @@ class _Writer:
             "TABLES": a.tables, "SPARSE_ROWS": a.block[0], "SPARSE_COLUMNS": a.block[1],
             "ROW_EDGE": m % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
             "SCALE": a.scale, "BEFORE": a.scale if changes else a.scale * LOG2E,
-            "AFTER": LOG2E if changes else 1.0, "MASKS": a.mask is not None,
+            "AFTER": LOG2E if changes else 1.0, "CHANGES": changes,
+            "MASKS": a.mask is not None,
             "STAGES": block.stages, "PRECISION": "ieee",
         }  # fmt: skip
 

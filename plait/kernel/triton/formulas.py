@@ -13,14 +13,13 @@ from plait.ir.attention import Formula
 from plait.ir.calls import TensorArg
 from plait.ir.checks import Bound
 from plait.ir.dtypes import f32, i64
-from plait.ir.expr import Atom, Expr, Size, bounds, fold, free_symbols, known_nonneg, total
+from plait.ir.expr import Atom, Expr, Size, bounds, fold, free_symbols, product, total
 from plait.ir.loops import Load, Node, check_of, is_arg, walk
 from plait.ir.ops import OPS
+from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 
 _LIMIT = 2**31
-_COMPARES = ("eq", "ne", "lt", "le")
-_SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
 def function_of(
@@ -64,9 +63,9 @@ class _Function:
 
     def _text(self, n: Node) -> str:
         args = tuple(self._names[a] for a in n.args)
-        if n.op in _COMPARES and all(map(_is_short, n.args)):
+        if n.op in SIGN and all(map(_is_short, n.args)):
             left, right = (self._short(a) for a in n.args)
-            return f"({left} {_SIGN[n.op]} {right})"
+            return f"({left} {SIGN[n.op]} {right})"
         if self.narrow and n.dtype == f32 and n.op in ("tanh", "exp"):
             return NEAR[n.op].format(*args)
         if n.op in OPS:
@@ -141,14 +140,7 @@ class _Function:
         return text
 
     def _function(self, a: Atom, args: Sequence[str]) -> str:
-        left, right = self._expr(a.a, args), self._expr(a.b, args)
-        if a.kind in ("div", "mod"):
-            if known_nonneg(a.a) and bounds(a.b)[0] > 0:
-                return f"({left} {'//' if a.kind == 'div' else '%'} {right})"
-            return f"p_index_{a.kind}({left}, {right})"
-        if a.kind in ("min", "max"):
-            return f"tl.{a.kind}imum({left}, {right})"
-        return f"({left} {_SIGN[a.kind]} {right}).to(tl.int32)"
+        return function_text(a, self._expr(a.a, args), self._expr(a.b, args), "tl.int32")
 
 
 def _is_short(n: Node) -> bool:
@@ -165,14 +157,7 @@ def _fits(e: Size) -> bool:
     parts: list[Size] = [e]
     if isinstance(e, Expr):
         for mono, c in e.terms:
-            parts.append(_product(mono) * c)
+            parts.append(product(a.expr for a in mono) * c)
             parts += (part for a in mono if a.kind != "sym" for part in (a.a, a.b))
     found = [bounds(p) for p in parts]
     return all(-_LIMIT < low and high < _LIMIT for low, high in found)
-
-
-def _product(mono: Sequence[Atom]) -> Size:
-    out: Size = 1
-    for a in mono:
-        out = out * a.expr
-    return out

@@ -11,7 +11,7 @@ from plait.kernel.triton.lines import Lines
 from plait.schedule.legalize.linear import extent
 from plait.schedule.plan import PART
 
-_SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
 class Indices:
@@ -66,14 +66,7 @@ class Indices:
             return f"{self.value(self.layout.linear.indirect[a])}.to({self.type})"
         if a.kind == "sym":
             return "pid" if a.name == PART else self.sizes[a.name]
-        left, right = self.expr(a.a), self.expr(a.b)
-        if a.kind in ("div", "mod"):
-            if known_nonneg(a.a) and bounds(a.b)[0] > 0:
-                return f"({left} {'//' if a.kind == 'div' else '%'} {right})"
-            return f"p_index_{a.kind}({left}, {right})"
-        if a.kind in ("min", "max"):
-            return f"tl.{a.kind}imum({left}, {right})"
-        return f"({left} {_SIGN[a.kind]} {right}).to({self.type})"
+        return function_text(a, self.expr(a.a), self.expr(a.b), self.type)
 
     def _axis(self, a: Atom) -> str:
         """A loop variable out of the index that walks its group."""
@@ -84,3 +77,14 @@ class Indices:
         inner = self.size(product(map(extent, g.axes[k + 1 :])))
         text = g.name if k == len(g.axes) - 1 else f"({g.name} // {inner})"
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
+
+
+def function_text(a: Atom, left: str, right: str, type_: str) -> str:
+    """An atom that is no symbol, of the texts of its arguments. type_: Triton's type of it."""
+    if a.kind in ("div", "mod"):
+        if known_nonneg(a.a) and bounds(a.b)[0] > 0:
+            return f"({left} {'//' if a.kind == 'div' else '%'} {right})"
+        return f"p_index_{a.kind}({left}, {right})"
+    if a.kind in ("min", "max"):
+        return f"tl.{a.kind}imum({left}, {right})"
+    return f"({left} {SIGN[a.kind]} {right}).to({type_})"

@@ -2,7 +2,8 @@
 
 Eager, plait and Inductor each run each program in a process of its own, with fresh caches; first
 calls are made one after the other, then the processes are timed in turn, round after round. Prints
-the seconds of the first call, the best time of a call and its ratio to the better of the others.
+the seconds of the first call, the best time of a call, its ratio to the better of the others, and
+for some programs the error of the results.
 Modes "-graphs" (reduce-overhead) run on a GPU.
 """
 
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +69,13 @@ def work(name: str, peer: str, device: str) -> None:
 
     sys.stdin.readline()
     begin = time.perf_counter()
-    call()
+    found = call()
     wait()
-    say({"first_s": time.perf_counter() - begin})
+    answer = {"first_s": time.perf_counter() - begin}
+    if program.exact is not None:
+        answer["error"] = program.exact(found)
+    del found
+    say(answer)
     for line in sys.stdin:
         say({"us": best_us(call, wait, float(line))})
 
@@ -128,34 +135,59 @@ class Peer:
             return {}
 
 
-def race(name: str, device: str, peers: list[str], rounds: int, seconds: float) -> None:
-    """Races one program and prints a table."""
-    print(f"{name}: {(programs()[name].__doc__ or '').strip()}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        processes = {p: Peer(name, p, device, Path(folder) / p) for p in peers}
-        first = {p: x.ask("first").get("first_s") for p, x in processes.items()}
-        best: dict[str, float] = {}
-        for _ in range(rounds):
-            for p in [p for p in peers if first[p] is not None]:
-                us = processes[p].ask(str(seconds)).get("us")
-                if us is not None:
-                    best[p] = min(us, best.get(p, us))
-        for x in processes.values():
-            x.child.kill()
-            x.child.wait()
+def race(names: list[str], device: str, peers: list[str], rounds: int, seconds: float) -> None:
+    """Races programs and prints a table of each. First calls of more than one are made side by
+    side; calls are timed one after the other, beside processes that wait."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+        cache = Path(folder)
+        made = {n: {p: Peer(n, p, device, cache / str(k) / p) for p in peers}
+                for k, n in enumerate(names)}  # fmt: skip
+        if len(names) == 1:
+            first = {n: {p: x.ask("first") for p, x in made[n].items()} for n in names}
+        else:
+            asked = {n: {p: pool.submit(x.ask, "first") for p, x in made[n].items()} for n in names}
+            first = {n: {p: x.result() for p, x in asked[n].items()} for n in names}
+        for n in names:
+            _time(n, made[n], first[n], rounds, seconds)
+
+
+def _time(
+    name: str, made: dict[str, Peer], first: dict[str, Any], rounds: int, seconds: float
+) -> None:
+    """Times the peers of a program in turn, ends them and prints the table."""
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        for p in [p for p in made if first[p]]:
+            us = made[p].ask(str(seconds)).get("us")
+            if us is not None:
+                best[p] = min(us, best.get(p, us))
+    for x in made.values():
+        x.child.kill()
+        x.child.wait()
+    print(name, flush=True)
     for p, us in best.items():
         others = [v for k, v in best.items() if not k.startswith(p.partition("-")[0])]
         ratio = f"{us / min(others):.2f} x the best other" if others else ""
-        print(f"    {p:16} first {first[p]:6.2f} s   call {us:10.1f} us   {ratio}", flush=True)
+        error = f"   error {first[p]['error']:.1e}" if "error" in first[p] else ""
+        print(
+            f"    {p:16} first {first[p]['first_s']:6.2f} s   call {us:10.1f} us   {ratio}{error}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="programs or their subjects; none: all")
+    parser.add_argument(
+        "names", nargs="*", help="programs (* stands for anything) or subjects; none: all"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peers", default="", help="with commas; none: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
+    parser.add_argument(
+        "--together", type=int, default=1,
+        help="programs whose first calls are made side by side: sooner done, first calls take longer",
+    )  # fmt: skip
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
@@ -163,9 +195,13 @@ def main() -> None:
         return
     known = ["eager", *MODES, *(GRAPHS if args.device == "cuda" else ())]
     peers = [p for p in known if not args.peers or p in args.peers.split(",")]
-    for name in programs():
-        if not args.names or {name, name.partition(".")[0]} & {*args.names}:
-            race(name, args.device, peers, args.rounds, args.seconds)
+    names = [n for n in programs() if not args.names or _is_meant(n, args.names)]
+    for begin in range(0, len(names), args.together):
+        race(names[begin : begin + args.together], args.device, peers, args.rounds, args.seconds)
+
+
+def _is_meant(name: str, wanted: list[str]) -> bool:
+    return name.partition(".")[0] in wanted or any(fnmatch(name, w) for w in wanted)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from plait.ir.calls import all_programs
 from plait.wrapper.instructions import CallPython
@@ -33,7 +34,8 @@ class Case:
     width: of a key, and of a value.
     by_ids: queries see keys of their own number in a captured tensor, up to themselves.
     transposed: heads lie inside of positions, as after a projection.
-    with_aux: logarithms of sums and greatest scores are results too."""
+    with_aux: logarithms of sums and greatest scores are results too.
+    longer_queries: where lengths vary, those of queries do."""
 
     score: Callable[..., Mod] | None = None
     mask: Mod | None = None
@@ -47,6 +49,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     transposed: bool = False
     with_aux: bool = False
+    longer_queries: bool = True
 
     def program(self, device: str) -> Callable[..., Any]:
         """The function of queries, keys, values and captured tensors."""
@@ -79,14 +82,13 @@ class Case:
     def inputs(self, device: str, seed: int = 0, longer: int = 0) -> list[Tensor]:
         """Values, every one from another seed. longer: by how much lengths are."""
         made = torch.Generator().manual_seed(seed)
-        dims = [
-            [b, h, n + longer, self.width]
-            for b, h, n in zip(self.batches, self.heads, self.lengths, strict=True)
-        ]
+        more = (longer if self.longer_queries else 0, longer)
+        sizes = zip(self.batches, self.heads, self.lengths, more, strict=True)
+        dims = [[b, h, n + extra, self.width] for b, h, n, extra in sizes]
         if self.transposed:
             dims = [[b, n, h, d] for b, h, n, d in dims]
         shapes = (dims[0], dims[1], dims[1], *self.captured)
-        values = [torch.randn(*shape, generator=made) for shape in shapes]
+        values = [torch.randn(list(shape), generator=made) for shape in shapes]
         return [x.to(device, self.dtype).requires_grad_() for x in values]
 
 
@@ -104,6 +106,10 @@ def _bias(bias: Tensor) -> Mod:
 
 def _distances(by_distance: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * by_distance[(i - j).abs() % 8]
+
+
+def _constants(t: Tensor) -> Mod:
+    return lambda s, b, h, i, j: s * 1.5 + t[h, i - j] * t[h, 0] + t[h, 1] * t[1, j]
 
 
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -138,6 +144,7 @@ CASES = {
     "soft cap": Case(_soft_cap, _half_empty),
     "bias": Case(_bias, None, captured=((4, 37, 37),)),
     "distances": Case(_distances, _window, captured=((8,),)),
+    "constants": Case(_constants, _causal, captured=((4, 40),), heads=(4, 2)),
     "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
     "double": Case(_alibi, _causal, captured=((4,),), dtype=torch.float64),
     "ids": Case(by_ids=True, heads=(4, 2)),
@@ -154,14 +161,65 @@ LARGE = {
     "whole": Case(_soft_cap, None, lengths=(256, 384), width=64, dtype=torch.bfloat16),
     "single": Case(_soft_cap, _prefix, lengths=(200, 140), width=64),
     "one of many": Case(_soft_cap, None, heads=(8, 1), lengths=(1, 500), width=64),
+    "few of many": Case(
+        _soft_cap, _half_empty, heads=(6, 2), lengths=(13, 900), width=64, with_aux=True
+    ),
+    "parts": Case(
+        lambda: lambda s, b, h, i, j: s * (h + 1) - j % (b + 2),
+        None,
+        batches=(3, 3),
+        heads=(8, 2),
+        lengths=(1, 1100),
+        width=80,
+        dtype=torch.bfloat16,
+        with_aux=True,
+    ),
 }
 """Cases that fill a GPU's blocks."""
+
+
+def check_pages(n_queries: int, wrapper: str, device: str) -> None:
+    """Two sequences of 70 and 33 keys lie in pages of one cache, whose order is random: the last
+    queries of both see what they do where keys lie side by side. No Python is called."""
+    lengths, size, made = (70, 33), 16, torch.Generator().manual_seed(0)
+    pages = PagedAttention(12, size, 2, device=device)
+    torch.manual_seed(0)
+    pages.empty_pages = torch.randperm(12).tolist()
+    n_keys = torch.tensor(lengths, device=device)
+    k, v = (torch.randn(2, 2, 80, 16, generator=made).to(device) for _ in range(2))
+    q = torch.randn(2, 4, n_queries, 16, generator=made).to(device)
+    k_cache, v_cache = (torch.zeros(1, 2, 12 * size, 16, device=device) for _ in range(2))
+    for b in range(2):
+        at = torch.tensor([b], device=device)
+        pages.reserve(at, torch.tensor([80], device=device))
+        places = torch.arange(80, device=device)[None]
+        pages.assign(at, places, k[b : b + 1], v[b : b + 1], k_cache, v_cache)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i + n_keys[b] - n_queries >= j
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + (j - i) * 0.1
+
+    blocks = flex.create_block_mask(seen, 2, None, n_queries, 80, device, BLOCK_SIZE=size)
+    in_pages = pages.convert_logical_block_mask(blocks, kv_len=n_keys)
+    moved = pages.get_score_mod(score, n_keys)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, score: Mod, blocks: Any) -> Tensor:
+        found: Tensor = flex.flex_attention(q, k, v, score, blocks, enable_gqa=True)
+        return found
+
+    options: Any = {"wrapper": wrapper, "strict": True}
+    compiled = torch.compile(run, backend="plait", options=options)
+    got = compiled(q, k_cache, v_cache, moved, in_pages)
+    torch.testing.assert_close(got, run(q, k, v, score, blocks))
 
 
 SCORES = (
     "s + (i - j) * 0.1", "s * t[h % 4]", "2.0 * torch.tanh(s / 2)", "(s * s + 1).sqrt() - s",
     "torch.where(i % 3 == j % 2, s, s - 1.5)", "s + t[(i - j).abs() % 5]", "s * (b + 1)",
     "s + (t[j % 7] > 0).to(s.dtype)", "torch.sigmoid(s) + t[(i * 3 + h) % 8]", "s.clamp(-1, 1)",
+    "s * t[i % 4].exp() + t[(i - j) % 5 - 5]", "s + t[b] * t[h]",
     "s - torch.exp(-(i - j).abs() / 4)", "s + i // 5 - j // 7", "torch.maximum(s, t[b % 2])",
 )  # fmt: skip
 MASKS = (
@@ -184,9 +242,9 @@ def random_case(seed: int) -> Case:
         masks = ["i >= j"]
     joined = f" {rng.choice('&|')} ".join(f"({text})" for text in masks)
     exec(f"def mask(b, h, i, j):\n    return {joined or 'i >= 0'}", names)
+    tables: dict[str, Any] = {rng.choice(("fixed", "captured")): ((8,),) * bool(scores)}
     return Case(
-        names["score"] if scores else None, names["mask"] if masks else None,
-        fixed=((8,),) * bool(scores),
+        names["score"] if scores else None, names["mask"] if masks else None, **tables,
         heads=heads, batches=batches, lengths=(rng.randrange(1, 50), rng.randrange(1, 70)),
         width=rng.choice((8, 16, 24, 32)), transposed=rng.random() < 0.3,
         dtype=rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import CallExtern
-from tests.flex_programs import CASES, WRAPPERS, check, random_case
+from tests.flex_programs import CASES, WRAPPERS, check, check_pages, random_case
 
 HERE = os.environ.get("PLAIT_WRAPPER", "native")  # tests/interpreted.py has Python's alone
 
@@ -67,6 +67,11 @@ def test_scores_that_ask_for_sizes() -> None:
         q, k = torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
         w = torch.randn(n)
         torch.testing.assert_close(compiled(q, k, w), fn(q, k, w))
+
+
+@pytest.mark.parametrize("n_queries", [1, 20])
+def test_pages(n_queries: int) -> None:
+    check_pages(n_queries, HERE, "cpu")
 
 
 def test_no_queries() -> None:

@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import Launch
-from tests.flex_programs import CASES, LARGE, WRAPPERS, check, random_case
+from tests.flex_programs import CASES, LARGE, WRAPPERS, check, check_pages, random_case
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -42,9 +42,20 @@ def test_lengths_that_vary(name: str) -> None:
     check(dataclasses.replace(CASES[name], mask=None), "native", "cuda", longer=(0, 5, 100))
 
 
+def test_keys_that_vary() -> None:
+    """One query, whose keys are cut into parts."""
+    case = dataclasses.replace(LARGE["parts"], lengths=(1, 1100), longer_queries=False)
+    check(case, "native", "cuda", longer=(0, 300, 7000))
+
+
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_MOST_SCORES", 4000)
-    check("bias", "native", "cuda")  # a captured tensor wants a gradient: no kernel holds that
+    check("double", "native", "cuda")  # no kernel holds float64
+
+
+@pytest.mark.parametrize("n_queries", [1, 20])
+def test_pages(n_queries: int) -> None:
+    check_pages(n_queries, "native", "cuda")
 
 
 def test_by_package(tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
     """The kernel of a module, with a libdevice."""
     module = load_module(name, text, folder)
     module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
+    # Loops count in Python's integers here; a constant cannot be what these are divided by.
+    core.constexpr.__rmod__ = lambda c, n: core.constexpr(n % c.value)
     for helper, body in INSTRUCTIONS.items() if NVIDIA.library in text else ():
         if hasattr(module, helper):
             setattr(module, helper, body)

@@ -16,9 +16,12 @@ class Program:
 
     grad: whether autograd is on.
     part: the module that is compiled, where that is not all of fn.
+    exact: the error of a result: its greatest distance from that of float64, by the greatest
+        number of that.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...] = ()
     grad: bool = False
     part: Any = None
+    exact: Callable[[Any], float] | None = None

@@ -13,10 +13,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
 from plait.capture.plain_tensors import special_kind
-from plait.graph.edit import aten, replace
-
-# Of tensors that were made while tracing.
-_FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+from plait.graph.constants import FRESH_COPIES
+from plait.graph.edit import replace
 
 
 def bind_outside(graph_module: GraphModule) -> list[torch.Tensor]:
@@ -42,7 +40,8 @@ def bind_outside(graph_module: GraphModule) -> list[torch.Tensor]:
 
 def _outside(graph_module: GraphModule, node: Node) -> torch.Tensor | None:
     """The tensor that a node gets from the function's surroundings."""
-    if node.op != "get_attr" or all(user.target in _FRESH for user in node.users):
+    # A copy is of a tensor that was made while tracing.
+    if node.op != "get_attr" or all(user.target in FRESH_COPIES for user in node.users):
         return None
     value = getattr(graph_module, str(node.target), None)
     plain = isinstance(value, torch.Tensor) and not special_kind(value)

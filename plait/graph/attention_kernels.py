@@ -8,17 +8,19 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
 from plait.graph import attention
-from plait.graph.edit import aten, output_of, results_read, same_size, value_of
+from plait.graph.constants import FRESH_COPIES
+from plait.graph.edit import aten, output_of, results_read, value_of
 
 _backward = torch.ops.higher_order.flex_attention_backward
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,6 +37,8 @@ _FORMULAS = frozenset((
 
 def is_written_out(node: Node) -> bool:
     """Whether a call, of the operator or of its backward, is written out."""
+    for graph in _graphs(node)[0]:
+        _inline_scalars(graph)
     return attention.is_regular(node) and not _has_kernel(node)
 
 
@@ -54,8 +58,34 @@ def _has_kernel(node: Node) -> bool:
         return False
     if _is_plain(node, graphs):
         return False
-    made = node.target is not _backward or _takes_gradients(node, graphs[1])
-    return made and all(map(_is_formula, graphs))
+    if node.target is _backward:
+        sums = None if node.args[5] is None else sums_of(graphs[1])
+        if sums is None:
+            return False
+        graphs[1] = with_sums(graphs[1], sums)
+    return all(map(_is_formula, graphs))
+
+
+def _inline_scalars(graph: GraphModule) -> None:
+    """Numbers that tracing made tensors of, such as the 0 of `bias[h, 0]`, become nodes: as a
+    position is a tensor where the graph is mapped, since vmap refuses an index by both kinds."""
+    position = graph.graph.find_nodes(op="placeholder")[2]
+    for n in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, n.target)
+        if not isinstance(value, Tensor) or value.dim():
+            continue
+        with torch.utils._python_dispatch._disable_current_modes():
+            number = value.item()
+        args: Any = position, number
+        kind: dict[str, Any] = {"dtype": value.dtype}
+        with graph.graph.inserting_before(n):
+            made = graph.graph.call_function(aten.full_like.default, args, kind)
+        made.meta = dict(n.meta)
+        for user in (*n.users, n):
+            if user is n or user.target in FRESH_COPIES:
+                user.replace_all_uses_with(made)
+                graph.graph.erase_node(user)
+    graph.recompile()
 
 
 def _graphs(node: Node) -> tuple[list[GraphModule], Sequence[Any]]:
@@ -67,12 +97,57 @@ def _graphs(node: Node) -> tuple[list[GraphModule], Sequence[Any]]:
     return [getattr(owner, n.target) for n in places], block_mask
 
 
-def _takes_gradients(node: Node, joint: GraphModule) -> bool:
-    """Whether the gradients are those of queries, keys and values alone."""
-    q, k, *_ = node.args
+def scatter_operator() -> OpOverload | None:
+    """PyTorch's operator for the gradient of an indexed tensor, where there is one."""
+    found = getattr(torch.ops.flex_lib, "zeros_and_scatter", None)
+    return None if found is None else found.default
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A part of the gradient of a tensor that scores were made of.
+
+    to: its number among those that are captured.
+    index: the place in it that a score adds to.
+    value: what it adds.
+    """
+
+    to: int
+    index: tuple[Any, ...]
+    value: Node
+
+
+def sums_of(joint: GraphModule) -> list[Sum] | None:
+    """The gradients of what is captured, of the graph that has them; None for others."""
     results: Any = output_of(joint.graph).args[0]
-    batches = same_size(value_of(q).shape[0], value_of(k).shape[0])  # type: ignore[arg-type]
-    return batches and node.args[5] is not None and not any(results[5:])
+    found: list[Sum] = []
+    for k, result in enumerate(results[5:]):
+        parts = [result] if isinstance(result, Node) else []
+        while parts:
+            n: Any = parts.pop()
+            if n.target is aten.add.Tensor and value_of(n).dim() and not n.kwargs:
+                parts += n.args
+            elif n.target is scatter_operator() and len(n.args[1]) == len(n.args[0]):
+                found.append(Sum(k, tuple(n.args[1]), n.args[2]))
+            elif value_of(n).dim() == 0:
+                found.append(Sum(k, (), n))
+            else:
+                return None
+        if not isinstance(result, Node) and result is not None:
+            return None
+    return found
+
+
+def with_sums(joint: GraphModule, sums: Sequence[Sum]) -> GraphModule:
+    """The graph that gives the gradient of a score and, flat, the indices and value of each sum."""
+    results: Any = output_of(joint.graph).args[0]
+    made = Graph()
+    env: dict[Node, Node] = {}
+    made.graph_copy(joint.graph, env)
+    wanted = [results[0], *(n for s in sums for n in (*s.index, s.value))]
+    made.output(tuple(env.get(n, n) for n in wanted))
+    made.eliminate_dead_code()
+    return GraphModule(joint, made)
 
 
 def _is_plain(node: Node, graphs: Sequence[GraphModule]) -> bool:
@@ -104,7 +179,7 @@ def scalar_graph(
     that it was traced with. like: a fake tensor of the call.
 
     n_before, n_after: scores before, and gradients after the positions. captured: arguments of the
-    call; those that are no nodes are constants. The first result is the only one."""
+    call; those that are no nodes are constants."""
     with like.fake_mode:  # type: ignore[attr-defined]
         numbers = [like.new_empty((), dtype=torch.float32) for _ in range(n_before + n_after)]
         places = [like.new_empty((), dtype=torch.int64) for _ in range(4)]
@@ -113,7 +188,6 @@ def scalar_graph(
 
     def run(*values: Any) -> Any:
         given = dict(zip(nodes, values[len(own) :], strict=True))
-        found = graph(*values[: len(own)], *(given.get(n, n) for n in captured))
-        return found[0] if isinstance(found, (tuple, list)) else found
+        return graph(*values[: len(own)], *(given.get(n, n) for n in captured))
 
     return compat.tracing.trace_values(run, [*own, *map(value_of, nodes)], {})

@@ -18,7 +18,7 @@ from plait.graph.edit import aten, escaping, is_pure, replace, value_of
 # A bound on compile time and on what a program holds: chosen, not measured.
 MAX_NUMEL = 4096
 
-_FRESH_COPIES = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default})
+FRESH_COPIES = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default})
 
 
 def fold_constants(gm: GraphModule) -> int:
@@ -61,7 +61,7 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
     inputs = node.all_input_nodes
     if not inputs or any(i not in constants for i in inputs):
         return False
-    if node.target not in _FRESH_COPIES and not is_pure(node):
+    if node.target not in FRESH_COPIES and not is_pure(node):
         return False
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

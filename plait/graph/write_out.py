@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.graph import associative, attention
-from plait.graph.attention_kernels import is_written_out
+from plait.graph.attention_kernels import is_written_out, scatter_operator
 from plait.graph.edit import (
     aten,
     output_of,
@@ -77,9 +77,8 @@ def _write_out(gm: GraphModule, node: Node, definition: Definition) -> None:
 
 
 def _spelled() -> dict[Any, Definition]:
-    """PyTorch's operator for the gradient of an indexed tensor, where there is one."""
-    scatter = getattr(torch.ops.flex_lib, "zeros_and_scatter", None)
-    return {} if scatter is None else {scatter.default: _zeros_and_scatter}
+    scatter = scatter_operator()
+    return {} if scatter is None else {scatter: _zeros_and_scatter}
 
 
 def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ it (`Target.write_template`).
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.ir.body_text import Body, BodyReader, params_text
@@ -36,14 +37,39 @@ class Formula:
     @property
     def loaded(self) -> frozenset[str]:
         """What it loads."""
-        return frozenset(n.attr.buf for n in walk((self.body,)) if isinstance(n.attr, Load))
+        return _loaded((self.body,))
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What each score adds to a tensor that scores were made of: to its gradient.
+
+    to: which of the last operands of the launch, which it is given full of zeros.
+    vars: as of a Formula.
+    index: of the element, integers; outside of the tensor nothing is added.
+    body: what is added. Both load what a Formula does.
+    """
+
+    to: int
+    vars: tuple[Expr, ...]
+    index: tuple[Node, ...]
+    body: Node
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """What it loads."""
+        return _loaded((*self.index, self.body))
+
+
+def _loaded(roots: Sequence[Node]) -> frozenset[str]:
+    return frozenset(n.attr.buf for n in walk(roots) if isinstance(n.attr, Load))
 
 
 @dataclass(frozen=True, slots=True)
 class Attention(DeviceKernel):
     """A kernel of attention. Its operands: queries, keys and values; in a backward the gradient of
     the result, that times the result summed over a row, and what the forward pass gave as
-    logarithms of sums; the tables of blocks; then what formulas load.
+    logarithms of sums; the tables of blocks; what formulas load; then what is added to.
 
     gives: "result" (and log2 of the sum of each row, its greatest score if there is a third),
         "queries" or "keys" (their gradients, and those of values).
@@ -53,6 +79,9 @@ class Attention(DeviceKernel):
     tables: how many kinds of blocks are listed: blocks with masked scores, and blocks without. Each
         kind has a table of numbers of blocks and one of blocks.
     block: queries and keys in a block.
+    additions: what the kernel for the gradient of queries adds up beside it.
+    heads: how many heads of queries are rows of one block; they share keys, and queries are few.
+    parts: of a walk along keys, each with a result of its own: the first dimension of results.
     """
 
     gives: str
@@ -62,23 +91,38 @@ class Attention(DeviceKernel):
     scale: float
     tables: int
     block: tuple[int, int]
+    additions: tuple[Addition, ...] = ()
+    heads: int = 1
+    parts: int = 1
 
     @property
     def n_first(self) -> int:
         """How many operands come before those that formulas load."""
         return (3 if self.gives == "result" else 6) + 2 * self.tables
 
+    @property
+    def n_added(self) -> int:
+        """How many operands, the last ones, are added to."""
+        return 1 + max((a.to for a in self.additions), default=-1)
+
     def fault(self, n_operands: int, n_results: int) -> str:
         """Why it cannot be given these, in words; "" if it can."""
-        known = [f for f in (self.score, self.gradient, self.mask) if f is not None]
-        given = {f"given{k}" for k in range(n_operands - self.n_first)}
+        formulas = (self.score, self.gradient, self.mask, *self.additions)
+        known = [f for f in formulas if f is not None]
+        given = {f"given{k}" for k in range(n_operands - self.n_first - self.n_added)}
         results = {"result": (2, 3), "queries": (1,), "keys": (2,)}.get(self.gives, ())
         if n_results not in results:
             return f"a kernel of attention that gives {n_results} {self.gives}"
-        if self.tables not in (0, 1, 2) or (self.gradient is None) != (
-            self.gives == "result" or self.score is None
+        if (
+            self.tables not in (0, 1, 2)
+            or (self.gradient is None) != (self.gives == "result" or self.score is None)
+            or (self.additions and self.gives != "queries")
         ):
             return "a kernel of attention of an unknown kind"
+        if min(self.heads, self.parts) < 1 or (
+            max(self.heads, self.parts) > 1 and self.gives != "result"
+        ):
+            return f"a kernel of {self.gives} over {self.heads} heads in {self.parts} parts"
         if any(f.loaded - given - {"score", "grad"} for f in known):
             return "a kernel of attention whose formulas load what is no operand"
         return ""
@@ -94,10 +138,17 @@ def attention_text(a: Attention, scope: Scope) -> str:
     for name in FORMULAS:
         f: Formula | None = getattr(a, name)
         facts.append(f"{name}={f and _formula_text(f, scope)!r}")
+    added = [
+        (x.to, [_formula_text(Formula(x.vars, n), scope) for n in (*x.index, x.body)])
+        for x in a.additions
+    ]
     facts += [
+        f"additions={added!r}",
         f"scale={a.scale!r}",
         f"tables={a.tables}",
         f"block={tuple_text([*map(str, a.block)])}",
+        f"heads={a.heads}",
+        f"parts={a.parts}",
     ]
     return f"Attention({', '.join(facts)})"
 
@@ -115,7 +166,16 @@ def read_attention(call: ast.Call, symbols: SymbolReader) -> Attention:
     for name in FORMULAS:
         if facts.get(name) is not None:
             facts[name] = _read_formula(facts[name], call, symbols)
+    facts["additions"] = tuple(
+        _read_addition(to, [_read_formula(text, call, symbols) for text in texts])
+        for to, texts in facts["additions"]
+    )
     return Attention(**facts)
+
+
+def _read_addition(to: int, found: Sequence[Formula]) -> Addition:
+    *index, body = (f.body for f in found)
+    return Addition(to, found[-1].vars, tuple(index), body)
 
 
 def _read_formula(text: str, at: ast.Call, symbols: SymbolReader) -> Formula:

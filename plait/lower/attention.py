@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.attention_kernels import scalar_graph
-from plait.graph.edit import results_read
+from plait import compat
+from plait.graph.attention_kernels import scalar_graph, sums_of, with_sums
+from plait.graph.edit import output_of, results_read
 from plait.ir import loops
-from plait.ir.attention import Attention, Formula
+from plait.ir.attention import Addition, Attention, Formula
 from plait.ir.calls import Extern, TensorArg
-from plait.ir.dtypes import DType, b1, f32
+from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.expr import Expr, Size, bounds, compare, free_symbols, product, symbol
-from plait.ir.loops import Load, LoopProgram, Pointwise, cast, integer, loop_vars
+from plait.ir.loops import Load, LoopProgram, Pointwise, apply, cast, integer, loop_vars
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
+from plait.lower.convert import convert
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.memory import tensor_arg
 from plait.lower.pycall import rule_or_python
@@ -33,6 +35,9 @@ from plait.lower.pycall import rule_or_python
 _hop = torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
 _WHOLE = 1 << 30  # PyTorch's size of a block where there is no block mask
+_MOST_FEW = 64  # queries of heads that are rows of one block
+_PROGRAMS = 264  # two for each multiprocessor of an H100
+_LEAST_KEYS = 256  # of a program that shares a walk
 _MOST_ROWS = (1 << 31) - (1 << 12)  # positions, with those of a last block, have 32 bits
 
 
@@ -60,14 +65,59 @@ def _forward(
     scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
 ) -> tuple[View, View, View | None]:  # fmt: skip
     c = _Call(ctx, (q, k, v), block_mask, scale)
-    formulas = {
-        "score": c.formula(score, captured, 7, f32),
-        "mask": c.mask(block_mask[-1], masking, 8),
-    }
-    outs = [c.result(n) for n in range(3 if 2 in results_read(ctx.node) else 2)]
-    c.launch("result", (q, k, v), 2, formulas, outs, flops=4)
+    formulas = {"score": c.formula(score, captured, 7), "mask": c.mask(block_mask[-1], masking, 8)}
+    n_wanted = 3 if 2 in results_read(ctx.node) else 2
+    heads, parts = c.cut()
+    if parts > 1:
+        return _joined(ctx, c, formulas, heads, parts, n_wanted)
+    outs = [c.result(n) for n in range(n_wanted)]
+    c.launch("result", (q, k, v), 2, formulas, outs, flops=4, heads=heads)
     out, sums, *tops = map(ctx.whole, outs)
     return out, sums, (tops[0] if tops else None)
+
+
+def _joined(
+    ctx: Lowering, c: _Call, formulas: dict[str, Formula | None], heads: int, parts: int,
+    n_wanted: int,
+) -> tuple[View, View, View | None]:  # fmt: skip
+    """Results of parts of the keys, and what they are together: each counts by its share in the sum
+    of a row's exponentials. This is Flash-Decoding (Dao et al., 2023)."""
+    shapes = [(parts, *ctx.out_shape(n)) for n in range(n_wanted)]
+    outs = [ctx.new_buffer(f32, shape, None, True, ctx.device()) for shape in shapes]
+    c.launch("result", c.inputs, 2, formulas, outs, flops=4, heads=heads, parts=parts)
+    out, sums, *tops = map(ctx.whole, outs)
+    rows = sums.shape[1:]
+
+    def greatest(x: View) -> View:
+        return ctx.reduce(rows, (parts,), "max", lambda ops, i, r: x.load(ops, (*r, *i)))
+
+    top = greatest(sums)
+
+    def share(ops: Any, i: Any, r: Any) -> loops.Node:
+        most = top.load(ops, i)
+        base = apply("where", apply("eq", most, -math.inf), loops.const(0.0, f32), most)
+        return apply("exp2", sums.load(ops, (*r, *i)) - base)
+
+    total = ctx.reduce(rows, (parts,), "sum", share)
+    found = ctx.reduce(
+        out.shape[1:], (parts,), "sum",
+        lambda ops, i, r: share(ops, i[:3], r) * out.load(ops, (*r, *i)),
+    )  # fmt: skip
+
+    def result(ops: Any, i: Any) -> loops.Node:
+        n = total.load(ops, i[:3])
+        whole = apply("where", apply("eq", n, 0.0), loops.const(1.0, f32), n)
+        return cast(found.load(ops, i) / whole, ctx.out_dtype(0))
+
+    def logs(ops: Any, i: Any) -> loops.Node:
+        n = total.load(ops, i)
+        return apply("where", apply("eq", n, 0.0), n, top.load(ops, i)) + apply("log2", n)
+
+    return (
+        ctx.pointwise(ctx.out_shape(0), ctx.out_dtype(0), result, ctx.out_strides(0)),
+        ctx.pointwise(rows, f32, logs),
+        greatest(tops[0]) if tops else None,
+    )
 
 
 def _backward(
@@ -76,17 +126,24 @@ def _backward(
     scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     c = _Call(ctx, (q, k, v), block_mask, scale)
-    found: dict[str, Formula | None] = {"score": c.formula(score, captured, 12, f32)}
+    found: dict[str, Formula | None] = {"score": c.formula(score, captured, 12)}
+    additions: tuple[Addition, ...] = ()
     if found["score"] is not None:
-        found["gradient"] = c.formula(joint, captured, 12, f32, "grad")
+        found["gradient"], additions = c.gradients(joint, captured, 12)
     found["mask"] = c.mask(block_mask[-1], masking, 13)
     along = _along(ctx, out, grad, grad_sums)
     given = (q, k, v, grad, along, sums)
     of_queries, of_keys, of_values = map(c.result, range(3))
-    c.launch("queries", given, 2, found, [of_queries], flops=6)
+    wants = [isinstance(x, Node) for x in output_of(joint.graph).args[0][5:]]  # type: ignore[index, union-attr]
+    added = [c.zeros(x.shape) for x, w in zip(captured, wants, strict=True) if w]
+    c.launch("queries", given, 2, found, [of_queries], 6, (additions, added))
     c.launch("keys", given, 6, found, [of_keys, of_values], flops=8)
     grads = map(ctx.whole, (of_queries, of_keys, of_values))
-    return *grads, (None,) * len(captured)
+    sums_of_captured = iter(added)
+    return *grads, tuple(
+        convert(ctx, ctx.whole(next(sums_of_captured)), x.dtype) if w else None
+        for x, w in zip(captured, wants, strict=True)
+    )
 
 
 def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View:
@@ -135,35 +192,60 @@ class _Call:
                 self.ctx.assert_true(compare("le", n, _MOST_ROWS), said, (n,))
 
     # ---- formulas
-    def formula(
-        self, graph: GraphModule, captured: Sequence[Any], place: int, dtype: DType,
-        *more: str,
-    ) -> Formula | None:  # fmt: skip
+    def formula(self, graph: GraphModule, captured: Sequence[Any], place: int) -> Formula | None:
         """What a function of a score makes; None for the score itself. place: which argument of
-        the node has what it captures. more: values besides the score that it is given."""
-        found = self._formula(graph, ("score",), captured, place, more, dtype)
+        the node has what it captures."""
+        (found,) = self._formulas(graph, ("score",), captured, place, (), f32)
         return None if found.is_score else found
 
     def mask(self, graph: GraphModule, captured: Sequence[Any], place: int) -> Formula | None:
         """Where scores count; None: everywhere."""
-        found = self._formula(graph, (), captured, place, (), b1)
+        (found,) = self._formulas(graph, (), captured, place, (), b1)
         return None if found.body == loops.const(True, b1) else found
 
-    def _formula(
+    def gradients(
+        self, joint: GraphModule, captured: Sequence[Any], place: int
+    ) -> tuple[Formula, tuple[Addition, ...]]:
+        """The gradient of a score, and what it adds to those of what is captured."""
+        sums = sums_of(joint)
+        assert sums is not None, "gradients that no kernel has"
+        graph = with_sums(joint, sums)
+        first, *found = self._formulas(graph, ("score",), captured, place, ("grad",), None)
+        bodies = iter([f.body for f in found])
+        wanted = list(dict.fromkeys(s.to for s in sums))
+        made: list[Addition] = []
+        for s in sums:
+            index = tuple(
+                self._wrapped(next(bodies), n)
+                for n, _ in zip(captured[s.to].shape, s.index, strict=True)
+            )
+            value = cast(next(bodies), f32)
+            made.append(Addition(wanted.index(s.to), self.vars, index, value))
+        return replace(first, body=cast(first.body, f32)), tuple(made)
+
+    def _wrapped(self, index: loops.Node, size: Size) -> loops.Node:
+        """An index that does not count from the end."""
+        at = cast(index, i64)
+        return Simplifier()(apply("where", apply("lt", at, 0), at + integer(size), at))
+
+    def _formulas(
         self, graph: GraphModule, before: Sequence[str], captured: Sequence[Any], place: int,
-        after: Sequence[str], dtype: DType,
-    ) -> Formula:  # fmt: skip
+        after: Sequence[str], dtype: DType | None,
+    ) -> list[Formula]:  # fmt: skip
+        """Of each result. dtype: what they are made; None: what they are."""
         nodes: Any = self.ctx.node.args[place] if len(self.ctx.node.args) > place else ()
         q_node: Any = self.ctx.node.args[0]
         traced = scalar_graph(graph, q_node.meta["val"], len(before), len(after), nodes)
         values: list[Any] = [*before, *map(integer, self.vars), *after]
         values += [x for x, n in zip(captured, nodes, strict=True) if isinstance(n, Node)]
         program = self.ctx.lower_graph(traced, f"{self.ctx.name}.formula")
-        body = Simplifier()(cast(self._body(program, values), dtype))
-        return Formula(self.vars, body)
+        return [
+            Formula(self.vars, Simplifier()(body if dtype is None else cast(body, dtype)))
+            for body in self._bodies(program, values)
+        ]
 
-    def _body(self, program: LoopProgram, values: Sequence[Any]) -> loops.Node:
-        """The only result of a program of scalars, of names and nodes that stand for its inputs."""
+    def _bodies(self, program: LoopProgram, values: Sequence[Any]) -> list[loops.Node]:
+        """The results of a program of scalars, of names and nodes that stand for its inputs."""
         known: dict[str, tuple[tuple[Expr, ...], loops.Node]] = {}
         for name, x in zip(program.inputs, values, strict=True):
             if isinstance(name, str):
@@ -174,13 +256,15 @@ class _Call:
             if not isinstance(op, Pointwise) or op.index is not None:
                 raise NoRule("a function of scores that is no formula")
             known[op.out] = op.vars, inline(op.body, known)
-        out = program.outputs[0]
-        if not isinstance(out, TensorArg) or out.shape or out.buf not in known or out.offset:
-            raise NoRule("a function of scores that gives no scalar")
-        vars_, body = known[out.buf]
-        if vars_:
-            raise NoRule("a function of scores that gives an element of a tensor")
-        return body
+        made = []
+        for out in program.outputs:
+            if not isinstance(out, TensorArg) or out.shape or out.buf not in known or out.offset:
+                raise NoRule("a function of scores that gives no scalar")
+            vars_, body = known[out.buf]
+            if vars_:
+                raise NoRule("a function of scores that gives an element of a tensor")
+            made.append(body)
+        return made
 
     def _input(self, x: Any, dtype: DType) -> tuple[tuple[Expr, ...], loops.Node]:
         if isinstance(x, loops.Node):
@@ -195,6 +279,25 @@ class _Call:
         return vars_, loops.node("load", (), load, dtype)
 
     # ---- the launch
+    def cut(self) -> tuple[int, int]:
+        """How many heads of queries are rows of one block, and how many programs share a walk along
+        keys: as many as keep a device busy where queries are few."""
+        q, k, _ = self.inputs
+        n, heads, shared = q.shape[2], q.shape[1], k.shape[1]
+        if not isinstance(n, int) or n > _MOST_FEW:
+            return 1, 1
+        assert isinstance(heads, int) and isinstance(shared, int), "a number of heads varies"
+        tables = [x for x in self.block_mask[2:4] if isinstance(x, View)]
+        group = heads // shared
+        one_table = n <= self.block_mask[-3] and all(x.shape[1] == 1 for x in tables)
+        if n * group > _MOST_FEW or not one_table:
+            group = 1
+        nodes: Any = self.ctx.node.args
+        batch, *_ = map(compat.tracing.hint_of, nodes[0].meta["val"].shape)
+        length = compat.tracing.hint_of(nodes[1].meta["val"].shape[2])
+        parts = min(_PROGRAMS // (batch * heads // group or 1), length // _LEAST_KEYS)
+        return group, max(parts, 1)
+
     def result(self, k: int) -> str:
         """A buffer for a result of the operator."""
         ctx = self.ctx
@@ -202,25 +305,39 @@ class _Call:
             ctx.out_dtype(k), ctx.out_shape(k), ctx.out_strides(k), True, ctx.device()
         )
 
+    def zeros(self, shape: tuple[Size, ...]) -> str:
+        """A buffer that is added to."""
+        ctx = self.ctx
+        made = ctx.pointwise(
+            shape, f32, lambda ops, i: loops.const(0.0, f32), like=self.inputs[0].buf
+        )
+        ctx.fix_layout(made.buf)
+        return made.buf
+
     def launch(
         self, gives: str, given: Sequence[View], tables: int, formulas: dict[str, Formula | None],
-        outs: list[str], flops: int,
+        outs: list[str], flops: int, added: tuple[tuple[Addition, ...], list[str]] = ((), []),
+        heads: int = 1, parts: int = 1,
     ) -> None:  # fmt: skip
         """Records a launch. tables: where those of its walk begin in block_mask. flops: for each
-        product of two numbers of a query and a key."""
+        product of two numbers of a query and a key. added: additions, and what they are to. heads,
+        parts: as Attention has them."""
         ctx, (q, k, _) = self.ctx, self.inputs
         lists = [x for x in self.block_mask[tables : tables + 4] if isinstance(x, View)]
         rows, columns = self.block_mask[-3:-1]
         ends = (bounds(q.shape[2])[1], rows), (bounds(k.shape[2])[1], columns)
         if all(most <= size or size >= _WHOLE for most, size in ends):
             lists = []  # one block is all there is
-        args = [tensor_arg(ctx, x) for x in (*given, *lists, *self.given)]
+        additions, sums = added
+        operands = (*given, *lists, *self.given, *map(ctx.whole, sums))
+        args = [tensor_arg(ctx, x) for x in operands]
         kernel = Attention(
             f"attention_{gives}.{ctx.name}.{len(ctx.ops)}", gives,
             formulas["score"], formulas.get("gradient"), formulas["mask"], self.scale,
-            len(lists) // 2, (int(rows), int(columns)),
+            len(lists) // 2, (int(rows), int(columns)), additions, heads, parts,
         )  # fmt: skip
         held = [f.body for f in formulas.values() if f is not None]
+        held += (n for a in additions for n in (*a.index, a.body))
         own = {v.symbol for v in self.vars}
         sizes = {
             a.expr: None
@@ -233,6 +350,7 @@ class _Call:
         ctx.ops.append(
             Extern(
                 tuple(outs), "higher_order::flex_attention", (*args, *sorted(sizes, key=str)),
-                may_keep=False, kernel=kernel, fallback=False, flops=work, origin=ctx.origin,
+                mutates=tuple(sums), may_keep=False, kernel=kernel, fallback=False, flops=work,
+                origin=ctx.origin,
             )
         )  # fmt: skip

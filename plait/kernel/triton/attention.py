@@ -18,7 +18,7 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr, Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer
 from plait.kernel.triton.dialects import DIALECTS
-from plait.kernel.triton.formulas import function_of
+from plait.kernel.triton.formulas import additions_of, function_of
 from plait.kernel.triton.ops import POINTERS, prelude_for
 from plait.runtime.cubin import Gpu
 
@@ -49,11 +49,14 @@ _BLOCKS: dict[tuple[str, int], Block] = {
     ("changed", 128): Block(128, 64, 4, 2),
     ("result", 256): Block(64, 64, 4, 2),
     ("changed", 256): Block(64, 64, 4, 2),
+    **{("few", width): Block(128, 64, 4, 3) for width in (64, 128)},
+    ("few", 256): Block(64, 64, 4, 2),
     **{(kind, 64): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
     **{(kind, 128): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
     **{(kind, 256): Block(32, 32, 4, 2) for kind in ("queries", "keys")},
 }
-"""By what a kernel gives ("changed": a result of changed scores), and the widest of its rows."""
+"""By what a kernel gives, and the widest of its rows. "changed": a result of changed scores. "few":
+one whose blocks are rows of several heads, or share walks."""
 _SINGLE = Block(32, 32, 4, 1)
 """Products in float32 have no tensor cores."""
 
@@ -106,7 +109,10 @@ class _Writer:
         text = "\n\n".join(part for part in (dialect.head, prelude, body, _template()) if part)
         per_row = a.gives != "keys"
         rows = ceildiv(q.shape[2], block.rows) if per_row else ceildiv(k.shape[2], block.columns)
-        grid = product((rows, q.shape[0], q.shape[1] if per_row else k.shape[1]))
+        if a.heads > 1:
+            rows = 1
+        heads = q.shape[1] if per_row and a.heads == 1 else k.shape[1]
+        grid = product((a.parts, rows, q.shape[0] if per_row else k.shape[0], heads))
         options = {
             "num_warps": block.warps, "num_stages": block.stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
@@ -124,6 +130,8 @@ class _Writer:
         width = max(_power(q.shape[3]), _power(v.shape[3]))
         nbytes = 4 if self._dtype(q) == "f32" else 2
         kind = "changed" if a.gives == "result" and a.score is not None else a.gives
+        if max(a.heads, a.parts) > 1:
+            kind = "few"
         b = _SINGLE if nbytes == 4 else _BLOCKS[kind, max(64, width)]
         limit = _SHARED.get(self.gpu.arch, 99) if isinstance(self.gpu.arch, int) else _LEAST_SHARED
         while b.stages > 1 and (b.rows + 2 * b.stages * b.columns) * width * nbytes > limit << 10:
@@ -132,6 +140,8 @@ class _Writer:
             b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
         sparse = a.block if a.tables else (0, 0)
         rows = _fitting(b.rows, q.shape[2], sparse[0])
+        if a.heads > 1:  # there is one block of the tables
+            rows = _power(q.shape[2] * a.heads)
         columns = _fitting(b.columns, k.shape[2], sparse[1])
         return replace(b, rows=rows, columns=columns)
 
@@ -139,7 +149,8 @@ class _Writer:
     def _functions(self) -> tuple[list[str], bool]:
         """score_of, gradient_of and mask_of, and whether they hold run-time checks."""
         a = self.attention
-        given = self.tensors[a.n_first :]
+        given = self.tensors[a.n_first : self._end]
+        added = self.tensors[self._end :]
         names = {str(e): f"given[{len(given) + n}]" for n, e in enumerate(self.sizes)}
         narrow = self._dtype(self.tensors[0]) != "f32"
         made = [
@@ -150,7 +161,14 @@ class _Writer:
                 ("mask_of", (*_PARAMS, *_INSIDE), a.mask),
             )
         ]
+        params = ("score", *_PARAMS, "grad", *_INSIDE[:2], "counts", "given", "added")
+        made.append(additions_of(params, a.additions, given, added, names))
         return [text for text, _ in made], any(checks for _, checks in made)
+
+    @property
+    def _end(self) -> int:
+        """Where tensors end that formulas load."""
+        return len(self.tensors) - self.attention.n_added
 
     def _constants(self, block: Block) -> dict[str, bool | int | float | str]:
         a, (q, k, v) = self.attention, self.tensors[:3]
@@ -158,15 +176,17 @@ class _Writer:
         width, v_width = _known(q.shape[3]), _known(v.shape[3])
         changes = a.score is not None
         m, n = q.shape[2], k.shape[2]
+        rows = m if a.heads == 1 else m * a.heads
         return {
             "ROWS": block.rows, "COLUMNS": block.columns,
             "HEADS": heads, "GROUP": heads // shared,
+            "QUERIES": _known(m) if a.heads > 1 else 0, "PARTS": a.parts,
             "WIDTH": width, "V_WIDTH": v_width, "W": _power(width), "V_W": _power(v_width),
             "TABLES": a.tables, "SPARSE_ROWS": a.block[0], "SPARSE_COLUMNS": a.block[1],
-            "ROW_EDGE": m % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
+            "ROW_EDGE": rows % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
             "SCALE": a.scale, "BEFORE": a.scale if changes else a.scale * LOG2E,
             "AFTER": LOG2E if changes else 1.0, "CHANGES": changes,
-            "MASKS": a.mask is not None,
+            "MASKS": a.mask is not None, "ADDS": bool(a.additions),
             "STAGES": block.stages, "PRECISION": "ieee",
         }  # fmt: skip
 
@@ -175,14 +195,18 @@ class _Writer:
         a, n = self.attention, len(self.tensors)
         first = 3 if a.gives == "result" else 6
         lists = [f"p{k}" for k in range(first, a.n_first)]
-        given = [f"p{k}" for k in range(a.n_first, n)] + [f"s{k}" for k in range(len(self.sizes))]
+        given = [f"p{k}" for k in range(a.n_first, self._end)]
+        given += (f"s{k}" for k in range(len(self.sizes)))
         outs = [f"p{n + k}" for k in range(len(self.outs))]
         if a.gives == "result" and len(outs) == 2:
             outs.append("None")
         q, k, v = self.tensors[:3]
         strides = [self._strides(x, q.shape[0]) for x in (q, k, v)]
         if a.gives == "result":
-            strides += [self._strides(x, q.shape[0]) for x in self.outs[:2]]
+            outer = [] if a.parts == 1 else [x.strides[0] for x in self.outs[:2]]
+            own = [x if a.parts == 1 else _of_part(x) for x in self.outs[:2]]
+            strides += [self._strides(x, q.shape[0]) for x in own]
+            strides.append(_tuple([self._size(s) for s in outer or (0, 0)]))
             strides.append(self._table_strides(first))
         else:
             strides += [self._strides(x, q.shape[0]) for x in self.tensors[3:5]]
@@ -190,7 +214,12 @@ class _Writer:
             strides += [self._strides(x, q.shape[0]) for x in self.outs]
         lengths = [self._size(q.shape[2], "tl.int32"), self._size(k.shape[2], "tl.int32")]
         pointers = [f"p{k}" for k in range(first)]
-        args = [*pointers, *outs, _tuple(lists), _tuple(given), *strides, *lengths]
+        operands = [_tuple(lists), _tuple(given)]
+        if a.gives == "queries":
+            operands.append(_tuple([f"p{k}" for k in range(self._end, n)]))
+        if a.gives == "keys":
+            lengths.append("1" if q.shape[0] == k.shape[0] else self._size(q.shape[0], "tl.int32"))
+        args = [*pointers, *outs, *operands, *strides, *lengths]
         name = {"result": "attention"}.get(a.gives, f"gradient_of_{a.gives}")
         return f"{name}({', '.join(args)})"
 
@@ -218,6 +247,10 @@ class _Writer:
             self.sizes.append(e)
         text = f"s{self.sizes.index(e)}.to({type_})"
         return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+
+
+def _of_part(x: TensorArg) -> TensorArg:
+    return replace(x, shape=x.shape[1:], strides=x.strides[1:])
 
 
 def _tuple(texts: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from plait.ir.attention import Formula
+from plait.ir.attention import Addition, Formula
 from plait.ir.calls import TensorArg
 from plait.ir.checks import Bound
 from plait.ir.dtypes import f32, i64
@@ -34,6 +34,20 @@ def function_of(
     return "\n    ".join([head, *written.lines, f"return {result}"]), written.checks
 
 
+def additions_of(
+    params: Sequence[str], additions: Sequence[Addition], given: Sequence[TensorArg],
+    added: Sequence[TensorArg], sizes: Mapping[str, str],
+) -> tuple[str, bool]:  # fmt: skip
+    """The function that adds to tensors what a tile of scores gives, and whether it holds run-time
+    checks. Scores that share an element are summed first. Its last parameters: which scores count,
+    what it loads, and what it adds to."""
+    written = _Function(given, sizes, False)
+    for a in additions:
+        written.add(a, added[a.to])
+    head = f"@triton.jit\ndef add_gradients({', '.join(params)}):"
+    return "\n    ".join([head, *(written.lines or ["pass"])]), written.checks
+
+
 class _Function:
     """The lines of one function."""
 
@@ -52,6 +66,26 @@ class _Function:
                 self._names[n] = f"t{len(self._names)}"
                 self.lines.append(f"{self._names[n]} = {self._text(n)}")
         return self._names[root]
+
+    def add(self, addition: Addition, to: TensorArg) -> None:
+        """Adds what a tile gives to a tensor."""
+        x, at = f"x{len(self.lines)}", f"at{len(self.lines)}"
+        value = self.value(addition.body)
+        index = [self.value(n) for n in addition.index]
+        moved = frozenset[str]().union(*(self._positions[n] for n in addition.index))
+        self.lines.append(f"{x} = tl.where(counts, {value}, 0.0)")
+        for axis, v in ((1, "j"), (0, "i")):
+            if v not in moved:
+                self.lines.append(f"{x} = tl.sum({x}, {axis}, keep_dims=True)")
+        self.lines.append(f"{at} = tl.full({x}.shape, 0, tl.int64)")
+        mask = ["counts" if moved == {*"ij"} else f"{v}_inside" for v in sorted(moved)]
+        for name, n, stride in zip(index, to.shape, to.strides, strict=True):
+            self.lines.append(f"{at} += {name} * {self._expr(stride, ())}")
+            mask.append(f"({name} >= 0) & ({name} < {self._expr(n, ())})")
+        inside = " & ".join(dict.fromkeys([*mask, f"({at} >= 0)"]))  # of the tile's shape
+        self.lines.append(
+            f"tl.atomic_add(added[{addition.to}] + {at}, {x}, {inside}, sem='relaxed')"
+        )
 
     def _positions_of(self, n: Node) -> frozenset[str]:
         """Which of i and j a value depends on."""

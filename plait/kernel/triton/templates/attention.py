@@ -10,14 +10,18 @@ scores are masked, then those where none is.
 Before this text stand constants:
 ROWS, COLUMNS: queries and keys in a block
 HEADS, GROUP: heads of queries, and how many of them share one of keys
+QUERIES: how many there are, where the rows of a block are those of a whole group; else 0
+PARTS: programs that share a walk along keys
 WIDTH, V_WIDTH, W, V_W: numbers in a key and in a value, and the next powers of two
 TABLES: kinds of blocks that tables list: 0 (there are no tables), 1 or 2
 SPARSE_ROWS, SPARSE_COLUMNS: queries and keys in a block of the tables
 ROW_EDGE, COLUMN_EDGE: the last block may be larger than what is left
 SCALE: of products; BEFORE, AFTER: factors before and after score_of, which give scores to base 2
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
+ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
-and the functions score_of, mask_of and gradient_of. given: what these load. Strides are of batch,
+and the functions score_of, mask_of, gradient_of and add_gradients. given: what these load; added:
+what the last one adds to. Strides are of batch,
 head, row and number.
 """
 
@@ -77,6 +81,16 @@ def gradients_of(products, grad, b, h, i, j, m, n, given, part: tl.constexpr):
         if MASKS and part == 0:
             grad = tl.where(mask_of(b, h, i, j, i < m, j < n, given), grad, 0.0)
     return grad
+
+
+@triton.jit
+def add_scores(products, grad, b, h, i, j, m, n, given, added, part: tl.constexpr):
+    """Adds what scores that count give to the gradients of other tensors."""
+    if ADDS:
+        counts = (i < m) & (j < n)
+        if MASKS and part == 0:
+            counts = counts & mask_of(b, h, i, j, i < m, j < n, given)
+        add_gradients(products * SCALE, b, h, i, j, grad, i < m, j < n, counts, given, added)
 
 
 @triton.jit
@@ -140,51 +154,73 @@ def attend(
 
 
 @triton.jit
+def rows_of_program(at, blocks):
+    """The heads of a program's rows, the head of their keys, a first position, and positions from
+    there. A row that is none has a position after all others."""
+    r = tl.arange(0, ROWS)
+    if QUERIES == 0:
+        h = at // blocks
+        return h, h // GROUP, at % blocks * ROWS, r
+    else:
+        i = tl.where(r < QUERIES * GROUP, r % QUERIES, QUERIES)
+        return at * GROUP + tl.minimum(r // QUERIES, GROUP - 1), at, 0 * at, i
+
+
+@triton.jit
 def attention(
     q, k, v, out, sums, tops, table, given, q_strides, k_strides, v_strides, out_strides,
-    row_strides, table_strides, m, n,
+    row_strides, part_strides, table_strides, m, n,
 ):  # fmt: skip
-    """The result, and per query log2 of the sum of exponentials and the greatest score."""
-    blocks = tl.cdiv(m, ROWS)
-    first = tl.program_id(0) % blocks * ROWS
-    b = tl.program_id(0) // blocks // HEADS
-    h = tl.program_id(0) // blocks % HEADS
-    r = tl.arange(0, ROWS)
+    """The result, and per query log2 of the sum of exponentials and the greatest score; of one part
+    of the keys, if there are parts."""
+    piece = tl.program_id(0) % PARTS
+    at = tl.program_id(0) // PARTS
+    blocks = 1 if QUERIES else tl.cdiv(m, ROWS)
+    per_batch = blocks * (HEADS // GROUP if QUERIES else HEADS)
+    b = at // per_batch
+    h, shared, first, r = rows_of_program(at % per_batch, blocks)
+    # Of rows of several heads there is a table for all of them.
+    table_h = first if QUERIES else h
+    column_h = h[:, None] if QUERIES else h
     i = first + r[:, None]
-    k = of_head(k, k_strides, b, h // GROUP)
-    v = of_head(v, v_strides, b, h // GROUP)
+    k = of_head(k, k_strides, b, shared)
+    v = of_head(v, v_strides, b, shared)
     queries = rows_of(
-        of_head(q, q_strides, b, h), first, r[:, None], tl.arange(0, W)[None, :], q_strides, m,
-        WIDTH, W, ROW_EDGE,
+        of_head(q, q_strides, b, column_h), first, r[:, None], tl.arange(0, W)[None, :],
+        q_strides, m, WIDTH, W, ROW_EDGE,
     )  # fmt: skip
     acc = tl.zeros([ROWS, V_W], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], NONE, tl.float32)
     for part in tl.static_range(max(TABLES, 1)):
         steps, index, count = steps_of(
-            table, table_strides, b, h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
+            table, table_strides, b, table_h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
         )
-        start = start_of(0 * steps, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
-        for step in tl.range(0, steps, num_stages=STAGES):
+        own = tl.cdiv(steps, PARTS)
+        begin = own * piece
+        start = start_of(begin, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+        for step in tl.range(begin, tl.minimum(begin + own, steps), num_stages=STAGES):
             acc, total, top = attend(
-                acc, total, top, queries, k, v, start, b, h, i, k_strides, v_strides, m, n, given,
-                part,
+                acc, total, top, queries, k, v, start, b, column_h, i, k_strides, v_strides, m, n,
+                given, part,
             )  # fmt: skip
             start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    out = of_head(out, out_strides, b, h)
+    out = of_head(out + piece.to(tl.int64) * part_strides[0], out_strides, b, column_h)
     store_rows(out, acc, first, r[:, None], tl.arange(0, V_W)[None, :], out_strides, m, V_WIDTH)
     logs = tl.where(top == NONE, 0.0, top) * AFTER + tl.log2(total)
     at = (first + r) * row_strides[2]
-    tl.store(of_head(sums, row_strides, b, h) + at, logs, first + r < m)
+    sums = of_head(sums + piece.to(tl.int64) * part_strides[1], row_strides, b, h)
+    tl.store(sums + at, logs, first + r < m)
     if tops is not None:
-        tl.store(of_head(tops, row_strides, b, h) + at, top * AFTER, first + r < m)
+        tops = of_head(tops + piece.to(tl.int64) * part_strides[1], row_strides, b, h)
+        tl.store(tops + at, top * AFTER, first + r < m)
 
 
 # ------------------------------------------------------------------------------ gradient of queries
 @triton.jit
 def add_keys(
-    acc, q, grad, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n, given,
+    acc, q, grad, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n, given, added,
     part: tl.constexpr,
 ):  # fmt: skip
     """What a block of keys adds to the gradient of a block of queries."""
@@ -196,14 +232,15 @@ def add_keys(
     products = tl.dot(q, keys, input_precision=PRECISION)
     shares = shares_of(scores_of(products, b, h, i, start + c, m, n, given, part), sums)
     found = shares * (tl.dot(grad, values, input_precision=PRECISION) - along)
+    add_scores(products, found, b, h, i, start + c, m, n, given, added, part)
     found = gradients_of(products, found, b, h, i, start + c, m, n, given, part)
     return tl.dot(found.to(k.dtype.element_ty), tl.trans(keys), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def gradient_of_queries(
-    q, k, v, grad, along, sums, out, table, given, q_strides, k_strides, v_strides, grad_strides,
-    row_strides, table_strides, out_strides, m, n,
+    q, k, v, grad, along, sums, out, table, given, added, q_strides, k_strides, v_strides,
+    grad_strides, row_strides, table_strides, out_strides, m, n,
 ):  # fmt: skip
     """along: per query, the product of the result and its gradient."""
     blocks = tl.cdiv(m, ROWS)
@@ -233,7 +270,7 @@ def gradient_of_queries(
         for step in tl.range(0, steps, num_stages=STAGES):
             acc = add_keys(
                 acc, queries, grads, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n,
-                given, part,
+                given, added, part,
             )  # fmt: skip
             start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
     store_rows(of_head(out, out_strides, b, h), acc * SCALE, first, r, d, out_strides, m, WIDTH)
@@ -282,9 +319,10 @@ def add_queries(
 @triton.jit
 def gradient_of_keys(
     q, k, v, grad, along, sums, out, v_out, table, given, q_strides, k_strides, v_strides,
-    grad_strides, row_strides, table_strides, out_strides, v_out_strides, m, n,
+    grad_strides, row_strides, table_strides, out_strides, v_out_strides, m, n, batches,
 ):  # fmt: skip
-    """Of keys and values, summed over the heads of queries that share them."""
+    """Of keys and values, summed over the heads of queries that share them, and over batches of
+    queries if there are as many for one of keys."""
     blocks = tl.cdiv(n, COLUMNS)
     first = tl.program_id(0) % blocks * COLUMNS
     b = tl.program_id(0) // blocks // (HEADS // GROUP)
@@ -300,18 +338,19 @@ def gradient_of_keys(
     )
     of_keys = tl.zeros([COLUMNS, W], tl.float32)
     of_values = tl.zeros([COLUMNS, V_W], tl.float32)
-    for member in range(GROUP):
-        h = shared * GROUP + member
+    for member in range(GROUP * batches):
+        h = shared * GROUP + member % GROUP
+        of_b = b + member // GROUP
         for part in tl.static_range(max(TABLES, 1)):
             steps, index, count = steps_of(
-                table, table_strides, b, h, first, m, part, SPARSE_COLUMNS, SPARSE_ROWS, ROWS
+                table, table_strides, of_b, h, first, m, part, SPARSE_COLUMNS, SPARSE_ROWS, ROWS
             )
             start = start_of(0 * steps, index, table_strides, count, SPARSE_ROWS, ROWS)
             for step in tl.range(0, steps, num_stages=STAGES):
                 of_keys, of_values = add_queries(
-                    of_keys, of_values, keys, values, of_head(q, q_strides, b, h),
-                    of_head(grad, grad_strides, b, h), of_head(along, row_strides, b, h),
-                    of_head(sums, row_strides, b, h), start, b, h, first + c, q_strides,
+                    of_keys, of_values, keys, values, of_head(q, q_strides, of_b, h),
+                    of_head(grad, grad_strides, of_b, h), of_head(along, row_strides, of_b, h),
+                    of_head(sums, row_strides, of_b, h), start, of_b, h, first + c, q_strides,
                     grad_strides, row_strides, m, n, given, part,
                 )  # fmt: skip
                 start = start_of(step + 1, index, table_strides, count, SPARSE_ROWS, ROWS)

@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
     parser.add_argument(
         "--together", type=int, default=1,
-        help="programs whose first calls are made side by side: sooner done, first calls take longer",
+        help="programs whose first calls are made side by side",
     )  # fmt: skip
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()

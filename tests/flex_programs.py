@@ -242,7 +242,8 @@ def random_case(seed: int) -> Case:
         masks = ["i >= j"]
     joined = f" {rng.choice('&|')} ".join(f"({text})" for text in masks)
     exec(f"def mask(b, h, i, j):\n    return {joined or 'i >= 0'}", names)
-    tables: dict[str, Any] = {rng.choice(("fixed", "captured")): ((8,),) * bool(scores)}
+    captures = rng.choice(("fixed", "captured")) if "t[" in steps else "fixed"
+    tables: dict[str, Any] = {captures: ((8,),) * bool(scores)}
     return Case(
         names["score"] if scores else None, names["mask"] if masks else None, **tables,
         heads=heads, batches=batches, lengths=(rng.randrange(1, 50), rng.randrange(1, 70)),

@@ -23,8 +23,7 @@ def test_as_eager(name: str) -> None:
 def test_blocks_of_many(name: str) -> None:
     forward, *_ = check(LARGE[name], "native", "cuda")
     launched = [i.kernel for i in forward.wrapper.body if isinstance(i, Launch)]
-    ours = any(k.startswith("attention_result") for k in launched)
-    assert ours == (name != "plain"), launched
+    assert any(k.startswith("attention_result") for k in launched), launched
 
 
 @pytest.mark.parametrize("seed", range(12))

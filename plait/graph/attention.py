@@ -173,21 +173,21 @@ def _rows_of(x: Tensor, rows: slice, whole: bool) -> Tensor:
 
 # ------------------------------------------------------------------- scores as they are: a library
 def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | None:
-    """Whether the mask is causal, or there is none. None where PyTorch's kernels of attention do
-    not hold: for other masks, scores that are changed, and operands that they refuse."""
-    facts = facts_of(q.device.type)
-    dtypes = (torch.float16, torch.bfloat16) + ((torch.float32,) if facts.is_host else ())
+    """Whether the mask is causal, or there is none. None where PyTorch's kernels of attention on a
+    CPU do not hold: for other masks, scores that are changed, and operands that they refuse."""
+    dtypes = {q.dtype, k.dtype, v.dtype}
     equal = [
         (q.shape[0], k.shape[0]),
+        (q.shape[1], k.shape[1]),
         (q.shape[3], v.shape[3]),
         *((x.stride(3), 1) for x in (q, k, v)),
     ]
-    if facts.is_host:
-        equal.append((q.shape[1], k.shape[1]))
     width: Any = q.shape[3]
+    if not facts_of(q.device.type).is_host or len(dtypes) > 1:
+        return None
     if not (isinstance(width, int) and width % 8 == 0 and 0 < width <= 256):
         return None
-    if {q.dtype, k.dtype, v.dtype} - {*dtypes} or len({q.dtype, k.dtype, v.dtype}) > 1:
+    if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
         return None
     if not all(same_size(x, y) for x, y in equal) or any(same_size(n, 0) for n in q.shape):
         return None
@@ -204,47 +204,14 @@ def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | 
     return True if causal and same_size(q.shape[2], k.shape[2]) else None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithms of sums."""
-    if facts_of(q.device.type).is_host:
-        call = aten._scaled_dot_product_flash_attention_for_cpu
-    else:
-        call = aten._scaled_dot_product_flash_attention
-    out, sums, *_ = call(q, k, v, 0.0, is_causal, scale=scale)
-    return out, sums
-
-
-def is_of_library(q: Tensor, k: Tensor) -> bool:
-    """Whether PyTorch's kernels of plain attention have a backward for these sizes on every
-    device."""
-    if facts_of(q.device.type).is_host:
-        return True
-    return same_size(q.shape[1], k.shape[1]) and isinstance(q.shape[3], int) and q.shape[3] <= 128
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    given = grad, q, k, v, out, sums
-    if facts_of(q.device.type).is_host:
-        call = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        more: tuple[Any, ...] = 0.0, is_causal
-    else:
-        call = aten._scaled_dot_product_flash_attention_backward
-        state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
-        more = None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, unused
-    of_queries, of_keys, of_values = call(*given, *more, scale=scale)
-    return of_queries, of_keys, of_values
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     causal = is_causal(q, k, v, score, block_mask[-1])
     if causal is not None and wanted[2] is None:
-        out, sums = _flash(q, k, v, causal, scale)
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = flash(q, k, v, 0.0, causal, scale=scale)
         return *map(_laid_out, (out, sums / _LN2), wanted), None
     mods = _Mods(score, None, block_mask[-1], captured, masking)
     blocks = _blocks(q, k)
@@ -266,8 +233,10 @@ def attention_backward(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     causal = is_causal(q, k, v, score, block_mask[-1])
-    if causal is not None and grad_logsumexp is None and is_of_library(q, k):
-        grads = _flash_backward(grad_out, q, k, v, out, logsumexp * _LN2, causal, scale)
+    if causal is not None and grad_logsumexp is None:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        sums = logsumexp * _LN2
+        grads = flash(grad_out, q, k, v, out, sums, 0.0, causal, scale=scale)
         return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1

@@ -20,7 +20,7 @@ from plait import compat
 from plait.devices import facts_of
 from plait.graph import attention
 from plait.graph.constants import FRESH_COPIES
-from plait.graph.edit import aten, output_of, results_read, value_of
+from plait.graph.edit import aten, output_of, value_of
 
 _backward = torch.ops.higher_order.flex_attention_backward
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,8 +55,6 @@ def _has_kernel(node: Node) -> bool:
     graphs, block_mask = _graphs(node)
     rows, columns, _ = block_mask[-3:]
     if any(not isinstance(n, int) or n % 16 for n in (rows, columns)):
-        return False
-    if _is_plain(node, graphs):
         return False
     if node.target is _backward:
         sums = None if node.args[5] is None else sums_of(graphs[1])
@@ -148,17 +146,6 @@ def with_sums(joint: GraphModule, sums: Sequence[Sum]) -> GraphModule:
     made.output(tuple(env.get(n, n) for n in wanted))
     made.eliminate_dead_code()
     return GraphModule(joint, made)
-
-
-def _is_plain(node: Node, graphs: Sequence[GraphModule]) -> bool:
-    """Whether a library's kernel does what a call asks."""
-    operands: Any = node.args[:3]
-    q, k, v = map(value_of, operands)
-    if node.target is _backward:
-        others = node.args[6] is not None or not attention.is_of_library(q, k)
-    else:
-        others = 2 in results_read(node)
-    return not others and attention.is_causal(q, k, v, graphs[0], graphs[-1]) is not None
 
 
 def _is_formula(graph: GraphModule) -> bool:

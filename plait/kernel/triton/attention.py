@@ -177,6 +177,11 @@ class _Writer:
         changes = a.score is not None
         m, n = q.shape[2], k.shape[2]
         rows = m if a.heads == 1 else m * a.heads
+        # A factor after score_of costs nothing: it is part of what exponentials are taken of. The
+        # greatest score stays the greatest by one above 0.
+        before, after = (a.scale, LOG2E) if changes else (1.0, a.scale * LOG2E)
+        if after <= 0:
+            before, after = after, 1.0
         return {
             "ROWS": block.rows, "COLUMNS": block.columns,
             "HEADS": heads, "GROUP": heads // shared,
@@ -184,8 +189,7 @@ class _Writer:
             "WIDTH": width, "V_WIDTH": v_width, "W": _power(width), "V_W": _power(v_width),
             "TABLES": a.tables, "SPARSE_ROWS": a.block[0], "SPARSE_COLUMNS": a.block[1],
             "ROW_EDGE": rows % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
-            "SCALE": a.scale, "BEFORE": a.scale if changes else a.scale * LOG2E,
-            "AFTER": LOG2E if changes else 1.0, "CHANGES": changes,
+            "SCALE": a.scale, "BEFORE": before, "AFTER": after, "CHANGES": changes,
             "MASKS": a.mask is not None, "ADDS": bool(a.additions),
             "STAGES": block.stages, "PRECISION": "ieee",
         }  # fmt: skip

@@ -16,13 +16,13 @@ WIDTH, V_WIDTH, W, V_W: numbers in a key and in a value, and the next powers of 
 TABLES: kinds of blocks that tables list: 0 (there are no tables), 1 or 2
 SPARSE_ROWS, SPARSE_COLUMNS: queries and keys in a block of the tables
 ROW_EDGE, COLUMN_EDGE: the last block may be larger than what is left
-SCALE: of products; BEFORE, AFTER: factors before and after score_of, which give scores to base 2
+SCALE: of products
+BEFORE, AFTER: factors before and after score_of, the latter above 0; they give scores to base 2
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
 and the functions score_of, mask_of, gradient_of and add_gradients. given: what these load; added:
-what the last one adds to. Strides are of batch,
-head, row and number.
+what the last one adds to. Strides are of batch, head, row and number.
 """
 
 import triton
@@ -66,9 +66,9 @@ def scores_of(products, b, h, i, j, m, n, given, part: tl.constexpr):
 
 
 @triton.jit
-def shares_of(s, sums):
-    """Of scores, by log2 of the sum of their row's exponentials; rounded once."""
-    return tl.exp2(s - sums if AFTER == 1.0 else tl.fma(s, AFTER, -sums))
+def shares_of(s, off):
+    """Exponentials of scores, with a number taken off their logarithms to base 2; rounded once."""
+    return tl.exp2(s - off if AFTER == 1.0 else tl.fma(s, AFTER, -off))
 
 
 @triton.jit
@@ -141,10 +141,10 @@ def attend(
     )
     products = tl.dot(q, keys, input_precision=PRECISION)
     s = scores_of(products, b, h, i, start + c[None, :], m, n, given, part)
-    new = tl.maximum(top, tl.max(s, 1))
+    new = tl.maximum(top, tl.max(s, 1) * AFTER)
     base = tl.where(new == NONE, 0.0, new)
-    shares = tl.exp2((s - base[:, None]) * AFTER)
-    shrink = tl.exp2((top - base) * AFTER)
+    shares = shares_of(s, base[:, None])
+    shrink = tl.exp2(top - base)
     values = rows_of(
         v, start, c[:, None], tl.arange(0, V_W)[None, :], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
     )
@@ -208,13 +208,13 @@ def attention(
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     out = of_head(out + piece.to(tl.int64) * part_strides[0], out_strides, b, column_h)
     store_rows(out, acc, first, r[:, None], tl.arange(0, V_W)[None, :], out_strides, m, V_WIDTH)
-    logs = tl.where(top == NONE, 0.0, top) * AFTER + tl.log2(total)
+    logs = tl.where(top == NONE, 0.0, top) + tl.log2(total)
     at = (first + r) * row_strides[2]
     sums = of_head(sums + piece.to(tl.int64) * part_strides[1], row_strides, b, h)
     tl.store(sums + at, logs, first + r < m)
     if tops is not None:
         tops = of_head(tops + piece.to(tl.int64) * part_strides[1], row_strides, b, h)
-        tl.store(tops + at, top * AFTER, first + r < m)
+        tl.store(tops + at, top, first + r < m)
 
 
 # ------------------------------------------------------------------------------ gradient of queries

@@ -235,8 +235,7 @@ def attention_backward(
     causal = is_causal(q, k, v, score, block_mask[-1])
     if causal is not None and grad_logsumexp is None:
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        sums = logsumexp * _LN2
-        grads = flash(grad_out, q, k, v, out, sums, 0.0, causal, scale=scale)
+        grads = flash(grad_out, q, k, v, out, logsumexp * _LN2, 0.0, causal, scale=scale)
         return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1

@@ -147,7 +147,7 @@ class _Writer:
 
     # ---- text
     def _functions(self) -> tuple[list[str], bool]:
-        """score_of, gradient_of and mask_of, and whether they hold run-time checks."""
+        """What the template calls, and whether it holds run-time checks."""
         a = self.attention
         given = self.tensors[a.n_first : self._end]
         added = self.tensors[self._end :]
@@ -163,6 +163,9 @@ class _Writer:
         ]
         params = ("score", *_PARAMS, "grad", *_INSIDE[:2], "counts", "given", "added")
         made.append(additions_of(params, a.additions, given, added, names))
+        # Shares of a row are rounded to 16 bits: the instruction itself is near enough.
+        power = "p_ex2(x)" if narrow else "tl.exp2(x)"
+        made.append((f"@triton.jit\ndef power_of(x):\n    return {power}", False))
         return [text for text, _ in made], any(checks for _, checks in made)
 
     @property

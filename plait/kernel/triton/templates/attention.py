@@ -21,8 +21,8 @@ BEFORE, AFTER: factors before and after score_of, the latter above 0; they give 
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
-and the functions score_of, mask_of, gradient_of and add_gradients. given: what these load; added:
-what the last one adds to. Strides are of batch, head, row and number.
+and the functions score_of, mask_of, gradient_of, add_gradients and power_of, 2 to the power of a
+number. given: what the first four load; added: what add_gradients adds to. Strides are of batch, head, row and number.
 """
 
 import triton
@@ -68,7 +68,7 @@ def scores_of(products, b, h, i, j, m, n, given, part: tl.constexpr):
 @triton.jit
 def shares_of(s, off):
     """Exponentials of scores, with a number taken off their logarithms to base 2; rounded once."""
-    return tl.exp2(s - off if AFTER == 1.0 else tl.fma(s, AFTER, -off))
+    return power_of(s - off if AFTER == 1.0 else tl.fma(s, AFTER, -off))
 
 
 @triton.jit
@@ -144,13 +144,14 @@ def attend(
     new = tl.maximum(top, tl.max(s, 1) * AFTER)
     base = tl.where(new == NONE, 0.0, new)
     shares = shares_of(s, base[:, None])
-    shrink = tl.exp2(top - base)
+    shrink = power_of(top - base)
     values = rows_of(
         v, start, c[:, None], tl.arange(0, V_W)[None, :], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
     )
+    total = total * shrink + tl.sum(shares, 1)
     acc = acc * shrink[:, None]
     acc = tl.dot(shares.to(v.dtype.element_ty), values, acc, input_precision=PRECISION)
-    return acc, total * shrink + tl.sum(shares, 1), new
+    return acc, total, new
 
 
 @triton.jit

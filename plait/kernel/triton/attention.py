@@ -43,20 +43,20 @@ class Block:
 # Measured on an H100 with causal and sliding masks and changed scores, 1,024 to 16,384 positions
 # (benchmarks/programs_race.py flex).
 _BLOCKS: dict[tuple[str, int], Block] = {
-    ("result", 64): Block(128, 128, 4, 3),
-    ("changed", 64): Block(128, 64, 8, 3),
+    ("result", 64): Block(128, 128, 4, 2),
     ("result", 128): Block(128, 64, 4, 2),
-    ("changed", 128): Block(128, 64, 4, 2),
     ("result", 256): Block(64, 64, 4, 2),
-    ("changed", 256): Block(64, 64, 4, 2),
-    **{("few", width): Block(128, 64, 4, 3) for width in (64, 128)},
+    ("few", 64): Block(128, 64, 2, 2),
+    ("few", 128): Block(128, 64, 2, 2),
     ("few", 256): Block(64, 64, 4, 2),
-    **{(kind, 64): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
-    **{(kind, 128): Block(64, 64, 4, 2) for kind in ("queries", "keys")},
-    **{(kind, 256): Block(32, 32, 4, 2) for kind in ("queries", "keys")},
+    ("queries", 64): Block(64, 64, 4, 2),
+    ("changed", 64): Block(128, 64, 4, 2),
+    ("keys", 64): Block(128, 64, 4, 2),
+    **{(kind, 128): Block(64, 64, 4, 2) for kind in ("queries", "changed", "keys")},
+    **{(kind, 256): Block(32, 32, 4, 2) for kind in ("queries", "changed", "keys")},
 }
-"""By what a kernel gives, and the widest of its rows. "changed": a result of changed scores. "few":
-one whose blocks are rows of several heads, or share walks."""
+"""By what a kernel gives, and the widest of its rows. "few": a result whose blocks are rows of
+several heads, or share walks. "changed": the gradient of queries where scores are changed."""
 _SINGLE = Block(32, 32, 4, 1)
 """Products in float32 have no tensor cores."""
 
@@ -129,7 +129,7 @@ class _Writer:
         a, (q, k, v) = self.attention, self.tensors[:3]
         width = max(_power(q.shape[3]), _power(v.shape[3]))
         nbytes = 4 if self._dtype(q) == "f32" else 2
-        kind = "changed" if a.gives == "result" and a.score is not None else a.gives
+        kind = "changed" if a.gives == "queries" and a.score is not None else a.gives
         if max(a.heads, a.parts) > 1:
             kind = "few"
         b = _SINGLE if nbytes == 4 else _BLOCKS[kind, max(64, width)]

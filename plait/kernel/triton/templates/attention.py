@@ -22,7 +22,8 @@ MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
 and the functions score_of, mask_of, gradient_of, add_gradients and power_of, 2 to the power of a
-number. given: what the first four load; added: what add_gradients adds to. Strides are of batch, head, row and number.
+number. given: what the first four load; added: what add_gradients adds to. Strides are of batch,
+head, row and number.
 """
 
 import triton

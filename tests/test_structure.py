@@ -185,7 +185,7 @@ def test_the_compiler_is_small() -> None:
     # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 250 control flow as programs,
     # 500 operators on lists of tensors and launches of many of them, 870 the user's Triton kernels,
     # 260 several ranks, 140 recurrent layers that are called whole, 1,160 attention on GPUs.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 49_090
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 49_100
 
 
 def imports(path: Path, package: str) -> set[str]:

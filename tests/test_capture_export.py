@@ -281,6 +281,12 @@ def test_derived_dimensions_of_one_root_that_is_no_size() -> None:
         run(torch.randn(8), {"y": torch.randn(15), "z": torch.randn(9)})
 
 
+@pytest.mark.parametrize("n", [0, 1])
+def test_an_example_that_torch_takes_for_the_only_size(n: int) -> None:
+    with pytest.raises(UserError, match=f"of dimension 0, which is {n} in the example"):
+        plait.compile(torch.sin, (M[:n],), ({0: Dim.DYNAMIC},))
+
+
 def test_automatic_dimension_with_a_condition() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.view(-1, 3, 2) + 1 if x.shape[0] % 3 == 0 else x

@@ -61,6 +61,13 @@ def f(x):
     return checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False).sum()
 torch.compile(f, backend="plait")(torch.randn(8, requires_grad=True)).backward()
 """,
+    "training of a scan": """
+from torch._higher_order_ops.scan import scan
+def f(h, x):
+    return scan(lambda h, x: (h * x.sin(), h + x), h, x)[1].sum()
+h, x = torch.ones(3, requires_grad=True), torch.randn(4, 3)
+torch.compile(f, backend="plait")(h, x).backward()
+""",
     "an FX graph": """
 fn = torch.compile(model, backend="plait", dynamic=True, options={"wrapper": "fx"})
 for n in (3, 4):

@@ -39,6 +39,7 @@ from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
 watch_limits()
+compat.tracing.write_joint_graphs()
 _serial = itertools.count()  # makes graph names unique within the process
 
 

@@ -70,7 +70,8 @@ def _number(item: Any) -> Any:
     if isinstance(item, slice):
         return slice(_number(item.start), _number(item.stop), _number(item.step))
     if isinstance(item, torch.Tensor) and item.dim() == 0 and _is_integer(item.dtype):
-        return item.item()
+        # Under vmap it is a number a row.
+        return item if torch._C._functorch.is_batchedtensor(item) else item.item()
     return item
 
 

@@ -61,7 +61,8 @@ def descend(
     with collector_paused():
         while True:
             try:
-                return compile_with(taken)
+                with compat.tracing.transforms_ended():
+                    return compile_with(taken)
             except Exception as error:
                 if cfg.strict or not _may_descend(error):
                     raise

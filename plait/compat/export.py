@@ -7,7 +7,7 @@ graph (`export_graph`); `size_facts.py` says what it assumes of sizes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import sympy
@@ -51,6 +51,8 @@ class ExportEnv:
     ) -> None:
         args, kwargs = _apart(args), _apart(kwargs)
         try:
+            if dynamic_shapes:
+                _each_size(_combine_args(module, args, kwargs), dynamic_shapes, _check_varies)
             self.dynamic_shapes, self.root_checks = _without_roots(
                 module, args, kwargs, dynamic_shapes
             )
@@ -143,20 +145,37 @@ def _without_roots(
         conditions.extend([own <= d.max] if d.max != int_oo else [])
         return Dim.DYNAMIC
 
-    def free(_: Any, x: Any, sizes: Any) -> Any:
+    def free(x: torch.Tensor, dim: int, d: Any) -> Any:
+        (arg,) = (k for k, t in enumerate(tensors) if t is x)
+        return freed((arg, dim), d)
+
+    shapes = _each_size(_combine_args(module, args, kwargs), dynamic_shapes, free)
+    return shapes, [condition(e, where) for e in conditions]
+
+
+def _each_size(given: Any, dynamic_shapes: Any, change: Callable[..., Any]) -> Any:
+    """dynamic_shapes with change(tensor, dimension, what it says) for all that it says. given: the
+    arguments by name."""
+
+    def sizes_of(_: Any, x: Any, sizes: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not isinstance(sizes, (dict, list, tuple)):
             return sizes
-        (arg,) = (k for k, t in enumerate(tensors) if t is x)
-        return {
-            dim: freed((arg, dim), d)
-            for dim, d in (sizes.items() if isinstance(sizes, dict) else enumerate(sizes))
-        }
+        items = sizes.items() if isinstance(sizes, dict) else enumerate(sizes)
+        return {dim: change(x, dim, d) for dim, d in items}
 
-    given = _combine_args(module, args, kwargs)
     if not isinstance(dynamic_shapes, dict):
         given = type(dynamic_shapes)(given.values())
-    shapes = _tree_map_with_path(free, given, dynamic_shapes, tree_name="inputs")
-    return shapes, [condition(e, where) for e in conditions]
+    return _tree_map_with_path(sizes_of, given, dynamic_shapes, tree_name="inputs")
+
+
+def _check_varies(x: torch.Tensor, dim: int, d: Any) -> None:
+    """torch takes a size of 0 or 1 in the example for that number, whatever is said of it."""
+    if getattr(d, "type", None) is Dim.DYNAMIC.type and x.shape[dim] < 2:
+        raise UserError(
+            f"dynamic_shapes says Dim.DYNAMIC of dimension {dim}, which is {x.shape[dim]} in the "
+            "example: the program would be for that size alone",
+            hint="an example with another size, or Dim.AUTO",
+        )
 
 
 def export_graph(

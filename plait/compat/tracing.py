@@ -69,6 +69,18 @@ def untraced_operators() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def transforms_ended() -> Iterator[None]:
+    """Ends the transforms of torch.func (vmap, grad) that a graph which fails inside has begun."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(*keys):
+        try:
+            yield
+        finally:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
 def hint_of(x: Any) -> Any:
     """The number that a symbolic size, float or bool has in the example, 2 where nobody knows;
     others unchanged."""
@@ -131,6 +143,22 @@ def see_other_types(view_like: Callable[..., torch.Tensor]) -> None:
         if base.dtype == like.dtype
         else view_like(base, like, grad)
     )
+
+
+@lru_cache
+def write_joint_graphs() -> None:
+    """Joint graphs of scan and map have their code written anew. torch hands them to its own
+    compiler there, which takes seconds to load and is never run."""
+    from torch._higher_order_ops.partitioner import HopJointGraph
+
+    own = HopJointGraph._rename_phs
+
+    def renamed(joint: Any) -> None:
+        vars(joint.joint_gm)["compile"] = joint.joint_gm.recompile
+        own(joint)
+        del vars(joint.joint_gm)["compile"]
+
+    HopJointGraph._rename_phs = renamed  # type: ignore[method-assign, assignment]
 
 
 def min_cut_partition(

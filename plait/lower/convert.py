@@ -11,6 +11,7 @@ from plait.graph.refuse import CLONE, SHARED, repeats
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Size
 from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.creation import fill
 from plait.lower.elementwise import broadcast_index
 from plait.lower.extern import call_extern
 from plait.lower.float8 import convert_float8
@@ -30,9 +31,11 @@ def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None
 
 @lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
 def _to_copy(
-    ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+    ctx: Lowering, x: View | Size, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     want = ctx.out_dtype()
+    if not isinstance(x, View):  # a number, which tracing under vmap puts for a tensor
+        return fill(ctx, x)
     if ctx.device() != ctx.buffers[x.buf].device:
         return call_extern(ctx, (x,), ctx.node.kwargs, any_strides=True)
     if x.dtype == want:

@@ -135,14 +135,16 @@ class Peer:
             return {}
 
 
-def race(names: list[str], device: str, peers: list[str], rounds: int, seconds: float) -> None:
-    """Races programs and prints a table of each. First calls of more than one are made side by
-    side; calls are timed one after the other, beside processes that wait."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+def race(
+    names: list[str], device: str, peers: list[str], rounds: int, seconds: float, apart: bool
+) -> None:
+    """Races programs and prints a table of each. Calls are timed one after the other, beside
+    processes that wait. apart: first calls are made one after the other too."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(64) as pool:
         cache = Path(folder)
         made = {n: {p: Peer(n, p, device, cache / str(k) / p) for p in peers}
                 for k, n in enumerate(names)}  # fmt: skip
-        if len(names) == 1:
+        if apart:
             first = {n: {p: x.ask("first") for p, x in made[n].items()} for n in names}
         else:
             asked = {n: {p: pool.submit(x.ask, "first") for p, x in made[n].items()} for n in names}
@@ -186,7 +188,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
     parser.add_argument(
         "--together", type=int, default=1,
-        help="programs whose first calls are made side by side",
+        help="programs whose first calls are made side by side; 1: one call after the other",
     )  # fmt: skip
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -197,7 +199,8 @@ def main() -> None:
     peers = [p for p in known if not args.peers or p in args.peers.split(",")]
     names = [n for n in programs() if not args.names or _is_meant(n, args.names)]
     for begin in range(0, len(names), args.together):
-        race(names[begin : begin + args.together], args.device, peers, args.rounds, args.seconds)
+        some, apart = names[begin : begin + args.together], args.together == 1
+        race(some, args.device, peers, args.rounds, args.seconds, apart)
 
 
 def _is_meant(name: str, wanted: list[str]) -> bool:

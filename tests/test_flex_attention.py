@@ -12,7 +12,15 @@ from torch.nn.attention.flex_attention import flex_attention
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import CallExtern
-from tests.flex_programs import CASES, WRAPPERS, check, check_pages, random_case
+from tests.flex_programs import (
+    CASES,
+    WRAPPERS,
+    check,
+    check_pages,
+    gradients_anywhere,
+    random_case,
+    results,
+)
 
 HERE = os.environ.get("PLAIT_WRAPPER", "native")  # tests/interpreted.py has Python's alone
 
@@ -53,11 +61,12 @@ def test_plain_scores_are_the_library_s(name: str) -> None:
 
 
 def test_scores_that_ask_for_sizes() -> None:
-    """Lengths vary, and so does a number that the score captures; there is no block mask."""
+    """Lengths vary, and so does a number that the score captures, beside a tensor that wants a
+    gradient; there is no block mask."""
 
     def fn(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         n = w.shape[0]
-        changed = lambda s, b, h, i, j: torch.where(j < n, s, s - 2) + (i + n) * 0.1
+        changed = lambda s, b, h, i, j: torch.where(j < n, s, s - 2) * w[h] + (i + n) * 0.1
         out: torch.Tensor = flex_attention(q, k, k, changed)
         return out
 
@@ -65,8 +74,10 @@ def test_scores_that_ask_for_sizes() -> None:
     compiled = torch.compile(fn, backend="plait", dynamic=True, options=options)
     for length, n in ((20, 7), (33, 12), (50, 3)):
         q, k = torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
-        w = torch.randn(n)
-        torch.testing.assert_close(compiled(q, k, w), fn(q, k, w))
+        given = [x.requires_grad_() for x in (q, k, torch.randn(n))]
+        with gradients_anywhere():
+            got, want = results(compiled, given), results(fn, given)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("n_queries", [1, 20])

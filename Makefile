@@ -17,6 +17,8 @@ BUILD_TOOLS := scikit-build-core cmake ninja
 # Of transformers and torch, tests import a part: Python compiles what it imports.
 PIP    := $(PY) -m pip install --quiet --no-compile
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+# Tests start some hundred processes of Python, which import the same files: they are compiled once.
+KEEP   := PYTHONDONTWRITEBYTECODE=
 
 .PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-programs bench-peers \
 	bench-gpu bench-jit lint format clean
@@ -65,10 +67,10 @@ demo: env
 	$(NO_HUB) $(PY) examples/demo.py
 
 test: env
-	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+	$(NO_HUB) $(KEEP) $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 test-full: env
-	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
+	$(NO_HUB) $(KEEP) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 # All op samples and all models, which takes hours: it goes on where it stopped. `make sweep
 # ARGS="--shard 1/2"`; `make sweep ARGS=--tables` writes what it found to benchmarks/results.
@@ -81,7 +83,7 @@ test-busy: env
 	@$(PY) -c "while True: pass" & one=$$!; $(PY) -c "while True: pass" & two=$$!; \
 	trap "kill $$one $$two" EXIT; \
 	for round in 1 2 3 4 5; do \
-		$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" \
+		$(NO_HUB) $(KEEP) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" \
 			--random-order || exit 1; \
 	done
 
@@ -91,7 +93,7 @@ test-busy: env
 test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
-	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) \
+	$(NO_HUB) $(KEEP) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) \
 		--dist worksteal -p tests.shown_at_once --durations=15 \
 		tests/test_gpu*.py triton_launch/tests/test_gpu*.py
 

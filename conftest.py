@@ -5,6 +5,7 @@ imported too."""
 from __future__ import annotations
 
 import gc
+import logging
 import os
 
 # Before torch loads OpenMP: threads that wait in a loop take the processors from the other
@@ -135,6 +136,10 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)
     os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
+    # pytest listens to loggers that do not propagate, and torch prints every graph if one listens.
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.addHandler = lambda hdlr: None  # type: ignore[method-assign]
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -3,10 +3,11 @@ target."""
 
 from __future__ import annotations
 
-import cProfile
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
 import plait
 import plait.capture.program as road
@@ -327,7 +327,7 @@ def test_associative_scans_of_varying_length(wrapper: str, records: list[Compile
 def test_regions_are_compiled_once_however_often_they_are_called(
     train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lowered bodies and built kernels are as many for 8 calls as for 2; what is left, of the
+    """Lowered bodies and built kernels are as many for 12 calls as for 3; what is left, of the
     operands of each call, grows no faster than they do."""
     lowered: list[int] = []
     lower = lowering._lower
@@ -338,24 +338,28 @@ def test_regions_are_compiled_once_however_often_they_are_called(
         return lower(*args)
 
     def work(n: int) -> tuple[int, int, int]:
-        """Lowered graphs, kernels, and calls of functions that compiling took."""
+        """Lowered graphs, kernels, and calls of plait's functions that compiling took."""
         torch._dynamo.reset()
         lowered.append(0)
         kernels = calls = 0
 
+        def called(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call" and "/plait/" in frame.f_code.co_filename
+
         def profiled(*args: Any, **kwargs: Any) -> Program:
-            nonlocal kernels, calls
-            profile = cProfile.Profile()
-            made = profile.runcall(compile_graph, *args, **kwargs)
+            nonlocal kernels
+            sys.setprofile(called)
+            try:
+                made = compile_graph(*args, **kwargs)
+            finally:
+                sys.setprofile(None)
             kernels += sum(isinstance(s, Kernel) for p in all_programs(made.record.plan)
                            for s in p.steps)  # fmt: skip
-            calls += sum(row.callcount for row in profile.getstats())
             return made
 
         monkeypatch.setattr(road, "compile_graph", profiled)
-        region = torch.compiler.nested_compile_region(
-            lambda x, w, b: F.layer_norm((x @ w).tanh() + b, (4,)) * x
-        )
+        region = torch.compiler.nested_compile_region(lambda x, w, b: (x @ w + b).tanh() * x)
 
         def fn(x: Tensor, *weights: Tensor) -> Tensor:
             for w, b in zip(weights[:n], weights[n:], strict=True):
@@ -371,8 +375,8 @@ def test_regions_are_compiled_once_however_often_they_are_called(
         return lowered[-1], kernels, calls
 
     monkeypatch.setattr(lowering, "_lower", counted)
-    work(2)  # what is imported once
-    few, some, many = (work(n) for n in (4, 8, 16))
+    work(12)  # what is imported or found once, whatever n is
+    few, some, many = (work(n) for n in (3, 6, 12))
     assert few[:2] == some[:2] == many[:2]
     assert few[0] == (4 if train else 2)
-    assert many[2] - some[2] < 2.5 * (some[2] - few[2])  # 2 would be a line, 4 a square
+    assert many[2] - some[2] < 2.1 * (some[2] - few[2])  # 2 would be a line, 4 a square

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,15 @@ from torch import Tensor, nn
 import plait
 from plait.runtime.generated import load_constants
 from plait.wrapper.calltext import CallTexts
+from tests import warm
 
 X = torch.arange(12.0).reshape(3, 4) / 5 - 1
 TABLE = torch.arange(3.0).view(3, 1)
 
 USERS = """
 import torch
+
+from tests import warm
 
 @torch.library.custom_op("plaitscript::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -87,9 +89,7 @@ def in_a_process(file: Path, **env: str) -> subprocess.CompletedProcess[str]:
         "PATH": "/usr/bin:/bin",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env
-    )
+    return warm.run(file, env=env, cwd=file.parent)
 
 
 @pytest.mark.parametrize("fn", [loop, scanned], ids=lambda f: f.__name__)

@@ -4,9 +4,8 @@ mention exist."""
 from __future__ import annotations
 
 import importlib
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from plait.ir.loops import Reduction
 from plait.ir.text import read_program
 from plait.lower import core
 from plait.lower.graph import load_rules
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -102,8 +102,7 @@ def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(compat.versions.BEFORE_2_13, reason="this torch traces other graphs")
 def test_the_stages_of_the_architecture_page_are_what_plait_makes() -> None:
-    command = [sys.executable, "-m", "tests.walkthrough"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = warm.run("-m", "tests.walkthrough", env=os.environ, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (ROOT / "docs" / "architecture.md").read_text()
 

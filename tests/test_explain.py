@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from plait.ir.text import read_program
 from plait.schedule.text import read_plan
 from plait.wrapper.instructions import Launch
 from plait.wrapper.text import read, text
+from tests import warm
 
 
 class Net(nn.Module):
@@ -290,15 +289,12 @@ def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:
 
 def run_module(file: Path, *args: str) -> str:
     """What a stranger sees who runs a debug folder's module from another place."""
-    run = subprocess.run(
-        [sys.executable, str(file), *args], capture_output=True, text=True, timeout=120,
-        cwd=file.parent,
-        env={
-            "PYTHONPATH": str(Path(plait.__file__).parent.parent),
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-    )  # fmt: skip
+    env = {
+        "PYTHONPATH": str(Path(plait.__file__).parent.parent),
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+    }
+    run = warm.run(file, *args, env=env, cwd=file.parent)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -3,8 +3,7 @@ where they are made."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +26,7 @@ from plait.kernel.targets import TARGETS
 from plait.lower import core
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.python import load_python, make_python
+from tests import warm
 
 aten = torch.ops.aten
 EXAMPLE = Path(__file__).parent.parent / "examples" / "extending.py"
@@ -35,7 +35,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "extending.py"
 def test_the_example_is_one_kernel() -> None:
     """Lowering, decomposition and pass meet in one loop, which the target of the example made. In a
     process of its own: what it registers stays."""
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True)
+    done = warm.run(EXAMPLE, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "-> 1 kernel, 0 calls of PyTorch's own operators" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 kernel"

@@ -4,8 +4,6 @@ shrinking and repros."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.fuzz.__main__ import run
 from tests.fuzz.check import Fault, _moved, _Run, check, compare
 from tests.fuzz.make import generate
@@ -218,9 +217,7 @@ def test_a_failure_prints_a_program_that_runs(
     file.write_text(text)
     root = Path(__file__).parent.parent
     env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "PLAIT_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env
-    )
+    done = warm.run(file, env=env)
     assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr
 
     labels = iter(range(100))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.fuzz.make import generate
 from tests.fuzz.pool import INTERPRETED, Worker
 from tests.fuzz.program import Call, Line, Operand, Program, Road
@@ -29,24 +29,9 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
     """These tests pass in a process with the plugin, and so many of them were there. more: its
     environment."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PLAIT_"))}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.interpreted",
-            "-q",
-            "-o",
-            f"cache_dir={folder}",
-            *args,
-        ],
-        cwd=ROOT,
-        env={**env, "PYTHONPATH": str(TRITON), **more},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    options = ["-p", "tests.interpreted", "-q", "-o", f"cache_dir={folder}"]
+    env |= {"PYTHONPATH": str(TRITON), **more}
+    done = warm.run("-m", "pytest", *options, *args, env=env, cwd=ROOT, timeout=timeout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) passed", done.stdout)
     assert found and int(found[1]) >= at_least, done.stdout

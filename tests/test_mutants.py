@@ -34,7 +34,7 @@ BUDGET = 1000
 
 def mutated(name: str, folder: Path) -> Path:
     """A folder with a copy of plait that has this patch, and the tests."""
-    shutil.copytree(ROOT / "plait", folder / "plait", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "plait", folder / "plait")  # with what Python compiled of it
     (folder / "tests").symlink_to(ROOT / "tests")
     patch = ROOT / "tests" / "mutants" / f"{name}.patch"
     done = subprocess.run(

@@ -7,7 +7,6 @@ tests.test_package_gpu NAME`.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests import warm
 from tests.test_cubin import ROOT, TRITON
 from tests.test_package import X, contents
 
@@ -117,10 +117,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_package_for_gpus(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(TRITON), "PLAIT_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_package_gpu", name, str(tmp_path)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = warm.run("-m", "tests.test_package_gpu", name, tmp_path, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

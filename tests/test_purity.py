@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = tuple(
     f"torch._inductor.{name}"
@@ -76,6 +78,8 @@ assert "triton" not in sys.modules
 """,
     "plait.compile": """
 import plait
+
+from tests import warm
 plait.compile(model.eval(), (tokens,))(tokens)
 n = torch.export.Dim("n")
 plait.compile(
@@ -89,14 +93,7 @@ plait.compile(
 def test_nothing_forbidden_is_loaded(name: str) -> None:
     code = MODEL + RUNS[name] + "\nprint([m for m in sys.argv[1:] if m in sys.modules])\n"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *FORBIDDEN],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
+    done = warm.run("-c", code, *FORBIDDEN, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
 

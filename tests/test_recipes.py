@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parent.parent
 RECIPE = re.compile(
     r"^### Recipe: (?P<name>.*?)$.*?```diff\n(?P<diff>.*?)```.*?```python\n(?P<check>.*?)```",
@@ -68,9 +70,9 @@ INSTRUCTIONS = "docs/instructions.md"
 
 
 def _copy(tree: Path) -> None:
-    ignored = shutil.ignore_patterns("__pycache__")
+    """With what Python compiled of it."""
     for folder in ("plait", "native", "tests"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+        shutil.copytree(ROOT / folder, tree / folder)
 
 
 def _carry_out(name: str, tree: Path) -> None:
@@ -86,7 +88,7 @@ def _carry_out(name: str, tree: Path) -> None:
 def _write_tables(tree: Path) -> None:
     """Adds the new instruction, and writes what is generated from all."""
     for name in ("docs", "triton_launch"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name)
     shutil.copy(ROOT / "CMakeLists.txt", tree)
     _carry_out("an instruction", tree)
     module = "import runpy\n\nrunpy.run_module('tests.instruction_table', run_name='__main__')\n"
@@ -110,6 +112,4 @@ def _run(code: str, tree: Path, *args: str) -> subprocess.CompletedProcess[str]:
     file = tree / "check.py"
     file.write_text(_FIRST + code)
     env = {**os.environ, "PYTHONPATH": "", "PLAIT_STRICT": "1"}
-    return subprocess.run(
-        [sys.executable, file, *args], cwd=tree, env=env, text=True, capture_output=True
-    )
+    return warm.run(file, *args, env=env, cwd=tree)

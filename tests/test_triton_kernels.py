@@ -13,7 +13,6 @@ import math
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import Tile, plan_tile
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce, Store
+from tests import warm
 from tests.gpu_rows import kernel_of
 from tests.kernel_tools import emitted
 
@@ -46,14 +46,8 @@ needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside 
 
 def run(*args: str, **env: str) -> str:
     """The output of a Python process that has Triton."""
-    done = subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(TRITON), **env},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    env = {**os.environ, "PYTHONPATH": str(TRITON), **env}
+    done = warm.run(*args, env=env, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -44,6 +44,7 @@ from plait.runtime.store import CacheWarning, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
+from tests import warm
 from tests.kernel_tools import aligned, emitted, strided
 
 ROOT = Path(__file__).parent.parent
@@ -178,14 +179,7 @@ def test_tiles(what: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
     if what == "run":
         env["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_tune", what],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = warm.run("-m", "tests.test_tune", what, env=env, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

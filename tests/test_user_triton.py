@@ -4,7 +4,6 @@ by this process."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from plait.ir.calls import pack_grid, unpack_grid
 from plait.ir.expr import evaluate, symbol
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -29,15 +29,11 @@ TRITON = Path(sys.prefix) / "triton"
     ],
 )
 def test_kernels_of_the_user_run(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *f"tests.{program}".split()],
-        cwd=ROOT,
-        # Some programs go to eager, as they should.
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}", "PLAIT_STRICT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    # Some programs go to eager, as they should.
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{TRITON}", "PLAIT_STRICT": "0"}
+    if "as_gpu" in program:
+        env["TRITON_INTERPRET"] = "1"  # as it will say itself
+    done = warm.run("-m", *f"tests.{program}".split(), env=env, cwd=ROOT, timeout=600)
     assert done.returncode == 0 and done.stdout.endswith("passed all\n"), (
         done.stdout + done.stderr[-4000:]
     )

@@ -9,7 +9,6 @@ import operator
 import os
 import pickle
 import runpy
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +44,7 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.program import Artifacts, CompileRecord
 from plait.wrapper.text import read
-from tests import test_frontend_cases, test_lower_extern, test_memory, test_models
+from tests import test_frontend_cases, test_lower_extern, test_memory, test_models, warm
 from tests.against_eager import same
 from tests.instruction_table import example
 from tests.models import MODELS
@@ -474,9 +473,7 @@ assert f is triton_function("f", text) and f.arg_names == ["p0"] and "tl.store(p
 """
     path = os.pathsep.join([str(Path(sys.prefix) / "triton"), str(Path(__file__).parent.parent)])
     env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = warm.run("-c", code, env=env)
     assert done.returncode == 0, done.stderr
 
 

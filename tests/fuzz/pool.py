@@ -11,11 +11,13 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = 400  # of one process
@@ -31,19 +33,18 @@ class Worker:
         self.seconds, self.root, self.cache = seconds, root, cache
         self.interpreted = device == INTERPRETED
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this
-        self.process: subprocess.Popen[str] | None = None
+        self.process: warm.Process | None = None
         self.n = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """What became of one program."""
         p = self._process()
-        assert p.stdin is not None and p.stdout is not None
-        p.stdin.write(json.dumps(request) + "\n")
-        p.stdin.flush()
+        self.asks.write(json.dumps(request) + "\n")
+        self.asks.flush()
         self.n += 1
         seconds = self.seconds + (60 if self.n == 1 else 0)
-        ready, _, _ = select.select([p.stdout], [], [], seconds)
-        text = p.stdout.readline() if ready else ""
+        ready, _, _ = select.select([self.answers], [], [], seconds)
+        text = self.answers.readline() if ready else ""
         if text:
             found: dict[str, Any] = json.loads(text)
             if found.pop("last"):
@@ -53,7 +54,7 @@ class Worker:
             code = p.wait()
             self.errors.seek(0, os.SEEK_END)
             self.errors.seek(max(self.errors.tell() - 1500, 0))
-            self.process = None
+            self.close()
             name = signal.Signals(-code).name if code < 0 else f"exit {code}"
             return {
                 "kind": "crash",
@@ -68,12 +69,12 @@ class Worker:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
+            for pipe in (self.asks, self.answers):
+                with suppress(BrokenPipeError):
+                    pipe.close()
             self.process = None
 
-    def _process(self) -> subprocess.Popen[str]:
+    def _process(self) -> warm.Process:
         if self.process is not None and self.n >= PROGRAMS:
             self.close()
         if self.process is None:
@@ -90,10 +91,11 @@ class Worker:
             if self.interpreted:
                 env["TRITON_INTERPRET"] = "1"
                 env["PYTHONPATH"] += os.pathsep + str(Path(sys.prefix) / "triton")
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-                cwd=self.root, env=env,
-            )  # fmt: skip
+            (asked, asks), (answers, answered) = os.pipe(), os.pipe()
+            self.asks, self.answers = os.fdopen(asks, "w"), os.fdopen(answers)
+            module = ["-m", "tests.fuzz.worker"]
+            self.process = warm.start(module, env, self.root, asked, answered, self.errors)
+            os.close(asked)
+            os.close(answered)
             self.n = 0
         return self.process

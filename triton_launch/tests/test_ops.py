@@ -3,8 +3,8 @@ custom operator, programs, and C++."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.library import opcheck
 
 import plait
 import plait.ops as ops
+from tests import warm
 from triton_launch.tests import ops_cases
 
 HERE = Path(__file__).parent
@@ -210,7 +211,8 @@ def test_complex_numbers() -> None:
 
 def test_plait_does_not_load_them() -> None:
     code = "import plait, plait.capture.backend, sys; assert 'plait.ops' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+    done = warm.run("-c", code, env=os.environ, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def build_api(folder: Path) -> Path:

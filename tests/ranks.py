@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,22 +19,19 @@ def passes(module: str, processes: int, meet: Path, *more: str) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(k), str(processes), str(meet), *more],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for k in range(processes)
-    ]
-    try:
-        told = [rank.communicate(timeout=600)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks) and all("passed\n" in t for t in told), (
-        "\n".join(told)
-    )
+    with ExitStack() as files:
+        nothing = files.enter_context(Path(os.devnull).open())
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        ranks = [
+            warm.start(
+                ["-m", module, str(k), str(processes), meet, *more], env, ROOT, nothing, file, file
+            )
+            for k, file in enumerate(said)
+        ]
+        try:
+            codes = [rank.wait(600) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        told = [(file.seek(0), file.read())[1] for file in said]
+    assert not any(codes) and all("passed\n" in t for t in told), "\n".join(told)

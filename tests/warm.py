@@ -115,7 +115,11 @@ def _door(env: Mapping[str, str]) -> socket.socket:
             server = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(key[-1])},
+                env={
+                    **os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(key[-1]),
+                    # Who asks for GPUs in another way can have none in a fork.
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                },
             )  # fmt: skip
         _servers[key] = server, ours
     return _servers[key][1]

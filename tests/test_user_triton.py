@@ -24,7 +24,7 @@ TRITON = Path(sys.prefix) / "triton"
     [
         "user_triton",
         "user_triton_as_gpu rms_norm rotary",
-        "user_triton_as_gpu floats writes shared branches",
+        "user_triton_as_gpu floats writes parts shared branches",
         pytest.param("user_triton_as_gpu", marks=pytest.mark.slow),
     ],
 )

@@ -192,6 +192,43 @@ def shared_plain(x: Tensor) -> tuple[Tensor, ...]:
     return made
 
 
+def parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Parts of what is new, of what was computed (which is read before, or afterwards), and of an
+    input."""
+    n = x.numel()
+    new = torch.empty(n + 5, device=x.device)
+    new[n:] = 7
+    scale_into(x, new[:n], 2.0)
+    rows = torch.stack([x, x + 1, x + 2])
+    before = rows.sum()
+    scale_into(rows[1], rows[1], 3.0)
+    kept = x.sin().repeat(2).view(2, -1)
+    seen = kept[0]
+    scale_into(kept[0], kept[0], 5.0)
+    some = x[:4]
+    scale_into(some, some, 4.0)
+    return new, rows * 2, before, kept, seen + 1, some
+
+
+def scale_into(x: Tensor, out: Tensor, by: float) -> None:
+    scaled_kernel_into[programs(x)](x, out, x.numel(), by, BLOCK=BLOCK)
+
+
+@triton.jit
+def scaled_kernel_into(x, out, n, by, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * by, mask=at < n)
+
+
+def parts_plain(x: Tensor) -> tuple[Tensor, ...]:
+    new = torch.cat([x * 2, x.new_full((5,), 7)])
+    rows = torch.stack([x, (x + 1) * 3, x + 2])
+    before = torch.stack([x, x + 1, x + 2]).sum()
+    kept = torch.stack([x.sin() * 5, x.sin()])
+    x[:4] *= 4
+    return new, rows * 2, before, kept, kept[0] + 1, x[:4]
+
+
 def branches(x: Tensor) -> Tensor:
     """Kernels that differ in a number only, at the same place of two graphs."""
     y = affine(x, 3.0, 0)
@@ -308,6 +345,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "words": (words, lambda x: 2 * (x + 1) ** 2 + 3 + 2 * (x + 1)),
     "writes": (writes, writes_plain),
     "shared": (shared, shared_plain),
+    "parts": (parts, parts_plain),
     "branches": (branches, branches_plain),
     "tuned": (tuned, tuned_plain),
     "texts": (texts, lambda x: x * 2 + 2 * BLOCK - (x * 3 + 8 * BLOCK)),

@@ -24,6 +24,7 @@ from plait.compat.user_kernels import written_names
 from plait.config import Config
 from plait.kernel.triton.target import TritonTarget
 from plait.runtime.cubin_pool import pool
+from plait.wrapper.instructions import Launch
 from plait.wrapper.program import CompileRecord, observers
 from tests import interpreted
 
@@ -116,7 +117,27 @@ def check_refused(odd: Any) -> None:
     assert step.rung == "python" and "has no attribute 'no_such_thing'" in step.reason, step
 
 
-CHECKS = (check_written, check_loaded_pointer, check_refused)
+def check_parts(odd: Any) -> None:
+    """Parts of one tensor are written where they are: no kernel but the one that makes it."""
+    torch._dynamo.reset()
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(2, x.numel(), device=x.device)
+        for k in range(2):
+            odd.scale_into(x, out[k], k + 2.0)
+        return out
+
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    x = torch.ones(40)
+    got = torch.compile(halves, backend="plait")(x)
+    observers.reset(token)
+    torch.testing.assert_close(got, torch.stack([x * 2, x * 3]))
+    launches = [i for i in made[-1].wrapper.body if isinstance(i, Launch)]
+    assert len(launches) == 3, launches
+
+
+CHECKS = (check_written, check_loaded_pointer, check_refused, check_parts)
 
 
 if __name__ == "__main__":

@@ -286,6 +286,8 @@ def _written(
     """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites
     in the end (of a cache little changes) and what comes of it. None for others: readers inline a
     choice between x and src."""
+    if src.buf == x.buf and src.index == x.remap(src.shape, point).index:
+        return x  # what was changed in place
     mine = is_scattered(ctx, x.buf) or x.buf in ctx.input_buffers
     if not mine or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
         return None

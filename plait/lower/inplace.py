@@ -8,7 +8,9 @@ anyway.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -29,19 +31,25 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     these strides."""
     if not ctx.is_whole(x) or ctx.buffers[x.buf].strides != strides:
         return False
-    if x.buf in ctx.input_buffers:
-        if x.buf not in ctx.donated and not _is_overwritten(ctx, x.buf):
+    return _writable(ctx, x.buf)
+
+
+def _writable(ctx: Lowering, buf: str, reader: torch.fx.Node | None = None) -> bool:
+    """Whether nobody can tell that the current node writes a buffer. reader: a node that may read
+    it later."""
+    if buf in ctx.input_buffers:
+        if buf not in ctx.donated and not _is_overwritten(ctx, buf):
             return False
-    elif not _is_own(ctx, x.buf):
+    elif not _is_own(ctx, buf):
         return False
-    if any(isinstance(op, Extern) and x.buf in op.aliases for op in ctx.ops):
+    if any(isinstance(op, Extern) and buf in op.aliases for op in ctx.ops):
         return False
-    if any(x.buf == made or x.buf in given for made, given in in_flight(ctx.ops).items()):
+    if any(buf == made or buf in given for made, given in in_flight(ctx.ops).items()):
         return False
     values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
-    if count_uses(ctx, values, x.buf):
+    if count_uses(ctx, values, buf):
         return False
-    return not any(_read_later(ctx, node) for node in _holders(ctx, x.buf))
+    return not any(_read_later(ctx, node, reader) for node in _holders(ctx, buf))
 
 
 def place_to_write(
@@ -53,6 +61,43 @@ def place_to_write(
         ctx.fix_layout(x.buf)
         return x
     return copy(ctx, x, strides, fixed=True)
+
+
+_PARTS: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+"""Operators that show a part of a tensor -> what puts such a part back."""
+
+
+def may_write_part(
+    ctx: Lowering, x: View, given: torch.fx.Node, changed: str, args: Sequence[Value]
+) -> bool:
+    """Whether the current node may write the memory of x, which is a part of a tensor: given, by
+    one operator. changed: the name by which the node's result has what becomes of it. Nobody but
+    the operator that puts the part back may read the tensor later. args: all that it is given."""
+    put = _PARTS.get(given.target)
+    if put is None or count_uses(ctx, args, x.buf) != 1:
+        return False
+    base = given.args[0]
+    assert isinstance(base, torch.fx.Node), f"a part of {base}"
+    whole = ctx.env.get(base)
+    if not isinstance(whole, View) or not ctx.is_whole(whole) or whole.buf != x.buf:
+        return False
+    puts = [
+        u for u in base.users
+        if u.target is put and u.args[0] is base and u.args[2:] == given.args[1:]
+        and not u.kwargs and not given.kwargs and _is_result(u.args[1], ctx.node, changed)
+    ]  # fmt: skip
+    return len(puts) == 1 and _writable(ctx, x.buf, puts[0])
+
+
+def _is_result(value: object, node: torch.fx.Node, name: str) -> bool:
+    return (
+        isinstance(value, torch.fx.Node)
+        and value.target is operator.getitem
+        and value.args == (node, name)
+    )
 
 
 def strides_like(ctx: Lowering, buf: str) -> tuple[Size, ...] | None:
@@ -114,11 +159,13 @@ def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
             yield node
 
 
-def _read_later(ctx: Lowering, node: torch.fx.Node) -> bool:
-    """Whether a node that is not lowered yet, besides the current one, reads this one's value."""
+def _read_later(ctx: Lowering, node: torch.fx.Node, reader: torch.fx.Node | None) -> bool:
+    """Whether a node that is not lowered yet, besides the current one and reader, reads this one's
+    value."""
     return any(
         user not in ctx.env
         and user is not ctx.node
+        and user is not reader
         and not _overwrites(user, node, aten.copy_.default, aten.copy.default)
         for user in node.users
     )

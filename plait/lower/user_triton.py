@@ -25,8 +25,8 @@ from plait.ir.calls import MAX_GRID, Extern, TensorArg, UserKernel, Variant, pac
 from plait.ir.expr import Expr, Size, bounds, compare, contiguous_strides, numel
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.float_nodes import to_word
-from plait.lower.inplace import place_to_write
-from plait.lower.memory import tensor_arg
+from plait.lower.inplace import may_write_part, place_to_write
+from plait.lower.memory import lay_out, tensor_arg
 from plait.lower.operands import fake_strides
 from plait.lower.pycall import number_of, rule_or_python
 from plait.lower.symbols import to_size
@@ -175,7 +175,11 @@ class _Operands:
                 raise NoRule("a tensor without strides")
             if k in written:
                 others = tuple(v for n, v in tensors.items() if shared.get(n) != k)
-                x = place_to_write(self.ctx, x, strides, others)
+                part = may_write_part(self.ctx, x, nodes[k], k, others)
+                if part and lay_out(self.ctx, x, strides):
+                    self.ctx.fix_layout(x.buf)
+                else:
+                    x = place_to_write(self.ctx, x, strides, others)
                 made[k] = x
                 self.written.append(x.buf)
             self.pointers[k] = f"p{len(self.tensors)}"

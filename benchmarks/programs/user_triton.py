@@ -44,4 +44,31 @@ def rotated(device: str) -> Program:
     return Program(rotary, tuple(torch.randn(s, device=device) for s in shapes))
 
 
-PROGRAMS = {f.__name__: f for f in (normalised, projected, rotated)}
+def launched(device: str) -> Program:
+    """Twenty launches of a kernel that has next to nothing to do: what a launch costs."""
+    from tests.user_kernels_odd import scale_into
+
+    def fn(x: Tensor) -> Tensor:
+        for k in range(20):
+            out = torch.empty_like(x)
+            scale_into(x, out, 1.5 + k)
+            x = out
+        return x
+
+    return Program(fn, (torch.randn(1000, device=device),))
+
+
+def halves(device: str) -> Program:
+    """Parts of a new tensor, a launch each."""
+    from tests.user_kernels_odd import scale_into
+
+    def fn(x: Tensor) -> Tensor:
+        out = torch.empty(2, x.numel(), device=x.device)
+        for k in range(2):
+            scale_into(x, out[k], 2.0 + k)
+        return out
+
+    return Program(fn, (torch.randn(1 << 24, device=device),))
+
+
+PROGRAMS = {f.__name__: f for f in (normalised, projected, rotated, launched, halves)}

@@ -1,14 +1,16 @@
-"""The garbage collector is held while compiling, and only then."""
+"""While compiling, and only then, the garbage collector is held; frames have room."""
 
 from __future__ import annotations
 
 import gc
+import resource
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import plait
-from plait.capture.program import collector_paused
+from plait.capture.program import collector_paused, roomy
 from plait.errors import UserError
 
 
@@ -42,3 +44,27 @@ def test_compiling_leaves_it_on() -> None:
     torch.compile(lambda x: x * 2, backend="plait")(x).sum().backward()
     plait.compile(lambda x: x * 2, (torch.ones(3),))
     assert gc.isenabled()
+
+
+def _called(n: int) -> int:
+    return n + 1
+
+
+def _loop() -> int:
+    """How many pages a loop of calls maps."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for k in range(200):
+        _called(k)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _below(depth: int, run: Callable[[], int]) -> int:
+    return _below(depth - 1, run) if depth else run()
+
+
+def test_calls_map_no_memory_however_deep_the_stack_is() -> None:
+    """Python's own do, at some depth."""
+    deep = range(300)
+    assert max(_below(n, _loop) for n in deep) >= 200
+    assert max(_below(n, roomy(_loop)) for n in deep) < 50
+    assert roomy(lambda: _below(900, _loop))() < 50

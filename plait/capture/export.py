@@ -22,7 +22,7 @@ from plait.capture.aliases import results_of
 from plait.capture.bound_program import argument_specs, bind, captured_from
 from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
-from plait.capture.program import collector_paused, compile_captured
+from plait.capture.program import collector_paused, compile_captured, roomy
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, trace
 from plait.config import Config
@@ -32,6 +32,7 @@ from plait.wrapper.program import CompileRecord
 from plait.wrapper.watch import watcher
 
 
+@roomy
 def compile(
     fn: Program,
     example_inputs: Examples = None,

@@ -20,7 +20,7 @@ from plait import _native, compat
 from plait.capture import dynamo
 from plait.capture.checkpoints import run_by_eager
 from plait.capture.plain_tensors import forward_mode_level
-from plait.capture.program import collector_paused
+from plait.capture.program import collector_paused, roomy
 from plait.config import Config
 from plait.errors import (
     Fallback,
@@ -47,6 +47,7 @@ T = TypeVar("T")
 Steps = tuple[Fallback, ...]
 
 
+@roomy
 def descend(
     cfg: Config,
     name: Callable[[], str],

@@ -23,7 +23,7 @@ from plait import compat
 from plait.capture.absent_device import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound_program import argument_specs, captured_from
-from plait.capture.program import collector_paused, guarded
+from plait.capture.program import collector_paused, guarded, roomy
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
 from plait.capture.wrapped_state import parts_of, unwrapped
@@ -49,6 +49,7 @@ USUAL_GPUS = ("sm_100", "sm_90", "sm_80", f"ptx_{_LAST_PORTABLE}")
 """What GPU kernels are built for where nothing else is asked."""
 
 
+@roomy
 def package(
     model: Program,
     path: str | os.PathLike[str],

@@ -1,5 +1,5 @@
-"""Hands a captured graph to the compiler, and holds the garbage collector while one is made and
-compiled.
+"""Hands a captured graph to the compiler; holds the garbage collector, and makes room on Python's
+stack, while one is made and compiled.
 
 What escapes from here is an error of plait's own, whatever went wrong.
 """
@@ -10,7 +10,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import plait.graph.fits  # noqa: F401 - with strides.py, puts its checks into the table
 from plait.compile import Program, compile_graph
@@ -21,7 +22,9 @@ from plait.log import PassLog
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.program import Target
 
+P = ParamSpec("P")
 T = TypeVar("T")
+_ROOM = 2**15  # values on a frame's stack: more than any piece of Python's stack has left
 
 
 @contextmanager
@@ -37,6 +40,20 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def roomy(fn: Callable[P, T]) -> Callable[P, T]:
+    """fn, whose calls begin a new piece of Python's stack, with room for 1000 frames.
+
+    Python keeps frames in pieces of 16 KB, and gives a piece back with its last frame: where a loop
+    calls across a border, every call maps memory and unmaps it, which takes forty times as long as
+    a call. Which calls these are is up to how deep the stack of the caller is."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return fn(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=_ROOM)
+    return wraps(fn)(call)
 
 
 def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:

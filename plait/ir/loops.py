@@ -223,20 +223,21 @@ def _below(root: Node) -> tuple[Node, ...]:
 
 
 def _walked(roots: Sequence[Node]) -> list[Node]:
-    order: list[Node] = []
-    seen: set[Node] = set()
+    order: dict[Node, None] = {}
     stack = list(reversed(roots))
     while stack:
         n = stack[-1]
-        todo = () if n in seen else [a for a in reversed(n.args) if a not in seen]
-        if todo:
+        if n in order:
+            stack.pop()
+            continue
+        if n._below is not None:
+            order.update(dict.fromkeys(n._below))
+        elif todo := [a for a in reversed(n.args) if a not in order]:
             stack += todo
             continue
         stack.pop()
-        if n not in seen:
-            seen.add(n)
-            order.append(n)
-    return order
+        order[n] = None
+    return list(order)
 
 
 def index_exprs(n: Node) -> tuple[Size, ...]:
@@ -271,7 +272,7 @@ def rewrite(
     memo = {} if memo is None else memo
     for n in walk((root,)):
         if n not in memo:
-            memo[n] = fn(n, tuple(memo[a] for a in n.args))
+            memo[n] = fn(n, tuple([memo[a] for a in n.args]))
     return memo[root]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from plait.ir.expr import Atom, Expr, Size, coefficient, smax, total
 from plait.ir.loops import Alias, Buffer, Loop, LoopProgram, Mutate
@@ -23,7 +24,12 @@ Index = tuple[Size, ...]
 
 def flat_index(b: Buffer, index: Index) -> Size:
     """The linear position of an element, in elements."""
-    return total(e * s for e, s in zip(index, b.strides, strict=True))
+    return _position(index, b.strides)
+
+
+@lru_cache(1 << 12)
+def _position(index: Index, strides: Index) -> Size:
+    return total(e * s for e, s in zip(index, strides, strict=True))
 
 
 def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from plait.devices import facts_of
 from plait.ir.expr import Expr, Size, atom_of, contiguous_strides, numel, substitute, symbol, total
@@ -110,7 +111,17 @@ def _shared(some: Sequence[Kernel]) -> dict[str, Shared]:
 
 
 def _general(k: Kernel) -> Shared | None:
-    """The kernel over one axis whose extent is an argument."""
+    """The kernel over one axis whose extent is an argument; None if it cannot be."""
+    if k not in _made:
+        _made[k] = _generalised(k)
+    return _made[k]
+
+
+_made: WeakKeyDictionary[Kernel, Shared | None] = WeakKeyDictionary()
+"""What `general_key` and `share_lengths` both ask for."""
+
+
+def _generalised(k: Kernel) -> Shared | None:
     length = _length(k)
     unit = UNIT if length % UNIT == 0 else 1
     n = symbol(LENGTH, lo=1, hi=MAX_LENGTH // unit)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import plait
+from plait.config import WRAPPERS
 from tests.against_eager import same
 
 aten = torch.ops.aten
@@ -121,3 +122,53 @@ def test_different_lengths() -> None:
     x = tensors(torch.float32, 0)
     with pytest.raises(RuntimeError, match=r"same number of tensors|lists must have"):
         torch.compile(lambda x, y: torch._foreach_add(x, y), backend="plait")(x, x[1:])
+
+
+@torch.library.custom_op("plait_tests::list_and_tensor", mutates_args=())
+def list_and_tensor(xs: Tensors, y: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Results of which one is a list."""
+    return [x + 1 for x in xs], y * 2
+
+
+@list_and_tensor.register_fake
+def _(xs: Tensors, y: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return [torch.empty_like(x) for x in xs], torch.empty_like(y)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_list_among_results(wrapper: str) -> None:
+    """Of a user's operator, and of one of PyTorch's where there are no kernels."""
+
+    def users(xs: Tensors, y: torch.Tensor) -> Any:
+        many, one = list_and_tensor(xs, y)
+        return many[0] * 2, many[3], one
+
+    def unscaled(xs: Tensors, found: torch.Tensor) -> Any:
+        torch._amp_foreach_non_finite_check_and_unscale_(xs, found, torch.tensor(0.5))
+        return xs[0] + 1
+
+    for fn in (users, unscaled):
+        seen = []
+        options: dict[str, Any] = {"wrapper": wrapper, "strict": True, "kernels": fn is users}
+        for run in (fn, torch.compile(fn, backend="plait", options=options)):
+            args = (tensors(torch.float32, 0), torch.zeros(1))
+            seen.append((run(*args), args))
+        torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_alike_elements() -> None:
+    """A rule is asked once for elements that are alike: those that are not, by what they share, by
+    their layout or by a number, have loops of their own."""
+
+    def fn(x: Tensors, y: Tensors) -> Any:
+        twice = [x[0], x[0], x[2], x[3]]
+        sums = torch._foreach_add(twice, [y[0], x[0], x[2], y[3]], alpha=2)
+        return torch._foreach_mul(sums, [2.0, 2.0, -0.0, 0.0]), torch._foreach_mul(y, y[1])
+
+    def given() -> tuple[Tensors, Tensors]:
+        x, y = tensors(torch.float32, 0), tensors(torch.float32, 1)
+        torch.manual_seed(0)
+        shapes = [torch.rand(4, 9), torch.rand(()), torch.rand(9, 4).t(), torch.rand(4, 9)]
+        return [*shapes], [torch.rand(4, 9), y[1], torch.rand(4, 9), x[0].half().float()]
+
+    same(fn, given)

@@ -76,12 +76,14 @@ void push_operands(Frame& f, const ExternCall& c, const Operands& o) {
   }
 }
 
-void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) {
-  if (is_list && !outs.empty()) {
-    TORCH_CHECK(f.stack.size() == 1 && f.stack[0].isTensorList(),
-                "the operator returned no list of tensors");
-    const std::vector<at::Tensor> items = f.stack[0].toTensorVector();
-    f.stack.assign(items.begin(), items.end());
+void store_results(Frame& f, const std::vector<Result>& outs, bool has_lists) {
+  if (has_lists) {  // their items are results each
+    std::vector<c10::IValue> flat;
+    for (const c10::IValue& v : f.stack) {
+      const auto items = v.isList() ? v.toListRef() : c10::ArrayRef<c10::IValue>(v);
+      flat.insert(flat.end(), items.begin(), items.end());
+    }
+    f.stack = std::move(flat);
   }
   TORCH_CHECK(f.stack.size() >= outs.size(), "the operator returned ", f.stack.size(), " values, ",
               outs.size(), " were expected");
@@ -108,7 +110,7 @@ void call_boxed(Frame& f, const ExternCall& c, const Operands& o) {
     const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
     c.op->callBoxed(&f.stack);
   }
-  store_results(f, c.outs, c.returns_list);
+  store_results(f, c.outs, c.has_lists);
 }
 
 void call_direct(Frame& f, const ExternCall& c, const Operands& o) {

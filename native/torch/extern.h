@@ -51,7 +51,7 @@ struct ExternCall {
   std::vector<c10::IValue> stack;
   std::vector<Fill> fills;
   std::vector<Result> outs;
-  bool returns_list = false, builtin = true;
+  bool has_lists = false, builtin = true;  // has_lists: among its results
   bool forks = false;  // makes another stream the current one
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last

@@ -56,8 +56,10 @@ class Resolver {
     }
     if (keywords != in_.kwargs.size()) fail("gets an unknown keyword argument");
     const auto& returns = schema.returns();
-    out_.returns_list = returns.size() == 1 && returns[0].type()->kind() == TypeKind::ListType;
-    if (!out_.returns_list && in_.outs.size() > returns.size()) fail("returns fewer values");
+    out_.has_lists = std::any_of(returns.begin(), returns.end(), [](const c10::Argument& r) {
+      return r.type()->kind() == TypeKind::ListType;
+    });
+    if (!out_.has_lists && in_.outs.size() > returns.size()) fail("returns fewer values");
     choose_road();
     return std::move(out_);
   }

@@ -2,7 +2,8 @@
 tensors is, for each element of the lists.
 
 A list of numbers gives each its own; a number, or one tensor, is given to all. ATen means the same:
-where its kernels for lists would differ, it calls the operators on tensors one by one.
+where its kernels for lists would differ, it calls the operators on tensors one by one. Lists are
+long and their elements alike: what a rule made of one is written for the next with other buffers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,18 @@ import torch
 from torch._ops import OpOverload
 
 from plait.ir.dtypes import f32, f64
-from plait.ir.expr import Expr
-from plait.ir.loops import Node
+from plait.ir.expr import Expr, contiguous_strides
+from plait.ir.loops import (
+    Load,
+    Node,
+    Pointwise,
+    index_exprs,
+    loop_vars,
+    node,
+    rewrite,
+    walk,
+    with_args,
+)
 from plait.ir.maths import isnan, where
 from plait.ir.record import Recorder
 from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View, lower
@@ -31,16 +42,82 @@ def _each(rule: Rule) -> Rule:
         n = len(ctx.node.meta["val"])
         if any(len(a) != n for a in args if isinstance(a, (list, tuple))):
             raise NoRule("lists of different lengths")
-        made = []
+        made: list[View] = []
+        known: dict[object, tuple[Pointwise, list[str]]] = {}
         try:
             for ctx.element in range(n):
-                mine = (a[ctx.element] if isinstance(a, (list, tuple)) else a for a in args)
+                mine = [a[ctx.element] if isinstance(a, (list, tuple)) else a for a in args]
+                look, start = _look(ctx, mine), (len(ctx.ops), len(ctx.buffers))
+                bufs = [a.buf for a in mine if isinstance(a, View)]
+                if look is not None and look in known:
+                    made.append(_like(ctx, *known[look], bufs))
+                    continue
                 made.append(rule(ctx, *mine, **kwargs))
+                loop = _only_loop(ctx, start, made[-1], bufs)
+                if look is not None and loop is not None:
+                    known[look] = loop, bufs
         finally:
             ctx.element = None
         return tuple(made)
 
     return on_lists
+
+
+def _look(ctx: Lowering, args: Sequence[Value]) -> object:
+    """What the arguments of elements have in common whose loops are the same but for buffers and
+    lengths; None where that is not to be told."""
+    shape, out = ctx.out_shape(), ctx.out_meta()
+    bufs = [a.buf for a in args if isinstance(a, View)]
+    key: list[object] = [out.dtype, shape == (), 0 in shape]
+    for a in args:
+        if isinstance(a, View):
+            if not ctx.is_whole(a) or a.shape not in (shape, ()):
+                return None
+            hosts, device = ctx.is_hosts(a), ctx.buffers[a.buf].device
+            key.append((a.dtype, device, a.shape == (), hosts, bufs.index(a.buf)))
+        elif a is None or isinstance(a, (bool, int, float)):
+            key.append(repr(a))  # -0.0 is not 0.0
+        else:
+            return None
+    return tuple(key) if ctx.out_strides() is None else None
+
+
+def _only_loop(
+    ctx: Lowering, start: tuple[int, int], value: View, bufs: Sequence[str]
+) -> Pointwise | None:
+    """The loop that is all that a rule recorded, if each of its points reads the same one of some
+    of bufs, or the only one, and it is laid out as eager does without a choice. start: how many
+    operations and buffers there were before."""
+    if (len(ctx.ops), len(ctx.buffers)) != (start[0] + 1, start[1] + 1):
+        return None
+    loop = ctx.ops[-1]
+    if not isinstance(loop, Pointwise) or value != ctx.whole(loop.out):
+        return None
+    made = ctx.buffers[loop.out]
+    plain = all(
+        n.attr.buf in bufs and n.attr.index in (loop.vars, ()) and not n.args
+        if isinstance(n.attr, Load)
+        else not index_exprs(n)
+        for n in walk((loop.body,))
+    )
+    laid_out = not made.fixed and made.strides == contiguous_strides(made.shape)
+    return loop if plain and laid_out else None
+
+
+def _like(ctx: Lowering, loop: Pointwise, bufs: Sequence[str], mine: Sequence[str]) -> View:
+    """The same loop over other buffers, for the current element."""
+    shape, names = ctx.out_shape(), dict(zip(bufs, mine, strict=True))
+    vars_, made = loop_vars("i", shape), ctx.buffers[loop.out]
+
+    def renamed(n: Node, args: tuple[Node, ...]) -> Node:
+        if isinstance(n.attr, Load):
+            index = vars_ if n.attr.index else ()
+            return node("load", args, Load(names[n.attr.buf], index), n.dtype)
+        return with_args(n, args)
+
+    out = ctx.new_buffer(made.dtype, shape, device=made.device)
+    ctx.ops.append(Pointwise(out, vars_, rewrite(loop.body, renamed), origin=ctx.origin))
+    return ctx.whole(out)
 
 
 def _register(name: str, which: Sequence[str], rule: Rule) -> None:

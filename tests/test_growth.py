@@ -3,6 +3,7 @@ the compiler runs about twice as many lines, whatever the graph is."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -64,6 +65,19 @@ def optimizer_step(n: int) -> fx.GraphModule:
         news += [(p, g(aten.sub.Tensor, p, g(aten.mul.Tensor, mean, 0.01))), (m, mean)]
     for old, new in news:
         g(aten.copy_.default, old, new)
+    return g.returning()
+
+
+def lists(n: int) -> fx.GraphModule:
+    """The same by operators on lists, of tensors of mixed size."""
+    g = Graph()
+    params, grads, means = ([g.inputs(1, 16 + k // 2)[0] for k in range(n)] for _ in range(3))
+    made = g(aten._foreach_lerp.Scalar, means, grads, 0.1)
+    new = [g(operator.getitem, made, k) for k in range(n)]
+    stepped = g(aten._foreach_add.List, params, new)
+    for k in range(n):
+        g(aten.copy_.default, means[k], new[k])
+        g(aten.copy_.default, params[k], g(operator.getitem, stepped, k))
     return g.returning()
 
 
@@ -131,8 +145,8 @@ def lines_run(graph: fx.GraphModule) -> Counter[str]:
     return counts
 
 
-PROGRAMS = {many_results: 80, optimizer_step: 160, chain: 80, long_sum: 80, deep_training: 80,
-            joined: 80}  # fmt: skip
+PROGRAMS = {many_results: 80, optimizer_step: 160, lists: 80, chain: 80, long_sum: 80,
+            deep_training: 80, joined: 80}  # fmt: skip
 """And the smaller size: fewer kernels of an optimizer do not all share launches."""
 
 

@@ -234,3 +234,56 @@ def test_training_step() -> None:
         run = compiled(train) if compile_it else train
         seen.append(([run() for _ in range(4)], list(model.parameters())))
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+
+
+def whole_step(by_hand: bool) -> tuple[Callable[[], torch.Tensor], list[nn.Parameter]]:
+    """A step of training as one function, and its parameters. by_hand: the update is written out,
+    for torch.optim's ends Dynamo's graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    given, x = list(model.parameters()), torch.randn(8, 6)
+    optimizer = torch.optim.AdamW(given, lr=LR, foreach=True)
+    means = [torch.zeros_like(p) for p in given]
+
+    def gradients() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        loss = (model(x) - 0.3).square().mean()
+        return loss.detach(), torch.autograd.grad(loss, given)
+
+    def train() -> torch.Tensor:
+        loss, grads = gradients()
+        with torch.no_grad():
+            torch._foreach_lerp_(means, grads, 0.1)
+            torch._foreach_add_(given, torch._foreach_sign(means), alpha=-LR)
+        return loss
+
+    def backward() -> torch.Tensor:  # nothing that has a gradient leaves it
+        loss: torch.Tensor = (model(x) - 0.3).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def with_optimizer() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = backward()
+        optimizer.step()
+        return loss
+
+    return train if by_hand else with_optimizer, given
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch cannot trace it"
+)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_backward_is_traced(by_hand: bool) -> None:
+    """With the update written out a step of training is one graph; else the optimizer's is a
+    second one."""
+    seen = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for compile_it in (False, True):
+            train, given = whole_step(by_hand)
+            run = compiled(train, fullgraph=by_hand) if compile_it else train
+            seen.append(([run() for _ in range(4)], given))
+        torch._dynamo.reset()
+        told = plait.explain(whole_step(by_hand)[0], quiet=True)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+    assert len(told.graphs) == 2 - by_hand and not told.fallbacks, told

@@ -49,9 +49,32 @@ def clipped(count: int, device: str) -> Program:
     return Program(step)
 
 
+def training(device: str) -> Program:
+    """A whole step: forward and backward pass, and the step of AdamW."""
+    layers = [m for _ in range(12) for m in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
+    model = nn.Sequential(*layers).to(device)
+    x = torch.randn(64, 256, device=device)
+    kind = {"foreach": True, "capturable": device != "cpu"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
+
+    def loss_of() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        optimizer.step()
+        return loss
+
+    return Program(step, grad=True)
+
+
 PROGRAMS = {
     **{f"AdamW of {n}": partial(adamw, n) for n in COUNTS},
     "AdamW of 300, fused": partial(adamw, 300, fused=True),
     "SGD of 300": partial(momentum, 300),
     "AdamW of 300, clipped": partial(clipped, 300),
+    "training step of 12 layers": training,
 }

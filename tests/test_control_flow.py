@@ -288,6 +288,22 @@ def test_verifiers_look_into_subprograms(records: list[CompileRecord]) -> None:
         verify(replace(wrapper, programs=wrapper.programs[:1]))
 
 
+def test_results_of_a_region_are_its_own_to_look_after(records: list[CompileRecord]) -> None:
+    """Nothing looks at them again, as long as their layout is numbers that the region decides."""
+    torch._dynamo.reset()
+    run = compiled(PROGRAMS["nested"])
+    with torch.no_grad():
+        for n in (5, 7):
+            run(torch.randn(n, 4))
+    known, symbolic = (r.wrapper for r in records)
+    checks = [[i for i in p.body if isinstance(i, ins.AssertSizeStride)] for p in (known, symbolic)]
+    assert not checks[0] and len(checks[1]) >= 2
+    (inner,) = known.programs
+    handed_on = replace(inner, body=(ins.Return((ins.Ref(inner.inputs[0].name),)),))
+    with pytest.raises(InternalError, match="nothing stands behind the sizes of"):
+        verify(replace(known, programs=(handed_on,)))
+
+
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 33])
 def test_associative_scans_become_operators(n: int) -> None:
     def fn(x: Tensor, y: Tensor, w: Tensor) -> Any:

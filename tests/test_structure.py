@@ -185,8 +185,8 @@ def test_the_compiler_is_small() -> None:
     # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 250 control flow as programs,
     # 590 operators on lists of tensors and launches of many of them, 910 the user's Triton kernels,
     # 260 several ranks, 140 recurrent layers that are called whole, 1,160 attention on GPUs,
-    # 60 jagged tensors.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 49_310
+    # 60 jagged tensors, 160 regions whose calls cost little.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 49_480
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -57,14 +57,20 @@ def _key(node: Node) -> Any:
     return node.target, args, kwargs, region
 
 
+_EXACT = (int, bool, str, type(None))
+"""Values of these types are equal only if they are the same to an operator."""
+
+
 def _freeze(value: Any) -> Any:
     """A hashable form in which 1, 1.0 and True differ, as do 0.0 and -0.0; None if there is
     none."""
-    if isinstance(value, Node):
+    if type(value) is Node:
         return value
+    if type(value) in _EXACT:
+        return type(value), value
     if isinstance(value, (list, tuple)):
-        items = tuple(_freeze(v) for v in value)
-        return None if any(i is None for i in items) else (type(value).__name__, items)
+        items = tuple([_freeze(v) for v in value])
+        return None if None in items else (type(value).__name__, items)
     if isinstance(value, dict):
         items = tuple((k, _freeze(v)) for k, v in value.items())
         return None if any(i[1] is None for i in items) else ("dict", items)
@@ -74,8 +80,6 @@ def _freeze(value: Any) -> Any:
         return ("float", value.hex())
     if isinstance(value, complex):
         return ("complex", value.real.hex(), value.imag.hex())
-    if value is None or isinstance(
-        value, (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    ):
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return (type(value).__name__, value)
     return None

@@ -37,7 +37,8 @@ def order_streams(gm: GraphModule) -> int:
 
 def stream_of(node: Node) -> int | None:
     """The number of the stream that the user chose for a node; None: the caller's."""
-    found: int | None = (node.meta.get("custom") or {}).get("stream")
+    custom = node.meta.get("custom")
+    found: int | None = custom.get("stream") if custom else None
     return found
 
 

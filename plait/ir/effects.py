@@ -39,7 +39,10 @@ def tensor_args(args: Iterable[ExternArg]) -> Iterator[TensorArg]:
 
 def extern_reads(op: Extern) -> tuple[str, ...]:
     """The buffers that a call is given, each once."""
-    return tuple(dict.fromkeys(a.buf for a in tensor_args(op.operands)))
+    names: list[str] = []
+    for a in op.operands:
+        names += (a.buf,) if type(a) is TensorArg else [t.buf for t in tensor_args((a,))]
+    return tuple(dict.fromkeys(names))
 
 
 def needs(op: ir.Op) -> tuple[str, ...]:

@@ -470,4 +470,4 @@ class LoopProgram:
     @property
     def given(self) -> frozenset[str]:
         """The buffers that are there before the first op: inputs and constants."""
-        return frozenset((*self.constants, *(i for i in self.inputs if isinstance(i, str))))
+        return frozenset((*self.constants, *[i for i in self.inputs if type(i) is str]))

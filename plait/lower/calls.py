@@ -34,7 +34,7 @@ from plait.lower.found_numbers import FoundNumbers, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.integers import define_functions
 from plait.lower.memory import strided, tensor_arg
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_size, to_sizes
 
 
 @dataclass
@@ -215,7 +215,7 @@ def _settle(calls: Calls, value: Value, val: Any) -> Value:
     if isinstance(val, torch.Tensor):
         if not isinstance(value, View):
             raise TypeError(f"the rule gave {type(value).__name__}, not a tensor")
-        shape = tuple(to_size(s) for s in val.shape)
+        shape = to_sizes(val.shape)
         dtype = from_torch(val.dtype)
         if value.dtype != dtype or len(value.shape) != len(shape):
             raise TypeError(

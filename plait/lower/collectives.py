@@ -20,7 +20,7 @@ from plait.lower.extern import call_extern, call_op
 from plait.lower.inplace import may_write
 from plait.lower.memory import strided
 from plait.lower.operands import results
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_sizes
 
 functional: Any = torch.ops._c10d_functional
 
@@ -46,7 +46,7 @@ def _start_in_place(op: OpOverload, other: OpOverload) -> Any:
 
     def rule(ctx: Lowering, x: View, *args: Any, **kwargs: Any) -> View:
         val = ctx.node.meta["val"].clone(memory_format=torch.contiguous_format)
-        if may_write(ctx, x, tuple(map(to_size, val.stride()))):
+        if may_write(ctx, x, to_sizes(val.stride())):
             ctx.fix_layout(x.buf)
             call_op(ctx, other, (x, *args), kwargs, None)
             return x

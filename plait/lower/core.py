@@ -39,7 +39,7 @@ from plait.ir.loops import (
 from plait.ir.record import Recorder
 from plait.ir.reductions import REDUCTIONS
 from plait.lower.dtypes import device_name, from_torch
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_sizes
 
 Index = Sequence[Size]
 Body = Callable[[Recorder, tuple[Expr, ...]], Node]
@@ -239,7 +239,7 @@ class Lowering:
 
     def out_shape(self, k: int | None = None) -> tuple[Size, ...]:
         """Sizes of the current node's (k-th) result."""
-        return tuple(to_size(s) for s in self.out_meta(k).shape)
+        return to_sizes(self.out_meta(k).shape)
 
     def out_dtype(self, k: int | None = None) -> DType:
         """Element type of the current node's (k-th) result."""
@@ -272,7 +272,7 @@ class Lowering:
         """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard:
         what sizes are does not become a condition of the program."""
         meta = self.out_meta(k)
-        return None if is_contiguous_or_false(meta) else tuple(to_size(s) for s in meta.stride())
+        return None if is_contiguous_or_false(meta) else to_sizes(meta.stride())
 
     # ---- buffers
     def new_buffer(

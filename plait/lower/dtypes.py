@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from plait.devices import facts_of
@@ -34,6 +36,7 @@ FROM_TORCH: dict[torch.dtype, DType] = {
 TO_TORCH: dict[DType, torch.dtype] = {v: k for k, v in FROM_TORCH.items()}
 
 
+@cache
 def device_name(device: torch.device) -> str:
     """'cpu', or a device with its number: 'cuda:0'."""
     numbered = not facts_of(device).is_host and device.type != "meta"

@@ -26,7 +26,7 @@ from plait.lower.core import Lowering, Value, View
 from plait.lower.float_nodes import to_truth
 from plait.lower.integers import define_functions, is_found_size, item
 from plait.lower.memory import copy
-from plait.lower.symbols import to_size, with_values
+from plait.lower.symbols import to_size, to_sizes, with_values
 
 
 class FoundNumbers:
@@ -77,7 +77,7 @@ class FoundNumbers:
     def _copied(self, node: torch.fx.Node, value: Value) -> Value:
         if not isinstance(value, View) or self.ctx.is_whole(value) or not _begins_at_found(node):
             return value
-        return copy(self.ctx, value, tuple(map(to_size, node.meta["val"].stride())))
+        return copy(self.ctx, value, to_sizes(node.meta["val"].stride()))
 
     def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
         """Asserts that a rule's result has the sizes that were traced, where these depend on

@@ -149,8 +149,8 @@ def _lowered(
 def _check_symbols(program: LoopProgram) -> None:
     """Every symbol in the shape of a buffer has a source. Raises Unsupported."""
     for buf in program.buffers.values():
-        for e in (*buf.shape, *buf.strides):
-            for atom in () if isinstance(e, int) else expr.free_symbols(e):
+        for e in (e for e in (*buf.shape, *buf.strides) if type(e) is not int):
+            for atom in expr.free_symbols(e):
                 if atom.name not in program.symbols:
                     raise InexpressibleSize(
                         f"no input tells the value of the size symbol {atom.name} (in {e})",

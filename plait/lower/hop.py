@@ -30,7 +30,7 @@ from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
 from plait.lower.inplace import place_to_write
 from plait.lower.pycall import call_python, rule_or_python
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_sizes
 
 hop = torch.ops.higher_order
 
@@ -104,7 +104,7 @@ def _copy_and_mutate(
     assert isinstance(fakes, (list, tuple)), fakes
     read = [v for name, v in rest.items() if name not in views]
     copies = [
-        place_to_write(ctx, b, tuple(to_size(s) for s in f.meta["val"].stride()), (*bases, *read))
+        place_to_write(ctx, b, to_sizes(f.meta["val"].stride()), (*bases, *read))
         for b, f in zip(bases, fakes, strict=True)
     ]
     for name, view in views.items():

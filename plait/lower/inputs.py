@@ -24,7 +24,7 @@ from plait.ir.loops import Buffer
 from plait.lower.core import Lowering, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.operands import object_input
-from plait.lower.symbols import is_ragged, is_symbolic, to_size
+from plait.lower.symbols import is_ragged, is_symbolic, to_size, to_sizes
 
 Source = tuple[str, str, int] | str
 """Where a number stands: (buffer, 'size', 'stride' or 'offset', dimension), or an input that is an
@@ -78,11 +78,11 @@ def add_input(ctx: Lowering, inputs: Inputs, node: torch.fx.Node) -> Value:
 
 def _add_tensor(ctx: Lowering, inputs: Inputs, val: torch.Tensor) -> View:
     name = f"arg{len(inputs.names)}"
-    shape = tuple(to_size(s) for s in val.shape)
+    shape = to_sizes(val.shape)
     dense = val.layout == torch.strided
     strides = expr.contiguous_strides(shape)
     if dense and (inputs.expands or 0 not in val.stride()):
-        strides = tuple(to_size(s) for s in val.stride())
+        strides = to_sizes(val.stride())
     dtype = from_torch(val.dtype) if dense else opaque
     ctx.buffers[name] = Buffer(
         name, dtype, shape, strides, device=device_name(val.device), fixed=True

@@ -109,7 +109,7 @@ def tensor_arg(
     for y in (x, *(_copies_of(ctx, x) if shared else ())):
         found = strided(ctx, y)
         if found is not None:
-            if strides is None:
+            if strides is None or strides == found.strides:
                 return found
             if _same_layout(x.shape, found.strides, strides):
                 return replace(found, strides=strides)
@@ -135,8 +135,8 @@ def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> 
     of a GPU do not mind the rest."""
     b = ctx.buffers[x.buf]
     if (
-        facts_of(b.device).is_host
-        or b.fixed
+        b.fixed
+        or facts_of(b.device).is_host
         or x.dtype not in LOOP_DTYPES
         or b.strides != expr.contiguous_strides(b.shape)
     ):

@@ -17,7 +17,7 @@ from plait.lower.bindings import bindings
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
 from plait.lower.memory import strided, tensor_arg
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_size, to_sizes
 
 NO = Scalar("none")
 
@@ -121,7 +121,7 @@ def fake_strides(fake: Any) -> tuple[Size, ...] | None:
     val = fake.meta.get("val") if isinstance(fake, torch.fx.Node) else None
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return None
-    return tuple(to_size(s) for s in val.stride())
+    return to_sizes(val.stride())
 
 
 def _tensor_operand(
@@ -153,14 +153,14 @@ def results(
     made = () if ctx.current is None else bindings(ctx.current)
 
     def one(v: Any, wanted: bool, path: tuple[tuple[str, int], ...] = ()) -> Any:
-        if isinstance(v, Mapping):
-            return {name: one(v[name], wanted) for name in sorted(v)}
-        if isinstance(v, (tuple, list)):
-            return tuple(one(x, wanted, (*path, ("item", k))) for k, x in enumerate(v))
         if isinstance(v, torch.Tensor):
             out = _result_buffer(ctx, v) if wanted else None
             outs.append(None if out is None else out.buf)
             return out
+        if isinstance(v, (tuple, list)):
+            return tuple(one(x, wanted, (*path, ("item", k))) for k, x in enumerate(v))
+        if isinstance(v, Mapping):
+            return {name: one(v[name], wanted) for name in sorted(v)}
         outs.append(None)
         if isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool):
             for b in made:
@@ -190,9 +190,7 @@ def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
     """A buffer with exactly the strides of a fake result."""
     dtype, where = from_torch(val.dtype), device_name(val.device)
     if val.layout != torch.strided:
-        return ctx.whole(
-            ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), None, True, where)
-        )
-    shape = tuple(to_size(s) for s in val.shape)
-    strides = tuple(to_size(s) for s in val.stride())
+        return ctx.whole(ctx.new_buffer(opaque, to_sizes(val.shape), None, True, where))
+    shape = to_sizes(val.shape)
+    strides = to_sizes(val.stride())
     return ctx.whole(ctx.new_buffer(dtype, shape, strides, True, where))

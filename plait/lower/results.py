@@ -28,7 +28,7 @@ from plait.lower.float_nodes import to_scalar_node
 from plait.lower.inputs import Inputs
 from plait.lower.memory import alias, copy, lay_out, owner_of, seen_as, tensor_arg
 from plait.lower.operands import is_object_input, scalar_operand
-from plait.lower.symbols import is_ragged, to_size
+from plait.lower.symbols import is_ragged, to_size, to_sizes
 from plait.lower.view import bytes_behind
 
 Result = TensorArg | Scalar | Size
@@ -116,7 +116,7 @@ def _own_memory(r: _Results, root: torch.fx.Node, seen: bool) -> None:
     part = not expr.known_eq(_nbytes(r.ctx, memory), expr.numel(view.shape) * view.dtype.nbytes)
     if not part and not seen:
         return
-    shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
+    shape, strides = (to_sizes(s) for s in (like.shape, like.stride()))
     taken = not part and r.owners.setdefault(memory, storage) != storage
     if _repeats(shape, strides) or not (taken or part or not lay_out(r.ctx, view, strides)):
         return
@@ -132,7 +132,7 @@ def _lone_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
     val = node.meta["val"]
     if not _is_strided(node):
         return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
-    strides = tuple(to_size(s) for s in val.stride())
+    strides = to_sizes(val.stride())
     out = tensor_arg(r.ctx, x, strides)
     memory = owner_of(r.ctx, out.buf)
     if memory in r.ctx.constants or memory in r.owners:
@@ -147,7 +147,7 @@ def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
     val = node.meta["val"]
     if val.layout != torch.strided:
         return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
-    strides = tuple(to_size(s) for s in val.stride())
+    strides = to_sizes(val.stride())
     storage = compat.tracing.storage_of(_root(node).meta["val"])
     out = tensor_arg(r.ctx, x, strides, shared=True)
     memory = owner_of(r.ctx, out.buf)
@@ -168,7 +168,7 @@ def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
     at: tuple[Any, ...] = (view.shape, view.strides, view.offset)
     if not _knows(r.ctx, at):  # numbers found while the function was traced the first time
         at = (val.shape, val.stride(), val.storage_offset())
-    shape, strides, dtype = *(tuple(map(to_size, n)) for n in at[:2]), from_torch(val.dtype)
+    shape, strides, dtype = *(to_sizes(n) for n in at[:2]), from_torch(val.dtype)
     if not relative:
         x = alias(r.ctx, r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
         return TensorArg(x.buf, shape, strides, 0)
@@ -205,16 +205,16 @@ def _in_root(r: _Results, x: View, node: torch.fx.Node) -> TensorArg | None:
         return None
     if (like.is_conj(), like.is_neg()) != (val.is_conj(), val.is_neg()):
         return None
-    strides = tuple(map(to_size, like.stride()))
+    strides = to_sizes(like.stride())
     if root.op != "call_function" and view.buf == x.buf:
         return None
-    if root.op != "placeholder" and _repeats(tuple(map(to_size, like.shape)), strides):
+    if root.op != "placeholder" and _repeats(to_sizes(like.shape), strides):
         return None
     memory = tensor_arg(r.ctx, view, strides)
     within = memory.offset * view.dtype.nbytes
     first = within + bytes_behind(like, val.storage_offset(), val)
     dtype = from_torch(val.dtype)
-    shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
+    shape, strides = to_sizes(val.shape), to_sizes(val.stride())
     found = TensorArg(memory.buf, shape, strides, first // dtype.nbytes)
     if dtype == r.ctx.buffers[memory.buf].dtype:
         return found

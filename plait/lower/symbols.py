@@ -9,7 +9,7 @@ has a rule for each kind. What functions other than sums, products, quotients an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,6 +70,11 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
         return _size(term, _known_of(shape_env), shape_env)
     except Unsupported as error:
         raise inexpressible(error, term) from None
+
+
+def to_sizes(values: Iterable[int | torch.SymInt]) -> tuple[Size, ...]:
+    """The sizes of several, most of which are numbers."""
+    return tuple([n if type(n) is int else to_size(n) for n in values])
 
 
 def inexpressible(error: Unsupported, term: sympy.Basic) -> InexpressibleSize:

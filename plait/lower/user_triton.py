@@ -29,7 +29,7 @@ from plait.lower.inplace import may_write_part, place_to_write
 from plait.lower.memory import lay_out, tensor_arg
 from plait.lower.operands import fake_strides
 from plait.lower.pycall import number_of, rule_or_python
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_sizes
 from plait.lower.user_source import SourceText
 
 hop = torch.ops.higher_order
@@ -188,7 +188,7 @@ class _Operands:
         self._take_floats()
         for k in new:
             val = nodes[k].meta["val"]
-            shape = tuple(to_size(s) for s in val.shape)
+            shape = to_sizes(val.shape)
             buf = self.ctx.new_buffer(
                 tensors[k].dtype, shape, fake_strides(nodes[k]), True, self.device
             )
@@ -277,7 +277,7 @@ def shared_writes(
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     """Whether the elements of two nodes in one memory lie alike: then both are the same to a
     kernel."""
-    shapes = [tuple(map(to_size, n.meta["val"].shape)) for n in (a, b)]
+    shapes = [to_sizes(n.meta["val"].shape) for n in (a, b)]
     rows = all(
         fake_strides(n) == contiguous_strides(shape)
         for n, shape in zip((a, b), shapes, strict=True)

@@ -22,7 +22,7 @@ from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
 from plait.lower.integers import is_found_size, require_index
 from plait.lower.memory import alias, owner_of, seen_as, tensor_arg
-from plait.lower.symbols import to_size
+from plait.lower.symbols import to_size, to_sizes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -338,7 +338,7 @@ def _as_strided(
     fits = not given or (storage_offset is None and within)
     if not given and not within:
         _require_room(ctx, shape, stride, offset, span)
-    order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
+    order = dense_order(to_sizes(meta.shape), to_sizes(meta.stride()))
     if order is not None and fits and owner.dtype == x.dtype:
         dense = tuple(owner.shape[d] for d in order)
 
@@ -361,8 +361,8 @@ def _require_room(
     """What eager checks of a storage that an operator made, and tracing does not: fake storages
     grow. Elements of no number lie anywhere."""
     like = _owner(ctx, any_dtype=True).meta["val"]
-    sizes = tuple(map(to_size, like.shape))
-    if dense_order(sizes, tuple(map(to_size, like.stride()))) is None:
+    sizes = to_sizes(like.shape)
+    if dense_order(sizes, to_sizes(like.stride())) is None:
         raise NoRule(_BEYOND)
     nbytes = ctx.out_meta().element_size()
     end = (offset + (span + 1)) * nbytes
@@ -432,8 +432,8 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     assert isinstance(given, torch.fx.Node), given
     if from_torch(given.meta["val"].dtype) != x.dtype:
         raise NoRule("memory of an element type that loops do not know")
-    memory = tensor_arg(ctx, x, tuple(to_size(s) for s in given.meta["val"].stride()))
-    strides = tuple(to_size(s) for s in ctx.out_meta().stride())
+    memory = tensor_arg(ctx, x, to_sizes(given.meta["val"].stride()))
+    strides = to_sizes(ctx.out_meta().stride())
     root = owner_of(ctx, memory.buf)
     if to.nbytes > x.dtype.nbytes and root in ctx.input_buffers:
         if 0 in x.shape:  # no element is there to tell where: PyTorch counts on, from the input

@@ -123,7 +123,8 @@ class _Bounds:
     """How large expressions can be in a program with buffers of these shapes."""
 
     def __init__(self, shapes: Iterable[tuple[Size, ...]]) -> None:
-        products = {tuple(a for e in shape for a in _factors(e)) for shape in shapes}
+        symbolic = ([e for e in shape if type(e) is not int] for shape in shapes)
+        products = {tuple(a for e in some for a in _factors(e)) for some in symbolic if some}
         self._products = [Counter(p) for p in products if p]
         self._known: dict[Expr, bool] = {}
 

@@ -37,18 +37,32 @@ def fuse_horizontally(
     """The nodes in their order, some joined. A node's preds are places in `ordered`."""
     if not cfg.fusion:
         return list(ordered)
-    fusion = _HorizontalFusion(grouping, ordered)
+    may_join = [_may_join(grouping, u) for u in ordered]
+    if sum(may_join) < 2:
+        return list(ordered)
+    fusion = _HorizontalFusion(grouping, ordered, may_join)
     for k in range(len(ordered)):
-        if fusion.may_join(k):
+        if may_join[k]:
             fusion.settle(k)
     return fusion.result()
 
 
-class _HorizontalFusion:
-    """Nodes in slots. A slot holds what runs in one step; slot k starts with node k alone."""
+def _may_join(grouping: Grouping, u: ScheduleNode) -> bool:
+    """Whether a node may share a launch: loops on the CPU whose points may run on any thread."""
+    if not isinstance(u.item, Group) or any(isinstance(m.loop, Scatter) for m in u.item.members):
+        return False
+    buffers = grouping.program.buffers
+    return all(facts_of(buffers[b].device).is_host for b in (*u.reads, *u.writes))
 
-    def __init__(self, grouping: Grouping, ordered: Sequence[ScheduleNode]) -> None:
-        self.grouping, self.nodes = grouping, ordered
+
+class _HorizontalFusion:
+    """Nodes in slots. A slot holds what runs in one step; slot k starts with node k alone.
+    may_join: by node."""
+
+    def __init__(
+        self, grouping: Grouping, ordered: Sequence[ScheduleNode], may_join: Sequence[bool]
+    ) -> None:
+        self.grouping, self.nodes, self.may_join = grouping, ordered, may_join
         n = len(ordered)
         self.slot = list(range(n))
         self.members = [[k] for k in range(n)]
@@ -117,17 +131,6 @@ class _HorizontalFusion:
         return start, end
 
     # ---- one node
-    def may_join(self, k: int) -> bool:
-        """Whether a node may share a launch: loops on the CPU whose points may run on any
-        thread."""
-        u = self.nodes[k]
-        if not isinstance(u.item, Group) or any(
-            isinstance(m.loop, Scatter) for m in u.item.members
-        ):
-            return False
-        buffers = self.grouping.program.buffers
-        return all(facts_of(buffers[b].device).is_host for b in (*u.reads, *u.writes))
-
     def settle(self, k: int) -> Fused | Reason:
         """Finds a launch for node k, which is the last one so far that may be joined."""
         found: Fused | Reason = Reason("no launch is near")
@@ -140,7 +143,7 @@ class _HorizontalFusion:
     def _hosts(self, k: int) -> Iterator[int]:
         n = 0
         for i in range(k - 1, max(k - FAR, 0) - 1, -1):
-            if self.members[i] and self.may_join(self.members[i][0]):
+            if self.members[i] and self.may_join[self.members[i][0]]:
                 yield i
                 n += 1
                 if n == MAX_HOSTS:

@@ -42,9 +42,9 @@ class Life:
 
 def storage_nbytes(b: Buffer) -> Size:
     """The bytes that a buffer takes, gaps between its elements included."""
-    if any(s == 0 for s in b.shape):
+    if 0 in b.shape:
         return 0
-    reach = total((s - 1) * t for s, t in zip(b.shape, b.strides, strict=True))
+    reach = total([(s - 1) * t for s, t in zip(b.shape, b.strides, strict=True)])
     if all(isinstance(s, int) for s in b.shape):
         return (reach + 1) * b.dtype.nbytes
     return smax(reach + 1, 1) * b.dtype.nbytes

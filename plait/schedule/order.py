@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from plait.errors import InternalError
 from plait.ir.loops import Mutate
@@ -183,7 +184,8 @@ def order(grouping: Grouping) -> list[ScheduleNode]:
     clearly less memory. Their preds are places in that order."""
     all_nodes = readers_first(nodes(grouping))
     best = program_order(all_nodes)
-    if len(all_nodes) <= MAX_GREEDY:
+    only = all(a in all_nodes[b].preds for a, b in pairwise(best))  # there is no other
+    if len(all_nodes) <= MAX_GREEDY and not only:
         t = traffic(grouping, all_nodes)
         other = greedy_order(t, all_nodes)
         now, then = (peak_nbytes(t, s) for s in (best, other))

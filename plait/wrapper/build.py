@@ -19,6 +19,7 @@ from plait.ir.dtypes import DType, opaque
 from plait.ir.effects import extern_reads, tensor_args
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
 from plait.ir.loops import Alias, Assert, Buffer, Item, Mutate
+from plait.schedule.deps import memory_roots
 from plait.schedule.plan import Kernel, Plan, Step, user_launch
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import symbols
@@ -401,15 +402,36 @@ def _call(d: _Draft, e: Extern) -> None:
 
 
 def _check_results(d: _Draft, step: Step) -> None:
-    """What operators make is what tracing said, before anything reads it. One that shares
-    memory with others is never copied; results of control flow are nobody else's."""
+    """What operators make is what tracing said, before anything reads it; of a subprogram that is
+    called as it is, what it cannot promise. One that shares memory with others is never copied;
+    results of control flow are nobody else's."""
     if isinstance(step, Extern):
+        promised = _promised(d, step)
         for name in step.outs:
-            if name is not None and d.how.get(name) == "result":
+            if name is not None and d.how.get(name) == "result" and name not in promised:
                 origin = "; ".join(step.origin) or step.op
                 mine = step.control is not None or not (step.aliases or step.starts)
                 _check_layout(d, name, origin, copies=mine)
                 _check_alignment(d, name)
+
+
+def _promised(d: _Draft, step: Extern) -> set[str]:
+    """The results that a subprogram returns with these very sizes and strides, all numbers: it
+    looks after them itself."""
+    if step.control is None or step.control.kind != "call":
+        return set()
+    (program,) = (d.plan.programs[k].program for k in step.control.programs)
+    memory = memory_roots(program.ops)  # what shares some may begin anywhere in it
+    found: set[str] = set()
+    for name, out in zip(step.outs, program.outputs, strict=True):
+        if name is None or type(out) is not TensorArg or out.buf in memory:
+            continue
+        b, made = d.buffer(name), program.buffers[out.buf]
+        theirs = (out.dtype or made.dtype, made.device, out.shape, out.strides, out.offset)
+        numbers = all(type(n) is int for n in (*b.shape, *b.strides))
+        if numbers and theirs == (b.dtype, b.device, b.shape, b.strides, 0):
+            found.add(name)
+    return found
 
 
 def _check_layout(d: _Draft, name: str, origin: str = "", copies: bool = False) -> None:

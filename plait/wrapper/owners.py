@@ -2,12 +2,15 @@
 
 A tensor's layout is owned if it was checked before the program ran (inputs, constants), was decided
 by the program (Alloc, Place, Reuse, View) or was looked at since (AssertSizeStride). The result of
-a call is not owned: that tracing said so is no proof. A symbol that comes from such a result, or is
-the value of a tensor, may be any number until an AssertScalar bounds it; the ranges that
+a call is not owned: that tracing said so is no proof. That of a subprogram which is called as it is
+belongs to the subprogram, as far as its layout is numbers. A symbol that comes from such a result,
+or is the value of a tensor, may be any number until an AssertScalar bounds it; the ranges that
 expressions rely on must follow.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols, substitute, symbol
 from plait.wrapper import instructions as ins
@@ -31,7 +34,8 @@ _LOOKS = (
 class Owners:
     """The facts that are owned so far, in one walk over a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, programs: Sequence[ins.WrapperProgram] = ()) -> None:
+        self.programs = programs
         self.unowned: set[str] = set()  # results of calls that nothing has looked at
         self.results: set[str] = set()
         self.found: dict[
@@ -64,7 +68,7 @@ class Owners:
         match i:
             case _ if isinstance(i, ins.Call):
                 names = set(defined(i))
-                self.unowned |= names
+                self.unowned |= names - self._promised(i)
                 self.results |= names
                 self.found.update(dict.fromkeys(names, _ANY))  # an integer, if it is one
             case ins.AssertSizeStride():
@@ -82,6 +86,22 @@ class Owners:
                 self._bound(i.expr)
             case _:
                 pass
+
+    def _promised(self, i: ins.Instr) -> set[str]:
+        """The results of a call whose layouts a subprogram has decided."""
+        if not isinstance(i, ins.CallPrograms) or i.kind != "call":
+            return set()
+        body = self.programs[i.programs[0]].body
+        made = (ins.Alloc, ins.Reuse, ins.AssertSizeStride)
+        known = {
+            j.tensor if isinstance(j, ins.AssertSizeStride) else j.name
+            for j in body
+            if isinstance(j, made) and all(isinstance(n, int) for n in (*j.shape, *j.strides))
+        }
+        returned = body[-1]
+        assert isinstance(returned, ins.Return), f"{returned} ends a subprogram"
+        pairs = zip(i.outs, returned.values, strict=True)
+        return {n for n, o in pairs if n and isinstance(o, ins.Ref) and o.name in known}
 
     def _range(self, name: str) -> Range:
         """The least and the most that a symbol found at run time can be, by all that is known."""

@@ -98,7 +98,7 @@ class _Verifier:
         self.arenas: dict[str, ins.Arena] = {}
         self.at = -1
         self.uses = _uses(program.body)
-        self.owners = Owners()
+        self.owners = Owners(program.programs)
         self.in_flight = InFlight(self.base)
 
     def run(self) -> None:

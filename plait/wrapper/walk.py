@@ -23,6 +23,7 @@ _DEFINED = Select(Kind.DEFINES, Kind.SYMBOL, Kind.RESULTS)
 _WITH_OPERANDS = Select(*_OPERANDS)
 _USED = Select(*_USES, Kind.SOURCE, *_OPERANDS)
 _SIZED = Select(*_SIZES, Kind.SOURCE, *_OPERANDS)
+_NONE: frozenset[str] = frozenset()
 _REWRITTEN = Select(*_USES, Kind.ENDS, *_SIZES, Kind.SOURCE, *_OPERANDS)
 
 
@@ -84,7 +85,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
     for name, kind in _USED[type(i)]:
         if kind in _OPERANDS:
             for o in _of(i, name, kind):
-                names.extend((o.name,) if isinstance(o, ins.Ref) else refs(o))
+                names += (o.name,) if type(o) is ins.Ref else refs(o)
             continue
         value = getattr(i, name)
         if kind is Kind.ALL_USED:
@@ -103,12 +104,12 @@ def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
         if kind in _OPERANDS:
             assert not isinstance(i, ins.Input), "an input has no operands"
             for o in _of(i, name, kind):
-                if not isinstance(o, (ins.Ref, ins.Literal)):  # most of them
+                if type(o) is not ins.Ref:  # most of them
                     found.extend(operand_sizes(o))
             continue
         value = getattr(i, name)
-        if isinstance(value, tuple):
-            found.extend(value)
+        if type(value) is tuple:
+            found += value
         elif isinstance(value, (int, Expr)):
             found.append(value)
     return tuple(found)
@@ -116,8 +117,8 @@ def sizes(i: ins.Instr | ins.Input) -> tuple[Size, ...]:
 
 def symbols(i: ins.Instr) -> frozenset[str]:
     """Names of the symbols in this instruction's expressions."""
-    symbolic = [e for e in sizes(i) if not isinstance(e, int)]
-    return frozenset([a.name for e in symbolic for a in free_symbols(e)])
+    symbolic = [e for e in sizes(i) if type(e) is not int]
+    return frozenset([a.name for e in symbolic for a in free_symbols(e)]) if symbolic else _NONE
 
 
 def is_fence(i: ins.Instr) -> bool:

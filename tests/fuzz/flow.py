@@ -53,9 +53,10 @@ def map_(step: Step, xs: Any, *given: Any) -> Any:
 
 
 def associative_scan(combine: Step, xs: Any, dim: int, reverse: bool, mode: str) -> Any:
-    """Its results are contiguous: PyTorch's ways lay them out differently."""
+    """Its results are copies: PyTorch's ways lay them out differently, and over one element some
+    return what they were given."""
     made = _associative_scan(combine, xs, dim, reverse, mode)
-    return pytree.tree_map(lambda x: x.contiguous(), made)
+    return pytree.tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), made)
 
 
 def _associative_scan(combine: Step, xs: Any, dim: int, reverse: bool, mode: str) -> Any:

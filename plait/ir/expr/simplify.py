@@ -368,7 +368,7 @@ def contiguous_strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     step: Size = 1
     for s in reversed(shape):
         out.append(step)
-        step *= smax(s, 1)
+        step *= (s or 1) if isinstance(s, int) else smax(s, 1)
     return tuple(reversed(out))
 
 

@@ -36,9 +36,9 @@ def _last_uses(p: ins.WrapperProgram, body: Sequence[ins.Instr]) -> dict[str, in
     last: dict[str, int] = {i.name: -1 for i in p.inputs if isinstance(i, ins.TensorInput)}
     for k, i in enumerate(body):
         if isinstance(i, ins.Call):
-            last.update((n, k) for n in defined(i) if n not in integers)
+            last.update({n: k for n in defined(i) if n not in integers})
         elif not isinstance(i, (ins.Symbol, ins.Constant, ins.Arena)):
-            last.update((n, k) for n in defined(i))
+            last.update(dict.fromkeys(defined(i), k))
         for name in used(i):
             if name in last:
                 last[name] = k

@@ -38,6 +38,7 @@ from plait.wrapper.checks import check_finite
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
+from plait.wrapper.passes.inline_programs import inline_programs
 from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, observe
 from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
@@ -235,6 +236,8 @@ def _wrap(
     if any(map(is_fence, wrapper.body)):
         devices = {n: b.device for n, b in {**lowered.program.buffers, **plan.buffers}.items()}
         wrapper = log("keep memory", keep_memory, wrapper, devices)
+    if cfg.cuda_graphs:  # before passes, which then see the whole program
+        wrapper = log("inline programs", inline_programs, wrapper, lowered.constants)
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}

@@ -30,7 +30,6 @@ from plait.graph.memory_format import channels_last
 from plait.graph.noop import drop_noops
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
-from plait.graph.regions import inline_regions
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
@@ -125,8 +124,6 @@ def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Con
 def clean_graph(captured: Captured, cfg: Config) -> Captured:
     """Runs the passes over the graph, and over those that its control flow runs, in place and
     returns the same object. The modules' code is not regenerated."""
-    if cfg.cuda_graphs:
-        inline_regions(captured.graph)
     for graph in graphs_within(captured.graph):
         clean_graph(replace(captured, graph=graph), cfg)
     _run(GRAPH, captured.graph, cfg)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import operator
 import os
 import re
 import struct
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait import compat
@@ -38,6 +40,8 @@ from plait.wrapper.instructions import (
     Alloc,
     Arena,
     CallExtern,
+    CallPrograms,
+    Copy,
     DefineKernel,
     Launch,
     Partition,
@@ -109,6 +113,48 @@ def test_everything_is_on_the_device(compile_only: None) -> None:
     assert made.kernel_source.count("@triton.jit\ndef plait_") == len(
         {i.kernel for i in of(p, Launch)}
     )
+
+
+def test_regions_are_built_once_and_recorded_whole(compile_only: None) -> None:
+    """Each call launches the region's kernels, which are those of one call; an argument that begins
+    between two addresses of 16 bytes is copied first."""
+
+    def made_of(n: int) -> CompileRecord:
+        mode, (x, w, longer) = fakes((64, 128), (128, 128), (64 * 128 + 1,))
+        with mode:
+            body = make_fx(lambda x, w: (F.softmax(x @ w, -1) + x, (x * w.sum(0)).sum(-1)))(x, w)
+        graph = Graph()
+
+        def add(target: Any, *args: Any) -> Node:
+            node = graph.call_function(target, args)
+            given = [a.meta.get("val") if isinstance(a, Node) else a for a in args]
+            with mode:
+                node.meta["val"] = body(*given[2:]) if target is invoke else target(*given)
+            return node
+
+        inputs = [graph.placeholder(name) for name in ("x", "w", "longer")]
+        for node, val in zip(inputs, (x, w, longer), strict=True):
+            node.meta["val"] = val
+        invoke, region = torch.ops.higher_order.invoke_subgraph, graph.get_attr("region")
+        y, weight, long = inputs
+        odd = add(aten.as_strided.default, long, [64, 128], [128, 1], 1)
+        results = [add(operator.getitem, add(invoke, region, "region", odd, weight), 1)]
+        for _ in range(n):
+            y = add(operator.getitem, add(invoke, region, "region", y, weight), 0)
+        graph.output((y, *results))
+        module = GraphModule({"region": body}, graph)
+        cfg = Config(gpu_arch="sm_90", verify=True, cuda_graphs=True)
+        return pipeline.compile_graph(Captured(module, "test", "inference"), cfg).record
+
+    two, eight = made_of(2), made_of(8)
+    p = eight.wrapper
+    assert not of(p, CallPrograms) and not p.programs
+    assert [i.recorded for i in of(p, Partition)] == [False, True]
+    assert len(of(p, Copy)) == 1
+    assert len(of(p, Launch)) - len(of(two.wrapper, Launch)) == 6 * 2
+    assert of(p, DefineKernel) == of(two.wrapper, DefineKernel)
+    assert eight.kernel_source == two.kernel_source
+    assert read(text(p)) == p and encode(p) == encode(read(text(p)))
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (3, 0), (2, 3)])

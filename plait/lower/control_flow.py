@@ -95,8 +95,8 @@ def _traced(graph: Any) -> GraphModule:
     """A graph of whose values fake ones are known; else raises NoRule."""
     if not isinstance(graph, GraphModule):
         raise NoRule(f"{type(graph).__name__} in the place of a graph")
-    nodes = graph.graph.nodes  # a check has no value
-    values = (n for n in nodes if n.op == "placeholder" or n.op == "call_function" and n.users)
+    # A check has no value, and what nobody reads may have none.
+    values = (n for n in graph.graph.nodes if n.op in ("placeholder", "call_function") and n.users)
     if any("val" not in n.meta for n in values):
         raise NoRule("a graph that was not traced")
     return graph

@@ -194,6 +194,16 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
     return replace(i, **changed) if changed else i
 
 
+def renamed(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Instr:
+    """The same, with what it defines renamed, too."""
+    changed: dict[str, Any] = {}
+    for name, kind in _DEFINED[type(i)]:
+        value = getattr(i, name)
+        several = kind is Kind.RESULTS
+        changed[name] = tuple(n and ref(n) for n in value) if several else ref(value)
+    return replace(rewrite(i, ref, size), **changed)
+
+
 def _rewritten(
     kind: Kind, value: Any, ref: Callable[[str], str], size: Callable[[Size], Size]
 ) -> Any:

@@ -146,11 +146,13 @@ def loop(m: Maker) -> str:
     carried = ", ".join([start, *given, *([more] if more else [])])
     text = f"while_loop(lambda {head}: i < {rounds}, lambda {head}: ({step}), ({carried},))"
     n = 1 + len(given) + bool(more)
-    whole = m.add("loop", text, exact=(e := _exact(m, *given, *captured)), out="w")
+    exact = _exact(m, *given, *captured)
+    whole = m.add("loop", text, exact=exact, out="w")
     made = ""
     for k in m.rng.sample(range(1, n), m.rng.randint(1, n - 1)) if whole else ():
-        e = "bits" if more and k == n - 1 and not m.value(more).dtype.is_floating_point else e
-        made = m.add("loop", f"{whole}[{k}]", exact="no" if more and k == n - 1 else e) or made
+        counted = bool(more) and k == n - 1  # by itself
+        own = "no" if counted and m.value(more).dtype.is_floating_point else "bits"
+        made = m.add("loop", f"{whole}[{k}]", exact=own if counted else exact) or made
     return made
 
 

@@ -28,8 +28,10 @@ def cond(holds: Any, yes: Step, no: Step, given: Sequence[Any]) -> Any:
 
 
 def while_loop(holds: Step, step: Step, carried: Sequence[Any]) -> Any:
+    """Its results are copies: with gradients, PyTorch's are parts of all rounds, stacked."""
     if torch.compiler.is_compiling():
-        return torch.while_loop(holds, step, carried)
+        made = torch.while_loop(holds, step, carried)
+        return tuple(x.clone() if isinstance(x, Tensor) else x for x in made)
     carried = tuple(x.clone() if isinstance(x, Tensor) else x for x in carried)
     while holds(*carried):
         carried = step(*carried)

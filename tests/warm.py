@@ -9,6 +9,7 @@ variables that torch reads, or of the interpreter's end.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -99,7 +100,7 @@ def run(
 
 
 _servers: dict[tuple[object, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
-"""The processes to fork from and the ways to them. They end when this process does."""
+"""This process's number and more -> a process to fork from and the way to it."""
 
 
 def _door(env: Mapping[str, str]) -> socket.socket:
@@ -123,6 +124,15 @@ def _door(env: Mapping[str, str]) -> socket.socket:
             )  # fmt: skip
         _servers[key] = server, ours
     return _servers[key][1]
+
+
+@atexit.register
+def _end() -> None:
+    for key, (server, door) in _servers.items():
+        if key[0] == os.getpid():
+            door.close()
+            server.kill()
+            server.wait()
 
 
 # -------------------------------------------------------------------------------------- the server

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import sympy
@@ -148,17 +149,20 @@ def see_other_types(view_like: Callable[..., torch.Tensor]) -> None:
 @lru_cache
 def write_joint_graphs() -> None:
     """Joint graphs of scan and map have their code written anew. torch hands them to its own
-    compiler there, which takes seconds to load and is never run."""
-    from torch._higher_order_ops.partitioner import HopJointGraph
-
-    own = HopJointGraph._rename_phs
+    compiler there, which takes seconds to load and is never run; its CSE would load more of it."""
+    home: Any = import_module("torch._higher_order_ops.partitioner")
+    own, split = home.HopJointGraph._rename_phs, home.HopJointGraph.partition
 
     def renamed(joint: Any) -> None:
         vars(joint.joint_gm)["compile"] = joint.joint_gm.recompile
         own(joint)
         del vars(joint.joint_gm)["compile"]
 
-    HopJointGraph._rename_phs = renamed  # type: ignore[method-assign, assignment]
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(cse=False):
+            return split(*args, **kwargs)
+
+    home.HopJointGraph._rename_phs, home.HopJointGraph.partition = renamed, partition
 
 
 def min_cut_partition(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from plait.errors import InternalError
 from plait.ir import loops
 from plait.ir.attention import Attention, Formula
-from plait.ir.calls import Extern, TensorArg
+from plait.ir.calls import Extern, TensorArg, UserKernel
 from plait.ir.dtypes import b1, bf16, f32, i64
 from plait.ir.expr import contiguous_strides, symbol
 from plait.ir.loops import Load, LoopProgram, cast, integer, node
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
+from plait.kernel.triton.attention import _SHARED, write_attention
+from plait.kernel.triton.dialects import GPUS
+from plait.runtime.cubin import Gpu
 
 B, H, I, J = (symbol(name, extent=n) for name, n in zip("bhij", (2, 4, 48, 80), strict=True))
 SIZES = {"q": (2, 4, 48, 16), "k": (2, 4, 80, 16), "v": (2, 4, 80, 16), "bias": (4, 48, 80)}
@@ -74,3 +79,33 @@ def test_a_formula_says_what_it_loads() -> None:
     assert BIASED.loaded == {"score", "given0"} and not BIASED.is_score
     assert Formula((B, H, I, J), SCORE).is_score
     assert CAUSAL.loaded == set() and CAUSAL.body.args[0].dtype == i64
+
+
+@pytest.mark.parametrize("gpu", [g for g in GPUS.values() if isinstance(g.arch, int)], ids=str)
+def test_blocks_fit_in_what_a_multiprocessor_has(gpu: Gpu) -> None:
+    """Rows that stay and rows that move, of keys and values or of queries and gradients."""
+    limit = 1024 * (_SHARED.get(gpu.arch, 99) if isinstance(gpu.arch, int) else 64)
+    for width, dtype, gives in product((64, 256), (bf16, f32), ("result", "queries", "keys")):
+        sizes = (2, 4, 512, width)
+        names = ("q", "k", "v", "grad", "along", "sums")[: 3 if gives == "result" else 6]
+        outs = ("out", "more")[: 1 if gives == "queries" else 2]
+        buffers = {
+            n: loops.Buffer(n, dtype, sizes, contiguous_strides(sizes), "cuda:0", True)
+            for n in (*names, *outs)
+        }
+        score, grad = (
+            Formula((B, H, I, J), node("load", (), Load(name, ()), f32) * 2.0)
+            for name in ("score", "grad")
+        )
+        kernel = Attention(
+            "a", gives, score, None if gives == "result" else grad, None, 0.25, 0, (0, 0)
+        )
+        args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in map(buffers.get, names) if b)
+        call = Extern(outs, "x", args, may_keep=False, kernel=kernel, fallback=False)
+        made = write_attention(call, buffers, gpu).kernel
+        assert isinstance(made, UserKernel), made
+        found = dict(re.findall(r"^(ROWS|COLUMNS): .*\((\d+)\)", made.text, re.MULTILINE))
+        rows, columns = int(found["ROWS"]), int(found["COLUMNS"])
+        stay, move = (columns, rows) if gives == "keys" else (rows, columns)
+        needed = (stay * (1 if gives == "result" else 2) + 2 * move) * width * dtype.nbytes
+        assert min(rows, columns) >= 16 and needed <= limit, (gives, width, dtype, needed)

@@ -133,17 +133,32 @@ class _Writer:
         if max(a.heads, a.parts) > 1:
             kind = "few"
         b = _SINGLE if nbytes == 4 else _BLOCKS[kind, max(64, width)]
-        limit = _SHARED.get(self.gpu.arch, 99) if isinstance(self.gpu.arch, int) else _LEAST_SHARED
-        while b.stages > 1 and (b.rows + 2 * b.stages * b.columns) * width * nbytes > limit << 10:
-            b = replace(b, stages=b.stages - 1)
-        while b.columns > 16 and (b.rows + 2 * b.columns) * width * nbytes > limit << 10:
-            b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
+        while b.columns > 16 and self._shared(b, width * nbytes) > self._limit:
+            if b.stages > 1:
+                b = replace(b, stages=b.stages - 1)
+            else:
+                b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
         sparse = a.block if a.tables else (0, 0)
         rows = _fitting(b.rows, q.shape[2], sparse[0])
         if a.heads > 1:  # there is one block of the tables
             rows = _power(q.shape[2] * a.heads)
         columns = _fitting(b.columns, k.shape[2], sparse[1])
         return replace(b, rows=rows, columns=columns)
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of memory that the programs of a multiprocessor share."""
+        arch = self.gpu.arch
+        return (_SHARED.get(arch, 99) if isinstance(arch, int) else _LEAST_SHARED) << 10
+
+    def _shared(self, b: Block, row: int) -> int:
+        """Bytes of it that a program takes at most. row: bytes of a key, or of a value."""
+        stays, moves = (
+            (b.columns, b.rows) if self.attention.gives == "keys" else (b.rows, b.columns)
+        )
+        rows = stays * (1 if self.attention.gives == "result" else 2) + 2 * b.stages * moves
+        # Where copies to it are not asynchronous, tiles of scores pass through it.
+        return rows * row + (4 * b.rows * b.columns if self._limit <= _LEAST_SHARED << 10 else 0)
 
     # ---- text
     def _functions(self) -> tuple[list[str], bool]:

@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan as torch_associative_scan
 from torch._higher_order_ops.associative_scan import associative_scan_op
+from torch._higher_order_ops.map import map as torch_map
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait
 import plait.capture.program as road
 import plait.lower.graph as lowering
-from plait.errors import InternalError
+from plait.errors import InputError, InternalError
 from plait.graph.write_out import write_out
 from plait.ir.calls import Control, Extern, all_programs
 from plait.ir.text import program_text, read_program
@@ -32,7 +34,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord, Program, observers
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
-from tests.fuzz.flow import associative_scan
+from tests.fuzz.flow import associative_scan, scan
 from tests.test_package_control import PROGRAMS
 
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -337,6 +339,41 @@ def test_associative_scans_of_varying_length(wrapper: str, records: list[Compile
     assert [c.kind for c in calls_of(record)] == ["loop"]
     body = record.wrapper.programs[1].body
     assert sum(isinstance(i, ins.Launch) for i in body) == 1  # a kernel a round
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_associative_scans_lie_as_tracing_says(dynamic: bool) -> None:
+    """Also where sizes are 1, and where slices lie in another order."""
+
+    def fn(x: Tensor) -> Tensor:
+        return associative_scan(torch.minimum, x, 1, False, "pointwise")
+
+    run = torch.compile(fn, backend="plait", dynamic=dynamic)
+    for x in (torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.rand(1, 3, 1)):
+        same(fn, run, x)
+
+
+def test_what_a_trial_finds_of_sizes_is_forgotten() -> None:
+    """What a scan asks of its length has the other answer in a trace for lengths of 1."""
+
+    def fn(x: Tensor) -> Tensor:
+        sums = torch_associative_scan(torch.add, x, 0, combine_mode="generic")
+        return torch_map(torch.neg, sums)
+
+    run = plait.compile(fn, (torch.ones(5),), ({0: torch.export.Dim.AUTO},))
+    assert run(torch.arange(5.0)).tolist() == [0, -1, -3, -6, -10]
+    with pytest.raises(InputError, match="a condition of the program"):
+        run(torch.ones(7))
+
+
+def test_a_body_in_a_package_need_not_read_what_it_is_given(tmp_path: Path) -> None:
+    def fn(c: Tensor, x: Tensor) -> Any:
+        rows = scan(lambda c, x: (c + x, c * 2), c, x)[1]
+        return scan(lambda c, x: (c + x[1], c * 2), c, (rows, x))
+
+    args = torch.ones(()), torch.arange(3.0)
+    plait.package(fn, tmp_path / "p.plait", args, machines=["portable"])
+    same(fn, plait.load(tmp_path / "p.plait"), *args)
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -6,6 +6,7 @@ graph (`export_graph`); `size_facts.py` says what it assumes of sizes.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -195,7 +196,7 @@ def export_graph(
     shape_env = env.mode.shape_env
     shape_env.asked = [] if turned else env.asked
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
-    guards, equal = list(shape_env.guards), dict(shape_env.replacements)
+    known = _learnt(shape_env) if turned else {}
     try:
         with env.mode, tracing(TracingContext(env.mode)), exporting, own_analysis():
             graph, signature = aot_export_module(
@@ -212,11 +213,35 @@ def export_graph(
     finally:
         del shape_env.asked, shape_env.turned
         if turned:
-            shape_env.guards[:] = guards
-            shape_env.replacements.clear()
-            shape_env.replacements.update(equal)
-            shape_env._update_version_counter()
+            _forget(shape_env, known)
     assert isinstance(graph, GraphModule), graph
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated, len(signature.input_tokens)
+
+
+def _learnt(shape_env: Any) -> dict[str, Any]:
+    """What a ShapeEnv knows of sizes, by attribute."""
+    kept = {name: copy.copy(getattr(shape_env, name)) for name in _LEARNT}
+    asserts = {s: list(those) for s, those in shape_env.deferred_runtime_asserts.items()}
+    return {**kept, "deferred_runtime_asserts": asserts}
+
+
+_LEARNT = (
+    "guards",
+    "replacements",
+    "var_to_range",
+    "axioms",
+    "divisible",
+    "num_deferred_runtime_asserts",
+)
+
+
+def _forget(shape_env: Any, known: dict[str, Any]) -> None:
+    """Takes a ShapeEnv back to what it knew."""
+    vars(shape_env).update(known)
+    shape_env._update_version_counter()
+    # Answers are remembered by the one, what sizes were replaced by is by the other.
+    for counter in ("_version_counter", "_replacements_version_counter"):
+        if hasattr(shape_env, counter):
+            setattr(shape_env, counter, getattr(shape_env, counter) + 1)

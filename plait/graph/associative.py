@@ -44,11 +44,17 @@ def _in_a_loop(
         made = combine(*(x.index_select(0, before) for x in xs), *xs, *more)
         first = places < step  # slices that have none so far before them
         together = (torch.where(_like(first, x), x, y) for x, y in zip(xs, made, strict=True))
-        return step * 2, *(x.contiguous() for x in together)
+        return step * 2, *(_in_order(x) for x in together)
 
     n = len(xs)
-    carried = (1, *(x.contiguous() for x in xs))
+    carried = (1, *(_in_order(x) for x in xs))
     return list(torch.ops.higher_order.while_loop(goes_on, combine_at, carried, tuple(more))[1:])
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """x with the strides of a new tensor. `contiguous` keeps others where a size is 1, and what a
+    loop carries has the same ones in every round."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _like(places: Tensor, x: Tensor) -> Tensor:

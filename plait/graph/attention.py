@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from plait import compat
 from plait.devices import facts_of
 from plait.graph.edit import aten, output_of, same_size, value_of
 
@@ -212,7 +211,7 @@ def attention(
     if causal is not None and wanted[2] is None:
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         out, sums = flash(q, k, v, 0.0, causal, scale=scale)
-        return *map(_laid_out, (out, sums / _LN2), wanted), None
+        return out, sums / _LN2, None
     mods = _Mods(score, None, block_mask[-1], captured, masking)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1
@@ -220,7 +219,7 @@ def attention(
         _Rows(_rows_of(q, b, whole), k, v, scale, mods, b.start, whole).forward() for b in blocks
     ]
     joined = found[0] if whole else map(partial(torch.cat, dim=2), zip(*found, strict=True))
-    return tuple(map(_laid_out, joined, wanted))
+    return tuple(joined)
 
 
 def attention_backward(
@@ -236,7 +235,7 @@ def attention_backward(
     if causal is not None and grad_logsumexp is None:
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = flash(grad_out, q, k, v, out, logsumexp * _LN2, 0.0, causal, scale=scale)
-        return *map(_laid_out, grads, wanted[:3]), (None,) * len(captured)
+        return *grads, (None,) * len(captured)
     blocks = _blocks(q, k)
     whole = len(blocks) == 1
     parts: list[Tensor] = []
@@ -252,24 +251,9 @@ def attention_backward(
     if k.shape[0] != q.shape[0]:
         grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
     grad_q = parts[0] if whole else torch.cat(parts, 2)
-    found = map(_laid_out, (grad_q, grad_k, grad_v), wanted[:3])
     gradients = zip(of_captured, wanted[3] or [None] * len(captured), strict=True)
-    return *found, [None if w is None else x for x, w in gradients]
+    return grad_q, grad_k, grad_v, [None if w is None else x for x, w in gradients]
 
 
 def _added(a: Any, b: Any) -> Any:
     return None if a is None else a + b
-
-
-def _laid_out(x: Tensor, like: Tensor | None) -> Tensor:
-    """x in the dtype of like, in its order of dimensions; x itself where nobody reads it."""
-    if like is None:
-        return x
-    if like.numel() == 0:
-        return x.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    x = x.to(like.dtype)
-    order = sorted(range(x.dim()), key=lambda d: -compat.tracing.hint_of(like.stride(d)))
-    x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
-    if all(map(same_size, x.stride(), like.stride())):
-        return x
-    return x.as_strided(like.shape, like.stride())

@@ -55,7 +55,7 @@ def _write_out(gm: GraphModule, node: Node, definition: Definition) -> None:
         args = torch.fx.node.map_arg(
             node.args, lambda n: known[n] if n in known else getattr(gm, str(n.target))
         )
-        return definition(*args, wanted=wanted)
+        return _laid_out(definition(*args, wanted=wanted), wanted)
 
     inner = compat.tracing.trace_values(run, [value_of(n) for n in given], _spelled())
     env = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
@@ -74,6 +74,23 @@ def _write_out(gm: GraphModule, node: Node, definition: Definition) -> None:
             env[n].meta = {**source_meta(node), **bindings, "val": value_of(n)}
     (results,) = output_of(inner.graph).args
     replace_items(node, torch.fx.node.map_arg(results, env.__getitem__))
+
+
+def _laid_out(made: Any, like: Any) -> Any:
+    """Results in the dtypes of like and in its orders of dimensions, since that is what readers go
+    by; those that nobody reads as they are."""
+    if like is None:
+        return made
+    if not isinstance(like, Tensor):
+        return [_laid_out(x, as_said) for x, as_said in zip(made, like, strict=True)]
+    if like.numel() == 0:
+        return made.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    made = made.to(like.dtype)
+    order = sorted(range(like.dim()), key=lambda d: -compat.tracing.hint_of(like.stride(d)))
+    made = made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
+    if all(map(same_size, made.stride(), like.stride())):
+        return made
+    return made.as_strided(like.shape, like.stride())
 
 
 def _spelled() -> dict[Any, Definition]:

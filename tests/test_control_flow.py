@@ -34,7 +34,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord, Program, observers
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
-from tests.fuzz.flow import associative_scan, scan
+from tests.fuzz.flow import REGIONS, associative_scan, scan
 from tests.test_package_control import PROGRAMS
 
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -304,6 +304,18 @@ def test_results_of_a_region_are_its_own_to_look_after(records: list[CompileReco
     handed_on = replace(inner, body=(ins.Return((ins.Ref(inner.inputs[0].name),)),))
     with pytest.raises(InternalError, match="nothing stands behind the sizes of"):
         verify(replace(known, programs=(handed_on,)))
+
+
+def test_a_region_looks_after_views_of_what_it_makes(records: list[CompileRecord]) -> None:
+    """Such as the means of rows that a backward pass reads."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return REGIONS["norm"](REGIONS["norm"](x, y), y)
+
+    torch.compile(fn, backend="plait")(torch.rand(2, 8, requires_grad=True), torch.rand(2, 8))
+    (record,) = records
+    assert any(isinstance(i, ins.View) for i in record.wrapper.programs[0].body)
+    assert not any(isinstance(i, ins.AssertSizeStride) for i in record.wrapper.body)
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 33])

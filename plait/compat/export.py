@@ -227,14 +227,7 @@ def _learnt(shape_env: Any) -> dict[str, Any]:
     return {**kept, "deferred_runtime_asserts": asserts}
 
 
-_LEARNT = (
-    "guards",
-    "replacements",
-    "var_to_range",
-    "axioms",
-    "divisible",
-    "num_deferred_runtime_asserts",
-)
+_LEARNT = "guards replacements var_to_range axioms divisible num_deferred_runtime_asserts".split()
 
 
 def _forget(shape_env: Any, known: dict[str, Any]) -> None:

@@ -92,12 +92,12 @@ class Owners:
         if not isinstance(i, ins.CallPrograms) or i.kind != "call":
             return set()
         body = self.programs[i.programs[0]].body
-        made = (ins.Alloc, ins.Reuse, ins.AssertSizeStride)
-        known = {
-            j.tensor if isinstance(j, ins.AssertSizeStride) else j.name
-            for j in body
-            if isinstance(j, made) and all(isinstance(n, int) for n in (*j.shape, *j.strides))
-        }
+        made = (ins.Alloc, ins.Reuse, ins.View, ins.AssertSizeStride)
+        known: set[str] = set()
+        for j in body:
+            own = not isinstance(j, ins.View) or j.base in known
+            if own and isinstance(j, made) and all(type(n) is int for n in (*j.shape, *j.strides)):
+                known.add(j.tensor if isinstance(j, ins.AssertSizeStride) else j.name)
         returned = body[-1]
         assert isinstance(returned, ins.Return), f"{returned} ends a subprogram"
         pairs = zip(i.outs, returned.values, strict=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from plait.ir import loops as L
 from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.effects import unwritten
 from plait.ir.expr import Expr, Size, contiguous_strides, evaluate
 from plait.ir.loops import apply
 from plait.ir.record import Recorder
@@ -443,6 +444,7 @@ def run_program(
     """Buffers after running the ops one after the other, unfused."""
     known = dict(syms or {})
     arrays = {n: x.copy() for n, x in inputs.items()}
+    arrays |= {n: fresh(program.buffers[n], known) for n in unwritten(program)}
     for op in program.ops:
         for name in _defined(op):
             if name not in arrays:
@@ -521,6 +523,9 @@ def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) 
     known = dict(syms or {})
     memory = Memory(plan, inputs, known)
     arrays = memory.arrays
+    for name in unwritten(plan.program):
+        if name in plan.buffers:
+            memory.make(name)
     for step, dying in zip(plan.steps, plan.frees, strict=True):
         for name in _defined(step):
             if name not in arrays:

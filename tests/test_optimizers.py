@@ -182,6 +182,19 @@ def test_half_parameters(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
+def test_empty_parameters(foreach: bool) -> None:
+    """They take no launch; their version counts as eager's does."""
+    told, versions = [], []
+    for sizes in ([(3, 4)], [(3, 4), (0, 4), (0,), (2, 0, 3)]):
+        given = parameters(torch.float32, sizes)
+        optimizer = torch.optim.SGD(given, lr=LR, momentum=0.9, foreach=foreach)
+        told.append(plait.explain(optimizer.step, quiet=True))
+        versions.append([p._version for p in given])
+    assert told[0].kernels == told[1].kernels == 1, told[1]
+    assert versions[1] == versions[0] * 4
+
+
+@pytest.mark.parametrize("foreach", [True, False])
 def test_clipped(foreach: bool) -> None:
     """Gradients are clipped, then the step is made: one function."""
     seen = []

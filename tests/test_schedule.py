@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from plait.config import Config
+from plait.ir.effects import unwritten
 from plait.ir.expr import Expr, Size, evaluate, symbol
 from plait.ir.loops import LoopProgram, Node, apply
 from plait.pipelines import LOOPS, schedule
@@ -251,8 +252,11 @@ def test_empty_axes() -> None:
     e = b.map("exp", x)
     rows = b.reduce((4,), (0,), "sum", lambda o, i, r: o.load(e, i, r))
     f = b.map("tanh", b.map("exp", y))
-    b.output(e, rows, f, b.map("neg", rows))
-    plan_of(b)
+    rest = b.map("neg", rows)
+    b.output(e, rows, f, rest)
+    plan = plan_of(b)
+    assert plan.buffers.keys() & {*unwritten(plan.program)} == {e, f}
+    assert {o for k in kernels(plan) for o in k.outs} == {rows, rest}
 
 
 def test_axes_of_one_element_vanish() -> None:

@@ -68,6 +68,13 @@ def lines(p: Plan, **more: Any) -> list[str]:
 X, Y, Z, W = buf("x"), buf("y"), buf("z"), buf("w")
 
 
+def test_what_nobody_writes_is_there_from_the_start() -> None:
+    empty = buf("e", (0, 4))
+    p = plan(["x"], [kernel("k0", [X], [Y])], [whole(Y), whole(empty)], [X, Y, empty])
+    assert build(p, "g").name == "g"
+    assert lines(p)[0].startswith("e = alloc(") and lines(p)[-1] == "return (y, e)"
+
+
 def test_outputs_are_allocated_and_intermediates_placed() -> None:
     p = plan(
         ["x"],

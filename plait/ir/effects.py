@@ -65,6 +65,13 @@ def defines(op: ir.Op) -> tuple[str, ...]:
     return (op.out,) if isinstance(op, ir.Alias) else ()
 
 
+def unwritten(program: ir.LoopProgram) -> tuple[str, ...]:
+    """The buffers without elements that no op makes: they are there from the start."""
+    empty = [n for n, b in program.buffers.items() if b.is_empty]
+    made = program.given.union(*map(defines, program.ops)) if empty else ()
+    return tuple(n for n in empty if n not in made)
+
+
 def updates(op: ir.Op) -> tuple[str, ...]:
     """The buffers that an op changes in place."""
     if isinstance(op, Extern):

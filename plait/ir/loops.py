@@ -321,6 +321,11 @@ class Buffer:
     device: str = "cpu"
     fixed: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no element, and nothing else of its layout is a symbol."""
+        return 0 in self.shape and all(isinstance(n, int) for n in (*self.shape, *self.strides))
+
 
 # -------------------------------------------------------------------------------------------- loops
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from plait.ir.attention import Attention
 from plait.ir.calls import DeviceKernel, Extern, ExternArg, Number, TensorArg, UserKernel
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
-from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, updates
+from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
 from plait.ir.reductions import REDUCTIONS
@@ -72,7 +72,7 @@ def _start(known: _Known) -> None:
             _define(known, given)
         elif given is not None and given[1] not in p.symbols:
             raise _Fault(f"the int input {given[1]} is no symbol of the program")
-    for name in p.constants:
+    for name in (*p.constants, *unwritten(p)):
         _define(known, name)
 
 

@@ -265,8 +265,9 @@ def read_for_symbols(program: ir.LoopProgram) -> dict[str, frozenset[str]]:
 
 
 def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
-    """The program without loops, views and effect-free calls whose results nobody uses; unused
-    results of other ops become None."""
+    """The program without loops, views and effect-free calls whose results nobody uses, and without
+    loops that run for no point and make what is empty; unused results of other ops become None."""
+    empty = {n for n, b in program.buffers.items() if b.is_empty}
     needed = set(output_buffers(program))
     sources = read_for_symbols(program)
     kept: list[ir.Op] = []
@@ -277,8 +278,10 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             live = op.effectful or bool(op.mutates) or bool(op.symbols)
         else:
             live = False
-        if not live and needed.isdisjoint(defines(op)):
+        if not live and (needed.isdisjoint(defines(op)) or (empty and _is_idle(op, empty))):
             continue
+        if isinstance(op, ir.Mutate) and op.source in empty:
+            op = replace(op, source=op.target)
         if isinstance(op, (Extern, ir.Reduction, ir.Scan)):
             whole = isinstance(op, Extern) and op.kernel is not None  # it wants memory for all
             outs = tuple(o if whole or o in needed else None for o in op.outs)
@@ -292,3 +295,10 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     made = {*needed, *program.given}
     symbols = {n: source for n, source in program.symbols.items() if sources.get(n, made) <= made}
     return replace(program, ops=tuple(reversed(kept)), symbols=symbols)
+
+
+def _is_idle(op: ir.Op, empty: set[str]) -> bool:
+    """Whether an op is a loop that runs for no point and has nothing to make."""
+    if not isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
+        return False
+    return empty.issuperset(defines(op)) and any(extent(v) == 0 for v in op.vars)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plait.errors import InternalError
+from plait.ir.effects import unwritten
 from plait.ir.expr import Atom, Size, atom_of, free_symbols
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
@@ -24,7 +25,7 @@ def verify_plan(plan: Plan) -> None:
     for nested in plan.programs:
         verify_plan(nested)
     program = plan.program
-    known = set(program.given)
+    known = {*program.given, *unwritten(program)}
     gone: dict[str, int] = {}
     names: set[str] = set()
     for k, (step, dying) in enumerate(zip(plan.steps, plan.frees, strict=True)):

@@ -16,7 +16,7 @@ from plait.devices import facts_of
 from plait.errors import InternalError
 from plait.ir.calls import DeviceKernel, Extern, ExternArg, ListArg, Number, Scalar, TensorArg
 from plait.ir.dtypes import DType, opaque
-from plait.ir.effects import extern_reads, tensor_args
+from plait.ir.effects import extern_reads, tensor_args, unwritten
 from plait.ir.expr import Expr, Size, contiguous_strides, free_symbols
 from plait.ir.loops import Alias, Assert, Buffer, Item, Mutate
 from plait.schedule.deps import memory_roots
@@ -57,6 +57,9 @@ def build(
                 _check_layout(d, i.name, copies=nested)
             _check_alignment(d, i.name)
     _define_tables(d)
+    for empty in unwritten(plan.program):
+        if empty in plan.buffers:
+            d.make(plan.buffers[empty])
     for step in plan.steps:
         _add_step(d, step)
         d.define_symbols()

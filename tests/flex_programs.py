@@ -35,7 +35,8 @@ class Case:
     by_ids: queries see keys of their own number in a captured tensor, up to themselves.
     transposed: heads lie inside of positions, as after a projection.
     with_aux: logarithms of sums and greatest scores are results too.
-    longer_queries: where lengths vary, those of queries do."""
+    longer_queries: where lengths vary, those of queries do.
+    scale: of scores."""
 
     score: Callable[..., Mod] | None = None
     mask: Mod | None = None
@@ -50,6 +51,7 @@ class Case:
     transposed: bool = False
     with_aux: bool = False
     longer_queries: bool = True
+    scale: float | None = None
 
     def program(self, device: str) -> Callable[..., Any]:
         """The function of queries, keys, values and captured tensors."""
@@ -69,6 +71,7 @@ class Case:
             aux = flex.AuxRequest(lse=True, max_scores=on_gpu) if self.with_aux else None
             score = self.score and self.score(*fixed, *captured)
             more = {"enable_gqa": self.heads[0] != self.heads[1], "return_aux": aux}
+            more["scale"] = self.scale
             if self.transposed:
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = flex.flex_attention(q, k, v, score_mod=score, block_mask=mask, **more)
@@ -112,6 +115,11 @@ def _constants(t: Tensor) -> Mod:
     return lambda s, b, h, i, j: s * 1.5 + t[h, i - j] * t[h, 0] + t[h, 1] * t[1, j]
 
 
+def _divided(t: Tensor) -> Mod:
+    """Outside of the tensors it has the gradient 0 / 0."""
+    return lambda s, b, h, i, j: s / (t[i] * t[j])
+
+
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
@@ -126,6 +134,10 @@ def _document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def _prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (j < 4 + b) | (i >= j)
+
+
+def _thirds(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j % 3 != 0
 
 
 def _half_empty(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -148,6 +160,11 @@ CASES = {
     "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
     "double": Case(_alibi, _causal, captured=((4,),), dtype=torch.float64),
     "ids": Case(by_ids=True, heads=(4, 2)),
+    "divided": Case(_divided, None, fixed=((37,),), heads=(1, 1), batches=(1, 1)),
+    "half a block": Case(
+        None, _thirds, heads=(1, 1), batches=(1, 1), lengths=(160, 192), with_aux=True
+    ),
+    "negative scale": Case(None, _causal, scale=-0.5),
     "some scores": Case(lambda: lambda s, b, h, i, j: torch.where(j % 3 == 0, i * 0.1, s), _window),
 }
 LARGE = {
@@ -176,6 +193,30 @@ LARGE = {
     ),
 }
 """Cases that fill a GPU's blocks."""
+
+
+def check_tables(wrapper: str, device: str) -> None:
+    """Lists of whole blocks have other strides than those of masked ones, or are those of every
+    batch and head where these are of all: each is read by its own."""
+    n, made = 64, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=made).to(device) for _ in range(3))
+    blocks = flex.create_block_mask(_causal, None, None, n, n, device, BLOCK_SIZE=16)
+    masked = blocks.kv_num_blocks, blocks.kv_indices
+    full: Any = blocks.full_kv_num_blocks, blocks.full_kv_indices
+    of_each_masked, of_each_full = (
+        [x.expand(2, 2, *x.shape[2:]).contiguous() for x in tables] for tables in (masked, full)
+    )
+    turned = full[0], full[1].mT.contiguous().mT
+    options: Any = {"wrapper": wrapper, "strict": True}
+    compiled = torch.compile(flex.flex_attention, backend="plait", options=options)
+    for pair in ((of_each_masked, full), (masked, of_each_full), (masked, turned)):
+        tables = [x for kind in pair for x in kind]
+        seen = flex.BlockMask.from_kv_blocks(
+            *tables, BLOCK_SIZE=16, mask_mod=_causal, seq_lengths=(n, n), compute_q_blocks=False
+        )
+        torch.testing.assert_close(
+            compiled(q, k, v, block_mask=seen), flex.flex_attention(q, k, v, block_mask=seen)
+        )
 
 
 def check_pages(n_queries: int, wrapper: str, device: str) -> None:

@@ -17,6 +17,7 @@ from tests.flex_programs import (
     WRAPPERS,
     check,
     check_pages,
+    check_tables,
     gradients_anywhere,
     random_case,
     results,
@@ -61,12 +62,14 @@ def test_plain_scores_are_the_library_s(name: str) -> None:
 
 
 def test_scores_that_ask_for_sizes() -> None:
-    """Lengths vary, and so does a number that the score captures, beside a tensor that wants a
-    gradient; there is no block mask."""
+    """Lengths vary, and so do the strides of one tensor that the score captures and the number of
+    another's elements; both want gradients. There is no block mask."""
 
-    def fn(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def fn(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         n = w.shape[0]
-        changed = lambda s, b, h, i, j: torch.where(j < n, s, s - 2) * w[h] + (i + n) * 0.1
+        changed = lambda s, b, h, i, j: (
+            torch.where(j < n, s, s - 2) * w[h] + (i + n) * 0.1 + bias[j, i]
+        )
         out: torch.Tensor = flex_attention(q, k, k, changed)
         return out
 
@@ -74,7 +77,7 @@ def test_scores_that_ask_for_sizes() -> None:
     compiled = torch.compile(fn, backend="plait", dynamic=True, options=options)
     for length, n in ((20, 7), (33, 12), (50, 3)):
         q, k = torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
-        given = [x.requires_grad_() for x in (q, k, torch.randn(n))]
+        given = [x.requires_grad_() for x in (q, k, torch.randn(n), torch.randn(length, length))]
         with gradients_anywhere():
             got, want = results(compiled, given), results(fn, given)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -83,6 +86,10 @@ def test_scores_that_ask_for_sizes() -> None:
 @pytest.mark.parametrize("n_queries", [1, 20])
 def test_pages(n_queries: int) -> None:
     check_pages(n_queries, HERE, "cpu")
+
+
+def test_tables() -> None:
+    check_tables(HERE, "cpu")
 
 
 def test_no_queries() -> None:

@@ -11,7 +11,15 @@ import torch
 import plait
 from plait.graph import attention
 from plait.wrapper.instructions import Launch
-from tests.flex_programs import CASES, LARGE, WRAPPERS, check, check_pages, random_case
+from tests.flex_programs import (
+    CASES,
+    LARGE,
+    WRAPPERS,
+    check,
+    check_pages,
+    check_tables,
+    random_case,
+)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -55,6 +63,10 @@ def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n_queries", [1, 20])
 def test_pages(n_queries: int) -> None:
     check_pages(n_queries, "native", "cuda")
+
+
+def test_tables() -> None:
+    check_tables("native", "cuda")
 
 
 def test_by_package(tmp_path: Path) -> None:

@@ -171,9 +171,10 @@ def _rows_of(x: Tensor, rows: slice, whole: bool) -> Tensor:
 
 
 # ------------------------------------------------------------------- scores as they are: a library
-def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | None:
+def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, scale: Any) -> bool | None:
     """Whether the mask is causal, or there is none. None where PyTorch's kernels of attention on a
-    CPU do not hold: for other masks, scores that are changed, and operands that they refuse."""
+    CPU do not hold: for other masks, scores that are changed, and operands that they refuse. What
+    is masked they set to -inf before they scale it: only a positive scale leaves it so."""
     dtypes = {q.dtype, k.dtype, v.dtype}
     equal = [
         (q.shape[0], k.shape[0]),
@@ -200,14 +201,15 @@ def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> bool | 
     if is_full or made.target is aten.new_ones.default:
         return False
     causal = (made.target, made.args) in ((aten.ge.Tensor, (i, j)), (aten.le.Tensor, (j, i)))
-    return True if causal and same_size(q.shape[2], k.shape[2]) else None
+    positive = isinstance(scale, (int, float)) and scale > 0
+    return True if causal and positive and same_size(q.shape[2], k.shape[2]) else None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, score: Mod, block_mask: Sequence[Any], scale: float,
     options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (), *, wanted: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    causal = is_causal(q, k, v, score, block_mask[-1])
+    causal = is_causal(q, k, v, score, block_mask[-1], scale)
     if causal is not None and wanted[2] is None:
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         out, sums = flash(q, k, v, 0.0, causal, scale=scale)
@@ -231,7 +233,7 @@ def attention_backward(
     mods = _Mods(score, joint, block_mask[-1], captured, masking)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    causal = is_causal(q, k, v, score, block_mask[-1])
+    causal = is_causal(q, k, v, score, block_mask[-1], scale)
     if causal is not None and grad_logsumexp is None:
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = flash(grad_out, q, k, v, out, logsumexp * _LN2, 0.0, causal, scale=scale)

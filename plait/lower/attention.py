@@ -339,10 +339,11 @@ class _Call:
         held = [f.body for f in formulas.values() if f is not None]
         held += (n for a in additions for n in (*a.index, a.body))
         own = {v.symbol for v in self.vars}
+        asked: list[Size] = [e for n in loops.walk(held) for e in loops.exprs_of(n)]
+        asked += (e for x in args[len(given) + len(lists) :] for e in (*x.shape, *x.strides))
         sizes = {
             a.expr: None
-            for n in loops.walk(held)
-            for e in loops.exprs_of(n)
+            for e in asked
             for a in free_symbols(e)
             if a not in own and not loops.is_arg(a)
         }

@@ -28,6 +28,7 @@ _INSIDE = ("i_inside", "j_inside", "given")
 _SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
 """KiB of memory that the programs of a multiprocessor share, by the number of the GPU."""
 _LEAST_SHARED = 64
+_LONG = 1 << 23  # strides from which on 256 of them have no 32 bits
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class _Writer:
         changes = a.score is not None
         m, n = q.shape[2], k.shape[2]
         rows = m if a.heads == 1 else m * a.heads
+        per_row = a.gives != "keys"
         # A factor after score_of costs nothing: it is part of what exponentials are taken of. The
         # greatest score stays the greatest by one above 0.
         before, after = (a.scale, LOG2E) if changes else (1.0, a.scale * LOG2E)
@@ -206,11 +208,18 @@ class _Writer:
             "QUERIES": _known(m) if a.heads > 1 else 0, "PARTS": a.parts,
             "WIDTH": width, "V_WIDTH": v_width, "W": _power(width), "V_W": _power(v_width),
             "TABLES": a.tables, "SPARSE_ROWS": a.block[0], "SPARSE_COLUMNS": a.block[1],
-            "ROW_EDGE": rows % block.rows != 0, "COLUMN_EDGE": n % block.columns != 0,
+            "ROW_EDGE": self._has_edge(rows, block.rows, 0 if per_row else a.block[0]),
+            "COLUMN_EDGE": self._has_edge(n, block.columns, a.block[1] if per_row else 0),
             "SCALE": a.scale, "BEFORE": before, "AFTER": after, "CHANGES": changes,
             "MASKS": a.mask is not None, "ADDS": bool(a.additions),
             "STAGES": block.stages, "PRECISION": "ieee",
         }  # fmt: skip
+
+    def _has_edge(self, length: Size, block: int, walked: int) -> bool:
+        """Whether a block may be larger than what is left. walked: the size of a block of tables,
+        where these say which come: a block is walked to its end, unless it is the only one."""
+        whole = walked and self.attention.tables and bounds(length)[1] > walked
+        return length % (walked if whole else block) != 0
 
     def _launched(self) -> str:
         """The statement that calls the template's function."""
@@ -253,18 +262,17 @@ class _Writer:
         return _tuple([self._size(s) for s in strides])
 
     def _table_strides(self, first: int) -> str:
-        """Those of numbers of blocks, and of lists of blocks, of batch, head, row and place."""
-        if self.attention.tables == 0:
-            return "()"
-        found = []
-        for x in self.tensors[first : first + 2]:
+        """Of each kind of blocks: those of numbers of blocks, of batch, head and row, and those of
+        lists of blocks, of place too."""
+        found: list[Size] = []
+        for x in self.tensors[first : self.attention.n_first]:
             found += [0 if n == 1 else s for n, s in zip(x.shape[:2], x.strides[:2], strict=True)]
             found += x.strides[2:]
         return _tuple([self._size(s) for s in found])
 
     def _size(self, e: Size, type_: str = "tl.int64") -> str:
         if isinstance(e, int):
-            return str(e)
+            return str(e) if abs(e) < _LONG else f"tl.full((), {e}, {type_})"
         if e not in self.sizes:
             self.sizes.append(e)
         text = f"s{self.sizes.index(e)}.to({type_})"

@@ -74,13 +74,17 @@ def shares_of(s, off):
 
 @triton.jit
 def gradients_of(products, grad, b, h, i, j, m, n, given, part: tl.constexpr):
-    """Gradients of products, but for their scale, of those of scores. What is masked has none: its
-    share is 0, but not what score_of may make of it."""
+    """Gradients of products, but for their scale, of those of scores. What is masked, or lies
+    outside, has none: its share is 0, but not what score_of may make of it (0 / 0)."""
     if CHANGES:
         grad = gradient_of(products * SCALE, b, h, i, j, grad, i < m, j < n, given)
         grad = tl.broadcast_to(grad, products.shape)
         if MASKS and part == 0:
             grad = tl.where(mask_of(b, h, i, j, i < m, j < n, given), grad, 0.0)
+        if ROW_EDGE:
+            grad = tl.where(i < m, grad, 0.0)
+        if COLUMN_EDGE:
+            grad = tl.where(j < n, grad, 0.0)
     return grad
 
 
@@ -105,8 +109,11 @@ def steps_of(
         return count, table, count
     else:
         row = first // sparse
-        count = tl.load(table[2 * part] + (b * strides[0] + h * strides[1] + row * strides[2]))
-        index = table[2 * part + 1] + (b * strides[3] + h * strides[4] + row * strides[5])
+        of: tl.constexpr = 7 * part
+        numbers = of_head(table[2 * part], (strides[of], strides[of + 1]), b, h)
+        count = tl.load(numbers + row * strides[of + 2])
+        index = of_head(table[2 * part + 1], (strides[of + 3], strides[of + 4]), b, h)
+        index += row * strides[of + 5]
         steps = count * (sparse_step // step)
         # Of the only block, what lies outside is left out.
         steps = tl.where(n <= sparse_step, tl.minimum(steps, tl.cdiv(n, step)), steps)
@@ -114,13 +121,15 @@ def steps_of(
 
 
 @triton.jit
-def start_of(k, index, strides, count, sparse_step: tl.constexpr, step: tl.constexpr):
+def start_of(
+    k, index, strides, count, part: tl.constexpr, sparse_step: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
     """Where step k of a walk begins."""
     if TABLES == 0:
         return k * step
     else:
         at = k // (sparse_step // step)
-        block = tl.load(index + at * strides[6], at < count, other=0)
+        block = tl.load(index + at * strides[7 * part + 6], at < count, other=0)
         return block * sparse_step + k % (sparse_step // step) * step
 
 
@@ -200,13 +209,13 @@ def attention(
         )
         own = tl.cdiv(steps, PARTS)
         begin = own * piece
-        start = start_of(begin, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+        start = start_of(begin, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)
         for step in tl.range(begin, tl.minimum(begin + own, steps), num_stages=STAGES):
             acc, total, top = attend(
                 acc, total, top, queries, k, v, start, b, column_h, i, k_strides, v_strides, m, n,
                 given, part,
             )  # fmt: skip
-            start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+            start = start_of(step + 1, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     out = of_head(out + piece.to(tl.int64) * part_strides[0], out_strides, b, column_h)
     store_rows(out, acc, first, r[:, None], tl.arange(0, V_W)[None, :], out_strides, m, V_WIDTH)
@@ -268,13 +277,13 @@ def gradient_of_queries(
         steps, index, count = steps_of(
             table, table_strides, b, h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
         )
-        start = start_of(0 * steps, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+        start = start_of(0 * steps, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)
         for step in tl.range(0, steps, num_stages=STAGES):
             acc = add_keys(
                 acc, queries, grads, along, sums, k, v, start, b, h, i, k_strides, v_strides, m, n,
                 given, added, part,
             )  # fmt: skip
-            start = start_of(step + 1, index, table_strides, count, SPARSE_COLUMNS, COLUMNS)
+            start = start_of(step + 1, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)
     store_rows(of_head(out, out_strides, b, h), acc * SCALE, first, r, d, out_strides, m, WIDTH)
 
 
@@ -347,7 +356,7 @@ def gradient_of_keys(
             steps, index, count = steps_of(
                 table, table_strides, of_b, h, first, m, part, SPARSE_COLUMNS, SPARSE_ROWS, ROWS
             )
-            start = start_of(0 * steps, index, table_strides, count, SPARSE_ROWS, ROWS)
+            start = start_of(0 * steps, index, table_strides, count, part, SPARSE_ROWS, ROWS)
             for step in tl.range(0, steps, num_stages=STAGES):
                 of_keys, of_values = add_queries(
                     of_keys, of_values, keys, values, of_head(q, q_strides, of_b, h),
@@ -355,7 +364,7 @@ def gradient_of_keys(
                     of_head(sums, row_strides, of_b, h), start, of_b, h, first + c, q_strides,
                     grad_strides, row_strides, m, n, given, part,
                 )  # fmt: skip
-                start = start_of(step + 1, index, table_strides, count, SPARSE_ROWS, ROWS)
+                start = start_of(step + 1, index, table_strides, count, part, SPARSE_ROWS, ROWS)
     out = of_head(out, out_strides, b, shared)
     store_rows(out, of_keys * SCALE, first, c, d, out_strides, n, WIDTH)
     v_out = of_head(v_out, v_out_strides, b, shared)

@@ -164,6 +164,24 @@ def test_sixty_parameters() -> None:
     assert told.kernels <= 6 and not told.fallbacks, told
 
 
+FEW_LAUNCHES = [
+    *[(name, {"foreach": True}) for name in ("Adam", "RMSprop", "Adagrad", "NAdam", "RAdam")],
+    ("SGD", {"foreach": True, "momentum": 0.9}),
+    ("AdamW", {"foreach": False, "lr": torch.tensor(LR)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), FEW_LAUNCHES, ids=[f"{n} {' '.join(o)}" for n, o in FEW_LAUNCHES]
+)
+def test_few_launches(name: str, options: dict[str, Any]) -> None:
+    """One launch steps eight parameters, and one their counters."""
+    given = parameters(torch.float32, [(3, 4 + k) for k in range(8)])
+    optimizer = getattr(torch.optim, name)(given, **{"lr": LR, **options})
+    told = plait.explain(optimizer.step, quiet=True)
+    assert 1 <= told.kernels <= 2 and not told.fallbacks, told
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_parameters(dtype: torch.dtype) -> None:
     """Of mixed size, empty and of one element among them: as in eager, but for a unit in the last
@@ -226,6 +244,37 @@ def test_unscaled() -> None:
             run(grads, found, torch.tensor([0.5]))
             seen.append((grads, found))
         torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_scaled_and_clipped() -> None:
+    """Three steps with GradScaler and clipping, each one function; the second overflows and is left
+    out."""
+    seen = []
+    for compile_it in (False, True):
+        given = parameters(torch.float32, SIZES[:4])
+        optimizer = torch.optim.AdamW(given, lr=LR, foreach=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+        def step(
+            weight: Any, given: Any = given, optimizer: Any = optimizer, scaler: Any = scaler
+        ) -> Any:
+            optimizer.zero_grad()
+            loss = sum((p * p.detach().cos()).square().sum() for p in given)
+            scaler.scale(loss * weight).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(given, 1.0, foreach=True)
+            scaler.step(optimizer)
+            scaler.update()
+            return norm
+
+        run = compiled(step) if compile_it else step
+        norms, scales = [], []
+        for weight in (torch.tensor(1.0), torch.tensor(float("inf")), torch.tensor(0.5)):
+            norms.append(run(weight))
+            scales.append(scaler.get_scale())
+        seen.append((norms, scales, given))
+    assert seen[0][1] == seen[1][1] == [8.0, 4.0, 4.0]
+    torch.testing.assert_close(seen[1], seen[0], equal_nan=True)
 
 
 def test_training_step() -> None:

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import plait
 import plait.capture.program as road
 import plait.lower.graph as lowering
+from plait.capture.checkpoints import run_by_eager
 from plait.errors import InputError, InternalError
 from plait.graph.write_out import write_out
 from plait.ir.calls import Control, Extern, all_programs
@@ -316,6 +317,22 @@ def test_a_region_looks_after_views_of_what_it_makes(records: list[CompileRecord
     (record,) = records
     assert any(isinstance(i, ins.View) for i in record.wrapper.programs[0].body)
     assert not any(isinstance(i, ins.AssertSizeStride) for i in record.wrapper.body)
+
+
+def test_gradients_of_regions_that_eager_runs() -> None:
+    """PyTorch's own operator fails there."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return REGIONS["soft"](x, y) + REGIONS["soft"](x, y)
+
+    def grads(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        args = tuple(torch.rand(3, 4, requires_grad=True) for _ in range(2))
+        return torch.autograd.grad(run(*args), args, torch.rand(3, 4))
+
+    torch._dynamo.reset()
+    run = torch.compile(fn, backend=lambda gm, _: run_by_eager(gm))
+    torch.testing.assert_close(grads(run), grads(fn))
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 33])

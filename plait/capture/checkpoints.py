@@ -1,8 +1,9 @@
-"""Checkpointed regions of a Dynamo graph that eager runs.
+"""Regions of a Dynamo graph that eager runs.
 
-Dynamo's operators for them are made to be traced: run as they are, they do not keep the state of
-random numbers, and what the backward pass computes again is another result. Here they call
-PyTorch's checkpoint.
+Dynamo's operators for them are made to be traced. Run as they are, those for checkpoints do not
+keep the state of random numbers, and what the backward pass computes again is another result: here
+they call PyTorch's checkpoint. Those for nested regions fail in the backward pass: here the region
+is called.
 """
 
 from __future__ import annotations
@@ -14,11 +15,6 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-_TRACED = (
-    torch.ops.higher_order.tag_activation_checkpoint,
-    torch.ops.higher_order.wrap_activation_checkpoint,
-)
-
 
 def run_by_eager(gm: GraphModule) -> Callable[..., Any]:
     """gm's graph as eager runs it."""
@@ -27,10 +23,10 @@ def run_by_eager(gm: GraphModule) -> Callable[..., Any]:
         for m in gm.modules()
         if isinstance(m, GraphModule)
         for n in m.graph.nodes
-        if n.target in _TRACED
+        if n.target in _CALLS
     ]
     for node in regions:
-        node.target = _checkpointed
+        node.target = _CALLS[node.target]
     for module in {n.graph.owning_module for n in regions}:
         module.recompile()
     forward: Callable[..., Any] = gm.forward
@@ -42,3 +38,14 @@ def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
     if "_checkpoint_context_fn" in body.meta:
         kept["context_fn"] = body.meta["_checkpoint_context_fn"]
     return checkpoint(body, *args, **kept)
+
+
+def _called(body: GraphModule, _name: str, *args: Any) -> Any:
+    return body(*args)
+
+
+_CALLS: dict[Any, Callable[..., Any]] = {
+    torch.ops.higher_order.tag_activation_checkpoint: _checkpointed,
+    torch.ops.higher_order.wrap_activation_checkpoint: _checkpointed,
+    torch.ops.higher_order.invoke_subgraph: _called,
+}

@@ -88,9 +88,8 @@ def _laid_out(made: Any, like: Any) -> Any:
     made = made.to(like.dtype)
     order = sorted(range(like.dim()), key=lambda d: -compat.tracing.hint_of(like.stride(d)))
     made = made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
-    if all(map(same_size, made.stride(), like.stride())):
-        return made
-    return made.as_strided(like.shape, like.stride())
+    same = all(map(same_size, made.stride(), like.stride()))
+    return made if same else made.as_strided(like.shape, like.stride())
 
 
 def _spelled() -> dict[Any, Definition]:

@@ -138,7 +138,8 @@ def judge(
             return Outcome(
                 "declined", str(fault)
             )  # lazily conjugated views of what was computed come as copies
-        if road.params and road.way != "compile":
+        traces = str(fault).startswith("raises")
+        if road.params and road.way != "compile" and not traces:
             return Outcome("fault", str(fault))  # an exported module keeps its first parameters
         unordered = str(fault).startswith("wrong") and re.search(r"\b(inf|nan)\b", str(fault))
         for who in ("torch", "decompositions") if unordered else ("torch",):
@@ -148,7 +149,7 @@ def judge(
                 if str(other).partition(":")[0] == str(fault).partition(":")[0]:
                     return Outcome("torch", str(fault))
             except Exception as error:  # noqa: BLE001 - whatever torch's own tracing raises
-                if str(fault).startswith("raises"):
+                if traces:
                     return Outcome("torch", f"{fault}\nPyTorch: {type(error).__name__}")
         return Outcome("fault", str(fault))
 

@@ -23,7 +23,16 @@ from plait.ir import loops
 from plait.ir.attention import Addition, Attention, Formula
 from plait.ir.calls import Extern, TensorArg
 from plait.ir.dtypes import DType, b1, f32, i64
-from plait.ir.expr import Expr, Size, bounds, compare, free_symbols, product, symbol
+from plait.ir.expr import (
+    Expr,
+    Size,
+    bounds,
+    compare,
+    contiguous_strides,
+    free_symbols,
+    product,
+    symbol,
+)
 from plait.ir.loops import Load, LoopProgram, Pointwise, apply, cast, integer, loop_vars
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
@@ -330,7 +339,11 @@ class _Call:
             lists = []  # one block is all there is
         additions, sums = added
         operands = (*given, *lists, *self.given, *map(ctx.whole, sums))
-        args = [tensor_arg(ctx, x) for x in operands]
+        of_rows = given[4:6]  # numbers of queries in a backward: kernels know them to lie alike
+        args = [
+            tensor_arg(ctx, x, contiguous_strides(x.shape) if x in of_rows else None)
+            for x in operands
+        ]
         kernel = Attention(
             f"attention_{gives}.{ctx.name}.{len(ctx.ops)}", gives,
             formulas["score"], formulas.get("gradient"), formulas["mask"], self.scale,

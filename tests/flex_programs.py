@@ -116,8 +116,8 @@ def _constants(t: Tensor) -> Mod:
 
 
 def _divided(t: Tensor) -> Mod:
-    """Outside of the tensors it has the gradient 0 / 0."""
-    return lambda s, b, h, i, j: s / (t[i] * t[j])
+    """s or -s; outside of the tensors it has the gradient 0 / 0."""
+    return lambda s, b, h, i, j: s * (t[i] * t[j]) / (t[i] * t[j]).abs()
 
 
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,10 +141,11 @@ def test_programs_are_launched(gpu: str, tmp_path: Path) -> None:
     ):
         build = [*fake_gpu_flags(), f"-Wl,-soname,{path.name}", "-o", str(path), *args]
         subprocess.run(build, check=True, timeout=300)
-    preloaded = f"{torch_gpu} {fake_driver(tmp_path)}"
-    done = run(
-        "-m", "tests.hip_programs", "run", str(tmp_path),
-        **env, LD_PRELOAD=preloaded, FAKE_TORCH=str(runtime), FAKE_HIP_ARCH=gpu,
-        TRITON_INTERPRET="1",
+    env |= {"LD_PRELOAD": f"{torch_gpu} {fake_driver(tmp_path)}", "FAKE_TORCH": str(runtime)}
+    env |= {"FAKE_HIP_ARCH": gpu, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hip_programs", "run", str(tmp_path)],
+        env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert "9 programs, 12 kernels launched" in done
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 programs, 12 kernels launched" in done.stdout

@@ -68,7 +68,8 @@ def defines(op: ir.Op) -> tuple[str, ...]:
 def unwritten(program: ir.LoopProgram) -> tuple[str, ...]:
     """The buffers without elements that no op makes: they are there from the start."""
     empty = [n for n, b in program.buffers.items() if b.is_empty]
-    made = program.given.union(*map(defines, program.ops)) if empty else ()
+    makers = (op for op in program.ops if not isinstance(op, ir.Scatter) or op.base != op.out)
+    made = program.given.union(*map(defines, makers)) if empty else ()
     return tuple(n for n in empty if n not in made)
 
 

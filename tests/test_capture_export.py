@@ -135,6 +135,11 @@ def test_one_input_twice_is_two_inputs() -> None:
     torch.testing.assert_close(run(X, Y), X * Y)
 
 
+def test_a_number_that_a_result_nobody_reads_tells() -> None:
+    compiled = plait.compile(lambda x: x.nonzero().shape[0], (torch.tensor([1.0, 0.0, 2.0]),))
+    assert [compiled(torch.tensor(v)) for v in ([1.0, 0.0, 2.0], [0.0] * 3, [1.0] * 3)] == [2, 0, 3]
+
+
 def test_keywords() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return x - y

@@ -148,3 +148,16 @@ def test_a_window_walks_over_the_input_only(programs: list[Program], backward: b
     kernels = [s for p in programs for s in p.record.plan.steps if isinstance(s, Kernel)]
     assert len(kernels) == 1 + backward
     assert all(isinstance(k.work_ns, int) and k.work_ns < 1000 for k in kernels)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_adaptive_windows_of_nothing(kind: str, n: int) -> None:
+    """Eager gives no windows of something, and refuses windows of nothing."""
+    pool = getattr(F, f"adaptive_{kind}_pool{n}d")
+    for batch in (0, 2):
+        a = r(batch, 3, *[4] * n)
+        got = torch.compile(lambda a: pool(a, 0), backend="plait", options={"strict": True})(a)
+        assert got.shape == pool(a, 0).shape
+    with pytest.raises(RuntimeError, match="non-zero size"):
+        torch.compile(lambda a: pool(a, 2), backend="plait")(r(2, 3, *[4] * (n - 1), 0))

@@ -401,15 +401,23 @@ def _sum_of_parts(
     return result(ctx, body)
 
 
+def _check_some(*shapes: Point) -> None:
+    """Raises NoRule where one has no elements: eager knows which of these it refuses."""
+    if any(0 in shape for shape in shapes):
+        raise NoRule("windows of nothing")
+
+
 @_of_images("_adaptive_avg_pool{}d")
 def _adaptive_avg(n: int, ctx: Lowering, x: View, output_size: Any) -> View:
     shape = ctx.out_shape()
+    _check_some(x.shape, shape)
     lead = len(shape) - n
     return _sum_of_parts(ctx, x, lead, _Parts(x.shape[lead:], shape[lead:]), shape, weigh=False)
 
 
 @_of_images("_adaptive_avg_pool{}d_backward")
 def _adaptive_avg_backward(n: int, ctx: Lowering, grad: View, x: View) -> View:
+    _check_some(x.shape, grad.shape)
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _sum_of_parts(ctx, grad, lead, parts, ctx.out_shape(), weigh=True)
@@ -417,6 +425,7 @@ def _adaptive_avg_backward(n: int, ctx: Lowering, grad: View, x: View) -> View:
 
 @_of_images("adaptive_max_pool{}d")
 def _adaptive_max(n: int, ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
+    _check_some(x.shape, ctx.out_shape(0))
     lead = len(x.shape) - n
     parts = _Parts(x.shape[lead:], ctx.out_shape(0)[lead:])
     return _maximum(
@@ -426,6 +435,7 @@ def _adaptive_max(n: int, ctx: Lowering, x: View, output_size: Any) -> tuple[Vie
 
 @_of_images("adaptive_max_pool{}d_backward")
 def _adaptive_max_backward(n: int, ctx: Lowering, grad: View, x: View, indices: View) -> View:
+    _check_some(x.shape, grad.shape)
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))

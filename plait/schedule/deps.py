@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from plait.ir import loops as ir
 from plait.ir.calls import Extern, TensorArg
-from plait.ir.effects import defines, needs, sizes, updates
+from plait.ir.effects import arg_sizes, defines, needs, sizes, updates
 from plait.ir.expr import Expr, Size, atom_of, free_symbols
 from plait.ir.ops import CHECKED, OPS
 
@@ -270,6 +270,8 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     empty = {n for n, b in program.buffers.items() if b.is_empty}
     needed = set(output_buffers(program))
     sources = read_for_symbols(program)
+    for e in arg_sizes(program.outputs) if sources else ():
+        needed.update(b for a in free_symbols(e) for b in sources.get(a.name, ()))
     kept: list[ir.Op] = []
     for op in reversed(program.ops):
         if isinstance(op, (ir.Item, ir.Assert, ir.Mutate)):

@@ -52,7 +52,7 @@ struct ExternCall {
   std::vector<Fill> fills;
   std::vector<Result> outs;
   bool has_lists = false, builtin = true;  // has_lists: among its results
-  bool forks = false;  // makes another stream the current one
+  bool forks = false;                      // makes another stream the current one
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
   std::vector<SlotId> written;  // must keep their sizes, which the program goes by

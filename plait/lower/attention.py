@@ -17,8 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.attention_kernels import scalar_graph, sums_of, with_sums
-from plait.graph.edit import output_of, results_read
+from plait.graph.attention_kernels import Sum, scalar_graph, sums_of, with_sums
+from plait.graph.edit import results_read
 from plait.ir import loops
 from plait.ir.attention import Addition, Attention, Formula
 from plait.ir.calls import Extern, TensorArg
@@ -136,22 +136,22 @@ def _backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     c = _Call(ctx, (q, k, v), block_mask, scale)
     found: dict[str, Formula | None] = {"score": c.formula(score, captured, 12)}
+    parts = sums_of(joint)
+    assert parts is not None, "gradients that no kernel has"
     additions: tuple[Addition, ...] = ()
     if found["score"] is not None:
-        found["gradient"], additions = c.gradients(joint, captured, 12)
+        found["gradient"], additions = c.gradients(joint, parts, captured, 12)
     found["mask"] = c.mask(block_mask[-1], masking, 13)
     along = _along(ctx, out, grad, grad_sums)
     given = (q, k, v, grad, along, sums)
     of_queries, of_keys, of_values = map(c.result, range(3))
-    wants = [isinstance(x, Node) for x in output_of(joint.graph).args[0][5:]]  # type: ignore[index, union-attr]
-    added = [c.zeros(x.shape) for x, w in zip(captured, wants, strict=True) if w]
-    c.launch("queries", given, 2, found, [of_queries], 6, (additions, added))
+    added = {k: c.zeros(captured[k].shape) for k in dict.fromkeys(p.to for p in parts)}
+    c.launch("queries", given, 2, found, [of_queries], 6, (additions, [*added.values()]))
     c.launch("keys", given, 6, found, [of_keys, of_values], flops=8)
     grads = map(ctx.whole, (of_queries, of_keys, of_values))
-    sums_of_captured = iter(added)
     return *grads, tuple(
-        convert(ctx, ctx.whole(next(sums_of_captured)), x.dtype) if w else None
-        for x, w in zip(captured, wants, strict=True)
+        convert(ctx, ctx.whole(added[k]), x.dtype) if k in added else None
+        for k, x in enumerate(captured)
     )
 
 
@@ -213,11 +213,10 @@ class _Call:
         return None if found.body == loops.const(True, b1) else found
 
     def gradients(
-        self, joint: GraphModule, captured: Sequence[Any], place: int
+        self, joint: GraphModule, sums: Sequence[Sum], captured: Sequence[Any], place: int
     ) -> tuple[Formula, tuple[Addition, ...]]:
-        """The gradient of a score, and what it adds to those of what is captured."""
-        sums = sums_of(joint)
-        assert sums is not None, "gradients that no kernel has"
+        """The gradient of a score, and what it adds to those of what is captured: sums, of the
+        graph."""
         graph = with_sums(joint, sums)
         first, *found = self._formulas(graph, ("score",), captured, place, ("grad",), None)
         bodies = iter([f.body for f in found])

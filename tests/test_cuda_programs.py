@@ -397,6 +397,22 @@ def test_deviations_of_a_sum_that_another_pass_rescales(compile_only: None) -> N
     assert made.ladder == ()
 
 
+@pytest.mark.parametrize("fn, twice", [(torch.sigmoid, True), (lambda x: x**3.3, False)])
+def test_what_an_operator_parts_is_computed_twice(
+    fn: Callable[[torch.Tensor], torch.Tensor], twice: bool, compile_only: None
+) -> None:
+    """Where that is less work than writing it and reading it back."""
+
+    def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        value = fn(gate)
+        return ((x + value) @ x) * value * gate
+
+    mode, given = fakes((512, 512), (512, 512))
+    made = record(gated, *given, mode=mode)
+    kernels = [k for k in made.plan.steps if isinstance(k, Kernel)]
+    assert [len(k.args) for k in kernels] == ([3, 3] if twice else [4, 4])
+
+
 def test_random_numbers_have_a_seed_of_the_device(compile_only: None) -> None:
     mode, (x,) = fakes((64,))
     made = record(lambda x: F.dropout(x, 0.5) + torch.rand_like(x), x, mode=mode)

@@ -3,9 +3,13 @@ under every target."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+import plait
 from plait.tools.explain import explain
 from tests import user_kernels
 from tests.user_triton import CASES, TRAINED, WRAPPERS, check, check_told
@@ -64,6 +68,15 @@ def test_kernels_in_cuda_graphs(name: str, dynamic: bool) -> None:
 @pytest.mark.parametrize("name", list(user_kernels.CASES))
 def test_the_launch_is_ours(name: str) -> None:
     user_kernels.check_launched(name, "cuda")
+
+
+@pytest.mark.parametrize("name", list(user_kernels.CASES))
+def test_packages(name: str, tmp_path: Path) -> None:
+    def made(fn: Any, given: tuple[torch.Tensor, ...]) -> Any:
+        plait.package(fn, tmp_path / "p.plait", given)
+        return plait.load(tmp_path / "p.plait")
+
+    user_kernels.check_traced(name, made, "cuda")
 
 
 def test_an_autotuned_kernel_is_measured() -> None:

@@ -268,11 +268,12 @@ def tma_matmul_kernel(
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
-        total += tl.dot(a.load([m, k]), b.load([k, n]), input_precision="ieee")
+        right = tl.load_tensor_descriptor(b, [k, n])
+        total += tl.dot(a.load([m, k]), right, input_precision="ieee")
     c.store([m, n], total.to(tl.float32))
     # Another one that the device makes, of the same memory.
     again = tl.make_tensor_descriptor(c_out, [M, N], [N, 1], [BM, BN])
-    again.store([m, n], total * 2)
+    tl.store_tensor_descriptor(again, [m, n], total * 2)
 
 
 def tma_matmul(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -419,6 +420,16 @@ def check(name: str, wrapper: str, device: str, dynamic: bool = False, **options
                 mine, theirs = ([t.grad for t in ts] for ts in (mine, theirs))
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     return compiled
+
+
+def check_traced(name: str, made: Callable[[Any, tuple[Tensor, ...]], Any], device: str) -> None:
+    """The same of what is made without Dynamo: made(function, inputs)."""
+    fn, plain = CASES[name]
+    compiled = made(fn, _inputs(name, 20, device))
+    mine, theirs = ([t.clone() for t in _inputs(name, 20, device)] for _ in range(2))
+    with torch.no_grad():
+        got, want = compiled(*mine), plain(*theirs)
+    torch.testing.assert_close((got, mine), (want, theirs), rtol=1e-4, atol=1e-4)
 
 
 def check_launched(name: str, device: str) -> None:

@@ -193,9 +193,12 @@ def shared_plain(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Parts of what is new, of what was computed (which is read before, or afterwards), and of an
-    input."""
+    """Parts of what is new (the last one first, or once a part has numbers), of what was computed
+    (which is read before, or afterwards), and of an input."""
     n = x.numel()
+    late = torch.empty(3, n, device=x.device)
+    for k in (2, 0, 1):
+        scale_into(x, late[k], k + 6.0)
     new = torch.empty(n + 5, device=x.device)
     new[n:] = 7
     scale_into(x, new[:n], 2.0)
@@ -207,7 +210,7 @@ def parts(x: Tensor) -> tuple[Tensor, ...]:
     scale_into(kept[0], kept[0], 5.0)
     some = x[:4]
     scale_into(some, some, 4.0)
-    return new, rows * 2, before, kept, seen + 1, some
+    return new, rows * 2, before, kept, seen + 1, some, late
 
 
 def scale_into(x: Tensor, out: Tensor, by: float) -> None:
@@ -225,8 +228,9 @@ def parts_plain(x: Tensor) -> tuple[Tensor, ...]:
     rows = torch.stack([x, (x + 1) * 3, x + 2])
     before = torch.stack([x, x + 1, x + 2]).sum()
     kept = torch.stack([x.sin() * 5, x.sin()])
+    late = torch.stack([x * 6, x * 7, x * 8])
     x[:4] *= 4
-    return new, rows * 2, before, kept, kept[0] + 1, x[:4]
+    return new, rows * 2, before, kept, kept[0] + 1, x[:4], late
 
 
 def branches(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _PASSED_OVER = frozenset(vars(Module())) - {*_HOOKS}
 # Lists of its parameters, which nn.RNN makes anew when they change.
 _OF_RNN = ("_flat_weights", "_flat_weight_refs")
 # Modules whose objects are not looked into; `types` has SimpleNamespace.
-_FOREIGN = (sys.stdlib_module_names - {"types"}) | {"torch", "numpy", "sympy"}
+_FOREIGN = (sys.stdlib_module_names - {"types"}) | {"torch", "numpy", "sympy", "triton"}
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 _PLAIN = (

@@ -26,9 +26,9 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 
 from plait.compat.decompositions import decomposition_table
+from plait.compat.kernel_calls import kernels_traced
 from plait.compat.questions import Question, exporting
 from plait.compat.size_checks import Check, condition
-from plait.compat.user_kernels import own_analysis
 from plait.errors import Unsupported, UserError
 
 
@@ -198,7 +198,7 @@ def export_graph(
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
     known = _learnt(shape_env) if turned else {}
     try:
-        with env.mode, tracing(TracingContext(env.mode)), exporting, own_analysis():
+        with env.mode, tracing(TracingContext(env.mode)), exporting, kernels_traced():
             graph, signature = aot_export_module(
                 flat, inputs, trace_joint=False, decompositions=decomposition_table()
             )

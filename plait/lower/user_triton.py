@@ -9,7 +9,7 @@ the old value, into new memory where there is no old value, else into a copy. Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -110,7 +110,7 @@ def launch(
     if not hasattr(function, "params") or len(configs) != len(grid):
         raise NoRule("a kernel in a wrapper of an unknown kind")
     o = _Operands(ctx, device, user_kernels.given_twice(constant_args_idx))
-    outs = o.take(tensors, tensors_to_clone)
+    outs = o.take(tensors, tensors_to_clone, tma_descriptor_metadata)
     for k, facts in tma_descriptor_metadata.items():
         o.pointers[k] = _descriptor(o, k, facts)
     common = {**constants, **{k: v for k, v in kwargs.items() if k not in tensors}}
@@ -126,6 +126,10 @@ def launch(
         tuple(variants),
     )
     made = _not_refused(ctx, made)
+    for node, buf in o.moved.items():
+        seen = ctx.env[node]
+        assert isinstance(seen, View), f"{node} is no tensor"
+        ctx.env[node] = replace(seen, buf=buf)
     ctx.ops.append(
         Extern(
             tuple(o.outs), f"triton::{function.__name__}", (*o.tensors, *o.sizes),
@@ -147,6 +151,7 @@ class _Operands:
     written: buffers that are written in place.
     floats: the text of each argument that is a float which a call tells.
     sizes: integers.
+    moved: nodes whose memory is new, since this launch is the first to write it.
     """
 
     ctx: Lowering
@@ -160,11 +165,16 @@ class _Operands:
     written: list[str] = field(default_factory=list)
     floats: dict[str, str] = field(default_factory=dict)
     sizes: list[Size] = field(default_factory=list)
+    moved: dict[torch.fx.Node, str] = field(default_factory=dict)
 
-    def take(self, tensors: Mapping[str, View], written: Sequence[str]) -> dict[str, View]:
-        """Takes all tensor arguments. Gives what those that are written are afterwards."""
+    def take(
+        self, tensors: Mapping[str, View], written: Sequence[str], described: Container[str]
+    ) -> dict[str, View]:
+        """Takes all tensor arguments. Gives what those that are written are afterwards.
+        described: those that are tensor descriptors."""
         nodes: Any = self.ctx.node.kwargs["kwargs"]
         made: dict[str, View] = {}
+        begun: dict[str, TensorArg] = {}
         shared = shared_writes(self.same, nodes, tensors, written)
         new = [k for k in tensors if k in written and k not in shared and _is_new(nodes[k])]
         for k, x in tensors.items():
@@ -179,7 +189,11 @@ class _Operands:
                 if part and lay_out(self.ctx, x, strides):
                     self.ctx.fix_layout(x.buf)
                 else:
-                    x = place_to_write(self.ctx, x, strides, others)
+                    part, x = False, place_to_write(self.ctx, x, strides, others)
+                if part and k not in described and (buf := self._new_memory(nodes[k], x)):
+                    made[k] = replace(x, buf=buf)
+                    begun[k] = tensor_arg(self.ctx, made[k], strides)
+                    continue
                 made[k] = x
                 self.written.append(x.buf)
             self.pointers[k] = f"p{len(self.tensors)}"
@@ -196,11 +210,37 @@ class _Operands:
             self.pointers[k] = f"p{len(self.tensors) + len(self.outs)}"
             self.outs.append(buf)
             self.new_types.append(_pointer(nodes[k]))
+        for k, arg in begun.items():
+            at = f"p{len(self.tensors) + len(self.outs)}"
+            self.pointers[k] = at if arg.offset == 0 else f"({at} + {self._offset(arg.offset)})"
+            self.outs.append(arg.buf)
+            self.new_types.append(_pointer(nodes[k]))
         for k, first in shared.items():
             self.pointers[k] = self.pointers[first]
             if k in written:
                 made[k] = made[first]
         return made
+
+    def _new_memory(self, part: torch.fx.Node, x: View) -> str:
+        """New memory in place of that of a tensor whose part x is, if nobody but this launch knows
+        of the tensor and nobody has written to it; else "". What fills it is dead from then on."""
+        base: Any = part.args[0]
+        if len(part.users) != 1 or len(base.users) != 2:  # this launch; what puts the part back
+            return ""
+        nodes = [part, base]
+        while base.target in _SEEN and len(base.args[0].users) == 1:
+            (base, *_) = base.args
+            nodes.append(base)
+        if base.target not in _EMPTY:
+            return ""
+        b = self.ctx.buffers[x.buf]
+        made = self.ctx.new_buffer(b.dtype, b.shape, b.strides, True, b.device)
+        self.moved.update(dict.fromkeys(nodes, made))
+        return made
+
+    def _offset(self, e: Size) -> str:
+        """An offset of elements, as text."""
+        return str(e) if isinstance(e, int) else self.size(e, "i64")
 
     def _take_floats(self) -> None:
         """Floats that a call tells: by their words, or in memory if they are values of tensors."""

@@ -2,11 +2,11 @@
 
 Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only
 where recomputing is cheaper than writing the result to memory and reading it back, within
-Config.max_recompute, and where no reader has more memory to keep alive than before. A buffer that
-must exist anyway (output, operand of an extern) may still be read around, where its loop hardly
-does more than move data. What is stored after all, and ends in a cast that keeps the value, is
-stored before the cast. Interning makes common subexpressions of what meets in one body the same
-node.
+Config.max_recompute (beyond it only for loops that an operator parts), and where no reader has more
+memory to keep alive than before. A buffer that must exist anyway (output, operand of an extern) may
+still be read around, where its loop hardly does more than move data. What is stored after all, and
+ends in a cast that keeps the value, is stored before the cast. Interning makes common
+subexpressions of what meets in one body the same node.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.devices import facts_of
+from plait.ir.calls import Extern
 from plait.ir.effects import defines, updates
 from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, fences, node
 from plait.ir.record import inline
@@ -192,9 +193,13 @@ class _Inliner:
             return readers[0].op - k <= FAR or self._read_nbytes(facts, self.given) <= nbytes
         if not facts.loads and facts.cost <= COPY_COST:
             return True
+        if any(len(r.loads) > MAX_LOADS for r in readers):
+            return False
         repeated = evaluated - points
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
-        if repeated * facts.cost > budget or any(len(r.loads) > MAX_LOADS for r in readers):
+        much = repeated * facts.cost > budget
+        once = evaluated <= points * len(readers)
+        if much and not (once and budget and self._parted(readers[0].op, readers[-1].op)):
             return False
         more = 0
         for r in readers:
@@ -207,12 +212,37 @@ class _Inliner:
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
         kind = facts_of(self.buffers[loop.out].device).rates
-        saved = (
-            kind.moved_ns(nbytes) * (1 + len(readers))
-            + kind.moved_ns(self._read_nbytes(facts))
-            + kind.launch_ns
-        )
+        saved = kind.moved_ns(nbytes) * (1 + len(readers))
+        if not much:
+            saved += kind.moved_ns(self._read_nbytes(facts)) + kind.launch_ns
         return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
+
+    def _parted(self, first: int, last: int) -> bool:
+        """Whether an operator reads what one loop makes, and another loop what that makes: they
+        never share a kernel, so that a value for both is written and read back."""
+        last = self._end(last)
+        if last - first > FAR:
+            return False
+        begun, beyond = {*defines(self.program.ops[first])}, set[str]()
+        for op in self.program.ops[first + 1 : last + 1]:
+            used, made = {*reads(op, self.bodies)}, {*defines(op), *updates(op)}
+            if used & beyond or (used & begun and isinstance(op, Extern)):
+                beyond |= made
+            elif used & begun:
+                begun |= made
+        return not beyond.isdisjoint(reads(self.program.ops[last], self.bodies))
+
+    def _end(self, k: int) -> int:
+        """The loop that a chain of loops ends in, each of which goes into its one reader."""
+        for _ in range(FAR):
+            op = self.ops[k]
+            if not isinstance(op, Pointwise) or op.out in self.pinned:
+                break
+            readers = self.readers.get(op.out, [])
+            if len(readers) != 1:
+                break
+            k = readers[0].op
+        return k
 
     def _evaluations(self, reader: _ReadingLoop) -> int:
         loop = self.ops[reader.op]

@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-from plait import compat
+from plait import _native, compat
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
 from plait.errors import Fallback, RefusedKernel
@@ -249,6 +249,7 @@ def _wrap(
             captured.n_results,
             nbytes,
             _spent(captured),
+            _native.has_conditional_nodes(),
         )
     return wrapper
 

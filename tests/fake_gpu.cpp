@@ -3,7 +3,8 @@
 // Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
 // recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
 // operators for CUDA tensors. An image is text: "symbol parameters static".
-// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others
+// Graphs have conditional nodes, as the kernel that decides on them knows them. Other
+// kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others
 // are handed to the function that fake_on_launch names.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,8 @@ struct Node {
 struct Graph {
   std::vector<std::unique_ptr<Node>> nodes;
 };
+std::map<uint64_t, bool> conditions;
+std::vector<Graph*> outer;  // of the body that is recorded
 struct Exec {
   std::vector<std::pair<const Node*, Node>> nodes;
 };
@@ -52,6 +55,7 @@ Pool shared{}, own{};  // of all recordings, and of the one that is made
 Pool* active = nullptr;
 bool refuses_copies = false;
 int streams[10];
+int pooled = 5;                // the next stream of torch's pool
 int stream = 0, event_of = 0;  // the current one, and whose work an event stands for
 std::string waits;
 int number_of(const void* s) { return static_cast<int>(static_cast<const int*>(s) - streams); }
@@ -143,11 +147,17 @@ struct Allocator : c10::Allocator {
 } allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
 struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  static c10::Stream only() { return c10::Stream(c10::Stream::DEFAULT, {c10::kCUDA, 0}); }
-  c10::Device getDevice() const override { return only().device(); }
-  c10::Device exchangeDevice(c10::Device) const override { return only().device(); }
-  c10::Stream getStream(c10::Device) const noexcept override { return only(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return only(); }
+  static c10::Stream numbered(int n) { return c10::Stream(c10::Stream::UNSAFE, only(), n); }
+  static c10::Device only() { return {c10::kCUDA, 0}; }
+  c10::Device getDevice() const override { return only(); }
+  c10::Device exchangeDevice(c10::Device) const override { return only(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return numbered(stream); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return numbered(pooled++);
+  }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override {
+    return numbered(std::exchange(stream, static_cast<int>(s.id())));
+  }
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
 };
@@ -184,6 +194,29 @@ at::Tensor& neg_out(const at::Tensor& x, at::Tensor& y) {
   put(std::move(n));
   return y;
 }
+at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool) {
+  Node n;
+  n.copy.from.device = const_cast<void*>(from.unsafeGetTensorImpl()->data());
+  n.copy.to.device = to.unsafeGetTensorImpl()->mutable_data();
+  n.copy.nbytes = from.nbytes();
+  put(std::move(n));
+  return to;
+}
+at::Tensor less(const at::Tensor& x, const at::Scalar& bound) {
+  at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kBool, {}, {}, {});
+  const auto* from = static_cast<const float*>(x.unsafeGetTensorImpl()->data());
+  auto* to = static_cast<bool*>(y.unsafeGetTensorImpl()->mutable_data());
+  Node n;
+  n.call = [from, to, k = x.numel(), b = bound.toFloat()] {
+    for (int64_t i = 0; i < k; ++i) to[i] = from[i] < b;
+  };
+  put(std::move(n));
+  return y;
+}
+at::Scalar number_in(const at::Tensor& x) {
+  if (recorded) throw std::runtime_error("a value is read while it is recorded");
+  return *static_cast<const bool*>(x.unsafeGetTensorImpl()->data());
+}
 at::Tensor neg(const at::Tensor& x) {
   at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {});
   return neg_out(x, y);
@@ -200,7 +233,10 @@ at::Tensor to_host(const at::Tensor& x) {
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("_local_scalar_dense", number_in);
+  m.impl("copy_", copy);
   m.impl("empty_strided", empty_strided);
+  m.impl("lt.Scalar", less);
   m.impl("neg", neg);
   m.impl("neg.out", neg_out);
 }
@@ -258,6 +294,10 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 int cuModuleLoadData(void** module, const void* image) {
   char symbol[64];
   size_t parameters = 0;
+  if (std::strstr(static_cast<const char*>(image), "cudaGraphSetConditional")) {
+    *module = new Image{"decide", 3};
+    return 0;
+  }
   if (std::sscanf(static_cast<const char*>(image), "%63s %zu", symbol, &parameters) != 2)
     return 200;
   *module = new Image{symbol, parameters};
@@ -272,6 +312,16 @@ int cuFuncGetAttribute(int* value, int, void*) { return *value = 0; }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void**) {
   const auto& image = *static_cast<Image*>(function);
+  if (image.symbol == "decide") {
+    Node n;
+    n.call = [handle = *static_cast<uint64_t*>(parameters[0]),
+              at = *static_cast<const bool**>(parameters[1]),
+              inverted = *static_cast<uint32_t*>(parameters[2]) != 0] {
+      conditions[handle] = *at != inverted;
+    };
+    put(std::move(n));
+    return 0;
+  }
   if (image.symbol != "k" && image.symbol != "both") {
     on_launch(image.symbol.c_str(), c->grid_x, c->grid_y, c->grid_z,
               words_of(image, parameters).data());
@@ -285,11 +335,47 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
 }
 int cuCtxSynchronize() { return 0; }
 int cuStreamIsCapturing(void*, int* status) { return *status = 0; }
-int cuStreamGetCaptureInfo_v2(void*, int*, uint64_t*, void**, const void*** nodes, size_t* n) {
+int cuStreamGetCaptureInfo_v2(void*, int* status, uint64_t*, void** graph, const void*** nodes,
+                              size_t* n) {
   static const void* last;
-  last = recorded->nodes.back().get();
+  *status = 1;
+  *graph = recorded;
+  *n = recorded->nodes.empty() ? 0 : 1;
+  last = *n ? recorded->nodes.back().get() : nullptr;
   *nodes = &last;
-  *n = 1;
+  return 0;
+}
+int cuGraphConditionalHandleCreate(uint64_t* handle, void*, void*, unsigned, unsigned) {
+  *handle = conditions.size() + 1;
+  conditions[*handle] = false;
+  return 0;
+}
+int cuGraphAddNode_v2(void** node, void*, const void*, const void*, size_t,
+                      plait::cuda::ConditionalParams* p) {
+  static plait::cuda::Graph bodies[1];
+  auto* body = new Graph;
+  bodies[0] = reinterpret_cast<plait::cuda::Graph>(body);
+  p->bodies = bodies;
+  Node n;
+  n.call = [body, again = p->kind == plait::cuda::ConditionalParams::again, c = p->condition] {
+    do {
+      if (!conditions[c]) return;
+      for (const auto& inner : body->nodes) run(*inner);
+    } while (again);
+  };
+  put(std::move(n));
+  *node = recorded->nodes.back().get();
+  return 0;
+}
+int cuStreamUpdateCaptureDependencies(void*, const void*, size_t, unsigned) { return 0; }
+int cuStreamBeginCaptureToGraph(void*, void* graph, const void*, const void*, size_t, int) {
+  outer.push_back(std::exchange(recorded, static_cast<Graph*>(graph)));
+  return 0;
+}
+int cuStreamEndCapture(void*, void** graph) {
+  *graph = recorded;
+  recorded = outer.back();
+  outer.pop_back();
   return 0;
 }
 static Node& node_of(void* exec, void* node) {

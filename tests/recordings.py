@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -679,3 +680,89 @@ def test_random_programs(make: Make, seed: int) -> None:
         "refused"
     ]  # parts may all be too small
     assert not refused, refused
+
+
+# Control flow: on x, y and i, of one element, of which the kernels make others.
+INPUTS = """\
+i = tensor_input(f32[1] @ (1,), device='cuda:0')
+x = tensor_input(f32[64] @ (1,), device='cuda:0')
+y = tensor_input(f32[64] @ (1,), device='cuda:0')
+
+kernel('k', 2, 1, device='cuda:0')
+kernel('both', 3, 1, device='cuda:0')
+
+"""
+IS_SMALL = "p, = call('aten::lt.Scalar')(i, 5)\n"
+ADDED = "a = alloc(f32[64] @ (1,), device='cuda:0')\nlaunch('both', (x, y, a), (64,), (a,), 1)\n"
+TURNED = "b, = call('aten::neg')(y)\nc, = call('aten::neg')(b)\nd, = call('aten::neg')(c)\n"
+NEXT = "j = alloc(f32[1] @ (1,), device='cuda:0')\nlaunch('k', (i, j), (1,), (j,), 1)\n"
+COND = "e, = call_programs('cond', (0, 1), 0, 0, 'cond')(p, i, x, y)\n"
+LOOP = "k, v, w = call_programs('loop', (0, 1), 3, 0, 'loop')(i, x, y)\n"
+BRANCHES = ADDED + "return (a,)\n", TURNED + "return (d,)\n"
+CONTROL_HEAD = "program('p')\n\n" + INPUTS
+
+
+def subprograms(*bodies: str) -> str:
+    """They stand behind the program that runs them."""
+    return "".join(
+        f"\ndef subprogram_{k}():\n" + indent(f"program('q{k}')\n\n{INPUTS}{body}", "    ")
+        for k, body in enumerate(bodies)
+    )
+
+
+def branched(i: float, x: Tensor, y: Tensor) -> Tensor:
+    return x + y if i < 5 else -y
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_graph_decides_which_branch_runs(make: Make, given: bool) -> None:
+    """given: one branch returns what it is given."""
+    branches = (BRANCHES[0], "return (y,)\n") if given else BRANCHES
+    body = IS_SMALL + COND + "f, = call('aten::neg')(e)\nreturn (e, f)\n"
+    program = make(body + subprograms(*branches), head=CONTROL_HEAD)
+    held = []
+    for k, i in enumerate((1, 1, 9, 1, 9, 9, 5)):
+        x, y = ramp(64, k), ramp(64, 3 * k)
+        want = y if given and i >= 5 else branched(i, x, y)
+        held.append((want, program(here(torch.tensor([float(i)])), here(x), here(y))))
+    for want, (e, f) in held:
+        assert torch.equal(there(e), want) and torch.equal(there(f), -want)
+    made = stats(program)
+    assert (made["recorded"], made["replayed"], made["refused"]) == (1, 5, {})
+
+
+def test_a_graph_decides_how_often_a_loop_runs(make: Make) -> None:
+    """Each round reads what the one before it left, also where two results change places; in it,
+    branches decide again."""
+    inner = IS_SMALL.replace("5", "2") + COND + NEXT + "return (j, y, e)\n"
+    body = LOOP + "z, = call('aten::neg')(w)\nreturn (k, v, w, z)\n"
+    nested = subprograms(IS_SMALL + "return (p,)\n", inner + subprograms(*BRANCHES))
+    program = make(body + nested, head=CONTROL_HEAD)
+    held = []
+    for k, i in enumerate((0, 0, 9, 1, 0, 3, 9)):
+        x, y = ramp(64, k), ramp(64, 3 * k)
+        held.append((float(i), x, y, program(here(torch.tensor([float(i)])), here(x), here(y))))
+    for i, x, y, got in held:
+        while i < 5:
+            i, x, y = 2 * i + 1, y, x + y if i < 2 else -y
+        for g, want in zip(got, (torch.tensor([i]), x, y, -y), strict=True):
+            assert torch.equal(there(g), want)
+    made = stats(program)
+    assert (made["recorded"], made["replayed"], made["refused"]) == (1, 5, {})
+
+
+def test_branches_of_other_sizes_are_not_recorded(make: Make) -> None:
+    shorter = "v = view(y, f32[3] @ (1,), 2)\nreturn (v,)\n"
+    body = IS_SMALL + COND + "return (e,)\n"
+    program = make(body + subprograms(BRANCHES[0], shorter), head=CONTROL_HEAD)
+    for i in (1, 9, 1, 9):
+        x, y = ramp(64, i), ramp(64, 3 * i)
+        (got,) = program(here(torch.tensor([float(i)])), here(x), here(y))
+        assert torch.equal(there(got), x + y if i < 5 else y[2:5])
+    made = stats(program)
+    assert made["recorded"] == 0 and "not always the same size" in str(made["refused"])
+    chained = make(CHAIN + "return (d,)\n")  # what failed left nothing behind
+    for k in range(4):
+        x = ramp(N, k)
+        assert torch.equal(there(chained(N, N, here(x), here(x))[0]), chain(x)[1])
+    assert stats(chained)["replayed"] == 2

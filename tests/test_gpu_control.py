@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from functorch.experimental.control_flow import map as torch_map
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import CompileRecord, observers
+from plait.wrapper.program import CompileRecord, Program, observers
 
 WRAPPERS = ("native", "python", "cpp", "fx")
 
@@ -59,6 +60,12 @@ def regions(x: Tensor, w: Tensor) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {
     f.__name__: f for f in (branch, loop, scanned, mapped, summed, regions)
 }
+
+
+def stats(program: Program) -> dict[str, Any]:
+    return dict(program.call.stats()["graphs"])  # type: ignore[attr-defined]
+
+
 TRAINED = ("branch", "loop", "scanned", "mapped", "regions")
 
 
@@ -94,15 +101,79 @@ def test_as_eager(name: str, wrapper: str) -> None:
         assert any(isinstance(i, ins.Launch) for i in launches)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_beside_cuda_graphs(name: str) -> None:
+def nested(x: Tensor, w: Tensor) -> Any:
+    """Branches and a loop in a loop, on what each round makes."""
+
+    def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cond(x.mean() > 0, lambda x: x - x.amax() / 2, lambda x: (x @ w).cos(), (x,))
+        inner = torch.while_loop(
+            lambda j, x: j < i, lambda j, x: (j + 1, x * 0.9), (torch.zeros_like(i), x)
+        )
+        return i + 1, inner[1]
+
+    start = torch.zeros((), dtype=torch.int64, device=x.device)
+    return torch.while_loop(lambda i, x: (i < 5) & (x.amax() < 9), body, (start, x))
+
+
+def data_dependent(x: Tensor, w: Tensor) -> Any:
+    """Takes as many rounds as it takes, none at all where x is small."""
+    halved = torch.while_loop(
+        lambda x: x.abs().amax() > 0.5, lambda x: ((x @ w).tanh() * 0.7,), (x,)
+    )[0]
+    return halved.softmax(-1), torch.cond(halved.sum() > 0, torch.sin, lambda x: x * 2, (x,))
+
+
+RECORDED: dict[str, Callable[..., Any]] = {
+    **{k: f for k, f in PROGRAMS.items() if k != "summed"},
+    "nested": nested,
+    "data_dependent": data_dependent,
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_in_cuda_graphs(name: str, programs: list[Program]) -> None:
+    """One recording serves every value: the graph decides."""
     torch._dynamo.reset()
-    fn = PROGRAMS[name]
+    fn = RECORDED[name]
     with torch.no_grad():
         run = torch.compile(fn, backend="plait", mode="reduce-overhead", dynamic=False)
-        for _ in range(4):
-            x, w = given(name)
+        x, w = given(name)
+        for k in range(8):
+            x.copy_(torch.randn_like(x) * (-1) ** k * (k % 4))
             check(fn, run, x, w)
+        for _ in range(4):  # what moves is copied
+            check(fn, run, *given(name))
+    record, made = programs[0].record, stats(programs[0])
+    assert made["recorded"] <= 3 and made["replayed"] >= 8 and made["refused"] == {}, made
+    parts = [i for i in record.wrapper.body if isinstance(i, ins.Partition)]
+    assert [p.reason for p in parts if not p.recorded] in ([], [""])
+
+
+def test_in_cuda_graphs_of_many_sizes(programs: list[Program]) -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run = torch.compile(nested, backend="plait", mode="reduce-overhead", dynamic=True)
+        held = {n: given("nested", n) for n in (5, 7, 9)}
+        for n in (5, 7, 5, 7, 9, 5, 7, 9):
+            held[n][0].copy_(torch.randn(n, 7))
+            check(nested, run, *held[n])
+    made = stats(programs[0])
+    assert (made["recorded"], made["replayed"], made["refused"]) == (3, 2, {})
+
+
+def test_random_branches_are_not_recorded(programs: list[Program]) -> None:
+    def fn(x: Tensor, w: Tensor) -> Any:
+        y = torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5), lambda x: x * 2, (x,))
+        return (y @ w).cumsum(0)
+
+    torch._dynamo.reset()
+    x, w = given("branch")
+    with torch.no_grad():
+        run = torch.compile(fn, backend="plait", mode="reduce-overhead")
+        drawn = {run(x.abs(), w).sum().item() for _ in range(6)}
+    assert len(drawn) == 6
+    reasons = [i.reason for i in programs[0].record.wrapper.body if isinstance(i, ins.Partition)]
+    assert any("a seed is drawn" in r for r in reasons), reasons
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -35,9 +35,11 @@ struct DriverStream;
 using Function = DriverFunction*;
 using Module = DriverModule*;
 using Stream = DriverStream*;
+struct DriverGraph;
 struct DriverGraphExec;
 struct DriverGraphNode;
 struct DriverEvent;
+using Graph = DriverGraph*;
 using GraphExec = DriverGraphExec*;
 using GraphNode = DriverGraphNode*;
 using Event = DriverEvent*;
@@ -83,6 +85,20 @@ struct CopyParams {
   };
   Side from, to;
   size_t nbytes, height, depth;
+};
+
+// As CUgraphNodeParams of a conditional node. condition: what cuGraphConditionalHandleCreate gave.
+// bodies: where the driver says which graphs they are.
+struct ConditionalParams {
+  enum Kind : int { once = 0, again = 1 };
+  int type = 13;  // CU_GRAPH_NODE_TYPE_CONDITIONAL
+  int unused[3]{};
+  uint64_t condition = 0;
+  Kind kind = once;
+  uint32_t n_bodies = 1;
+  Graph* bodies = nullptr;
+  void* context = nullptr;
+  std::array<uint64_t, 26> rest{};
 };
 
 // The entry points of one driver library.
@@ -138,7 +154,7 @@ class Driver {
   int (*launch)(const Config*, Function, void**, void**);
   int (*parameter)(Function, size_t, size_t*, size_t*);  // null in drivers before 12.4
   int (*is_capturing)(Stream, int*);
-  int (*capture_info)(Stream, int*, uint64_t*, void**, const GraphNode**, size_t*);
+  int (*capture_info)(Stream, int*, uint64_t*, Graph*, const GraphNode**, size_t*);
   int (*set_node)(GraphExec, GraphNode, const NodeParams*);
   int (*copy_node)(GraphNode, CopyParams*);
   int (*set_copy_node)(GraphExec, GraphNode, const CopyParams*, void* context);
@@ -148,6 +164,16 @@ class Driver {
   int (*record_event)(Event, Stream);
   int (*wait_event)(Stream, Event, unsigned);
   int (*synchronize)();
+  // Of conditional nodes: null in HIP and in drivers before 12.4. after: what comes next on a
+  // stream that is recorded follows these nodes. record_to: what is put on a stream goes to a
+  // graph.
+  int (*make_condition)(uint64_t*, Graph, void* context, unsigned first, unsigned flags) = nullptr;
+  int (*add_node)(GraphNode*, Graph, const GraphNode*, const void* edges, size_t,
+                  ConditionalParams*) = nullptr;
+  int (*after)(Stream, const GraphNode*, size_t, unsigned flags) = nullptr;
+  int (*record_to)(Stream, Graph, const GraphNode*, const void* edges, size_t, int) = nullptr;
+  int (*end_recording)(Stream, Graph*) = nullptr;
+  bool has_conditional_nodes() const { return make_condition && add_node && record_to; }
   // Whether graphs can hold a kernel that starts before the one ahead of it has ended: since 12.3.
   bool records_early;
   int (*allocate)(void**, size_t, Stream);  // these two are null in drivers before 11.2

@@ -64,6 +64,16 @@ PyObject* module_launch_cubin(PyObject*, PyObject* args) {
   });
 }
 
+PyObject* module_has_conditional_nodes(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    try {
+      return PyBool_FromLong(cuda::Driver::machine().has_conditional_nodes());
+    } catch (const cuda::DriverError&) {  // the machine that runs the program will know
+      return Py_NewRef(Py_True);
+    }
+  });
+}
+
 PyObject* module_guard_for_cuda(PyObject*, PyObject* on) {
   return guarded([&]() -> PyObject* {
     static c10::impl::NoOpDeviceGuardImpl<c10::kCUDA> nothing;

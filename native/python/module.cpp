@@ -169,6 +169,9 @@ PyMethodDef module_methods[] = {
     {"all_plain", module_all_plain, METH_O,
      "Whether kernels can read all tensors among these values: none wraps another one or has a "
      "forward-mode tangent."},
+    {"has_conditional_nodes", module_has_conditional_nodes, METH_NOARGS,
+     "has_conditional_nodes(): whether CUDA graphs of this machine's driver can decide what they "
+     "run; true where there is no driver."},
     {"guard_for_cuda", module_guard_for_cuda, METH_O,
      "guard_for_cuda(on): gives a torch without CUDA a guard for such devices that does nothing, "
      "or takes it "

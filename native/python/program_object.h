@@ -55,6 +55,7 @@ inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *tra
     *direct_type, *tangents_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
+PyObject* module_has_conditional_nodes(PyObject*, PyObject*);
 PyObject* module_guard_for_cuda(PyObject*, PyObject* on);
 PyObject* module_inspect_package(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,

@@ -25,6 +25,8 @@ class Accelerator {
   c10::DataPtr allocate(int64_t nbytes) const {
     return allocator_->allocate(static_cast<size_t>(nbytes));
   }
+  // One of torch's pool of streams with priority, which hardly anyone else takes.
+  c10::Stream pooled_stream() const { return guard_->getStreamFromGlobalPool(device_, true); }
   c10::Allocator* allocator() const { return allocator_; }
 
  private:

@@ -2,12 +2,17 @@
 #include "control.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/stack.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <mutex>
 
 #include "call.h"
+#include "conditional_node.h"
+#include "recordings.h"
 
 namespace plait {
 
@@ -66,12 +71,94 @@ bool is_true(const ControlValue& v) {
   return v.tensor.defined() ? v.tensor.is_nonzero() : v.integer != 0;
 }
 
+// --- In a recording: the device decides, and what leaves a body lies in memory of its own. ---
+
+// Memory that lies as t does, where nothing of t overlaps, made on the stream outside of a body.
+at::Tensor room_like(const at::Tensor& t, const c10::Stream& outside) {
+  const c10::StreamGuard on_stream(outside);
+  const bool dense = t.is_non_overlapping_and_dense();
+  return dense ? at::empty_strided(t.sizes(), t.strides(), t.options())
+               : at::empty(t.sizes(), t.options());
+}
+
+c10::Stream current_stream(const Frame& f) {
+  const c10::impl::VirtualGuardImpl streams(f.code.gpu->device().type());
+  return streams.getStream(f.code.gpu->device());
+}
+
+void fill_room(const ControlValue& room, const ControlValue& v, const std::string& label) {
+  const at::Tensor &to = room.tensor, &from = v.tensor;
+  const bool same = to.defined() == from.defined() && room.integer == v.integer;
+  if (!same || (to.defined() && (to.sizes() != from.sizes() || to.dtype() != from.dtype())))
+    throw std::runtime_error("what " + label + " gives has not always the same size and type");
+  if (to.defined()) to.copy_(from);
+}
+
+// Both branches leave their results in the same rooms.
+ControlValues recorded_cond(Frame& f, const ProgramsCall& c, const at::Tensor& predicate,
+                            const ControlValues& given) {
+  const c10::Stream outside = current_stream(f);
+  std::optional<ControlValues> rooms;
+  for (const bool otherwise : {false, true}) {
+    const ConditionalNode holds(*f.code.gpu, f.recorded - 1);
+    holds.decide(predicate, otherwise);
+    holds.record(cuda::ConditionalParams::once, [&] {
+      ++f.recorded;
+      const ControlValues made = c.programs[otherwise ? 1 : 0]->run(f, given);
+      --f.recorded;
+      if (!rooms) {
+        rooms = made;
+        for (ControlValue& v : *rooms)
+          if (v.tensor.defined()) v.tensor = room_like(v.tensor, outside);
+      }
+      for (size_t k = 0; k < made.size(); ++k) fill_room((*rooms)[k], made[k], c.label);
+    });
+  }
+  return *rooms;
+}
+
+// What is carried has rooms that every round reads and then fills.
+ControlValues recorded_loop(Frame& f, const ProgramsCall& c, ControlValues given,
+                            const at::Tensor& predicate) {
+  const c10::Stream outside = current_stream(f);
+  for (size_t k = 0; k < c.carried; ++k)
+    if (at::Tensor& t = given[k].tensor; t.defined()) {
+      const at::Tensor room = room_like(t, outside);
+      t = room.copy_(t);
+    }
+  const ConditionalNode holds(*f.code.gpu, f.recorded - 1);
+  holds.decide(predicate);
+  holds.record(cuda::ConditionalParams::again, [&] {
+    ++f.recorded;
+    ControlValues next = c.programs[1]->run(f, given);
+    for (ControlValue& v : next)  // one may be another's room
+      for (size_t k = 0; k < c.carried && v.tensor.defined(); ++k)
+        if (given[k].tensor.defined() && v.tensor.is_alias_of(given[k].tensor)) {
+          v.tensor = v.tensor.clone();
+          break;
+        }
+    for (size_t k = 0; k < next.size(); ++k) fill_room(given[k], next[k], c.label);
+    const ControlValue again = c.programs[0]->run(f, given)[0];
+    --f.recorded;
+    if (!again.tensor.defined()) throw std::runtime_error("the host decides on " + c.label);
+    holds.decide(again.tensor);
+  });
+  given.resize(c.carried);
+  return given;
+}
+
+// --- As the host decides. ---
+
 // The first operands are what the body returns, once and again while the condition holds.
 ControlValues loop(Frame& f, const ProgramsCall& c, ControlValues given) {
+  ControlValue first = c.programs[0]->run(f, given)[0];
+  if (f.recorded && first.tensor.defined())
+    return recorded_loop(f, c, std::move(given), first.tensor);
   bool ran = false;
-  for (; is_true(c.programs[0]->run(f, given)[0]); ran = true) {
+  for (ControlValue holds = std::move(first); is_true(holds); ran = true) {
     ControlValues next = c.programs[1]->run(f, given);
     std::move(next.begin(), next.end(), given.begin());
+    holds = c.programs[0]->run(f, given)[0];
   }
   given.resize(c.carried);
   if (!ran)  // results are never operands
@@ -132,9 +219,11 @@ ControlValues chosen(Frame& f, const ProgramsCall& c, ControlValues given) {
     case ControlKind::rounds: return rounds(f, c, std::move(given));
     case ControlKind::scan: return scan(f, c, std::move(given));
     case ControlKind::cond: {
-      const bool holds = is_true(given.front());
+      const ControlValue predicate = std::move(given.front());
       given.erase(given.begin());
-      return c.programs[holds ? 0 : 1]->run(f, given);
+      if (f.recorded && predicate.tensor.defined())
+        return recorded_cond(f, c, predicate.tensor, given);
+      return c.programs[is_true(predicate) ? 0 : 1]->run(f, given);
     }
   }
   return c.programs[0]->run(f, given);

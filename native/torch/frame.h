@@ -53,6 +53,7 @@ struct Frame {
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
   bool owns_inputs = false;
   std::vector<Copied> copied;
+  size_t recorded = 0;  // while work is recorded: 1, and 1 more for each conditional node around it
   DeadMemory* dead_memory = nullptr;   // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what the call added to the thread's excluded keys
   void* gil = nullptr;

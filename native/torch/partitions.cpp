@@ -243,8 +243,10 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       return;
     }
     case StepKind::call_programs:
-      for (const Operand& o : p_.programs_calls[static_cast<size_t>(s.a)].args)
+      for (const Operand& o : p_.programs_calls[static_cast<size_t>(s.a)].args) {
+        if (o.kind == Operand::Kind::size) read(k, o.id);
         operand_slots(o, use);
+      }
       return;
     case StepKind::bump: return use(s.a);
     case StepKind::instruction: return walk_fields(s, TraceFields{{}, *this, k});

@@ -65,6 +65,7 @@ void Program::run_steps(Frame& f) const {
 
 void Program::run_within(Frame& f, Frame& caller) const {
   f.gil = std::exchange(caller.gil, nullptr);
+  f.recorded = caller.recorded;
   const auto end = [&] { caller.gil = std::exchange(f.gil, nullptr); };
   try {
     run_steps(f);

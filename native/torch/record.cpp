@@ -20,7 +20,7 @@ cuda::GraphNode last_node(cuda::Stream stream) {
   int status = 0;
   uint64_t id = 0;
   size_t n = 0;
-  void* graph = nullptr;
+  cuda::Graph graph = nullptr;
   const cuda::GraphNode* nodes = nullptr;
   driver.check(driver.capture_info(stream, &status, &id, &graph, &nodes, &n),
                "cuStreamGetCaptureInfo");
@@ -197,6 +197,7 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   }
   capture = host.begin_capture(gpu.device().index());
   f.stream = gpu.stream();
+  f.recorded = 1;
   // One piece wastes less than the allocator's segments, and can be lent as one.
   if (at.kept_nbytes > 0) {
     const auto nbytes = static_cast<int64_t>(at.kept_nbytes);
@@ -254,6 +255,7 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool dri
     failed = error.what();
   }
   f.stream = outer;
+  f.recorded = 0;
   f.dead_memory = nullptr;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
   if (!replaced.empty()) name_again(f, p);

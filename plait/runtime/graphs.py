@@ -83,7 +83,7 @@ class Capture:
                 f"recordings need the pools of PyTorch's own allocator, and this one is {backend()}"
             )
         self._device, self._kept = device, _Pool(device)
-        self._shared = _shared_pool(device)
+        self._pool = self._shared = _shared_pool(device)
         # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.
         torch._C._cuda_clearCublasWorkspaces()
         self._outer = torch.cuda.current_stream(device)
@@ -102,6 +102,7 @@ class Capture:
             self._leave()
             raise
         self._records = True
+        self._allocate_from(self._shared)  # whichever stream this thread records on
 
     def _leave(self) -> None:
         torch._C._cuda_clearCublasWorkspaces()
@@ -110,11 +111,14 @@ class Capture:
             gc.enable()
 
     def keep(self, kept: bool) -> None:
-        before, now = (self._shared, self._kept) if kept else (self._kept, self._shared)
-        torch._C._cuda_endAllocateToPool(self._device, before.id)
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, now.id)
+        self._allocate_from(self._kept if kept else self._shared)
+
+    def _allocate_from(self, pool: _Pool) -> None:
+        torch._C._cuda_endAllocateToPool(self._device, self._pool.id)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, pool.id)
         # The pool counts who holds it, and this is no holder.
-        torch._C._cuda_releasePool(self._device, now.id)
+        torch._C._cuda_releasePool(self._device, pool.id)
+        self._pool = pool
 
     def end(self) -> tuple[int, int, int, int]:
         """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of

@@ -3,12 +3,13 @@ run at every call.
 
 A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it
 runs (kernels of the CPU, Python, sizes that depend on data, operators that wait for the device) is
-never recorded, and its reason is written down. Seeds are drawn first, so that a replay gets new
-random numbers as any input. Results for the caller that kernels alone write are allocated before
-the recorded work and patched into it. Those of operators have to be copied out of a recording:
-where the last operators make large ones, they run after it instead. Where the first instructions
-use large inputs up, such as the gradient of logits, they run before it: what they make and free is
-no memory of a recording.
+never recorded, and its reason is written down. Control flow is recorded where its subprograms could
+be: the graph decides what runs (native/torch/conditional_node.h). Seeds are drawn first, so that a
+replay gets new random numbers as any input. Results for the caller that kernels alone write are
+allocated before the recorded work and patched into it. Those of operators have to be copied out of
+a recording: where the last operators make large ones, they run after it instead. Where the first
+instructions use large inputs up, such as the gradient of logits, they run before it: what they make
+and free is no memory of a recording.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ def partition(
     n_results: int | None = None,
     nbytes: Mapping[str, int] | None = None,
     spent: Collection[str] = (),
+    decides: bool = True,
 ) -> ins.WrapperProgram:
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
     constants: its table of constants. n_results: as in the program that is returned. nbytes:
     plausible sizes.
-    spent: inputs that nobody needs after the call."""
+    spent: inputs that nobody needs after the call. decides: whether the graphs of the machine can
+    decide what they run."""
     gpus = _gpus(program)
     if not gpus:
         return program
@@ -69,7 +72,7 @@ def partition(
     body = _seeds_first(program)
     head = list(takewhile(_is_early, body))
     rest = body[len(head) :]
-    facts = _Facts(program, constants)
+    facts = _Facts(program, constants, decides)
     why = [reason for i in head if (reason := facts.why_not(i))]
     parts = _leave_results(_cut(rest, facts), n_results, nbytes or {})
     parts = _give_arena(_leave_inputs(parts, spent, nbytes or {}))
@@ -157,7 +160,7 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
     """The parts, those with too little work not recorded, neighbours of one kind as one."""
     joined: list[_Part] = []
     for p in parts:
-        if p.recorded and sum(isinstance(i, _WORK) for i in p.body) < MIN_STEPS:
+        if p.recorded and sum(map(_steps, p.body)) < MIN_STEPS:
             p = _Part(False, p.body, ["too little work to record"])
         if joined and p.recorded == joined[-1].recorded:
             joined[-1].body += p.body
@@ -167,7 +170,14 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
     return [p for p in joined if p.body]
 
 
-_WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
+_WORK = (ins.Launch, ins.CallExtern, ins.CallPrograms, ins.Copy, ins.Fill)
+
+
+def _steps(i: ins.Instr) -> int:
+    """How many steps a recording saves by this one: control flow is many of the host's."""
+    return MIN_STEPS if isinstance(i, ins.CallPrograms) else int(isinstance(i, _WORK))
+
+
 # Belong to the work that they follow.
 _AFTER = (ins.Free, ins.AssertSizeStride, ins.AssertAlignment)
 
@@ -244,7 +254,11 @@ def _last_work(body: Sequence[ins.Instr], end: int) -> int:
 class _Facts:
     """What is known of names: which kernels and tensors are the host's, and what is no tensor."""
 
-    def __init__(self, program: ins.WrapperProgram, constants: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, program: ins.WrapperProgram, constants: Sequence[torch.Tensor], decides: bool
+    ) -> None:
+        self.programs = program.programs
+        self.decides = decides
         self.host_kernels: set[str] = set()
         self.host = {
             i.name
@@ -265,7 +279,7 @@ class _Facts:
             case ins.CallPython():
                 return f"{i.label} is a Python function"
             case ins.CallPrograms():
-                return f"{i.label} decides at every call what runs"
+                return self._programs(i)
             case ins.Hook():
                 return "intermediates are watched"
             case ins.CheckFinite():
@@ -330,6 +344,33 @@ class _Facts:
         if getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
             return f"{name} may not be recorded"
         return ""
+
+    def _programs(self, i: ins.CallPrograms) -> str:
+        if i.kind in ("cond", "loop") and not self.decides:
+            return f"{i.label}: the driver's graphs cannot decide what they run"
+        if i.kind == "rounds":
+            return f"{i.label} gives as many results as it runs rounds"
+        if here := self.host.intersection(n for o in i.args for n in refs(o)):
+            return f"{i.label} takes {min(here)}, which is on the host"
+        for p in (self.programs[k] for k in i.programs):
+            inner = _Facts(p, self.constants, self.decides)
+            why = next(filter(None, map(inner._why_not_inside, p.body)), "")
+            if why:
+                return f"{i.label}: {why}"
+        return ""
+
+    def _why_not_inside(self, i: ins.Instr) -> str:
+        """The same of a subprogram's instruction. What is recorded there is no node that a replay
+        could give new random numbers, and the device knows no numbers of the host."""
+        none = ins.Literal("none", "")
+        if isinstance(i, ins.Return):
+            numbers = [v for v in i.values if not isinstance(v, ins.Ref) and v != none]
+            return "it gives a number" if numbers else ""
+        if isinstance(i, ins.CallExtern) and (
+            not i.op.startswith("aten::") or torch.Tag.nondeterministic_seeded in _tags(i.op)
+        ):
+            return self.why_not(i) or f"{i.op} may draw random numbers"
+        return self.why_not(i) or ""
 
 
 def _without_dropout(i: ins.CallExtern) -> bool:
@@ -450,7 +491,7 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
             recorded = i.recorded
         elif not recorded and isinstance(i, ins.Alloc):
             made.add(i.name)
-        elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
+        elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern, ins.CallPrograms)):
             copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
         elif recorded and isinstance(i, ins.Launch):
             direct.update(

@@ -5,6 +5,8 @@
 
 namespace plait::cuda {
 namespace {
+constexpr int kConditionalNodes = 12040;  // the first driver that has them whole
+
 int architecture_of(const Driver& driver, std::string* name, int device) {
   constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
   int major = 0, minor = 0;
@@ -49,6 +51,16 @@ void find_entries(Driver& d) {
   void* early = nullptr;
   d.find(early, "cuStreamGetCaptureInfo_v3");
   d.records_early = early;
+  int version = 0;
+  int (*find_version)(int*) = nullptr;
+  d.find(find_version, "cuDriverGetVersion");
+  if (find_version && find_version(&version) == 0 && version >= kConditionalNodes) {
+    d.find(d.make_condition, "cuGraphConditionalHandleCreate");
+    d.find(d.add_node, "cuGraphAddNode_v2");
+    d.find(d.after, "cuStreamUpdateCaptureDependencies");
+    d.find(d.record_to, "cuStreamBeginCaptureToGraph");
+    d.find(d.end_recording, "cuStreamEndCapture");
+  }
   d.need(d.set_node, "cuGraphExecKernelNodeSetParams_v2");
   d.need(d.copy_node, "cuGraphMemcpyNodeGetParams");
   d.need(d.set_copy_node, "cuGraphExecMemcpyNodeSetParams");

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -19,12 +19,14 @@ import torch
 from plait import _native, compat
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
-from plait.errors import Fallback, RefusedKernel
+from plait.errors import Fallback, RefusedKernel, warn_once
+from plait.graph.attention_kernels import refuse_kernels
 from plait.graph.captured import Captured
 from plait.ir.calls import UserKernel, Variant, all_programs
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
+from plait.lower.calls import where_of
 from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.pipelines import VERIFIERS, Kernels, clean_graph, make_kernels, run_passes, schedule
 from plait.runtime.process import workers
@@ -50,8 +52,16 @@ __all__ = ["Program", "compile_graph"]
 load_rules()  # now, not while the first graph waits
 
 
-Refused = dict[tuple[str, Variant], str]
-"""Variants of the user's kernels that the compiler has refused, and why (`lower.core.Tables`)."""
+@dataclass
+class Refused:
+    """What the compiler of kernels has refused.
+
+    variants: of the user's kernels, and why (`lower.core.Tables`).
+    steps: calls of attention, which are written out from then on.
+    """
+
+    variants: dict[tuple[str, Variant], str] = field(default_factory=dict)
+    steps: list[Fallback] = field(default_factory=list)
 
 
 def compile_graph(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
@@ -66,15 +76,15 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         check_isa(cfg)  # it will run here
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
-    refused: Refused = {}
+    refused = Refused()
     built: dict[str, Built] | None = None
-    while built is None:  # again without each kernel of the user's that the compiler refuses
+    while built is None:  # again without each kernel that the compiler refuses
         lowered, made = _kernels(captured, cfg, log, refused)
         # Compilers are processes of their own: the wrapper is made while they run.
         with workers(1) as beside:
             building = beside.submit(_build, made.sources, cfg)
             wrapper = _wrap(captured, lowered, made.plan, cfg, log)
-            built = log("build kernels", _built, building, made.plan, refused, cfg)
+            built = log("build kernels", _built, building, captured, made, refused, cfg)
     libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
     callables = (
@@ -97,7 +107,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         kernel_source="\n".join(s.text for s in made.sources.values()),
         cache_hit=all(b.hit for b in built.values()) if built else None,
         tuned=made.notes,
-        ladder=(*captured.ladder, *lowered.steps),
+        ladder=(*captured.ladder, *refused.steps, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
     )
     observe(record)
@@ -186,7 +196,7 @@ def _plan(
     show.show_given(log, captured)
     captured = log("clean graph", clean_graph, captured, cfg)
     show.show_graph(log, "1_graph.py", captured.graph)
-    lowered = log("lower", lower_graph, captured, cfg, refused)
+    lowered = log("lower", lower_graph, captured, cfg, refused.variants if refused else {})
     show.show_loops(log, lowered.program)
     return lowered, log("schedule", schedule, lowered.program, cfg, log)
 
@@ -203,18 +213,32 @@ def _kernels(
 
 
 def _built(
-    building: Future[dict[str, Built]], plan: Plan, refused: Refused, cfg: Config
+    building: Future[dict[str, Built]],
+    captured: Captured,
+    made: Kernels,
+    refused: Refused,
+    cfg: Config,
 ) -> dict[str, Built] | None:
-    """The kernels; None: the compiler refuses one of the user's, which is among refused now."""
+    """The kernels; None: the compiler refuses one of the user's, or of attention, which is among
+    refused now."""
     try:
         return building.result()
     except RefusedKernel as error:
-        calls = [c for p in all_programs(plan) for c in launching_calls(p)]
+        if cfg.strict:
+            raise
+        why = f"its compiler refused it: {error.what.splitlines()[-1]}"
+        calls = [c for p in all_programs(made.plan) for c in launching_calls(p)]
         users = [c.kernel for c in calls if c.op.startswith("triton::")]
         kernels = [k for k in users if isinstance(k, UserKernel) and k.name == error.kernel]
-        why = f"its compiler refused it: {error.what.splitlines()[-1]}"
-        refused.update({(k.text, v): why for k in kernels for v in k.variants})
-        if cfg.strict or not kernels:
+        refused.variants.update({(k.text, v): why for k in kernels for v in k.variants})
+        symbols = (row for s in made.sources.values() for row in s.entry_points.items())
+        names = {n.rpartition(".")[2] for n, symbol in symbols if symbol == error.kernel}
+        attention = refuse_kernels(captured.graph, names)
+        for n in attention:
+            step = Fallback("operators", f"higher_order::{n.target}", why, where_of(n))
+            refused.steps.append(step)
+            warn_once(f"plait writes out {step.line}")
+        if not kernels and not attention:
             raise
         return None
 

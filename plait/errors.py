@@ -142,9 +142,10 @@ def raised_at(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno}, in {last.name}"
 
 
-Rung = Literal["aten", "python", "specialise", "eager"]
-"""The ladder below a kernel: PyTorch's own operator is called; an operator is called from Python; a
-size is taken for a number, with a guard; the whole graph is run by eager."""
+Rung = Literal["operators", "aten", "python", "specialise", "eager"]
+"""The ladder below a kernel: an operator becomes others that have kernels; PyTorch's own operator
+is called; an operator is called from Python; a size is taken for a number, with a guard; the whole
+graph is run by eager."""
 
 
 @dataclass(frozen=True, slots=True)

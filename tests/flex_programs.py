@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
+from plait.errors import RefusedKernel
 from plait.ir.calls import all_programs
-from plait.wrapper.instructions import CallPython
+from plait.wrapper.instructions import CallPython, Launch
 from plait.wrapper.program import CompileRecord, observers
 
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -158,7 +161,9 @@ CASES = {
     "distances": Case(_distances, _window, captured=((8,),)),
     "constants": Case(_constants, _causal, captured=((4, 40),), heads=(4, 2)),
     "decode": Case(_soft_cap, None, heads=(4, 2), lengths=(1, 50), with_aux=True),
-    "double": Case(_alibi, _causal, captured=((4,),), dtype=torch.float64),
+    "double": Case(
+        _alibi, _causal, captured=((4,),), lengths=(9, 12), dtype=torch.float64, with_aux=True
+    ),
     "ids": Case(by_ids=True, heads=(4, 2)),
     "divided": Case(_divided, None, fixed=((37,),), heads=(1, 1), batches=(1, 1)),
     "half a block": Case(
@@ -254,6 +259,88 @@ def check_pages(n_queries: int, wrapper: str, device: str) -> None:
     compiled = torch.compile(run, backend="plait", options=options)
     got = compiled(q, k_cache, v_cache, moved, in_pages)
     torch.testing.assert_close(got, run(q, k, v, score, blocks))
+
+
+def check_found_lengths(wrapper: str, device: str) -> None:
+    """Queries and keys as many as tensors say; without keys eager fails, and so does a program."""
+
+    def run(q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> Any:
+        keys = k[:, :, : n.item()]
+        changed = lambda s, b, h, i, j: s + (i - j) * 0.1
+        plain = flex.flex_attention(q, keys, keys, return_aux=flex.AuxRequest(lse=True))
+        return *plain, flex.flex_attention(q[:, :, : m.item()], keys, keys, changed)
+
+    torch._dynamo.reset()
+    made = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 2, n, 16, generator=made).to(device) for n in (5, 7))
+    options: Any = {"wrapper": wrapper, "strict": True}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(run, backend="plait", options=options)
+        for sizes in ((3, 4), (5, 7), (1, 1), (2, 7)):
+            m, n = map(torch.tensor, sizes)
+            got, want = compiled(q, k, m, n), run(q, k, m, n)
+            torch.testing.assert_close(got[0], want[0])
+            torch.testing.assert_close(got[1].lse, want[1].lse)
+            torch.testing.assert_close(got[2], want[2])
+        with pytest.raises((RuntimeError, IndexError)):
+            compiled(q, k, torch.tensor(2), torch.tensor(0))
+
+
+def check_ignored(wrapper: str, device: str) -> None:
+    """A score that the function ignores has the gradient 0; eager's backward fails there."""
+    w = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    ignores = Case(lambda: lambda s, b, h, i, j: (i - j) * w[h])
+    reads = Case(lambda: lambda s, b, h, i, j: 0 * s + (i - j) * w[h])
+    given = [*ignores.inputs(device), w]
+    options: Any = {"wrapper": wrapper, "strict": True}
+    torch._dynamo.reset()
+
+    def gradients(case: Case, compiles: bool) -> list[Tensor]:
+        run: Any = case.program(device)
+        fn = lambda q, k, v, w: run(q, k, v)
+        if compiles:
+            fn = torch.compile(fn, backend="plait", options=options)
+        return results(fn, given)
+
+    with gradients_anywhere():
+        got, want = gradients(ignores, True), gradients(reads, False)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def check_refused(name: str, wrapper: str, device: str) -> None:
+    """A kernel that its compiler refuses takes no more than its own call down the ladder."""
+    pipeline: Any = importlib.import_module("plait.compile")
+    build, refused = pipeline._build, set[str]()
+
+    def built(sources: Any, cfg: Any) -> Any:
+        for unit in (u for s in sources.values() for u in s.units):
+            if unit.name.startswith("attention_") and not refused:
+                refused.add(unit.name)
+            if unit.name in refused:
+                error = RefusedKernel(f"Triton refused kernel {unit.name}: a test")
+                error.kernel = unit.name
+                raise error
+        return build(sources, cfg)
+
+    case = CASES[name]
+    run = case.program(device)
+    two = lambda q, k, v: (run(q, k, v), flex.flex_attention(q, k, v))
+    given = [x.detach() for x in case.inputs(device)]
+    options: Any = {"wrapper": wrapper, "strict": False}
+    made: list[CompileRecord] = []
+    torch._dynamo.reset()
+    token = observers.set((made.append,))
+    try:
+        with mock.patch.object(pipeline, "_build", built):
+            got = torch.compile(two, backend="plait", options=options)(*given)
+    finally:
+        observers.reset(token)
+    torch.testing.assert_close(got, two(*given), rtol=1e-3, atol=1e-3)
+    (step,) = made[-1].ladder
+    assert step.rung == "operators" and step.what == "higher_order::flex_attention", step
+    assert "a test" in step.reason, step
+    launched = {i.kernel for i in made[-1].wrapper.body if isinstance(i, Launch)}
+    assert len([k for k in launched if k.startswith("attention_result")]) == 1, launched
 
 
 SCORES = (

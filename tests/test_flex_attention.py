@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from tests.flex_programs import (
     CASES,
     WRAPPERS,
     check,
+    check_found_lengths,
+    check_ignored,
     check_pages,
+    check_refused,
     check_tables,
     gradients_anywhere,
     random_case,
@@ -90,6 +94,29 @@ def test_pages(n_queries: int) -> None:
 
 def test_tables() -> None:
     check_tables(HERE, "cpu")
+
+
+def test_lengths_that_are_found() -> None:
+    check_found_lengths(HERE, "cpu")
+
+
+def test_ignored_scores() -> None:
+    check_ignored(HERE, "cpu")
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="attention has kernels on GPUs")
+def test_a_kernel_that_is_refused() -> None:
+    check_refused("soft cap", HERE, "cpu")
+
+
+@pytest.mark.parametrize("batches, heads, keys", [(2, 2, 0), (2, 0, 5)])
+def test_what_eager_refuses(batches: int, heads: int, keys: int) -> None:
+    """Eager says so, in its own words."""
+    q, k = torch.randn(2, heads, 4, 16), torch.randn(batches, heads, keys, 16)
+    with pytest.raises((RuntimeError, IndexError, ZeroDivisionError)) as eager:
+        flex_attention(q, k, k)
+    with pytest.raises(type(eager.value), match=re.escape(str(eager.value).splitlines()[0])):
+        torch.compile(flex_attention, backend="plait", options={"wrapper": HERE})(q, k, k)
 
 
 def test_no_queries() -> None:

@@ -16,7 +16,10 @@ from tests.flex_programs import (
     LARGE,
     WRAPPERS,
     check,
+    check_found_lengths,
+    check_ignored,
     check_pages,
+    check_refused,
     check_tables,
     random_case,
 )
@@ -67,6 +70,19 @@ def test_pages(n_queries: int) -> None:
 
 def test_tables() -> None:
     check_tables("native", "cuda")
+
+
+def test_lengths_that_are_found() -> None:
+    check_found_lengths("native", "cuda")
+
+
+@pytest.mark.parametrize("wrapper", ["native", "fx"])
+def test_ignored_scores(wrapper: str) -> None:
+    check_ignored(wrapper, "cuda")
+
+
+def test_a_kernel_that_is_refused() -> None:
+    check_refused("soft cap", "native", "cuda")
 
 
 def test_by_package(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Sizes and element types of fake results that torch gets wrong.
 
-`correct` puts in shape functions of our own: for packed sequences in all versions, for what counts
-and finds (`unique`, `bincount`) in torch 2.11 and 2.12.
+`correct` puts in shape functions of our own: for packed sequences and FlexAttention in all
+versions, for what counts and finds (`unique`, `bincount`) in torch 2.11 and 2.12.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental import symbolic_shapes
@@ -29,6 +30,21 @@ def correct() -> None:
     shapes[aten._pack_padded_sequence.default] = _packed
     if versions.BEFORE_2_13:
         shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
+    flex: Any = torch.ops.higher_order.flex_attention
+    registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
+
+
+def _as_wide(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """A shape function of FlexAttention, whose logarithms and greatest scores are float64 where
+    queries are. Torch's says float32 of all."""
+
+    def run(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = shapes(q, *args, **kwargs)
+        if made is NotImplemented or q.dtype != torch.float64:
+            return made
+        return made[0], *(x.new_empty(x.shape, dtype=q.dtype) for x in made[1:])
+
+    return run
 
 
 def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:

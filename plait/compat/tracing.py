@@ -83,12 +83,18 @@ def transforms_ended() -> Iterator[None]:
 
 
 def hint_of(x: Any) -> Any:
-    """The number that a symbolic size, float or bool has in the example, 2 where nobody knows;
-    others unchanged."""
+    """The number that a symbolic size, float or bool has in the example; others unchanged. Symbols
+    that nobody knows are 2 each."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
-    number = x.node.expr if x.node.expr.is_number else 2
-    return x.node.hint if x.node.has_hint() else x.node.pytype(number)
+    if x.node.has_hint():
+        return x.node.hint
+    known = backed_values(x.node.shape_env)
+    try:
+        number = x.node.expr.xreplace({s: known.get(s, 2) for s in x.node.expr.free_symbols})
+    except ZeroDivisionError:
+        number = 2
+    return x.node.pytype(number if getattr(number, "is_number", True) else 2)
 
 
 DynamoGraph = GraphModule | GmWrapper  # the latter is what `flatten_inputs` makes of a graph

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from plait.devices import facts_of
 from plait.graph.edit import aten, output_of, same_size, value_of
@@ -29,9 +30,10 @@ Mod = Callable[..., Any]
 
 
 def is_regular(node: Node) -> bool:
-    """Whether eager takes the operands: it refuses rows without keys, and batches that differ."""
+    """Whether eager takes the operands: it refuses rows without keys, no heads of keys, and batches
+    that differ."""
     q, k = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
-    empty = isinstance(k.shape[2], int) and k.shape[2] == 0
+    empty = any(isinstance(n, int) and n == 0 for n in k.shape[1:3])
     return not empty and (same_size(q.shape[0], k.shape[0]) or same_size(k.shape[0], 1))
 
 
@@ -102,7 +104,7 @@ class _Rows:
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and of what score_mod captures."""
         sums = logsumexp.unsqueeze(-1) * _LN2
-        # The operator has them in float32 always, and a kernel's are no nearer than that.
+        # A kernel's are no nearer than float32.
         by_kernel = self.q.dtype == self.wide and not facts_of(self.q.device.type).is_host
         if sums.dtype != self.wide or by_kernel:
             sums = self.scores.logsumexp(-1, keepdim=True)
@@ -189,7 +191,10 @@ def is_causal(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, scale: Any
         return None
     if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
         return None
-    if not all(same_size(x, y) for x, y in equal) or any(same_size(n, 0) for n in q.shape):
+    # The library's kernels divide by the number of keys.
+    if not all(same_size(x, y) for x, y in equal) or not all(
+        statically_known_true(n > 0) for n in (*q.shape, k.shape[2])
+    ):
         return None
     if output_of(score.graph).args[0] is not next(iter(score.graph.nodes)):
         return None

@@ -7,7 +7,7 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from plait.graph.constants import FRESH_COPIES
 from plait.graph.edit import aten, output_of, value_of
 
 _backward = torch.ops.higher_order.flex_attention_backward
+_OPERATORS = (torch.ops.higher_order.flex_attention, _backward)
+_REFUSED = "refused_kernel"  # in the meta of a call
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_WIDTH = 256  # of a key: what fits beside others in a multiprocessor
 _FORMULAS = frozenset((
@@ -37,9 +39,22 @@ _FORMULAS = frozenset((
 
 def is_written_out(node: Node) -> bool:
     """Whether a call, of the operator or of its backward, is written out."""
-    for graph in _graphs(node)[0]:
+    graphs = _graphs(node)[0]
+    for graph in graphs:
         _inline_scalars(graph)
-    return attention.is_regular(node) and not _has_kernel(node)
+    if node.target is _backward:
+        _give_gradient(graphs[1])
+    refused = _REFUSED in node.meta
+    return attention.is_regular(node) and (refused or not _has_kernel(node))
+
+
+def refuse_kernels(graph: GraphModule, names: Set[str]) -> list[Node]:
+    """The calls with these names, in a graph or one within it: they have no kernel from now on."""
+    nodes = (n for g in graph.modules() if isinstance(g, GraphModule) for n in g.graph.nodes)
+    found = [n for n in nodes if n.target in _OPERATORS and n.name in names]
+    for n in found:
+        n.meta[_REFUSED] = True
+    return found
 
 
 def _has_kernel(node: Node) -> bool:
@@ -84,6 +99,21 @@ def _inline_scalars(graph: GraphModule) -> None:
                 user.replace_all_uses_with(made)
                 graph.graph.erase_node(user)
     graph.recompile()
+
+
+def _give_gradient(joint: GraphModule) -> None:
+    """The gradient of a score that its function ignores is 0; tracing gives none."""
+    output = output_of(joint.graph)
+    results: Any = output.args[0]
+    first, *others = results
+    if first is not None:
+        return
+    (score, *_) = joint.graph.find_nodes(op="placeholder")
+    with joint.graph.inserting_before(output):
+        first = joint.graph.call_function(aten.zeros_like.default, (score,))
+    first.meta = {**score.meta}
+    output.args = ([first, *others],)
+    joint.recompile()
 
 
 def _graphs(node: Node) -> tuple[list[GraphModule], Sequence[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from plait import compat
 from plait.graph import associative, attention
@@ -83,13 +84,15 @@ def _laid_out(made: Any, like: Any) -> Any:
         return made
     if not isinstance(like, Tensor):
         return [_laid_out(x, as_said) for x, as_said in zip(made, like, strict=True)]
-    if like.numel() == 0:
+    if statically_known_true(like.numel() == 0):
         return made.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
     made = made.to(like.dtype)
     order = sorted(range(like.dim()), key=lambda d: -compat.tracing.hint_of(like.stride(d)))
     made = made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
-    same = all(map(same_size, made.stride(), like.stride()))
-    return made if same else made.as_strided(like.shape, like.stride())
+    if all(map(same_size, made.stride(), like.stride())):
+        return made
+    # Of a size that nobody knows, Max(1, u0) may stand for u0.
+    return aten.copy.default(made.new_empty_strided(like.shape, like.stride()), made)
 
 
 def _spelled() -> dict[Any, Definition]:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait import compat
+from plait.graph.attention import is_regular
 from plait.graph.attention_kernels import Sum, scalar_graph, sums_of, with_sums
 from plait.graph.edit import results_read
 from plait.ir import loops
@@ -73,6 +74,7 @@ def _forward(
     ctx: Lowering, q: View, k: View, v: View, score: GraphModule, block_mask: Sequence[Any],
     scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
 ) -> tuple[View, View, View | None]:  # fmt: skip
+    _regular(ctx)
     c = _Call(ctx, (q, k, v), block_mask, scale)
     formulas = {"score": c.formula(score, captured, 7), "mask": c.mask(block_mask[-1], masking, 8)}
     n_wanted = 3 if 2 in results_read(ctx.node) else 2
@@ -83,6 +85,12 @@ def _forward(
     c.launch("result", (q, k, v), 2, formulas, outs, flops=4, heads=heads)
     out, sums, *tops = map(ctx.whole, outs)
     return out, sums, (tops[0] if tops else None)
+
+
+def _regular(ctx: Lowering) -> None:
+    """Eager is asked about operands that it refuses."""
+    if not is_regular(ctx.node):
+        raise NoRule("operands that eager refuses")
 
 
 def _joined(
@@ -134,6 +142,7 @@ def _backward(
     grad_sums: View | None, score: GraphModule, joint: GraphModule, block_mask: Sequence[Any],
     scale: float, options: Any, captured: Sequence[Any] = (), masking: Sequence[Any] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
+    _regular(ctx)
     c = _Call(ctx, (q, k, v), block_mask, scale)
     found: dict[str, Formula | None] = {"score": c.formula(score, captured, 12)}
     parts = sums_of(joint)
@@ -199,6 +208,9 @@ class _Call:
             if bounds(n)[1] > _MOST_ROWS:
                 said = f"attention over {{}} positions, more than {_MOST_ROWS}"
                 self.ctx.assert_true(compare("le", n, _MOST_ROWS), said, (n,))
+        if bounds(k.shape[2])[0] < 1:  # as eager refuses it
+            said = "max(): Expected reduction dim 3 to have non-zero size."
+            self.ctx.assert_true(compare("le", 1, k.shape[2]), said, error="IndexError")
 
     # ---- formulas
     def formula(self, graph: GraphModule, captured: Sequence[Any], place: int) -> Formula | None:
@@ -344,7 +356,7 @@ class _Call:
             for x in operands
         ]
         kernel = Attention(
-            f"attention_{gives}.{ctx.name}.{len(ctx.ops)}", gives,
+            f"attention_{gives}.{ctx.name}.{ctx.node.name}", gives,
             formulas["score"], formulas.get("gradient"), formulas["mask"], self.scale,
             len(lists) // 2, (int(rows), int(columns)), additions, heads, parts,
         )  # fmt: skip

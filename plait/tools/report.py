@@ -79,6 +79,7 @@ class Report:
         lines += [line for g in self.graphs for line in _graph_head(g)]
         lines += _section("graphs that eager runs", self._steps("eager"))
         lines += _section("sizes taken for numbers: others compile anew", self._steps("specialise"))
+        lines += _section("operators written out as others", self._steps("operators"))
         lines += _section("graph breaks", self.breaks)
         lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
         lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
@@ -256,7 +257,7 @@ def _ops(k: Kernel) -> str:
 def _graph(g: CompileRecord) -> list[str]:
     lines = [
         *_graph_head(g),
-        *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung in ("eager", "specialise")),
+        *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung not in ("aten", "python")),
     ]
     for n, plan in enumerate(all_programs(g.plan)):
         lines += [f"  subprogram {n - 1}:"] if n else []

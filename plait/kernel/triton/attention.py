@@ -108,12 +108,12 @@ class _Writer:
         body = "\n\n".join(["\n".join(lines), *functions])
         prelude = prelude_for(body, dialect.instructions)
         text = "\n\n".join(part for part in (dialect.head, prelude, body, _template()) if part)
-        per_row = a.gives != "keys"
-        rows = ceildiv(q.shape[2], block.rows) if per_row else ceildiv(k.shape[2], block.columns)
-        if a.heads > 1:
-            rows = 1
-        heads = q.shape[1] if per_row and a.heads == 1 else k.shape[1]
-        grid = product((a.parts, rows, q.shape[0] if per_row else k.shape[0], heads))
+        if a.gives == "keys":
+            grid = product((ceildiv(k.shape[2], block.columns), *k.shape[:2]))
+        elif a.heads > 1:  # the rows of a block are all there are of a head of keys
+            grid = product((a.parts, q.shape[0], k.shape[1]))
+        else:
+            grid = product((a.parts, ceildiv(q.shape[2], block.rows), *q.shape[:2]))
         options = {
             "num_warps": block.warps, "num_stages": block.stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
@@ -140,9 +140,10 @@ class _Writer:
             else:
                 b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
         sparse = a.block if a.tables else (0, 0)
-        rows = _fitting(b.rows, q.shape[2], sparse[0])
         if a.heads > 1:  # there is one block of the tables
-            rows = _power(q.shape[2] * a.heads)
+            rows = _power(_known(q.shape[2]) * a.heads)
+        else:
+            rows = _fitting(b.rows, q.shape[2], sparse[0])
         columns = _fitting(b.columns, k.shape[2], sparse[1])
         return replace(b, rows=rows, columns=columns)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODES = {"plait": ("plait", None), "inductor": ("inductor", None)}
+NAMED = {"dynamo": ("eager", None)}  # what Dynamo itself costs; only where it is asked for
 GRAPHS = {
     "plait-graphs": ("plait", "reduce-overhead"), "inductor-graphs": ("inductor", "reduce-overhead")
 }  # fmt: skip
@@ -57,7 +58,7 @@ def work(name: str, peer: str, device: str) -> None:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     run = program.fn
     if peer != "eager":
-        backend, mode = {**MODES, **GRAPHS}[peer]
+        backend, mode = {**MODES, **NAMED, **GRAPHS}[peer]
         if program.part is None:
             run = torch.compile(run, backend=backend, mode=mode)
         else:
@@ -183,7 +184,11 @@ def main() -> None:
         "names", nargs="*", help="programs (* stands for anything) or subjects; none: all"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--peers", default="", help="with commas; none: all")
+    parser.add_argument(
+        "--peers",
+        default="",
+        help="with commas, `dynamo` (which runs eager's code) among them; none: all but it",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
     parser.add_argument(
@@ -196,11 +201,12 @@ def main() -> None:
         work(*args.names, args.peer, args.device)
         return
     known = ["eager", *MODES, *(GRAPHS if args.device == "cuda" else ())]
-    peers = [p for p in known if not args.peers or p in args.peers.split(",")]
+    if args.peers:
+        known = [p for p in (*known, *NAMED) if p in args.peers.split(",")]
     names = [n for n in programs() if not args.names or _is_meant(n, args.names)]
     for begin in range(0, len(names), args.together):
         some, apart = names[begin : begin + args.together], args.together == 1
-        race(some, args.device, peers, args.rounds, args.seconds, apart)
+        race(some, args.device, known, args.rounds, args.seconds, apart)
 
 
 def _is_meant(name: str, wanted: list[str]) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
+from plait.capture.backend import plait_backend
 from plait.tools.explain import explain
 
 aten = torch.ops.aten
@@ -60,3 +64,40 @@ def test_no_values() -> None:
 def test_offsets_that_go_too_far() -> None:
     with pytest.raises(RuntimeError, match="beyond its values"):
         torch.compile(padded, backend="plait")(X, torch.tensor([0, 5, 9]))
+
+
+def test_training() -> None:
+    """Batches of as many rows, of other lengths, a loss of padded and of plain values: eager's
+    losses, and one graph."""
+    gen = torch.Generator().manual_seed(0)
+    data = [
+        torch.nested.nested_tensor(
+            [torch.randn(n, 8, generator=gen) for n in lengths], layout=torch.jagged
+        )
+        for lengths in ((3, 5, 2), (4, 2, 6), (7, 2, 3))
+    ]
+    runs, graphs = [], []
+
+    def backend(gm: GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(gm)
+        return plait_backend(gm, inputs)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        padded: Tensor = y.to_padded_tensor(0.5)
+        return y.values().square().mean() + padded.sum(1).square().mean()
+
+    for fn in (torch.compile(loss_of, backend=backend, fullgraph=True), loss_of):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for x in data:
+            optimizer.zero_grad()
+            loss = fn(model, x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        runs.append(torch.stack(losses))
+    torch.testing.assert_close(*runs)
+    assert len(graphs) == 1, graphs

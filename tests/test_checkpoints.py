@@ -17,6 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from plait.wrapper.instructions import CallExtern
+from plait.wrapper.program import CompileRecord, observers
+
 ones = partial(torch.ones, 8)
 
 # Results that are their own gradients with respect to an x of zeros.
@@ -92,6 +95,33 @@ def test_graphs_that_eager_runs(name: str) -> None:
         y.sum().backward()
         found.append((y.detach(), x.grad))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("saved, products", [(["mm"], 4), ([], 6)])
+def test_what_is_computed_again_is_what_the_policy_says(saved: list[str], products: int) -> None:
+    """Products of the backward pass: two for the gradients of each, and those of the region."""
+    kept = [getattr(torch.ops.aten, name).default for name in saved]
+    policy = partial(create_selective_checkpoint_contexts, kept)
+    weights = [torch.eye(96, requires_grad=True) for _ in range(2)]
+
+    def block(x: Tensor) -> Tensor:
+        for w in weights:
+            x = torch.tanh(x @ w) * 1.5
+        return x
+
+    made: list[CompileRecord] = []
+    token = observers.set((made.append,))
+    run = torch.compile(
+        lambda x: checkpoint(block, x, use_reentrant=False, context_fn=policy), backend="plait"
+    )
+    found = []
+    for fn in (block, run):
+        x = torch.linspace(-1, 1, 96 * 96).view(96, 96).requires_grad_()
+        found.append(torch.autograd.grad(fn(x).square().sum(), (x, *weights)))
+    observers.reset(token)
+    torch.testing.assert_close(*found)
+    calls = [i.op for i in made[1].wrapper.body if isinstance(i, CallExtern)]
+    assert sum(op.startswith("aten::mm") for op in calls) == products, calls
 
 
 @pytest.mark.filterwarnings("ignore:plait. eager runs a graph")

@@ -415,6 +415,18 @@ def test_a_gradient_inside_the_compiled_function_can_be_differentiated() -> None
     check(penalty, leaf(5))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch cannot trace it"
+)
+def test_autograd_inside_the_compiled_function_can_be_differentiated() -> None:
+    def penalty(x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+        return (slope**2).sum()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        check(penalty, leaf(5))
+
+
 @pytest.mark.parametrize("which", ["input", "result"])
 def test_saved_tensor_changed_in_place(which: str) -> None:
     def f(x: Tensor, w: Tensor) -> Tensor:

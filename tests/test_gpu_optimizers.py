@@ -61,6 +61,37 @@ def test_steps(kind: str) -> None:
     agree(kind, lambda f: torch.compile(f, backend="plait"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_operator(dtype: torch.dtype) -> None:
+    """PyTorch's own operator for a step, called in what is compiled: it is written out."""
+
+    def step(*lists: Any) -> None:
+        torch._fused_adamw_(
+            *lists, lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    seen = list[Any]()
+    for run in (lambda f: f, lambda f: torch.compile(f, backend="plait")):
+        params = parameters(dtype, 12)
+        means, squares = ([torch.zeros_like(p) for p in params] for _ in range(2))
+        counts = [torch.ones((), device="cuda") for _ in params]
+        given: Any = (
+            [p.detach() for p in params],
+            [p.grad for p in params],
+            means,
+            squares,
+            [],
+            counts,
+        )
+        call = run(step)
+        call(*given)
+        call(*given)
+        seen.append(given)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(seen[1], seen[0], rtol=max(4 * eps, 1e-5), atol=max(eps, 1e-6))
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_targets(wrapper: str) -> None:
     agree("AdamW", lambda f: torch.compile(f, backend="plait", options={"wrapper": wrapper}))

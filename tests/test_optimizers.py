@@ -44,6 +44,8 @@ SPECIAL = [
     ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     ("LBFGS", {"max_iter": 3}),
 ]
+if hasattr(torch.optim, "Muon"):
+    SPECIAL.append(("Muon", {"weight_decay": 0.1, "nesterov": True}))
 NAMES = sorted(
     n
     for n, c in vars(torch.optim).items()
@@ -349,3 +351,50 @@ def test_backward_is_traced(by_hand: bool) -> None:
         told = plait.explain(whole_step(by_hand)[0], quiet=True)
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
     assert len(told.graphs) == 2 - by_hand and not told.fallbacks, told
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_adafactor(foreach: bool) -> None:
+    """It reads a number of each parameter's: Dynamo traces it where it is told to."""
+    sizes = [(4 + k, 5) for k in range(4)]
+    seen = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for compile_it in (False, True):
+            given = parameters(torch.float32, sizes)
+            optimizer = torch.optim.Adafactor(given, lr=LR, foreach=foreach)
+            step = compiled(optimizer.step, fullgraph=True) if compile_it else optimizer.step
+            for _ in range(3):
+                step()
+            seen.append(given)
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """Five rounds of Newton and Schulz, as Muon makes them."""
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def test_newton_schulz() -> None:
+    """A step of Muon that is written by hand."""
+    seen = []
+    for compile_it in (False, True):
+        given = parameters(torch.float32, [(6, 9), (5, 5)])
+        momenta = [torch.zeros_like(p) for p in given]
+
+        def step(given: Any = given, momenta: Any = momenta) -> None:
+            grads = [p.grad for p in given]
+            with torch.no_grad():
+                torch._foreach_mul_(momenta, 0.95)
+                torch._foreach_add_(momenta, grads)
+                ahead = torch._foreach_add(grads, momenta, alpha=0.95)
+                torch._foreach_add_(given, list(map(orthogonal, ahead)), alpha=-LR)
+
+        run = compiled(step, fullgraph=True) if compile_it else step
+        run()
+        run()
+        seen.append((given, momenta))
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)

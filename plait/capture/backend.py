@@ -22,6 +22,7 @@ from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
 from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import index_by_found, mended_tracing
+from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
 from plait.capture.program import compile_captured
@@ -121,6 +122,7 @@ class _OneGraph:
         if isinstance(gm, GraphModule):
             check_writes(gm)  # on the graph as it came
             simplify_masks(gm)
+            write_out_fused(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.tracing.see_other_types(view_like)
         with early_changes, mended_tracing, index_by_found(gm):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from plait.ir.calls import Extern, Scalar, TensorArg
 from plait.ir.checks import Bound, Check
@@ -21,8 +22,7 @@ from plait.ir.ops import OPS
 Const = bool | int | float
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):  # many are made: sooner than a frozen dataclass
     """Element index[0], index[1], ... of buffer `buf`.
 
     index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the
@@ -31,7 +31,7 @@ class Load:
     0 (False)."""
 
     buf: str
-    index: tuple[Size, ...]
+    index: tuple[Size, ...]  # type: ignore[assignment]  # hides the method
     masked: bool = False
 
 
@@ -39,33 +39,14 @@ Attr = Const | Load | Size | str | Bound | Check | None
 
 
 class Node:
-    """One scalar operation; interned: equal nodes are the same object. op: a name of ops.OPS or
-    ops.SPECIAL."""
+    """One scalar operation; interned: equal nodes are the same object, and hash and compare as
+    such, which is done most often of all. op: a name of ops.OPS or ops.SPECIAL."""
 
-    __slots__ = ("op", "args", "attr", "dtype", "_hash", "_below", "__weakref__")
+    __slots__ = ("op", "args", "attr", "dtype", "_below", "__weakref__")
 
-    def __init__(
-        self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int
-    ) -> None:
-        self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
+    def __init__(self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType) -> None:
+        self.op, self.args, self.attr, self.dtype = op, args, attr, dtype
         self._below: tuple[Node, ...] | None = None  # see `walk`
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Node)
-            and self._hash == other._hash
-            and self.op == other.op
-            and self.dtype == other.dtype
-            and type(self.attr) is type(other.attr)
-            and (self.attr == other.attr or self.attr != self.attr)
-            and str(self.attr) == str(other.attr)
-            and self.args == other.args
-        )
 
     # A formula reads as on paper. Beside a node a Python number takes its dtype. `==` asks whether
     # two nodes are the same one: `maths.eq` compares values.
@@ -158,7 +139,7 @@ def node(
     key = (op, args, repr(attr) if isinstance(attr, (bool, int, float)) else attr, dtype)
     found = _nodes.get(key)
     if found is None:
-        found = _nodes[key] = Node(op, args, attr, dtype, hash(key))
+        found = _nodes.setdefault(key, Node(op, args, attr, dtype))  # threads compile side by side
     return found
 
 
@@ -272,7 +253,7 @@ def rewrite(
     memo = {} if memo is None else memo
     for n in walk((root,)):
         if n not in memo:
-            memo[n] = fn(n, tuple([memo[a] for a in n.args]))
+            memo[n] = fn(n, tuple([memo[a] for a in n.args]) if n.args else ())
     return memo[root]
 
 

@@ -437,12 +437,11 @@ class Simplifier:
             if n in done:
                 stack.pop()
                 continue
-            missing = [a for a in n.args if a not in done]
-            if missing:
+            if n.args and (missing := [a for a in n.args if a not in done]):
                 stack.extend(reversed(missing))
                 continue
             stack.pop()
-            out = self._at(with_args(n, tuple(done[a] for a in n.args)))
+            out = self._at(with_args(n, tuple([done[a] for a in n.args])))
             done[n] = out
             done[out] = out
         return done[root]

@@ -151,21 +151,18 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
 def _beside(calls: Calls, values: Any) -> Any:
     """Arguments of a rule: numbers that lie in the host's memory come to where the result
     is."""
-    ctx = calls.ctx
-    where = ctx.device()
-    if facts_of(where).is_host:
-        return values
-    if isinstance(values, dict):
-        return {k: _beside(calls, v) for k, v in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_beside(calls, v) for v in values)
-    if (
-        isinstance(values, View)
-        and not values.shape
-        and facts_of(ctx.buffers[values.buf].device).is_host
-    ):
-        return _moved(calls, values, where)
-    return values
+    buffers, where = calls.ctx.buffers, calls.ctx.device()
+
+    def moved(a: Any) -> Any:
+        if isinstance(a, dict):
+            return {k: moved(v) for k, v in a.items()}
+        if isinstance(a, (list, tuple)):
+            return type(a)([moved(v) for v in a])
+        if isinstance(a, View) and not a.shape and facts_of(buffers[a.buf].device).is_host:
+            return _moved(calls, a, where)
+        return a
+
+    return values if facts_of(where).is_host else moved(values)
 
 
 def _moved(calls: Calls, x: View, where: str) -> View:

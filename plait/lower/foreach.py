@@ -14,18 +14,8 @@ import torch
 from torch._ops import OpOverload
 
 from plait.ir.dtypes import f32, f64
-from plait.ir.expr import Expr, contiguous_strides
-from plait.ir.loops import (
-    Load,
-    Node,
-    Pointwise,
-    index_exprs,
-    loop_vars,
-    node,
-    rewrite,
-    walk,
-    with_args,
-)
+from plait.ir.expr import Expr, Size, contiguous_strides
+from plait.ir.loops import Load, Node, Pointwise, index_exprs, loop_vars, node, walk, with_args
 from plait.ir.maths import isnan, where
 from plait.ir.record import Recorder
 from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View, lower
@@ -43,19 +33,21 @@ def _each(rule: Rule) -> Rule:
         if any(len(a) != n for a in args if isinstance(a, (list, tuple))):
             raise NoRule("lists of different lengths")
         made: list[View] = []
-        known: dict[object, tuple[Pointwise, list[str]]] = {}
+        known: dict[object, _Mould] = {}
         try:
             for ctx.element in range(n):
                 mine = [a[ctx.element] if isinstance(a, (list, tuple)) else a for a in args]
-                look, start = _look(ctx, mine), (len(ctx.ops), len(ctx.buffers))
                 bufs = [a.buf for a in mine if isinstance(a, View)]
-                if look is not None and look in known:
-                    made.append(_like(ctx, *known[look], bufs))
+                shape = ctx.out_shape()
+                look = _look(ctx, shape, mine, bufs)
+                if look is not None and (mould := known.get(look)) is not None:
+                    made.append(mould.filled(ctx, shape, bufs))
                     continue
+                start = len(ctx.ops), len(ctx.buffers)
                 made.append(rule(ctx, *mine, **kwargs))
                 loop = _only_loop(ctx, start, made[-1], bufs)
                 if look is not None and loop is not None:
-                    known[look] = loop, bufs
+                    known[look] = _Mould(ctx, loop, bufs)
         finally:
             ctx.element = None
         return tuple(made)
@@ -63,12 +55,12 @@ def _each(rule: Rule) -> Rule:
     return on_lists
 
 
-def _look(ctx: Lowering, args: Sequence[Value]) -> object:
+def _look(
+    ctx: Lowering, shape: tuple[Size, ...], args: Sequence[Value], bufs: Sequence[str]
+) -> object:
     """What the arguments of elements have in common whose loops are the same but for buffers and
     lengths; None where that is not to be told."""
-    shape, out = ctx.out_shape(), ctx.out_meta()
-    bufs = [a.buf for a in args if isinstance(a, View)]
-    key: list[object] = [out.dtype, shape == (), 0 in shape]
+    key: list[object] = [ctx.out_meta().dtype, shape == (), 0 in shape]
     for a in args:
         if isinstance(a, View):
             if not ctx.is_whole(a) or a.shape not in (shape, ()):
@@ -104,20 +96,31 @@ def _only_loop(
     return loop if plain and laid_out else None
 
 
-def _like(ctx: Lowering, loop: Pointwise, bufs: Sequence[str], mine: Sequence[str]) -> View:
-    """The same loop over other buffers, for the current element."""
-    shape, names = ctx.out_shape(), dict(zip(bufs, mine, strict=True))
-    vars_, made = loop_vars("i", shape), ctx.buffers[loop.out]
+class _Mould:
+    """A loop over bufs from which those of other elements are made."""
 
-    def renamed(n: Node, args: tuple[Node, ...]) -> Node:
-        if isinstance(n.attr, Load):
-            index = vars_ if n.attr.index else ()
-            return node("load", args, Load(names[n.attr.buf], index), n.dtype)
-        return with_args(n, args)
+    def __init__(self, ctx: Lowering, loop: Pointwise, bufs: Sequence[str]) -> None:
+        self.made = ctx.buffers[loop.out]
+        nodes = list(walk((loop.body,)))
+        at = {n: k for k, n in enumerate(nodes)}
+        # Of each node the places of its arguments, and of the buffer that it loads.
+        self.parts = [
+            (n, [at[a] for a in n.args], bufs.index(n.attr.buf) if isinstance(n.attr, Load) else 0)
+            for n in nodes
+        ]
 
-    out = ctx.new_buffer(made.dtype, shape, device=made.device)
-    ctx.ops.append(Pointwise(out, vars_, rewrite(loop.body, renamed), origin=ctx.origin))
-    return ctx.whole(out)
+    def filled(self, ctx: Lowering, shape: tuple[Size, ...], bufs: Sequence[str]) -> View:
+        """The same loop over other buffers, for the current element."""
+        vars_, done = loop_vars("i", shape), list[Node]()
+        for n, args, buf in self.parts:
+            if isinstance(n.attr, Load):
+                load = Load(bufs[buf], vars_ if n.attr.index else ())
+                done.append(node("load", (), load, n.dtype))
+            else:
+                done.append(with_args(n, tuple([done[k] for k in args])))
+        out = ctx.new_buffer(self.made.dtype, shape, device=self.made.device)
+        ctx.ops.append(Pointwise(out, vars_, done[-1], origin=ctx.origin))
+        return ctx.whole(out)
 
 
 def _register(name: str, which: Sequence[str], rule: Rule) -> None:

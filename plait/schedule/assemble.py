@@ -51,7 +51,10 @@ def _without_unneeded(node: ScheduleNode, needed: set[str]) -> ScheduleNode:
     item = node.item
     if isinstance(item, HorizontalGroup):
         item = HorizontalGroup(tuple(_without_unneeded(u, needed) for u in item.nodes))
-    return replace(node, item=item, writes=tuple(w for w in node.writes if w in needed))
+    writes = tuple([w for w in node.writes if w in needed])
+    if item is node.item and writes == node.writes:
+        return node
+    return replace(node, item=item, writes=writes)
 
 
 class _KernelMaker:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from plait.ir.expr import (
     Atom,
@@ -28,8 +29,7 @@ from plait.schedule.deps import extent
 Env = dict[Atom, Size]
 
 
-@dataclass(frozen=True, slots=True)
-class AxisUse:
+class AxisUse(NamedTuple):
     """Something that depends on the variables: the linear address of a load or store, or an integer
     that a body computes (nbytes 0). nbytes: of an element; a store counts twice."""
 

@@ -53,6 +53,8 @@ def evaluations(vars_: Sequence[Expr], load: Node, hints: Hints) -> int:
     inner variables are made once outside."""
     if load.args:
         return hint_numel(map(extent, vars_), hints)
+    if index_exprs(load) == vars_:  # most often
+        return hint_numel(map(extent, vars_), hints)
     used = {a for e in index_exprs(load) for a in free_symbols(e)}
     last = max((k for k, v in enumerate(vars_) if v.symbol in used), default=-1)
     return hint_numel(map(extent, vars_[: last + 1]), hints)

@@ -4,6 +4,7 @@ and built once."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from plait.ir.loops import Load, Node, walk
 from plait.schedule.legalize.linear import stmt_nodes
@@ -38,22 +39,31 @@ def part_end(number: int) -> str:
 def part_operands(kernel: Kernel, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which buffers and which sizes of a kernel are those of its part of this number."""
     part = kernel.parts[number]
-    names = [b.name for b in kernel.args]
-    sizes = [str(s) for s in kernel.sizes]
-    return (
-        tuple(names.index(b.name) for b in part.args),
-        tuple(sizes.index(part_length(number) if str(s) == LENGTH else str(s)) for s in part.sizes),
-    )
+    return _operands(part, number, *_places(kernel))
+
+
+def _places(kernel: Kernel) -> tuple[dict[str, int], dict[str, int]]:
+    """The places of a kernel's buffers and sizes, by name."""
+    names = {b.name: k for k, b in enumerate(kernel.args)}
+    return names, {str(s): k for k, s in enumerate(kernel.sizes)}
+
+
+def _operands(
+    part: Kernel, number: int, names: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    own = (part_length(number) if str(s) == LENGTH else str(s) for s in part.sizes)
+    return tuple([names[b.name] for b in part.args]), tuple([sizes[s] for s in own])
 
 
 def structure(kernel: Kernel) -> object:
     """A hashable value that is equal for kernels that differ only in the names of kernel, buffers
     and reductions."""
-    if kernel.alike:
-        operands = tuple(part_operands(kernel, k) for k in range(len(kernel.parts)))
-        return structure(kernel.parts[0]), operands
     if kernel.parts:
-        return tuple((structure(p), part_operands(kernel, k)) for k, p in enumerate(kernel.parts))
+        places = _places(kernel)
+        operands = tuple([_operands(p, k, *places) for k, p in enumerate(kernel.parts)])
+        if kernel.alike:
+            return structure(kernel.parts[0]), operands
+        return tuple(zip(map(structure, kernel.parts), operands, strict=True))
     buffers = {b.name: k for k, b in enumerate(kernel.args)}
     accs = {s.name: k for k, s in enumerate(s for s in kernel.stmts if isinstance(s, Reduce))}
     numbers: dict[Node, int] = {}

@@ -9,7 +9,8 @@ what was found out about loop bodies; it is made once a program and handed aroun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from plait.ir import loops as ir
 from plait.ir.calls import Extern, TensorArg
@@ -27,13 +28,13 @@ def node_cost(n: ir.Node) -> float:
     return row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a body does at one point. loads: its load nodes, each once; indices: its index nodes.
-    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size: number
-    of nodes."""
+class Facts(NamedTuple):
+    """What a body does at one point. loads: its load nodes, each once; bufs: what they load, each
+    once; indices: its index nodes. cost: cycles of its arithmetic, loads left out. checks: it holds
+    a run-time check. size: number of nodes."""
 
     loads: tuple[ir.Node, ...]
+    bufs: tuple[str, ...]
     indices: tuple[ir.Node, ...]
     cost: float
     checks: bool
@@ -69,7 +70,8 @@ def _facts(roots: tuple[ir.Node, ...]) -> Facts:
             indices.append(n)
         checks = checks or n.op in CHECKED
         cost += node_cost(n)
-    return Facts(tuple(loads), tuple(indices), cost, checks, size)
+    bufs = tuple(dict.fromkeys([load_of(n).buf for n in loads]))
+    return Facts(tuple(loads), bufs, tuple(indices), cost, checks, size)
 
 
 def roots(loop: ir.Loop) -> tuple[ir.Node, ...]:
@@ -103,8 +105,8 @@ def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
     named = needs(op)
     if not isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         return named
-    loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
-    return tuple(dict.fromkeys((*named, *loaded)))
+    loaded = bodies.of(roots(op)).bufs
+    return tuple(dict.fromkeys((*named, *loaded))) if named else loaded
 
 
 def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from plait.config import Config
 from plait.devices import Rates, facts_of
@@ -39,13 +40,12 @@ NEAR = 24  # ops between groups that are joined though they are not as tiny
 LARGE_NUMEL = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece', 'update'
     or 'sum' (over outer variables, so it is known at the end). full: at full level."""
 
     kind: str
-    index: Index
+    index: Index  # type: ignore[assignment]  # hides the method
     full: bool
 
 
@@ -93,6 +93,8 @@ class _Node:
     def rebase(self, env: Env, full: bool) -> None:
         """Moves a group's members to new variables. full: pointwise ones are at full level from now
         on."""
+        if not (env or full):
+            return
         members = [moved(m, env, full) for m in self.group.members]
         self.group.members = members
         self.members = {m.op: m for m in members}

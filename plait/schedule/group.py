@@ -137,6 +137,7 @@ class _Body:
         """Later calls rewrite bodies of this member."""
         self.member = member
         self.memo: dict[Node, Node] = {}
+        self.at: dict[Index, Index] = {}  # many loads have one index
 
     def __call__(self, root: Node) -> Node:
         return rewrite(root, self._node, self.memo)
@@ -145,7 +146,11 @@ class _Body:
         env = self.member.env
         if n.op == "load":
             load = load_of(n)
-            index = self.member.at(load.index) if env else load.index
+            index = load.index
+            if env:
+                if index not in self.at:
+                    self.at[index] = self.member.at(index)
+                index = self.at[index]
             made = self.made.get(load.buf)
             if made is None:
                 if index == load.index:

@@ -66,6 +66,8 @@ class _Inliner:
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}
         self.fences = fences(program.ops)
+        self.facts: dict[int, Facts] = {}  # of loops as they are given
+        self.spliced: dict[str, Facts] = {}  # of loops that go into others, by what they make
         for k, op in enumerate(program.ops):
             self._look_at(k, op)
         self.pinned.update(self.memory)
@@ -79,7 +81,8 @@ class _Inliner:
             self.pinned.update(reads(op, self.bodies))
         else:
             loads: dict[str, list[Node]] = {}
-            for n in self.bodies.of(roots(op)).loads:
+            self.facts[k] = self.bodies.of(roots(op))
+            for n in self.facts[k].loads:
                 loads.setdefault(load_of(n).buf, []).append(n)
             for name, found in loads.items():
                 self.readers.setdefault(name, []).append(_ReadingLoop(k, found))
@@ -101,6 +104,7 @@ class _Inliner:
                     chosen = [r.op for r in self.readers.get(loop.out, [])]
                 for reader in chosen:
                     self.splice.setdefault(reader, {})[loop.out] = loop
+                    self.spliced[loop.out] = self.bodies.of((loop.body,))
         return replace(self.program, ops=tuple(self.ops), buffers=self.buffers)
 
     def _narrowed(self, k: int, loop: Pointwise) -> Pointwise:
@@ -131,8 +135,10 @@ class _Inliner:
         def fn(n: Node) -> Node:
             return self.simplify(inline(n, table) if table else n)
 
-        texts = (*(t for p in producers.values() for t in p.origin), *loop.origin)
-        origin = tuple(dict.fromkeys(texts))
+        texts = [t for p in producers.values() for t in p.origin]
+        origin = tuple(dict.fromkeys((*texts, *loop.origin)))
+        if isinstance(loop, Pointwise):  # most are; `replace` takes longer
+            return Pointwise(loop.out, loop.vars, fn(loop.body), loop.index, origin)
         if not isinstance(loop, Scatter):
             return replace(loop, body=fn(loop.body), origin=origin)
         args = tuple(fn(a) for a in loop.index_args)
@@ -152,22 +158,20 @@ class _Inliner:
         """Whether a loop can go into a reader at all."""
         if facts.checks and any(load_of(n).masked for n in reader.loads):
             return False
-        if any(k < fence < reader.op for fence in self.fences):
+        if self.fences and any(k < fence < reader.op for fence in self.fences):
             return False
-        for n in facts.loads:
-            name = load_of(n).buf
+        for name in facts.bufs if self.updated else ():
             changes = self.updated.get(self.memory.get(name, name), ())
             if any(k < u <= reader.op for u in changes):
                 return False
-        loop = self.ops[reader.op]
-        assert isinstance(loop, Loop), "it reads in its body"
-        mine = self.bodies.of(roots(loop))
         spliced = self.splice.get(reader.op, {})
-        others = [self.bodies.of((p.body,)) for p in spliced.values()]
-        if facts.size + mine.size + sum(f.size for f in others) > MAX_NODES:
+        every = [facts, self.facts[reader.op], *[self.spliced[name] for name in spliced]]
+        if sum([f.size for f in every]) > MAX_NODES:
             return False
-        names = {load_of(n).buf for f in (facts, mine, *others) for n in f.loads}
-        return len(names - spliced.keys()) - 1 <= self.cfg.max_fusion_reads
+        most = self.cfg.max_fusion_reads + 1
+        if sum([len(f.bufs) for f in every]) <= most:
+            return True
+        return len({name for f in every for name in f.bufs} - spliced.keys()) <= most
 
     def _is_copy(self, loop: Pointwise, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether reading around a buffer that exists anyway is no worse than reading it."""
@@ -176,8 +180,7 @@ class _Inliner:
         return self._read_nbytes(facts) <= self._nbytes(loop.out)
 
     def _read_nbytes(self, facts: Facts, without: frozenset[str] = frozenset()) -> int:
-        names = {load_of(n).buf for n in facts.loads} - without
-        return sum(map(self._nbytes, names))
+        return sum([self._nbytes(name) for name in facts.bufs if name not in without])
 
     def _nbytes(self, name: str) -> int:
         return buffer_nbytes(self.buffers[name], self.program.hints)
@@ -185,7 +188,7 @@ class _Inliner:
     def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_ReadingLoop]) -> bool:
         """Whether a loop that nobody needs in memory is better off inside all of its readers."""
         points = hint_numel(map(extent, loop.vars), self.program.hints)
-        evaluated = sum(self._evaluations(r) for r in readers)
+        evaluated = sum([self._evaluations(r) for r in readers])
         nbytes = self._nbytes(loop.out)
         if len(readers) == 1 and evaluated <= points:
             # Far from its reader, a result is put into memory if it is smaller than what it is made
@@ -203,9 +206,7 @@ class _Inliner:
             return False
         more = 0
         for r in readers:
-            reader = self.ops[r.op]
-            assert isinstance(reader, Loop), "it reads in its body"
-            known = frozenset(load_of(n).buf for n in self.bodies.of(roots(reader)).loads)
+            known = frozenset(self.facts[r.op].bufs)
             new = self._read_nbytes(facts, known)
             if len(readers) > 1 and new > nbytes * MORE_TO_READ:
                 return False

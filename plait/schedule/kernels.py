@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 
 from plait.ir.expr import Atom, Expr, Size, free_symbols, symbol, total
 from plait.ir.loops import Buffer, Load, Node, exprs_of, index_exprs, is_arg, walk
@@ -106,11 +108,11 @@ def size_symbols(
     loop = {v.symbol for v in vars_}
     found: dict[str, Atom] = {}
     for e in exprs:
-        found.update(
-            (a.name, a)
-            for a in free_symbols(e)
-            if a not in loop and a.name != PART and not is_arg(a)
-        )
+        if isinstance(e, int):
+            continue
+        for a in free_symbols(e):
+            if a not in loop and a.name != PART and not is_arg(a):
+                found[a.name] = a
     return tuple(symbol(a.name, a.lo, a.hi, a.extent) for _, a in sorted(found.items()))
 
 
@@ -121,15 +123,17 @@ _MAX_WORDS = 4
 def origin_words(origins: Sequence[tuple[str, ...]]) -> list[str]:
     """Names of ATen ops found in the origins of loops ('model.py:31 aten.softmax.int'), each
     once."""
-    words: dict[str, None] = {}
-    for origin in origins:
-        for text in origin:
-            parts = text.split()[-1].split(".") if text else []
-            if len(parts) >= 2 and ":" not in parts[0]:
-                word = parts[1].strip("_").lower()
-                if _WORD.fullmatch(word):
-                    words[word] = None
-    return list(words)
+    return [w for w in dict.fromkeys(map(_word, chain.from_iterable(origins))) if w]
+
+
+@lru_cache(1 << 12)
+def _word(origin: str) -> str:
+    """The name of the ATen op in one text of an origin, "" where there is none."""
+    parts = origin.split()[-1].split(".") if origin else []
+    if len(parts) < 2 or ":" in parts[0]:
+        return ""
+    word = parts[1].strip("_").lower()
+    return word if _WORD.fullmatch(word) else ""
 
 
 class Names:

@@ -181,7 +181,7 @@ class _InPlace:
         def fn(n: ir.Node, args: tuple[ir.Node, ...]) -> ir.Node:
             if n.op == "load" and load_of(n).buf in self.names:
                 return ir.node(
-                    "load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype
+                    "load", args, load_of(n)._replace(buf=self.names[load_of(n).buf]), n.dtype
                 )
             return ir.with_args(n, args)
 

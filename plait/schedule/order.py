@@ -193,4 +193,7 @@ def order(grouping: Grouping) -> list[ScheduleNode]:
             best = other
     place = {k: at for at, k in enumerate(best)}
     moved = (all_nodes[k] for k in best)
-    return [replace(u, preds=frozenset(place[p] for p in u.preds)) for u in moved]
+    return [
+        ScheduleNode(u.item, u.ops, frozenset([place[p] for p in u.preds]), u.reads, u.writes)
+        for u in moved
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.ir.expr import Size, numel
-from plait.ir.loops import Buffer, Node, walk
+from plait.ir.loops import Buffer, Load, Node, walk
 from plait.schedule.deps import extent, load_of
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
@@ -54,7 +54,8 @@ def overwritable(
         return False
     address = flat_index(buffers[new], store.index)
     for k, s in enumerate(kernel.stmts):
-        loads = [n for n in walk(stmt_roots(s)) if n.op == "load" and load_of(n).buf == old]
+        nodes = walk(stmt_roots(s))
+        loads = [n for n in nodes if isinstance(n.attr, Load) and n.attr.buf == old]
         if not loads:
             continue
         if any(n.args or flat_index(buffers[old], load_of(n).index) != address for n in loads):

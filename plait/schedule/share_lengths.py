@@ -133,12 +133,13 @@ def _generalised(k: Kernel) -> Shared | None:
     nodes = walk([r for s in k.stmts for r in stmt_roots(s)])
     if any(m.op == "index" or m.args and m.op == "load" or check_of(m) for m in nodes):
         return None
+    whole: tuple[Size, ...] = (n * unit,)
     for b, index in _accesses(k, nodes):
         here = flat_index(b, index)
         if here == walked:
-            new = replace(b, shape=(n * unit,), strides=(1,))
+            new = Buffer(b.name, b.dtype, whole, (1,), b.device, b.fixed)
         elif here == 0:
-            new = replace(b, shape=(), strides=())
+            new = Buffer(b.name, b.dtype, (), (), b.device, b.fixed)
         else:
             return None
         if buffers.setdefault(b.name, new) != new:
@@ -148,7 +149,7 @@ def _generalised(k: Kernel) -> Shared | None:
 
     def moved(m: Node, args: tuple[Node, ...]) -> Node:
         if isinstance(m.attr, Load):
-            return node("load", args, replace(m.attr, index=at[m.attr.buf]), m.dtype)
+            return node("load", args, Load(m.attr.buf, at[m.attr.buf]), m.dtype)
         return with_args(m, args)
 
     def stored(s: Stmt) -> Stmt:

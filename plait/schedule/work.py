@@ -46,10 +46,11 @@ def kernel_work_ns(
     running = {s.name for s in stmts if isinstance(s, Reduce) and s.running}
     cycles = [0.0] * (len(axes) + 1)  # by the number of axes inside of which it is spent
     depth: dict[Node, int] = {}
+    known: dict[object, float] = {}  # most of what a kernel touches lies alike
     for n in nodes:
-        deepest = max((depth[a] for a in n.args), default=0)
+        deepest = max([depth[a] for a in n.args]) if n.args else 0
         for e in index_exprs(n):
-            deepest = max((deepest, *(place.get(a, 0) for a in free_symbols(e))))
+            deepest = max((deepest, *[place.get(a, 0) for a in free_symbols(e)]))
         if n.op == "acc":
             deepest = len(axes) if n.attr in running else len(vars_)
         depth[n] = deepest
@@ -57,9 +58,11 @@ def kernel_work_ns(
             load = load_of(n)
             indirect = len(n.args) > load.masked
             other = INDIRECT if indirect else MASKED_STRIDED if load.masked else STRIDED
-            cycles[deepest] += _access(
-                buffers[load.buf], load.index, axes, axes, indirect, (TURNED, other)
-            )
+            b = buffers[load.buf]
+            key = b.dtype, b.strides, load.index, indirect, other
+            if key not in known:
+                known[key] = _access(b, load.index, axes, axes, indirect, (TURNED, other))
+            cycles[deepest] += known[key]
         else:
             wide = max(1, n.args[0].dtype.nbytes // 4) if n.op in OPS and n.args else 1
             cycles[deepest] += wide * node_cost(n)

@@ -20,7 +20,7 @@ def _substituted(
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if isinstance(n.attr, Load):
-            attr = replace(n.attr, index=(substitute(offset_of(n), env),))
+            attr = n.attr._replace(index=(substitute(offset_of(n), env),))
             return node("load", args, attr, n.dtype)
         if n.op == "index" and isinstance(n.attr, Expr):
             return node("index", args, substitute(n.attr, env), n.dtype)

@@ -455,6 +455,19 @@ def test_passes_in_any_order(make: Make, seed: int) -> None:
     assert not stats(passes.forward)["refused"] and not stats(passes.backward[True])["refused"]
 
 
+def test_calls_in_turn_share_the_recording_of_their_backward_pass(make: Make) -> None:
+    """Such as those of a block that a model has many of: each saves what it saves in other memory.
+    The first recording borrows from one of them, the next from none."""
+    passes = Passes(make)
+    for k in range(8):
+        made = [passes(LARGE, 6 * k + j) for j in range(6)]
+        for j in reversed(range(6)):
+            passes.back(made.pop(), 6 * k + j)
+    backward = stats(passes.backward[True])
+    assert backward["recorded"] <= 3 and backward["replayed"] >= 40, backward
+    assert backward["refused"] == {}
+
+
 def test_a_recording_waits_for_calls_that_ran_beside_others(make: Make) -> None:
     """Such a call may still read on its stream what a recording keeps, and is about to write."""
     x, calls = here(ramp(N)), [lambda: None]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import plait
 from plait.graph import attention
@@ -100,3 +102,28 @@ def test_by_graphs() -> None:
     for seed in range(4):
         given = [x.detach() for x in CASES["causal"].inputs("cuda", seed)]
         torch.testing.assert_close(compiled(*given), fn(*given))
+
+
+def test_gradients_of_scores_are_float32() -> None:
+    """As eager's: their types are not those that tracing gave them."""
+    torch._dynamo.reset()
+    q, k, v, g = (torch.randn(2, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+    def fn(*given: torch.Tensor) -> torch.Tensor:
+        capped: torch.Tensor = flex_attention(
+            *given, score_mod=lambda s, b, h, i, j: 2 * torch.tanh(s / 2)
+        )
+        return capped
+
+    def gradients(call: Any, dtype: torch.dtype) -> Any:
+        given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(call(*given), given, g.to(dtype))
+
+    exact = gradients(fn, torch.float64)
+    eager, made = (
+        [(x - e).square().mean().sqrt().item() for x, e in zip(found, exact, strict=True)]
+        for found in (
+            gradients(f, torch.bfloat16) for f in (fn, torch.compile(fn, backend="plait"))
+        )
+    )
+    assert all(a <= 1.05 * b for a, b in zip(made, eager, strict=True)), (made, eager)

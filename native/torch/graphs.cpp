@@ -72,7 +72,8 @@ void update_recording(Graphs& graphs, const Frame& f, const PartitionInfo& p, Re
 }
 
 // A recording that knows the addresses of this call and whose memory nobody holds, or null. Of many
-// that know others, one goes that nobody holds, and what moved is copied from then on.
+// that know others, one goes that nobody holds, and what moved is copied from then on; no memory is
+// lent any more that was another one at a call before.
 Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) {
   std::erase_if(at.all, [](const std::unique_ptr<Recording>& r) { return !is_whole(*r); });
   const auto lies_elsewhere = [&](const Recording& r, size_t i) {
@@ -87,8 +88,12 @@ Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at
   };
   bool known = false;
   for (const auto& r : at.all) {
-    bool here = std::all_of(r->lent.begin(), r->lent.end(),
-                            [&](const Recording::Lent& l) { return may_write(*r, l); });
+    bool here = true;
+    for (const Recording::Lent& l : r->lent) {
+      if (may_write(*r, l)) continue;
+      here = false;
+      at.apart[static_cast<size_t>(l.import)] = true;
+    }
     for (size_t i = 0; here && i < p.imports.size(); ++i) here = !lies_elsewhere(*r, i);
     if (here && !is_held(*r)) return r.get();
     known = known || here;

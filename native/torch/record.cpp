@@ -123,12 +123,13 @@ void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::Da
 }
 
 // A slot from before the partition is needed no more in it.
-void note_death(const Frame& f, const PartitionInfo& p, SlotId s, DeadMemory& dead) {
+void note_death(const Frame& f, const PartitionInfo& p, SlotId s, const Recordings& at,
+                DeadMemory& dead) {
   const at::Tensor& own = f.own(s);
   // It is the caller's, or a copy is read instead.
   if (f.refs[static_cast<size_t>(s)] != &own) return;
   for (size_t i = 0; i < p.imports.size(); ++i)
-    if (p.imports[i].slot == s) dead.dies(static_cast<int32_t>(i), own);
+    if (p.imports[i].slot == s && !at.apart[i]) dead.dies(static_cast<int32_t>(i), own);
 }
 
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
@@ -143,7 +144,7 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
         (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end())) {
-      if (drops) note_death(f, p, s.a, dead);
+      if (drops) note_death(f, p, s.a, r.owner, dead);
       continue;
     }
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(f, p, r, s.a))
@@ -242,6 +243,7 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool dri
   r->imports.resize(p.imports.size());
   r->exports.resize(p.exports.size());
   at.copied.resize(p.imports.size());
+  at.apart.resize(p.imports.size());
   Replaced replaced;
   const cuda::Stream outer = f.stream;
   void* capture = nullptr;

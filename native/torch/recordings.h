@@ -88,6 +88,7 @@ struct Recording {
 struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
   std::vector<bool> copied;    // by import
+  std::vector<bool> apart;     // by import: calls bring different memory, so none of it is lent
   std::vector<size_t> nbytes;  // by export, as met before recording
   size_t kept_nbytes = 0;      // of large ones that stay in the recording
   size_t made = 0;

@@ -42,6 +42,7 @@ def is_written_out(node: Node) -> bool:
     graphs = _graphs(node)[0]
     for graph in graphs:
         _inline_scalars(graph)
+        _keep_precision(graph, value_of(node.args[0]).dtype)
     if node.target is _backward:
         _give_gradient(graphs[1])
     refused = _REFUSED in node.meta
@@ -99,6 +100,18 @@ def _inline_scalars(graph: GraphModule) -> None:
                 user.replace_all_uses_with(made)
                 graph.graph.erase_node(user)
     graph.recompile()
+
+
+def _keep_precision(graph: GraphModule, traced: torch.dtype) -> None:
+    """Eager gives these graphs scores of float32. What tracing rounded to the type of queries, of
+    which its scores were, such as a gradient that was taken apart, is float32 there."""
+    if traced not in (torch.float16, torch.bfloat16):
+        return
+    for target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        for n in graph.graph.find_nodes(op="call_function", target=target):
+            if n.kwargs.get("dtype") == traced:
+                n.kwargs = {**n.kwargs, "dtype": torch.float32}
+            n.args = tuple(torch.float32 if a == traced else a for a in n.args)
 
 
 def _give_gradient(joint: GraphModule) -> None:

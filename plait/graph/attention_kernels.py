@@ -40,9 +40,11 @@ _FORMULAS = frozenset((
 def is_written_out(node: Node) -> bool:
     """Whether a call, of the operator or of its backward, is written out."""
     graphs = _graphs(node)[0]
+    given: Any = node.args[0]
+    queries = value_of(given)
     for graph in graphs:
         _inline_scalars(graph)
-        _keep_precision(graph, value_of(node.args[0]).dtype)
+        _keep_precision(graph, queries.dtype)
     if node.target is _backward:
         _give_gradient(graphs[1])
     refused = _REFUSED in node.meta

@@ -35,7 +35,7 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord, Program, observers
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
-from tests.fuzz.flow import REGIONS, associative_scan, scan
+from tests.fuzz.flow import REGIONS, associative_scan, scan, while_loop
 from tests.test_package_control import PROGRAMS
 
 WRAPPERS = ("native", "python", "cpp", "fx")
@@ -120,21 +120,58 @@ def test_texts_read_back(name: str, records: list[CompileRecord]) -> None:
     assert read(text(wrapper)) == wrapper
 
 
-@torch._dynamo.config.patch(capture_scalar_outputs=True)  # torch traces the gradient so
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_go_through_a_loop(wrapper: str, records: list[CompileRecord]) -> None:
-    def fn(x: Tensor, w: Tensor) -> Any:
-        start = torch.tensor(0)
-        return torch.while_loop(
-            lambda i, x: i < x.shape[0], lambda i, x: (i + 1, (x @ w).tanh() + x), (start, x)
-        )[1]
+@pytest.mark.parametrize(
+    ("wrapper", "dynamic"), [*((wrapper, False) for wrapper in WRAPPERS), ("native", True)]
+)
+def test_gradients_go_through_a_loop(
+    wrapper: str, dynamic: bool, records: list[CompileRecord]
+) -> None:
+    """Of any number of rounds: PyTorch's own gradients of no round are those of one."""
 
-    run = compiled(fn, wrapper)
-    for n in (4, 4, 3, 5):
-        args = [torch.randn(n, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)]
-        want, got = (torch.autograd.grad(call(*args).square().sum(), args) for call in (fn, run))
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    assert [c.kind for r in records[:2] for c in calls_of(r)] == ["rounds", "loop"]
+    def fn(x: Tensor, w: Tensor, n: Tensor) -> Tensor:
+        def step(i: Tensor, x: Tensor) -> Any:
+            inner = (torch.zeros_like(i), x)
+            _, y = while_loop(lambda j, y: j < i, lambda j, y: (j + 1, (y * w).cos()), inner)
+            return i + 1, (y @ w).tanh() + x
+
+        made: Tensor = while_loop(lambda i, x: i < n, step, (torch.zeros_like(n), x))[1]
+        return made
+
+    torch.manual_seed(0)
+    run = torch.compile(
+        fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper, "strict": True}
+    )
+    for n in (0, 3, 1, 0):
+        given = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        wanted = given[: 2 if n else 1]  # by itself no round leads to w
+        want, got = (
+            torch.autograd.grad(call(*given, torch.tensor(n)).square().sum(), wanted)
+            for call in (fn, run)
+        )
+        torch.testing.assert_close(got, want)
+    forward, backward = ({c.kind for c in calls_of(r)} for r in records)
+    assert forward >= {"rounds"} and backward >= {"loop"}
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+def test_memory_of_what_bodies_are_given_and_give(wrapper: str) -> None:
+    """Expanded tensors come as they are seen, and a copy of a part lies in memory of its own."""
+
+    def fn(x: Tensor) -> Tensor:
+        made: Tensor = torch.cond(
+            x.sum() > 0,
+            lambda x: torch.stack([x, x.as_strided((5, 4), (0, 1)).t()]).sin()[1].clone(),
+            lambda x: x.clone(),
+            (x,),
+        )
+        return made
+
+    torch._dynamo.reset()
+    x = torch.arange(4.0)[:, None].expand(4, 5)
+    with torch.no_grad():
+        got = compiled(fn, wrapper)(x)
+    torch.testing.assert_close(got, x.sin())
+    assert (got.storage_offset(), got.untyped_storage().nbytes()) == (0, 80)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -27,6 +27,7 @@ from torch.utils._sympy.numbers import int_oo
 
 from plait.compat.decompositions import decomposition_table
 from plait.compat.kernel_calls import kernels_traced
+from plait.compat.loops import rounds_counted
 from plait.compat.questions import Question, exporting
 from plait.compat.size_checks import Check, condition
 from plait.errors import Unsupported, UserError
@@ -198,7 +199,8 @@ def export_graph(
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
     known = _learnt(shape_env) if turned else {}
     try:
-        with env.mode, tracing(TracingContext(env.mode)), exporting, kernels_traced():
+        context = tracing(TracingContext(env.mode))
+        with env.mode, context, exporting, kernels_traced(), rounds_counted:
             graph, signature = aot_export_module(
                 flat, inputs, trace_joint=False, decompositions=decomposition_table()
             )

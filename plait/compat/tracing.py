@@ -35,6 +35,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.compat.decompositions import decomposition_table
+from plait.compat.loops import positions_found, rounds_counted
 from plait.compat.user_kernels import own_analysis
 
 P = ParamSpec("P")
@@ -121,7 +122,7 @@ def aot_compile(
 ) -> Callable[..., Any]:
     """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
     arguments."""
-    with own_analysis():
+    with own_analysis(), rounds_counted, positions_found(example_inputs):
         made: Callable[..., Any] = (
             aot_module_simplified(  # only keywords that every supported torch has
                 gm,

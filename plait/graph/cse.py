@@ -7,6 +7,7 @@ are never merged.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -49,11 +50,13 @@ def _is_output(node: Node) -> bool:
 
 def _key(node: Node) -> Any:
     """What must be equal for two nodes to be equal; None if some argument has no such key."""
+    region = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), stream_of(node))
+    if node.target is operator.getitem and type(node.args[1]) is int:
+        return node.target, node.args, region
     args = _freeze(node.args)
     kwargs = _freeze(node.kwargs)
     if args is None or kwargs is None:
         return None
-    region = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), stream_of(node))
     return node.target, args, kwargs, region
 
 

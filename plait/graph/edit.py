@@ -227,6 +227,8 @@ def know_replaced(gm: GraphModule) -> int:
     views still say that they lie there."""
     found = 0
     for node in gm.graph.nodes:
+        if not isinstance(node.target, OpOverload):  # an item of a list is no view of it
+            continue
         source = node.args[0] if node.args else None
         if node.target in _HIDDEN_VIEWS or not is_view(node) or not isinstance(source, Node):
             continue

@@ -18,6 +18,8 @@ from plait.graph.edit import aten, value_of
 def list_items(gm: GraphModule) -> int:
     """Lists a number at the node that reads it, if no node before lists it or is it; returns how
     many."""
+    if not gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        return 0
     known: set[Any] = set()
     listed = 0
     for node in gm.graph.nodes:

@@ -25,6 +25,8 @@ from plait.graph.edit import aten, is_view, output_of
 
 def order_streams(gm: GraphModule) -> int:
     """Edits the graph; returns how many nodes it touched."""
+    if not any(map(_concerns_streams, gm.graph.nodes)):
+        return 0
     wrapped = [n for n in gm.graph.nodes if _is_control_deps(n)]
     for node in wrapped:
         node.update_arg(0, ())  # their order is that of the graph
@@ -40,6 +42,14 @@ def stream_of(node: Node) -> int | None:
     custom = node.meta.get("custom")
     found: int | None = custom.get("stream") if custom else None
     return found
+
+
+def _concerns_streams(node: Node) -> bool:
+    if (custom := node.meta.get("custom")) and custom.get("stream") is not None:
+        return True
+    if isinstance(node.target, OpOverload):
+        return node.target.namespace == "streams"
+    return _is_control_deps(node)
 
 
 def _is_control_deps(node: Node) -> bool:

@@ -232,7 +232,7 @@ class Extern:
     @property
     def made(self) -> tuple[str, ...]:
         """The buffers that its results are, where they are used."""
-        return tuple(o for o in self.outs if o is not None)
+        return tuple([o for o in self.outs if o is not None])
 
     @property
     def starts(self) -> bool:

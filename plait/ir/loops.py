@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from plait.ir.calls import Extern, Scalar, TensorArg
@@ -453,7 +453,12 @@ class LoopProgram:
     hints: Mapping[str, int] = field(default_factory=dict)
     programs: tuple[LoopProgram, ...] = ()
 
-    @property
+    @cached_property
     def given(self) -> frozenset[str]:
         """The buffers that are there before the first op: inputs and constants."""
         return frozenset((*self.constants, *[i for i in self.inputs if type(i) is str]))
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """The buffers that the program returns, each once."""
+        return tuple(dict.fromkeys([o.buf for o in self.outputs if isinstance(o, TensorArg)]))

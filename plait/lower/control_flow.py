@@ -56,6 +56,8 @@ def call_control_flow(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any
     for role, arg, node in zip(roles, args, ctx.node.args, strict=True):
         if role == "f":
             graphs.append(arg if arg in ctx.programs else _traced(arg))
+        elif role in given and isinstance(arg, View):
+            given[role].append(operand(ctx, arg, node))
         elif role in given:
             values, fakes = pytree.tree_leaves(arg), pytree.tree_leaves(node)
             given[role] += (_operand(ctx, x, fake) for x, fake in zip(values, fakes, strict=True))

@@ -80,9 +80,9 @@ def _add_tensor(ctx: Lowering, inputs: Inputs, val: torch.Tensor) -> View:
     name = f"arg{len(inputs.names)}"
     shape = to_sizes(val.shape)
     dense = val.layout == torch.strided
-    strides = expr.contiguous_strides(shape)
-    if dense and (inputs.expands or 0 not in val.stride()):
-        strides = to_sizes(val.stride())
+    strides = to_sizes(val.stride()) if dense else ()
+    if not dense or not inputs.expands and 0 in strides:
+        strides = expr.contiguous_strides(shape)
     dtype = from_torch(val.dtype) if dense else opaque
     ctx.buffers[name] = Buffer(
         name, dtype, shape, strides, device=device_name(val.device), fixed=True
@@ -92,10 +92,10 @@ def _add_tensor(ctx: Lowering, inputs: Inputs, val: torch.Tensor) -> View:
     if dense:
         inputs.storages[name] = compat.tracing.storage_of(val)
     offset = (to_size(val.storage_offset()),) if dense else ()
-    for what, exprs in (("size", shape), ("stride", strides), ("offset", offset)):
-        for d, e in enumerate(exprs):
-            if isinstance(e, Expr):
-                inputs.facts.append((e, (name, what, d)))
+    if {*map(type, (*shape, *strides, *offset))} != {int}:
+        for what, exprs in (("size", shape), ("stride", strides), ("offset", offset)):
+            told = [(e, (name, what, d)) for d, e in enumerate(exprs) if isinstance(e, Expr)]
+            inputs.facts += told
     return ctx.whole(name)
 
 
@@ -130,7 +130,10 @@ def _bit(condition: Size) -> Expr | None:
 def _is_token(node: torch.fx.Node) -> bool:
     """Whether a placeholder only orders effects: AOTAutograd passes None for it."""
     effects = torch.ops.higher_order.with_effects
-    return bool(node.users) and all(u.target is effects and u.args[0] is node for u in node.users)
+    first = next(iter(node.users), None)
+    if first is None or first.target is not effects:
+        return False
+    return all(u.target is effects and u.args[0] is node for u in node.users)
 
 
 def define_symbols(ctx: Lowering, inputs: Inputs) -> None:

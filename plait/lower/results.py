@@ -41,6 +41,7 @@ class _Results:
     owners: the fake storage that each buffer given out stands for.
     tensors: node -> the tensor that is returned for it.
     given: the values of tensors.
+    roots: node -> the value that it is a view of.
     """
 
     ctx: Lowering
@@ -50,6 +51,14 @@ class _Results:
     owners: dict[str, int]
     tensors: dict[torch.fx.Node, TensorArg] = field(default_factory=dict)
     given: set[TensorArg] = field(default_factory=set)
+    roots: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+
+    def root(self, node: torch.fx.Node) -> torch.fx.Node:
+        """See `_root`: found once."""
+        found = self.roots.get(node)
+        if found is None:
+            found = self.roots[node] = _root(node)
+        return found
 
 
 def lower_results(
@@ -69,7 +78,7 @@ def lower_results(
     if captured.kind == "subprogram":
         first = ()
     own = [a for k, a in enumerate(first) if _is_strided(a) and k not in captured.input_views]
-    roots = {a: _root(a) for a in own}
+    roots = {a: r.root(a) for a in own}
     views = {root for a, root in roots.items() if root is not a}
     for root in roots.values():
         _own_memory(r, root, seen=root in views)
@@ -113,7 +122,7 @@ def _own_memory(r: _Results, root: torch.fx.Node, seen: bool) -> None:
         return
     storage = compat.tracing.storage_of(like)
     memory = owner_of(r.ctx, view.buf)
-    part = not expr.known_eq(_nbytes(r.ctx, memory), expr.numel(view.shape) * view.dtype.nbytes)
+    part = _is_part(r.ctx, memory, view)
     if not part and not seen:
         return
     shape, strides = (to_sizes(s) for s in (like.shape, like.stride()))
@@ -135,7 +144,8 @@ def _lone_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
     strides = to_sizes(val.stride())
     out = tensor_arg(r.ctx, x, strides)
     memory = owner_of(r.ctx, out.buf)
-    if memory in r.ctx.constants or memory in r.owners:
+    part = r.root(node) is node and _is_part(r.ctx, memory, x)  # a copy in eager
+    if memory in r.ctx.constants or memory in r.owners or part:
         out = tensor_arg(r.ctx, copy(r.ctx, x), strides)
     r.owners[owner_of(r.ctx, out.buf)] = compat.tracing.storage_of(val)
     return out
@@ -148,7 +158,7 @@ def _tensor_result(r: _Results, x: View, node: torch.fx.Node) -> TensorArg:
     if val.layout != torch.strided:
         return TensorArg(x.buf, x.shape, r.ctx.buffers[x.buf].strides, 0)
     strides = to_sizes(val.stride())
-    storage = compat.tracing.storage_of(_root(node).meta["val"])
+    storage = compat.tracing.storage_of(r.root(node).meta["val"])
     out = tensor_arg(r.ctx, x, strides, shared=True)
     memory = owner_of(r.ctx, out.buf)
     if memory in r.ctx.constants or r.owners.get(memory, storage) != storage:
@@ -176,6 +186,11 @@ def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
     return _aliased(r, TensorArg(name, shape, strides, 0), dtype, first)
 
 
+def _is_part(ctx: Lowering, buf: str, x: View) -> bool:
+    """Whether x may be less than all of this memory."""
+    return not expr.known_eq(_nbytes(ctx, buf), expr.numel(x.shape) * x.dtype.nbytes)
+
+
 def _nbytes(ctx: Lowering, buf: str) -> Size:
     b = ctx.buffers[buf]
     return expr.numel(b.shape) * b.dtype.nbytes
@@ -196,10 +211,11 @@ def _in_root(r: _Results, x: View, node: torch.fx.Node) -> TensorArg | None:
     """A result in the memory of the value at the root of the views that lead to it, which it is
     a view of in eager: rules may compute a view anew, or see memory that is laid out in another
     way. None where there is no such root, or its memory is not known to be as eager's."""
-    val = node.meta["val"]
-    root = _root(node)
-    view, like = r.ctx.env[root], root.meta["val"]
-    if root is node or not isinstance(view, View) or not r.ctx.cfg.kernels:
+    root = r.root(node)
+    if root is node:
+        return None
+    val, view, like = node.meta["val"], r.ctx.env[root], root.meta["val"]
+    if not isinstance(view, View) or not r.ctx.cfg.kernels:
         return None
     if root.op == "placeholder" and begins_anywhere(node):
         return None
@@ -233,8 +249,8 @@ def _distinct(r: _Results, node: torch.fx.Node, out: TensorArg) -> TensorArg:
     """out as a tensor of its own where another node's result, or an input, is the same memory
     seen alike: eager makes a new object for every view."""
     b = r.ctx.buffers[out.buf]
-    whole = TensorArg(b.name, b.shape, b.strides, 0)
-    is_input = node.op != "placeholder" and b.name in r.inputs.storages and out == whole
+    is_input = node.op != "placeholder" and b.name in r.inputs.storages
+    is_input = is_input and out == TensorArg(b.name, b.shape, b.strides, 0)
     if not is_input and out not in r.given:
         return out
     dtype = out.dtype or b.dtype

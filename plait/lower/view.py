@@ -348,8 +348,8 @@ def _as_strided(
             return tuple(by_dim[d] for d in range(len(order)))
 
         return owner.remap(shape, at)
-    if not given:
-        raise NoRule(_BEYOND)
+    if not given or ctx.buffers[owner.buf].strides != to_sizes(meta.stride()):
+        raise NoRule(_BEYOND)  # what a subprogram is given may lie otherwise than traced
     if storage_offset is None:
         return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return alias(ctx, ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)

@@ -11,7 +11,7 @@ from plait.ir.effects import loop_outs
 from plait.ir.loops import LoopProgram, Mutate, Scan, Scatter, index_exprs, walk
 from plait.schedule.axes import AxisUse, choose_axes
 from plait.schedule.batch import batch
-from plait.schedule.deps import load_of, memory_roots, output_buffers, read_for_symbols, roots
+from plait.schedule.deps import load_of, memory_roots, read_for_symbols, roots
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
@@ -22,7 +22,7 @@ from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Stmt, St
 def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names) -> Plan:
     """The plan, with every buffer in memory of its own. names: gives its kernels theirs."""
     program = grouping.program
-    needed = {*output_buffers(program), *(b for u in ordered for b in u.reads), *program.given}
+    needed = {*program.returned, *(b for u in ordered for b in u.reads), *program.given}
     needed.update(*read_for_symbols(program).values())
     launched = [op for op in program.ops if isinstance(op, Extern) and op.kernel is not None]
     needed.update(name for op in launched for name in op.made)
@@ -143,7 +143,7 @@ Touched = tuple[tuple[str, ...], tuple[str, ...]]
 def _alive(program: LoopProgram, access: Sequence[Touched]) -> set[str]:
     """The buffers that still occur."""
     used = {name for both in access for names in both for name in names}
-    return {*used, *program.given, *output_buffers(program)}
+    return {*used, *program.given, *program.returned}
 
 
 def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[str, ...], ...]:
@@ -152,7 +152,7 @@ def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[st
 
     Buffers that share memory are freed together."""
     memory = memory_roots(program.ops)
-    kept = {*output_buffers(program), *(program.given - {*program.donated})}
+    kept = {*program.returned, *(program.given - {*program.donated})}
     last: dict[str, int] = {}
     names: dict[str, dict[str, None]] = {}
     for k, (read, written) in enumerate(access):

@@ -15,7 +15,7 @@ from plait.devices import facts_of
 from plait.ir.calls import Extern
 from plait.ir.loops import LoopProgram, Mutate
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.deps import memory_roots
 from plait.schedule.kernels import Names, joined
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.share_lengths import LEAST, general_key
@@ -99,7 +99,7 @@ def batch(
     launch already stand together."""
     memory = memory_roots(program.ops)
     new = {s.source: s.target for some in steps for s in some if isinstance(s, Mutate)}
-    kept = {*output_buffers(program), *new}
+    kept = {*program.returned, *new}
     keys: dict[str, object] = {
         k.name: key
         for some in steps

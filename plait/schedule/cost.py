@@ -39,7 +39,7 @@ def hint_numel(shape: Iterable[Size], hints: Hints) -> int:
     """A plausible number of elements of a shape."""
     out = 1
     for s in shape:
-        out *= s if isinstance(s, int) else max(hint(s, hints), 0)
+        out *= s if type(s) is int else max(hint(s, hints), 0)
     return out
 
 

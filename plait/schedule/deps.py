@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from plait.ir import loops as ir
-from plait.ir.calls import Extern, TensorArg
+from plait.ir.calls import Extern
 from plait.ir.effects import arg_sizes, defines, needs, sizes, updates
 from plait.ir.expr import Expr, Size, atom_of, free_symbols
 from plait.ir.ops import CHECKED, OPS
@@ -107,11 +107,6 @@ def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
         return named
     loaded = bodies.of(roots(op)).bufs
     return tuple(dict.fromkeys((*named, *loaded))) if named else loaded
-
-
-def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
-    """The buffers that the program returns, each once."""
-    return tuple(dict.fromkeys([o.buf for o in program.outputs if isinstance(o, TensorArg)]))
 
 
 def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
@@ -270,7 +265,7 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program without loops, views and effect-free calls whose results nobody uses, and without
     loops that run for no point and make what is empty; unused results of other ops become None."""
     empty = {n for n, b in program.buffers.items() if b.is_empty}
-    needed = set(output_buffers(program))
+    needed = set(program.returned)
     sources = read_for_symbols(program)
     for e in arg_sizes(program.outputs) if sources else ():
         needed.update(b for a in free_symbols(e) for b in sources.get(a.name, ()))

@@ -16,7 +16,7 @@ from plait.devices import facts_of
 from plait.ir.calls import Extern
 from plait.ir.loops import Scatter
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.deps import memory_roots
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.order import traffic, users_of
@@ -67,16 +67,17 @@ class _HorizontalFusion:
         self.slot = list(range(n))
         self.members = [[k] for k in range(n)]
         self.users = users_of(ordered)
-        self._weigh()
+        self.weighed = False
 
     def _weigh(self) -> None:
         """What is alive in which slot."""
+        self.weighed = True
         program, n = self.grouping.program, len(self.nodes)
         memory = memory_roots(program.ops)
         t = traffic(self.grouping, self.nodes)
         self.nbytes = t.nbytes
         self.given = set(program.donated)
-        self.kept = {memory.get(b, b) for b in output_buffers(program)}
+        self.kept = {memory.get(b, b) for b in program.returned}
         self.writers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
         self.made: list[set[str]] = []
@@ -181,6 +182,8 @@ class _HorizontalFusion:
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
         """Moves nodes to a slot; a Reason, and nothing done, where memory is against it. Slots i to
         k are all that can change."""
+        if not self.weighed:  # of programs whose loops need each other nobody asks
+            self._weigh()
         now = self.alive[i : k + 1]
         roots = {r for m in moving for r in (*self.made[m], *self.used[m])}
         new = {root: self._new_life(root, moving, to) for root in roots}

@@ -22,17 +22,7 @@ from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
-from plait.schedule.deps import (
-    Bodies,
-    Facts,
-    extent,
-    load_of,
-    memory_roots,
-    output_buffers,
-    reads,
-    roots,
-    space,
-)
+from plait.schedule.deps import Bodies, Facts, extent, load_of, memory_roots, reads, roots, space
 
 # Bounds keep compile time linear; costs are in cycles of the op table and were not fitted by
 # themselves: benchmarks/kernels_cpu.py shows what they do, tests/test_growth.py the bounds.
@@ -62,7 +52,7 @@ class _Inliner:
         self.n_writers: dict[str, int] = {}
         # Inputs and constants are in memory all the time.
         self.given = program.given - frozenset(program.donated)
-        self.pinned = set(output_buffers(program))
+        self.pinned = set(program.returned)
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}
         self.fences = fences(program.ops)

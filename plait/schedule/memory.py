@@ -18,7 +18,7 @@ from plait.ir.effects import defines, extern_reads, needs, updates
 from plait.ir.expr import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg, smax, total
 from plait.ir.loops import Buffer, LoopProgram, Mutate, fences
 from plait.schedule.cost import Hints, buffer_nbytes, hint
-from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.deps import memory_roots
 from plait.schedule.overwrite import overwritable, users_of
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.schedule.spans import Timeline
@@ -71,7 +71,7 @@ def lives(plan: Plan) -> dict[str, Life]:
                 start.setdefault(name, k)
         for name in (*read, *made):
             end[memory.get(name, name)] = k
-    for name in output_buffers(plan.program):
+    for name in plan.program.returned:
         end[memory.get(name, name)] = len(plan.steps)
     return {
         n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)])
@@ -96,7 +96,7 @@ def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
     """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what
     may keep them, no outputs, nothing that shares memory."""
     memory = memory_roots(plan.program.ops)
-    barred = {*output_buffers(plan.program), *memory, *memory.values()}
+    barred = {*plan.program.returned, *memory, *memory.values()}
     known = _known_at_start(plan.program)
     for step in plan.steps:
         if isinstance(step, Extern):
@@ -136,7 +136,7 @@ def in_place(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[st
     Both are in the arena, or both are allocations; a call's own result is not handed on to an
     output."""
     memory = memory_roots(plan.program.ops)
-    outputs = set(output_buffers(plan.program))
+    outputs = set(plan.program.returned)
     kept = {*outputs, *memory, *memory.values()}
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
     of_kernels = {n for s in plan.steps if isinstance(s, Kernel) for n in s.outs}
@@ -367,7 +367,8 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     given = donated(plan)  # a backward pass frees what was saved for it as it goes
     n_steps, hints = len(plan.steps), plan.program.hints
     # Whether convolutions need their scratch is not known: the arena must be right either way.
-    cases: tuple[dict[int, int], ...] = (convolution_scratch(plan), {})
+    scratch = convolution_scratch(plan)
+    cases: tuple[dict[int, int], ...] = (scratch, {}) if scratch else ({},)
     free = [peak_nbytes([*alive.values(), *given], n_steps, hints, c) for c in cases]
     limits = [most * SLACK + SLACK_NBYTES for most in free]
     # The pool keeps the arena of a backward pass while other parts of a training step may peak.
@@ -411,7 +412,7 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
     Mutate."""
     program = plan.program
     memory = memory_roots(program.ops)
-    kept = {*output_buffers(program), *memory, *memory.values(), *program.given}
+    kept = {*program.returned, *memory, *memory.values(), *program.given}
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
     # The first kernel that writes counts (a fill before a scatter): from then on the old value is
     # gone.

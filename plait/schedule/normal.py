@@ -18,7 +18,7 @@ from plait.ir.dtypes import i64
 from plait.ir.effects import updates
 from plait.ir.expr import Atom, Size, atom_of
 from plait.ir.reductions import REDUCTIONS
-from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots
+from plait.schedule.deps import Bodies, extent, load_of, memory_roots, reads, roots
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def _without_zeros(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
         if isinstance(op, ir.Pointwise) and op.index is None and _is_zero(op.body)
     }
     uses = Counter(b for op in program.ops for b in {*reads(op, bodies)})
-    uses.update(output_buffers(program))
+    uses.update(program.returned)
     for k, op in enumerate(program.ops):
         if not isinstance(op, ir.Pointwise) or op.index is not None or op.body.op != "add":
             continue
@@ -110,7 +110,7 @@ class _InPlace:
     def __init__(self, program: ir.LoopProgram, bodies: Bodies) -> None:
         self.program, self.bodies = program, bodies
         self.names: dict[str, str] = {}
-        self.outputs = set(output_buffers(program))
+        self.outputs = set(program.returned)
         self.shared = memory_roots(program.ops)
         self.inputs = program.given
         self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, ir.Mutate)}

@@ -10,7 +10,7 @@ from itertools import pairwise
 from plait.errors import InternalError
 from plait.ir.loops import Mutate
 from plait.schedule.cost import buffer_nbytes
-from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.deps import memory_roots
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, ScheduleNode, nodes
 
@@ -95,10 +95,10 @@ def traffic(grouping: Grouping, all_nodes: Sequence[ScheduleNode]) -> Traffic:
     """What each node does to memory."""
     program = grouping.program
     memory = memory_roots(program.ops)
-    kept = {memory.get(n, n) for n in (*output_buffers(program), *program.constants)}
+    kept = {memory.get(n, n) for n in (*program.returned, *program.constants)}
     given = program.given
     kept |= given - set(program.donated)
-    read_by_others = {b for u in all_nodes for b in u.reads} | set(output_buffers(program))
+    read_by_others = {b for u in all_nodes for b in u.reads} | set(program.returned)
     t = Traffic([], [], {}, {}, 0)
     for name in program.donated:
         t.nbytes[name] = buffer_nbytes(program.buffers[name], program.hints)

@@ -14,7 +14,7 @@ from plait.ir.effects import unwritten
 from plait.ir.expr import Atom, Size, atom_of, free_symbols
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
-from plait.schedule.deps import extent, output_buffers
+from plait.schedule.deps import extent
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
 from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, column_programs, stmt_roots
@@ -50,10 +50,10 @@ def verify_plan(plan: Plan) -> None:
         elif not isinstance(step, Kernel):
             _check_layouts((*read, *made), plan, f"step {k}")
         gone.update((name, k) for name in dying)
-    for name in output_buffers(program):
+    for name in program.returned:
         if name not in known or name in gone:
             raise InternalError(f"output {name} does not exist at the end")
-    _check_layouts(output_buffers(program), plan, "the result")
+    _check_layouts(program.returned, plan, "the result")
 
 
 def _check_layouts(names: Iterable[str], plan: Plan, where: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -19,7 +19,7 @@ from typing import Any
 
 from plait.errors import Unsupported
 from plait.ir.calls import CONTROL_KINDS
-from plait.ir.checks import ERRORS
+from plait.ir.checks import ERRORS, Check
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.expr import Atom, Size, fold
 from plait.runtime.functions import FUNCTIONS
@@ -134,7 +134,7 @@ class _Encoder:
         head += [len(p.inputs), *inputs, len(self._kernels)]
         for k in self._kernels.values():
             head += [self._string(k.name), k.n_args, k.n_sizes]
-            head += [*self._field(Kind.CHECKS, k.checks), self._string(k.device)]
+            head += [*self._checks(k.checks), self._string(k.device)]
         texts = [s.encode() for s in self._strings]
         plans = [encode(nested) for nested in p.programs]
         ends = [0, *accumulate(map(len, (*texts, *plans)))]
@@ -229,65 +229,17 @@ class _Encoder:
         refer to itself."""
         words: list[int] = []
         new: tuple[int, str, DType | None] | None = None
-        for name, kind in FIELDS[type(i)]:
+        for name, kind, write in _WRITERS[type(i)]:
             value = getattr(i, name)
             if kind is Kind.DEFINES:
                 new = len(words), value, getattr(i, "dtype", None)
                 words.append(0)
             elif kind is not Kind.DTYPE or new is None:  # slots have their types in a table
-                words += self._field(kind, value)
+                words += write(self, value)
         if new is not None:
             at, defined, dtype = new
             words[at] = self._define(defined, dtype)
         return words
-
-    def _field(self, kind: Kind, value: Any) -> list[int]:
-        match kind:
-            case Kind.SIZES | Kind.SHAPE:  # the most frequent ones first
-                return [len(value), *map(self._size, value)]
-            case Kind.STRIDES:
-                return [self._size(s) for s in value]
-            case Kind.TEXT | Kind.DEVICE:
-                return [self._string(value)]
-            case Kind.SYMBOL:
-                return [self._symbol(value)]
-            case Kind.USES | Kind.ARENA | Kind.ENDS:
-                return [self._slot(value)]
-            case Kind.ALL_USED:
-                return [len(value), *map(self._slot, value)]
-            case Kind.SIZE:
-                return [self._size(value)]
-            case Kind.SOURCE:
-                return self._source(value)
-            case Kind.DTYPE:
-                return [_DTYPE[value.name]]
-            case Kind.OPERAND:
-                return self._operand(value)
-            case Kind.OPERANDS | Kind.OUTPUTS:
-                return [len(value), *(w for o in value for w in self._operand(o))]
-            case Kind.KEYWORDS:
-                named = ((self._string(k), *self._operand(o)) for k, o in value)
-                return [len(value), *(w for words in named for w in words)]
-            case Kind.RESULTS:
-                return self._outs(value)
-            case Kind.CONTROL:
-                return [CONTROL_KINDS.index(value)]
-            case Kind.PROGRAMS:
-                return [len(value), *value]
-            case Kind.KERNEL:
-                return [self._kernel_ids[value]]
-            case Kind.OPERATOR:
-                name, _, overload = value.partition(".")
-                return [self._string(name), self._string(overload)]
-            case Kind.ERROR:
-                return [ERRORS.index(value)]
-            case Kind.CHECKS:
-                pairs = ((ERRORS.index(c.error), self._string(c.message)) for c in value)
-                return [len(value), *(w for pair in pairs for w in pair)]
-            case Kind.FOR_PASSES:
-                return []
-            case _:
-                return [int(value)]
 
     def _source(self, value: ins.SizeOf | ins.ItemOf | Size) -> list[int]:
         match value:
@@ -297,6 +249,67 @@ class _Encoder:
                 return [_SOURCE["item"], self._slot(tensor), 0]
             case _:
                 return [_SOURCE["expr"], self._size(value)]
+
+    def _operands(self, values: Sequence[ins.Operand]) -> list[int]:
+        return [len(values), *(w for o in values for w in self._operand(o))]
+
+    def _keywords(self, values: Sequence[tuple[str, ins.Operand]]) -> list[int]:
+        named = ((self._string(k), *self._operand(o)) for k, o in values)
+        return [len(values), *chain.from_iterable(named)]
+
+    def _checks(self, checks: Sequence[Check]) -> list[int]:
+        pairs = ((ERRORS.index(c.error), self._string(c.message)) for c in checks)
+        return [len(checks), *chain.from_iterable(pairs)]
+
+    def _operator(self, name: str) -> list[int]:
+        name, _, overload = name.partition(".")
+        return [self._string(name), self._string(overload)]
+
+
+_Words = Callable[[_Encoder, Any], list[int]]
+_STRING: _Words = lambda e, text: [e._string(text)]
+_SLOT: _Words = lambda e, name: [e._slot(name)]
+_NUMBER: _Words = lambda _, value: [int(value)]
+_SHAPE: _Words = lambda e, sizes: [len(sizes), *map(e._size, sizes)]
+_WORDS: dict[Kind, _Words] = dict.fromkeys(Kind, _NUMBER) | {
+    Kind.SIZES: _SHAPE,
+    Kind.SHAPE: _SHAPE,
+    Kind.STRIDES: lambda e, sizes: [*map(e._size, sizes)],
+    Kind.SIZE: lambda e, size: [e._size(size)],
+    Kind.TEXT: _STRING,
+    Kind.DEVICE: _STRING,
+    Kind.SYMBOL: lambda e, name: [e._symbol(name)],
+    Kind.USES: _SLOT,
+    Kind.ARENA: _SLOT,
+    Kind.ENDS: _SLOT,
+    Kind.ALL_USED: lambda e, names: [len(names), *map(e._slot, names)],
+    Kind.SOURCE: _Encoder._source,
+    Kind.DTYPE: lambda _, dtype: [_DTYPE[dtype.name]],
+    Kind.OPERAND: _Encoder._operand,
+    Kind.OPERANDS: _Encoder._operands,
+    Kind.OUTPUTS: _Encoder._operands,
+    Kind.KEYWORDS: _Encoder._keywords,
+    Kind.RESULTS: _Encoder._outs,
+    Kind.CONTROL: lambda _, kind: [CONTROL_KINDS.index(kind)],
+    Kind.PROGRAMS: lambda _, numbers: [len(numbers), *numbers],
+    Kind.KERNEL: lambda e, name: [e._kernel_ids[name]],
+    Kind.OPERATOR: _Encoder._operator,
+    Kind.ERROR: lambda _, error: [ERRORS.index(error)],
+    Kind.CHECKS: _Encoder._checks,
+}
+"""How the value of a field of each kind is written."""
+
+
+class _Writers(dict[type, tuple[tuple[str, Kind, _Words], ...]]):
+    """The fields of an instruction that plans hold, in order."""
+
+    def __missing__(self, cls: type) -> tuple[tuple[str, Kind, _Words], ...]:
+        kept = [(name, kind) for name, kind in FIELDS[cls] if kind is not Kind.FOR_PASSES]
+        self[cls] = tuple((name, kind, _WORDS[kind]) for name, kind in kept)
+        return self[cls]
+
+
+_WRITERS = _Writers()
 
 
 def _symbols(p: ins.WrapperProgram) -> Iterator[str]:

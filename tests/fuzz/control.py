@@ -17,9 +17,12 @@ FLOAT = (
     "({a} - {a}.mean(-1, keepdim=True))", "{b} + {a}.sum(0)", "{a}.clamp(-2, 2)", "{a} * {a}",
     "{b}", "{a} + 1", "-{a}", "{a}.clone()", "({a} * 2).relu()",
 )  # fmt: skip
-MATRIX = (
-    "({a} @ {b}.mT @ {a}).tanh()", "{a}.mT.contiguous().mT", "{a}.mT.clone().mT + {b}",
-    "torch.cat([{a}[1:], {b}[:1]])", "{a}[:, :1] * {b}", "({a} @ {a}.mT).softmax(-1) @ {b}",
+MATRIX = (  # an attribute (mT) would be an argument of the body that shares memory with another one
+    "({a} @ {b}.t() @ {a}).tanh()", "{a}.t().contiguous().t()", "{a}.t().clone().t() + {b}",
+    "torch.cat([{a}[1:], {b}[:1]])", "{a}[:, :1] * {b}", "({a} @ {a}.t()).softmax(-1) @ {b}",
+    "autocast(lambda x, y: (x @ y.t() @ x).to(x.dtype) * 0.5, {a}, {b})",
+    "{a}.unfold(0, 1, 1)[..., 0] + {b}",
+    "{a}.as_strided({a}.shape, {a}.stride()) * {b}", "{a}.view(-1).view({a}.shape[0], -1) + 1",
 )  # fmt: skip
 WHOLE = (
     "{a} + {b}", "{a} * 3 - {b}", "{a}.flip(0)", "{a} ^ {b}", "{a}.cumsum(0).to({a}.dtype)",
@@ -36,6 +39,7 @@ class _Names:
 
     def __init__(self, m: Maker, names: Sequence[str], value: Tensor) -> None:
         self.m, self.names, self.value = m, list(names), value
+        self.depth = 0
 
     def expr(self, depth: int = 0) -> str:
         """A text of the same shape and dtype."""
@@ -53,10 +57,33 @@ class _Names:
     def own(self) -> str:
         """One that is a result: PyTorch refuses those that are operands, mostly, and those of other
         strides than they had (in a loop) or have (in the other branch)."""
-        text, way = self.expr(), self.m.rng.random()
+        nests = self.depth < 2 and self.m.rng.random() < 0.12
+        text, way = self._nested() if nests else self.expr(), self.m.rng.random()
         if way < 0.1 or way < 0.98 and text in self.names:
             return f"{text}.clone()"
         return text if way > 0.9 else f"({text}).clone(memory_format=torch.contiguous_format)"
+
+    def _nested(self) -> str:
+        """Control flow of this shape and dtype within a body."""
+        rng, x = self.m.rng, self.m.rng.choice(self.names)
+        own = f"u{self.depth}"  # what the body inside is given
+        inner = _Names(self.m, [*self.names, own], self.value)
+        inner.depth = self.depth + 1
+        way = rng.random()
+        if way < 0.4:
+            yes, no = inner.own(), inner.own()
+            return f"cond({_predicate(self.m)}, lambda {own}: {yes}, lambda {own}: {no}, ({x},))"
+        if way < 0.7:
+            start = f"torch.zeros((), dtype=torch.int64, device={x}.device)"
+            n = rng.choice(("0", "1", "2", self.m.integer(0, 3)))
+            step = f"lambda j, {own}: (j + 1, {inner.own()})"
+            first = f"{x}.clone(memory_format=torch.contiguous_format)"
+            return f"while_loop(lambda j, {own}: j < {n}, {step}, ({start}, {first},))[1]"
+        xs = f"torch.stack([{x}, {rng.choice(self.names)}])"
+        if way < 0.85:
+            return f"map_(lambda {own}: {inner.own()}, {xs})[1]"
+        first = f"{x}.clone(memory_format=torch.contiguous_format)"
+        return f"scan(lambda c, {own}: ({inner.own()}, {own} + 1), {first}, {xs}, 0, False)[0]"
 
 
 def _operands(m: Maker, ndim: int, n: int) -> tuple[list[str], list[str]] | None:
@@ -129,16 +156,17 @@ def loop(m: Maker) -> str:
         return ""
     given, captured = found
     if m.rng.random() < 0.85:  # a round gives what is laid out so
-        given = [m.add("loop", f"{x}.contiguous().clone()") or x for x in given]
+        copy = "clone(memory_format=torch.contiguous_format)"
+        given = [m.add("loop", f"{x}.{copy}") or x for x in given]
     params = ["x", "y"][: len(given)]
     names = _Names(m, params + captured, m.value(given[0]))
     device = f"device={given[0]}.device"
-    counts = m.rng.random() < 0.6  # by a tensor
+    counts = m.grads or m.rng.random() < 0.6  # by a tensor; PyTorch's gradients want one
     start = f"torch.zeros((), dtype=torch.int64, {device})" if counts else "0"
     rounds = m.rng.choice(("0", "1", "3", "4", f"{given[0]}.shape[0]" if m.value(given[0]).ndim
                            else "2", m.integer(0, 4)))  # fmt: skip
-    more = m.operand(("3",), m.rng.choice(("int32", "bool", "float64"))) if m.rng.random() < 0.4 \
-        else ""  # fmt: skip
+    dtype, layout = m.rng.choice(("int32", "bool", "float64")), "plain" * (m.rng.random() < 0.9)
+    more = m.operand(("3",), dtype, layout=layout) if m.rng.random() < 0.4 else ""
     z = {"int32": "z * 2 + 1", "bool": "~z", "float64": "z + i"}
     extra = [z[name_of(m.value(more).dtype)]] if more else []
     head = ", ".join(["i", *params, *(["z"] if more else [])])

@@ -91,6 +91,11 @@ def _as_on_a_gpu(combine: Step, xs: Any, dim: int, reverse: bool) -> Any:
     return spec.unflatten([x.movedim(0, dim) for x in out])
 
 
+def autocast(fn: Step, *given: Tensor) -> Any:
+    with torch.autocast(given[0].device.type, dtype=torch.bfloat16):
+        return fn(*given)
+
+
 def _places(xs: Any, dim: int, reverse: bool) -> list[int]:
     n = pytree.tree_leaves(xs)[0].shape[dim]
     if n == 0:
@@ -116,7 +121,7 @@ REGIONS: dict[str, Step] = {
     "twice": region(lambda x, y: (x + y).sum(0) + x),
     "turned": region(lambda x, y: ((x * 3).mT.contiguous().mT, (y + 1).flip(-1))),
     "norm": region(lambda x, y: F.layer_norm(x.float(), (x.shape[-1],)) * y),
-    "product": region(lambda x, y: (x @ y.mT).tanh() @ y),
+    "product": region(lambda x, y: (x @ y.transpose(-1, -2)).tanh() @ y),
     "soft": region(lambda x, y: (x - x.amax(-1, keepdim=True)).softmax(-1) + y.mean()),
     "whole": region(lambda x, y: torch.where(x > y, x, y * 2).cumsum(0)),
     "alone": region(lambda x, y: x.sin().cos()),

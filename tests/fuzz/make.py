@@ -24,9 +24,11 @@ def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
         return replace(p, device="cpu", road=replace(p.road, wrapper=wrapper, threads=1))
     rng = random.Random(seed)
     road = _road(rng, device)
-    if flow and road.grad:  # PyTorch traces the gradient of a loop so
-        road = replace(road, grad="backward", capture=True)
+    if flow and road.grad:
+        road = replace(road, grad="backward")
     calls = _calls(rng, road)
+    if flow and any(c.sizes != calls[0].sizes for c in calls):
+        road = replace(road, threads=1)  # Dynamo in one thread sees what torch.fx traces in others
     if rng.random() < 0.5:
         dtypes: tuple[str, ...] = ("float32",)
     else:
@@ -36,7 +38,7 @@ def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
     if road.grad:
         dtypes = ("float32", rng.choice(FLOATS))
     errors = 0.0 if device != "cpu" or flow else rng.choice((0, 0.2))
-    m = Maker(rng, calls, dtypes, errors)
+    m = Maker(rng, calls, dtypes, errors, bool(road.grad))
     for _ in range(rng.randint(1, 3)):
         m.operand(m.shape(rng.choice((1, 2, 2, 3))), rng.choice(dtypes))
     if rng.random() < 0.06 and not road.grad:

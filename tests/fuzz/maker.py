@@ -34,7 +34,7 @@ _DIGITS = {
     torch.complex64: 24,
 }
 MOST = 20_000  # elements of any value
-CALLED = ("REGIONS", "associative_scan", "cond", "map_", "scan", "while_loop")
+CALLED = ("REGIONS", "associative_scan", "autocast", "cond", "map_", "scan", "while_loop")
 FREE = {"torch": torch, "F": F, "math": math} | {name: getattr(flow, name) for name in CALLED}
 
 
@@ -72,14 +72,20 @@ class _Elements(TorchDispatchMode):
 
 class Maker:
     def __init__(
-        self, rng: random.Random, calls: list[Call], dtypes: tuple[str, ...], errors: float
+        self,
+        rng: random.Random,
+        calls: list[Call],
+        dtypes: tuple[str, ...],
+        errors: float,
+        grads: bool = False,
     ) -> None:
         """dtypes: what new operands mostly have. errors: how often a statement that eager refuses
-        is kept."""
+        is kept. grads: gradients are taken."""
         self.rng = rng
         self.calls = calls
         self.dtypes = dtypes
         self.errors = errors
+        self.grads = grads
         self.operands: list[Operand] = []
         self.lines: list[Line] = []
         self.env: list[dict[str, Any]] = [{} for _ in calls]

@@ -124,7 +124,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from tests.fuzz.flow import REGIONS, associative_scan, cond, map_, scan, while_loop
+from tests.fuzz.flow import REGIONS, associative_scan, autocast, cond, map_, scan, while_loop
 from tests.fuzz.values import tensor
 
 CALLS = [

@@ -57,7 +57,12 @@ def work(name: str, peer: str, device: str) -> None:
     program = programs()[name](device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     run = program.fn
-    if peer != "eager":
+    if peer == "fused":
+        if program.fused is None:
+            say({})  # it takes no part
+            return
+        run = program.fused()
+    elif peer != "eager":
         backend, mode = {**MODES, **NAMED, **GRAPHS}[peer]
         if program.part is None:
             run = torch.compile(run, backend=backend, mode=mode)
@@ -200,7 +205,7 @@ def main() -> None:
     if args.peer:
         work(*args.names, args.peer, args.device)
         return
-    known = ["eager", *MODES, *(GRAPHS if args.device == "cuda" else ())]
+    known = ["eager", "fused", *MODES, *(GRAPHS if args.device == "cuda" else ())]
     if args.peers:
         known = [p for p in (*known, *NAMED) if p in args.peers.split(",")]
     names = [n for n in programs() if not args.names or _is_meant(n, args.names)]

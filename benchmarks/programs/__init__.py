@@ -16,6 +16,7 @@ class Program:
 
     grad: whether autograd is on.
     part: the module that is compiled, where that is not all of fn.
+    fused: makes what does the same by kernels that PyTorch has for all of it: the peer "fused".
     exact: the error of a result: its greatest distance from that of float64, by the greatest
         number of that.
     """
@@ -24,4 +25,5 @@ class Program:
     args: tuple[Any, ...] = ()
     grad: bool = False
     part: Any = None
+    fused: Callable[[], Callable[..., Any]] | None = None
     exact: Callable[[Any], float] | None = None

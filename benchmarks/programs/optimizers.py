@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,30 +25,53 @@ def parameters(count: int, device: str) -> list[nn.Parameter]:
     return made
 
 
-def adamw(count: int, device: str, fused: bool = False) -> Program:
-    """A step of AdamW. fused: the kernels that PyTorch has for it."""
-    kind = {"fused": True} if fused else {"foreach": True, "capturable": device != "cpu"}
-    return Program(torch.optim.AdamW(parameters(count, device), lr=1e-3, **kind).step)
+def _kind(device: str, fused: bool) -> dict[str, Any]:
+    """How an optimizer works. fused: by the kernels that PyTorch has for it."""
+    return {"fused": True} if fused else {"foreach": True, "capturable": device != "cpu"}
+
+
+def adam(name: str, count: int, device: str) -> Program:
+    """A step of Adam or AdamW."""
+    given = parameters(count, device)
+
+    def made(fused: bool) -> Callable[[], Any]:
+        step: Callable[[], Any] = getattr(torch.optim, name)(
+            given, lr=1e-3, **_kind(device, fused)
+        ).step
+        return step
+
+    return Program(made(False), fused=lambda: made(True))
 
 
 def momentum(count: int, device: str) -> Program:
     """A step of SGD with momentum."""
-    made = torch.optim.SGD(parameters(count, device), lr=1e-3, momentum=0.9, foreach=True)
-    return Program(made.step)
+    given = parameters(count, device)
+
+    def made(**kind: bool) -> Callable[[], Any]:
+        step: Callable[[], Any] = torch.optim.SGD(given, lr=1e-3, momentum=0.9, **kind).step
+        return step
+
+    return Program(made(foreach=True), fused=lambda: made(fused=True))
 
 
 def clipped(count: int, device: str) -> Program:
-    """Gradients are clipped by their norm before the step."""
+    """Gradients are brought back to scale and clipped by their norm before the step of AdamW."""
     given = parameters(count, device)
-    kind = {"foreach": True, "capturable": device != "cpu"}
-    optimizer = torch.optim.AdamW(given, lr=1e-3, **kind)
+    grads = [p.grad for p in given if p.grad is not None]
+    found, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
 
-    def step() -> Tensor:
-        norm = nn.utils.clip_grad_norm_(given, 1.0, foreach=True)
-        optimizer.step()
-        return norm
+    def made(fused: bool) -> Callable[[], Tensor]:
+        optimizer = torch.optim.AdamW(given, lr=1e-3, **_kind(device, fused))
 
-    return Program(step)
+        def step() -> Tensor:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
+            norm: Tensor = nn.utils.clip_grad_norm_(given, 1.0, foreach=True)
+            optimizer.step()
+            return norm
+
+        return step
+
+    return Program(made(False), fused=lambda: made(True))
 
 
 def training(device: str) -> Program:
@@ -54,27 +79,29 @@ def training(device: str) -> Program:
     layers = [m for _ in range(12) for m in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
     model = nn.Sequential(*layers).to(device)
     x = torch.randn(64, 256, device=device)
-    kind = {"foreach": True, "capturable": device != "cpu"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
     def loss_of() -> Tensor:
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         return loss.detach()
 
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of()
-        optimizer.step()
-        return loss
+    def made(fused: bool) -> Callable[[], Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **_kind(device, fused))
 
-    return Program(step, grad=True)
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of()
+            optimizer.step()
+            return loss
+
+        return step
+
+    return Program(made(False), grad=True, fused=lambda: made(True))
 
 
 PROGRAMS = {
-    **{f"AdamW of {n}": partial(adamw, n) for n in COUNTS},
-    "AdamW of 300, fused": partial(adamw, 300, fused=True),
-    "SGD of 300": partial(momentum, 300),
-    "AdamW of 300, clipped": partial(clipped, 300),
+    **{f"{name} of {n}": partial(adam, name, n) for name in ("AdamW", "Adam") for n in COUNTS},
+    **{f"SGD of {n}": partial(momentum, n) for n in COUNTS},
+    **{f"AdamW of {n}, clipped": partial(clipped, n) for n in COUNTS},
     "training step of 12 layers": training,
 }

@@ -61,6 +61,20 @@ class Bound:
     def program(self) -> Program: ...
 
 @final
+class Apart:
+    def __new__(
+        cls,
+        call: Callable[..., Any],
+        eager: Callable[..., Any],
+        arguments: tuple[tuple[bool, int, int], ...],
+    ) -> Apart: ...
+    def __call__(self, *args: Any) -> Any: ...
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def call(self) -> Callable[..., Any]: ...
+
+@final
 class Tangents:
     def __new__(
         cls, call: Callable[..., Any], eager: Callable[..., Any], scope: dict[str, Any], name: str

@@ -12,12 +12,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from plait import _native
+
 
 def compiled(
     fn: Callable[..., Any], dynamic: bool | None = None, **kwargs: Any
 ) -> Callable[..., Any]:
     """fn through torch.compile with plait."""
     return torch.compile(fn, backend="plait", dynamic=dynamic, **kwargs)
+
+
+def unchecked(call: Any) -> Any:
+    """What a callable for Dynamo runs once its arguments are checked."""
+    while isinstance(call, (_native.Tangents, _native.Apart)):
+        call = call.call
+    return call
 
 
 def same(

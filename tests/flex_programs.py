@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,6 +171,9 @@ CASES = {
         None, _thirds, heads=(1, 1), batches=(1, 1), lengths=(160, 192), with_aux=True
     ),
     "negative scale": Case(None, _causal, scale=-0.5),
+    "infinite scores": Case(
+        lambda: lambda s, b, h, i, j: torch.where(i == 2, (3.5 - j) * math.inf, s), with_aux=True
+    ),
     "some scores": Case(lambda: lambda s, b, h, i, j: torch.where(j % 3 == 0, i * 0.1, s), _window),
 }
 LARGE = {
@@ -405,6 +409,7 @@ def judge(got: Sequence[Tensor], fn: Callable[..., Any], given: Sequence[Tensor]
     for k, (mine, theirs, true) in enumerate(zip(got, eager, wide, strict=True)):
         assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride()), k
         assert torch.equal(mine.isfinite(), theirs.isfinite()), k
+        assert torch.equal(mine.isnan(), theirs.isnan()), k
         off, allowed = (
             torch.where(true.isfinite(), x.double() - true, 0).abs().max() for x in (mine, theirs)
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait import _native
 from plait.capture.backend import plait_backend
-from tests.against_eager import same
+from tests.against_eager import same, unchecked
 
 ROADS = {
     types.FunctionType: "wrapped",
@@ -33,7 +33,7 @@ def road(
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         out: Any = plait_backend(gm, inputs)
-        roads.append(ROADS[type(out.call)])
+        roads.append(ROADS[type(unchecked(out))])
         return out
 
     with torch.set_grad_enabled(grad):
@@ -155,7 +155,7 @@ def test_views_of_inputs_are_eagers(name: str, dynamic: bool, mode: Callable[[],
             x.add_(1)
             assert g._version == x._version == before + 1
             torch.testing.assert_close(g, w)
-    assert {type(m.call) for m in made} == {_native.Direct}
+    assert {type(unchecked(m)) for m in made} == {_native.Direct}
 
 
 def test_a_view_of_a_parameter_under_no_grad() -> None:
@@ -281,7 +281,7 @@ def test_custom_op_is_checked_at_its_first_call(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             torch.testing.assert_close(fn(x), x + 1)
-    assert type(made[0].call) is _native.Direct
+    assert type(unchecked(made[0])) is _native.Direct
 
 
 def test_custom_op_whose_first_call_fails_is_checked_at_the_next(
@@ -317,7 +317,7 @@ def test_an_epilogue_that_does_not_fit_is_refused() -> None:
 
     with torch.no_grad():
         torch.compile(lambda x: (x[1:], x + 1), backend=backend)(torch.randn(4, 6))
-    program = made[0].call.program
+    program = unchecked(made[0]).program
     view, own = ("view", 0, False, 0), ("program",)
     _native.Direct(program, print, (view, own), (), False)
     for results, marks, text in (

@@ -24,6 +24,7 @@ from plait import _native
 from plait.capture.backend import plait_backend
 from plait.errors import GradientError, InternalError, Unsupported
 from plait.graph.joint import widen_logsumexp
+from tests.against_eager import unchecked
 from tests.models import MODELS
 
 
@@ -52,7 +53,9 @@ class Compiled:
     @property
     def native(self) -> bool:
         """Whether every graph became a native training callable."""
-        return bool(self.made) and all(isinstance(m.call, _native.Training) for m in self.made)
+        return bool(self.made) and all(
+            isinstance(unchecked(m), _native.Training) for m in self.made
+        )
 
 
 def leaf(*shape: int) -> Tensor:
@@ -775,7 +778,7 @@ def test_custom_op_is_native_after_its_first_call() -> None:
 def test_a_description_that_does_not_fit_is_refused() -> None:
     fn = Compiled(saving)
     fn(leaf(3))
-    forward = fn.made[0].call.forward
+    forward = unchecked(fn.made[0]).forward
     n_saved = len(forward(torch.ones(3))) - 1
 
     def make(*rest: Any) -> Any:

@@ -228,7 +228,8 @@ PyMODINIT_FUNC PyInit__native() {
     bound_type = add_type(module.get(), bound_spec);
     training_type = add_type(module.get(), training_spec);
     direct_type = add_type(module.get(), direct_spec);
-    tangents_type = add_type(module.get(), tangents_spec);
+    add_type(module.get(), tangents_spec);
+    add_type(module.get(), apart_spec);
     add_type(module.get(), package_spec);
     return module.release();
   });

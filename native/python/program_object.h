@@ -52,13 +52,13 @@ PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> k
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
-    *direct_type, *tangents_type;
+    *direct_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
 PyObject* module_has_conditional_nodes(PyObject*, PyObject*);
 PyObject* module_guard_for_cuda(PyObject*, PyObject* on);
 PyObject* module_inspect_package(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,
-    tangents_spec, package_spec;
+    tangents_spec, apart_spec, package_spec;
 
 }  // namespace plait

@@ -71,6 +71,33 @@ def input_views(
     return found
 
 
+Argument = tuple[bool, int, int]
+"""(whether it is written, the first of those that share its storage, its offset there, or -1 where
+that varies or it is the only one)."""
+
+
+def shared_arguments(
+    given: Sequence[Any], written: Sequence[bool], has_bases: bool
+) -> list[Argument]:
+    """What the arguments of Dynamo's graph are to those that share memory while they are traced.
+    AOTAutograd looks after these, if it joins any (has_bases), as long as they lie where they did:
+    else all count as apart."""
+    keys = [
+        compat.tracing.storage_of(x) if has_bases and _is_dense(x) else k
+        for k, x in enumerate(given)
+    ]
+    first: dict[object, int] = {}
+    firsts = [first.setdefault(key, k) for k, key in enumerate(keys)]
+    offsets = [
+        x.storage_offset() if firsts.count(f) > 1 else -1
+        for x, f in zip(given, firsts, strict=True)
+    ]
+    return [
+        (w, f, at if isinstance(at, int) else -1)
+        for w, f, at in zip(written, firsts, offsets, strict=True)
+    ]
+
+
 def check_bases(graph: GraphModule, meta: Any) -> None:
     """Raises Unsupported for a result that lies in an input that AOTAutograd replaced by a base,
     the memory that it shares with an input that is written to: AOTAutograd's wrapper repeats on the

@@ -17,7 +17,13 @@ from torch.fx import GraphModule
 
 from plait import _native, compat
 from plait.capture import ladder
-from plait.capture.aliases import check_bases, dynamo_views, input_views, view_like
+from plait.capture.aliases import (
+    check_bases,
+    dynamo_views,
+    input_views,
+    shared_arguments,
+    view_like,
+)
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
 from plait.capture.early_kernels import early_changes
@@ -103,6 +109,8 @@ class _OneGraph:
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
         self.dynamo_views: dict[int, InputView] = {}
+        self.written: Sequence[bool] = ()  # of each argument, whether calls write it
+        self.has_bases = False  # AOTAutograd joins arguments that share memory
         self.watcher = watcher()  # of the backward graph too, which is compiled later
 
     @property
@@ -138,6 +146,9 @@ class _OneGraph:
         call = wrapped if self.program is None else made.around(self.program, wrapped)
         if not isinstance(gm, GraphModule):
             return call
+        if any(self.written):
+            arguments = shared_arguments(example_inputs, self.written, self.has_bases)
+            call = ladder.kept_apart(call, gm, self.name, self.kind, self.cfg, arguments)
         return ladder.with_tangents(call, gm, self.name, self.kind, self.cfg)
 
     def partition(
@@ -169,6 +180,9 @@ class _OneGraph:
         self.kind = kind
         meta = compat.autograd.forward_metadata()
         same = len(inputs) == self.n_inputs
+        self.has_bases, self.written = not same, [i.mutates_data for i in meta.input_info]
+        if not same:  # which argument is which input is not known
+            self.written = [any(self.written)] * self.n_inputs
         check_bases(gm, meta)
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
         views = input_views(meta, self.dynamo_views, inputs) if same else {}

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from plait import _native, compat
 from plait.capture import dynamo
+from plait.capture.aliases import Argument
 from plait.capture.checkpoints import run_by_eager
 from plait.capture.plain_tensors import forward_mode_level
 from plait.capture.program import collector_paused, roomy
@@ -140,21 +141,50 @@ def with_tangents(
     """call, which is what Dynamo's graph gm was compiled to, for arguments without forward-mode
     tangents. Eager takes those that carry one: AOTAutograd traces no tangents and Dynamo guards on
     none. Under the option 'strict' they are Unsupported."""
-    reason = "an argument carries a tangent of forward-mode differentiation"
+    eager = _eager_at_calls(
+        gm, name, kind, cfg, "an argument carries a tangent of forward-mode differentiation",
+        hint="torch.func.jvp inside the compiled function",
+    )  # fmt: skip
+    return _native.Tangents(call, eager, *forward_mode_level())
+
+
+def kept_apart(
+    call: Callable[..., Any],
+    gm: GraphModule,
+    name: str,
+    kind: GraphKind,
+    cfg: Config,
+    arguments: Sequence[Argument],
+) -> Callable[..., Any]:
+    """The same for arguments that share no memory, or do as when they were traced, where one of
+    them is written. Eager takes the others: AOTAutograd takes for apart what was so when it traced,
+    and some views that are not, and Dynamo guards on few."""
+    eager = _eager_at_calls(
+        gm, name, kind, cfg, "an argument that is written shares memory with another one, as none "
+        "did when it was traced",
+        hint="a copy of one of them",
+    )  # fmt: skip
+    return _native.Apart(call, eager, tuple(arguments))
+
+
+def _eager_at_calls(
+    gm: GraphModule, name: str, kind: GraphKind, cfg: Config, reason: str, hint: str
+) -> Callable[..., Any]:
+    """Dynamo's graph for single calls: their arguments are not what it was compiled for."""
     step = Fallback("eager", "the graph", reason)
     run: Callable[..., Any] | None = None
 
     def eager(*args: Any) -> Any:
         nonlocal run
         if cfg.strict:
-            raise Unsupported(reason, hint="torch.func.jvp inside the compiled function")
+            raise Unsupported(reason, hint=hint)
         if run is None:
             run = run_by_eager(gm)
             observe(_record(name, kind, gm, (step,)))
             _tell(PassLog(cfg, name), step)
         return run(*args)
 
-    return _native.Tangents(call, eager, *forward_mode_level())
+    return eager
 
 
 class AsItCame:

@@ -127,8 +127,9 @@ def _joined(
         return cast(found.load(ops, i) / whole, ctx.out_dtype(0))
 
     def logs(ops: Any, i: Any) -> loops.Node:
-        n = total.load(ops, i)
-        return apply("where", apply("eq", n, 0.0), n, top.load(ops, i)) + apply("log2", n)
+        n, most = total.load(ops, i), top.load(ops, i)
+        found = apply("where", apply("eq", n, 0.0), n, most) + apply("log2", n)
+        return apply("where", apply("eq", most, math.inf), most, found)
 
     return (
         ctx.pointwise(ctx.out_shape(0), ctx.out_dtype(0), result, ctx.out_strides(0)),

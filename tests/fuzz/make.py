@@ -43,6 +43,7 @@ def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
         m.operand(m.shape(rng.choice((1, 2, 2, 3))), rng.choice(dtypes))
     if rng.random() < 0.06 and not road.grad:
         _alias(m)
+        calls[0] = replace(calls[0], apart=rng.random() < 0.5)
     for _ in range(rng.randint(1, 4) if flow else rng.randint(3, 14)):
         if flow and rng.random() < 0.7:
             weights = [w for w, _ in control.MAKERS]

@@ -54,12 +54,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Call:
-    """sizes and ints by name. mood: see values.py."""
+    """sizes and ints by name. mood: see values.py. apart: arguments that are views of others are
+    copies of those."""
 
     seed: int
     sizes: dict[str, int]
     ints: dict[str, int]
     mood: str = "mixed"
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,11 @@ class Program:
         )
         calls = "\n".join(f"    {asdict(c)!r}," for c in self.calls)
         names = ", ".join(o.name for o in self.operands if not o.alias)
-        views = "".join(f"    {o.name} = {o.alias}\n" for o in self.operands if o.alias)
+        views = "".join(
+            f"    {o.name} = ({o.alias}).clone() if c.get('apart') else {o.alias}\n"
+            for o in self.operands
+            if o.alias
+        )
         sizes = sorted({s for c in self.calls for s in c.sizes})
         unpacked = (
             f"    {', '.join(sizes)}, = (c['sizes'][s] for s in {sizes!r})\n" if sizes else ""
@@ -185,6 +191,9 @@ def inputs(c, device="cpu"):
         found |= {"threads"} if r.threads > 1 else set()
         found |= {"parameters replaced"} if r.params else set()
         found |= {"a buffer assigned"} if r.held else set()
+        found |= (
+            {"arguments share memory at some calls"} if any(c.apart for c in self.calls) else set()
+        )
         found |= {f"isa: {r.isa}"} if r.isa != "auto" else set()
         for o in self.operands:
             found.add(f"dtype: {o.dtype}")

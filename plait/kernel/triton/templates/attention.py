@@ -220,6 +220,7 @@ def attention(
     out = of_head(out + piece.to(tl.int64) * part_strides[0], out_strides, b, column_h)
     store_rows(out, acc, first, r[:, None], tl.arange(0, V_W)[None, :], out_strides, m, V_WIDTH)
     logs = tl.where(top == NONE, 0.0, top) + tl.log2(total)
+    logs = tl.where(top == -NONE, top, logs)  # of an infinite score the exponential is no number
     at = (first + r) * row_strides[2]
     sums = of_head(sums + piece.to(tl.int64) * part_strides[1], row_strides, b, h)
     tl.store(sums + at, logs, first + r < m)

@@ -84,8 +84,9 @@ Overlaps::Range Overlaps::range_of(const at::Tensor* t) {
   if (!t || !has_memory(*t)) return {};
   const uintptr_t begin = address_of(*t);
   if (!begin) return {};
+  const c10::IntArrayRef sizes = t->sizes(), strides = t->strides();
   int64_t last = 0;
-  for (int64_t d = 0; d < t->dim(); ++d) last += (t->size(d) - 1) * t->stride(d);
+  for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
   return {begin, begin + static_cast<uintptr_t>(last + 1) * t->itemsize()};
 }
 

@@ -24,7 +24,10 @@ class Overlaps {
       : written_(std::move(written)),
         firsts_(std::move(firsts)),
         offsets_(std::move(offsets)),
-        ranges_(written_.size()) {}
+        ranges_(written_.size()) {
+    for (size_t i = 0; i < firsts_.size(); ++i)
+      grouped_ = grouped_ || firsts_[i] != i || offsets_[i] >= 0;
+  }
 
   // Whether any does. tensors: null for what is none.
   bool any(const std::vector<const at::Tensor*>& tensors);
@@ -43,6 +46,7 @@ class Overlaps {
   std::vector<bool> written_;
   std::vector<size_t> firsts_;
   std::vector<int64_t> offsets_;
+  bool grouped_ = false;                         // some share a storage
   std::vector<Range> ranges_;                    // of the last call
   std::vector<std::pair<size_t, size_t>> near_;  // tensors whose ranges meet, one of them written
 };

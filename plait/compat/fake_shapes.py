@@ -31,7 +31,8 @@ def correct() -> None:
     if versions.BEFORE_2_13:
         shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
     flex: Any = torch.ops.higher_order.flex_attention
-    registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
+    if flex in registered_hop_fake_fns:
+        registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
 
 
 def _as_wide(shapes: Callable[..., Any]) -> Callable[..., Any]:

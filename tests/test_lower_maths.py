@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import plait
 from plait.ir.calls import Extern
 from tests.against_eager import same
 from tests.lower_tools import check, lowered
@@ -239,3 +240,15 @@ def test_weight_norm_backward(dtype: torch.dtype, dim: int) -> None:
     check(
         lambda *a: aten._weight_norm_interface_backward(*a, dim), torch.randn_like(w), v, g, norms
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_products_over_one_are_kernels(batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of any size, with eager's zeros: some begin at 0, others have the sign of the product."""
+    a = torch.linspace(-2, 2, 300).to(dtype).view(300, 1).expand(*batch, -1, -1)
+    b = torch.linspace(0, 1, 200).to(dtype).view(1, 200).expand(*batch, -1, -1)
+    report = plait.explain(torch.matmul, a, b, quiet=True)
+    assert report.kernels == 1 and not report.extern_calls, report.extern_calls
+    got, want = torch.compile(torch.matmul, backend="plait")(a, b), a @ b
+    assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())

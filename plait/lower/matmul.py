@@ -42,7 +42,9 @@ _MANY_ROWS = (
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
     """Whether a product over k costs so little that a loop of ours beats a call. A short k fills no
-    vector."""
+    vector; a k of 1 is no sum, whatever its size: it takes as long as writing it does."""
+    if k == 1:
+        return True
     if not isinstance(flops, int) or not isinstance(k, int):
         return False
     return flops * max(_LANES, k) <= ctx.cfg.small_matmul_flops * max(k, 1)
@@ -154,9 +156,16 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
         return ops.cast(x, compute) * ops.cast(y, compute)
 
     shape = (*a.shape[:-1], b.shape[-1])
-    if len(shape) == 2 and a.shape[-1] == 1:  # of one product each, eager's begin at no 0
-        return ctx.pointwise(shape, compute, lambda ops, i: body(ops, i, (0,)))
-    return ctx.reduce(shape, (a.shape[-1],), "sum", body)
+    if a.shape[-1] != 1:
+        return ctx.reduce(shape, (a.shape[-1],), "sum", body)
+    # Of one product each, eager's matrices begin at no 0, but for those of 16 bits.
+    bare = len(shape) == 2 and compute == a.dtype
+
+    def single(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = body(ops, i, (0,))
+        return value if bare else ops.const(0, compute) + value
+
+    return ctx.pointwise(shape, compute, single)
 
 
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:

@@ -23,7 +23,7 @@ import plait
 import plait.capture.program as road
 import plait.lower.graph as lowering
 from plait.capture.checkpoints import run_by_eager
-from plait.errors import InputError, InternalError
+from plait.errors import InputError, InternalError, Unsupported
 from plait.graph.write_out import write_out
 from plait.ir.calls import Control, Extern, all_programs
 from plait.ir.text import program_text, read_program
@@ -151,6 +151,18 @@ def test_gradients_go_through_a_loop(
         torch.testing.assert_close(got, want)
     forward, backward = ({c.kind for c in calls_of(r)} for r in records)
     assert forward >= {"rounds"} and backward >= {"loop"}
+
+
+def test_control_flow_over_a_stride_that_varies_says_what_to_do() -> None:
+    def fn(x: Tensor, y: Tensor) -> Any:
+        return torch.cond((y > 0).any(), lambda x, y: x + y, lambda x, y: x * y, (x, y))
+
+    auto = torch.export.Dim.AUTO
+    given = torch.randn(2)[::2], torch.randn(8)
+    with pytest.raises(Unsupported, match=r"(?s)control flow a tensor of size 1.*clone"):
+        plait.compile(fn, given, ({0: auto}, {0: auto}))
+    run = plait.compile(lambda x, y: fn(x.clone(), y), given, ({0: auto}, {0: auto}))
+    torch.testing.assert_close(run(*given), fn(*given))
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])

@@ -38,6 +38,10 @@ def tell(
         what = f"{who} cannot trace {name_of(module)}: {first_line}"
         hint = 'torch.compile(fn, backend="plait"), which can break graphs'
         raise Unsupported(what, where=line, hint=hint) from error
+    if "unhashable type: non-nested SymInt" in str(error):  # Dynamo looks up a stride in a table
+        what = f"{who} of {name_of(module)}, which gives control flow a tensor of size 1"
+        hint = "a clone() of what is given, or Dim.STATIC for its sizes: its stride would vary"
+        raise Unsupported(what, where=line, hint=hint) from error
     if "internal overlap" in str(error):  # of a tensor that a view of it is written through
         raise Unsupported(SHARED, where=line, hint=CLONE) from error
     found = _raised_by_eager(module, *eager) if eager is not None else None

@@ -98,7 +98,7 @@ bool Overlaps::any(const std::vector<const at::Tensor*>& tensors) {
     ranges_[i] = now;
   }
   if (!same) find_pairs();
-  return moved(tensors) ||
+  return (grouped_ && moved(tensors)) ||
          std::any_of(near_.begin(), near_.end(), [&](const std::pair<size_t, size_t>& p) {
            return overlap(*tensors[p.first], *tensors[p.second]);
          });

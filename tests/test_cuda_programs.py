@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from plait import compat
 from plait.config import Config
@@ -113,6 +114,27 @@ def test_everything_is_on_the_device(compile_only: None) -> None:
     assert made.kernel_source.count("@triton.jit\ndef plait_") == len(
         {i.kernel for i in of(p, Launch)}
     )
+
+
+def test_control_flow_takes_numbers_of_the_host_as_they_are(compile_only: None) -> None:
+    """Its graphs were traced with them there: a counter of the host stays on it."""
+
+    def counted(x: torch.Tensor, w: torch.Tensor) -> Any:
+        n = torch.zeros((), dtype=torch.int64)
+        body = lambda x, n, w: ((x @ w).tanh(), n + 1)
+        return torch.ops.higher_order.while_loop(lambda x, n, w: n < 4, body, (x, n), (w,))
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        given = [torch.empty(8, 8, device="cuda") for _ in range(2)]
+    graph = compat.tracing.trace_values(counted, given, {})
+    cfg = Config(gpu_arch="sm_90", verify=True)
+    p = pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record.wrapper
+    (call,) = of(p, CallPrograms)
+    devices = {
+        i.name: i.device for i in (*p.inputs, *p.body) if isinstance(i, (TensorInput, Alloc))
+    }
+    for q in p.programs:
+        assert [devices[a.name] for a in call.args] == [i.device for i in q.inputs]
 
 
 def test_regions_are_built_once_and_recorded_whole(compile_only: None) -> None:

@@ -218,3 +218,23 @@ def test_a_module_trains() -> None:
             call(x).square().sum().backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_counter_of_the_host(wrapper: str, mode: str | None) -> None:
+    """The host decides on it, between two recordings."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        start = torch.zeros((), dtype=torch.int64)
+        body = lambda x, i: ((x @ w).tanh() + x * 0.5, i + 1)
+        x, n = torch.while_loop(lambda x, i: i < 4, body, (x.cos(), start))
+        return n, x.softmax(-1) @ w
+
+    torch._dynamo.reset()
+    x, w = given("loop")
+    options: dict[str, Any] = {"wrapper": wrapper} | ({"cuda_graphs": True} if mode else {})
+    with torch.no_grad():
+        run = torch.compile(fn, backend="plait", options=options)
+        for _ in range(3):
+            check(fn, run, x, w)

@@ -26,6 +26,7 @@ from plait.ir.calls import Extern, Scalar
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.expr import Size
 from plait.lower.bindings import is_found_float
+from plait.lower.control_flow import CONTROL_FLOW
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
@@ -126,7 +127,7 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
         if rule is None:
             return _call_extern(ctx, args, kwargs, f"{foreign} elements")
     # Others share these copies: they are made before what may be undone.
-    near, named = _beside(calls, args), _beside(calls, kwargs)
+    near, named = (args, kwargs) if target in CONTROL_FLOW else _beside(calls, (args, kwargs))
     mark = ctx.mark()
     try:
         value = _settle(calls, rule(ctx, *near, **named), node.meta.get("val"))
@@ -149,8 +150,8 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
 
 
 def _beside(calls: Calls, values: Any) -> Any:
-    """Arguments of a rule: numbers that lie in the host's memory come to where the result
-    is."""
+    """Arguments of a rule: numbers that lie in the host's memory come to where the result is.
+    Those of control flow stay, for its graphs were traced with them there."""
     buffers, where = calls.ctx.buffers, calls.ctx.device()
 
     def moved(a: Any) -> Any:

@@ -8,6 +8,8 @@
 #include <deque>
 #include <map>
 
+#include "recordings.h"
+
 namespace plait {
 namespace {
 
@@ -54,33 +56,22 @@ Deciding& deciding(const Accelerator& gpu) {
   Deciding& found = (*all)[gpu.device().index()];
   if (found.kernel) return found;
   const cuda::Driver& driver = cuda::Driver::machine();
+  if (!driver.has_conditional_nodes())
+    throw std::runtime_error("the driver has no conditional nodes");
   cuda::Module module = nullptr;
   driver.check(driver.load_module(&module, kKernel), "the kernel that decides");
   driver.check(driver.function(&found.kernel, module, kName), "the kernel that decides");
   return found;
 }
 
+// The pool hands its streams out in turn, the one that is recorded among them.
 c10::Stream stream_of(const Accelerator& gpu, size_t depth) {
   std::deque<c10::Stream>& streams = deciding(gpu).streams;
   while (streams.size() <= depth) streams.push_back(gpu.pooled_stream());
-  return streams[depth];
-}
-
-// The graph that a stream is recorded into, and its nodes that what comes next will follow.
-struct Recorded {
-  cuda::Graph graph = nullptr;
-  const cuda::GraphNode* last = nullptr;
-  size_t n_last = 0;
-};
-Recorded recorded_on(cuda::Stream stream) {
-  const cuda::Driver& driver = cuda::Driver::machine();
-  int status = 0;
-  uint64_t id = 0;
-  Recorded r;
-  driver.check(driver.capture_info(stream, &status, &id, &r.graph, &r.last, &r.n_last),
-               "cuStreamGetCaptureInfo");
-  if (status != 1) throw std::runtime_error("a condition on a stream that is not recorded");
-  return r;
+  for (;; streams[depth] = gpu.pooled_stream()) {
+    const c10::StreamGuard on_stream(streams[depth]);
+    if (!is_capturing(gpu.stream())) return streams[depth];
+  }
 }
 
 void* current_context() {
@@ -95,8 +86,6 @@ void* current_context() {
 ConditionalNode::ConditionalNode(const Accelerator& gpu, size_t depth)
     : gpu_(gpu), stream_(stream_of(gpu, depth)) {
   const cuda::Driver& driver = cuda::Driver::machine();
-  if (!driver.has_conditional_nodes())
-    throw std::runtime_error("the driver has no conditional nodes");
   driver.check(
       driver.make_condition(&handle_, recorded_on(gpu.stream()).graph, current_context(), 0, 0),
       "cuGraphConditionalHandleCreate");

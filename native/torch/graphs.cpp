@@ -21,14 +21,6 @@ constexpr size_t kMaxMade = 32;  // in the place of one: what moves so often is 
 // Inputs of operators up to this are copied once they move.
 constexpr size_t kCopyNbytes = 16 << 20;
 
-bool is_capturing(cuda::Stream stream) {
-  if (!stream) return false;  // the default stream cannot be recorded
-  int status = 0;
-  const cuda::Driver& driver = cuda::Driver::machine();
-  driver.check(driver.is_capturing(stream, &status), "cuStreamIsCapturing");
-  return status != 0;
-}
-
 // Makes a recording read and write what this call has.
 void update_recording(Graphs& graphs, const Frame& f, const PartitionInfo& p, Recording& r) {
   for (size_t i = 0; i < p.imports.size(); ++i) {

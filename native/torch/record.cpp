@@ -16,16 +16,9 @@ namespace {
 
 // What was put on a stream last, inside a recording.
 cuda::GraphNode last_node(cuda::Stream stream) {
-  const cuda::Driver& driver = cuda::Driver::machine();
-  int status = 0;
-  uint64_t id = 0;
-  size_t n = 0;
-  cuda::Graph graph = nullptr;
-  const cuda::GraphNode* nodes = nullptr;
-  driver.check(driver.capture_info(stream, &status, &id, &graph, &nodes, &n),
-               "cuStreamGetCaptureInfo");
-  if (n != 1) throw std::runtime_error("a launch is not the last node of its recording");
-  return nodes[0];
+  const Recorded r = recorded_on(stream);
+  if (r.n_last != 1) throw std::runtime_error("a launch is not the last node of its recording");
+  return r.last[0];
 }
 
 Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cuda::Stream stream) {

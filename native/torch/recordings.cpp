@@ -107,4 +107,22 @@ at::Storage storage_on(c10::DataPtr memory, size_t nbytes, c10::Allocator* alloc
       c10::StorageImpl::use_byte_size_t{}, nbytes, std::move(memory), allocator, true));
 }
 
+bool is_capturing(cuda::Stream stream) {
+  if (!stream) return false;  // the default stream cannot be recorded
+  int status = 0;
+  const cuda::Driver& driver = cuda::Driver::machine();
+  driver.check(driver.is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+Recorded recorded_on(cuda::Stream stream) {
+  const cuda::Driver& driver = cuda::Driver::machine();
+  int status = 0;
+  uint64_t id = 0;
+  Recorded r;
+  driver.check(driver.capture_info(stream, &status, &id, &r.graph, &r.last, &r.n_last),
+               "cuStreamGetCaptureInfo");
+  return r;
+}
+
 }  // namespace plait

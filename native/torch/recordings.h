@@ -145,6 +145,15 @@ bool is_whole(const Recording& r);
 // Whether somebody else than the recording holds memory that it writes.
 bool is_held(const Recording& r);
 
+bool is_capturing(cuda::Stream stream);  // whether what is put on it is recorded
+// The graph that a stream is recorded into, and its nodes that what comes next will follow.
+struct Recorded {
+  cuda::Graph graph = nullptr;
+  const cuda::GraphNode* last = nullptr;
+  size_t n_last = 0;
+};
+Recorded recorded_on(cuda::Stream stream);
+
 std::string mib(int64_t nbytes);           // "3 MiB"
 const void* data_of(const at::Tensor& t);  // null for none; without storage, the tensor
 at::Tensor sharing(const at::Tensor& t);   // a new header of the same memory

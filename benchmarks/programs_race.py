@@ -27,7 +27,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODES = {"plait": ("plait", None), "inductor": ("inductor", None)}
-NAMED = {"dynamo": ("eager", None)}  # what Dynamo itself costs; only where it is asked for
+# What Dynamo itself costs, before eager's code or before none; only where they are asked for.
+NAMED = {"dynamo": ("eager", None), "guards": ("guards", None)}
 GRAPHS = {
     "plait-graphs": ("plait", "reduce-overhead"), "inductor-graphs": ("inductor", "reduce-overhead")
 }  # fmt: skip
@@ -64,6 +65,7 @@ def work(name: str, peer: str, device: str) -> None:
         run = program.fused()
     elif peer != "eager":
         backend, mode = {**MODES, **NAMED, **GRAPHS}[peer]
+        backend = nothing if backend == "guards" else backend
         if program.part is None:
             run = torch.compile(run, backend=backend, mode=mode)
         else:
@@ -84,6 +86,13 @@ def work(name: str, peer: str, device: str) -> None:
     say(answer)
     for line in sys.stdin:
         say({"us": best_us(call, wait, float(line))})
+
+
+def nothing(graph: Any, inputs: Any) -> Any:
+    """A back end whose programs compute nothing and give no numbers, for programs that need none:
+    a step of an optimizer."""
+    (results,) = next(n.args for n in graph.graph.nodes if n.op == "output")
+    return lambda *given: (None,) * len(results)
 
 
 def best_us(call: Any, wait: Any, seconds: float) -> float:
@@ -192,7 +201,8 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         default="",
-        help="with commas, `dynamo` (which runs eager's code) among them; none: all but it",
+        help="with commas, `dynamo` (which runs eager's code) and `guards` (which computes nothing) "
+        "among them; none: all but these",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")

@@ -201,8 +201,8 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         default="",
-        help="with commas, `dynamo` (which runs eager's code) and `guards` (which computes nothing) "
-        "among them; none: all but these",
+        help="with commas, `dynamo` (which runs eager's code) and `guards` (which runs none) among "
+        "them; none: all but these",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")

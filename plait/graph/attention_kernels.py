@@ -40,12 +40,11 @@ _FORMULAS = frozenset((
 def is_written_out(node: Node) -> bool:
     """Whether a call, of the operator or of its backward, is written out."""
     graphs = _graphs(node)[0]
-    given: Any = node.args[0]
-    queries = value_of(given)
     for graph in graphs:
         _inline_scalars(graph)
-        _keep_precision(graph, queries.dtype)
     if node.target is _backward:
+        given: Any = node.args[0]
+        _keep_precision(graphs[1], value_of(given).dtype)
         _give_gradient(graphs[1])
     refused = _REFUSED in node.meta
     return attention.is_regular(node) and (refused or not _has_kernel(node))
@@ -104,16 +103,17 @@ def _inline_scalars(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _keep_precision(graph: GraphModule, traced: torch.dtype) -> None:
-    """Eager gives these graphs scores of float32. What tracing rounded to the type of queries, of
-    which its scores were, such as a gradient that was taken apart, is float32 there."""
+def _keep_precision(joint: GraphModule, traced: torch.dtype) -> None:
+    """Eager gives it scores of float32. What tracing rounded to the type of queries, of which its
+    scores were, as in a gradient that was taken apart, is float32 there."""
     if traced not in (torch.float16, torch.bfloat16):
         return
     for target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
-        for n in graph.graph.find_nodes(op="call_function", target=target):
+        for n in joint.graph.find_nodes(op="call_function", target=target):
             if n.kwargs.get("dtype") == traced:
                 n.kwargs = {**n.kwargs, "dtype": torch.float32}
             n.args = tuple(torch.float32 if a == traced else a for a in n.args)
+    joint.recompile()
 
 
 def _give_gradient(joint: GraphModule) -> None:

@@ -21,7 +21,7 @@ NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fal
 KEEP   := PYTHONDONTWRITEBYTECODE=
 
 .PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-programs bench-peers \
-	bench-gpu bench-jit lint format clean
+	bench-gpu bench-suite bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 # The extension needs torch alone: it is built while other packages are loaded.
@@ -127,6 +127,15 @@ bench-gpu:
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) $(PY) benchmarks/$(if $(filter programs,$(GROUP)),programs_race.py --device \
 		cuda,gpu.py $(GROUP)) $(ARGS)
+
+# Eighty models, on the GPUs that there are or on the CPU, in pieces that add to one table: `make
+# bench-suite ARGS="--minutes 8"`. On a GPU machine as bench-gpu: `make bench-suite PY=python3
+# JOBS=16 ARGS="--minutes 8 --out FOLDER"`, and `ARGS="--merge FOLDER/suite-h100.json"` where the
+# table is kept.
+bench-suite:
+	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
+	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
+	$(NO_HUB) $(PY) -m benchmarks.suite.run $(ARGS)
 
 # What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit
 # ARGS=--gpu`.

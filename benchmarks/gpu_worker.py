@@ -18,12 +18,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from models import GPU_CASES
-from peers import GPU_PEERS
+from peers import GPU_PEERS, renamed
 from torch import Tensor
 from worker import Worker, run_worker
 
@@ -94,7 +93,7 @@ class GpuWorker(Worker):
         kernel, in bare launches. The three are timed in turn, `batch` calls at a time, since the
         speed of a CPU may change by the second."""
         self.guards = self.guards or self._bind(
-            GPU_PEERS["guards"].prepare(_renamed(self.module), self.inputs)
+            GPU_PEERS["guards"].prepare(renamed(self.module, "renamed"), self.inputs)
         )
         self.bare = self.bare or BareLaunches(self._instructions("Launch"))
         self.guards()
@@ -270,18 +269,6 @@ def _host_us(call: Callable[[], Any], batch: int) -> float:
     for _ in repeat(None, batch):
         call()
     return (time.perf_counter() - start) * 1e6 / batch
-
-
-def _renamed(module: torch.nn.Module) -> torch.nn.Module:
-    """The same module with a `forward` that Dynamo has not seen: it keeps what it compiles by code
-    object."""
-    forward = type(module).forward
-    code = forward.__code__.replace(co_name="renamed")
-    twin = copy.copy(module)
-    twin.__class__ = type(
-        "Renamed", (type(module),), {"forward": FunctionType(code, forward.__globals__)}
-    )
-    return twin
 
 
 def _observed_records(peer: str) -> list[Any]:

@@ -28,6 +28,7 @@ from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
 from plait.graph.memory_format import channels_last
 from plait.graph.noop import drop_noops
+from plait.graph.point_convolutions import multiply_points
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
@@ -102,6 +103,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go
+    ("multiply points", multiply_points),
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
     ("write out", write_out),
@@ -158,6 +160,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     ("replace random", replace_random),
     ("save random", save_random),
     ("channels last", channels_last),
+    ("multiply points", multiply_points),
     ("split log_softmax", split_log_softmax),
     ("narrow pool indices", narrow_pool_indices),
     ("list items", list_items),

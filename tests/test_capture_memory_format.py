@@ -24,26 +24,10 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The pass takes float32 on a CPU for what half precision on a GPU is."""
-    wants = memory_format._wants
-
-    def also_float32(node: Any) -> bool:
-        if node.target not in memory_format._CONVOLUTIONS:
-            return False
-        source = node.args[memory_format._CONVOLUTIONS[node.target][-2]]
-        x = source.meta["val"]
-        if x.device.type != "cpu" or x.dtype != torch.float32:
-            return wants(node)
-        with x.fake_mode:
-            half = x.to(torch.bfloat16)
-        source.meta["val"] = half
-        try:
-            return wants(node)
-        finally:
-            source.meta["val"] = x
-
+    """The pass takes a CPU for a GPU on which every convolution gains."""
     monkeypatch.setattr(memory_format, "facts_of", lambda device: facts_of("cuda"))
-    monkeypatch.setattr(memory_format, "_wants", also_float32)
+    monkeypatch.setattr(memory_format, "gain_ns", lambda node: 1.0)
+    monkeypatch.setattr(memory_format, "copy_ns", lambda source, x: 0.0)
     yield
 
 
@@ -64,11 +48,17 @@ def turned(fn: Callable[..., Any], *args: Tensor) -> tuple[GraphModule, int]:
 
 
 def is_last(node: Any) -> bool:
-    return bool(node.meta["val"].is_contiguous(memory_format=torch.channels_last))
+    return memory_format.is_last(node.meta["val"])
 
 
 def convolutions(gm: GraphModule) -> list[Any]:
     return [n for n in gm.graph.nodes if n.target in memory_format._CONVOLUTIONS]
+
+
+def moves(gm: GraphModule) -> list[Any]:
+    """Copies whose elements lie elsewhere than before."""
+    copies = [c for c in gm.graph.nodes if c.target is aten.clone.default]
+    return [c for c in copies if c.meta["val"].stride() != c.args[0].meta["val"].stride()]
 
 
 X, W, V = torch.randn(2, 16, 9, 9), torch.randn(32, 16, 3, 3), torch.randn(8, 32, 3, 3)
@@ -107,18 +97,93 @@ def test_results_that_are_picked_from_several() -> None:
     assert turned(fn, X, W)[1] == 2
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x, w: (F.conv_transpose2d(x, w.transpose(0, 1)),),
-        lambda x, w: (F.conv2d(x, w[:, :4], groups=4),),
-        lambda x, w: (F.conv2d(x[:, :3], w[:4, :3]),),
-        lambda x, w: (F.conv1d(x[:, :, 0], w[:, :, 0]),),
-        lambda x, w: (F.conv2d(x.double(), w.double()),),
-    ],
-)
-def test_others_stay(fn: Callable[..., Any]) -> None:
-    assert turned(fn, X, W)[1] == 0
+OTHERS: dict[str, Callable[..., Any]] = {
+    "transposed": lambda x, w: F.conv_transpose2d(x, w.transpose(0, 1), stride=2, output_padding=1),
+    "grouped": lambda x, w: F.conv2d(x, w[:, :4], groups=4),
+    "depthwise": lambda x, w: F.conv2d(x, w[:16, :1], groups=16),
+    "sequence": lambda x, w: F.conv1d(x[:, :, 0], w[:, :, 0], padding=1, stride=2),
+    "transposed sequence": lambda x, w: F.conv_transpose1d(x[:, :, 0], w[:16, :8, 0], stride=2),
+    "volume": lambda x, w: F.conv3d(x.unsqueeze(2), w.unsqueeze(2), padding=(0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_all_kinds_forward_and_backward(name: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda x, w: OTHERS[name](x * 2, w).relu(), x, w)
+        return (y, *gradients(y))
+
+    gm, n = turned(fn, X, W)
+    forward, backward = convolutions(gm)
+    assert n in (2, 3)  # a filter of one channel a group lies so anyway
+    assert forward.args[0].meta["val"].dim() == (5 if name == "volume" else 4)
+    assert is_last(forward) and all(is_last(a) for a in backward.args[:2])
+
+
+def test_chains_of_sequences_stay_turned() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = F.gelu(F.conv1d(x, w, padding=1))
+        return F.conv1d(y, v), y.mean((1, 2))
+
+    gm, n = turned(fn, X[:, :, 0], W[:, :, 0].contiguous(), V[:, :, 0].contiguous())
+    assert n == 3 and sum(c.target is aten.clone.default for c in gm.graph.nodes) == 4
+
+
+@pytest.mark.parametrize("name", ["double", "not worth it"])
+def test_others_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_format, "copy_ns", lambda source, x: 1.0)
+    args = (X, W) if name != "double" else (X.double(), W.double())
+    assert turned(lambda x, w: (F.conv2d(x, w),), *args)[1] == 0
+
+
+def test_regions_are_decided_on_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One convolution gains what three copies cost, with another one behind it what five cost."""
+    monkeypatch.setattr(memory_format, "gain_ns", lambda node: 3.0)
+    monkeypatch.setattr(memory_format, "copy_ns", lambda source, x: 1.5)
+
+    def fn(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return F.conv2d(x + 1, u), F.conv2d(F.conv2d(x, w).relu(), v)
+
+    gm, n = turned(fn, X, W, V, W + 1)
+    assert n == 3 and [is_last(c) for c in convolutions(gm)] == [False, True, True]
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool": lambda y: F.max_pool2d(y, 3, 2, 1),
+    "avg_pool": lambda y: F.avg_pool2d(y, 2),
+    "adaptive_avg_pool": lambda y: F.adaptive_avg_pool2d(y, 4),
+    "adaptive_max_pool": lambda y: F.adaptive_max_pool2d(y, (5, 3)),
+    "nearest": lambda y: F.interpolate(y, scale_factor=2),
+    "bilinear": lambda y: F.interpolate(y, size=(12, 13), mode="bilinear"),
+    "bicubic": lambda y: F.interpolate(y, size=(12, 13), mode="bicubic"),
+    "batch_norm": lambda y: F.batch_norm(y, y[0, :, 0, 0].abs(), y[0, :, 1, 1].abs()),
+    "group_norm": lambda y: F.group_norm(y, 4),
+    "cat": lambda y: torch.cat([y, y.relu()], 1)[:, ::2],
+    "reflection_pad": lambda y: F.pad(y, (1, 2, 1, 2), mode="reflect"),
+    "gate": lambda y: y * F.hardsigmoid(y.mean((2, 3), keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", list(BETWEEN))
+def test_what_stands_between_convolutions_copies_nothing(name: str) -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (F.conv2d(BETWEEN[name](F.conv2d(x, w, padding=1)), v),)
+
+    gm, n = turned(fn, X, W, V)
+    assert n == 3 and len(moves(gm)) == n + 1  # the image and two filters; the result goes back
+
+
+@pytest.mark.parametrize("how", ["pixels", "channels"])
+def test_shuffles_between_convolutions_copy_once(how: str) -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = F.conv2d(x, w, padding=1)
+        y = F.pixel_shuffle(y, 2) if how == "pixels" else F.channel_shuffle(y, 4)
+        y = y.relu() + 1
+        return (F.conv2d(y, v[:, : y.shape[1]]),)
+
+    gm, n = turned(fn, X, W, V)
+    assert n == 3 and all(map(is_last, convolutions(gm)))
+    assert len(moves(gm)) == n + 2  # the shuffle, and one for the result
 
 
 def test_channels_last_models_need_no_copy() -> None:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from plait.wrapper.instructions import CallExtern, Launch, Literal
+from plait.wrapper.instructions import CallExtern, Launch, Literal, WrapperProgram
 from tests.test_cuda_programs import compile_only, fakes, of, record
 
 __all__ = ["compile_only"]
+
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@pytest.fixture(autouse=True)
+def _with_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fake convolutions lay results out as cuDNN does, which a build for CPUs lacks; float32 may be
+    rounded, as by default."""
+
+    def layout(x: Tensor, weight: Tensor, _: object) -> torch.memory_format:
+        last = LAST.get(weight.dim(), torch.contiguous_format)
+        seen = any(suggest_memory_format(t) == last for t in (x, weight))
+        return last if seen else torch.contiguous_format
+
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", layout)
+    conv = torch.backends.cudnn.conv
+    before, conv.fp32_precision = conv.fp32_precision, "tf32"
+    yield
+    conv.fp32_precision = before
 
 
 def convolved(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -21,6 +45,36 @@ def test_a_bias_fuses_with_what_follows(compile_only: None, device: str) -> None
     mode, args = fakes((2, 8, 16, 16), (8, 8, 3, 3), (8,), (2, 8, 16, 16), device=device)
     made = record(convolved, *args, mode=mode)
     (call,) = of(made.wrapper, CallExtern)
-    (last,) = of(made.wrapper, Launch)
+    last = of(made.wrapper, Launch)[-1]
     assert call.op == "aten::convolution" and len(last.args) == (4 if device == "cuda" else 3)
     assert (call.args[2] == Literal("none")) == (device == "cuda")
+
+
+def kinds(p: WrapperProgram) -> str:
+    """The steps of a program: k for a kernel, c for a call."""
+    names = {Launch: "k", CallExtern: "c"}
+    return "".join(names.get(type(i), "") for i in p.body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stands_between_convolutions_is_one_kernel(
+    compile_only: None, dtype: torch.dtype
+) -> None:
+    mode, args = fakes((8, 64, 56, 56), (64, 64, 3, 3), (64,), (128, 64, 3, 3), dtype=dtype)
+
+    def net(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        return F.conv2d(F.avg_pool2d(F.relu(F.conv2d(x, w, b, padding=1)), 2), v).relu()
+
+    p = record(net, *args, mode=mode).wrapper
+    assert kinds(p) == "kkckkck"  # the image, a filter; bias and pool, a filter; the result
+
+
+def test_a_channel_with_a_filter_of_its_own_is_a_kernel(compile_only: None) -> None:
+    mode, args = fakes((8, 64, 56, 56), (64, 1, 3, 3), (64,), (64, 1, 7, 7))
+
+    def net(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        y = F.relu(F.conv2d(x, w, b, groups=64, padding=1))
+        return F.conv2d(y, v, groups=64).relu()
+
+    made = record(net, *args, mode=mode)
+    assert kinds(made.wrapper)[0] == "k" and kinds(made.wrapper).count("c") == 1  # 7 x 7 is a call

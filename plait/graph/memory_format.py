@@ -1,26 +1,30 @@
-"""Convolutions on a GPU get channels-last operands: tensor cores want channels innermost, and cuDNN
-would otherwise turn every operand and every result around.
+"""Convolutions on a GPU get channels-last operands where that is faster for the graph as a whole:
+tensor cores want channels innermost, and cuDNN would otherwise turn every operand and every result.
 
-One copy makes the first operand so, and one each filter that is more than a point; what is computed
-from the results keeps their layout, and only what leaves the graph, or goes to an operator that
-reads raw memory, gets eager's layout again. No value changes. Runs on a joint graph before it is
-split, so that both halves agree on the layout of what is saved; the copies of filters are saved
-too.
+A plan says what would change if every convolution got them: which operands would be copied, which
+values computed from the results would keep their layout, and which would have to be given eager's
+again, because they leave the graph or go to an operator that reads raw memory. The plan falls into
+regions that share nothing; a region is carried out if its convolutions gain more than its copies
+cost (`conv_cost`). No value changes. Runs on a joint graph before it is split, so that both halves
+agree on the layout of what is saved; the copies of filters are saved too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, is_view, value_of
+from plait.graph.conv_cost import copy_ns, gain_ns
+from plait.graph.edit import aten, insert, is_view, same_size, source_meta, value_of
 
 _CONVOLUTIONS: dict[
     Any, tuple[int, ...]
@@ -31,30 +35,32 @@ _CONVOLUTIONS: dict[
 _RAW = frozenset(
     {aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default}
 )
-# No record of a measurement: a tensor core multiplies eight channels or more at once.
-FEW_CHANNELS = 4
-"""Between so few channels on both sides there is nothing to gain inside of a tensor core."""
+_MERGES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+_ROWS = torch.contiguous_format
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_KEPT = "keeps_layout"
+"""In the meta of a convolution: it was found to be no faster. Its halves are not asked again."""
 
 
 def channels_last(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many operands it copied."""
-    if not any(_wants(n) for n in gm.graph.nodes):
+    if not any(_is_candidate(n) for n in gm.graph.nodes):
         return 0
-    return _Pass(gm).run()
+    plan = _Plan(gm.graph)
+    accepted = plan.regions_that_gain()
+    for node in plan.convolutions:
+        if plan.regions.root(node) not in accepted:
+            node.meta[_KEPT] = True
+    return _Change(gm.graph, plan).carry_out(accepted)
 
 
-def _wants(node: Node) -> bool:
-    """Whether a node is a convolution that gains from it."""
+def _is_candidate(node: Node) -> bool:
+    """Whether a node is a convolution that tensor cores may compute."""
     at = _CONVOLUTIONS.get(node.target)
-    if at is None:
+    if at is None or node.meta.get(_KEPT):
         return False
-    x, weight = (value_of(node.args[k]) for k in at[-2:])  # type: ignore[arg-type]
-    transposed, groups = (
-        (node.args[6], node.args[8]) if len(at) == 2 else (node.args[7], node.args[9])
-    )
-    if x.dim() != 4 or not facts_of(x.device).streams or transposed or groups != 1:
-        return False
-    if all(isinstance(c, int) and c <= FEW_CHANNELS for c in weight.shape[:2]):
+    x = value_of(node.args[at[-2]])  # type: ignore[arg-type]
+    if x.dim() not in (3, 4, 5) or not facts_of(x.device).streams:
         return False
     return x.dtype in (torch.float16, torch.bfloat16) or (
         x.dtype == torch.float32 and _rounds_float32()
@@ -62,131 +68,390 @@ def _wants(node: Node) -> bool:
 
 
 def _rounds_float32() -> bool:
-    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with
-    another layout cuDNN does so where it would not for eager; with products it is a choice."""
+    """Whether the user's flags let cuDNN round the operands of float32 convolutions to TF32, which
+    is the default. With products that is a flag of its own."""
     backends: Any = torch.backends
-    return all(b.fp32_precision == "tf32" for b in (backends.cuda.matmul, backends.cudnn.conv))
+    return bool(backends.cudnn.enabled and backends.cudnn.conv.fp32_precision == "tf32")
 
 
-def _is_last(x: torch.Tensor) -> bool:
-    """Whether the channels are innermost, as far as that is known."""
-    channels, strides = x.shape[1], x.stride()
-    single = isinstance(channels, int) and channels == 1
-    return isinstance(strides[1], int) and strides[1] == 1 and (single or strides[3] != 1)
+# ------------------------------------------------------------------------------------------ layouts
+def is_last(x: torch.Tensor) -> bool:
+    """Whether the channels are innermost, as cuDNN's callers in ATen see it. Of symbolic sizes by
+    their hints: what is inferred decides of copies only."""
+    sizes, strides = [_hint(n) for n in x.shape], [_hint(s) for s in x.stride()]
+    if all(n == 1 for n in sizes[2:]):  # a matrix, whatever it is called
+        return strides[1] == 1
+    least = 0
+    for d in (1, *reversed(range(2, x.dim())), 0):
+        if strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(sizes[d], 1)
+    return True
 
 
-def _may_be_last(x: torch.Tensor) -> bool:
-    """Whether a filter can do with the strides that it has."""
-    static = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
-    return not static or x.is_contiguous(memory_format=torch.channels_last)
+def lies_last(x: torch.Tensor) -> bool:
+    """Whether elements lie without gaps, channels innermost: a filter that is a point does so in
+    eager's layout, too."""
+    return _lies_in(x, (0, *range(2, x.dim()), 1))
 
 
-class _Pass:
-    """copied: operand -> its channels-last copy. eager: nodes with a new layout -> the value with
-    eager's.
-    restored: such nodes -> their copies in eager's layout."""
+def _lies_in(x: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether the dimensions lie without gaps in that order, outermost first."""
+    least = 1
+    for d in reversed(order):
+        if _hint(x.shape[d]) != 1 and _hint(x.stride(d)) != least:
+            return False
+        least *= _hint(x.shape[d])
+    return True
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.graph = gm.graph
-        self.copied: dict[Node, Node] = {}
-        self.eager: dict[Node, Any] = {}
-        self.restored: dict[Node, Node] = {}
 
-    def run(self) -> int:
-        for node in list(self.graph.nodes):
+def _hint(size: Any) -> int:
+    """A size or a stride as a number: a guess where it is known at run time only."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1024 if hint is None else int(hint)
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(s if isinstance(s, int) else str(s) for s in x.stride())
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """A channels-last copy; of a sequence the picture of height 1 that it is to cuDNN."""
+    x = x.unsqueeze(2) if x.dim() == 3 else x
+    return x.clone(memory_format=_FORMATS[x.dim()])
+
+
+# --------------------------------------------------------------------------------------- what to do
+class _Regions:
+    """Sets of nodes whose layouts are decided on together."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Node, Node] = {}
+
+    def root(self, node: Node) -> Node:
+        """The node that stands for the region."""
+        path = []
+        while (up := self.parent.get(node, node)) is not node:
+            path.append(node)
+            node = up
+        for n in path:
+            self.parent[n] = node
+        return node
+
+    def join(self, a: Node, b: Node) -> None:
+        """Makes the regions of two nodes one."""
+        a, b = self.root(a), self.root(b)
+        if a is not b:
+            self.parent[b] = a
+
+
+@dataclass
+class _Step:
+    """What changes at a node.
+
+    turns: numbers of operands that it takes channels-last copies of
+    restores: values that it takes in eager's layout
+    order: the dimensions of a copy, outermost first; () for other nodes
+    is_line: it is a convolution of sequences
+    """
+
+    turns: list[int] = field(default_factory=list)
+    restores: list[Node] = field(default_factory=list)
+    order: tuple[int, ...] = ()
+    is_line: bool = False
+
+
+_NOTHING = _Step()
+
+
+class _Plan:
+    """now: nodes with a new layout -> their values; several results are met again where one is
+    picked.
+    copied: operands -> the values of their channels-last copies.
+    costs: (node, ns) of what is gained (negative) and paid in the node's region."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.now: dict[Node, Any] = {}
+        self.steps: defaultdict[Node, _Step] = defaultdict(_Step)
+        self.copied: dict[Node, torch.Tensor] = {}
+        self.regions = _Regions()
+        self.convolutions: list[Node] = []
+        self.costs: list[tuple[Node, float]] = []
+        self._restored: set[Node] = set()
+        self._demanded = _demanded(graph)
+        for node in graph.nodes:
             if node.op == "output":
                 self._restore_inputs(node)
             elif node.op == "call_function":
                 self._visit(node)
-        return len(self.copied)
+
+    def regions_that_gain(self) -> set[Node]:
+        """The nodes that stand for regions which are faster channels-last."""
+        total: defaultdict[Node, float] = defaultdict(float)
+        for node, ns in self.costs:
+            total[self.regions.root(node)] += ns
+        return {region for region, ns in total.items() if ns <= 0}
+
+    def value(self, node: Node) -> Any:
+        """The value of a node if the plan is carried out."""
+        return self.now.get(node, value_of(node))
 
     def _visit(self, node: Node) -> None:
-        wants = _wants(node)
-        if wants:
-            *operands, weight = _CONVOLUTIONS[node.target]
-            for k in operands:
-                self._turn(node, k, _is_last)
-            if (copy := self._turn(node, weight, _may_be_last)) is not None:
-                copy.meta["recompute"] = compat.tracing.MUST_SAVE
-        if not wants and not any(a in self.eager for a in node.all_input_nodes):
+        chosen = _is_candidate(node)
+        inputs = [n for n in node.all_input_nodes if n in self.now]
+        if not chosen and not inputs:
             return
         if not _keeps_values(node):
             self._restore_inputs(node)
             return
         try:
-            now = self._computed(node)
+            now = self._convolved(node) if chosen else self._computed(node)
         except (RuntimeError, ValueError):  # a view that the new layout has not
             self._restore_inputs(node)
             return
         old = value_of(node)
-        if (
-            isinstance(old, torch.Tensor)
-            and isinstance(now, torch.Tensor)
-            and _layout(old) != _layout(now)
-        ):
-            self.eager[node] = old
-        elif isinstance(old, (tuple, list)):  # each is met again where it is picked
-            self.eager[node] = old
-        node.meta["val"] = now
+        for n in inputs:
+            self.regions.join(node, n)
+        if not isinstance(old, torch.Tensor) or _layout(old) != _layout(now):
+            self.now[node] = now
 
-    def _turn(self, node: Node, k: int, is_fit: Callable[[torch.Tensor], bool]) -> Node | None:
-        """Hands the convolution a channels-last copy of an operand that is not fit."""
-        source = node.args[k]
-        assert isinstance(source, Node), source
-        if is_fit(value_of(source)):
-            return None
-        if source not in self.copied:
-            self.copied[source] = insert(
-                node, source, aten.clone.default, memory_format=torch.channels_last
-            )
-        node.update_arg(k, self.copied[source])
-        return self.copied[source]
+    def _convolved(self, node: Node) -> Any:
+        """The results of a convolution of channels-last operands."""
+        self.convolutions.append(node)
+        at = _CONVOLUTIONS[node.target]
+        given: Any = torch.fx.node.map_arg(node.args, self.value)
+        args, turns = list(given), []
+        for k in at:
+            x, source = given[k], node.args[k]
+            assert isinstance(source, Node), source
+            with x.fake_mode:
+                if (lies_last if k == at[-1] else is_last)(x):
+                    args[k] = x.unsqueeze(2) if x.dim() == 3 else x
+                    continue
+                args[k] = self.copied[source] if source in self.copied else _turned(x)
+            turns.append((k, source))
+        is_line = given[at[-1]].dim() == 3
+        with args[0].fake_mode:
+            now: Any = node.target(*(_widened(node, args) if is_line else args))  # type: ignore[operator]
+            now = _narrowed(now) if is_line else now
+        for k, source in turns:
+            if source not in self.copied:
+                self.copied[source] = args[k]
+                self.costs.append((node, copy_ns(source, given[k])))
+            self.regions.join(source, node)  # who shares a copy is in the same region
+        if turns or is_line:
+            self.steps[node] = _Step([k for k, _ in turns], is_line=is_line)
+        self.costs.append((node, -gain_ns(node)))
+        return now
 
     def _computed(self, node: Node) -> Any:
-        given: Any = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+        given: Any = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
         args, kwargs = given
         if node.target is operator.getitem:
             return args[0][args[1]]
         assert isinstance(node.target, OpOverload), node.target
-        tensors = [v for n in node.all_input_nodes if isinstance(v := value_of(n), torch.Tensor)]
+        tensors = [v for n in node.all_input_nodes if isinstance(v := self.value(n), torch.Tensor)]
         with tensors[0].fake_mode:  # type: ignore[attr-defined]
+            if order := self._order_of_copy(node):
+                self.steps[node].order = order
+                back = [order.index(d) for d in range(len(order))]
+                return args[0].permute(order).clone(memory_format=_ROWS).permute(back)
             return node.target(*args, **kwargs)
+
+    def _order_of_copy(self, node: Node) -> tuple[int, ...]:
+        """Of a copy into eager's layout that a convolution will read: the order in memory,
+        outermost first, that makes it channels-last, or what its dimensions are merged to."""
+        if node.target is not aten.clone.default or node.kwargs.get("memory_format") != _ROWS:
+            return ()
+        shape = value_of(node).shape
+        if node in self._demanded:
+            return (0, *range(2, len(shape)), 1)
+        seen = [u for u in node.users if u.target in _MERGES and u in self._demanded]
+        merged = (
+            _merged(shape, value_of(seen[0]).shape) if len(node.users) == len(seen) == 1 else []
+        )
+        return tuple(d for k in (0, *range(2, len(merged)), 1) for d in merged[k]) if merged else ()
 
     def _restore_inputs(self, node: Node) -> None:
         """Hands a node eager's layouts."""
         for source in node.all_input_nodes:
-            if isinstance(self.eager.get(source), torch.Tensor):
-                node.replace_input_with(source, self._restored(node, source))
+            if isinstance(self.now.get(source), torch.Tensor):
+                self.steps[node].restores.append(source)
+                base = source
+                while (inside := _seen_of(base)) in self.now:
+                    base = inside
+                if base not in self._restored:
+                    self._restored.add(base)
+                    self.costs.append((source, copy_ns(base, value_of(base))))
+
+
+def _seen_of(node: Node) -> Any:
+    """What a view shows, or what several results are views of; None of what has memory of its
+    own."""
+    inside = node.args[0] if node.args else None
+    if not is_view(node) or (node.target is operator.getitem and not is_view(inside)):  # type: ignore[arg-type]
+        return None
+    return inside
+
+
+def _demanded(graph: Graph) -> set[Node]:
+    """Values that a convolution reads, itself or through operators on each element by itself."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if _is_candidate(node):
+            found.update(node.args[k] for k in _CONVOLUTIONS[node.target][:-1])
+        elif node in found and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            found.update(n for n in node.all_input_nodes if _same_sizes(n, node))
+    return found
+
+
+def _same_sizes(a: Node, b: Node) -> bool:
+    x, y = value_of(a), value_of(b)
+    if not isinstance(x, torch.Tensor) or x.dim() != y.dim():
+        return False
+    return all(map(same_size, x.shape, y.shape))
+
+
+def _merged(shape: Sequence[Any], into: Sequence[Any]) -> list[list[int]]:
+    """Which dimensions of a shape make up each one of a shape of images or volumes; [] where those
+    of the second are not whole ones of the first."""
+    if len(into) not in _FORMATS or len(into) > len(shape):
+        return []
+    sizes, groups, d = [_hint(n) for n in shape], [], 0
+    for n in map(_hint, into):
+        group, product = [d], sizes[d] if d < len(sizes) else 0
+        while product < n and d + 1 < len(sizes):
+            d += 1
+            group.append(d)
+            product *= sizes[d]
+        if product != n or d >= len(sizes):
+            return []
+        groups.append(group)
+        d += 1
+    return groups if d == len(sizes) else []
+
+
+def _widened(node: Node, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a convolution of sequences as those of one of pictures of height 1."""
+    first = _CONVOLUTIONS[node.target][-1] + 2  # after the filter and the bias, or its sizes
+    out = list(args)
+    for k, one in ((0, 1), (1, 0), (2, 1), (4, 0)):  # stride, padding, dilation, output padding
+        out[first + k] = [one, *args[first + k]]
+    return out
+
+
+def _narrowed(results: Any) -> Any:
+    """Results of such a convolution as sequences."""
+    if isinstance(results, torch.Tensor):
+        return results.squeeze(2)
+    return [r.squeeze(2) if r is not None and r.dim() == 4 else r for r in results]
+
+
+# -------------------------------------------------------------------------------------- the changes
+class _Change:
+    """copies: operand -> its channels-last copy. before: nodes with a new layout -> the value with
+    eager's. restored: such nodes -> their copies in eager's layout."""
+
+    def __init__(self, graph: Graph, plan: _Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.copies: dict[Node, Node] = {}
+        self.before: dict[Node, Any] = {}
+        self.restored: dict[Node, Node] = {}
+
+    def carry_out(self, accepted: set[Node]) -> int:
+        """Changes the nodes of the accepted regions; returns how many operands were copied."""
+        root = self.plan.regions.root
+        for node in list(self.graph.nodes):
+            step = self.plan.steps.get(node, _NOTHING)
+            for source in step.restores:
+                if root(source) in accepted:
+                    node.replace_input_with(source, self._restored(node, source))
+            if root(node) not in accepted:
+                continue
+            if node in self.plan.now:
+                self.before[node] = value_of(node)
+            if step.order:
+                self._reorder(node, step.order)
+            self._turn(node, step.turns)
+            if node in self.plan.now:
+                node.meta["val"] = self.plan.now[node]
+            if step.is_line:
+                self._widen(node)
+        return len(self.copies)
+
+    def _turn(self, node: Node, operands: Sequence[int]) -> None:
+        """Hands a convolution channels-last copies of some operands."""
+        for k in operands:
+            source = node.args[k]
+            assert isinstance(source, Node), source
+            if source not in self.copies:
+                wide = self._wide(node, source)
+                last = _FORMATS[value_of(wide).dim()]
+                self.copies[source] = insert(node, wide, aten.clone.default, memory_format=last)
+            if k == _CONVOLUTIONS[node.target][-1]:
+                self.copies[source].meta["recompute"] = compat.tracing.MUST_SAVE
+            node.update_arg(k, self.copies[source])
+
+    def _wide(self, before: Node, x: Node) -> Node:
+        """A sequence as a picture of height 1, anything else as it is."""
+        return insert(before, x, aten.unsqueeze.default, 2) if value_of(x).dim() == 3 else x
+
+    def _reorder(self, node: Node, order: tuple[int, ...]) -> None:
+        """Makes a node, which is a copy, one whose dimensions lie in that order in memory."""
+        source = node.args[0]
+        assert isinstance(source, Node), source
+        if _lies_in(value_of(source), order):
+            node.kwargs = {"memory_format": torch.preserve_format}
+            return
+        new = insert(node, source, aten.permute.default, list(order))
+        new = insert(node, new, aten.clone.default, memory_format=_ROWS)
+        node.target = aten.permute.default
+        node.args, node.kwargs = (new, [order.index(d) for d in range(len(order))]), {}
+
+    def _widen(self, node: Node) -> None:
+        """Makes a convolution of sequences one of pictures of height 1, whose results are seen as
+        sequences."""
+        args = list(node.args)
+        for k in _CONVOLUTIONS[node.target]:
+            args[k] = self._wide(node, node.args[k])  # type: ignore[arg-type]
+        args = _widened(node, args)
+        new = insert(node, args[0], node.target, *args[1:])  # type: ignore[arg-type]
+        if node.target is aten.convolution.default:
+            node.target, node.args = aten.squeeze.dim, (new, 2)
+            return
+        for user in list(node.users):
+            index = user.args[1]
+            result = value_of(new)[index]
+            if result is None or result.dim() != 4:  # the gradient of a bias
+                user.update_arg(0, new)
+                continue
+            with self.graph.inserting_before(user):
+                picked = self.graph.call_function(operator.getitem, (new, index))
+            picked.meta = {**source_meta(user), "val": result}
+            user.target, user.args = aten.squeeze.dim, (picked, 2)
+        self.graph.erase_node(node)
 
     def _restored(self, before: Node, source: Node) -> Node:
         """The node with eager's layout; a view is taken again of its restored base, so that views
         go on sharing it."""
-        if source not in self.eager or source in self.restored:
+        if source not in self.before or source in self.restored:
             return self.restored.get(source, source)
-        inside = source.args[0]
-        picked = source.target is operator.getitem and isinstance(inside, Node)
-        if is_view(source) and (not picked or is_view(inside)):  # type: ignore[arg-type]
+        if _seen_of(source) in self.before:
             with self.graph.inserting_before(before):
                 new = self.graph.node_copy(source, lambda n: self._restored(before, n))
-            new.meta["val"] = self.eager[source]
+            new.meta["val"] = self.before[source]
         else:
-            old = self.eager[source]
+            old = self.before[source]
             # The dimensions in the order in which eager has them in memory, outermost first.
             order = sorted(range(old.dim()), key=lambda d: (-_hint(old.stride(d)), d))
             back = [order.index(d) for d in range(old.dim())]
             new = insert(before, source, aten.permute.default, order)
-            new = insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
+            new = insert(before, new, aten.clone.default, memory_format=_ROWS)
             new = insert(before, new, aten.permute.default, back)
         self.restored[source] = new
         return new
-
-
-def _hint(stride: Any) -> int:
-    return stride if isinstance(stride, int) else int(stride.node.hint)
-
-
-def _layout(x: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(s if isinstance(s, int) else str(s) for s in x.stride())
 
 
 def _keeps_values(node: Node) -> bool:

@@ -3,17 +3,21 @@ cost."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from plait.graph.conv_cost import MOST_TAPS
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.elementwise import inside, load_if, result
 from plait.lower.extern import call_extern
 
 aten = torch.ops.aten
@@ -25,6 +29,8 @@ def convolution(
     padding: Sequence[Size], dilation: Sequence[Size], transposed: bool,
     output_padding: Sequence[Size], groups: Size,
 ) -> Any:  # fmt: skip
+    if not transposed and _is_depthwise(ctx, x, weight):
+        return _depthwise(ctx, x, weight, bias, stride, padding, dilation)
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
     flops = product((2, *points, *weight.shape[1:]))
@@ -36,6 +42,41 @@ def convolution(
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
     out = call_extern(ctx, args, {}, flops=flops)
     return out if apart is None else _biased(ctx, out, apart)
+
+
+def _is_depthwise(ctx: Lowering, x: View, weight: View) -> bool:
+    """Whether each filter has one channel, and so few elements that they are written out, and a GPU
+    computes it."""
+    if not (ctx.cfg.kernels and ctx.facts().streams and x.dtype in (f16, bf16, f32)):
+        return False
+    filters, one, *window = (n if isinstance(n, int) else 0 for n in weight.shape)
+    small = 0 < prod(window) <= MOST_TAPS
+    return isinstance(x.shape[1], int) and filters > 1 and one == 1 and small
+
+
+def _depthwise(
+    ctx: Lowering, x: View, weight: View, bias: View | None, stride: Sequence[Size],
+    padding: Sequence[Size], dilation: Sequence[Size],
+) -> View:  # fmt: skip
+    """Each element of the result is a sum over a window of one channel, in float32."""
+    several = weight.shape[0] // x.shape[1]  # filters a channel
+    window = [range(k) for k in weight.shape[2:] if isinstance(k, int)]
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        lead, c = (i[0], i[1] // several), i[1]
+
+        def term(tap: tuple[int, ...]) -> Node:
+            steps = zip(i[2:], stride, padding, dilation, tap, strict=True)
+            at = tuple(e * s - p + k * d for e, s, p, d, k in steps)
+            inner = inside(ops, at, [(0, size) for size in x.shape[2:]])
+            value = load_if(ops, inner, lambda: ops.cast(x.load(ops, (*lead, *at)), f32))
+            return value * ops.cast(weight.load(ops, (c, 0, *tap)), f32)
+
+        terms = map(term, itertools.product(*window))
+        first = ops.cast(bias.load(ops, (c,)), f32) if bias is not None else next(terms)
+        return ops.cast(sum(terms, first), x.dtype)
+
+    return result(ctx, body)
 
 
 def _biased(ctx: Lowering, x: View, bias: View) -> View:

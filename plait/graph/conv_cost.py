@@ -1,0 +1,171 @@
+"""What a convolution gains on a GPU from channels-last operands, and what the copies cost that make
+them.
+
+Of rows, cuDNN turns every operand, convolves, and turns the result back: that is what is gained.
+Exceptions are kernels that it has for one layout only. The numbers are those of an H200 with cuDNN
+9.19 (`python benchmarks/conv_gpu.py layouts`, benchmarks/results/gpu-conv.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from plait.graph.edit import aten, value_of
+
+BYTES_A_NS = 1300.0  # of a tensor that is read in one layout and written in another
+LAUNCH_NS = 2000.0
+FEW_CHANNELS = 4
+"""Of float32, gradients of inputs with so few channels on a side have kernels for rows only."""
+GROUPED_BYTES_A_NS = 200.0
+NARROW_CHANNELS = 16
+"""What gradients of filters of groups of fewer channels lose, of 16 bits each, in operands."""
+MOST_TAPS = 25  # 5 x 5
+"""A filter of one channel with at most so many elements is a loop of ours, in either layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Picoseconds:
+    """What one product takes of a convolution with a filter a channel: of rows, channels-last in
+    float32, channels-last in 16 bits."""
+
+    rows: float
+    single: float
+    half: float
+
+    def gain_ns(self, products: int, nbytes: int) -> float:
+        """What so many of them gain from channels innermost."""
+        return products * (self.rows - (self.half if nbytes == 2 else self.single)) / 1000
+
+
+_FORWARD = _Picoseconds(0.69, 0.40, 0.17)
+_OF_INPUT = _Picoseconds(0.90, 0.40, 0.35)
+_OF_FILTER = _Picoseconds(1.50, 0.45, 0.28)
+_OF_LARGE_FILTER = _Picoseconds(1.38, 5.50, 0.17)  # more than MOST_TAPS elements
+_LINE = _Picoseconds(2.2, 8.0, 8.0)  # filters of one row: cuDNN has no kernel of its own for them
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The arguments of a convolution, or of its gradients, by the names of aten.convolution.
+
+    wanted: which gradients are computed: of the input, of the filter; () for the convolution itself
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    result: torch.Tensor
+    stride: tuple[Any, ...]
+    padding: tuple[Any, ...]
+    dilation: tuple[Any, ...]
+    transposed: bool
+    output_padding: tuple[Any, ...]
+    groups: Any
+    wanted: tuple[bool, ...] = ()
+
+    @property
+    def window(self) -> tuple[Any, ...]:
+        """The sizes of a filter."""
+        return tuple(self.weight.shape[2:])
+
+    @property
+    def is_point(self) -> bool:
+        """Whether it multiplies each point of an image by one matrix."""
+        ones = (*self.window, *self.stride, self.groups)
+        return all(_is(1, n) for n in ones) and all(
+            _is(0, n) for n in (*self.padding, *self.output_padding)
+        )
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether a filter has one channel."""
+        return _is(1, self.weight.shape[1])
+
+
+def convolution_of(node: Node) -> Convolution:
+    """A call of aten.convolution or aten.convolution_backward as its values stand."""
+    backward = node.target is aten.convolution_backward.default
+    args = node.args[1:] if backward else node.args
+    x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    result, wanted = value_of(node), ()
+    if backward:
+        result, wanted = value_of(node.args[0]), tuple(args[9][:2])  # type: ignore[arg-type, index]
+    return Convolution(
+        value_of(x), value_of(weight), result, tuple(stride), tuple(padding), tuple(dilation),  # type: ignore[arg-type]
+        bool(transposed), tuple(output_padding), groups, wanted,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def gain_ns(node: Node) -> float:
+    """How much sooner a convolution is done with channels-last operands."""
+    c = convolution_of(node)
+    if c.is_point and not c.transposed:
+        return 0.0  # a product in either layout
+    if c.is_depthwise:
+        return _depthwise_gain_ns(c)
+    if not c.wanted:
+        return _moved_ns(c, c.transposed)
+    gain = _moved_ns(c, not c.transposed) if c.wanted[0] else 0.0
+    if c.wanted[1]:
+        single = c.x.dtype == torch.float32
+        if not _is(1, c.groups) and c.weight.shape[1] < NARROW_CHANNELS:
+            operands = nbytes_of(c.x) + nbytes_of(c.result)
+            gain -= 0.0 if single else operands / GROUPED_BYTES_A_NS
+        else:
+            gain += _moved_ns(c, False) / (2 if single else 1)
+    return gain
+
+
+def _moved_ns(c: Convolution, scatters: bool) -> float:
+    """What it takes to turn all operands and the result. scatters: each element of the operand goes
+    to several of the result."""
+    moved = sum(LAUNCH_NS + nbytes_of(t) / BYTES_A_NS for t in (c.x, c.weight, c.result))
+    few = min(_hint(c.x.shape[1]), _hint(c.result.shape[1])) <= FEW_CHANNELS
+    return -moved if scatters and few and c.x.dtype == torch.float32 else moved
+
+
+def _depthwise_gain_ns(c: Convolution) -> float:
+    """A loop of ours is as fast in one layout as in the other."""
+    taps = prod(map(_hint, c.window))
+    products, nbytes = prod(map(_hint, c.result.shape)) * taps, c.x.dtype.itemsize
+    large = taps > MOST_TAPS
+    line = all(_is(1, n) for n in c.window[:-1])
+    if not c.wanted:
+        return _FORWARD.gain_ns(products, nbytes) if large or c.transposed else 0.0
+    gain = 0.0
+    if c.wanted[0]:
+        gain += (_LINE if line else _OF_INPUT).gain_ns(products, nbytes)
+    if c.wanted[1]:
+        of_filter = _LINE if line else _OF_LARGE_FILTER if large else _OF_FILTER
+        gain += of_filter.gain_ns(products, nbytes)
+    return gain
+
+
+def copy_ns(source: Node, x: torch.Tensor) -> float:
+    """What a copy of a value in another layout costs: less where a kernel of ours makes it, which
+    then writes what the copy would have read."""
+    if source.op == "get_attr":
+        return 0.0  # copied while compiling
+    apart = source.op == "placeholder" or source.target is aten.convolution.default
+    return LAUNCH_NS + nbytes_of(x) / BYTES_A_NS if apart else nbytes_of(x) / BYTES_A_NS / 2
+
+
+def nbytes_of(x: torch.Tensor) -> int:
+    """How much memory the elements of a tensor take."""
+    return prod(map(_hint, x.shape)) * x.dtype.itemsize
+
+
+def _hint(n: Any) -> int:
+    if isinstance(n, int):
+        return n
+    hint = n.node.hint
+    return 1024 if hint is None else int(hint)
+
+
+def _is(number: int, n: Any) -> bool:
+    """Whether a size is this number for all inputs."""
+    return type(n) is int and n == number

@@ -1,0 +1,54 @@
+"""Convolutions that are loops: those on a GPU whose channels each have a filter of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from plait.devices import facts_of
+from plait.ir.calls import Extern
+from plait.lower.core import Lowering
+from tests.lower_tools import Evaluation, check, lowered
+
+r = torch.randn
+CASES = {  # sizes of the input and of the filters, stride, padding, dilation
+    "plain": ((2, 6, 9, 8), (6, 1, 3, 3), 1, 0, 1),
+    "padded": ((2, 6, 9, 8), (6, 1, 3, 3), 1, 1, 1),
+    "strided": ((2, 6, 9, 8), (6, 1, 5, 3), 2, (2, 1), 1),
+    "dilated": ((2, 6, 9, 8), (6, 1, 3, 2), (1, 2), (3, 1), (2, 3)),
+    "sequence": ((2, 6, 19), (6, 1, 4), 1, 3, 1),
+    "volume": ((1, 4, 5, 6, 4), (4, 1, 2, 3, 2), 1, 1, 1),
+    "several filters": ((2, 3, 9, 8), (6, 1, 3, 3), 1, 1, 1),
+    "one channel": ((2, 1, 29), (6, 1, 10), 5, 0, 1),
+    "point": ((2, 6, 4, 3), (6, 1, 1, 1), 1, 0, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules take a CPU for a GPU."""
+    monkeypatch.setattr(Lowering, "facts", lambda ctx: facts_of("cuda"))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", list(CASES))
+def test_depthwise(name: str, last: bool) -> None:
+    shape, filters, stride, padding, dilation = CASES[name]
+    n = len(shape) - 2
+    op = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+    x, w, b = r(shape), r(filters), r(filters[0])
+    if last and n > 1:
+        x = x.to(memory_format=(torch.channels_last, torch.channels_last_3d)[n - 2])
+    given = (None, stride, padding, dilation, shape[1])
+    check(lambda x, w: op(x, w, *given), x, w)
+    check(lambda x, w, b: op(x, w, b, *given[1:]), x, w, b)
+    lowered_program = lowered(lambda x, w: op(x, w, *given), (x, w), False).program
+    assert not any(isinstance(o, Extern) for o in lowered_program.ops)
+
+
+def test_sums_are_float32() -> None:
+    x, w, b = r(2, 4, 9, 8).bfloat16(), r(4, 1, 5, 5).bfloat16(), r(4).bfloat16()
+    low = lowered(lambda x, w, b: F.conv2d(x, w, b, groups=4), (x, w, b), False)
+    (got,) = Evaluation(low, (x, w, b)).run()
+    assert torch.equal(got, F.conv2d(x.float(), w.float(), b.float(), groups=4).bfloat16())

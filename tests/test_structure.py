@@ -187,7 +187,7 @@ def test_the_compiler_is_small() -> None:
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 50_600
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 51_100
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -124,14 +124,14 @@ def _moved_ns(c: Convolution, scatters: bool) -> float:
     """What it takes to turn all operands and the result. scatters: each element of the operand goes
     to several of the result."""
     moved = sum(LAUNCH_NS + nbytes_of(t) / BYTES_A_NS for t in (c.x, c.weight, c.result))
-    few = min(_hint(c.x.shape[1]), _hint(c.result.shape[1])) <= FEW_CHANNELS
+    few = min(hint(c.x.shape[1]), hint(c.result.shape[1])) <= FEW_CHANNELS
     return -moved if scatters and few and c.x.dtype == torch.float32 else moved
 
 
 def _depthwise_gain_ns(c: Convolution) -> float:
     """A loop of ours is as fast in one layout as in the other."""
-    taps = prod(map(_hint, c.window))
-    products, nbytes = prod(map(_hint, c.result.shape)) * taps, c.x.dtype.itemsize
+    taps = prod(map(hint, c.window))
+    products, nbytes = prod(map(hint, c.result.shape)) * taps, c.x.dtype.itemsize
     large = taps > MOST_TAPS
     line = all(_is(1, n) for n in c.window[:-1])
     if not c.wanted:
@@ -156,14 +156,15 @@ def copy_ns(source: Node, x: torch.Tensor) -> float:
 
 def nbytes_of(x: torch.Tensor) -> int:
     """How much memory the elements of a tensor take."""
-    return prod(map(_hint, x.shape)) * x.dtype.itemsize
+    return prod(map(hint, x.shape)) * x.dtype.itemsize
 
 
-def _hint(n: Any) -> int:
-    if isinstance(n, int):
-        return n
-    hint = n.node.hint
-    return 1024 if hint is None else int(hint)
+def hint(size: Any) -> int:
+    """A size or a stride as a number: a guess where it is known at run time only."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint
+    return 1024 if known is None else int(known)
 
 
 def _is(number: int, n: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.conv_cost import copy_ns, gain_ns
+from plait.graph.conv_cost import copy_ns, gain_ns, hint
 from plait.graph.edit import aten, insert, is_view, same_size, source_meta, value_of
 
 _CONVOLUTIONS: dict[
@@ -78,7 +78,7 @@ def _rounds_float32() -> bool:
 def is_last(x: torch.Tensor) -> bool:
     """Whether the channels are innermost, as cuDNN's callers in ATen see it. Of symbolic sizes by
     their hints: what is inferred decides of copies only."""
-    sizes, strides = [_hint(n) for n in x.shape], [_hint(s) for s in x.stride()]
+    sizes, strides = [hint(n) for n in x.shape], [hint(s) for s in x.stride()]
     if all(n == 1 for n in sizes[2:]):  # a matrix, whatever it is called
         return strides[1] == 1
     least = 0
@@ -99,18 +99,10 @@ def _lies_in(x: torch.Tensor, order: Sequence[int]) -> bool:
     """Whether the dimensions lie without gaps in that order, outermost first."""
     least = 1
     for d in reversed(order):
-        if _hint(x.shape[d]) != 1 and _hint(x.stride(d)) != least:
+        if hint(x.shape[d]) != 1 and hint(x.stride(d)) != least:
             return False
-        least *= _hint(x.shape[d])
+        least *= hint(x.shape[d])
     return True
-
-
-def _hint(size: Any) -> int:
-    """A size or a stride as a number: a guess where it is known at run time only."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return 1024 if hint is None else int(hint)
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:
@@ -319,8 +311,8 @@ def _merged(shape: Sequence[Any], into: Sequence[Any]) -> list[list[int]]:
     of the second are not whole ones of the first."""
     if len(into) not in _FORMATS or len(into) > len(shape):
         return []
-    sizes, groups, d = [_hint(n) for n in shape], [], 0
-    for n in map(_hint, into):
+    sizes, groups, d = [hint(n) for n in shape], [], 0
+    for n in map(hint, into):
         group, product = [d], sizes[d] if d < len(sizes) else 0
         while product < n and d + 1 < len(sizes):
             d += 1
@@ -445,7 +437,7 @@ class _Change:
         else:
             old = self.before[source]
             # The dimensions in the order in which eager has them in memory, outermost first.
-            order = sorted(range(old.dim()), key=lambda d: (-_hint(old.stride(d)), d))
+            order = sorted(range(old.dim()), key=lambda d: (-hint(old.stride(d)), d))
             back = [order.index(d) for d in range(old.dim())]
             new = insert(before, source, aten.permute.default, order)
             new = insert(before, new, aten.clone.default, memory_format=_ROWS)

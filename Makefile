@@ -147,13 +147,13 @@ bench-jit: env
 $(STAMPS)/peer-ort: | $(STAMPS)/packages
 	$(PYTHON) -m venv .venv-ort
 	.venv-ort/bin/python -m pip install --quiet torch==$(TORCH)
-	.venv-ort/bin/python -m pip install --quiet numpy onnx onnxscript onnxruntime
+	.venv-ort/bin/python -m pip install --quiet numpy onnx onnxscript onnxruntime transformers
 	@touch $@
 
 $(STAMPS)/peer-openvino: | $(STAMPS)/packages
 	$(PYTHON) -m venv .venv-openvino
 	.venv-openvino/bin/python -m pip install --quiet torch==$(TORCH)
-	.venv-openvino/bin/python -m pip install --quiet numpy openvino
+	.venv-openvino/bin/python -m pip install --quiet numpy openvino transformers
 	@touch $@
 
 lint: $(STAMPS)/packages

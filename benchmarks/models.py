@@ -103,6 +103,68 @@ class ResNet18(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+class Bottleneck(nn.Module):
+    """MobileNetV3's block: wider by points, each channel by itself, squeezed, narrower by
+    points."""
+
+    def __init__(
+        self, cin: int, wide: int, cout: int, kernel: int, stride: int, squeeze: bool, act: Any
+    ) -> None:
+        super().__init__()
+        self.same = stride == 1 and cin == cout
+        self.act = act()
+        self.wider: nn.Module = nn.Identity()
+        if wide != cin:
+            self.wider = nn.Sequential(
+                nn.Conv2d(cin, wide, 1, bias=False), nn.BatchNorm2d(wide), act()
+            )
+        self.each = nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False)
+        self.norm = nn.BatchNorm2d(wide)
+        self.squeeze: nn.Module | None = None
+        if squeeze:
+            few = max(8, (wide // 4 + 4) // 8 * 8)
+            self.squeeze = nn.Sequential(
+                nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, few, 1), nn.ReLU(),
+                nn.Conv2d(few, wide, 1), nn.Hardsigmoid(),
+            )  # fmt: skip
+        self.narrower = nn.Sequential(nn.Conv2d(wide, cout, 1, bias=False), nn.BatchNorm2d(cout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.each(self.wider(x))))
+        if self.squeeze is not None:
+            y = y * self.squeeze(y)
+        y = self.narrower(y)
+        return y + x if self.same else y
+
+
+class MobileNetV3(nn.Module):
+    """MobileNetV3, the large one, for 1000 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu, hard = nn.ReLU, nn.Hardswish
+        rows: tuple[tuple[int, int, int, int, bool, Any], ...] = (
+            (3, 16, 16, 1, False, relu), (3, 64, 24, 2, False, relu), (3, 72, 24, 1, False, relu),
+            (5, 72, 40, 2, True, relu), (5, 120, 40, 1, True, relu), (5, 120, 40, 1, True, relu),
+            (3, 240, 80, 2, False, hard), (3, 200, 80, 1, False, hard),
+            (3, 184, 80, 1, False, hard), (3, 184, 80, 1, False, hard),
+            (3, 480, 112, 1, True, hard), (3, 672, 112, 1, True, hard),
+            (5, 672, 160, 2, True, hard), (5, 960, 160, 1, True, hard),
+            (5, 960, 160, 1, True, hard),
+        )  # fmt: skip
+        stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), hard()]
+        blocks, cin = [], 16
+        for kernel, wide, cout, stride, squeeze, act in rows:
+            blocks.append(Bottleneck(cin, wide, cout, kernel, stride, squeeze, act))
+            cin = cout
+        last = [nn.Conv2d(cin, 960, 1, bias=False), nn.BatchNorm2d(960), hard()]
+        self.features = nn.Sequential(*stem, *blocks, *last)
+        self.head = nn.Sequential(nn.Linear(960, 1280), hard(), nn.Linear(1280, 1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
 class Loss(nn.Module):
     """The mean of exp of a model's output: what a training step differentiates. The mean square
     would not do: of what comes out of a layer norm it is 1 whatever the parameters are, and nearly
@@ -141,6 +203,21 @@ def bert() -> nn.Module:
 
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return TextModel(BertModel(config))
+
+
+def minilm() -> nn.Module:
+    """The shape of all-MiniLM-L6."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return TextModel(BertModel(config, add_pooling_layer=False))
 
 
 class Chain(nn.Module):
@@ -255,6 +332,13 @@ CASES = {
             lambda: Loss(tf6()),
             ((4, 64, 256),),
             train=True,
+        ),
+        Case(
+            "minilm-1", "MiniLM, 6 layers of 384, 1 x 64 tokens", minilm, ((1, 64),), tokens=30522
+        ),
+        Case("minilm-32", "the same, 32 x 64 tokens", minilm, ((32, 64),), tokens=30522),
+        Case(
+            "mobilenet", "MobileNetV3 large, batch 1 at 224x224", MobileNetV3, ((1, 3, 224, 224),)
         ),
         Case("gpt2", "GPT-2 of 124M parameters, 1 x 128 tokens", gpt2, ((1, 128),), tokens=50257),
         Case(

@@ -72,6 +72,12 @@ def plait_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     return plait.compile(module, inputs)
 
 
+def plait_freeze(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    import plait
+
+    return plait.compile(module, inputs, freeze=True)
+
+
 def inductor(mode: str | None = None, **options: Any) -> Prepare:
     return lambda module, inputs: torch.compile(
         module, backend="inductor", mode=mode, options=options or None
@@ -188,6 +194,13 @@ PEERS = {
         Peer(
             "plait.compile",
             plait_compile,
+            lazy=False,
+            trains=False,
+            modules=("plait.capture.export",),
+        ),
+        Peer(
+            "plait-freeze",
+            plait_freeze,
             lazy=False,
             trains=False,
             modules=("plait.capture.export",),

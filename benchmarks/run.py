@@ -33,7 +33,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 Result = dict[str, Any]
 
-COMPILES = ("plait", "plait.compile", "inductor", "inductor-cpp", "inductor-freeze", "aotinductor")
+COMPILES = (
+    "plait",
+    "plait.compile",
+    "plait-freeze",
+    "inductor",
+    "inductor-cpp",
+    "inductor-freeze",
+    "aotinductor",
+)
 
 
 class Process:

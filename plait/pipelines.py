@@ -44,6 +44,7 @@ from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
 from plait.schedule.deps import Bodies
 from plait.schedule.deps import drop_dead as drop_dead_loops
+from plait.schedule.epilogues import take_epilogues
 from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
@@ -181,7 +182,14 @@ def split_joint(
 
 
 # -------------------------------------------------------------------------------------------- loops
-LOOPS = ("drop dead loops", "normal form", "inline", "drop inlined loops", "settle layouts")
+LOOPS = (
+    "drop dead loops",
+    "normal form",
+    "take epilogues",
+    "inline",
+    "drop inlined loops",
+    "settle layouts",
+)
 """The steps of `schedule` that give a loop program."""
 
 
@@ -193,6 +201,8 @@ def schedule(
     bodies, names = Bodies(), names or Names()
     loops = log("drop dead loops", drop_dead_loops, program, bodies)
     loops = log("normal form", normalise, loops, bodies)
+    # Before inlining, which would put what a product can take over into loops that it cannot.
+    loops = log("take epilogues", take_epilogues, loops, bodies)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
     # Before splitting, which asks what is contiguous.
@@ -296,7 +306,7 @@ def emit_kernels(
     for kind, users in _users_by_kind(plan).items():
         made = TARGETS[kind].emit_users(users, machines, choices)
         sources[kind] = sources[kind].joined(made) if kind in sources else made
-    return sources
+    return {kind: TARGETS[kind].finish(s, machines) for kind, s in sources.items()}
 
 
 def _by_kind(plan: Plan, shared: Mapping[str, Shared] | None = None) -> dict[str, list[Kernel]]:

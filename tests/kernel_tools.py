@@ -108,7 +108,8 @@ def emitted(
 ) -> Source:
     """The source of kernels, as the pipeline has a target write it."""
     machines = target.machines({k.device for k in kernels}, cfg)
-    return target.emit(kernels, aligned(kernels), machines, choices or {}, cfg.verifies)
+    made = target.emit(kernels, aligned(kernels), machines, choices or {}, cfg.verifies)
+    return target.finish(made, machines)
 
 
 def aligned(kernels: Sequence[Kernel]) -> dict[str, frozenset[str]]:

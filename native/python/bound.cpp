@@ -171,7 +171,30 @@ class Turn {
   std::recursive_mutex* turn_;
 };
 
-// Binds what is now in the place of bound tensors. Another thread may do the same meanwhile.
+// Takes over what owners say of the tensors that some of the bound ones are computed from, if there
+// are any: (tensor, version, address) as they were then.
+void look_at_sources(BoundState& state) {
+  state.sources.clear();
+  const Ref found{PyObject_GetAttrString(state.owners.get(), "sources")};
+  if (!found) return PyErr_Clear();
+  const Items looked(found.get(), "sources is a sequence");
+  for (Py_ssize_t i = 0; i < looked.n; ++i) {
+    const Items one(looked.data[i], "sources has (tensor, version, address)");
+    if (one.n != 3 || !is_tensor(one.data[0]))
+      throw LoadError("sources has (tensor, version, address)");
+    state.sources.push_back({unpack(one.data[0]), integer(one.data[1]), integer(one.data[2])});
+  }
+}
+
+bool is_changed(const BoundState& state) {
+  if (state.watched.changed()) return true;
+  for (const Looked& s : state.sources)
+    if (s.changed()) return true;
+  return false;
+}
+
+// Binds what is now in the place of bound tensors, or computed of what is there now. Another thread
+// may do the same meanwhile.
 void rebind_replaced(BoundState& state) {
   WatchedDicts::Versions seen = state.watched.versions();
   const Ref found = Ref::check(PyObject_CallMethod(state.owners.get(), "tensors", nullptr));
@@ -184,6 +207,7 @@ void rebind_replaced(BoundState& state) {
     tensors.emplace_back(static_cast<size_t>(integer(pair.data[0])), unpack(pair.data[1]));
   }
   if (auto old = state.bound->rebind(tensors)) state.retired.push_back(std::move(old));
+  look_at_sources(state);
   const Ref moved = Ref::check(PyObject_GetAttrString(state.owners.get(), "moved"));
   if (moved.get() != Py_True) state.watched.settle(std::move(seen));
 }
@@ -218,7 +242,7 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
     const Arguments given{args};
     const UnderWay under_way(state);
     const Turn turn(b.turn());
-    if (state.watched.changed()) [[unlikely]]
+    if (is_changed(state)) [[unlikely]]
       rebind_replaced(state);
     Call call(*s.program);
     b.bind(call.frame(), given);

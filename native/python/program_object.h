@@ -22,6 +22,18 @@ struct PyProgram {
   ProgramState* state;
 };
 
+// A tensor as it was when it was looked at: writes in place raise its version, an assignment to
+// `.data` gives it other memory.
+struct Looked {
+  at::Tensor tensor;
+  int64_t version, data;
+
+  bool changed() const {
+    return version != (tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version())) ||
+           data != reinterpret_cast<intptr_t>(tensor.const_data_ptr());
+  }
+};
+
 struct BoundState {
   Ref program;
   std::unique_ptr<Bound> bound;
@@ -30,6 +42,7 @@ struct BoundState {
   // dicts hold them by now. None: nothing may be replaced.
   Ref owners = Ref::borrow(Py_None), dicts = Ref::borrow(Py_None);
   WatchedDicts watched;
+  std::vector<Looked> sources;  // what some of the bound tensors are computed from
   int under_way = 0;                                 // calls
   std::vector<std::shared_ptr<const void>> retired;  // what these may still read
 };

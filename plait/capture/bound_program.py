@@ -17,6 +17,7 @@ import torch
 
 from plait import _native
 from plait.capture.aliases import Result, view_like
+from plait.capture.freeze import FrozenOwners
 from plait.capture.owners import Owners
 from plait.capture.plain_tensors import has_tangent, special_kind
 from plait.capture.trace import Traced
@@ -83,7 +84,7 @@ def bind(
     single: bool,
     results: Sequence[Result],
     changed: Sequence[int],
-    owners: Owners,
+    owners: Owners | FrozenOwners,
 ) -> Callable[..., Any]:
     """A callable of the user's tensors and ints, by position or by name.
 
@@ -110,7 +111,7 @@ class PythonBound:
     single: bool
     results: Sequence[Result]
     changed: Sequence[int]
-    owners: Owners
+    owners: Owners | FrozenOwners
 
     def __post_init__(self) -> None:
         changes_state = any(self.specs[k][0] == "bound" for k in self.changed)

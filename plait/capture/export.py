@@ -12,14 +12,16 @@ checks dtype, device, sizes and strides; other signatures get a thin layer of Py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 
 from plait.capture.aliases import results_of
 from plait.capture.bound_program import argument_specs, bind, captured_from
+from plait.capture.freeze import FrozenOwners, frozen
 from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
 from plait.capture.program import collector_paused, compile_captured, roomy
@@ -39,6 +41,8 @@ def compile(
     dynamic_shapes: Any = None,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    *,
+    freeze: bool = False,
 ) -> Callable[..., Any]:
     """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword
     arguments. An ExportedProgram has an example and dynamic sizes already.
@@ -56,6 +60,12 @@ def compile(
     is gone, or a sub-module was replaced. A tensor that fn takes from a closure or a global is the
     one of now; changes of its values count.
 
+    freeze: parameters and buffers are constants, for inference: what depends on them alone is
+    computed now, batch norms go into the weights before them, and weights are packed for the
+    kernels that read them. A change in place that their version tells of, and another tensor in
+    their place, is seen at the next call, which computes all that again; what leaves no version
+    (`.data`, numpy) is not seen.
+
     dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises
     InputError for inputs that differ from what was compiled; keys of dicts may come in any order,
     unless fn goes by it. Raises UserError for wrong arguments, Unsupported if fn cannot be traced,
@@ -70,7 +80,8 @@ def compile(
         )
     with collector_paused():
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
-        call, record = _bound(trace(*source, "plait.compile"), roots, cfg)
+        traced = trace(*source, "plait.compile")
+        call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
     return call  # type: ignore[no-any-return]
 
@@ -98,11 +109,30 @@ def record_of(fn: Any) -> CompileRecord | None:
     return record if isinstance(record, CompileRecord) else None
 
 
+def _frozen(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, CompileRecord]:
+    """As `_bound`, with weights as constants, which are bound as weights are."""
+    done = frozen(traced, cfg)
+    module = done.traced.graph
+    constants = [getattr(module, name) for name in done.folded.names]
+    outside = bind_outside(module)
+    bound = [*done.traced.state.values(), *outside]
+    found = Owners(roots, [*done.sources.values(), *bound])
+    owners = FrozenOwners(found, done, bound, constants)
+    call, record = _compiled(done.traced, outside, owners, cfg)
+    return call, replace(record, frozen=done.told)
+
+
 def _bound(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, CompileRecord]:
-    """Compiles and binds; adds Python only for what the native callable does not do. roots: the
-    modules and tensors among which the program's are found."""
+    """Compiles and binds. roots: the modules and tensors among which the program's are found."""
     outside = bind_outside(traced.graph)
-    owners = Owners(roots, [*traced.state.values(), *outside])
+    return _compiled(traced, outside, Owners(roots, [*traced.state.values(), *outside]), cfg)
+
+
+def _compiled(
+    traced: Traced, outside: Sequence[torch.Tensor], owners: Owners | FrozenOwners, cfg: Config
+) -> tuple[Any, CompileRecord]:
+    """Compiles and binds; adds Python only for what the native callable does not do. outside: what
+    the program takes from its surroundings."""
     results = results_of(traced.graph, traced.views)  # before the graph is cleaned
     program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from plait import compat
 from plait.capture.absent_device import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound_program import argument_specs, captured_from
+from plait.capture.freeze import frozen
 from plait.capture.program import collector_paused, guarded, roomy
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
@@ -32,7 +31,6 @@ from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import Unsupported, UserError
 from plait.graph.edit import last_frame
-from plait.graph.fold import fold_weights
 from plait.ir.calls import all_programs
 from plait.kernel.targets import TARGETS
 from plait.kernel.triton.dialects import GPUS
@@ -96,7 +94,8 @@ def package(
         _require_conditions(traced)
         folded: Sequence[str] = ()
         if fold:
-            traced, folded = _folded(traced)
+            done = frozen(traced, cfg)
+            traced, folded = done.traced, done.names
         # A name without a serial number: equal models make equal bytes.
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
@@ -192,32 +191,6 @@ def _require_conditions(traced: Traced) -> None:
         what = f"a package of a program that needs sizes with {told}"
         line = "".join(theirs) if len(theirs) == 1 else ""  # which of several it is, is not known
         raise Unsupported(what, where=line, hint="plait.compile, which checks it in Python")
-
-
-def _folded(traced: Traced) -> tuple[Traced, list[str]]:
-    """traced with constants in the place of what depends on weights alone, and the names of these
-    weights."""
-    inputs: list[Node] = traced.graph.graph.find_nodes(op="placeholder")
-    state = list(traced.state.items())
-    memory = {compat.tracing.storage_of(state[k][1]) for k in traced.mutated if k < len(state)}
-    weights = {
-        node: value
-        for node, (_, value) in zip(inputs, state, strict=False)
-        if value.layout == torch.strided and compat.tracing.storage_of(value) not in memory
-    }
-    frozen = fold_weights(traced.graph, weights)
-    kept = [k for k, node in enumerate(inputs) if node not in frozen]
-    for node in frozen:
-        traced.graph.graph.erase_node(node)
-    traced.graph.recompile()
-    place = {old: new for new, old in enumerate(kept)}
-    names = {state[k][0] for k, node in enumerate(inputs[: len(state)]) if node in frozen}
-    left = {name: x for name, x in state if name not in names}
-    views = {
-        k: replace(v, input=place[v.input]) for k, v in traced.views.items() if v.input in place
-    }
-    mutated = tuple(place[k] for k in traced.mutated)
-    return replace(traced, state=left, mutated=mutated, views=views), sorted(names)
 
 
 def _require_no_python(made: Portable) -> None:

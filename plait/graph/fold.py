@@ -1,23 +1,28 @@
 """Folding of weights: what depends on nothing but weights that nobody writes is computed once,
-while compiling. Batch norms after convolutions become part of their weights first.
+while compiling. Batch norms after convolutions and products become part of their weights first, and
+weights of products are packed for the kernels that read them.
 
 A value is made a constant of the module where the rest of the graph meets it. Views stay in the
 graph, since they cost nothing there; what is much larger than what it is made of is computed at
-every call, from what it is made of.
+every call, from what it is made of. How the constants are made of weights is kept, so that they can
+be made again of others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.graph.constants import compute, settled
 from plait.graph.dead import drop_dead
-from plait.graph.edit import aten, escaping, is_pure, is_view, replace, value_of
+from plait.graph.edit import aten, escaping, insert, is_pure, is_view, output_of, replace, value_of
+from plait.graph.pack import pack_weights
 
 # Bounds on memory: chosen, not measured.
 MAX_GROWTH = 4
@@ -26,24 +31,131 @@ SMALL_NBYTES = 1 << 16
 """Growth does not matter below this."""
 
 
-def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """Folds in place; returns the placeholders whose values are now built in. weights: placeholders
-    that keep their value for good. One that is returned and still has users has become a constant
-    for these as well."""
-    frozen = _norms_into_weights(gm, weights)
-    # Node -> the weights that its value is made of.
+@dataclass(frozen=True)
+class Folded:
+    """What a graph's weights became.
+
+    frozen: the placeholders of weights that are built in.
+    recipe: makes the values of `names` of the values of all weights.
+    names: of the constants in the graph's module.
+    packed: those that are a second copy of a weight, in another order.
+    """
+
+    frozen: frozenset[Node]
+    recipe: Graph
+    names: tuple[str, ...]
+    packed: tuple[str, ...]
+
+    def values(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The constants for these weights, in memory of their own but for weights themselves."""
+        made: dict[Node, torch.Tensor] = {}
+        given = iter(weights)
+        for node in self.recipe.nodes:
+            if node.op == "placeholder":
+                made[node] = next(given).detach()
+            elif node.op == "get_attr":
+                made[node] = node.meta["value"]
+            elif node.op == "call_function":
+                made[node] = compute(node, made)
+        results: Any = output_of(self.recipe).args[0]
+        memory = Counter(compat.tracing.storage_of(v) for v in made.values())
+        return [
+            made[n]
+            if n.op == "placeholder"
+            else _settled(made[n], value_of(n), memory[compat.tracing.storage_of(made[n])] > 1)
+            for n in results
+        ]
+
+
+def fold_weights(
+    gm: GraphModule, weights: Mapping[Node, torch.Tensor], small_flops: int | None = None
+) -> Folded:
+    """Folds in place. weights: placeholders that keep their value for good. One that is returned
+    and still has users has become a constant for these as well. small_flops: weights are packed for
+    kernels, of products with more than that many; None: they are not."""
+    _fold_norms(gm, weights)
+    if small_flops is not None:
+        pack_weights(gm, _known(gm, weights).keys(), small_flops)
+    known = _known(gm, weights)
+    wanted = _wanted(gm, known)
+    values: dict[Node, torch.Tensor] = dict(weights)
+    constants = {n: getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
+    values |= {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
+    memory = Counter(compat.tracing.storage_of(value) for value in values.values())
+    recipe = _Recipe(weights, constants)
+    frozen: set[Node] = set()
+    made: dict[str, Node] = {}
+    packed: list[str] = []
+    for node in [node for node in gm.graph.nodes if node in wanted]:
+        try:
+            value = _computed(node, values, memory)
+        except (RuntimeError, AssertionError, IndexError):
+            continue  # it fails at a call too, or takes a device that this machine lacks
+        with gm.graph.inserting_before(node):
+            constant = _constant(gm, value, value_of(node))
+        values[constant] = value
+        memory[compat.tracing.storage_of(value)] += 1
+        made[str(constant.target)] = recipe.copied(node)
+        if node.target is torch.ops.plait.pack.default:
+            packed.append(str(constant.target))
+        frozen |= known[node]
+        node.replace_all_uses_with(constant, propagate_meta=False)
+    drop_dead(gm)
+    for node in weights:
+        if node in frozen and node.users:
+            with gm.graph.inserting_after(node):
+                constant = _constant(gm, weights[node].detach(), value_of(node))
+            made[str(constant.target)] = recipe.copied(node)
+            node.replace_all_uses_with(constant, propagate_meta=False)
+    recipe.graph.output(list(made.values()))
+    return Folded(frozenset(frozen), recipe.graph, tuple(made), tuple(packed))
+
+
+class _Recipe:
+    """A graph of what is folded, in which all weights are placeholders."""
+
+    def __init__(
+        self, weights: Mapping[Node, torch.Tensor], constants: Mapping[Node, torch.Tensor]
+    ) -> None:
+        self.graph = Graph()
+        self.env = {node: self.graph.placeholder(node.name) for node in weights}
+        self.constants = constants
+
+    def copied(self, node: Node) -> Node:
+        """The node of the recipe that stands for one of the graph, with all that it needs."""
+        todo = [node]
+        while todo:
+            last = todo[-1]
+            if last in self.env:
+                todo.pop()
+            elif last in self.constants:
+                self.env[last] = self.graph.create_node("get_attr", str(last.target))
+                self.env[last].meta["value"] = self.constants[last]
+            elif missing := [i for i in last.all_input_nodes if i not in self.env]:
+                todo += missing
+            else:
+                self.env[last] = self.graph.node_copy(last, self.env.__getitem__)
+        return self.env[node]
+
+
+def _known(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> dict[Node, frozenset[Node]]:
+    """The nodes that weights alone decide, each with those that its value is made of."""
     known = {node: frozenset((node,)) for node in weights}
-    values = dict(weights)
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "get_attr" and isinstance(value := getattr(gm, node.target), torch.Tensor):
-            known[node], values[node] = frozenset(), value
+        if node.op == "get_attr" and isinstance(getattr(gm, node.target), torch.Tensor):
+            known[node] = frozenset()
         elif (
             is_pure(node)
             and isinstance(value_of(node), torch.Tensor)
             and all(i in known for i in inputs)
         ):
             known[node] = frozenset().union(*(known[i] for i in inputs))
+    return known
+
+
+def _wanted(gm: GraphModule, known: Mapping[Node, frozenset[Node]]) -> dict[Node, None]:
+    """The nodes whose values become constants: where the rest of the graph meets them."""
     visible = escaping(gm.graph)
     wanted: dict[Node, None] = {}
 
@@ -64,64 +176,85 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
             for source in node.all_input_nodes:
                 if source in known:
                     want(source)
-    memory = Counter(compat.tracing.storage_of(value) for value in values.values())
-    for node in [node for node in gm.graph.nodes if node in wanted]:
-        try:
-            value = _computed(node, values, memory)
-        except (RuntimeError, AssertionError, IndexError):
-            continue  # it fails at a call too, or takes a device that this machine lacks
-        with gm.graph.inserting_before(node):
-            constant = _constant(gm, value, value_of(node))
-        values[constant] = value
-        memory[compat.tracing.storage_of(value)] += 1
-        node.replace_all_uses_with(constant, propagate_meta=False)
-        frozen |= known[node]
-    drop_dead(gm)
-    for node in frozen:
-        if node.users:
-            with gm.graph.inserting_after(node):
-                constant = _constant(gm, weights[node].detach(), value_of(node))
-            node.replace_all_uses_with(constant, propagate_meta=False)
-    return frozen
+    return wanted
 
 
-def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """A batch norm with fixed statistics right after a convolution goes into the convolution's
-    weights. Returns what these were made of."""
-    frozen: set[Node] = set()
+def _fold_norms(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
+    """A batch norm with fixed statistics right after a convolution or a product goes into its
+    weights: computed in double precision, and rounded once."""
     for norm in gm.graph.find_nodes(
         op="call_function", target=aten._native_batch_norm_legit_no_training.default
     ):
-        conv, gamma, beta, mean, var, _, eps = norm.args
-        if (
-            conv.target is not aten.convolution.default
-            or len(conv.users) > 1
-            or any(u.args[1] for u in norm.users)
-        ):
+        before, gamma, beta, mean, var, _, eps = norm.args
+        if len(before.users) > 1 or any(u.args[1] for u in norm.users):
             continue
-        x, weight, bias, *geometry = conv.args
-        given = [n for n in (weight, bias, gamma, beta, mean, var) if n is not None]
-        # [3]: transposed, with channels elsewhere.
-        if geometry[3] or any(n not in weights for n in given):
+        place = _weights_of(before)
+        if place is None:
             continue
-        old = weights[weight]
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            scale = (weights[var].double() + eps).rsqrt() * (1 if gamma is None else weights[gamma])
-            shift = ((0 if bias is None else weights[bias]) - weights[mean].double()) * scale
-            shift = shift + (0 if beta is None else weights[beta])
-            wide = scale.to(torch.promote_types(old.dtype, torch.float32)).view(
-                -1, *[1] * (old.dim() - 1)
-            )
-            values = settled(old * wide, value_of(weight)), shift.to(old.dtype)
-        with value_of(weight).fake_mode:
-            fakes = value_of(weight), value_of(mean).to(old.dtype)
-        with gm.graph.inserting_before(conv):
-            made = [_constant(gm, value, fake) for value, fake in zip(values, fakes, strict=True)]
-        conv.args = (x, *made, *geometry)
+        weight: Node = before.args[place[0]]
+        bias = None if place[1] is None else before.args[place[1]]
+        given = [n for n in (bias, gamma, beta, mean, var) if n is not None]
+        root = weight.args[0] if _is_turned(weight) else weight
+        if any(n not in weights for n in (root, *given)):
+            continue
+        with gm.graph.inserting_before(before):
+            scale = insert(before, _wide(before, var), aten.add.Scalar, eps)
+            scale = insert(before, scale, aten.rsqrt.default)
+            if gamma is not None:
+                scale = insert(before, scale, aten.mul.Tensor, gamma)
+            shift = insert(before, _wide(before, mean), aten.neg.default)
+            if bias is not None:
+                shift = insert(before, shift, aten.add.Tensor, bias)
+            shift = insert(before, shift, aten.mul.Tensor, scale)
+            if beta is not None:
+                shift = insert(before, shift, aten.add.Tensor, beta)
+            dtype = value_of(weight).dtype
+            rounded = _rounded(before, shift, dtype)
+            shape = [-1 if d == place[2] else 1 for d in range(value_of(weight).dim())]
+            scale = insert(before, scale, aten.view.default, shape)
+            scaled = insert(before, _wide(before, weight), aten.mul.Tensor, scale)
+            scaled = _rounded(before, scaled, dtype)
+        made = _with_weights(before, scaled, rounded)
         for first in list(norm.users):
-            replace(first, conv)
-        frozen.update(given)
-    return frozen
+            replace(first, made)
+
+
+def _weights_of(node: Node) -> tuple[int, int | None, int] | None:
+    """Where a convolution or a product has its weight and its bias, and which dimension of the
+    weight is that of channels; None for all else."""
+    if node.target is aten.convolution.default and not node.args[6]:  # [6]: transposed
+        return 1, None if node.args[2] is None else 2, 0
+    if node.target is aten.mm.default:
+        return 1, None, 1
+    if node.target is aten.addmm.default and not node.kwargs:
+        bias = value_of(node.args[0])  # type: ignore[arg-type]
+        return (2, 0, 1) if bias.dim() == 1 else None
+    return None
+
+
+def _is_turned(node: Node) -> bool:
+    return node.target in (aten.permute.default, aten.t.default, aten.transpose.int)
+
+
+def _wide(before: Node, node: Node) -> Node:
+    return insert(before, node, aten._to_copy.default, dtype=torch.float64)
+
+
+def _rounded(before: Node, node: Node, dtype: torch.dtype) -> Node:
+    return insert(before, node, aten._to_copy.default, dtype=dtype)
+
+
+def _with_weights(node: Node, weight: Node, bias: Node) -> Node:
+    """The same convolution or product with another weight and bias, in the place of this one."""
+    if node.target is aten.convolution.default:
+        node.args = (node.args[0], weight, bias, *node.args[3:])
+        return node
+    a = node.args[-2]
+    assert isinstance(a, Node), node
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.addmm.default, (bias, a, weight))
+    made.meta = {**node.meta}
+    return made
 
 
 def _grows(node: Node, sources: frozenset[Node]) -> bool:
@@ -144,8 +277,12 @@ def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]
             values[todo.pop()] = value = compute(last, values)
             memory[compat.tracing.storage_of(value)] += 1
         todo += missing
-    value, like = values[node], value_of(node)
-    shared = memory[compat.tracing.storage_of(value)] > 1
+    value = values[node]
+    return _settled(value, value_of(node), memory[compat.tracing.storage_of(value)] > 1)
+
+
+def _settled(value: torch.Tensor, like: torch.Tensor, shared: bool) -> torch.Tensor:
+    """A value with the strides of a fake tensor. shared: others lie in its memory."""
     return settled(value, like) if shared or value.stride() != like.stride() else value
 
 

@@ -137,9 +137,9 @@ def attention_text(a: Attention, scope: Scope) -> str:
     facts = [f"name={a.name!r}", f"gives={a.gives!r}"]
     for name in FORMULAS:
         f: Formula | None = getattr(a, name)
-        facts.append(f"{name}={f and _formula_text(f, scope)!r}")
+        facts.append(f"{name}={f and formula_text(f, scope)!r}")
     added = [
-        (x.to, [_formula_text(Formula(x.vars, n), scope) for n in (*x.index, x.body)])
+        (x.to, [formula_text(Formula(x.vars, n), scope) for n in (*x.index, x.body)])
         for x in a.additions
     ]
     facts += [
@@ -153,7 +153,8 @@ def attention_text(a: Attention, scope: Scope) -> str:
     return f"Attention({', '.join(facts)})"
 
 
-def _formula_text(f: Formula, scope: Scope) -> str:
+def formula_text(f: Formula, scope: Scope) -> str:
+    """A formula as the text of a function that `read_formula` reads."""
     body = Body(scope, f.vars)
     value = body.value(f.body)
     lines = [f"def formula({params_text(f.vars, (), body)}):", *body.lines, f"return {value}"]
@@ -165,9 +166,9 @@ def read_attention(call: ast.Call, symbols: SymbolReader) -> Attention:
     facts = {k.arg or "": ast.literal_eval(k.value) for k in call.keywords}
     for name in FORMULAS:
         if facts.get(name) is not None:
-            facts[name] = _read_formula(facts[name], call, symbols)
+            facts[name] = read_formula(facts[name], call, symbols)
     facts["additions"] = tuple(
-        _read_addition(to, [_read_formula(text, call, symbols) for text in texts])
+        _read_addition(to, [read_formula(text, call, symbols) for text in texts])
         for to, texts in facts["additions"]
     )
     return Attention(**facts)
@@ -178,7 +179,8 @@ def _read_addition(to: int, found: Sequence[Formula]) -> Addition:
     return Addition(to, found[-1].vars, tuple(index), body)
 
 
-def _read_formula(text: str, at: ast.Call, symbols: SymbolReader) -> Formula:
+def read_formula(text: str, at: ast.Call, symbols: SymbolReader) -> Formula:
+    """The formula of a text. Raises TextError."""
     (function,) = ast.parse(text).body
     if not isinstance(function, ast.FunctionDef) or not isinstance(function.body[-1], ast.Return):
         raise wrong(at, "a formula")

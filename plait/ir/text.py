@@ -69,6 +69,7 @@ from plait.ir.loops import (
     Scan,
     Scatter,
 )
+from plait.ir.packed import PackedProduct, packed_text, read_packed
 
 
 def program_text(p: LoopProgram) -> str:
@@ -263,6 +264,8 @@ def _fact(value: object, scope: Scope) -> str:
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)
+    if isinstance(value, PackedProduct):
+        return packed_text(value, scope)
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -425,6 +428,8 @@ class OpReader:
             return self._user_kernel(e)
         if default is None and isinstance(e, ast.Call) and word(e) == "Attention":
             return read_attention(e, self.symbols)
+        if default is None and isinstance(e, ast.Call) and word(e) == "PackedProduct":
+            return read_packed(e, self.symbols)
         try:
             value = ast.literal_eval(e)
         except ValueError:

@@ -20,6 +20,7 @@ from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
+from plait.ir.packed import PackedProduct
 from plait.ir.reductions import REDUCTIONS
 
 # Ops that may stand on half types: they move values and do not compute.
@@ -223,6 +224,9 @@ def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
             raise _Fault(f"a launch of {kernel.name} with other tensors than it takes")
     elif isinstance(kernel, Attention):
         if fault := kernel.fault(n_tensors, len(op.outs)):
+            raise _Fault(fault)
+    elif isinstance(kernel, PackedProduct):
+        if fault := kernel.fault(n_tensors, len(op.args) - n_tensors, len(op.outs)):
             raise _Fault(fault)
     else:
         raise _Fault(f"a kernel of unknown kind {type(kernel).__name__}")

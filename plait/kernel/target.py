@@ -104,6 +104,10 @@ class Target(Protocol):
         """The fastest variant of each, where it has several."""
         return Measured({})
 
+    def finish(self, source: Source, machines: Machines) -> Source:
+        """The source of all kernels of a program, whoever wrote them, as it is built."""
+        return source
+
     def build(self, source: Source, cfg: Config) -> Built:
         """The built kernels, from the store on disk where they are there. Raises ToolchainError."""
         ...

@@ -180,6 +180,8 @@ def _graph_head(g: CompileRecord) -> list[str]:
     if g.cache_hit is not None:
         head += ", kernels from the cache" if g.cache_hit else ", kernels built"
     lines = [head]
+    if g.frozen:
+        lines.append(f"  {g.frozen}")
     if g.wrapper_reason:
         lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
     if sizes := _dynamic(g):

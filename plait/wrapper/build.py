@@ -26,6 +26,7 @@ from plait.wrapper.walk import symbols
 
 ARENA = "arena"
 
+_FLOPS_A_NS = 100  # of a product on one core, about
 _GPU_ALIGNMENT = 16  # bytes, for which kernels are compiled; arguments with less are copied
 
 
@@ -369,7 +370,12 @@ def _launch_users(d: _Draft, e: Extern) -> None:
     (variant,) = launch.kernel.variants
     d.body.append(
         ins.Launch(
-            launch.kernel.name, args, launch.sizes, tuple(dict.fromkeys(outs)), 0, grid=variant.grid
+            launch.kernel.name,
+            args,
+            launch.sizes,
+            tuple(dict.fromkeys(outs)),
+            e.flops // _FLOPS_A_NS if facts_of(launch.device).is_host else 0,
+            grid=variant.grid,
         )
     )
 

@@ -39,7 +39,7 @@ class CompileRecord:
     tuned: a line a kernel that was to be tuned. ladder: what has no kernel of ours, and why: each
     operator once.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
-    got the program."""
+    got the program. frozen: what became of weights that are constants; "" where none are."""
 
     name: str
     kind: str
@@ -53,6 +53,7 @@ class CompileRecord:
     tuned: tuple[str, ...] = ()
     ladder: tuple[Fallback, ...] = ()
     wrapper_reason: str = ""
+    frozen: str = ""
 
     @property
     def fallback_reasons(self) -> dict[str, str]:

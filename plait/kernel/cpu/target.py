@@ -10,11 +10,14 @@ text depends on the kernels and the instruction set alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 from plait.config import Config
+from plait.ir.calls import Extern
 from plait.kernel.cpu.compute import RULES
 from plait.kernel.cpu.expr import SCALAR, VECTOR
 from plait.kernel.cpu.nest import print_body
+from plait.kernel.cpu.packed import KERNEL, takes, write_packed
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
@@ -23,7 +26,7 @@ from plait.runtime.store import Built
 from plait.runtime.toolchain import Isa, find_toolchain
 from plait.schedule.dedup import part_operands, structure, symbol_for
 from plait.schedule.legalize import legalize
-from plait.schedule.plan import Kernel
+from plait.schedule.plan import Kernel, Plan, UserLaunch, device_of
 
 _SPECIAL = {
     **RULES, "cast": "expr.scalar_cast, vector_cast", "bitcast": "expr.vector_bitcast",
@@ -52,8 +55,32 @@ class CppTarget(Target):
         choices: Choices,
         verifies: bool,
     ) -> Source:
-        """One translation unit. Vectors are read from any address."""
-        return emit_library(kernels, machines[kernels[0].device], verifies)
+        """The functions. Vectors are read from any address."""
+        return _functions(kernels, machines[kernels[0].device], verifies)
+
+    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
+        """The call of a product with its text."""
+        return write_packed(call, machines[device_of(plan, call)])
+
+    def emit_users(
+        self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices
+    ) -> Source:
+        """The functions of products, each text once."""
+        symbols: dict[str, str] = {}
+        taken: set[str] = set()
+        texts = []
+        for u in launches:
+            if u.kernel.text not in symbols:
+                symbol = symbol_for(u.kernel.name.partition(".")[0], taken)
+                symbols[u.kernel.text] = symbol
+                texts.append(u.kernel.text.replace(KERNEL, symbol) + _takes(symbol, *takes(u)))
+        names = {u.kernel.name: symbols[u.kernel.text] for u in launches}
+        return Source("\n".join(texts), names, dict.fromkeys(names, 1))
+
+    def finish(self, source: Source, machines: Machines) -> Source:
+        """One translation unit."""
+        isa = next(m for m in machines.values() if isinstance(m, Isa))
+        return replace(source, text=f"{prelude_for(source.text, isa)}\n{source.text}")
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""
@@ -63,10 +90,18 @@ class CppTarget(Target):
 def emit_library(kernels: Sequence[Kernel], isa: Isa, verifies: bool = False) -> Source:
     """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin
     share one symbol. verifies: what was decided is checked before it is printed."""
+    return CppTarget().finish(_functions(kernels, isa, verifies), {"cpu": isa})
+
+
+def _functions(kernels: Sequence[Kernel], isa: Isa, verifies: bool) -> Source:
     library = _Library(isa, verifies)
     entry_points = {kernel.name: library.symbol_of(kernel) for kernel in kernels}
-    body = "\n".join(library.functions)
-    return Source(f"{prelude_for(body, isa)}\n{body}", entry_points)
+    return Source("\n".join(library.functions), entry_points)
+
+
+def _takes(symbol: str, n_args: int, n_sizes: int) -> str:
+    """What says how many buffers and sizes a function reads."""
+    return f'extern "C" const int {symbol}_takes[2] = {{{n_args}, {n_sizes}}};\n'
 
 
 class _Library:
@@ -91,9 +126,7 @@ class _Library:
                 text = emit_calls(kernel, symbol, parts)
             else:
                 text = emit_function(kernel, symbol, self.isa, self.verifies)
-            counts = f"{len(kernel.args)}, {len(kernel.sizes)}"
-            takes = f'extern "C" const int {symbol}_takes[2] = {{{counts}}};\n'
-            self.functions.append(text + takes)
+            self.functions.append(text + _takes(symbol, len(kernel.args), len(kernel.sizes)))
         return symbol
 
 

@@ -1,0 +1,96 @@
+"""Products and convolutions with constant weights as calls of what reads packed weights
+(`plait/runtime/packed.py`). Runs before weights are folded, which then packs them.
+
+Comes in: a graph, and which of its nodes weights alone decide. Goes out: the same graph with
+other calls. Only f32, on a CPU; a product that is smaller than a call stays a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from plait.devices import facts_of
+from plait.graph.edit import aten, insert, replace, value_of
+from plait.runtime.packed import panel_width
+
+_plait: Any = torch.ops.plait
+_FEW_COLUMNS = 16
+"""A panel for fewer would be more than half empty."""
+MAX_TAPS = 25
+"""Points of a filter that are written out."""
+
+
+def pack_weights(gm: GraphModule, known: Set[Node], small_flops: int) -> None:
+    """Changes the graph in place. known: nodes that weights alone decide. small_flops: products
+    with no more stay loops."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not _is_f32(value_of(node)):
+            continue
+        if node.target in (aten.mm.default, aten.addmm.default):
+            _pack_product(node, known, small_flops)
+        elif node.target is aten.convolution.default:
+            _pack_convolution(node, known)
+
+
+def _is_f32(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and value.layout == torch.strided
+        and facts_of(value.device).eager_cpu
+    )
+
+
+def _pack_product(node: Node, known: Set[Node], small_flops: int) -> None:
+    *bias, a, matrix = node.args
+    assert isinstance(a, Node) and isinstance(matrix, Node), node
+    if matrix not in known or a in known or any(v != 1 for v in node.kwargs.values()):
+        return
+    (rows, depth), columns = value_of(a).shape, value_of(matrix).shape[1]
+    small = isinstance(rows, int) and 2 * rows * depth * columns <= small_flops
+    if small or depth < 2 or columns < _FEW_COLUMNS or rows == 0:
+        return
+    panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
+    made = insert(node, a, _plait.packed_mm.default, panels, columns)
+    for addend in bias:
+        made = insert(node, made, aten.add.Tensor, addend)
+    _put(node, made)
+
+
+def _pack_convolution(node: Node, known: Set[Node]) -> None:
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    assert isinstance(x, Node) and isinstance(weight, Node), node
+    filters = value_of(weight)
+    if weight not in known or x in known or filters.dim() != 4 or transposed:
+        return
+    if 0 in value_of(x).shape or not all(isinstance(n, int) for n in value_of(x).shape[1:2]):
+        return
+    columns, depth, *kernel = filters.shape
+    geometry: list[Any] = [stride, padding, dilation]
+    if groups == columns and depth == 1 and kernel[0] * kernel[1] <= MAX_TAPS:
+        points = insert(node, weight, aten.select.int, 1, 0)
+        points = insert(node, points, aten.permute.default, [1, 2, 0])
+        points = insert(node, points, aten.clone.default, memory_format=torch.contiguous_format)
+        made = insert(node, x, _plait.depthwise_conv.default, points, *geometry)
+    elif groups == 1 and columns >= _FEW_COLUMNS:
+        matrix = insert(node, weight, aten.permute.default, [2, 3, 1, 0])
+        matrix = insert(node, matrix, aten.reshape.default, [-1, columns])
+        panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
+        made = insert(node, x, _plait.packed_conv.default, panels, columns, kernel, *geometry)
+    else:
+        return
+    if bias is not None:
+        assert isinstance(bias, Node), node
+        bias = insert(node, bias, aten.view.default, [columns, 1, 1])
+        made = insert(node, made, aten.add.Tensor, bias)
+    _put(node, made)
+
+
+def _put(node: Node, made: Node) -> None:
+    """Puts a node in the place of another one; it promises the strides that eager gives."""
+    made.meta["val"] = value_of(node)
+    replace(node, made)

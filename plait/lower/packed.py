@@ -1,0 +1,132 @@
+"""Rules for products with weights that were packed (`plait/runtime/packed.py`): one launch each, of
+a kernel that knows the shape of the weights. A filter for each channel is a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product as points
+
+import torch
+
+import plait.runtime.packed  # noqa: F401  (defines the operators)
+from plait.ir.calls import Extern
+from plait.ir.dtypes import f32
+from plait.ir.expr import Expr, Size, contiguous_strides, product
+from plait.ir.loops import Node, apply
+from plait.ir.packed import PackedProduct, Window
+from plait.ir.record import Recorder
+from plait.lower.core import Lowering, View, lower
+from plait.lower.elementwise import inside, load_if
+from plait.lower.memory import tensor_arg
+
+_FEW_CHANNELS = 16
+"""Of an image that is copied with its padding: then what a row of the kernel covers lies side by
+side, and no point is outside."""
+
+
+@lower(torch.ops.plait.packed_mm.default)
+def packed_mm(ctx: Lowering, a: View, panels: View, columns: int) -> View:
+    rows, depth = a.shape
+    assert isinstance(depth, int), "a matrix of fixed size has been packed"
+    label = f"plait_mm_{depth}x{columns}"
+    out = ctx.new_buffer(f32, (rows, columns), fixed=True)
+    return _launch(ctx, label, (a, panels), out, depth, (rows,), None)
+
+
+@lower(torch.ops.plait.packed_conv.default)
+def packed_conv(
+    ctx: Lowering, x: View, panels: View, columns: int, kernel: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+) -> View:  # fmt: skip
+    batch, channels, *image = x.shape
+    assert isinstance(channels, int), "a matrix of fixed size has been packed"
+    *_, high, wide = ctx.out_shape()
+    if any(padding) and channels < _FEW_CHANNELS:
+        x, padding = _padded(ctx, x, padding), (0, 0)
+        image = [*x.shape[2:]]
+    window = Window(*(_pair(v) for v in (kernel, stride, padding, dilation)))
+    label = f"plait_conv{kernel[0]}x{kernel[1]}_{channels}x{columns}"
+    out = ctx.new_buffer(f32, ctx.out_shape(), _last(ctx.out_shape()), fixed=True)
+    sizes = (batch * high * wide, *image, high, wide)
+    return _launch(ctx, label, (x, panels), out, channels, sizes, window)
+
+
+def _pair(v: Sequence[int]) -> tuple[int, int]:
+    a, b = v
+    return a, b
+
+
+def _last(shape: Sequence[Size]) -> tuple[Size, ...]:
+    """Strides with the channels innermost."""
+    _, channels, high, wide = shape
+    return high * wide * channels, 1, wide * channels, channels
+
+
+def _padded(ctx: Lowering, x: View, padding: Sequence[int]) -> View:
+    """A copy with zeros around it."""
+    high, wide = x.shape[2:]
+    top, left = padding
+    shape = (*x.shape[:2], high + 2 * top, wide + 2 * left)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        at = (i[2] - top, i[3] - left)
+        within = inside(ops, at, ((0, high), (0, wide)))
+        return load_if(ops, within, lambda: x.load(ops, (*i[:2], *at)), 0.0)
+
+    return ctx.pointwise(shape, f32, body, _last(shape))
+
+
+def _launch(
+    ctx: Lowering,
+    label: str,
+    operands: tuple[View, View],
+    out: str,
+    depth: int,
+    sizes: tuple[Size, ...],
+    window: Window | None,
+) -> View:
+    x, panels = operands
+    strides = contiguous_strides(x.shape) if window is None else _last(x.shape)
+    made = ctx.buffers[x.buf]
+    if ctx.is_whole(x) and not made.fixed:  # it is made as it is read
+        ctx.buffers[x.buf] = replace(made, strides=strides)
+    args = (tensor_arg(ctx, x, strides), tensor_arg(ctx, panels, contiguous_strides(panels.shape)))
+    columns, (_, rows, width) = ctx.buffers[out].shape[1], panels.shape
+    assert isinstance(columns, int) and isinstance(width, int), "panels have a fixed size"
+    kernel = PackedProduct(f"{label}.{ctx.name}.{ctx.node.name}", depth, columns, width, window)
+    flops = product((2, sizes[0], rows, columns))
+    op = "plait::packed_mm" if window is None else "plait::packed_conv"
+    ctx.ops.append(
+        Extern(
+            (out,), op, (*args, *sizes), may_keep=False, kernel=kernel, fallback=False,
+            flops=flops, origin=ctx.origin,
+        )
+    )  # fmt: skip
+    return ctx.whole(out)
+
+
+@lower(torch.ops.plait.depthwise_conv.default)
+def depthwise_conv(
+    ctx: Lowering, x: View, filters: View, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> View:  # fmt: skip
+    """Written out, a term for each point of the kernel, so that what follows fuses with it."""
+    high, wide, _ = filters.shape
+    assert isinstance(high, int) and isinstance(wide, int), "filters have a fixed size"
+    bounds = ((0, x.shape[2]), (0, x.shape[3]))
+    taps = list(points(range(high), range(wide)))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        total = ops.const(0.0, f32)
+        for tap in taps:
+            at = tuple(
+                e * s - p + t * d
+                for e, s, p, t, d in zip(i[2:], stride, padding, tap, dilation, strict=True)
+            )
+            value = load_if(ops, inside(ops, at, bounds), partial(x.load, ops, (*i[:2], *at)), 0.0)
+            total = apply("fma", value, filters.load(ops, (*tap, i[1])), total)
+        return total
+
+    return ctx.pointwise(ctx.out_shape(), f32, body, _last(ctx.out_shape()))

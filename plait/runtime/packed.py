@@ -1,0 +1,96 @@
+"""Products with weights that were packed once: what the compiler puts into a graph whose weights
+are constants.
+
+    plait::pack(matrix, width) -> Tensor
+        a matrix of K rows and N columns in panels of `width` columns, [panels, K, width], which a
+        kernel reads from the first number to the last; columns that there are not are 0
+    plait::packed_mm(a, panels, columns) -> Tensor
+        a times the matrix
+    plait::packed_conv(x, panels, columns, kernel, stride, padding, dilation) -> Tensor
+        a convolution with filters as a matrix: a row for each point of the kernel and channel
+    plait::depthwise_conv(x, points, stride, padding, dilation) -> Tensor
+        a filter for each channel, [height, width, channels]
+
+Kernels compute them; the functions here say what they mean, and run where a graph is left to eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def panel_width(columns: int) -> int:
+    """The columns of a panel: as few of them as possible stay empty."""
+    return next((w for w in (64, 48) if columns % w == 0), 32)
+
+
+def _pack(matrix: Tensor, width: int) -> Tensor:
+    rows, columns = matrix.shape
+    panels = -(-columns // width)
+    padded = F.pad(matrix, (0, panels * width - columns))
+    return padded.view(rows, panels, width).transpose(0, 1).contiguous()
+
+
+def _fake_pack(matrix: Tensor, width: int) -> Tensor:
+    rows, columns = matrix.shape
+    return matrix.new_empty((-(-columns // width), rows, width))
+
+
+def _matrix(panels: Tensor, columns: int) -> Tensor:
+    """What was packed."""
+    return panels.transpose(0, 1).flatten(1)[:, :columns]
+
+
+def _mm(a: Tensor, panels: Tensor, columns: int) -> Tensor:
+    return a @ _matrix(panels, columns)
+
+
+def _conv(
+    x: Tensor,
+    panels: Tensor,
+    columns: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    filters = _matrix(panels, columns).view(*kernel, -1, columns).permute(3, 2, 0, 1)
+    made: Tensor = torch.conv2d(x, filters, None, stride, padding, dilation)
+    return made
+
+
+def _depthwise(
+    x: Tensor, points: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
+    filters = points.permute(2, 0, 1).unsqueeze(1)
+    made: Tensor = torch.conv2d(x, filters, None, stride, padding, dilation, groups=len(filters))
+    return made
+
+
+def _register() -> Any:
+    library: Any = torch.library.Library("plait", "FRAGMENT")  # type: ignore[no-untyped-call]
+    geometry = "int[] stride, int[] padding, int[] dilation) -> Tensor"
+    for name, schema, run, fake in (
+        ("pack", "(Tensor matrix, int width) -> Tensor", _pack, _fake_pack),
+        ("packed_mm", "(Tensor a, Tensor panels, int columns) -> Tensor", _mm, _mm),
+        (
+            "packed_conv",
+            f"(Tensor x, Tensor panels, int columns, int[] kernel, {geometry}",
+            _conv,
+            _conv,
+        ),
+        ("depthwise_conv", f"(Tensor x, Tensor points, {geometry}", _depthwise, _depthwise),
+    ):
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"plait::{name}", fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()  # the operators live as long as this object

@@ -1,0 +1,346 @@
+"""Weights as constants: plait.compile(freeze=True), plait.package(fold=True)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.errors import InputError
+from plait.ir.calls import Extern
+
+TARGETS = ["native", "python", "cpp", "fx"]
+
+
+def frozen(model: nn.Module, *args: Tensor, **more) -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = plait.compile(model, args, freeze=True, **more)
+    return compiled
+
+
+def launches(compiled: Callable[..., Tensor]) -> list[str]:
+    """The products that are kernels of ours, and other operators that are called."""
+    steps = compiled.record.plan.steps
+    return [s.op for s in steps if isinstance(s, Extern)]
+
+
+def check(compiled: Callable[..., Tensor], model: nn.Module, *args: Tensor) -> None:
+    """As near to float64 as eager is, twice: memory that a call leaves is poison for the next."""
+    model.double()
+    wanted = model(*(x.double() if x.is_floating_point() else x for x in args))
+    model.float()
+    eager = model(*args)
+    error = (eager - wanted).abs().max()
+    for _ in range(2):
+        torch.full((1 << 20,), float("nan"))  # what allocators hand out next
+        got = compiled(*args)
+        assert (got.shape, got.stride(), got.dtype) == (eager.shape, eager.stride(), eager.dtype)
+        assert (got - wanted).abs().max() <= 2 * error + 1e-5 * wanted.abs().max()
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """In evaluation mode, with statistics and weights that are no longer those of a new model."""
+    for m in model.modules():
+        if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            m.running_mean.normal_()
+            m.running_var.uniform_(0.5, 2)
+            if m.affine:
+                m.weight.data.normal_()
+                m.bias.data.normal_()
+    return model.eval()
+
+
+class Residual(nn.Module):
+    def __init__(self, n: int, act: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(n, n, 3, padding=1, bias=False), nn.Conv2d(n, n, 1)
+        self.norm, self.act = nn.BatchNorm2d(n), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.two(self.act(self.norm(self.one(x)))) + x)
+
+
+CONVOLUTIONS = {
+    "points": (nn.Conv2d(24, 40, 1), (2, 24, 7, 5)),
+    "strided points": (nn.Conv2d(16, 32, 1, 2, bias=False), (2, 16, 9, 6)),
+    "padded": (nn.Conv2d(17, 33, 3, padding=1), (2, 17, 8, 7)),
+    "dilated": (nn.Conv2d(16, 48, (3, 2), (2, 1), (2, 1), (2, 3)), (1, 16, 12, 9)),
+    "unpadded": (nn.Conv2d(20, 64, 3), (2, 20, 9, 8)),
+    "few channels": (nn.Conv2d(3, 24, 7, 2, 3), (2, 3, 31, 20)),
+    "deep": (nn.Conv2d(160, 16, 3, padding=1), (1, 160, 5, 5)),
+    "depthwise": (nn.Conv2d(24, 24, 5, 2, 2, groups=24), (2, 24, 11, 10)),
+    "grouped": (nn.Conv2d(24, 48, 3, padding=1, groups=3), (2, 24, 6, 6)),
+    "transposed": (nn.ConvTranspose2d(16, 24, 3, 2), (2, 16, 5, 6)),
+    "padded by words": (nn.Conv2d(16, 16, 3, padding="same"), (2, 16, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("last", [False, True])
+def test_convolution(name: str, last: bool) -> None:
+    conv, shape = CONVOLUTIONS[name]
+    model = trained(nn.Sequential(conv, nn.BatchNorm2d(conv.out_channels), nn.Hardswish()))
+    x = torch.randn(shape)
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    compiled = frozen(model, x)
+    check(compiled, model, torch.randn_like(x))
+    packed = {
+        "depthwise": [],
+        "grouped": ["aten::convolution"],
+        "transposed": ["aten::convolution"],
+    }
+    assert launches(compiled) == packed.get(name, ["plait::packed_conv"])
+
+
+@pytest.mark.parametrize(
+    "act", [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Hardswish(), nn.Sigmoid(), nn.LeakyReLU(0.1)]
+)
+def test_activation_and_residual(act: nn.Module) -> None:
+    model, x = trained(Residual(32, act)), torch.randn(2, 32, 9, 9)
+    compiled = frozen(model, x)
+    check(compiled, model, x)
+    # The residual comes with its channels apart, so one loop turns it around.
+    assert len(compiled.record.plan.steps) <= 4
+
+
+LINEARS = [  # rows, depth, columns
+    (1, 64, 64), (7, 64, 48), (64, 700, 40), (33, 1030, 130), (256, 32, 20), (5, 2000, 96),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", LINEARS)
+def test_linear(shape: tuple[int, int, int]) -> None:
+    rows, depth, columns = shape
+    model = trained(nn.Sequential(nn.Linear(depth, columns), nn.BatchNorm1d(columns), nn.Tanh()))
+    x = torch.randn(rows, depth)
+    compiled = frozen(model, x, options={"small_matmul_flops": 0})
+    check(compiled, model, x)
+    assert launches(compiled) == ["plait::packed_mm"]
+    assert len(compiled.record.plan.steps) == 1, "all of it is one kernel"
+
+
+class Block(nn.Module):
+    """What epilogues meet: gates, a product that two read, one that is returned too, scalars,
+    broadcasts along rows, and reductions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(48, 96), nn.Linear(48, 96, bias=False), nn.Linear(96, 48)
+        self.norm, self.scale = nn.LayerNorm(48), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate = self.a(x)
+        h = F.silu(gate) * self.b(x)
+        z = self.c(h) * self.scale + x
+        return self.norm(z), gate, (self.c(gate.relu()) + y).clamp(min=0.5) * 2 + x[:, :1]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_epilogues(target: str) -> None:
+    model = Block()
+    x, y = torch.randn(3, 20, 48), torch.randn(20, 1)
+    options = {"small_matmul_flops": 0, "wrapper": target}
+    compiled = frozen(model, x, y, options=options)
+    with torch.no_grad():
+        for _ in range(2):
+            for got, wanted in zip(compiled(x, y), model(x, y), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_other_instructions(isa: str) -> None:
+    from tests.kernel_tools import usable_isas
+
+    if isa not in [i.name for i in usable_isas()]:
+        pytest.skip(f"this machine has no {isa}")
+    model = trained(
+        nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 56, 3, padding=1),
+            nn.BatchNorm2d(56), nn.GELU(), nn.Flatten(), nn.Linear(56 * 25, 70),
+        )
+    )  # fmt: skip
+    x = torch.randn(3, 3, 9, 9)
+    check(frozen(model, x, options={"isa": isa}), model, x)
+
+
+def test_sizes_that_vary() -> None:
+    model = trained(nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU()))
+    dims = {
+        d: torch.export.Dim(name, min=lo) for d, name, lo in ((0, "n", 0), (2, "h", 3), (3, "w", 3))
+    }
+    compiled = frozen(model, torch.randn(2, 16, 9, 8), dynamic_shapes=(dims,))
+    for shape in ((2, 16, 9, 8), (1, 16, 5, 17), (5, 16, 3, 4), (0, 16, 4, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    linear = nn.Sequential(nn.Linear(96, 48), nn.GELU())
+    rows = torch.export.Dim("rows")
+    compiled = frozen(linear, torch.randn(4, 96), dynamic_shapes=({0: rows},))
+    assert launches(compiled) == ["plait::packed_mm"]
+    for n in (4, 1, 2, 7, 100, 0):
+        check(compiled, linear, torch.randn(n, 96)) if n else compiled(torch.randn(0, 96))
+
+
+# ------------------------------------------------------------------------------------------ weights
+@pytest.fixture(params=TARGETS)
+def model_and_compiled(request: pytest.FixtureRequest):
+    model = trained(
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(1))
+    )
+    model.append(nn.Linear(32 * 9, 32))
+    x = torch.randn(2, 16, 5, 5)
+    return model, frozen(model, x, options={"wrapper": request.param}), x
+
+
+@torch.no_grad()
+def test_changes_are_seen(model_and_compiled) -> None:
+    """In place, by an optimizer, by loading a state, and other tensors in their place."""
+    model, compiled, x = model_and_compiled
+
+    def same() -> None:
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+    same()
+    model[0].weight.mul_(2)
+    same()
+    model[1].running_var.add_(1)
+    same()
+    model[4].bias.fill_(3)
+    same()
+    model[4].weight = nn.Parameter(torch.randn(32, 288))
+    same()
+    model[4].weight.zero_()  # the new one
+    same()
+    model[0].weight.data = torch.randn(32, 16, 3, 3)  # other memory
+    same()
+    other = {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in
+             model.state_dict().items()}  # fmt: skip
+    other["1.running_var"] = other["1.running_var"].abs() + 0.5
+    model.load_state_dict(other)
+    same()
+    model.train()  # built in as it was
+    before = compiled(x)
+    model.eval()
+    torch.testing.assert_close(before, compiled(x))
+
+
+@torch.no_grad()
+def test_what_leaves_no_version_is_not_seen() -> None:
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(8, 64)
+    compiled = frozen(model, x, options={"small_matmul_flops": 0})
+    before = compiled(x)
+    model.weight.data.mul_(2)
+    torch.testing.assert_close(compiled(x), before)
+    model.weight.add_(0)  # a version, and all is seen
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_do_not_fit(model_and_compiled) -> None:
+    model, compiled, x = model_and_compiled
+    old = model[4].weight
+    model[4].weight = nn.Parameter(torch.randn(32, 288).double())
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"4\.weight.*float64"):
+            compiled(x)
+    model[4].weight = old
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    del model[1].running_mean
+    with pytest.raises(InputError):
+        compiled(x)
+
+
+class Tied(nn.Module):
+    """A weight under two names, a view of another one, and a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 48)
+        self.head = nn.Linear(48, 40, bias=False)
+        self.head.weight = self.table.weight
+        self.both = nn.Parameter(torch.randn(96, 48))
+        self.register_buffer("count", torch.zeros(48))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count.add_(1)
+        x = self.table(ids)
+        x = x @ self.both[:48] + x @ self.both[48:] + self.count
+        return self.head(x)
+
+
+@torch.no_grad()
+def test_shared_and_written() -> None:
+    model, ids = Tied(), torch.randint(40, (5, 6))
+    compiled = frozen(model, ids, options={"small_matmul_flops": 0})
+    for k in range(3):
+        got, count = compiled(ids), model.count.clone()
+        assert count.eq(2 * k + 1).all(), "the program writes to the module's buffer"
+        model.count.sub_(1)
+        torch.testing.assert_close(got, model(ids), rtol=1e-4, atol=1e-4)
+        model.count.add_(1)
+        (model.head.weight if k else model.both).mul_(0.5)
+
+
+@torch.no_grad()
+def test_threads() -> None:
+    """Calls while weights change give what one of the two weights gives."""
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(8, 64)
+    compiled = frozen(model, x, options={"small_matmul_flops": 0})
+    one = model(x)
+    wrong: list[Tensor] = []
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            ratio = compiled(x) / one
+            if not any(torch.allclose(ratio, torch.tensor(r), rtol=1e-3) for r in (1.0, 2.0)):
+                wrong.append(ratio)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for t in threads:
+        t.start()
+    old, new = model.weight, nn.Parameter(model.weight * 2)
+    for k in range(100):
+        model.weight = (new, old)[k % 2]
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not wrong
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_explain_tells_of_copies() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 20))
+    compiled = frozen(model, torch.randn(32, 256))
+    text = str(plait.explain(compiled, quiet=True))
+    assert "second copy of weights in the order of kernels (0.3 MiB)" in text, text
+
+
+# ----------------------------------------------------------------------------------------- packages
+@torch.no_grad()
+def test_package_in_a_fresh_process(tmp_path: Path) -> None:
+    model = trained(
+        nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), Residual(32, nn.SiLU()),
+            nn.Flatten(), nn.Linear(32 * 25, 50),
+        )
+    )  # fmt: skip
+    x = torch.randn(2, 3, 9, 9)
+    plait.package(model, tmp_path / "m.plait", (x,), fold=True)
+    torch.save((x, model(x)), tmp_path / "x.pt")
+    code = f"""
+import plait, torch
+x, wanted = torch.load({str(tmp_path / "x.pt")!r})
+run = plait.load({str(tmp_path / "m.plait")!r})
+for _ in range(2):
+    torch.testing.assert_close(run(x), wanted, rtol=1e-4, atol=1e-4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ struct BoundState {
   Ref owners = Ref::borrow(Py_None), dicts = Ref::borrow(Py_None);
   WatchedDicts watched;
   std::vector<Looked> sources;  // what some of the bound tensors are computed from
-  int under_way = 0;                                 // calls
+  int under_way = 0;            // calls
   std::vector<std::shared_ptr<const void>> retired;  // what these may still read
 };
 

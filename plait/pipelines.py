@@ -26,8 +26,10 @@ from plait.graph.edit import know_replaced
 from plait.graph.fma import gather_products
 from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
+from plait.graph.long_groups import widen_long_groups
 from plait.graph.memory_format import channels_last
 from plait.graph.noop import drop_noops
+from plait.graph.patches import unfold_patches
 from plait.graph.point_convolutions import multiply_points
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
@@ -103,6 +105,8 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
+    ("widen long groups", widen_long_groups),
+    ("unfold patches", unfold_patches),
     ("channels last", channels_last),  # before copies that change nothing go
     ("multiply points", multiply_points),
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
@@ -160,6 +164,8 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     # the forward pass saved.
     ("replace random", replace_random),
     ("save random", save_random),
+    ("widen long groups", widen_long_groups),
+    ("unfold patches", unfold_patches),
     ("channels last", channels_last),
     ("multiply points", multiply_points),
     ("split log_softmax", split_log_softmax),

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from plait.wrapper.instructions import CallExtern, Launch, Literal, WrapperProgram
+from plait.ir.dtypes import bf16, f32
+from plait.wrapper.instructions import AssertSizeStride, CallExtern, Launch, Literal, WrapperProgram
 from tests.test_cuda_programs import compile_only, fakes, of, record
 
 __all__ = ["compile_only"]
@@ -70,11 +71,35 @@ def test_what_stands_between_convolutions_is_one_kernel(
 
 
 def test_a_channel_with_a_filter_of_its_own_is_a_kernel(compile_only: None) -> None:
-    mode, args = fakes((8, 64, 56, 56), (64, 1, 3, 3), (64,), (64, 1, 7, 7))
+    mode, args = fakes((8, 64, 56, 56), (64, 64, 1, 1), (64, 1, 3, 3), (64,), (64, 1, 7, 7))
 
-    def net(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        y = F.relu(F.conv2d(x, w, b, groups=64, padding=1))
+    def net(x: Tensor, p: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        y = F.relu(F.conv2d(F.conv2d(x, p), w, b, groups=64, padding=1))
         return F.conv2d(y, v, groups=64).relu()
 
     made = record(net, *args, mode=mode)
-    assert kinds(made.wrapper)[0] == "k" and kinds(made.wrapper).count("c") == 1  # 7 x 7 is a call
+    # The image, a point; filters by their elements, 3 x 3 with all that follows; 7 x 7; the result.
+    assert kinds(made.wrapper) == "kckkck"
+
+
+@pytest.mark.parametrize(("taps", "wide"), [(128, True), (4, False)])
+def test_long_filters_of_groups_compute_in_float32(
+    compile_only: None, taps: int, wide: bool
+) -> None:
+    mode, args = fakes((2, 96, 499), (96, 48, taps), (96,), dtype=torch.bfloat16)
+    p = record(lambda x, w, b: F.conv1d(x, w, b, groups=2).relu(), *args, mode=mode).wrapper
+    (call,) = of(p, CallExtern)
+    (result,) = [i for i in of(p, AssertSizeStride) if i.origin == "aten.convolution.default"]
+    assert call.op == "aten::convolution" and result.dtype == (f32 if wide else bf16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_are_gathered_and_multiplied(compile_only: None, dtype: torch.dtype) -> None:
+    mode, args = fakes((2, 3, 64, 64), (96, 3, 16, 16), (96,), dtype=dtype)
+    call = "aten::convolution" if dtype == torch.float32 else "aten::addmm.out"
+
+    def embed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv2d(x, w, b, stride=16).flatten(2).transpose(1, 2)
+
+    p = record(embed, *args, mode=mode).wrapper
+    assert kinds(p) == "kck" and [i.op for i in of(p, CallExtern)] == [call]

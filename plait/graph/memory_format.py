@@ -44,7 +44,7 @@ _KEPT = "keeps_layout"
 
 def channels_last(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many operands it copied."""
-    if not any(_is_candidate(n) for n in gm.graph.nodes):
+    if not any(is_candidate(n) for n in gm.graph.nodes):
         return 0
     plan = _Plan(gm.graph)
     accepted = plan.regions_that_gain()
@@ -54,7 +54,7 @@ def channels_last(gm: GraphModule) -> int:
     return _Change(gm.graph, plan).carry_out(accepted)
 
 
-def _is_candidate(node: Node) -> bool:
+def is_candidate(node: Node) -> bool:
     """Whether a node is a convolution that tensor cores may compute."""
     at = _CONVOLUTIONS.get(node.target)
     if at is None or node.meta.get(_KEPT):
@@ -63,11 +63,11 @@ def _is_candidate(node: Node) -> bool:
     if x.dim() not in (3, 4, 5) or not facts_of(x.device).streams:
         return False
     return x.dtype in (torch.float16, torch.bfloat16) or (
-        x.dtype == torch.float32 and _rounds_float32()
+        x.dtype == torch.float32 and rounds_float32()
     )
 
 
-def _rounds_float32() -> bool:
+def rounds_float32() -> bool:
     """Whether the user's flags let cuDNN round the operands of float32 convolutions to TF32, which
     is the default. With products that is a flag of its own."""
     backends: Any = torch.backends
@@ -191,7 +191,7 @@ class _Plan:
         return self.now.get(node, value_of(node))
 
     def _visit(self, node: Node) -> None:
-        chosen = _is_candidate(node)
+        chosen = is_candidate(node)
         inputs = [n for n in node.all_input_nodes if n in self.now]
         if not chosen and not inputs:
             return
@@ -292,7 +292,7 @@ def _demanded(graph: Graph) -> set[Node]:
     """Values that a convolution reads, itself or through operators on each element by itself."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        if _is_candidate(node):
+        if is_candidate(node):
             found.update(node.args[k] for k in _CONVOLUTIONS[node.target][:-1])
         elif node in found and torch.Tag.pointwise in getattr(node.target, "tags", ()):
             found.update(n for n in node.all_input_nodes if _same_sizes(n, node))
@@ -435,15 +435,23 @@ class _Change:
                 new = self.graph.node_copy(source, lambda n: self._restored(before, n))
             new.meta["val"] = self.before[source]
         else:
-            old = self.before[source]
-            # The dimensions in the order in which eager has them in memory, outermost first.
-            order = sorted(range(old.dim()), key=lambda d: (-hint(old.stride(d)), d))
-            back = [order.index(d) for d in range(old.dim())]
-            new = insert(before, source, aten.permute.default, order)
-            new = insert(before, new, aten.clone.default, memory_format=_ROWS)
-            new = insert(before, new, aten.permute.default, back)
+            new = laid_out_as(before, source, self.before[source])
         self.restored[source] = new
         return new
+
+
+def laid_out_as(before: Node, x: Node, old: torch.Tensor) -> Node:
+    """A node, or a copy of it that lies in memory as another value of its sizes does."""
+    if _layout(value_of(x)) == _layout(old):
+        return x
+    # The dimensions in the order in which they lie in memory, outermost first; of equal strides,
+    # those of one element come last.
+    strides, single = [hint(s) for s in old.stride()], [hint(n) == 1 for n in old.shape]
+    order = sorted(range(old.dim()), key=lambda d: (-strides[d], single[d], d))
+    back = [order.index(d) for d in range(old.dim())]
+    new = insert(before, x, aten.permute.default, order)
+    new = insert(before, new, aten.clone.default, memory_format=_ROWS)
+    return insert(before, new, aten.permute.default, back)
 
 
 def _keeps_values(node: Node) -> bool:

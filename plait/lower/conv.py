@@ -12,7 +12,7 @@ import torch
 
 from plait.graph.conv_cost import MOST_TAPS
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.expr import Expr, Size, product
+from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
@@ -29,7 +29,7 @@ def convolution(
     padding: Sequence[Size], dilation: Sequence[Size], transposed: bool,
     output_padding: Sequence[Size], groups: Size,
 ) -> Any:  # fmt: skip
-    if not transposed and _is_depthwise(ctx, x, weight):
+    if not transposed and _is_loop(ctx, x, weight, stride):
         return _depthwise(ctx, x, weight, bias, stride, padding, dilation)
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
@@ -44,14 +44,30 @@ def convolution(
     return out if apart is None else _biased(ctx, out, apart)
 
 
-def _is_depthwise(ctx: Lowering, x: View, weight: View) -> bool:
-    """Whether each filter has one channel, and so few elements that they are written out, and a GPU
-    computes it."""
+def _is_loop(ctx: Lowering, x: View, weight: View, stride: Sequence[Size]) -> bool:
+    """Whether each filter has one channel and so few elements that they are written out, and
+    neighbours in memory read neighbours: channels, or points of a sequence."""
     if not (ctx.cfg.kernels and ctx.facts().streams and x.dtype in (f16, bf16, f32)):
         return False
     filters, one, *window = (n if isinstance(n, int) else 0 for n in weight.shape)
     small = 0 < prod(window) <= MOST_TAPS
-    return isinstance(x.shape[1], int) and filters > 1 and one == 1 and small
+    if not (isinstance(x.shape[1], int) and filters > 1 and one == 1 and small):
+        return False
+    return _are_channels_innermost(ctx) or (prod(window[:-1]) == 1 and stride[-1] == 1)
+
+
+def _are_channels_innermost(ctx: Lowering) -> bool:
+    strides = ctx.out_strides()
+    return strides is not None and strides[1] == 1
+
+
+def _by_taps(ctx: Lowering, weight: View) -> View:
+    """A copy of filters, whose elements at one place lie side by side."""
+    filters, window = weight.shape[0], weight.shape[2:]
+    strides = (1, 1, *(n * filters for n in contiguous_strides(window)))
+    copy = ctx.pointwise(weight.shape, weight.dtype, weight.load, strides)
+    ctx.fix_layout(copy.buf)
+    return copy
 
 
 def _depthwise(
@@ -59,6 +75,8 @@ def _depthwise(
     padding: Sequence[Size], dilation: Sequence[Size],
 ) -> View:  # fmt: skip
     """Each element of the result is a sum over a window of one channel, in float32."""
+    if _are_channels_innermost(ctx):
+        weight = _by_taps(ctx, weight)
     several = weight.shape[0] // x.shape[1]  # filters a channel
     window = [range(k) for k in weight.shape[2:] if isinstance(k, int)]
 

@@ -180,13 +180,16 @@ class _Inliner:
         points = hint_numel(map(extent, loop.vars), self.program.hints)
         evaluated = sum([self._evaluations(r) for r in readers])
         nbytes = self._nbytes(loop.out)
+        many = any(len(r.loads) > MAX_LOADS for r in readers)
+        if many and self.buffers[loop.out].fixed:  # it was laid out for being read so often
+            return False
         if len(readers) == 1 and evaluated <= points:
             # Far from its reader, a result is put into memory if it is smaller than what it is made
             # of.
             return readers[0].op - k <= FAR or self._read_nbytes(facts, self.given) <= nbytes
         if not facts.loads and facts.cost <= COPY_COST:
             return True
-        if any(len(r.loads) > MAX_LOADS for r in readers):
+        if many:
             return False
         repeated = evaluated - points
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)

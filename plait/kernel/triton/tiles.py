@@ -124,8 +124,6 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
         across = _across(axes, votes)
         if across is not None:
             return _square(axes, across)
-        if _rereads_a_row(linear, axes[-1]):
-            return _square(axes, axes[-1])
     points = _known(trip_count(axes))
     block = min(power(points), BLOCK_POINTS)
     # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
@@ -146,7 +144,7 @@ def share_tile(linear: LinearKernel, points: int) -> Tile:
 def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
     """Two dimensions, each with its own contiguous axis."""
     fast = axes[-1]
-    rest = (*(a for a in axes if a not in (fast, across)), *(() if across is fast else (across,)))
+    rest = (*(a for a in axes if a not in (fast, across)), across)
     x = min(power(_known(extent(fast))), TILE)
     y = min(power(_known(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
     return Tile((Group("y", rest, y), Group("x", (fast,), x)), False, _warps(x * y, 16))
@@ -417,16 +415,6 @@ def _across(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> Atom | None:
     if not others or _known(extent(axes[-1])) < 8:
         return None
     return max(others, key=lambda a: votes[a])
-
-
-def _rereads_a_row(linear: LinearKernel, fast: Atom) -> bool:
-    """Whether much of what a point reads is the same for all points with its place along the
-    fastest axis, which a block of two dimensions reads once: the filters of images whose channels
-    are innermost."""
-    if _known(extent(fast)) < TILE // 2 or len(linear.vars) < 2:
-        return False
-    used = [expr.free_symbols(offset) for offset, _ in _accesses(linear)]
-    return 3 * sum([u == {fast} for u in used]) >= len(used) >= 12
 
 
 def _known(n: Size) -> int:

@@ -37,9 +37,10 @@ from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
 from plait.ir.calls import Extern, UserKernel, all_programs
+from plait.ir.expr import symbol
 from plait.ir.loops import LoopProgram
 from plait.ir.verify import verify as verify_loops
-from plait.kernel.target import Choices, Machines, Measured, Source, Unaligned
+from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Unaligned
 from plait.kernel.targets import TARGETS
 from plait.lower.control_flow import graphs_within
 from plait.lower.graph import Lowered
@@ -57,6 +58,7 @@ from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
 from plait.schedule.plan import (
+    Form,
     Kernel,
     Plan,
     Step,
@@ -339,22 +341,41 @@ def _users_by_kind(plan: Plan) -> dict[str, list[UserLaunch]]:
 
 
 def _named(plan: Plan, shared: Mapping[str, Shared], sources: Mapping[str, Source]) -> Plan:
-    """The plan with the names of symbols, and what launches say."""
+    """The plan with the names of symbols, and what launches say. A kernel that was written in
+    several forms is a step for each."""
     names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
     grids = {k: g for source in sources.values() for k, g in source.grids.items()}
+    forms = {k: f for source in sources.values() for k, f in source.forms.items()}
 
-    def named(s: Step) -> Step:
+    def named(s: Step) -> list[Step]:
+        if isinstance(s, Kernel) and s.name in forms:
+            return _formed(s, forms[s.name])
         if isinstance(s, Kernel):
             made = replace(s, name=names[s.name], grid=grids.get(s.name, 1))
-            return shared[s.name].launched(made) if s.name in shared else made
+            return [shared[s.name].launched(made) if s.name in shared else made]
         if not isinstance(s, Extern) or s.kernel is None:
-            return s
+            return [s]
         assert isinstance(s.kernel, UserKernel), f"{s.kernel.name} was not written"
         chosen = tuple(v for v in s.kernel.variants if v.grid == grids[s.kernel.name])[:1]
-        return replace(s, kernel=replace(s.kernel, name=names[s.kernel.name], variants=chosen))
+        return [replace(s, kernel=replace(s.kernel, name=names[s.kernel.name], variants=chosen))]
 
+    steps: list[Step] = []
+    frees: list[tuple[str, ...]] = []
+    for s, freed in zip(plan.steps, plan.frees, strict=True):
+        made = named(s)
+        steps += made
+        frees += [()] * (len(made) - 1) + [freed]
     nested = tuple(_named(p, shared, sources) for p in plan.programs)
-    return replace(plan, steps=tuple(map(named, plan.steps)), programs=nested)
+    return replace(plan, steps=tuple(steps), frees=tuple(frees), programs=nested)
+
+
+def _formed(kernel: Kernel, forms: Forms) -> list[Step]:
+    """The steps of a kernel that was written in several forms."""
+    picked = symbol(f"{kernel.name}_form", 0, len(forms.entries) - 1)
+    return [
+        replace(kernel, name=name, grid=grid, form=Form(forms.pick, picked, k))
+        for k, (name, grid) in enumerate(forms.entries)
+    ]
 
 
 # ----------------------------------------------------------------------------------------- programs

@@ -288,6 +288,55 @@ def shares(length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) ->
     return f"{wrong} of a softmax of {length}" if wrong else ""
 
 
+def positions(
+    shape: tuple[int, int, int], d: DType, runner: Callable[[list[Kernel]], Callable[..., int]]
+) -> str:
+    """Positions of extremes over the middle axis: of ties, of NaNs, of nothing but infinities; what
+    is wrong, or ""."""
+    (c, i), (r,) = loop_vars("i", (shape[0], shape[2])), loop_vars("r", (shape[1],))
+    x = node("load", (), Load("x", (c, r, i)), d)
+    outs = {"least": "argmin", "most": "argmax"}
+    stmts: list[Stmt] = [Reduce(n, kind, x) for n, kind in outs.items()]
+    stmts += [Store(n, (c, i), node("acc", (), n, i64), False) for n in outs]
+    result = (shape[0], shape[2])
+    args = (strided("x", d, shape), *(strided(n, i64, result) for n in outs))
+    kernel = Kernel("positions", (c, i), (r,), tuple(stmts), args, tuple(outs), ())
+    data = np.random.default_rng(5).integers(-9, 9, shape).astype(np.int64 if d == i64 else "f4")
+    if d == f32:
+        data[0, :, :] = np.inf
+        data[1, :, 0] = -np.inf
+        data[1, shape[1] // 2 :: 7, -1] = np.nan
+    mine, want = (
+        {"x": data.ravel(), **{n: np.zeros(shape[0] * shape[2], np.int64) for n in outs}}
+        for _ in range(2)
+    )
+    runner([kernel])(kernel, mine)
+    run_kernel(kernel, want)
+    wrong = [n for n in outs if not np.array_equal(mine[n], want[n])]
+    return f"{wrong} of {shape} {d}" if wrong else ""
+
+
+def column_softmax(
+    shape: tuple[int, int, int], runner: Callable[[list[Kernel]], Callable[..., int]]
+) -> str:
+    """exp(x - max x) / sum over the middle axis, of nothing but -inf and of a NaN too; what is
+    wrong, or ""."""
+    (c, i), (r,) = loop_vars("i", (shape[0], shape[2])), loop_vars("r", (shape[1],))
+    stmts, value = softmax(node("load", (), Load("x", (c, r, i)), f32), f32)
+    args = tuple(strided(n, f32, shape) for n in ("x", "out"))
+    kernel = Kernel(
+        "columns", (c, i), (r,), (*stmts, Store("out", (c, r, i), value, True)), args, ("out",), ()
+    )
+    x = np.random.default_rng(6).standard_normal(shape).astype(np.float32)
+    x[0, :, 0], x[1, shape[1] // 2, 1], x[1, 1:, 2] = -np.inf, np.nan, -np.inf
+    mine, want = ({"x": x.ravel(), "out": np.zeros(x.size, np.float32)} for _ in range(2))
+    with np.errstate(all="ignore"):
+        runner([kernel])(kernel, mine)
+        run_kernel(kernel, want)
+    same = np.allclose(mine["out"], want["out"], rtol=1e-4, atol=1e-6, equal_nan=True)
+    return "" if same else f"a softmax over the middle of {shape}"
+
+
 def _wide(a: np.ndarray) -> np.ndarray:
     return (a.astype(np.uint32) << 16).view(np.float32) if a.dtype == np.uint16 else a
 
@@ -329,6 +378,12 @@ def main() -> None:
             for d in (f32, bf16)
             for shape in ((70, 64), (300, 100), (2000, 192))
         ]
+        jobs += [
+            partial(positions, shape, d, runner)
+            for d in (f32, i64)
+            for shape in ((2, 300, 17), (2, 300, 1), (2, 20003, 1))
+        ]
+        jobs += [partial(column_softmax, shape, runner) for shape in ((2, 2100, 20), (2, 2048, 64))]
         found = [job() for job in jobs[:: int((sys.argv[1:] or "1")[0])]]
     wrong = [text for text in found if text]
     print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))

@@ -196,7 +196,7 @@ class _Reader:
             match kind:
                 case Kind.SHAPE:
                     self.shape()
-                case Kind.STRIDES | Kind.FOR_PASSES:
+                case Kind.STRIDES | Kind.FOR_PASSES | Kind.CONDITION:
                     pass  # a part of the shape; not in plans
                 case Kind.DTYPE if Kind.DEFINES in kinds:
                     pass  # in the table of slots

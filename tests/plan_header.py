@@ -32,6 +32,8 @@ class _Member(NamedTuple):
     read: str
 
 
+_ABSENT = Kind.STRIDES, Kind.FOR_PASSES, Kind.CONDITION
+"""What plans lack, or have as a part of something else."""
 _TYPES = {
     Kind.DEFINES: ("SlotId", "slot"),
     Kind.SYMBOL: ("int32_t", "symbol"),
@@ -133,7 +135,7 @@ def _members(cls: type) -> Iterator[_Member]:
     for name, kind in fields:
         if kind is Kind.OPERATOR:
             yield from (_Member("std::string", n, "string") for n in ("op", "overload"))
-        elif kind not in (Kind.STRIDES, Kind.FOR_PASSES) and not (kind is Kind.DTYPE and defines):
+        elif kind not in _ABSENT and not (kind is Kind.DTYPE and defines):
             of, read = _TYPES[kind]
             yield _Member(of, read if name == "name" else name, read)
 

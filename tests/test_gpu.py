@@ -52,6 +52,22 @@ def test_training_step(name: str) -> None:
     trains_as_eager(name, *moved(name))
 
 
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "by graphs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_length(wrapper: str, dtype: torch.dtype) -> None:
+    """Whichever form a length picks, in place of a product too."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.softmax(x * 2, -1), torch.softmax(y @ x, -1)
+
+    by = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    compiled = torch.compile(fn, backend="plait", dynamic=True, options=by)
+    for n in (100, 128, 129, 512, 513, 3000, 2, 100):
+        x, y = r(40, n, dtype=dtype), r(30, 40, dtype=dtype)
+        for got, want in zip(compiled(x, y), fn(x, y), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2 / n)
+
+
 def test_integers_divided_by_zero() -> None:
     """Some number, as in eager, and the device goes on."""
 

@@ -109,6 +109,7 @@ class Random:
             Kind.OUTPUTS: lambda: self.many(self.operand),
             Kind.OPERAND: self.operand,
             Kind.SIZE: self.size,
+            Kind.CONDITION: self.size,
             Kind.SIZES: self.sizes,
             Kind.ALL_USED: self.names,
             Kind.FLAG: lambda: self.r.random() < 0.5,

@@ -20,15 +20,30 @@ from plait.schedule.plan import Kernel, Plan, UserLaunch
 
 
 @dataclass(frozen=True)
+class Forms:
+    """A kernel that is written in several forms, of which each launch takes one.
+
+    pick: the number of the one that it takes, over the kernel's sizes.
+    entries: the entry point of each, and its programs of a launch.
+    """
+
+    pick: Size
+    entries: tuple[tuple[str, Size], ...]
+
+
+@dataclass(frozen=True)
 class Source:
     """The kernels of one kind of device. text: what people read. entry_points: kernel name ->
     symbol; kernels that are equal but for names share one. grids: kernel name -> programs of a
-    launch. units: what the target compiles, where that is not the text as a whole."""
+    launch. units: what the target compiles, where that is not the text as a whole. forms: of the
+    kernels that have several, by name; the entry point is that of the last, which takes any
+    size."""
 
     text: str
     entry_points: Mapping[str, str]
     grids: Mapping[str, Size] = field(default_factory=dict)
     units: tuple[Any, ...] = ()
+    forms: Mapping[str, Forms] = field(default_factory=dict)
 
     def joined(self, other: Source) -> Source:
         """Both together."""
@@ -37,6 +52,7 @@ class Source:
             {**self.entry_points, **other.entry_points},
             {**self.grids, **other.grids},
             (*self.units, *other.units),
+            {**self.forms, **other.forms},
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from plait.ir.calls import Extern, TensorArg, UserKernel, all_programs
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.expr import Expr, Size, free_symbols, symbol
+from plait.ir.expr import Expr, Size, compare, free_symbols, symbol
 from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
 
 
@@ -79,6 +79,26 @@ def stmt_roots(s: Stmt) -> tuple[Node, ...]:
     return (s.value, *s.index_args, *extra)
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One of several ways to do the same work, of which a call takes one: the kernels of each read
+    and write the same buffers, besides what they alone use.
+
+    pick: number of the way that a call takes, over size symbols.
+    symbol: stands for it, from 0 up to the number of ways less 1.
+    at: number of this way.
+    """
+
+    pick: Size
+    symbol: Expr
+    at: int
+
+    @property
+    def runs(self) -> Size:
+        """1 where a call takes this way, else 0."""
+        return compare("eq", self.symbol, self.at)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One loop nest: for every point of vars (independent of each other, any order, may be split
@@ -100,7 +120,8 @@ class Kernel:
     sizes are those of all. alike: the parts are one nest over other buffers, of other lengths
     (`batch.py`). lengths: further integer arguments, where it was written for any length
     (`schedule/share_lengths.py`). grid: programs of a launch, on devices that launch grids; known
-    once the kernel is emitted."""
+    once the kernel is emitted. form: which of several it is, if the work can be done in several
+    ways."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -117,6 +138,7 @@ class Kernel:
     alike: bool = False
     lengths: tuple[int, ...] = ()
     grid: Size = 1
+    form: Form | None = None
 
     @property
     def hint_of(self) -> dict[str, int]:

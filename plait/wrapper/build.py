@@ -322,7 +322,8 @@ def _define_tables(d: _Draft) -> None:
 def _add_step(d: _Draft, step: Step) -> None:
     match step:
         case Kernel():
-            _note(d, step.origin)
+            if step.form is None or step.form.at == 0:
+                _note(d, step.origin)
             _launch(d, step)
         case Extern():
             _note(d, step.origin)
@@ -348,6 +349,12 @@ def _launch(d: _Draft, k: Kernel) -> None:
     for out in k.outs:
         if out not in d.how:
             d.make(d.buffer(out))
+    when: Size = 1
+    if k.form is not None:
+        symbol = str(k.form.symbol)
+        if symbol not in d.how:
+            d.define_symbol(symbol, k.form.pick)
+        when = k.form.runs
     d.body.append(
         ins.Launch(
             kernel=k.name,
@@ -356,7 +363,8 @@ def _launch(d: _Draft, k: Kernel) -> None:
             outs=k.outs,
             work_ns=k.work_ns,
             parallel=not k.sequential or bool(k.apart),
-            grid=k.grid,
+            grid=when * k.grid,
+            when=when,
         )
     )
 

@@ -110,6 +110,7 @@ Text = Annotated[str, Kind.TEXT]
 Int = Annotated[int, Kind.INT]
 Flag = Annotated[bool, Kind.FLAG]
 ForPasses = Annotated[bool, Kind.FOR_PASSES]
+Condition = Annotated[Size, Kind.CONDITION]
 
 
 # ---------------------------------------------------------------------------------------- signature
@@ -312,7 +313,9 @@ class Launch:
     expression (decides parallelism and whether the GIL is released). parallel: the kernel may be
     split over threads. barrier: it must not start before all earlier launches of its region ended
     on every thread (False only where no data flows between them). grid: programs to launch on a
-    GPU, where nothing runs for 0 of them; 1 on a CPU."""
+    GPU, where nothing runs for 0 of them; 1 on a CPU. when: `pick == k` where it belongs to the
+    k-th of several ways to do the same work, of which symbol `pick` takes one: its grid is 0 where
+    that is another. Each way writes all that the others write."""
 
     kernel: KernelName
     args: AllUsed
@@ -322,6 +325,7 @@ class Launch:
     parallel: Flag = True
     barrier: Flag = True
     grid: ASize = 1
+    when: Condition = 1
 
 
 @dataclass(frozen=True, slots=True)

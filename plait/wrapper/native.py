@@ -300,11 +300,14 @@ _WORDS: dict[Kind, _Words] = dict.fromkeys(Kind, _NUMBER) | {
 """How the value of a field of each kind is written."""
 
 
+_FOR_PASSES = Kind.FOR_PASSES, Kind.CONDITION
+
+
 class _Writers(dict[type, tuple[tuple[str, Kind, _Words], ...]]):
     """The fields of an instruction that plans hold, in order."""
 
     def __missing__(self, cls: type) -> tuple[tuple[str, Kind, _Words], ...]:
-        kept = [(name, kind) for name, kind in FIELDS[cls] if kind is not Kind.FOR_PASSES]
+        kept = [(name, kind) for name, kind in FIELDS[cls] if kind not in _FOR_PASSES]
         self[cls] = tuple((name, kind, _WORDS[kind]) for name, kind in kept)
         return self[cls]
 

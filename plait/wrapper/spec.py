@@ -48,6 +48,7 @@ class Kind(Enum):
     INT = "a number"
     FLAG = "true or false"
     FOR_PASSES = "true or false, which no target reads: plans lack it"
+    CONDITION = "an integer expression, which no target reads: plans lack it"
 
 
 Field = tuple[str, Kind]

@@ -117,7 +117,7 @@ class _ProgramWriter:
                 return self.name(value)
             case Kind.ALL_USED:
                 return tuple_text([self.name(n) for n in value])
-            case Kind.SIZE:
+            case Kind.SIZE | Kind.CONDITION:
                 return self.scope.size(value)
             case Kind.SIZES:
                 return self.scope.sizes(value)
@@ -272,7 +272,7 @@ class _ProgramReader:
                 return name_of(e)
             case Kind.ALL_USED:
                 return tuple(name_of(x) for x in items(e))
-            case Kind.SIZE:
+            case Kind.SIZE | Kind.CONDITION:
                 return self.symbols.size(e)
             case Kind.SIZES:
                 return self.symbols.sizes(e)

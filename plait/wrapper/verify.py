@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from plait.errors import InternalError
 from plait.ir.checks import ERRORS
 from plait.ir.expr import Expr, evaluate, free_symbols
+from plait.wrapper import forms
 from plait.wrapper import instructions as ins
 from plait.wrapper.in_flight import InFlight
 from plait.wrapper.owners import Owners
@@ -97,7 +98,8 @@ class _Verifier:
         self.samples = _samples(program)
         self.arenas: dict[str, ins.Arena] = {}
         self.at = -1
-        self.uses = _uses(program.body)
+        self.moments = self.at_once(program.body)
+        self.uses = _uses(program.body, self.moments)
         self.owners = Owners(program.programs)
         self.in_flight = InFlight(self.base)
 
@@ -115,6 +117,16 @@ class _Verifier:
         for i in self.p.body:
             self.at += 1
             self.instruction(i)
+
+    def at_once(self, body: Sequence[ins.Instr]) -> list[int]:
+        """When each instruction runs, after the rules of work that is done in several ways."""
+        try:
+            found = forms.faults(self.p, self.samples)
+        except ValueError as error:
+            found = [str(error)]
+        if found:
+            self.fail(found[0])
+        return forms.moments(body)
 
     def fail(self, what: str) -> NoReturn:
         where = "signature" if self.at < 0 else f"instruction {self.at}, {self.p.body[self.at]}"
@@ -143,7 +155,7 @@ class _Verifier:
             at = self.base.get(at)
         memory = root(name, self.base)
         taker = self.spent.get(memory)
-        if taker is not None and self.at > self.first_use(taker):
+        if taker is not None and self.moments[self.at] > self.first_use(taker):
             self.fail(f"{memory} is used after {taker} took over its memory")
         return kind
 
@@ -334,12 +346,12 @@ class _Verifier:
                     self.fail(f"output {name} lies in the arena")
 
 
-def _uses(body: Sequence[ins.Instr]) -> dict[str, list[int]]:
-    """Positions at which each tensor, or a view of it, is used; views do not count as uses
+def _uses(body: Sequence[ins.Instr], moments: Sequence[int]) -> dict[str, list[int]]:
+    """Moments at which each tensor, or a view of it, is used; views do not count as uses
     themselves."""
     base = views_of(body)
     out: dict[str, list[int]] = {}
-    for k, i in enumerate(body):
+    for k, i in zip(moments, body, strict=True):
         for name in () if isinstance(i, ins.View) else used(i):
             at: str | None = name
             while at is not None:

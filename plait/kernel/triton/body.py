@@ -84,9 +84,16 @@ class BodyPrinter:
     def _looped(self, p: RowPass) -> None:
         """A pass of a block that walks along its rows."""
         for a in p.accumulators:
-            self.reductions.start(a)
+            self.reductions.start(a, p.span.start is None)
         if p.counts:
             self.reductions.start_count()
+        (self._loop_ahead if p.ahead else self._loops)(p)
+        self.lines.enter()
+        for a in p.accumulators:
+            self.reductions.finish(a)
+
+    def _loops(self, p: RowPass) -> None:
+        """The blocks that lie inside their rows, and those at the ends."""
         r, whole, start = self.tile.groups[-1], p.span.whole, p.span.start
         head = ["r = rbase + offset"]
         mask = self._mask_of(r)
@@ -105,9 +112,25 @@ class BodyPrinter:
             self.lines.outer.lines += [f"offset = {whole}", *lines]
         else:
             self._loop(0, self._points(r), r.block, lines)
+
+    def _loop_ahead(self, p: RowPass) -> None:
+        """All blocks, each while the next is loaded; the last while it is loaded again."""
+        r = self.tile.groups[-1]
+        mask, points = self._mask_of(r), self._points(r)
+        self.values.piece = Piece(False, None, p.later)
         self.lines.enter()
-        for a in p.accumulators:
-            self.reductions.finish(a)
+        names = [self.values.value(n) for n in p.ahead]
+        loads = self.lines.inner.lines
+        self.lines.enter()
+        for n, name in zip(p.ahead, names, strict=True):
+            self.lines.keep(n, self.lines.define(name, True), True)
+        copies, self.lines.inner.lines = self.lines.inner.lines, []
+        self._points_of(p)
+        following = f"(offset + {r.block} if offset + {r.block} < {points} else offset)"
+        self.lines.outer.lines += ["r = rbase", *mask, *loads]
+        load = [f"r = rbase + {following}", *mask, *loads]
+        work = ["r = rbase + offset", *mask, *self.lines.inner.lines]
+        self._loop(0, points, r.block, [*copies, *load, *work])
 
     def _block(self, p: RowPass, piece: Piece) -> None:
         """What one block of a pass does."""

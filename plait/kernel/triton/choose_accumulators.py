@@ -9,7 +9,7 @@ from enum import Enum
 
 from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.passes import Passes
-from plait.kernel.triton.tiles import Tile, held_dtypes
+from plait.kernel.triton.tiles import Tile, column_vector, held_dtypes
 from plait.schedule.legalize.linear import LinearKernel
 from plait.schedule.plan import Reduce, Store
 
@@ -78,8 +78,10 @@ def _accumulator(linear: LinearKernel, tile: Tile, passes: Passes, s: Reduce) ->
 def _folds(linear: LinearKernel, tile: Tile) -> tuple[int, ...]:
     r = tile.groups[-1]
     rows = math.prod(g.block for g in tile.outer)
-    if rows > 1:
-        return (rows, 1, r.block, 1)
+    if rows > 1:  # the threads that are left beside neighbouring results walk along rows
+        lanes = 32 * tile.num_warps * column_vector(linear) // rows
+        n = max(r.block // lanes, 1) if lanes else 1
+        return (rows, n, r.block // n, 1)
     vector = 16 // min((d.nbytes for d in held_dtypes(linear, linear.vars)), default=4)
     n = max(r.block // (32 * tile.num_warps * vector), 1)
     return (rows, n, r.block // (n * vector), vector)

@@ -269,6 +269,11 @@ _FUNCTIONS: dict[str, str] = dict((
     take = better | (same & (i < j))
     return tl.where(take, a, b), tl.where(take, i, j)
 """) for name, sign in (("argmax", ">"), ("argmin", "<"))),
+    # Of two of which the second comes after the first.
+    *((f"p_{name}_later", f"""def p_{name}_later(a, i, b, j):
+    take = (a == a) & ~(a {sign}= b)
+    return tl.where(take, b, a), tl.where(take, j, i)
+""") for name, sign in (("argmax", ">"), ("argmin", "<"))),
     ("p_philox", """def p_philox(seed, counter, word):
     c2 = (word >> 2).to(tl.uint32)
     low = counter.to(tl.uint32) + tl.zeros_like(c2)

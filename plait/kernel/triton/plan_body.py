@@ -16,6 +16,7 @@ from plait.kernel.triton.choose_accesses import (
 from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator, choose_accumulators
 from plait.kernel.triton.choose_forms import Form, choose_forms
 from plait.kernel.triton.layout import Layout
+from plait.kernel.triton.load_ahead import loads_ahead
 from plait.kernel.triton.passes import Passes, plan_passes
 from plait.kernel.triton.split_rows import Span, split_rows
 from plait.kernel.triton.tiles import Tile
@@ -32,12 +33,14 @@ class RowPass:
         input.
     span: how blocks walk along a row.
     later: the loads that later passes repeat; None if there is one pass.
+    ahead: the loads that are under way while the loop works on the block before.
     """
 
     accumulators: tuple[Accumulator, ...]
     stores: tuple[BlockStore, ...]
     span: Span
     later: frozenset[Node] | None = None
+    ahead: tuple[Node, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -74,19 +77,22 @@ def plan_body(
     layout = Layout(linear, tile)
     passes = plan_passes(linear, tile.looped)
     guarded = needs_points(linear)
+    loads = load_accesses(layout, guarded)
     return BodyPlan(
         layout,
         index_type,
         sizes,
-        _row_passes(layout, passes),
+        _row_passes(layout, passes, loads),
         tuple(store_access(layout, s, in_pass=False) for s in passes.last),
-        load_accesses(layout, guarded),
+        loads,
         choose_forms(layout),
         guarded,
     )
 
 
-def _row_passes(layout: Layout, passes: Passes) -> tuple[RowPass, ...]:
+def _row_passes(
+    layout: Layout, passes: Passes, loads: Mapping[Node, Access]
+) -> tuple[RowPass, ...]:
     linear, tile = layout.linear, layout.tile
     repeated: list[frozenset[Node] | None] = [None] * len(passes.loops)
     if tile.looped and len(passes.loops) > 1:
@@ -103,5 +109,6 @@ def _row_passes(layout: Layout, passes: Passes) -> tuple[RowPass, ...]:
         if tile.looped:
             ordered = any(a.how in (Accumulation.SCAN, Accumulation.MEAN) for a in accumulators)
             span = split_rows(linear, tile, stmts, ordered)
-        found.append(RowPass(accumulators, tuple(stores), span, again))
+        ahead = loads_ahead(layout, stmts, span, loads)
+        found.append(RowPass(accumulators, tuple(stores), span, again, ahead))
     return tuple(found)

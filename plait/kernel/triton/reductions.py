@@ -10,8 +10,8 @@ from plait.kernel.triton.passes import offset_from, scale_of
 from plait.kernel.triton.values import Values
 from plait.schedule.plan import Reduce
 
-_LAST = 2**63 - 1
-"""A position behind all others."""
+_LAST = {"tl.int32": 2**31 - 1, "tl.int64": 2**63 - 1}
+"""A position behind all others, by the type of positions."""
 
 
 class Reductions:
@@ -53,13 +53,13 @@ class Reductions:
 
     def _position(self) -> str:
         shape = self.layout.shape(self.layout.everything)
-        return self.lines.define(f"tl.broadcast_to(r.to(tl.int64), {shape})", True)
+        return self.lines.define(f"tl.broadcast_to(r, {shape})", True)
 
     def _reduced(self, s: Reduce, block: str, position: str, inner: bool) -> str:
         """The rows' results out of a block, as a column."""
         d = s.value.dtype
         if position:
-            return f"tl.reduce(({block}, {position}), 1, p_{s.kind})[1][:, None]"
+            return f"tl.reduce(({block}, {position}), 1, p_{s.kind})[1][:, None].to(tl.int64)"
         if s.kind == "sum" and d.is_float:
             return f"tl.sum({block}, 1)[:, None]"
         if d == b1:
@@ -68,8 +68,9 @@ class Reductions:
         return f"tl.reduce({block}, 1, {combiner(s.kind, d)})[:, None].to({TYPES[d.name]})"
 
     # ------------------------------------------------------------------------------- before a loop
-    def start(self, a: Accumulator) -> None:
-        """Accumulators before the loop."""
+    def start(self, a: Accumulator, in_order: bool) -> None:
+        """Accumulators before the loop. in_order: it walks along the row from its first point, so
+        that a lane that has points begins with the position of its first."""
         shape = self.layout.shape(
             self.layout.rows if a.how is Accumulation.SCAN else self.layout.everything
         )
@@ -78,7 +79,10 @@ class Reductions:
         first = _first(a.reduce)
         names = [self.lines.define(f"tl.broadcast_to({first}, {shape})", False, "a")]
         if a.is_arg:
-            names.append(self.lines.define(f"tl.full({shape}, {_LAST}, tl.int64)", False, "a"))
+            kind = self.values.plan.index_type
+            last = f"tl.full({shape}, {_LAST[kind]}, {kind})"
+            at = f"tl.broadcast_to(rbase, {shape})" if in_order else last
+            names.append(self.lines.define(at, False, "a"))
         self.begun[a.reduce.name] = tuple(names)
 
     def start_count(self) -> None:
@@ -98,11 +102,7 @@ class Reductions:
         if a.how is Accumulation.SCAN:
             self._scan(a.reduce, block)
         elif a.is_arg:
-            position = self._position()
-            for mask in self.values.mask(frozenset("r")):
-                position = self.lines.define(f"tl.where({mask}, {position}, {_LAST})", True)
-            both = ", ".join(names)
-            self.lines.add(f"{both} = p_{kind}({both}, {block}, {position})", True)
+            self._best(kind, names, block)
         elif a.how is Accumulation.PEAK:
             self._peak(a, block)
         elif a.reduce.value.dtype == b1:
@@ -111,6 +111,17 @@ class Reductions:
         else:
             fn = combiner(kind, a.reduce.value.dtype)
             self.lines.add(f"{names[0]} = {fn}({names[0]}, {block})", True)
+
+    def _best(self, kind: str, names: tuple[str, ...], block: str) -> None:
+        """The better of each lane's value so far and its value in a block, with its position."""
+        position, both = self._position(), ", ".join(names)
+        how = f"p_{kind}_later"  # outside of the row there is nothing better
+        if self.values.piece.start is not None:
+            how = f"p_{kind}"
+            for mask in self.values.mask(frozenset("r")):
+                last = _LAST[self.values.plan.index_type]
+                position = self.lines.define(f"tl.where({mask}, {position}, {last})", True)
+        self.lines.add(f"{both} = {how}({both}, {block}, {position})", True)
 
     def count(self) -> None:
         """One more block at the end of the loop's body."""

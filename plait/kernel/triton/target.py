@@ -19,9 +19,10 @@ from plait.ir.calls import Extern
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
-from plait.kernel.target import Choices, Machines, Measured, Source, Target, Unaligned
+from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.body import BodyPrinter
+from plait.kernel.triton.by_length import Tiles, tiles_by_length
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.parts import choose_part
@@ -36,6 +37,7 @@ from plait.runtime.store import Built
 from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint
 from plait.schedule.dedup import LENGTH, structure, symbol_for
+from plait.schedule.deps import extent
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel
@@ -86,16 +88,29 @@ class TritonTarget(Target):
     ) -> Source:
         """A module a kernel. choices: tiles other than the planned ones."""
         keys, distinct, symbols = _distinct(kernels, unaligned, machines)
+        taken = set(symbols.values())
+        tiles = {
+            key: _tiles_by_size(k, key.busy, choices.get(k.name)) for key, k in distinct.items()
+        }
         made = {
-            key: _unit(k, symbols[key], key, choices.get(k.name), verifies)
+            key: [
+                _unit(k, symbol, key, tile, verifies)
+                for symbol, tile in tiles[key].named(symbols[key], taken)
+            ]
             for key, k in distinct.items()
         }
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
+        every = tuple(unit for several in made.values() for unit in several)
         return Source(
-            text="\n\n".join(unit.text for unit in made.values()),
-            entry_points={n: u.name for n, u in units.items()},
-            grids={n: u.grid for n, u in units.items()},
-            units=tuple(made.values()),
+            text="\n\n".join(unit.text for unit in every),
+            entry_points={n: u[-1].name for n, u in units.items()},
+            grids={n: u[-1].grid for n, u in units.items()},
+            units=every,
+            forms={
+                k.name: Forms(tiles[key].pick, tuple((u.name, u.grid) for u in made[key]))
+                for k, key in zip(kernels, keys, strict=True)
+                if len(made[key]) > 1
+            },
         )
 
     def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
@@ -269,6 +284,15 @@ def _tiles(kernel: Kernel, busy: int) -> tuple[Tile, ...]:
     """Those that are worth measuring: of parts, blocks are shares."""
     linear = _space(kernel)
     return (_planned(kernel, linear, busy),) if kernel.parts else candidates(linear, busy)
+
+
+def _tiles_by_size(kernel: Kernel, busy: int, chosen: Tile | None) -> Tiles:
+    """The tiles that a kernel is written with; None stands for the planned one. chosen: the one for
+    any size, or None."""
+    if all(isinstance(extent(r), int) for r in kernel.rvars):
+        return Tiles(0, (chosen,))
+    found = tiles_by_length(_space(kernel), kernel.hint_of, busy)
+    return Tiles(found.pick, (*found.tiles[:-1], chosen))
 
 
 def _is_wide(linear: LinearKernel, tile: Tile) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.devices import DEVICES
 from plait.ir import expr
@@ -45,6 +45,9 @@ MAX_WARPS = 32
 """Warps that a block may have."""
 BUSY = DEVICES["cuda"].busy(DEVICES["cuda"].multiprocessors)
 """Programs that fill the device that kernels are for where it is not at hand."""
+WIDE = 256
+"""Results side by side of a block that reduces columns which begin anywhere: lines of memory at its
+two ends are read by its neighbours too."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -135,6 +138,13 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
 
 
+def held_tile(linear: LinearKernel, length: int, busy: int) -> Tile | None:
+    """The tile of a reduction whose blocks hold rows up to a length as a whole, or None where that
+    saves nothing."""
+    f = replace(_rows_of(linear, _unit_strides(linear), busy), length=length, known=True)
+    return _held(f) if f.again and not f.column and _is_held(f) else None
+
+
 def share_tile(linear: LinearKernel, points: int) -> Tile:
     """The tile of a pointwise kernel whose blocks have so many points."""
     ragged = trip_count(linear.vars) % 16 != 0  # a mask an element: there are no vectors
@@ -158,8 +168,9 @@ class _Rows:
     walks them.
     programs: axes of results of which a program has one point. rows, length: how many results there
     are, and points a result; known: length is no guess. column: neighbours in memory belong to
-    different results. again: a block that walks along a row reads some of it twice. held: dtypes of
-    what is loaded at every point. stores: something is stored at every point. one: there is one
+    different results. again: a block that walks along a row reads some of it twice. vector:
+    neighbouring results that a thread may load at once. held: dtypes of what is loaded at every
+    point. stores: something is stored at every point. one: there is one
     reduction. ragged: rows begin in the middle of vectors. busy: programs that fill the
     device."""
 
@@ -171,6 +182,7 @@ class _Rows:
     known: bool
     column: bool
     again: bool
+    vector: int
     held: list[DType]
     stores: bool
     one: bool
@@ -220,6 +232,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     return _Rows(
         outer, inner, programs, rows, _known(trip_count(inner)),
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(linear),
+        vector=column_vector(linear),
         held=held_dtypes(linear, outer),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
         ragged=_is_ragged(linear), busy=busy,
@@ -252,12 +265,12 @@ def _held(f: _Rows) -> Tile:
 
 def _columns(f: _Rows) -> Tile:
     """Pieces of columns, several columns side by side."""
-    x = min(power(f.rows), _column_width(f, TILE))
     several = f.stores or not f.one
+    apart = f.vector == 1 and not several
+    x = min(power(f.rows), _column_width(f, WIDE if apart else TILE))
     r = _column_points(f, x, several)
-    return f.tile(
-        x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32)
-    )
+    each = 8 if f.stores and f.narrow and f.one else 16 if several or apart else 32
+    return f.tile(x, r, True, _warps(x * r, each))
 
 
 def _column_points(f: _Rows, x: int, several: bool) -> int:
@@ -336,6 +349,21 @@ def _is_ragged(linear: LinearKernel) -> bool:
         if along and begin % (16 // dtype.nbytes) != 0:
             return True
     return False
+
+
+def column_vector(linear: LinearKernel) -> int:
+    """Neighbouring results that a thread may load at once, or 0 where neighbours in memory are of
+    one result."""
+    votes = _unit_strides(linear)
+    if sum(votes.get(v, 0) for v in linear.vars) <= sum(votes.get(r, 0) for r in linear.rvars):
+        return 0
+    vectors = [1]
+    for offset, dtype in _accesses(linear):
+        along = [v for v in linear.vars if expr.is_contiguous(offset, v)]
+        begin = expr.substitute(offset, dict.fromkeys(along, 0))
+        if along and begin % (16 // dtype.nbytes) == 0:
+            vectors.append(16 // dtype.nbytes)
+    return max(vectors)
 
 
 def _row_warps(f: _Rows, x: int, r: int, of_columns: int) -> int:

@@ -19,7 +19,7 @@ from plait.schedule.plan import Reduce, Stmt
 
 def faults_of_body(plan: BodyPlan) -> list[str]:
     """The rules that a plan breaks."""
-    rules = (_order, _accumulators, _spans, _values, _stores)
+    rules = (_order, _accumulators, _spans, _loads_ahead, _values, _stores)
     return [fault for rule in rules for fault in rule(plan)]
 
 
@@ -41,6 +41,16 @@ def _order(plan: BodyPlan) -> Iterator[str]:
         yield "does not do each of its statements once"
     if any(p.stores for p in plan.passes[:-1]):
         yield "stores before its last pass"
+
+
+def _loads_ahead(plan: BodyPlan) -> Iterator[str]:
+    """What is loaded a block ahead needs nothing of its own block."""
+    for p in plan.passes:
+        if p.ahead and (p.span != Span() or not plan.layout.tile.looped):
+            yield "loads a block ahead of one that is not the next"
+        for n in p.ahead:
+            if n.args or plan.loads[n].guarded or not plan.layout.is_inner(n):
+                yield f"loads {n.attr} before what it needs"
 
 
 def _count(stmts: Iterable[Stmt]) -> Counter[Stmt]:

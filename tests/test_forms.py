@@ -1,0 +1,116 @@
+"""Work that can be done in several ways: what the verifier asks of it, and kernels of rows whose
+length a call tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plait.errors import InternalError
+from plait.ir.expr import Expr, evaluate, symbol
+from plait.kernel.target import Source
+from plait.kernel.triton.dialects import GPUS
+from plait.kernel.triton.target import TritonTarget
+from plait.schedule.plan import Kernel
+from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.native import encode
+from plait.wrapper.text import read, text
+from plait.wrapper.verify import verify
+from tests.gpu_rows import kernel_of
+
+N = symbol("n", lo=1)
+HEAD = """
+program('g')
+n = symbol(lo=1)
+pick = symbol(hi=1)
+n = int_input()
+x = tensor_input(f32[n] @ (1,), device='cuda:0')
+kernel('short', 2, 1, device='cuda:0')
+kernel('first', 2, 1, device='cuda:0')
+kernel('second', 2, 1, device='cuda:0')
+"""
+SHORT = "launch('short', (x, y), (n,), (y,), n, grid=(pick == 0), when=(pick == 0))"
+FIRST = "launch('first', (x, part), (n,), (part,), n, grid=64*(pick == 1), when=(pick == 1))"
+SECOND = "launch('second', (part, y), (n,), (y,), n, grid=(pick == 1), when=(pick == 1))"
+GOOD = f"""
+y = alloc(f32[1] @ (1,), device='cuda:0')
+part = alloc(f32[64] @ (1,), device='cuda:0')
+pick = let((4096 < n))
+{SHORT}
+{FIRST}
+{SECOND}
+free(part)
+return (y,)
+"""
+
+
+def parse(body: str) -> WrapperProgram:
+    return read(HEAD + body)
+
+
+def test_one_kernel_or_two() -> None:
+    program = parse(GOOD)
+    verify(program)
+    assert read(text(program)) == program and encode(program)
+
+
+def test_what_all_ways_read_may_be_taken_over() -> None:
+    """The ways run at one moment: the last use of what they read is the first of what they make."""
+    program = parse("""
+z = alloc(f32[n] @ (1,), device='cuda:0')
+launch('short', (x, z), (n,), (z,), n, grid=n)
+pick = let((4096 < n))
+y = reuse(z, f32[n] @ (1,))
+launch('short', (z, y), (n,), (y,), n, grid=n*(pick == 0), when=(pick == 0))
+launch('first', (z, y), (n,), (y,), n, grid=(pick == 1), when=(pick == 1))
+return (y,)
+""")
+    verify(program)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (SHORT, "", "pick = (4096 < n) picks from 0 to 1 among ways [1]"),
+        ("(4096 < n)", "(4096 < n) + (9 < n)", "picks from 0 to 2 among ways [0, 1]"),
+        ("grid=64*(pick == 1)", "grid=64", "first runs where another way is taken"),
+        (SECOND, "", "y is not used by every way of the same work"),
+        ("(part, y), (n,), (y,)", "(part, y), (n,), ()", "y is not written by every way"),
+        ("return (y,)", "return (y, part)", "part is not used by every way of the same work"),
+        ("when=(pick == 0)", "when=(n == 2)", "n picks a way of doing work and is no function"),
+        ("when=(pick == 0)", "when=2*pick", "2*pick is not `pick == k`"),
+    ],
+)
+def test_broken_ways(old: str, new: str, says: str) -> None:
+    assert old in GOOD
+    with pytest.raises(InternalError, match="after build") as caught:
+        verify(parse(GOOD.replace(old, new).replace("free(part)\n", "")))
+    assert says in str(caught.value)
+
+
+def written(name: str, length: int | Expr, hint: int) -> Source:
+    """The source of a kernel of rows."""
+    kernel: Kernel = kernel_of(name, length)
+    args = tuple(replace(b, device="cuda:0") for b in kernel.args)
+    sizes = (length,) if isinstance(length, Expr) else ()
+    kernel = replace(kernel, args=args, sizes=sizes, hints=(hint,) * len(sizes))
+    machines = {"cuda:0": (GPUS["sm_90"], 264)}
+    return TritonTarget().emit([kernel], {kernel.name: set()}, machines, {}, verifies=True)
+
+
+def test_rows_of_any_length_that_are_read_once_where_a_block_holds_them() -> None:
+    source = written("softmax", N, 500)
+    forms = source.forms["softmax"]
+    assert [name for name, _ in forms.entries] == ["softmax_512", "softmax_2048", "softmax"]
+    assert source.entry_points == {"softmax": "softmax"}  # of any length
+    picks = {n: evaluate(forms.pick, {"n": n}) for n in (1, 512, 513, 2048, 2049, 10**6)}
+    assert list(picks.values()) == [0, 0, 1, 1, 2, 2]
+    loops = [unit.text.count("for offset in") for unit in source.units]
+    assert loops == [0, 0, 2] and len({unit.name for unit in source.units}) == 3
+
+
+def test_one_form_where_another_saves_nothing() -> None:
+    assert not written("softmax", 500, 0).forms  # the length is known
+    assert not written("softmax", N, 1 << 20).forms  # too long for a block
+    assert not written("exp_sum", N, 500).forms  # read once anyway

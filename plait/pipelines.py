@@ -20,17 +20,14 @@ from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
+from plait.graph.convolutions import CONVOLUTIONS
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
 from plait.graph.fma import gather_products
 from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
-from plait.graph.long_groups import widen_long_groups
-from plait.graph.memory_format import channels_last
 from plait.graph.noop import drop_noops
-from plait.graph.patches import unfold_patches
-from plait.graph.point_convolutions import multiply_points
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
@@ -107,10 +104,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
-    ("widen long groups", widen_long_groups),
-    ("unfold patches", unfold_patches),
-    ("channels last", channels_last),  # before copies that change nothing go
-    ("multiply points", multiply_points),
+    *CONVOLUTIONS,  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
     ("write out", write_out),
@@ -166,10 +160,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     # the forward pass saved.
     ("replace random", replace_random),
     ("save random", save_random),
-    ("widen long groups", widen_long_groups),
-    ("unfold patches", unfold_patches),
-    ("channels last", channels_last),
-    ("multiply points", multiply_points),
+    *CONVOLUTIONS,
     ("split log_softmax", split_log_softmax),
     ("narrow pool indices", narrow_pool_indices),
     ("list items", list_items),

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import plait.graph.memory_format as memory_format
 from plait import compat
 from plait.devices import facts_of
+from plait.graph.fold import fold_weights
 from tests.models import MODELS
 from tests.test_models import build, close, double, trains_as_eager
 
@@ -171,6 +172,22 @@ def test_what_stands_between_convolutions_copies_nothing(name: str) -> None:
 
     gm, n = turned(fn, X, W, V)
     assert n == 3 and len(moves(gm)) == n + 1  # the image and two filters; the result goes back
+
+
+def test_frozen_filters_are_turned_once() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        return (F.conv2d(F.batch_norm(F.conv2d(x, w, padding=1), m, s).relu(), v),)
+
+    args = (X, W, V, torch.randn(32), torch.rand(32))
+    table = compat.decompositions.decomposition_table()
+    gm = make_fx(torch.func.functionalize(fn), table, "fake")(*args)
+    image, *inputs = gm.graph.find_nodes(op="placeholder")
+    fold_weights(gm, dict(zip(inputs, args[1:], strict=True)))
+    gm.recompile()
+    torch.testing.assert_close(gm(*args), fn(*args), rtol=1e-4, atol=1e-4)
+    assert next(iter(moves(gm))).args[0] is image and len(moves(gm)) == 2
+    filters = [c.args[1] for c in convolutions(gm)]
+    assert all(f.op == "get_attr" and memory_format.lies_last(f.meta["val"]) for f in filters)
 
 
 @pytest.mark.parametrize("how", ["pixels", "channels"])

@@ -151,8 +151,6 @@ def _depthwise_gain_ns(c: Convolution) -> float:
 def copy_ns(source: Node, x: torch.Tensor) -> float:
     """What a copy of a value in another layout costs: less where a kernel of ours makes it, which
     then writes what the copy would have read."""
-    if source.op == "get_attr":
-        return 0.0  # copied while compiling
     apart = source.op == "placeholder" or source.target is aten.convolution.default
     return LAUNCH_NS + nbytes_of(x) / BYTES_A_NS if apart else nbytes_of(x) / BYTES_A_NS / 2
 

@@ -115,6 +115,13 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=_FORMATS[x.dim()])
 
 
+def _all_turned(results: Any) -> Any:
+    """The same of several results; the gradient of a bias stays."""
+    if isinstance(results, torch.Tensor):
+        return _turned(results)
+    return [_turned(r) if r is not None and r.dim() > 1 else r for r in results]
+
+
 # --------------------------------------------------------------------------------------- what to do
 class _Regions:
     """Sets of nodes whose layouts are decided on together."""
@@ -226,7 +233,10 @@ class _Plan:
             turns.append((k, source))
         is_line = given[at[-1]].dim() == 3
         with args[0].fake_mode:
-            now: Any = node.target(*(_widened(node, args) if is_line else args))  # type: ignore[operator]
+            if all(type(n) is int for k in at for n in given[k].shape):
+                now: Any = node.target(*(_widened(node, args) if is_line else args))  # type: ignore[operator]
+            else:  # torch would ask for guards; that the layout is so is checked at run time
+                now = _all_turned(value_of(node))
             now = _narrowed(now) if is_line else now
         for k, source in turns:
             if source not in self.copied:

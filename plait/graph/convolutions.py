@@ -1,0 +1,19 @@
+"""The passes over convolutions, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import GraphModule
+
+from plait.graph.long_groups import widen_long_groups
+from plait.graph.memory_format import channels_last
+from plait.graph.patches import unfold_patches
+from plait.graph.point_convolutions import multiply_points
+
+CONVOLUTIONS: tuple[tuple[str, Callable[[GraphModule], int]], ...] = (
+    ("widen long groups", widen_long_groups),
+    ("unfold patches", unfold_patches),
+    ("channels last", channels_last),
+    ("multiply points", multiply_points),  # of images whose channels are innermost now
+)

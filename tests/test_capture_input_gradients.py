@@ -1,0 +1,79 @@
+"""Gradients of inputs as convolutions with filters turned round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from plait import compat
+from plait.devices import facts_of
+from plait.graph import input_gradients, memory_format
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass takes a CPU for a GPU."""
+    monkeypatch.setattr(memory_format, "facts_of", lambda device: facts_of("cuda"))
+
+
+def split(fn: Callable[..., Tensor], *args: Tensor, wanted: tuple[int, ...] = (0, 1, 2)) -> int:
+    """How many gradients the pass made convolutions of; gradients and strides are checked."""
+
+    def gradients(*a: Tensor) -> tuple[Tensor, ...]:
+        y, back = torch.func.vjp(fn, *a)
+        found = back(y)
+        return tuple(found[k] for k in wanted)
+
+    table = compat.decompositions.decomposition_table()
+    gm = make_fx(torch.func.functionalize(gradients), table, "fake")(*args)
+    n = input_gradients.split_input_gradients(gm)
+    gm.graph.lint()
+    gm.recompile()
+    for a, b in zip(gm(*args), gradients(*args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert a.stride() == b.stride()
+    assert input_gradients.split_input_gradients(gm) == 0
+    return n
+
+
+r = torch.randn
+X, W, B = r(2, 6, 40), r(6, 1, 4), r(6)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize(("padding", "dilation"), [(3, 1), (0, 1), (2, 2)])
+def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...]) -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv1d(x, w, b, padding=padding, dilation=dilation, groups=6)
+
+    assert split(fn, X, W, B, wanted=wanted) == 1
+
+
+def test_long_filters_of_groups() -> None:
+    args = r(2, 6, 40), r(9, 2, 36), r(9)
+    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=18, groups=3), *args) == 1
+    image = r(2, 4, 8, 9), r(6, 2, 5, 7), r(6)
+    assert split(lambda x, w, b: F.conv2d(x, w, b, padding=(1, 3), groups=2), *image) == 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w, b: F.conv1d(x, w, b, stride=2, groups=6),
+        lambda x, w, b: F.conv1d(x, w, b, padding=4, groups=6),
+        lambda x, w, b: F.conv1d(x, w.expand(6, 6, 4), b),
+        lambda x, w, b: F.conv1d(x, w.repeat(2, 1, 1), b.repeat(2), groups=6),
+        lambda x, w, b: F.conv1d(x, w.expand(6, 3, 4), b, groups=2),
+        lambda x, w, b: F.conv_transpose1d(x, w, b, groups=6),
+    ],
+)
+def test_others_stay(fn: Callable[..., Any]) -> None:
+    assert split(fn, X, W, B) == 0

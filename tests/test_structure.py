@@ -188,7 +188,7 @@ def test_the_compiler_is_small() -> None:
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie, 1,030 weights as constants and what
     # follows products as part of their kernels on CPUs, 250 several forms of one kernel.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 52_500
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 52_600
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -71,6 +71,13 @@ class SpatialTransformer(nn.Module):
         return x + self.out(y.transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
+class NoText(nn.Module):
+    """In the place of a spatial transformer where there is none."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return x
+
+
 class DiffusionUNet(nn.Module):
     """The U-Net of a latent diffusion model: levels of residual blocks, with spatial transformers
     in all but the first."""
@@ -86,14 +93,14 @@ class DiffusionUNet(nn.Module):
         last = self.width
         for k, w in enumerate(widths):
             self.downs.append(ResBlock(last, w, time))
-            self.down_text.append(SpatialTransformer(w, context) if k else None)
+            self.down_text.append(SpatialTransformer(w, context) if k else NoText())
             self.shrinks.append(nn.Conv2d(w, w, 3, 2, 1))
             last = w
         self.mid, self.mid_text = ResBlock(last, last, time), SpatialTransformer(last, context)
         for k, w in reversed(list(enumerate(widths))):
             self.grows.append(nn.Conv2d(last, last, 3, padding=1))
             self.ups.append(ResBlock(last + w, w, time))
-            self.up_text.append(SpatialTransformer(w, context) if k else None)
+            self.up_text.append(SpatialTransformer(w, context) if k else NoText())
             last = w
         self.norm, self.out = nn.GroupNorm(32, last), nn.Conv2d(last, 4, 3, padding=1)
 
@@ -104,15 +111,13 @@ class DiffusionUNet(nn.Module):
         emb = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype))
         y, kept = self.inp(x), []
         for block, attend, shrink in zip(self.downs, self.down_text, self.shrinks, strict=True):
-            y = block(y, emb)
-            y = y if attend is None else attend(y, text)
+            y = attend(block(y, emb), text)
             kept.append(y)
             y = shrink(y)
         y = self.mid_text(self.mid(y, emb), text)
         for grow, block, attend in zip(self.grows, self.ups, self.up_text, strict=True):
             y = grow(F.interpolate(y, scale_factor=2.0, mode="nearest"))
-            y = block(torch.cat([y, kept.pop()], 1), emb)
-            y = y if attend is None else attend(y, text)
+            y = attend(block(torch.cat([y, kept.pop()], 1), emb), text)
         return self.out(F.silu(self.norm(y)))
 
 

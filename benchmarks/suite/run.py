@@ -238,7 +238,7 @@ def time_ready(ready: Sequence[Running], args: argparse.Namespace) -> None:
     def one_device(slot: int) -> None:
         with lock(slot):
             for case in (r for r in ready if r.slot == slot):
-                answer = case.ask("time", args.seconds, args.rounds, seconds=90)
+                answer = case.ask("time", args.seconds, args.rounds, seconds=150)
                 for name, figures in answer.get("figures", {}).items():
                     case.figures[name] |= figures
                 if "why" in answer:

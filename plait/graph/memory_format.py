@@ -38,8 +38,8 @@ _RAW = frozenset(
 _MERGES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _ROWS = torch.contiguous_format
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_KEPT = "keeps_layout"
-"""In the meta of a convolution: it was found to be no faster. Its halves are not asked again."""
+_DECIDED = "layout_decided"
+"""In the meta of a convolution: halves of a joint graph are not asked again."""
 
 
 def channels_last(gm: GraphModule) -> int:
@@ -49,15 +49,14 @@ def channels_last(gm: GraphModule) -> int:
     plan = _Plan(gm.graph)
     accepted = plan.regions_that_gain()
     for node in plan.convolutions:
-        if plan.regions.root(node) not in accepted:
-            node.meta[_KEPT] = True
+        node.meta[_DECIDED] = True
     return _Change(gm.graph, plan).carry_out(accepted)
 
 
 def is_candidate(node: Node) -> bool:
     """Whether a node is a convolution that tensor cores may compute."""
     at = _CONVOLUTIONS.get(node.target)
-    if at is None or node.meta.get(_KEPT):
+    if at is None or node.meta.get(_DECIDED):
         return False
     x = value_of(node.args[at[-2]])  # type: ignore[arg-type]
     if x.dim() not in (3, 4, 5) or not facts_of(x.device).streams:

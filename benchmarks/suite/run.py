@@ -275,6 +275,7 @@ class Sweep:
             "device": device,
         }
         self.new: book.Records = {}
+        self.kernels: dict[str, Figures] = {}  # what takes longest, to find causes with
         per_slot = -(-args.together // args.slots)
         self.close_at = now() + 60 * args.minutes - 20 - 6 * per_slot
         self.stop_starting_at = self.close_at - 60
@@ -342,6 +343,8 @@ class Sweep:
             self.save()
 
     def keep(self, case: Running) -> None:
+        top = {name: f.pop("top") for name, f in case.figures.items() if "top" in f}
+        self.kernels[case.case.name] = top
         record = case.record({"spec": case.case.spec, **self.key})
         reasons = [f["failed"] for f in record["variants"].values() if "failed" in f]
         crowded = self.args.together > self.args.slots
@@ -361,6 +364,7 @@ class Sweep:
         book.write(table, book.merge(book.read(table), self.new))
         if self.args.out:
             book.write(book.path(self.device, self.args.out), self.new)
+            (self.args.out / "kernels.json").write_text(json.dumps(self.kernels))
 
 
 def wanted(case: Case, args: argparse.Namespace) -> tuple[str, ...]:
@@ -437,7 +441,7 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=float, default=240, help="seconds that a variant may take to be ready")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=0.1, help="length of a round of one variant")
-    add("--out", type=Path, help="folder where new results are written too")
+    add("--out", type=Path, help="folder for new results, and the kernels that take longest")
     add("--results", type=Path, default=book.RESULTS, help="folder of the table")
     add("--merge", type=Path, nargs="+", help="files of results to add to the tables")
     add("--page", action="store_true", help="write the pages and plots alone")

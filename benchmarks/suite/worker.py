@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
@@ -156,7 +157,8 @@ class Held:
         return found
 
     def count(self) -> dict[str, Figures]:
-        """Kernels that the device runs in a call, copies included, and for how long."""
+        """Kernels that the device runs in a call, copies included, for how long, and those that
+        take longest: [name, times, us]."""
         return {name: self._kernels(call) for name, call in self.calls.items()}
 
     def _try(self, into: Figures, name: str, call: Call, seconds: float = 0.0) -> None:
@@ -293,7 +295,12 @@ class Held:
             for e in found.events()
             if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
         ]
-        return {"kernels": len(on), "busy_ms": sum(e.time_range.elapsed_us() for e in on) / 1e3}
+        times: Counter[str] = Counter(e.name for e in on)
+        us: Counter[str] = Counter()
+        for e in on:
+            us[e.name] += e.time_range.elapsed_us()
+        top = [[name[:100], times[name], round(took, 1)] for name, took in us.most_common(12)]
+        return {"kernels": len(on), "busy_ms": us.total() / 1e3, "top": top}
 
     def _wait(self) -> None:
         if self.cuda:

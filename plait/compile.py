@@ -15,18 +15,21 @@ from functools import partial
 from itertools import product
 
 import torch
+from torch._ops import OpOverload
+from torch.fx import Node
 
 from plait import _native, compat
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
 from plait.errors import Fallback, RefusedKernel, warn_once
-from plait.graph.attention_kernels import refuse_kernels
 from plait.graph.captured import Captured
+from plait.graph.refused_kernels import refuse_kernels
 from plait.ir.calls import UserKernel, Variant, all_programs
 from plait.kernel.target import Source
 from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.calls import where_of
+from plait.lower.extern import op_name
 from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.pipelines import VERIFIERS, Kernels, clean_graph, make_kernels, run_passes, schedule
 from plait.runtime.process import workers
@@ -57,7 +60,7 @@ class Refused:
     """What the compiler of kernels has refused.
 
     variants: of the user's kernels, and why (`lower.core.Tables`).
-    steps: calls of attention, which are written out from then on.
+    steps: calls of attention, which are written out from then on, and of products.
     """
 
     variants: dict[tuple[str, Variant], str] = field(default_factory=dict)
@@ -219,8 +222,8 @@ def _built(
     refused: Refused,
     cfg: Config,
 ) -> dict[str, Built] | None:
-    """The kernels; None: the compiler refuses one of the user's, or of attention, which is among
-    refused now."""
+    """The kernels; None: the compiler refuses one of the user's, of attention or of a product,
+    which is among refused now."""
     try:
         return building.result()
     except RefusedKernel as error:
@@ -233,14 +236,20 @@ def _built(
         refused.variants.update({(k.text, v): why for k in kernels for v in k.variants})
         symbols = (row for s in made.sources.values() for row in s.entry_points.items())
         names = {n.rpartition(".")[2] for n, symbol in symbols if symbol == error.kernel}
-        attention = refuse_kernels(captured.graph, names)
-        for n in attention:
-            step = Fallback("operators", f"higher_order::{n.target}", why, where_of(n))
-            refused.steps.append(step)
-            warn_once(f"plait writes out {step.line}")
-        if not kernels and not attention:
+        templates = refuse_kernels(captured.graph, set() if kernels else names)
+        for n in templates:
+            refused.steps.append(_step_without_kernel(n, why))
+            warn_once(f"plait does without a kernel for {refused.steps[-1].line}")
+        if not kernels and not templates:
             raise
         return None
+
+
+def _step_without_kernel(n: Node, why: str) -> Fallback:
+    """A call of attention is written out, one of a product made."""
+    if isinstance(n.target, OpOverload):
+        return Fallback("aten", op_name(n.target), why, where_of(n))
+    return Fallback("operators", f"higher_order::{n.target}", why, where_of(n))
 
 
 def _wrap(

@@ -49,6 +49,7 @@ from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
 from plait.schedule.inline import inline_loops
+from plait.schedule.join_readers import join_readers
 from plait.schedule.kernels import Names
 from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
@@ -188,6 +189,7 @@ LOOPS = (
     "inline",
     "drop inlined loops",
     "settle layouts",
+    "join readers",
 )
 """The steps of `schedule` that give a loop program."""
 
@@ -206,6 +208,8 @@ def schedule(
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
     # Before splitting, which asks what is contiguous.
     loops = log("settle layouts", settle_layouts, loops, bodies)
+    # After it: a kernel of a product stores to strides.
+    loops = log("join readers", join_readers, loops, bodies)
     split = log("split reductions", split_reductions, loops, bodies)
     grouping = log("group loops", group_loops, split, bodies)
     grouping = log("fuse", fuse, grouping, cfg)

@@ -17,8 +17,8 @@ from plait.ir.expr import contiguous_strides, symbol
 from plait.ir.loops import Load, LoopProgram, cast, integer, node
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
-from plait.kernel.triton.attention import _SHARED, write_attention
-from plait.kernel.triton.dialects import GPUS
+from plait.kernel.triton.attention import write_attention
+from plait.kernel.triton.dialects import GPUS, shared_nbytes
 from plait.runtime.cubin import Gpu
 
 B, H, I, J = (symbol(name, extent=n) for name, n in zip("bhij", (2, 4, 48, 80), strict=True))
@@ -84,7 +84,7 @@ def test_a_formula_says_what_it_loads() -> None:
 @pytest.mark.parametrize("gpu", [g for g in GPUS.values() if isinstance(g.arch, int)], ids=str)
 def test_blocks_fit_in_what_a_multiprocessor_has(gpu: Gpu) -> None:
     """Rows that stay and rows that move, of keys and values or of queries and gradients."""
-    limit = 1024 * (_SHARED.get(gpu.arch, 99) if isinstance(gpu.arch, int) else 64)
+    limit = shared_nbytes(gpu)
     for width, dtype, gives in product((64, 256), (bf16, f32), ("result", "queries", "keys")):
         sizes = (2, 4, 512, width)
         names = ("q", "k", "v", "grad", "along", "sums")[: 3 if gives == "result" else 6]

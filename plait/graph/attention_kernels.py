@@ -7,7 +7,7 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ from plait.devices import facts_of
 from plait.graph import attention
 from plait.graph.constants import FRESH_COPIES
 from plait.graph.edit import aten, output_of, value_of
+from plait.graph.refused_kernels import is_refused
 
 _backward = torch.ops.higher_order.flex_attention_backward
 _OPERATORS = (torch.ops.higher_order.flex_attention, _backward)
-_REFUSED = "refused_kernel"  # in the meta of a call
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_WIDTH = 256  # of a key: what fits beside others in a multiprocessor
 _FORMULAS = frozenset((
@@ -46,17 +46,7 @@ def is_written_out(node: Node) -> bool:
         given: Any = node.args[0]
         _keep_precision(graphs[1], value_of(given).dtype)
         _give_gradient(graphs[1])
-    refused = _REFUSED in node.meta
-    return attention.is_regular(node) and (refused or not _has_kernel(node))
-
-
-def refuse_kernels(graph: GraphModule, names: Set[str]) -> list[Node]:
-    """The calls with these names, in a graph or one within it: they have no kernel from now on."""
-    nodes = (n for g in graph.modules() if isinstance(g, GraphModule) for n in g.graph.nodes)
-    found = [n for n in nodes if n.target in _OPERATORS and n.name in names]
-    for n in found:
-        n.meta[_REFUSED] = True
-    return found
+    return attention.is_regular(node) and (is_refused(node) or not _has_kernel(node))
 
 
 def _has_kernel(node: Node) -> bool:

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from plait.ir.attention import Formula, formula_text, read_formula
 from plait.ir.calls import DeviceKernel
 from plait.ir.expr.text import Scope, SymbolReader
-
-PRODUCT = "product"
-"""What an epilogue calls the product that it starts from."""
+from plait.ir.product import PRODUCT
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, astuple, fields
 from typing import Any, assert_never
 
 from plait.devices import facts_of
@@ -70,6 +70,7 @@ from plait.ir.loops import (
     Scatter,
 )
 from plait.ir.packed import PackedProduct, packed_text, read_packed
+from plait.ir.product import Cut, Product
 
 
 def program_text(p: LoopProgram) -> str:
@@ -260,12 +261,15 @@ def _fact(value: object, scope: Scope) -> str:
         ]
         return (
             f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
-            f"variants={tuple_text(variants)})"
+            f"variants={tuple_text(variants)}, early={value.early})"
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)
     if isinstance(value, PackedProduct):
         return packed_text(value, scope)
+    if isinstance(value, Product):
+        loops = ["\n".join(_loop_lines(r, scope)) for r in value.results]
+        return f"Product(name={value.name!r}, results={loops!r}, cut={astuple(value.cut)})"
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -430,6 +434,8 @@ class OpReader:
             return read_attention(e, self.symbols)
         if default is None and isinstance(e, ast.Call) and word(e) == "PackedProduct":
             return read_packed(e, self.symbols)
+        if default is None and isinstance(e, ast.Call) and word(e) == "Product":
+            return self._product(e)
         try:
             value = ast.literal_eval(e)
         except ValueError:
@@ -447,6 +453,16 @@ class OpReader:
             variants.append(Variant(**{k: ast.literal_eval(v) for k, v in each.items()}, grid=grid))
         known = {k: ast.literal_eval(v) for k, v in facts.items()}
         return UserKernel(**known, variants=tuple(variants))
+
+    def _product(self, e: ast.Call) -> Product:
+        facts = {k.arg or "": ast.literal_eval(k.value) for k in e.keywords}
+        cut = Cut(*facts.pop("cut"))
+        loops = [self.op(ast.parse(text).body[0]) for text in facts.pop("results")]
+        if not all(isinstance(x, Pointwise) for x in loops):
+            raise wrong(e, "a product whose results are pointwise loops")
+        return Product(
+            **facts, cut=cut, results=tuple(x for x in loops if isinstance(x, Pointwise))
+        )
 
     def operand(self, e: ast.expr) -> ExternArg:
         """An operand of a call or an output of the program."""

@@ -21,6 +21,7 @@ from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwr
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
 from plait.ir.packed import PackedProduct
+from plait.ir.product import Product
 from plait.ir.reductions import REDUCTIONS
 
 # Ops that may stand on half types: they move values and do not compute.
@@ -227,6 +228,9 @@ def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
             raise _Fault(fault)
     elif isinstance(kernel, PackedProduct):
         if fault := kernel.fault(n_tensors, len(op.args) - n_tensors, len(op.outs)):
+            raise _Fault(fault)
+    elif isinstance(kernel, Product):
+        if fault := kernel.fault(n_tensors, op.outs):
             raise _Fault(fault)
     else:
         raise _Fault(f"a kernel of unknown kind {type(kernel).__name__}")

@@ -25,10 +25,12 @@ from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import broadcast, scalar
 from plait.lower.extern import call_extern, call_op
 from plait.lower.memory import copied_once
+from plait.lower.product import cut, is_vector, launch
 
 aten = torch.ops.aten
 
 _LANES = 16  # of a vector of f32
+_FEWER = 32  # times as many flops in float32 on a GPU: benchmarks/products_gpu.py single
 _ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
 # Where a copy pays on a GPU; no record of the measurement. benchmarks/gpu.py shows models with
 # odd rows (GPT-2's head of 50257).
@@ -47,7 +49,10 @@ def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
         return True
     if not isinstance(flops, int) or not isinstance(k, int):
         return False
-    return flops * max(_LANES, k) <= ctx.cfg.small_matmul_flops * max(k, 1)
+    limit = ctx.cfg.small_matmul_flops
+    if ctx.facts().streams and ctx.node.meta["val"].dtype == torch.float32:
+        limit *= _FEWER
+    return flops * max(_LANES, k) <= limit * max(k, 1)
 
 
 def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
@@ -168,6 +173,14 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
     return ctx.pointwise(shape, compute, single)
 
 
+def _made_here(ctx: Lowering, flops: Size, a: View, b: View) -> View | None:
+    """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better."""
+    if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
+        return _product(ctx, a, b)
+    how = cut(ctx, a, b)
+    return None if how is None else launch(ctx, a, b, how)
+
+
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:
     """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
     bias, NaNs included."""
@@ -204,26 +217,25 @@ def _without_product(ctx: Lowering, shape: tuple[Size, ...], bias: View, beta: A
 @lower(aten.mm.default)
 def mm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if not is_small(ctx, flops, a.shape[-1]):
-        return _by_aten(ctx, flops, a, b)
-    return _finished(ctx, _product(ctx, a, b), None, 1, 1)
+    made = _made_here(ctx, flops, a, b)
+    return _by_aten(ctx, flops, a, b) if made is None else _finished(ctx, made, None, 1, 1)
 
 
 @lower(aten.bmm.default)
 def bmm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
-    if not is_small(ctx, flops, a.shape[-1]):
-        return _by_aten(ctx, flops, a, b)
-    return _finished(ctx, _product(ctx, a, b), None, 1, 1)
+    made = _made_here(ctx, flops, a, b)
+    return _by_aten(ctx, flops, a, b) if made is None else _finished(ctx, made, None, 1, 1)
 
 
 @lower(aten.addmm.default)
 def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if is_small(ctx, flops, a.shape[-1]):
-        if _is_unread(a, alpha):
-            return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
-        return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+    if _is_unread(a, alpha) and is_small(ctx, flops, a.shape[-1]):
+        return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
+    if made is not None:
+        return _finished(ctx, made, bias, beta, alpha)
     if beta == alpha == 1 and _is_added_apart(ctx, bias, a):
         val = ctx.node.meta["val"]
         product = call_op(ctx, aten.mm.default, (a, b), {}, val, flops=flops)
@@ -245,9 +257,12 @@ def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
 @lower(aten.baddbmm.default)
 def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
-    if not is_small(ctx, flops, a.shape[-1]):
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
+    if made is None and is_small(ctx, flops, a.shape[-1]):
+        made = _product(ctx, a, b)
+    if made is None:
         return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
-    return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+    return _finished(ctx, made, bias, beta, alpha)
 
 
 @lower(aten.addmv.default)

@@ -29,7 +29,8 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.ops import OPS
-from plait.ir.packed import PRODUCT, PackedProduct
+from plait.ir.packed import PackedProduct
+from plait.ir.product import PRODUCT
 from plait.ir.record import inline
 from plait.schedule.deps import Bodies, extent, load_of, memory_roots, reads
 from plait.schedule.layout import flat_index

@@ -17,7 +17,8 @@ from plait.ir.attention import Attention
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr, Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer
-from plait.kernel.triton.dialects import DIALECTS
+from plait.kernel.triton.arguments import size_text, tuple_text
+from plait.kernel.triton.dialects import DIALECTS, LEAST_SHARED, shared_nbytes
 from plait.kernel.triton.formulas import additions_of, function_of
 from plait.kernel.triton.ops import POINTERS, prelude_for
 from plait.runtime.cubin import Gpu
@@ -25,10 +26,6 @@ from plait.runtime.cubin import Gpu
 LOG2E = math.log2(math.e)
 _PARAMS = ("b", "h", "i", "j")
 _INSIDE = ("i_inside", "j_inside", "given")
-_SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
-"""KiB of memory that the programs of a multiprocessor share, by the number of the GPU."""
-_LEAST_SHARED = 64
-_LONG = 1 << 23  # strides from which on 256 of them have no 32 bits
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class _Writer:
         if max(a.heads, a.parts) > 1:
             kind = "few"
         b = _SINGLE if nbytes == 4 else _BLOCKS[kind, max(64, width)]
-        while b.columns > 16 and self._shared(b, width * nbytes) > self._limit:
+        while b.columns > 16 and self._shared(b, width * nbytes) > shared_nbytes(self.gpu):
             if b.stages > 1:
                 b = replace(b, stages=b.stages - 1)
             else:
@@ -147,12 +144,6 @@ class _Writer:
         columns = _fitting(b.columns, k.shape[2], sparse[1])
         return replace(b, rows=rows, columns=columns)
 
-    @property
-    def _limit(self) -> int:
-        """Bytes of memory that the programs of a multiprocessor share."""
-        arch = self.gpu.arch
-        return (_SHARED.get(arch, 99) if isinstance(arch, int) else _LEAST_SHARED) << 10
-
     def _shared(self, b: Block, row: int) -> int:
         """Bytes of it that a program takes at most. row: bytes of a key, or of a value."""
         stays, moves = (
@@ -160,7 +151,9 @@ class _Writer:
         )
         rows = stays * (1 if self.attention.gives == "result" else 2) + 2 * b.stages * moves
         # Where copies to it are not asynchronous, tiles of scores pass through it.
-        return rows * row + (4 * b.rows * b.columns if self._limit <= _LEAST_SHARED << 10 else 0)
+        return rows * row + (
+            4 * b.rows * b.columns if shared_nbytes(self.gpu) <= LEAST_SHARED else 0
+        )
 
     # ---- text
     def _functions(self) -> tuple[list[str], bool]:
@@ -238,19 +231,24 @@ class _Writer:
             outer = [] if a.parts == 1 else [x.strides[0] for x in self.outs[:2]]
             own = [x if a.parts == 1 else _of_part(x) for x in self.outs[:2]]
             strides += [self._strides(x, q.shape[0]) for x in own]
-            strides.append(_tuple([self._size(s) for s in outer or (0, 0)]))
+            strides.append(tuple_text([size_text(s, self.sizes) for s in outer or (0, 0)]))
             strides.append(self._table_strides(first))
         else:
             strides += [self._strides(x, q.shape[0]) for x in self.tensors[3:5]]
             strides.append(self._table_strides(first))
             strides += [self._strides(x, q.shape[0]) for x in self.outs]
-        lengths = [self._size(q.shape[2], "tl.int32"), self._size(k.shape[2], "tl.int32")]
+        lengths = [
+            size_text(q.shape[2], self.sizes, "tl.int32"),
+            size_text(k.shape[2], self.sizes, "tl.int32"),
+        ]
         pointers = [f"p{k}" for k in range(first)]
-        operands = [_tuple(lists), _tuple(given)]
+        operands = [tuple_text(lists), tuple_text(given)]
         if a.gives == "queries":
-            operands.append(_tuple([f"p{k}" for k in range(self._end, n)]))
+            operands.append(tuple_text([f"p{k}" for k in range(self._end, n)]))
         if a.gives == "keys":
-            lengths.append("1" if q.shape[0] == k.shape[0] else self._size(q.shape[0], "tl.int32"))
+            lengths.append(
+                "1" if q.shape[0] == k.shape[0] else size_text(q.shape[0], self.sizes, "tl.int32")
+            )
         args = [*pointers, *outs, *operands, *strides, *lengths]
         name = {"result": "attention"}.get(a.gives, f"gradient_of_{a.gives}")
         return f"{name}({', '.join(args)})"
@@ -260,7 +258,7 @@ class _Writer:
         strides = list(x.strides)
         if x.shape[0] == 1 and batch != 1:
             strides[0] = 0
-        return _tuple([self._size(s) for s in strides])
+        return tuple_text([size_text(s, self.sizes) for s in strides])
 
     def _table_strides(self, first: int) -> str:
         """Of each kind of blocks: those of numbers of blocks, of batch, head and row, and those of
@@ -269,23 +267,11 @@ class _Writer:
         for x in self.tensors[first : self.attention.n_first]:
             found += [0 if n == 1 else s for n, s in zip(x.shape[:2], x.strides[:2], strict=True)]
             found += x.strides[2:]
-        return _tuple([self._size(s) for s in found])
-
-    def _size(self, e: Size, type_: str = "tl.int64") -> str:
-        if isinstance(e, int):
-            return str(e) if abs(e) < _LONG else f"tl.full((), {e}, {type_})"
-        if e not in self.sizes:
-            self.sizes.append(e)
-        text = f"s{self.sizes.index(e)}.to({type_})"
-        return f"tl.multiple_of({text}, 16)" if e % 16 == 0 else text
+        return tuple_text([size_text(s, self.sizes) for s in found])
 
 
 def _of_part(x: TensorArg) -> TensorArg:
     return replace(x, shape=x.shape[1:], strides=x.strides[1:])
-
-
-def _tuple(texts: list[str]) -> str:
-    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
 def _power(n: Size) -> int:

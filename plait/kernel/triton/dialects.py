@@ -108,6 +108,16 @@ GPUS: Mapping[str, Gpu] = {name: d.gpu(name) for d in DIALECTS.values() for name
 """All that kernels can be compiled for, by name."""
 
 
+LEAST_SHARED = 64 << 10
+"""Bytes of memory that the programs of a multiprocessor share on every GPU."""
+_SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
+
+
+def shared_nbytes(gpu: Gpu) -> int:
+    """Bytes of memory that the programs of a multiprocessor share."""
+    return _SHARED.get(gpu.arch, 99) << 10 if isinstance(gpu.arch, int) else LEAST_SHARED
+
+
 def gpu_of(device: str, cfg: Config) -> Gpu:
     """What kernels for a device are compiled for: the device at hand, which may be newer than what
     is known here, or what the option names. Raises UserError for an option that is no such name."""

@@ -1,8 +1,9 @@
-"""Prints a formula of scores as a function in Triton, of a whole tile of them.
+"""Prints a formula of an element as a function in Triton, of a whole tile of them.
 
-In: a `Formula`, and what its loads are of. Out: the text of a function of the values that it is
-given (`score`, `grad`), of positions b, h (scalars), i and j (a column and a row, or a row and a
-column), of where these lie inside of the tensors, and of `given`, a tuple.
+In: a `Formula`, or results of a product, and what their loads are of. Out: the text of a function
+of the values that it is given (VALUES), of scalar positions (batch, head, part), of i and j (a
+column and a row, or a row and a column), of where these lie inside of the tensors, and of `given`,
+a tuple.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from plait.ir.calls import TensorArg
 from plait.ir.checks import Bound
 from plait.ir.dtypes import f32, i64
 from plait.ir.expr import Atom, Expr, Size, bounds, fold, free_symbols, product, total
-from plait.ir.loops import Load, Node, check_of, is_arg, walk
+from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, walk
 from plait.ir.ops import OPS
+from plait.ir.product import PRODUCT
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 
+VALUES = ("score", "grad", PRODUCT)
 _LIMIT = 2**31
 
 
@@ -46,6 +49,20 @@ def additions_of(
         written.add(a, added[a.to])
     head = f"@triton.jit\ndef add_gradients({', '.join(params)}):"
     return "\n    ".join([head, *(written.lines or ["pass"])]), written.checks
+
+
+def results_of(
+    results: Sequence[Pointwise], given: Sequence[TensorArg], outs: Sequence[TensorArg],
+    sizes: Mapping[str, str],
+) -> tuple[str, bool]:  # fmt: skip
+    """The function that computes results of a tile of a product and writes them, and whether it
+    holds run-time checks. Its last parameters: what it loads, and what it writes."""
+    written = _Function(given, sizes, False)
+    for k, (r, out) in enumerate(zip(results, outs, strict=True)):
+        written.write(r, f"outs[{k}]", out)
+    params = (PRODUCT, "p", "b", "i", "j", "i_inside", "j_inside", "given", "outs")
+    head = f"@triton.jit\ndef finish({', '.join(params)}):"
+    return "\n    ".join([head, *written.lines]), written.checks
 
 
 class _Function:
@@ -87,9 +104,16 @@ class _Function:
             f"tl.atomic_add(added[{addition.to}] + {at}, {x}, {inside}, sem='relaxed')"
         )
 
+    def write(self, r: Pointwise, to: str, out: TensorArg) -> None:
+        """Writes a result of a tile. to: the pointer."""
+        assert r.index is not None, r
+        value = f"tl.broadcast_to({self.value(r.body)}, {PRODUCT}.shape)"
+        at = total(e * s for e, s in zip(r.index, out.strides, strict=True))
+        self.lines.append(f"tl.store({to} + {self._expr(at, ())}, {value}, i_inside & j_inside)")
+
     def _positions_of(self, n: Node) -> frozenset[str]:
         """Which of i and j a value depends on."""
-        if isinstance(n.attr, Load) and n.attr.buf in ("score", "grad"):
+        if isinstance(n.attr, Load) and n.attr.buf in VALUES:
             return frozenset("ij")
         exprs = n.attr.index if isinstance(n.attr, Load) else (n.attr,)
         found = {a.name for e in exprs if isinstance(e, Expr) for a in free_symbols(e)} & {*"ij"}
@@ -123,7 +147,7 @@ class _Function:
 
     def _load(self, n: Node, args: tuple[str, ...]) -> str:
         assert isinstance(n.attr, Load), n
-        if n.attr.buf in ("score", "grad"):
+        if n.attr.buf in VALUES:
             return n.attr.buf
         number = int(n.attr.buf.removeprefix("given"))
         operand = self.given[number]

@@ -19,6 +19,7 @@ from plait.ir.calls import Extern
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
+from plait.ir.product import Product
 from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.body import BodyPrinter
@@ -27,6 +28,7 @@ from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.parts import choose_part
 from plait.kernel.triton.plan_body import plan_body
+from plait.kernel.triton.product import write_product
 from plait.kernel.triton.tiles import BUSY, Tile, plan_tile, share_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.kernel.triton.user import TritonKernel, contest_of, unit_of
@@ -114,9 +116,10 @@ class TritonTarget(Target):
         )
 
     def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
-        """The call of a kernel of attention with its text."""
+        """The call of a kernel of attention, or of a product, with its text."""
         gpu, _ = machines[device_of(plan, call)]
-        return write_attention(call, plan.buffers, gpu)
+        write = write_product if isinstance(call.kernel, Product) else write_attention
+        return write(call, plan.buffers, gpu)
 
     def measure_users(
         self, launches: Sequence[UserLaunch], machines: Machines, cfg: Config

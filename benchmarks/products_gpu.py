@@ -1,0 +1,257 @@
+"""Products of matrices on a GPU, with what follows them, against the vendor's and Inductor's: time
+on the device, in CUDA graphs of calls whose weights are too many for the cache.
+
+Groups: `gpt2` and `llama` (the widths of GPT-2 and of an 8B Llama at 1 to 4,096 rows, with bias,
+activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows) and
+`single` (float32). Peers: eager; pair (the vendor's product, then one kernel of plait's); plait;
+plait-tuned and inductor-tuned (max-autotune); inductor.
+Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N]: N processes compile side by
+side, one at a time is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from table import render
+from torch import Tensor
+
+PEERS = ("eager", "pair", "plait", "plait-tuned", "inductor", "inductor-tuned")
+CALLS, REPLAYS = 24, 8
+COLD_NBYTES = 160 << 20  # of weights that a round of calls reads: more than any cache holds
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product of m x k and k x n and what follows it. turned: which operands lie transposed:
+    "nt" as of a linear layer. then: a row of AFTER."""
+
+    m: int
+    n: int
+    k: int
+    turned: str = "nt"
+    then: str = ""
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        after = f" {self.then}" if self.then else ""
+        kind = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        return f"{self.m}x{self.n}x{self.k} {self.turned}{after}{kind}"
+
+
+def silu_gate(y: Tensor, other: Tensor) -> Tensor:
+    return F.silu(y) * other
+
+
+AFTER: dict[str, Program] = {
+    "": lambda y, bias, rest: y,
+    "bias": lambda y, bias, rest: y + bias,
+    "gelu": lambda y, bias, rest: F.gelu(y + bias, approximate="tanh"),
+    "erf": lambda y, bias, rest: F.gelu(y + bias),
+    "residual": lambda y, bias, rest: rest + (y + bias),
+    "gate": lambda y, bias, rest: silu_gate(y, rest),
+    "add": lambda y, bias, rest: rest + y,
+}
+
+
+def whole(then: str) -> Program:
+    """The product and what follows it, as a model has it."""
+    after = AFTER[then]
+
+    def program(x: Tensor, w: Tensor, bias: Tensor, rest: Tensor) -> Any:
+        if then in ("bias", "gelu", "erf", "residual"):
+            y = torch.addmm(bias, x, w)
+            return after(y, torch.zeros((), dtype=y.dtype, device=y.device), rest)
+        return after(x @ w, bias, rest)
+
+    return program
+
+
+def _cases() -> dict[str, list[Case]]:
+    rows = (1, 16, 128, 1024, 4096)
+    gpt2 = [(2304, 768, "bias"), (768, 768, "residual"), (3072, 768, "gelu"), (3072, 768, "erf"),
+            (768, 3072, "residual")]  # fmt: skip
+    llama = [(6144, 4096, ""), (4096, 4096, "add"), (14336, 4096, "gate"), (4096, 14336, "add")]
+    split = [
+        (16, 16, 32768), (32, 32, 65536), (64, 64, 65536), (128, 128, 32768), (96, 96, 49152),
+        (256, 256, 16384), (32, 2048, 16384), (512, 512, 32768), (1024, 1024, 65536),
+    ]  # fmt: skip
+    return {
+        "gpt2": [Case(m, n, k, "nt", then) for m in rows for n, k, then in gpt2],
+        "llama": [Case(m, n, k, "nt", then) for m in rows for n, k, then in llama],
+        "split": [Case(m, n, k, t) for m, n, k in split for t in ("nn", "tn", "nt")],
+        "rows": [Case(m, n, k) for m in (2, 8, 32, 64, 256) for n, k, _ in gpt2 + llama]
+        + [Case(m, n, k, "nn") for m in (1, 16, 64) for n, k, _ in gpt2 + llama],
+        "single": [Case(*s, "nn", "", "float32") for s in ((16, 128, 128), (64, 128, 128),
+                   (16, 256, 256), (1, 1024, 1024), (8, 1024, 1024))],
+    }  # fmt: skip
+
+
+CASES = _cases()
+
+
+class Race:
+    """One case: its inputs and its peers."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        torch.manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+        m, n, k = case.m, case.n, case.k
+        copies = max(1, min(12, COLD_NBYTES // ((m + n) * k * dtype.itemsize)))
+        if n * k < 1 << 16 or case in CASES["split"]:
+            copies = 1
+
+        def matrix(rows: int, columns: int, turned: str) -> Tensor:
+            size = (rows, columns) if turned == "n" else (columns, rows)
+            made = torch.randn(size, device="cuda").to(dtype)
+            return made if turned == "n" else made.t()
+
+        self.x = matrix(m, k, case.turned[0])
+        self.weights = [matrix(k, n, case.turned[1]) * k**-0.5 for _ in range(copies)]
+        self.bias = torch.randn(n, device="cuda").to(dtype)
+        self.rest = torch.randn(m, n, device="cuda").to(dtype)
+
+    def call(self, peer: str) -> Callable[[Tensor], Any]:
+        """A peer as a function of the weights."""
+        program = whole(self.case.then)
+        if peer == "pair":
+            after: Any = AFTER[self.case.then]
+            if self.case.then:
+                after = torch.compile(after, backend="plait", dynamic=False)
+            return lambda w: after(torch.mm(self.x, w), self.bias, self.rest)
+        run: Any = program
+        if peer != "eager":
+            backend, _, tuned = peer.partition("-")
+            options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
+            if backend == "plait" and tuned:
+                options = {"options": {"autotune": True}}
+            run = torch.compile(program, backend=backend, dynamic=False, **options)
+        return lambda w: run(self.x, w, self.bias, self.rest)
+
+    def error(self, call: Callable[[Tensor], Any]) -> float:
+        """Distance of the result from float64."""
+        w = self.weights[0]
+        exact = whole(self.case.then)(*(t.double() for t in (self.x, w, self.bias, self.rest)))
+        return float((call(w).double() - exact).norm() / exact.norm())
+
+    def us(self, call: Callable[[Tensor], Any], calls: int = CALLS) -> float:
+        """A call on the device, the least mean of a recorded round."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for w in self.weights:
+                call(w)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for n in range(calls):
+                    call(self.weights[n % len(self.weights)])
+        best = math.inf
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(REPLAYS):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / calls)
+        return best
+
+
+@torch.no_grad()
+def work(names: Sequence[str], peers: Sequence[str], lock: Path) -> None:
+    """Races cases, one after the other; a line of JSON each."""
+    for case in (c for cases in CASES.values() for c in cases):
+        if case.name not in names:
+            continue
+        race, found = Race(case), {}
+        for peer in peers:
+            torch.compiler.reset()
+            try:
+                call = race.call(peer)
+                error = race.error(call)
+                with lock.open("w") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX)
+                    found[peer] = (race.us(call), error)
+            except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
+                text = f"{type(failed).__name__}: {failed}".splitlines()[0]
+                print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)
+        print(json.dumps({"name": case.name, "found": found}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", default=list(CASES))
+    parser.add_argument("--peers", default="eager,pair,plait,inductor")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    peers = args.peers.split(",")
+    if args.work:
+        work(json.loads(args.work), peers, Path(args.what[0]))
+        return
+    names = [
+        c.name
+        for group, cases in CASES.items()
+        for c in cases
+        if any(w == group or fnmatch(c.name, w) for w in args.what)
+    ]
+    names = list(dict.fromkeys(names))
+    rows: dict[str, dict[str, tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        lock = Path(folder) / "lock"
+        running = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(lock), "--peers", args.peers, "--work",
+                 json.dumps(names[k :: args.jobs])],
+                stdout=subprocess.PIPE, text=True,
+            )
+            for k in range(min(args.jobs, len(names)))
+        ]  # fmt: skip
+        for process in running:
+            for line in process.communicate()[0].splitlines():
+                row = json.loads(line)
+                rows[row["name"]] = row["found"]
+    print(torch.cuda.get_device_name(), torch.__version__)
+    table = []
+    ratios: dict[str, list[float]] = {}
+    for name in names:
+        row, ratio = row_of(name, rows.get(name, {}), peers)
+        table.append(row)
+        group = next(g for g, cases in CASES.items() if name in [c.name for c in cases])
+        ratios.setdefault(group, []).extend([ratio] if ratio > 0 else [])
+    print(render(("µs on the device", *peers, "best other / plait", "error / eager's"), table))
+    for group, known in ratios.items():
+        if known:
+            mean = math.exp(sum(map(math.log, known)) / len(known))
+            print(f"{group}: geometric mean {mean:.2f}, least {min(known):.2f}, {len(known)} rows")
+
+
+def row_of(
+    name: str, found: dict[str, tuple[float, float]], peers: Sequence[str]
+) -> tuple[list[str], float]:
+    """A row of the table, and how many times plait's time the best other takes."""
+    ours = min((found[p][0] for p in ("plait", "plait-tuned") if p in found), default=math.nan)
+    others = [us for p, (us, _) in found.items() if not p.startswith("plait")]
+    ratio = min(others, default=math.nan) / ours
+    times = [f"{found[p][0]:.1f}" if p in found else "" for p in peers]
+    errors = [found[p][1] for p in ("eager", "plait") if p in found]
+    worse = f"{errors[1] / errors[0]:.2f}" if len(errors) == 2 and errors[0] else ""
+    return [name, *times, f"{ratio:.2f}", worse], ratio
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Kernels of products: the template `templates/product.py` with constants, and what is computed of
+a product, before it.
+
+In: an `Extern` with a `Product`. Out: the same with a `UserKernel`, which all that follows knows
+how to tune, compile, store and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.expr import Expr, Size, ceildiv, product
+from plait.ir.loops import Buffer
+from plait.ir.product import Product
+from plait.kernel.triton.arguments import size_text, tuple_text
+from plait.kernel.triton.dialects import DIALECTS, shared_nbytes
+from plait.kernel.triton.formulas import results_of
+from plait.kernel.triton.ops import POINTERS, prelude_for
+from plait.runtime.cubin import Gpu
+
+_STAGES = 5
+"""Of a loop, where memory holds them: measured on an H200 (benchmarks/products_gpu.py)."""
+_SPARE = 4 << 10  # bytes that a kernel needs beside them
+_WIDE = 64  # rows of the left factor that tensor cores want
+
+
+def write_product(call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu) -> Extern:
+    """The call, of a kernel whose text is known."""
+    assert isinstance(call.kernel, Product), call
+    w = _Writer(call, call.kernel, buffers, gpu)
+    return replace(call, args=(*w.tensors, *w.sizes), kernel=w.kernel)
+
+
+@cache
+def _template() -> str:
+    return (Path(__file__).parent / "templates" / "product.py").read_text()
+
+
+@dataclass
+class _Writer:
+    """One kernel.
+
+    tensors, outs: its operands and results.
+    sizes: what it is told of sizes, in order.
+    kernel: it, when it is written.
+    """
+
+    call: Extern
+    product: Product
+    buffers: Mapping[str, Buffer]
+    gpu: Gpu
+    tensors: tuple[TensorArg, ...] = ()
+    outs: tuple[TensorArg, ...] = ()
+    sizes: list[Size] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tensors = tuple(a for a in self.call.args if isinstance(a, TensorArg))
+        made = (self.buffers[o] for o in self.call.made)
+        self.outs = tuple(TensorArg(b.name, b.shape, b.strides, 0, b.dtype) for b in made)
+        self.sizes += (a for a in self.call.args if isinstance(a, Expr))
+        self.kernel = self._kernel()
+
+    def _kernel(self) -> UserKernel:
+        left, right, *given = self.tensors
+        cut = self.product.cut
+        turned = cut.rows < _WIDE <= cut.columns
+        (*batch, m, k), n = left.shape, right.shape[-1]
+        names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
+        finish, checks = results_of(self.product.results, given, self.outs, names)
+        step = (cut.rows + cut.columns) * cut.depth * 2
+        stages = max(1, min(_STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
+        constants = {
+            "ROWS": cut.rows, "COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": turned,
+            "PARTS": cut.parts, "ROW_EDGE": m % cut.rows != 0, "COLUMN_EDGE": n % cut.columns != 0,
+            "DEPTH_EDGE": k % cut.depth != 0, "STAGES": stages,
+        }  # fmt: skip
+        lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants.items()]
+        dialect = DIALECTS[self.gpu.backend]
+        prelude = prelude_for(finish, dialect.instructions)
+        parts = (dialect.head, prelude, "\n".join(lines), finish, _template())
+        tiles = product((*batch, ceildiv(m, cut.rows), ceildiv(n, cut.columns)))
+        options = {
+            "num_warps": 4, "num_stages": stages, "sanitize_overflow": False,
+            "enable_reflect_ftz": False, "debug": checks,
+        }  # fmt: skip
+        pointers = tuple(POINTERS[self._dtype(x)] for x in (*self.tensors, *self.outs))
+        early = dialect.starts_early(self.gpu)
+        call = self._launched(m, n, k)
+        variant = Variant(
+            f"{dialect.wait}\n    {call}" if early else call,
+            tuple(sorted(options.items())),
+            tiles * cut.parts,
+        )
+        return UserKernel(self.product.name, "\n\n".join(filter(None, parts)), pointers, (variant,))
+
+    def _dtype(self, x: TensorArg) -> str:
+        return (x.dtype or self.buffers[x.buf].dtype).name
+
+    def _launched(self, m: Size, n: Size, k: Size) -> str:
+        """The statement that calls the template's function."""
+        n_given = len(self.tensors) - 2
+        given = [f"p{at + 2}" for at in range(n_given)]
+        outs = [f"p{len(self.tensors) + at}" for at in range(len(self.outs))]
+        strides = [self._strides(x) for x in self.tensors[:2]]
+        lengths = [size_text(e, self.sizes, "tl.int32") for e in (m, n, k)]
+        given += (f"s{at}" for at in range(len(self.sizes)))
+        args = ("p0", "p1", tuple_text(given), tuple_text(outs), *strides, *lengths)
+        return f"product({', '.join(args)})"
+
+    def _strides(self, x: TensorArg) -> str:
+        """The strides of a matrix, or of a batch of them."""
+        strides = x.strides if len(x.strides) == 3 else (0, *x.strides)
+        return tuple_text([size_text(s, self.sizes) for s in strides])

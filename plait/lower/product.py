@@ -1,0 +1,120 @@
+"""Products of few rows, and those of few results, on a GPU: kernels of ours, which read matrices at
+the rate of memory and give results in float32 to the loops that read them.
+
+A product of one row or column is a reduction like any other; of a few it is a `Product`. Where it
+has few results, many programs share the walk along k, and a reduction adds up what they give, in
+order: the same bits at each run.
+"""
+
+from __future__ import annotations
+
+import math
+
+from plait.graph.refused_kernels import is_refused
+from plait.ir.calls import Extern
+from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.expr import Size, atom_of, coefficient, product, symbol, total
+from plait.ir.loops import Load, Pointwise, node
+from plait.ir.product import PRODUCT, Cut, Product
+from plait.lower.core import Lowering, View
+from plait.lower.memory import tensor_arg
+
+# Measured on an H200 (benchmarks/products_gpu.py rows split), weights not in its cache.
+_FEW_ROWS = 64
+"""Rows up to which the other matrix comes from memory no slower than the vendor's kernels have
+it."""
+_LEAST_COLUMNS, _LEAST_DEPTH = 64, 128  # of such a product
+_PROGRAMS = 128  # about as many as an H100 has multiprocessors
+_FEW_TILES = 32  # leave most of them idle
+_MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds them up
+_MOST_SUMS = 1 << 17  # elements of a product whose walks are shared
+_STEPS = 2  # of a program, at least
+_ALIGNED = 8  # elements that rows start at multiples of
+
+
+def is_vector(ctx: Lowering, a: View, b: View) -> bool:
+    """Whether a product has one row or column, and the elements of the matrix lie side by side."""
+    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16, f32):
+        return False
+    if a.shape[-2] == 1:
+        return 1 in (_step(ctx, b, -2), _step(ctx, b, -1))
+    return b.shape[-1] == 1 and 1 in (_step(ctx, a, -2), _step(ctx, a, -1))
+
+
+def _step(ctx: Lowering, x: View, d: int) -> Size | None:
+    """How far apart elements lie along a dimension, as far as it is the same everywhere."""
+    at = total(e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True))
+    return coefficient(at, atom_of(x.vars[d]))
+
+
+def cut(ctx: Lowering, a: View, b: View) -> Cut | None:
+    """How a kernel of ours computes a product; None where ATen does it better."""
+    sizes = (*a.shape, b.shape[-1])
+    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16):
+        return None
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes) or b.dtype != a.dtype or len(a.shape) > 3 or 0 in known:
+        return None
+    if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
+        return None
+    *batch, m, k, n = known
+    return cut_of(math.prod(batch), m, n, k)
+
+
+def cut_of(batch: int, m: int, n: int, k: int) -> Cut | None:
+    """How a kernel of ours computes products of (m, k) and (k, n): long sums of few results in
+    parts of k, and those of few rows; None for others."""
+    rows, columns = _power(m), _power(n)
+    depth = 256 if rows + columns <= 64 else 128
+    tiles = batch * -(-m // rows) * -(-n // columns)
+    steps = -(-k // depth)
+    parts = min(_PROGRAMS // tiles, _MOST_PARTS, steps // _STEPS)
+    if parts > 1:  # none has nothing to do
+        parts = -(-steps // -(-steps // parts))
+    if m > 1 and n > 1 and parts >= _LEAST_PARTS and batch * m * n <= _MOST_SUMS:
+        return Cut(rows, columns, depth, parts)
+    if not 1 < m <= _FEW_ROWS or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+        return None
+    while tiles < _FEW_TILES and rows > 16:
+        rows, tiles = rows // 2, tiles * 2
+    if rows == 64 and tiles < _PROGRAMS * 3 // 4:
+        columns = 32
+    return Cut(rows, columns, depth)
+
+
+def _power(n: int) -> int:
+    """The length of a tile along n."""
+    return min(64, max(16, 1 << (n - 1).bit_length()))
+
+
+def _is_matrix(ctx: Lowering, x: View) -> bool:
+    """Whether rows or columns of a matrix lie side by side, and start at multiples of 16 bytes."""
+    steps = [_step(ctx, x, d) for d in range(len(x.shape))]
+    *outer, row, column = steps
+    pitch = row if column == 1 else column if row == 1 else None
+    return all(s is not None and s % _ALIGNED == 0 for s in (*outer, pitch))
+
+
+def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
+    """The product in float32, by a kernel of ours."""
+    given = (tensor_arg(ctx, a), tensor_arg(ctx, b))
+    shape, parts = (*a.shape[:-1], b.shape[-1]), how.parts
+    several = (parts,) if parts > 1 else ()
+    out = ctx.new_buffer(f32, (*several, *shape), None, True)
+    sizes = (parts, *((1,) * (3 - len(shape))), *shape)
+    vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
+    index = (*vars_[: len(several)], *vars_[4 - len(shape) :])
+    body = node("load", (), Load(PRODUCT, ()), f32)
+    name = f"product.{ctx.name}.{ctx.node.name}"
+    kernel = Product(name, (Pointwise(out, vars_, body, index, ctx.origin),), how)
+    flops = product((2, *shape, a.shape[-1]))
+    ctx.ops.append(
+        Extern(
+            (out,), "aten::matmul", given, may_keep=False, kernel=kernel, fallback=False,
+            flops=flops, origin=ctx.origin,
+        )
+    )  # fmt: skip
+    made = ctx.whole(out)
+    if parts == 1:
+        return made
+    return ctx.reduce(shape, (parts,), "sum", lambda ops, i, r: made.load(ops, (*r, *i)))

@@ -1,0 +1,130 @@
+"""Products of few rows and what follows them, on any device: what is run and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.wrapper.instructions import CallExtern, Launch
+from plait.wrapper.program import CompileRecord, observers
+
+Program = Callable[..., Any]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """fn: of tensors with these sizes. launches: of a program on a GPU, and calls of ATen."""
+
+    fn: Program
+    sizes: tuple[Sizes, ...]
+    launches: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def tensors(self, device: str, seed: int = 0) -> list[Tensor]:
+        """Inputs, whose products are of about 1."""
+        generator = torch.Generator().manual_seed(seed)
+        made = []
+        for size in self.sizes:
+            scale = size[-1] ** -0.5 if len(size) > 1 else 1.0
+            x = torch.randn(size, generator=generator) * scale
+            made.append(x.to(self.dtype).to(device))
+        return made
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def residual(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return rest + F.gelu(F.linear(x, w, b))
+
+
+def heads(x: Tensor, w: Tensor) -> Tensor:
+    """Projected, with heads apart and before positions, as attention wants them."""
+    y = F.linear(x, w)
+    return (y.view(*y.shape[:-1], 4, -1).transpose(1, 2) * 0.5).contiguous()
+
+
+def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.linear(x, w)
+    return y.relu(), y.float().exp()
+
+
+def batch(x: Tensor, y: Tensor) -> Tensor:
+    return torch.bmm(x, y.transpose(1, 2)).tanh()
+
+
+def norm(x: Tensor, w: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    y = rest + F.linear(x, w)
+    return y, F.layer_norm(y, y.shape[-1:])
+
+
+CASES = {
+    "plain": Case(lambda x, w: F.linear(x, w), ((16, 256), (192, 256)), 1),
+    "odd": Case(lambda x, w: F.linear(x, w), ((5, 264), (203, 264)), 1),
+    "residual": Case(residual, ((3, 4, 256), (128, 256), (128,), (3, 4, 128)), 1),
+    "swiglu": Case(swiglu, ((2, 4, 256), (128, 256), (128, 256)), 2),
+    "heads": Case(heads, ((2, 5, 256), (128, 256)), 1),
+    "two": Case(two, ((7, 256), (128, 256)), 1),
+    "batch": Case(batch, ((3, 6, 256), (3, 96, 256)), 1),
+    "parts": Case(residual, ((12, 2048), (128, 2048), (128,), (12, 128)), 2),
+    "norm": Case(norm, ((8, 256), (256, 256), (8, 256)), 2),
+    "scaled": Case(
+        lambda c, x, w: torch.addmm(c, x, w.t(), beta=0.5, alpha=2),
+        ((4, 128), (4, 256), (128, 256)), 1,
+    ),
+    "half": Case(residual, ((3, 4, 256), (128, 256), (128,), (3, 4, 128)), 1, torch.float16),
+    "few results": Case(lambda x, y: x.t() @ y + 1, ((2048, 48), (2048, 64)), 2),
+    "fewest results": Case(lambda x, y: (x.t() @ y).relu(), ((4096, 8), (4096, 24)), 2),
+    "forty rows": Case(residual, ((40, 256), (128, 256), (128,), (40, 128)), 1),
+    "columns": Case(lambda x, w: torch.tanh(x @ w), ((5, 256), (256, 200)), 1),
+    "one row of columns": Case(lambda x, w: torch.tanh(x @ w), ((1, 256), (256, 192)), 1),
+    "single": Case(lambda x, w: x @ w + 1, ((16, 128), (128, 128)), 1, torch.float32),
+    "one row": Case(residual, ((1, 512), (128, 512), (128,), (1, 128)), 1),
+    "one column": Case(lambda x, w: (x @ w).relu(), ((130, 512), (512, 1)), 1),
+}  # fmt: skip
+
+
+def check(case: Case, wrapper: str, device: str, on_gpu: bool) -> list[CompileRecord]:
+    """What a compiled program computes is as near to the float64 result as what eager does, for
+    other numbers than it was compiled with too. on_gpu: it is compiled for one, where it launches
+    what the case says and calls nothing."""
+    records: list[CompileRecord] = []
+    torch.compiler.reset()
+    with observing(records), torch.no_grad():
+        compiled = torch.compile(case.fn, backend="plait", options={"wrapper": wrapper})
+        for seed in range(2):
+            given = case.tensors(device, seed)
+            found, eager = (tree_leaves(f(*given)) for f in (compiled, case.fn))
+            truth = tree_leaves(case.fn(*(x.double() for x in given)))
+            for a, b, exact in zip(found, eager, truth, strict=True):
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+                far, limit = (float((x.double() - exact).abs().max()) for x in (a, b))
+                least = torch.finfo(a.dtype).eps * float(exact.abs().max())
+                assert far <= 1.5 * limit + least, f"off by {far}, eager by {limit}"
+    (record,) = records
+    body = record.wrapper.body
+    launched = [i.kernel for i in body if isinstance(i, Launch)]
+    if on_gpu:
+        assert len(launched) == case.launches, launched
+        assert not any(isinstance(i, CallExtern) for i in body), record.wrapper
+    return records
+
+
+@contextmanager
+def observing(records: list[CompileRecord]) -> Iterator[None]:
+    """Programs that are compiled inside are added to records."""
+    before = observers.get()
+    observers.set((*before, records.append))
+    try:
+        yield
+    finally:
+        observers.set(before)

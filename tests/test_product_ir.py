@@ -1,0 +1,140 @@
+"""Kernels of products in the IR: their text reads back, what is wrong with one is said, and how
+products are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plait.errors import InternalError
+from plait.ir.calls import Extern, TensorArg
+from plait.ir.dtypes import bf16, f32
+from plait.ir.expr import Expr, symbol
+from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, cast, loop_vars, node
+from plait.ir.product import PRODUCT, Cut, Product
+from plait.ir.text import program_text, read_program
+from plait.ir.verify import verify
+from plait.lower.product import cut_of
+from plait.schedule.deps import Bodies
+from plait.schedule.join_readers import join_readers
+
+P, B, I, J = (symbol(name, extent=n) for name, n in zip("pbij", (1, 1, 6, 128), strict=True))
+LOADED = node("load", (), Load(PRODUCT, ()), f32)
+UNKNOWN = node("load", (), Load("given0", ()), f32)
+RESULT = Pointwise("y", (P, B, I, J), LOADED, (I, J))
+KERNEL = Product("product.0", (RESULT,), Cut(16, 64, 128))
+
+
+def buffer(name: str, *shape: int, dtype: object = bf16) -> Buffer:
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return Buffer(name, dtype, shape, tuple(strides), "cuda:0", True)  # type: ignore[arg-type]
+
+
+def program(kernel: Product, *loops: Pointwise, given: tuple[Buffer, ...] = ()) -> LoopProgram:
+    """x (6, 256) @ w (256, 128) = y, and loops that give the last results."""
+    x, w, y = buffer("x", 6, 256), buffer("w", 256, 128), buffer("y", 6, 128, dtype=f32)
+    args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
+    call = Extern(("y",), "aten::matmul", args, may_keep=False, kernel=kernel, fallback=False)
+    made = [buffer(loop.out, *(int(v.symbol.extent) for v in loop.vars)) for loop in loops]  # type: ignore[arg-type,union-attr]
+    outs = made or [y]
+    results = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in outs)
+    buffers = {b.name: b for b in (x, w, *given, y, *made)}
+    inputs = ("x", "w", *(b.name for b in given))
+    return LoopProgram(inputs, buffers, {}, (call, *loops), results, {}, (), {}, ())
+
+
+def reader(out: str, sizes: tuple[int, ...], row: object, column: Expr, more: object) -> Pointwise:
+    """out = y[row, column] + more, of loops over these sizes."""
+    y = node("load", (), Load("y", (row, column)), f32)  # type: ignore[arg-type]
+    return Pointwise(out, loop_vars("i", sizes), cast(y + more, bf16))  # type: ignore[operator]
+
+
+def test_text_reads_back() -> None:
+    p = program(KERNEL)
+    verify(p, "test")
+    assert read_program(program_text(p)) == p
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (replace(KERNEL, results=()), "unknown kind"),
+        (replace(KERNEL, cut=Cut(16, 48, 128)), "unknown kind"),
+        (replace(KERNEL, cut=Cut(16, 64, 128, 0)), "unknown kind"),
+        (replace(KERNEL, results=(replace(RESULT, out="z"),)), "other results"),
+        (replace(KERNEL, results=(replace(RESULT, index=None),)), "no operand"),
+        (replace(KERNEL, results=(replace(RESULT, body=UNKNOWN),)), "no operand"),
+    ],
+)
+def test_what_is_wrong_is_said(kernel: Product, said: str) -> None:
+    with pytest.raises(InternalError, match=said):
+        verify(program(kernel), "test")
+
+
+def joined(p: LoopProgram) -> LoopProgram:
+    made = join_readers(p, Bodies())
+    verify(made, "test")
+    assert read_program(program_text(made)) == made
+    return made
+
+
+def test_a_loop_in_another_shape_is_taken_in() -> None:
+    i0, i1, i2 = loop_vars("i", (2, 3, 128))
+    rest = buffer("rest", 2, 3, 128)
+    more = cast(node("load", (), Load("rest", (i0, i1, i2)), bf16), f32)
+    made = joined(program(KERNEL, reader("z", (2, 3, 128), 3 * i0 + i1, i2, more), given=(rest,)))
+    (call,) = made.ops
+    assert isinstance(call, Extern) and isinstance(call.kernel, Product)
+    (result,) = call.kernel.results
+    assert result.out == "z" and result.index == (I // 3, I % 3, J)
+    assert [a.buf for a in call.args if isinstance(a, TensorArg)] == ["x", "w", "rest"]
+
+
+def test_what_is_no_permutation_stays() -> None:
+    i0, i1 = loop_vars("i", (6, 128))
+    turned = loop_vars("i", (12, 128))
+    for loop in (
+        reader("z", (12, 128), turned[0] // 2, turned[1], 1.0),  # each row twice
+        reader("z", (6, 128), 5 - i0, i1, 1.0),
+    ):
+        p = program(KERNEL, loop)
+        assert join_readers(p, Bodies()).ops == p.ops
+
+
+def test_a_product_that_leaves_stays() -> None:
+    i0, i1 = loop_vars("i", (6, 128))
+    p = program(KERNEL, reader("z", (6, 128), i0, i1, 1.0))
+    y = p.buffers["y"]
+    p = replace(p, outputs=(*p.outputs, TensorArg("y", y.shape, y.strides, 0)))
+    assert join_readers(p, Bodies()).ops == p.ops
+
+
+def test_a_reader_of_another_reader_stays() -> None:
+    """One kernel cannot read what it writes."""
+    i0, i1 = loop_vars("i", (6, 128))
+    z = cast(node("load", (), Load("z", (i0, i1)), bf16), f32)
+    loops = (reader("z", (6, 128), i0, i1, 1.0), reader("t", (6, 128), i0, i1, z))
+    p = program(KERNEL, *loops)
+    assert join_readers(p, Bodies()).ops == p.ops
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"),  # batch, m, n, k
+    [
+        ((1, 16, 4096, 4096), Cut(16, 64, 128)),
+        ((1, 16, 768, 3072), Cut(16, 64, 128, 8)),
+        ((1, 64, 768, 768), Cut(16, 64, 128)),
+        ((1, 64, 4096, 4096), Cut(64, 32, 128)),
+        ((1, 16, 16, 32768), Cut(16, 16, 256, 64)),
+        ((1, 128, 128, 32768), Cut(64, 64, 128, 32)),
+        ((1, 512, 512, 32768), None),
+        ((1, 1, 4096, 4096), None),
+        ((1, 16, 32, 256), None),
+        ((64, 16, 1024, 128), Cut(16, 64, 128)),
+    ],
+)
+def test_cuts(sizes: tuple[int, int, int, int], cut: Cut | None) -> None:
+    assert cut_of(*sizes) == cut

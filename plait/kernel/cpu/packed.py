@@ -17,7 +17,8 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import Load, Node, walk
-from plait.ir.packed import PRODUCT, PackedProduct, Window
+from plait.ir.packed import PackedProduct, Window
+from plait.ir.product import PRODUCT
 from plait.kernel.cpu.expr import Parts, literal, vector_op
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import UserLaunch

@@ -50,15 +50,11 @@ def _is_of_patches(c: Convolution) -> bool:
 
 def _points(before: Node, x: Node, window: Sequence[int]) -> Node:
     """A channels-last image with a point for each patch of x."""
-    batch, channels, *sizes = value_of(x).shape
-    counts = [n // k for n, k in zip(sizes, window, strict=True)]
-    for d, (n, k, count) in enumerate(zip(sizes, window, counts, strict=True), 2):
-        if n != k * count:
-            x = insert(before, x, aten.slice.Tensor, d, 0, k * count)
-    rank = len(window)
-    parts = [n for pair in zip(counts, window, strict=True) for n in pair]
-    x = insert(before, x, aten.view.default, [_size(batch), channels, *parts])
-    places, inside = range(2, 2 * rank + 2, 2), range(3, 2 * rank + 2, 2)
+    channels, rank = value_of(x).shape[1], len(window)
+    for d, k in enumerate(window, 2):
+        x = insert(before, x, aten.unfold.default, d, k, k)
+    batch, _, *counts = value_of(x).shape[: rank + 2]
+    places, inside = range(2, rank + 2), range(rank + 2, 2 * rank + 2)
     x = _copied(before, insert(before, x, aten.permute.default, [0, *places, 1, *inside]))
     x = insert(before, x, aten.view.default, [_size(batch), *counts, channels * prod(window)])
     return insert(before, x, aten.permute.default, [0, rank + 1, *range(1, rank + 1)])

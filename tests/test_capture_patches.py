@@ -65,7 +65,11 @@ def test_forward_and_backward(name: str, last: bool) -> None:
         y, gradients = torch.func.vjp(convolved, x, w, b)
         return (y, *gradients(y))
 
-    assert unfolded(fn, x, w, b) == 2
+    def of_filter(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda w: convolved(x, w, b), w)
+        return (y, *gradients(y))
+
+    assert unfolded(fn, x, w, b) == 2 and unfolded(of_filter, x, w, b) == 2
     assert unfolded(lambda *a: (convolved(*a),), x, w, b) == 1
 
 

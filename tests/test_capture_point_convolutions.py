@@ -64,8 +64,13 @@ def test_backward() -> None:
         y, gradients = torch.func.vjp(F.conv2d, x, w, b)
         return gradients(y)
 
-    ops, n = replaced(fn, X, W, B)
-    assert n == 2 and aten.convolution_backward.default not in ops
+    def of_filter(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda w: F.conv2d(x, w), w)
+        return gradients(y)
+
+    for traced, *args in ((fn, X, W, B), (of_filter, X, W)):
+        ops, n = replaced(traced, *args)
+        assert n == 2 and aten.convolution_backward.default not in ops
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,9 @@ def _backward(node: Node) -> None:
     made = insert(node, grad, node.target, points, filters, sizes, *_of_points(c), wanted)  # type: ignore[arg-type]
     for user in list(node.users):
         k = user.args[1]
+        if value_of(user) is None:  # a gradient that is not wanted
+            user.update_arg(0, made)
+            continue
         picked = node.graph.create_node("call_function", user.target, (made, k))
         user.prepend(picked)
         picked.meta = {**user.meta, "val": value_of(made)[k]}

@@ -92,7 +92,7 @@ def _backward(node: Node) -> None:
     grad, x, weight = node.args[:3]
     assert isinstance(grad, Node) and isinstance(x, Node) and isinstance(weight, Node), "as above"
     rows = _rows(node, grad)
-    for user in list(node.users):
+    for user in [u for u in node.users if value_of(u) is not None]:
         if user.args[1] == 0:
             _replace(user, insert(user, rows, aten.mm.default, _matrix(user, weight)))
         elif user.args[1] == 1:
@@ -101,7 +101,10 @@ def _backward(node: Node) -> None:
         else:
             places = [0, *range(2, value_of(grad).dim())]
             user.target, user.args = aten.sum.dim_IntList, (grad, places)
-    node.graph.erase_node(node)
+    if node.users:  # gradients that are not wanted
+        node.update_arg(10, [False] * 3)
+    else:
+        node.graph.erase_node(node)
 
 
 _REPLACE: dict[Any, Callable[[Node], None]] = {

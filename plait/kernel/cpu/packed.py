@@ -8,6 +8,7 @@ rounding errors do not grow with the length of a row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -17,7 +18,7 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import Load, Node, walk
-from plait.ir.packed import PackedProduct, Window
+from plait.ir.packed import PackedProduct
 from plait.ir.product import PRODUCT
 from plait.kernel.cpu.expr import Parts, literal, vector_op
 from plait.runtime.toolchain import Isa
@@ -29,15 +30,13 @@ LONGEST_SUM = 512
 """So many products are added up one after the other, about as many as vendors' libraries do."""
 # Registers, rows by columns of vectors, that left none to be spilled and were fastest on an AVX-512
 # machine with 2 cores: benchmarks/packed_cpu.py.
-_MOST_ROWS = {4: 6, 3: 8, 2: 10}
-_FEW_REGISTERS = (2, 5)
+_MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
+_FEW_REGISTERS = (1, 8), (2, 5)
 """The same of machines with 16 vector registers: vectors, rows."""
 _A_TILE = 1.5
 """What loading a panel costs, in rows."""
-_NEAR_NBYTES = 1 << 20
-"""Of a panel that a core's own cache holds beside all else."""
-_SMALL_NBYTES = 1 << 19
-"""Of weights that it holds as a whole."""
+_NEAR_NBYTES = 1 << 19
+"""Of rows that stay in a core's own cache while all panels go by."""
 _AHEAD = 32
 """So many rows of a panel before their turn they are fetched from far memory."""
 
@@ -46,18 +45,47 @@ def write_packed(call: Extern, isa: Isa) -> Extern:
     """The call, of a kernel whose text is known."""
     assert isinstance(call.kernel, PackedProduct), call
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
-    sizes = tuple(a for a in call.args if not isinstance(a, TensorArg))
-    assert all(isinstance(a, (int, Expr)) for a in sizes), call
-    text = _Writer(call.kernel, tensors, sizes, isa).text()  # type: ignore[arg-type]
-    kernel = UserKernel(
-        call.kernel.name, text, ("*fp32",) * (len(tensors) + 1), (Variant("", (), 1),)
-    )
+    sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
+    text = _Writer(call.kernel, tensors, sizes, isa).text()
+    pointers = ("*fp32",) * (len(tensors) + 1)
+    kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
 
 
 def takes(launch: UserLaunch) -> tuple[int, int]:
     """How many buffers and sizes a kernel reads."""
     return len(launch.buffers), len(launch.sizes)
+
+
+def tiles_of(texts: Sequence[str], isa: Isa) -> list[str]:
+    """The functions of tiles that texts call, each once."""
+    found = {(int(r), int(v)) for text in texts for r, v in re.findall(r"tile_(\d+)x(\d+)", text)}
+    return [_tile_text(r, v, isa) for r, v in sorted(found)]
+
+
+def _tile_text(rows: int, vectors: int, isa: Isa) -> str:
+    """Adds to sums the products of numbers of rows, which lie in stretches of one length, with the
+    rows of a panel; gives where the panel goes on."""
+    sums = [(i, v) for i in range(rows) for v in range(vectors)]
+    lines = [f"vf32 {', '.join(f'c{i}_{v} = splat_f32(0.0f)' for i, v in sums)};"]
+    lines.append(f"for (i64 s = 0; s < stretches; ++s, rows += {rows}) {{")
+    lines += [f"const f32* const r{i} = rows[{i}];" for i in range(rows)]
+    lines.append("for (i64 k = 0; k < length; ++k, b += width) {")
+    for v in range(vectors):
+        lines.append(f"const vf32 b{v} = ld_f32(b + {v * isa.lanes});")
+        if v * isa.lanes % 16 == 0:
+            lines.append(f"__builtin_prefetch(b + {_AHEAD} * width + {v * isa.lanes});")
+    for i in range(rows):
+        lines.append(f"const vf32 a{i} = splat_f32(r{i}[k]);")
+        lines += [f"c{i}_{v} = v_fma_f32(a{i}, b{v}, c{i}_{v});" for v in range(vectors)]
+    lines += ["}", "}"]
+    lines += [f"sums[{k}] += c{i}_{v};" for k, (i, v) in enumerate(sums)]
+    head = (
+        f"__attribute__((noinline)) static const f32* tile_{rows}x{vectors}(\n"
+        "    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, "
+        "vf32* sums)"
+    )
+    return f"{head} {{\n{_indented([*lines, 'return b;'])}}}\n"
 
 
 @dataclass
@@ -70,12 +98,11 @@ class _Tile:
 
 def _tile(p: PackedProduct, rows: Size, isa: Isa) -> _Tile:
     """The tile that wastes fewest rows and loads."""
-    vectors, most = _FEW_REGISTERS
     if isa.name == "avx512":
         vectors = p.width // isa.lanes
-        if _depth(p) * p.width * 4 > _NEAR_NBYTES:
-            vectors = {4: 2}.get(vectors, vectors)
         most = _MOST_ROWS[vectors]
+    else:
+        vectors, most = next(t for t in reversed(_FEW_REGISTERS) if p.width % t[0] == 0)
     if not isinstance(rows, int):
         return _Tile(most, vectors)
     fitting = range(max(1, most - 2), most + 1) if rows >= most else (max(rows, 1),)
@@ -101,141 +128,121 @@ class _Writer:
         """The function."""
         p = self.packed
         self.tile = tile = _tile(p, self.sizes[0], self.isa)
-        self.step = tile.vectors * self.isa.lanes
-        panels = -(-p.columns // p.width)
+        self.add(
+            "const f32* const x = (const f32*)bufs[0];",
+            "const f32* const panels = (const f32*)bufs[1];",
+        )
         out = len(self.tensors)
-        add = self.lines.append
-        add("const f32* const x = (const f32*)bufs[0];")
-        add("const f32* const panels = (const f32*)bufs[1];")
-        for k in range(2, out):
-            add(f"const f32* const g{k - 2} = (const f32*)bufs[{k}];")
-        add(f"f32* const out = (f32*)bufs[{out}];")
-        names = ("rows", "height", "width", "high", "wide")
+        self.add(*(f"const f32* const g{k - 2} = (const f32*)bufs[{k}];" for k in range(2, out)))
+        self.add(f"f32* const out = (f32*)bufs[{out}];")
         dynamic = iter(range(len(self.sizes)))
-        for name, size in zip(names, self.sizes, strict=False):
+        for name, size in zip(
+            ("rows", "height", "width", "high", "wide"), self.sizes, strict=False
+        ):
             value = size if isinstance(size, int) else f"syms[{next(dynamic)}]"
-            add(f"const i64 {name} = {value};")
-        add(f"const i64 blocks = (rows + {tile.rows - 1}) / {tile.rows}, all = blocks * {panels};")
-        add("const i64 end = all * (tid + 1) / nthreads;")
-        add("for (i64 job = all * tid / nthreads; job < end; ++job) {")
-        self.near = _depth(p) * p.columns * 4 <= _SMALL_NBYTES
-        if self.near:  # the weights stay near, rows go by once
-            add(f"const i64 panel = job % {panels}, block = job / {panels};")
-        else:
-            add("const i64 panel = job / blocks, block = job % blocks;")
-        add("const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;")
+            self.add(f"const i64 {name} = {value};")
+        self._jobs()
         self._places()
-        add(f"const i64 last = (panel + 1) * {p.width};")
-        add(f"for (i64 n = panel * {p.width}; n < last; n += {self.step}) {{")
+        step = tile.vectors * self.isa.lanes
+        self.add(f"const i64 last = (panel + 1) * {p.width};")
+        self.add(f"for (i64 n = panel * {p.width}; n < last; n += {step}) {{")
         if p.columns % p.width:
-            add(f"if (n >= {p.columns}) break;")
-        add(f"const f32* b = panels + panel * {_depth(p) * p.width} + n % {p.width};")
+            self.add(f"if (n >= {p.columns}) break;")
+        self.add(f"const f32* b = panels + panel * {_depth(p) * p.width} + n % {p.width};")
         self._sums()
         self._results()
-        add("}")
-        add("}")
-        add("return 0;")
+        self.add("}", "}", "return 0;")
         head = f'extern "C" i64 {KERNEL}'
         zeros = f"static const f32 {KERNEL}_zeros[{p.depth}] = {{}};\n" if self._pads else ""
         args = "(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)"
         return f"{zeros}{head}{args} {{\n{_indented(self.lines)}}}\n"
 
+    def add(self, *lines: str) -> None:
+        """Writes lines."""
+        self.lines += lines
+
     @property
     def _pads(self) -> bool:
         return self.packed.window is not None and any(self.packed.window.padding)
 
+    def _jobs(self) -> None:
+        """The loop over a thread's tiles. All panels go by as many rows as stay near, then by the
+        next ones."""
+        p, r = self.packed, self.tile.rows
+        panels = -(-p.columns // p.width)
+        near = max(1, _NEAR_NBYTES // (4 * p.depth * r))
+        self.add(
+            f"const i64 blocks = (rows + {r - 1}) / {r}, all = blocks * {panels};",
+            "const i64 end = all * (tid + 1) / nthreads;",
+            "for (i64 job = all * tid / nthreads; job < end; ++job) {",
+            f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
+            f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
+            f"const i64 panel = rest / most, block = part * {near} + rest % most;",
+            "const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;",
+        )
+
     # ------------------------------------------------------------------------------------- places
     def _places(self) -> None:
-        """Where the rows of a tile are: beyond the last one it is met again."""
-        p, rows = self.packed, range(self.tile.rows)
-        if p.window is None or p.window.is_point:
-            for i in rows:
-                at = "m" if i == 0 else f"(m + ({i} < count ? {i} : 0))"
-                self.lines.append(f"const f32* const r{i} = x + {at} * {p.depth};")
+        """Where the numbers of a tile's rows begin; the rows that it lacks are its first one. Of an
+        image each point of the window has a stretch of numbers; where nothing is padded, those of a
+        row of points lie side by side."""
+        p, w, r = self.packed, self.packed.window, self.tile.rows
+        self.stretches, self.length = 1, p.depth
+        if w is None or w.is_point:
+            row = f"x + (m + (i < count ? i : 0)) * {p.depth}"
+            self.add(f"const f32* rows_[{r}];", f"for (i64 i = 0; i < {r}; ++i) rows_[i] = {row};")
             return
-        (sy, sx), (py, px) = p.window.stride, p.window.padding
-        self.lines += [
-            "i64 image = m / (high * wide), y = m / wide % high, z = m % wide;",
-            *(
-                f"const i64 y{i} = y * {sy} - {py}, z{i} = z * {sx} - {px}, "
-                f"at{i} = (image * height + y{i}) * width + z{i};\n"
-                f"if ({i + 1} < count && ++z == wide) {{\nz = 0;\n"
-                "if (++y == high) y = 0, ++image;\n}"
-                for i in rows
-            ),
-        ]
-        self.lines[:] = [x for line in self.lines for x in line.split("\n")]
+        (high, wide), (dy, dx) = w.kernel, w.dilation
+        if not any(w.padding) and dx == 1:
+            self.length, wide = p.depth * wide, 1
+        self.stretches = high * wide
+        place = f"x + (at[i] + ky * width + kx) * {p.depth}"
+        if any(w.padding):
+            within = "(u64)(y[i] + ky) < (u64)height && (u64)(z[i] + kx) < (u64)width"
+            place = f"{within} ? {place} : {KERNEL}_zeros"
+        self.add(
+            "i64 image = m / (high * wide), y_ = m / wide % high, z_ = m % wide;",
+            f"i64 y[{r}], z[{r}], at[{r}];",
+            f"for (i64 i = 0; i < {r}; ++i) {{",
+            f"y[i] = y_ * {w.stride[0]} - {w.padding[0]};",
+            f"z[i] = z_ * {w.stride[1]} - {w.padding[1]};",
+            "at[i] = (image * height + y[i]) * width + z[i];",
+            "if (i + 1 >= count || ++z_ < wide) continue;",
+            "z_ = 0;",
+            "if (++y_ == high) y_ = 0, ++image;",
+            "}",
+            f"const f32* rows_[{self.stretches * r}];",
+            "const f32** row = rows_;",
+            f"for (i64 ky = 0; ky < {high * dy}; ky += {dy})",
+            f"  for (i64 kx = 0; kx < {wide * dx}; kx += {dx})",
+            f"    for (i64 i = 0; i < {r}; ++i) *row++ = {place};",
+        )
 
     # --------------------------------------------------------------------------------------- sums
     def _sums(self) -> None:
-        """The sums of a tile, in `sums`."""
-        add, p, w = self.lines.append, self.packed, self.packed.window
-        rows, vectors = range(self.tile.rows), range(self.tile.vectors)
-        names = [f"c{i}_{v}" for i in rows for v in vectors]
-        add(f"vf32 sums[{len(names)}];")
-        add(f"vf32 {', '.join(f'{c} = splat_f32(0.0f)' for c in names)};")
-        self.cut = _depth(p) > LONGEST_SUM * 3 // 2
-        if self.cut:
-            add(f"for (int k = 0; k < {len(names)}; ++k) sums[k] = splat_f32(0.0f);")
-            self.flush = [f"sums[{k}] += {c}; {c} = splat_f32(0.0f);" for k, c in enumerate(names)]
-        if w is None or w.is_point:
-            parts = -(-p.depth // LONGEST_SUM) if self.cut else 1
-            length = -(-p.depth // parts)
-            if parts == 1:
-                self._run([f"r{i}" for i in rows], "0", str(p.depth))
-            else:
-                add(f"for (i64 from = 0; from < {p.depth}; from += {length}) {{")
-                add(f"const i64 to = from + {length} < {p.depth} ? from + {length} : {p.depth};")
-                self._run([f"r{i}" for i in rows], "from", "to")
-                self.lines += [*self.flush, "}"]
+        """The sums of a tile, in `sums`; cut where they are long."""
+        r, v, width = self.tile.rows, self.tile.vectors, self.packed.width
+        self.add(f"vf32 sums[{r * v}] = {{}};")
+        call = f"b = tile_{r}x{v}({{}}, {{}}, {{}}, b, {width}, sums)"
+        n, length = self.stretches, self.length
+        if n * length <= LONGEST_SUM * 3 // 2:
+            self.add(f"{call.format('rows_', n, length)};")
+        elif n == 1:
+            parts = -(-length // LONGEST_SUM)
+            each = -(-length // parts)
+            self.add(
+                f"const f32* from[{r}];",
+                f"for (i64 k = 0; k < {length}; k += {each}) {{",
+                f"for (i64 i = 0; i < {r}; ++i) from[i] = rows_[i] + k;",
+                f"const i64 some = {length} - k < {each} ? {length} - k : {each};",
+                f"{call.format('from', 1, 'some')};",
+                "}",
+            )
         else:
-            self._over_window(w)
-        if not self.cut:
-            self.lines += [f"sums[{k}] = {c};" for k, c in enumerate(names)]
-
-    def _over_window(self, w: Window) -> None:
-        """The points of the kernel, whose channels lie side by side. Where nothing is padded, so do
-        those of a row of points."""
-        add, p, rows = self.lines.append, self.packed, range(self.tile.rows)
-        (high, wide), (dy, dx) = w.kernel, w.dilation
-        merged = not any(w.padding) and dx == 1
-        length = p.depth * (wide if merged else 1)
-        if self.cut:
-            add("i64 done = 0;")
-        add(f"for (i64 ky = 0; ky < {high * dy}; ky += {dy}) {{")
-        add(f"for (i64 kx = 0; kx < {1 if merged else wide * dx}; kx += {dx}) {{")
-        for i in rows:
-            place = f"x + (at{i} + ky * width + kx) * {p.depth}"
-            if any(w.padding):
-                inside = f"(u64)(y{i} + ky) < (u64)height && (u64)(z{i} + kx) < (u64)width"
-                place = f"{inside} ? {place} : {KERNEL}_zeros"
-            add(f"const f32* const r{i} = {place};")
-        self._run([f"r{i}" for i in rows], "0", str(length))
-        if self.cut:
-            add(f"if ((done += {length}) >= {LONGEST_SUM}) {{")
-            self.lines += ["done = 0;", *self.flush, "}"]
-        self.lines += ["}", "}"]
-        if self.cut:
-            self.lines += self.flush
-
-    def _run(self, rows: Sequence[str], first: str, end: str) -> None:
-        """Products of a stretch of numbers of every row with rows of the panel."""
-        add, vectors = self.lines.append, range(self.tile.vectors)
-        add(f"for (i64 k = {first}; k < {end}; ++k, b += {self.packed.width}) {{")
-        for v in vectors:
-            add(f"const vf32 b{v} = ld_f32(b + {v * self.isa.lanes});")
-        if not self.near:
-            ahead = _AHEAD * self.packed.width
-            self.lines += [
-                f"__builtin_prefetch(b + {ahead + v * self.isa.lanes});"
-                for v in vectors
-                if v * self.isa.lanes % 16 == 0
-            ]
-        for i, row in enumerate(rows):
-            add(f"const vf32 a{i} = splat_f32({row}[k]);")
-            for v in vectors:
-                add(f"c{i}_{v} = v_fma_f32(a{i}, b{v}, c{i}_{v});")
-        add("}")
+            each = max(1, LONGEST_SUM // length)
+            some = f"{n} - k < {each} ? {n} - k : {each}"
+            self.add(f"for (i64 k = 0; k < {n}; k += {each})")
+            self.add(f"  {call.format(f'rows_ + k * {r}', some, length)};")
 
     # ------------------------------------------------------------------------------------ results
     def _results(self) -> None:

@@ -42,6 +42,7 @@ from plait.kernel.targets import TARGETS
 from plait.lower.control_flow import graphs_within
 from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
+from plait.schedule.by_size import split_by_size
 from plait.schedule.deps import Bodies
 from plait.schedule.deps import drop_dead as drop_dead_loops
 from plait.schedule.epilogues import take_epilogues
@@ -217,6 +218,7 @@ def schedule(
     # After the order is known: it must not let more memory be alive at once.
     ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
     plan = log("make plan", make_plan, grouping, ordered, names)
+    plan = log("split by size", split_by_size, plan, names)
     plan = log("plan memory", plan_memory, plan, cfg)
     nested = tuple(schedule(p, cfg, log, names) for p in program.programs)
     final = replace(plan.program, programs=tuple(n.program for n in nested))
@@ -343,7 +345,7 @@ def _named(plan: Plan, shared: Mapping[str, Shared], sources: Mapping[str, Sourc
     forms = {k: f for source in sources.values() for k, f in source.forms.items()}
 
     def named(s: Step) -> list[Step]:
-        if isinstance(s, Kernel) and s.name in forms:
+        if isinstance(s, Kernel) and s.name in forms and s.form is None:
             return _formed(s, forms[s.name])
         if isinstance(s, Kernel):
             made = replace(s, name=names[s.name], grid=grids.get(s.name, 1))

@@ -8,11 +8,12 @@ import pytest
 
 from plait.config import Config
 from plait.ir.dtypes import DType, bf16, f32
-from plait.ir.expr import Size, numel
+from plait.ir.expr import Size, evaluate, numel
 from plait.ir.loops import LoopProgram
 from plait.pipelines import schedule
 from plait.schedule.deps import extent
 from plait.schedule.plan import Reduce, Store, column_programs
+from plait.schedule.text import plan_text, read_plan
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()
@@ -230,6 +231,46 @@ def test_on_a_gpu_rows_of_unknown_number_are_walked(sizes: tuple[int, ...]) -> N
     first, second = kernels(plan)
     assert column_programs(first.stmts) == 512 and len(second.outs) == 2
     check(plan, program, {f"s{k}": n for k, n in enumerate(sizes)})
+
+
+@pytest.mark.parametrize("columns", [(), (20,)])
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_on_a_gpu_reductions_of_unknown_length_have_two_ways(
+    columns: tuple[int, ...], kind: str
+) -> None:
+    b = Builder()
+    n = b.size("n", hint=9000)
+    x = b.input(n, *columns)
+    reduced = b.reduce(columns, (n,), kind, lambda o, *i: o.load(x, i[-1], *i[:-1]))
+    b.output(b.map("tanh", str(reduced)))
+    program = b.program()
+    program = replace(
+        program, buffers={n: replace(v, device="cuda:0") for n, v in program.buffers.items()}
+    )
+    plan = schedule(program, CFG)
+    whole, first, second = kernels(plan)
+    assert [k.form.at for k in (whole, first, second) if k.form] == [0, 1, 1]
+    assert plan.frees[1:] == ((), (first.outs[0],)) and whole.form is not None
+    assert [evaluate(whole.form.pick, {"n": k}) for k in (100, 10**6)] == [0, 1]
+    assert read_plan(plan_text(plan), program) == plan
+    for size in (2, 129, 9001):
+        check(plan, program, {"n": size})
+
+
+def test_what_has_no_second_way() -> None:
+    """A position, and results of which nobody knows how many there are."""
+    for kind, outer in (("argmax", False), ("sum", True)):
+        b = Builder()
+        n = b.size("n", hint=9000)
+        shape = (b.size("m", hint=2),) if outer else ()
+        x = b.input(*shape, n)
+        b.output(b.reduce(shape, (n,), kind, lambda o, *i: o.load(x, *i)))  # noqa: B023
+        program = b.program()
+        program = replace(
+            program, buffers={n: replace(v, device="cuda:0") for n, v in program.buffers.items()}
+        )
+        (kernel,) = kernels(schedule(program, CFG))
+        assert kernel.form is None
 
 
 @pytest.mark.parametrize("rows, columns", [((512,), 768), ((8192,), 16384), ((7,), 1 << 20)])

@@ -35,7 +35,18 @@ from plait.ir.loops import Buffer, LoopProgram
 from plait.ir.text import OpReader, buffer_line, op_lines
 from plait.schedule.cost import hint
 from plait.schedule.deps import extent
-from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
+from plait.schedule.plan import (
+    Form,
+    Kernel,
+    MemoryPlan,
+    Plan,
+    Reason,
+    Reduce,
+    Refusal,
+    Step,
+    Stmt,
+    Store,
+)
 
 
 def plan_text(plan: Plan) -> str:
@@ -113,6 +124,10 @@ def step_lines(step: Step, scope: Scope) -> list[str]:
     return kernel_lines(step, scope) if isinstance(step, Kernel) else op_lines(step, scope)
 
 
+def _form_sizes(form: Form) -> tuple[Size, ...]:
+    return form.symbol, form.pick, form.at
+
+
 def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
     """A kernel as a function of its loop variables, the statements in order; its parts stand in
     it."""
@@ -123,6 +138,7 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
         *([f"hints={scope.sizes(k.hints)}"] if k.hints else []),
         *([f"lengths={scope.sizes(k.lengths)}"] if k.lengths else []),
         *([f"work_ns={scope.size(k.work_ns)}"] if k.work_ns != 0 else []),
+        *([f"form={scope.sizes(_form_sizes(k.form))}"] if k.form else []),
         *([f"{w}=True" for w, on in (("sequential", k.sequential), ("alike", k.alike)) if on]),
     ]
     body = Body(scope, (*k.vars, *k.rvars))
@@ -203,7 +219,7 @@ class _PlanReader:
         head = s.decorator_list[0]
         assert isinstance(head, ast.Call), head
         facts = keywords(
-            head, ("writes", "sizes", "hints", "lengths", "work_ns", "sequential", "alike")
+            head, ("writes", "sizes", "hints", "lengths", "work_ns", "form", "sequential", "alike")
         )
         body = BodyReader(self.ops.symbols, s.args)
         origin, lines = body.split_origin(s.body)
@@ -224,8 +240,16 @@ class _PlanReader:
         return Kernel(
             s.name, body.vars, body.rvars, tuple(stmts), args, outs,
             tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin, parts,
-            hints, flag_of(head, "alike"), lengths,
+            hints, flag_of(head, "alike"), lengths, form=self.form(facts.get("form")),
         )  # fmt: skip
+
+    def form(self, e: ast.expr | None) -> Form | None:
+        if e is None:
+            return None
+        picked, pick, at = self.ops.symbols.sizes(e)
+        if not isinstance(picked, Expr) or not isinstance(at, int):
+            raise wrong(e, "a symbol, what it is, and a number")
+        return Form(pick, picked, at)
 
     def buffer(self, e: ast.expr) -> Buffer:
         name = name_of(e)

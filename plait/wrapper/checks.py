@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plait.wrapper import instructions as ins
+from plait.wrapper.forms import of_one_way
 from plait.wrapper.walk import defined, operands, refs, root, views_of
 
 _BEFORE = (
@@ -33,7 +34,7 @@ class _Checks:
     """bases: view -> what it views. last: memory of ours -> position of the last instruction that
     writes it.
     makers: memory -> what has written it so far. seen: memory -> tensors looked at since it was
-    written."""
+    written. hidden: what may hold nothing yet when it is read."""
 
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p
@@ -44,6 +45,7 @@ class _Checks:
         self.seen: dict[str, set[str]] = {}
         self.origins = dict(p.origins)
         self.note = ""
+        self.hidden = of_one_way(p.body)
         for k, i in enumerate(p.body):
             if isinstance(i, (ins.Alloc, ins.Place, ins.Reuse)):
                 self.last[i.name] = k
@@ -70,7 +72,8 @@ class _Checks:
     def check(self, k: int, name: str) -> Iterator[ins.Instr]:
         memory = root(name, self.bases)
         seen = self.seen.setdefault(memory, set())
-        if memory not in self.makers or self.last.get(memory, -1) >= k or self.is_any(seen, name):
+        known = memory in self.makers and memory not in self.hidden
+        if not known or self.last.get(memory, -1) >= k or self.is_any(seen, name):
             return
         seen.add(name)
         yield ins.CheckFinite(name, ", ".join(dict.fromkeys(self.makers[memory])), self.infinities)

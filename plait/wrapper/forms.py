@@ -39,15 +39,29 @@ def moments(body: Sequence[ins.Instr]) -> list[int]:
     return [k if w is None else firsts.setdefault(w[0], k) for k, w in enumerate(found)]
 
 
-def faults(p: ins.WrapperProgram, samples: Sequence[Mapping[str, int]]) -> list[str]:
-    """What is wrong with the ways of a program. samples: values of its symbols."""
+def ways_of(body: Sequence[ins.Instr]) -> Ways:
+    """All work that is done in several ways."""
     ways: Ways = {}
-    for i in p.body:
+    for i in body:
         if isinstance(i, ins.Launch) and (found := way_of(i)):
             ways.setdefault(found[0], {}).setdefault(found[1], []).append(i)
+    return ways
+
+
+def of_one_way(body: Sequence[ins.Instr]) -> frozenset[str]:
+    """What only one of several ways uses, and nobody writes where another is taken."""
+    found: set[str] = set()
+    for of in ways_of(body).values():
+        names = [{n for i in way for n in i.args} for way in of.values()]
+        found |= set().union(*names) - names[0].intersection(*names)
+    return frozenset(found)
+
+
+def faults(p: ins.WrapperProgram, samples: Sequence[Mapping[str, int]]) -> list[str]:
+    """What is wrong with the ways of a program. samples: values of its symbols."""
     values = {i.name: i.value for i in p.body if isinstance(i, ins.Symbol)}
     texts = []
-    for pick, of in ways.items():
+    for pick, of in ways_of(p.body).items():
         texts += _of_numbers(pick, sorted(of), values.get(pick.name))
         launches = [i for way in of.values() for i in way]
         texts += _of_grids(pick, launches, samples)

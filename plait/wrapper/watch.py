@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from plait.wrapper import instructions as ins
+from plait.wrapper.forms import of_one_way
 from plait.wrapper.walk import defined, symbols
 
 Callback = Callable[[str, str, Tensor], object]
@@ -51,7 +52,7 @@ def watcher() -> Callable[..., None] | None:
 def add_hooks(p: ins.WrapperProgram, nodes: Mapping[str, str]) -> ins.WrapperProgram:
     """The program with hooks that call a new last callable. nodes: buffer -> the FX node whose
     value it is."""
-    integers = frozenset().union(*(symbols(i) for i in p.body))
+    hidden = frozenset().union(*(symbols(i) for i in p.body)) | of_one_way(p.body)
     last = {name: k for k, i in enumerate(p.body) for name in _results(i)}
     out: list[ins.Instr] = []
     note = ""
@@ -59,7 +60,7 @@ def add_hooks(p: ins.WrapperProgram, nodes: Mapping[str, str]) -> ins.WrapperPro
         out.append(i)
         note = i.text if isinstance(i, ins.Note) else note
         for name in _results(i):
-            if last[name] == k and name not in integers:
+            if last[name] == k and name not in hidden:
                 out.append(
                     ins.Hook(name, p.n_callables, nodes.get(name, name), f"{_maker(i)} ({note})")
                 )

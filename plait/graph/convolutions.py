@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
-from plait.graph.input_gradients import split_input_gradients
+from plait.graph.convolution_gradients import split_gradients
 from plait.graph.long_groups import widen_long_groups
 from plait.graph.memory_format import channels_last
 from plait.graph.patches import unfold_patches
 from plait.graph.point_convolutions import multiply_points
 
 CONVOLUTIONS: tuple[tuple[str, Callable[[GraphModule], int]], ...] = (
-    ("split input gradients", split_input_gradients),
+    ("split gradients", split_gradients),
     ("widen long groups", widen_long_groups),
     ("unfold patches", unfold_patches),
     ("channels last", channels_last),

@@ -1,4 +1,4 @@
-"""Gradients of inputs as convolutions with filters turned round."""
+"""Gradients of inputs as convolutions with filters turned round, and of filters as sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph import input_gradients, memory_format
+from plait.graph import convolution_gradients, memory_format
 
 aten = torch.ops.aten
 
@@ -28,19 +28,23 @@ def split(fn: Callable[..., Tensor], *args: Tensor, wanted: tuple[int, ...] = (0
     """How many gradients the pass made convolutions of; gradients and strides are checked."""
 
     def gradients(*a: Tensor) -> tuple[Tensor, ...]:
-        y, back = torch.func.vjp(fn, *a)
-        found = back(y)
-        return tuple(found[k] for k in wanted)
+        def of_wanted(*b: Tensor) -> Tensor:
+            given = iter(b)
+            return fn(*(next(given) if k in wanted else x for k, x in enumerate(a)))
+
+        y, back = torch.func.vjp(of_wanted, *(a[k] for k in wanted))
+        found: tuple[Tensor, ...] = back(y)
+        return found
 
     table = compat.decompositions.decomposition_table()
     gm = make_fx(torch.func.functionalize(gradients), table, "fake")(*args)
-    n = input_gradients.split_input_gradients(gm)
+    n = convolution_gradients.split_gradients(gm)
     gm.graph.lint()
     gm.recompile()
     for a, b in zip(gm(*args), gradients(*args), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         assert a.stride() == b.stride()
-    assert input_gradients.split_input_gradients(gm) == 0
+    assert convolution_gradients.split_gradients(gm) == 0
     return n
 
 
@@ -48,13 +52,13 @@ r = torch.randn
 X, W, B = r(2, 6, 40), r(6, 1, 4), r(6)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize(("wanted", "n"), [((0,), 1), ((1,), 1), ((1, 2), 1), ((0, 1, 2), 2)])
 @pytest.mark.parametrize(("padding", "dilation"), [(3, 1), (0, 1), (2, 2)])
-def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...]) -> None:
+def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...], n: int) -> None:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.conv1d(x, w, b, padding=padding, dilation=dilation, groups=6)
 
-    assert split(fn, X, W, B, wanted=wanted) == 1
+    assert split(fn, X, W, B, wanted=wanted) == n
 
 
 def test_long_filters_of_groups() -> None:
@@ -68,7 +72,6 @@ def test_long_filters_of_groups() -> None:
     "fn",
     [
         lambda x, w, b: F.conv1d(x, w, b, stride=2, groups=6),
-        lambda x, w, b: F.conv1d(x, w, b, padding=4, groups=6),
         lambda x, w, b: F.conv1d(x, w.expand(6, 6, 4), b),
         lambda x, w, b: F.conv1d(x, w.repeat(2, 1, 1), b.repeat(2), groups=6),
         lambda x, w, b: F.conv1d(x, w.expand(6, 3, 4), b, groups=2),
@@ -77,3 +80,7 @@ def test_long_filters_of_groups() -> None:
 )
 def test_others_stay(fn: Callable[..., Any]) -> None:
     assert split(fn, X, W, B) == 0
+
+
+def test_a_wide_border_is_in_no_other_border() -> None:
+    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=4, groups=6), X, W, B) == 1  # of filters

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-def kernel_of(name: str, length: int, pitch: int = 0) -> Kernel:
+def kernel_of(name: str, length: Size, pitch: int = 0) -> Kernel:
     """One of the cases over rows of a length. pitch: from a row to the next, if not that."""
     make, kept, d = CASES[name]
     (i,), (r,) = loop_vars("i", (ROWS,)), loop_vars("r", (length,))

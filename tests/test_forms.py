@@ -3,15 +3,21 @@ length a call tells."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from plait.config import Config
 from plait.errors import InternalError
-from plait.ir.expr import Expr, evaluate, symbol
+from plait.ir.expr import Expr, bounds, evaluate, symbol
 from plait.kernel.target import Source
+from plait.kernel.triton.by_length import hints_at, tiles_by_length
 from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.target import TritonTarget
+from plait.kernel.triton.tiles import plan_tile
+from plait.runtime.tune import Contest, Outcome
+from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
@@ -110,7 +116,53 @@ def test_rows_of_any_length_that_are_read_once_where_a_block_holds_them() -> Non
     assert loops == [0, 0, 2] and len({unit.name for unit in source.units}) == 3
 
 
+def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its tensors at that length; where nothing is measured, the sizes pick as before."""
+    seen: list[tuple[tuple[int, ...], int]] = []
+
+    def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
+        seen.extend((c.sizes, len(c.labels)) for c in contests)
+        return [Outcome(len(c.labels) - 1, (1.0,) * len(c.labels)) for c in contests]
+
+    kernel = replace(kernel_of("softmax", N), sizes=(N,), hints=(100,))
+    kernel = replace(kernel, args=tuple(replace(b, device="cuda:0") for b in kernel.args))
+    machines = {"cuda:0": (GPUS["sm_90"], 264)}
+    target, cfg, anywhere = TritonTarget(), Config(), {"softmax": frozenset[str]()}
+    plain = target.emit([kernel], anywhere, machines, {}, True)
+    monkeypatch.setattr("plait.kernel.triton.target.tune", tune)
+    found = target.measure([kernel], anywhere, machines, cfg)
+    assert [sizes for sizes, _ in seen] == [(100,), (64,), (128,), (256,), (512,)]
+    assert [n for _, n in seen[1:]] == [3, 3, 2, 2]
+    assert any(note.startswith("softmax for rows up to 512: ") for note in found.notes)
+    source = target.emit([kernel], anywhere, machines, found.choices, True)
+    picks = [evaluate(source.forms["softmax"].pick, {"n": n}) for n in (60, 100, 500, 600)]
+    assert picks == [2, 2, 2, 2]  # the last of each contest: the block that walks
+    unknown = lambda contests, cfg: [Outcome(reason="no device") for _ in contests]
+    monkeypatch.setattr("plait.kernel.triton.target.tune", unknown)
+    found = target.measure([kernel], anywhere, machines, cfg)
+    same = target.emit([kernel], anywhere, machines, found.choices, True)
+    assert same == plain
+
+
 def test_one_form_where_another_saves_nothing() -> None:
     assert not written("softmax", 500, 0).forms  # the length is known
     assert not written("softmax", N, 1 << 20).forms  # too long for a block
     assert not written("exp_sum", N, 500).forms  # read once anyway
+
+
+def test_a_pick_that_was_measured() -> None:
+    """Rows of up to 64 by the second block, up to 128 by the one that walks, up to 512 by the
+    second again: what was fastest, and never a block that is too short."""
+    kernel = kernel_of("softmax", N)
+    kernel = replace(kernel, sizes=(N,), hints=(100,))
+    tiles = tiles_by_length(legalize(kernel), kernel.hint_of)
+    assert [t and t.groups[-1].block for t in tiles.tiles] == [128, 512, None]
+    assert tiles.buckets == [64, 128, 256, 512]
+    walks = plan_tile(legalize(kernel))
+    measured = tiles.measured({64: 1, 128: 2, 256: 0, 512: 0}, walks)
+    picks = [evaluate(measured.pick, {"n": n}) for n in (1, 64, 65, 128, 129, 256, 512, 513, 9999)]
+    assert picks == [1, 1, 2, 2, 1, 1, 1, 2, 2] and bounds(measured.pick) == (0, 2)
+    assert measured.tiles[-1] is walks
+    at = hints_at(kernel, tiles.length, 256)
+    assert at is not None and at.hint_of == {"n": 256}
+    assert hints_at(kernel, tiles.length, 1 << 30) is None  # gigabytes

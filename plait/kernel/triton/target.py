@@ -23,7 +23,7 @@ from plait.ir.product import Product
 from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.body import BodyPrinter
-from plait.kernel.triton.by_length import Tiles, tiles_by_length
+from plait.kernel.triton.by_length import Tiles, hints_at, tiles_by_length
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.parts import choose_part
@@ -69,16 +69,28 @@ class TritonTarget(Target):
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
         tiles = {key: _tiles(k, key.busy) for key, k in distinct.items()}
-        contests = {
-            key: _contest(k, symbols[key], key, tiles[key])
-            for key, k in distinct.items()
-            if len(tiles[key]) > 1
-        }
+        forms = {key: _tiles_by_size(k, key.busy, tiles[key][0]) for key, k in distinct.items()}
+        contests: dict[tuple[Key, int], Contest] = {}
+        for key, k in distinct.items():
+            if len(tiles[key]) > 1:
+                contests[key, 0] = _contest(k, symbols[key], key, tiles[key])
+            for n in forms[key].buckets:
+                if at := hints_at(k, forms[key].length, n):
+                    contests[key, n] = _contest(at, symbols[key], key, forms[key].for_rows(n))
         outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
-        return Measured(
-            {distinct[key].name: tiles[key][outcome.choice] for key, outcome in outcomes.items()},
-            tuple(f"{symbols[key]}: {o.text(contests[key])}" for key, o in outcomes.items()),
+        choices: dict[str, Tile | Tiles] = {}
+        for key, k in distinct.items():
+            best = {n: o.choice for (of, n), o in outcomes.items() if of is key and not o.reason}
+            found = tiles[key][best.pop(0, 0)]
+            if len(forms[key].tiles) > 1:
+                choices[k.name] = forms[key].measured(best, found)
+            elif (key, 0) in outcomes:
+                choices[k.name] = found
+        notes = (
+            f"{symbols[key]}{f' for rows up to {n}' if n else ''}: {o.text(contests[key, n])}"
+            for (key, n), o in outcomes.items()
         )
+        return Measured(choices, tuple(notes))
 
     def emit(
         self,
@@ -289,13 +301,15 @@ def _tiles(kernel: Kernel, busy: int) -> tuple[Tile, ...]:
     return (_planned(kernel, linear, busy),) if kernel.parts else candidates(linear, busy)
 
 
-def _tiles_by_size(kernel: Kernel, busy: int, chosen: Tile | None) -> Tiles:
-    """The tiles that a kernel is written with; None stands for the planned one. chosen: the one for
-    any size, or None."""
+def _tiles_by_size(kernel: Kernel, busy: int, chosen: Tile | Tiles | None) -> Tiles:
+    """The tiles that a kernel is written with; None stands for the planned one. chosen: those that
+    measuring found, the one for any size, or None."""
+    if isinstance(chosen, Tiles):
+        return chosen
     if all(isinstance(extent(r), int) for r in kernel.rvars):
         return Tiles(0, (chosen,))
     found = tiles_by_length(_space(kernel), kernel.hint_of, busy)
-    return Tiles(found.pick, (*found.tiles[:-1], chosen))
+    return replace(found, tiles=(*found.tiles[:-1], chosen))
 
 
 def _is_wide(linear: LinearKernel, tile: Tile) -> bool:

@@ -121,8 +121,13 @@ ADDED: list[tuple[str, GraphPass]] = []
 
 
 def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:
+    off = set[GraphPass]()
+    if cfg.eager_random:  # eager's own operators draw
+        off.add(replace_random)
+    if not cfg.kernels:  # ATen's operators on layouts that eager would not hand them
+        off.update(run for _, run in CONVOLUTIONS)
     for _, run in passes:
-        if not (cfg.eager_random and run is replace_random):  # eager's own operators draw then
+        if run not in off:
             run(graph)
 
 

@@ -70,6 +70,20 @@ def test_what_stands_between_convolutions_is_one_kernel(
     assert kinds(p) == "kkckkck"  # the image, a filter; bias and pool, a filter; the result
 
 
+def test_without_kernels_all_is_as_eager_has_it(compile_only: None) -> None:
+    mode, args = fakes((8, 64, 56, 56), (64, 64, 3, 3), (64, 64, 1, 1))
+
+    def net(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.conv2d(F.group_norm(F.conv2d(x, w), 4), v)
+
+    made = record(net, *args, mode=mode, kernels=False)
+    assert [i.op for i in of(made.wrapper, CallExtern)] == [
+        "aten::convolution",
+        "aten::native_group_norm",
+        "aten::convolution",
+    ]
+
+
 def test_a_channel_with_a_filter_of_its_own_is_a_kernel(compile_only: None) -> None:
     mode, args = fakes((8, 64, 56, 56), (64, 64, 1, 1), (64, 1, 3, 3), (64,), (64, 1, 7, 7))
 

@@ -81,12 +81,14 @@ def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def record(fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode) -> CompileRecord:
+def record(
+    fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode, kernels: bool = True
+) -> CompileRecord:
     with mode, torch.no_grad():
         graph = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table())(
             *args
         )
-    cfg = Config(gpu_arch="sm_90", verify=True)
+    cfg = Config(gpu_arch="sm_90", verify=True, kernels=kernels)
     return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
 
 

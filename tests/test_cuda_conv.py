@@ -96,6 +96,18 @@ def test_a_channel_with_a_filter_of_its_own_is_a_kernel(compile_only: None) -> N
     assert kinds(made.wrapper) == "kckkck"
 
 
+def test_windows_are_not_read_in_a_reduction(compile_only: None) -> None:
+    mode, args = fakes((32, 64, 56, 56), (64, 64, 1, 1), (64, 1, 3, 3))
+
+    def squeeze(x: Tensor, p: Tensor, w: Tensor) -> Tensor:
+        y = F.relu(F.conv2d(F.conv2d(x, p), w, groups=64, padding=1))
+        return y * y.mean((2, 3), keepdim=True)
+
+    made = record(squeeze, *args, mode=mode)
+    # The image, a point; filters by their elements, windows, the mean in two steps, the result.
+    assert kinds(made.wrapper) == "kckkkkk"
+
+
 @pytest.mark.parametrize(("taps", "wide"), [(128, True), (4, False)])
 def test_long_filters_of_groups_compute_in_float32(
     compile_only: None, taps: int, wide: bool

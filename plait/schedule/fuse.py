@@ -38,6 +38,9 @@ MAX_DISTANCE = (
 TINY_NBYTES = 4096  # whatever moves no more keeps nothing alive that matters
 NEAR = 24  # ops between groups that are joined though they are not as tiny
 LARGE_NUMEL = 1 << 16
+# Places: a depthwise 3x3 convolution in the reduction behind it took 8 times as long as the two
+# apart (the squeeze of a MobileNetV3, benchmarks/results/suite-h100.md).
+WINDOW = 8
 
 
 class _Write(NamedTuple):
@@ -251,6 +254,8 @@ class _Fuser:
         if why is not None:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
+        if host.group.rvars and not guest.group.rvars and self._reads_windows(guest):
+            return Reason("a reduction would read a window a point")
         found = self._align(host, guest)
         if isinstance(found, Reason):
             for k, rows in ((b, x), (a, y)):
@@ -266,6 +271,13 @@ class _Fuser:
             return found
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
+
+    def _reads_windows(self, x: _Node) -> bool:
+        """Whether each point of a group on a GPU reads one buffer at many places, which loops that
+        walk do far slower than a kernel with a point for each thread."""
+        if facts_of(self._device(x)).is_host:
+            return False
+        return any(len(x.reads[b]) >= WINDOW and len(x.read_at(b)) >= WINDOW for b in x.external())
 
     def _device(self, x: _Node) -> str:
         return self.grouping.program.buffers[next(iter(x.writes))].device

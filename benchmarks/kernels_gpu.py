@@ -195,6 +195,24 @@ CASES: dict[str, Case] = {
 }
 
 
+MIDDLE = {
+    "sum": lambda x: x.sum(1), "mean": lambda x: x.mean(1), "max": lambda x: x.amax(1),
+    "argmin": lambda x: x.argmin(1), "softmax": lambda x: F.softmax(x, 1),
+    "softmax_last": lambda x: F.softmax(x, 2),
+}  # fmt: skip
+"""Of a tensor whose rows have an odd length: over its middle axis, or along its rows."""
+CASES |= {
+    f"{name}_4095_{kind}": (
+        fn,
+        lambda dtype=dtype, n=32 if "softmax" in name else 128: (
+            _randn(n, 4096, 4095, dtype=dtype),
+        ),
+    )
+    for kind, dtype in (("f32", f32), ("bf16", bf16))
+    for name, fn in MIDDLE.items()
+}
+
+
 def planned(fn: Callable[..., Any], args: Sequence[Tensor]) -> Plan:
     """The schedule of fn on these arguments. The loops of a graph do not depend on the device, what
     is made of them does."""

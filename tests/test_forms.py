@@ -19,8 +19,10 @@ from plait.kernel.triton.tiles import plan_tile
 from plait.runtime.tune import Contest, Outcome
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel
+from plait.wrapper.cpp import make_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
+from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
 from tests.gpu_rows import kernel_of
@@ -59,6 +61,8 @@ def test_one_kernel_or_two() -> None:
     program = parse(GOOD)
     verify(program)
     assert read(text(program)) == program and encode(program)
+    assert "launch(call, kernel::second, " in make_cpp(program)
+    assert "grid=64*(pick == 1)" in make_python(program, {"cuda": "x.cubins"})
 
 
 def test_what_all_ways_read_may_be_taken_over() -> None:

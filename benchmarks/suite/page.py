@@ -90,6 +90,13 @@ def page(records: book.Records, causes: dict[str, str], plot: str) -> str:
         rows.sort(key=lambda r: (r["field"], r["case"]))
         parts.append(f"## {how}, {dtype}\n\n" + render(HEADS, [row(r) for r in rows]))
     notes = {r["case"].split("/")[0]: r["note"] for r in records.values() if r.get("note")}
+    said = [
+        f"- {case}, {name}: {line}"
+        for case, r in sorted(records.items())
+        for name, figures in r["variants"].items()
+        for line in figures.get("said", ())
+    ]
+    parts += ["## What plait warned of\n\n" + "\n".join(said)] if said else []
     parts.append("Cut: " + "; ".join(f"{m}: {notes[m]}" for m in sorted(notes)) + ".")
     return "\n\n".join(parts)
 
@@ -126,9 +133,8 @@ def worst_table(records: book.Records, causes: dict[str, str]) -> str:
     for case in book.worst(records, 10):
         r = records[case]
         ours, theirs = number(book.best(r, "plait"), 3), number(book.best(r, "inductor"), 3)
-        rows.append(
-            [case, number(book.ratio(r), 2), ours, theirs, causes.get(case, "not known yet")]
-        )
+        cause = causes.get(case) or causes.get(case.split("/")[0], "not known yet")
+        rows.append([case, number(book.ratio(r), 2), ours, theirs, cause])
     return render(("", "× best", "plait ms", "Inductor ms", "cause"), rows)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 import math
 import os
 import sys
@@ -77,6 +78,22 @@ class Program(nn.Module):
         return results
 
 
+class Warnings(logging.Handler):
+    """What plait warns of from now on, such as a recording that is not possible."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[str] = []
+        logging.getLogger("plait").handlers = [self]  # in the place of an earlier one
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record.getMessage())
+
+    def lines(self) -> list[str]:
+        """The first ones, cut."""
+        return [text[:300] for text in self.records[:3]]
+
+
 class Held:
     """A case with all its variants."""
 
@@ -104,7 +121,7 @@ class Held:
     def variant(self, name: str) -> Figures:
         """Compiles a variant, makes it warm, and compares what it computes. It has a code object of
         its own: Dynamo keeps what it compiles by code object."""
-        held = self._held()
+        held, said = self._held(), Warnings()
         counters = torch._dynamo.utils.counters
         counters.clear()
         torch._dynamo.utils.guard_failures.clear()
@@ -127,6 +144,8 @@ class Held:
             "error": self._error(call),
         }
         figures |= self._memory(call, held)
+        if said.lines():
+            figures["said"] = said.lines()
         self.calls[name] = call
         self.graphs[name] = figures["graphs"]
         return figures
@@ -364,6 +383,7 @@ def main() -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit *= len(PREPARE)
     config.fail_on_recompile_limit_hit = True
+    config.allow_rnn = True  # else Dynamo leaves recurrent modules to eager
     held: Held | None = None
     for line in sys.stdin:
         command, *args = json.loads(line)

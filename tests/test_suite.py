@@ -103,7 +103,7 @@ def test_a_variant_has_a_code_object_of_its_own() -> None:
 def test_records_are_kept_merged_and_chosen(tmp_path: Path) -> None:
     old = table()
     file = book.path("NVIDIA H100 80GB HBM3", tmp_path)
-    assert file.name == "suite-h100.json" and book.short("CPU") == "cpu"
+    assert file.name == "suite-h100.json" and book.short("CPU: 2 x AMD EPYC 9B14") == "cpu"
     assert book.read(file) == {}
     book.write(file, old)
     assert book.read(file) == old and len(json.loads(file.read_text())) == len(old)

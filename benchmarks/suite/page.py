@@ -68,7 +68,7 @@ def speedups(records: book.Records) -> dict[str, list[tuple[str, float]]]:
 def page(records: book.Records, causes: dict[str, str], plot: str) -> str:
     """The whole page."""
     device = next(iter(records.values()))["device"]
-    known = cases("cpu" if device == "CPU" else "cuda")
+    known = cases("cpu" if device.startswith("CPU") else "cuda")
     dates = sorted(record["date"][:10] for record in records.values())
     plaits = sorted({record["commit"] or record["plait"] for record in records.values()})
     parts = [

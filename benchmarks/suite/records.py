@@ -24,6 +24,8 @@ RIGHT = 2.0  # times eager's distance from the truth, the most that a right resu
 
 def short(device: str) -> str:
     """The part of a device's name that goes into names of files."""
+    if device.startswith("CPU"):
+        return "cpu"
     found = re.search(r"\b([A-Z]+\d+\w*)\b", device)
     return found[1].lower() if found else re.sub(r"\W+", "-", device).strip("-").lower()
 

@@ -16,6 +16,7 @@ import datetime
 import fcntl
 import json
 import os
+import platform
 import queue
 import shutil
 import signal
@@ -286,7 +287,7 @@ class Sweep:
                 self.waiting, self.again = self.again, []
                 self.args.together = self.args.slots
             closing = now() > self.close_at
-            while self.waiting and len(self.running) < self.args.together and self.may_start():
+            while self.waiting and self.may_start():
                 self.start(self.waiting.pop(0))
             for case in self.running:
                 case.look()
@@ -297,7 +298,11 @@ class Sweep:
             time.sleep(0.1)
 
     def may_start(self) -> bool:
-        return now() < self.stop_starting_at
+        """Those that are ready make room for some that compile meanwhile."""
+        together = self.args.together
+        compiling = sum(r.state == "preparing" for r in self.running)
+        room = compiling < together and len(self.running) < together * 3 // 2
+        return (room or not self.running) and now() < self.stop_starting_at
 
     def start(self, case: Case) -> None:
         slots = [r.slot for r in self.running]
@@ -411,7 +416,9 @@ def commit() -> str:
 def devices(kind: str) -> tuple[str, int]:
     """The name of the devices, and how many there are."""
     if kind == "cpu":
-        return "CPU", 1
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        return f"CPU: {len(names)} x {names[0] if names else platform.processor()}", 1
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     return names[0].strip(), len(names)

@@ -1,4 +1,5 @@
-"""Convolutions that are loops: those on a GPU whose channels each have a filter of their own."""
+"""Convolutions that are loops: those on a GPU whose channels each have a filter of their own. Group
+norms of images whose channels are innermost."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 
 from plait.devices import facts_of
 from plait.ir.calls import Extern
+from plait.ir.loops import Reduction
+from plait.lower import norm
 from plait.lower.core import Lowering
 from tests.lower_tools import Evaluation, check, lowered
 
@@ -54,3 +57,21 @@ def test_sums_are_float32() -> None:
     low = lowered(lambda x, w, b: F.conv2d(x, w, b, groups=4), (x, w, b), False)
     (got,) = Evaluation(low, (x, w, b)).run()
     assert torch.equal(got, F.conv2d(x.float(), w.float(), b.float(), groups=4).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_by_channels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, b = (r(2, 6, 5, 7) * 3 + 9).to(dtype), r(6).to(dtype), r(6).to(dtype)
+    x = x.to(memory_format=torch.channels_last)
+
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x, 2, w, b)
+
+    def reductions() -> int:
+        program = lowered(fn, (x, w, b), False, decompose=False).program
+        return sum(isinstance(o, Reduction) for o in program.ops)
+
+    assert reductions() == 1  # small: in one piece
+    monkeypatch.setattr(norm, "LARGE_NBYTES", 0)
+    assert reductions() == 3
+    check(fn, x, w, b, decompose=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plait.ir.dtypes import DType
-from plait.ir.expr import Expr, Size
+from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
 from plait.ir.maths import rsqrt
 from plait.ir.record import Recorder
@@ -25,6 +25,12 @@ from plait.lower.reduce import Axes, moments, moments_dtype
 from plait.lower.view import reshape
 
 aten = torch.ops.aten
+
+CACHE_LINE = 128
+"""Bytes that a GPU reads at once."""
+LARGE_NBYTES = 1 << 24
+"""Of an image: less is in the GPU's cache. 64 MiB in groups of 4 took six times as long as its
+channels do (benchmarks/results/suite-h100.md, the decoder of images)."""
 
 
 def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:
@@ -87,6 +93,35 @@ def _layer_norm(
     return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
 
 
+def _are_groups_apart(ctx: Lowering, x: View, channels: Size) -> bool:
+    """Whether a GPU would read much in short pieces: the channels of a group are innermost, and
+    few."""
+    strides, nbytes = ctx.out_strides(0), product((*x.shape, x.dtype.nbytes))
+    if strides is None or strides[1] != 1 or not ctx.facts().streams:
+        return False
+    if not (isinstance(channels, int) and isinstance(nbytes, int)) or nbytes < LARGE_NBYTES:
+        return False
+    return 1 < channels and channels * x.dtype.nbytes < CACHE_LINE
+
+
+def _moments_of_channels(ctx: Lowering, grouped: View, compute: DType) -> tuple[View, View]:
+    """Mean and sum of squared deviations of each group of (batch, group, channel, place), by those
+    of its channels, which lie side by side."""
+    batch, groups, channels, places = grouped.shape
+    means, inside = moments(ctx, Axes(grouped, (3,)), compute)
+
+    def mean_of(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        return means.load(ops, (*i, *r)) / ops.cast(ops.index(channels), compute)
+
+    mean = ctx.reduce((batch, groups), (channels,), "sum", mean_of)
+
+    def deviation(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        apart = means.load(ops, (*i, *r)) - mean.load(ops, i)
+        return inside.load(ops, (*i, *r)) + apart * apart * ops.cast(ops.index(places), compute)
+
+    return mean, ctx.reduce((batch, groups), (channels,), "sum", deviation)
+
+
 @lower(aten.native_group_norm.default)
 def _group_norm(
     ctx: Lowering,
@@ -103,7 +138,10 @@ def _group_norm(
     per_group = C // group
     grouped = reshape(x, (N, group, per_group, HxW))
     axes = Axes(grouped, (2, 3))
-    mean, m2 = moments(ctx, axes, compute)
+    if _are_groups_apart(ctx, x, per_group):
+        mean, m2 = _moments_of_channels(ctx, grouped, compute)
+    else:
+        mean, m2 = moments(ctx, axes, compute)
     rstd = _rstd(ctx, m2, axes.numel, eps)
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:

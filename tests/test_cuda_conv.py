@@ -96,6 +96,15 @@ def test_a_channel_with_a_filter_of_its_own_is_a_kernel(compile_only: None) -> N
     assert kinds(made.wrapper) == "kckkck"
 
 
+def test_what_channels_have_in_common_takes_no_launch(compile_only: None) -> None:
+    mode, args = fakes((8, 64, 28, 28), (64, 64, 1, 1), (64,), (64,), (64,), (64,))
+
+    def normed(x: Tensor, p: Tensor, *norm: Tensor) -> Tensor:
+        return F.relu(F.batch_norm(F.conv2d(x, p), *norm))
+
+    assert kinds(record(normed, *args, mode=mode).wrapper) == "ck"
+
+
 def test_windows_are_not_read_in_a_reduction(compile_only: None) -> None:
     mode, args = fakes((32, 64, 56, 56), (64, 64, 1, 1), (64, 1, 3, 3))
 

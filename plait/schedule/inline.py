@@ -30,6 +30,7 @@ MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_LOADS = 4  # places of one body where a producer is spliced in
 MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results
 FAR = 64  # ops
+TINY_NBYTES = 1 << 15
 COPY_COST = 1.0  # cycles of what hardly does more than move data
 
 
@@ -195,7 +196,13 @@ class _Inliner:
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
         much = repeated * facts.cost > budget
         once = evaluated <= points * len(readers)
-        if much and not (once and budget and self._parted(readers[0].op, readers[-1].op)):
+        kind = facts_of(self.buffers[loop.out].device)
+        cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
+        # What channels have in common, on a device to which a launch costs more than the work.
+        tiny = nbytes <= TINY_NBYTES and not kind.is_host and budget
+        tiny = tiny and repeated * cycles <= kind.rates.launch_ns * kind.rates.cycles_a_ns / 2
+        parted = once and budget and much and self._parted(readers[0].op, readers[-1].op)
+        if much and not (tiny or parted):
             return False
         more = 0
         for r in readers:
@@ -204,12 +211,11 @@ class _Inliner:
             if len(readers) > 1 and new > nbytes * MORE_TO_READ:
                 return False
             more += new
-        cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        kind = facts_of(self.buffers[loop.out].device).rates
-        saved = kind.moved_ns(nbytes) * (1 + len(readers))
-        if not much:
-            saved += kind.moved_ns(self._read_nbytes(facts)) + kind.launch_ns
-        return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
+        rates = kind.rates
+        saved = rates.moved_ns(nbytes) * (1 + len(readers))
+        if tiny or not much:
+            saved += rates.moved_ns(self._read_nbytes(facts)) + rates.launch_ns
+        return rates.moved_ns(more) + repeated * cycles / rates.cycles_a_ns <= saved
 
     def _parted(self, first: int, last: int) -> bool:
         """Whether an operator reads what one loop makes, and another loop what that makes: they

@@ -59,13 +59,13 @@ def takes(launch: UserLaunch) -> tuple[int, int]:
 
 def tiles_of(texts: Sequence[str], isa: Isa) -> list[str]:
     """The functions of tiles that texts call, each once."""
-    found = {(int(r), int(v)) for text in texts for r, v in re.findall(r"tile_(\d+)x(\d+)", text)}
-    return [_tile_text(r, v, isa) for r, v in sorted(found)]
+    found = {f for text in texts for f in re.findall(r"tile_(\d+)x(\d+)(_more)?", text)}
+    return [_tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
 
 
-def _tile_text(rows: int, vectors: int, isa: Isa) -> str:
-    """Adds to sums the products of numbers of rows, which lie in stretches of one length, with the
-    rows of a panel; gives where the panel goes on."""
+def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
+    """Sums of products of numbers of rows, which lie in stretches of one length, with the rows of
+    a panel; gives where the panel goes on. more: "_more" where they are added to other sums."""
     sums = [(i, v) for i in range(rows) for v in range(vectors)]
     lines = [f"vf32 {', '.join(f'c{i}_{v} = splat_f32(0.0f)' for i, v in sums)};"]
     lines.append(f"for (i64 s = 0; s < stretches; ++s, rows += {rows}) {{")
@@ -79,9 +79,10 @@ def _tile_text(rows: int, vectors: int, isa: Isa) -> str:
         lines.append(f"const vf32 a{i} = splat_f32(r{i}[k]);")
         lines += [f"c{i}_{v} = v_fma_f32(a{i}, b{v}, c{i}_{v});" for v in range(vectors)]
     lines += ["}", "}"]
-    lines += [f"sums[{k}] += c{i}_{v};" for k, (i, v) in enumerate(sums)]
+    stored = "+=" if more else "="
+    lines += [f"sums[{k}] {stored} c{i}_{v};" for k, (i, v) in enumerate(sums)]
     head = (
-        f"__attribute__((noinline)) static const f32* tile_{rows}x{vectors}(\n"
+        f"__attribute__((noinline)) static const f32* tile_{rows}x{vectors}{more}(\n"
         "    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, "
         "vf32* sums)"
     )
@@ -148,10 +149,15 @@ class _Writer:
         self.add(f"for (i64 n = panel * {p.width}; n < last; n += {step}) {{")
         if p.columns % p.width:
             self.add(f"if (n >= {p.columns}) break;")
-        self.add(f"const f32* b = panels + panel * {_depth(p) * p.width} + n % {p.width};")
+        begin = f"panel * {_depth(p) * p.width} + n % {p.width}"
+        if self.each:
+            begin += f" + from * {p.width}"
+        self.add(f"const f32* b = panels + {begin};")
         self._sums()
+        if self.each:
+            self._keep()
         self._results()
-        self.add("}", "}", "return 0;")
+        self.add("}", "}", *(["}"] if self.each else []), "return 0;")
         head = f'extern "C" i64 {KERNEL}'
         zeros = f"static const f32 {KERNEL}_zeros[{p.depth}] = {{}};\n" if self._pads else ""
         args = "(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)"
@@ -167,13 +173,24 @@ class _Writer:
 
     def _jobs(self) -> None:
         """The loop over a thread's tiles. All panels go by as many rows as stay near, then by the
-        next ones."""
+        next ones. each: so many numbers of long rows are multiplied for all tiles before the next
+        ones; until the last ones the result holds sums; 0: all at once."""
         p, r = self.packed, self.tile.rows
         panels = -(-p.columns // p.width)
-        near = max(1, _NEAR_NBYTES // (4 * p.depth * r))
+        self.each = 0
+        if p.depth > LONGEST_SUM * 3 // 2 and (p.window is None or p.window.is_point):
+            self.each = -(-p.depth // -(-p.depth // LONGEST_SUM))
+        near = max(1, _NEAR_NBYTES // (4 * (self.each or p.depth) * r))
         self.add(
             f"const i64 blocks = (rows + {r - 1}) / {r}, all = blocks * {panels};",
             "const i64 end = all * (tid + 1) / nthreads;",
+        )
+        if self.each:
+            some = (
+                f"const i64 some = {p.depth} - from < {self.each} ? {p.depth} - from : {self.each};"
+            )
+            self.add(f"for (i64 from = 0; from < {p.depth}; from += {self.each}) {{", some)
+        self.add(
             "for (i64 job = all * tid / nthreads; job < end; ++job) {",
             f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
             f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
@@ -189,7 +206,7 @@ class _Writer:
         p, w, r = self.packed, self.packed.window, self.tile.rows
         self.stretches, self.length = 1, p.depth
         if w is None or w.is_point:
-            row = f"x + (m + (i < count ? i : 0)) * {p.depth}"
+            row = f"x + (m + (i < count ? i : 0)) * {p.depth}" + (" + from" if self.each else "")
             self.add(f"const f32* rows_[{r}];", f"for (i64 i = 0; i < {r}; ++i) rows_[i] = {row};")
             return
         (high, wide), (dy, dx) = w.kernel, w.dilation
@@ -222,27 +239,33 @@ class _Writer:
     def _sums(self) -> None:
         """The sums of a tile, in `sums`; cut where they are long."""
         r, v, width = self.tile.rows, self.tile.vectors, self.packed.width
+        n, length = self.stretches, "some" if self.each else self.length
+        if self.each or n * self.length <= LONGEST_SUM * 3 // 2:
+            self.add(f"vf32 sums[{r * v}];")
+            self.add(f"tile_{r}x{v}(rows_, {n}, {length}, b, {width}, sums);")
+            return
         self.add(f"vf32 sums[{r * v}] = {{}};")
-        call = f"b = tile_{r}x{v}({{}}, {{}}, {{}}, b, {width}, sums)"
-        n, length = self.stretches, self.length
-        if n * length <= LONGEST_SUM * 3 // 2:
-            self.add(f"{call.format('rows_', n, length)};")
-        elif n == 1:
-            parts = -(-length // LONGEST_SUM)
-            each = -(-length // parts)
+        each = max(1, LONGEST_SUM // self.length)
+        some = f"{n} - k < {each} ? {n} - k : {each}"
+        self.add(f"for (i64 k = 0; k < {n}; k += {each})")
+        self.add(f"  b = tile_{r}x{v}_more(rows_ + k * {r}, {some}, {length}, b, {width}, sums);")
+
+    def _keep(self) -> None:
+        """Adds what the result holds, and leaves sums there that are not whole yet."""
+        p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
+        whole = p.columns % p.width == 0
+        self.add("for (i64 i = 0; i < count; ++i) {")
+        for v in range(vectors):
+            at = f"n + {v * lanes}"
+            if not whole and v:
+                self.add(f"if ({at} >= {p.columns}) continue;")
+            place, value = f"out + (m + i) * {p.columns} + {at}", f"sums[i * {vectors} + {v}]"
+            n, left = ("", "") if whole else ("n", f", {p.columns} - ({at})")
             self.add(
-                f"const f32* from[{r}];",
-                f"for (i64 k = 0; k < {length}; k += {each}) {{",
-                f"for (i64 i = 0; i < {r}; ++i) from[i] = rows_[i] + k;",
-                f"const i64 some = {length} - k < {each} ? {length} - k : {each};",
-                f"{call.format('from', 1, 'some')};",
-                "}",
+                f"if (from) {value} += ld{n}_f32({place}{left});",
+                f"if (from + some < {p.depth}) st{n}_f32({place}, {value}{left});",
             )
-        else:
-            each = max(1, LONGEST_SUM // length)
-            some = f"{n} - k < {each} ? {n} - k : {each}"
-            self.add(f"for (i64 k = 0; k < {n}; k += {each})")
-            self.add(f"  {call.format(f'rows_ + k * {r}', some, length)};")
+        self.add("}", f"if (from + some < {p.depth}) continue;")
 
     # ------------------------------------------------------------------------------------ results
     def _results(self) -> None:

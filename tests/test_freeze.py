@@ -344,3 +344,25 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+class Chain(nn.Module):
+    """A constant that another one is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.w.exp()
+        return x + y, x * y.sum(), self.w[:2]
+
+
+@torch.no_grad()
+def test_constants_of_constants() -> None:
+    model, x = Chain(), torch.randn(3, 4)
+    compiled = frozen(model, x)
+    for _ in range(2):
+        for got, wanted in zip(compiled(x), model(x), strict=True):
+            torch.testing.assert_close(got, wanted)
+        model.w.mul_(2)

@@ -98,7 +98,7 @@ def fold_weights(
             constant = _constant(gm, value, value_of(node))
         values[constant] = value
         memory[compat.tracing.storage_of(value)] += 1
-        made[str(constant.target)] = recipe.copied(node)
+        made[str(constant.target)] = recipe.env[constant] = recipe.copied(node)
         if node.target is torch.ops.plait.pack.default:
             packed.append(str(constant.target))
         frozen |= known[node]

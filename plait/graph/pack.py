@@ -18,7 +18,7 @@ from plait.graph.edit import aten, insert, replace, value_of
 from plait.runtime.packed import panel_width
 
 _plait: Any = torch.ops.plait
-_FEW_COLUMNS = 16
+FEW_COLUMNS = 16
 """A panel for fewer would be more than half empty."""
 MAX_TAPS = 25
 """Points of a filter that are written out."""
@@ -52,7 +52,7 @@ def _pack_product(node: Node, known: Set[Node], small_flops: int) -> None:
         return
     (rows, depth), columns = value_of(a).shape, value_of(matrix).shape[1]
     small = isinstance(rows, int) and 2 * rows * depth * columns <= small_flops
-    if small or depth < 2 or columns < _FEW_COLUMNS or rows == 0:
+    if small or depth < 2 or columns < FEW_COLUMNS or rows == 0:
         return
     panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
     made = insert(node, a, _plait.packed_mm.default, panels, columns)
@@ -76,7 +76,7 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         points = insert(node, points, aten.permute.default, [1, 2, 0])
         points = insert(node, points, aten.clone.default, memory_format=torch.contiguous_format)
         made = insert(node, x, _plait.depthwise_conv.default, points, *geometry)
-    elif groups == 1 and columns >= _FEW_COLUMNS:
+    elif groups == 1 and columns >= FEW_COLUMNS:
         matrix = insert(node, weight, aten.permute.default, [2, 3, 1, 0])
         matrix = insert(node, matrix, aten.reshape.default, [-1, columns])
         panels = insert(node, matrix, _plait.pack.default, panel_width(columns))

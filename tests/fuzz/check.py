@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from plait.errors import InputError, InternalError, PlaitError, Unsupported, UserError
+from plait.graph import pack
 from plait.wrapper.program import CompileRecord, observers
 from tests.fuzz.program import Program, Road
 from tests.fuzz.traced import found_sizes, traced_strides
@@ -265,7 +266,7 @@ class _Run:
     def compiled(self, who: str) -> Callable[..., Any]:
         """f by plait, or by PyTorch's tracing alone."""
         r = self.road
-        f: Any = _Module(self.f, self.args, r.params) if r.params else self.f
+        f: Any = _Module(self.f, self.args, r.params, r.freeze) if r.params else self.f
         f = self.holder() if r.held else f
         if r.way == "compile" or who == "decompositions":
             options = {"wrapper": r.wrapper, "isa": r.isa, "strict": self.strict}
@@ -284,11 +285,12 @@ class _Run:
                 module, tuple(example), dynamic_shapes=self._shapes(example)
             ).module()
         elif r.way == "direct":
+            options = {"wrapper": r.wrapper, "isa": r.isa}
+            if r.freeze:  # what is small is packed too
+                options["small_matmul_flops"] = 0
+                pack.FEW_COLUMNS = 1
             made = plait.compile(
-                f,
-                tuple(example),
-                self._shapes(example),
-                options={"wrapper": r.wrapper, "isa": r.isa},
+                f, tuple(example), self._shapes(example), options=options, freeze=r.freeze
             )
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -788,15 +790,33 @@ class _Module(_Wrapped):
     """f with some operands as parameters; `around` puts a call's own parameters in place of the
     last ones."""
 
-    def __init__(self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str]) -> None:
+    def __init__(
+        self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str], freeze: bool
+    ) -> None:
         super().__init__()
         self.f, self.args, self.params = f, list(args), list(params)
+        self.freeze, self.others = freeze, set[str]()
 
     def take(self, args: Sequence[Any]) -> list[Any]:
         for name, x in zip(self.args, args, strict=True):
             if name in self.params:
-                setattr(self, name, torch.nn.Parameter(x, requires_grad=False))
+                self._put(name, x)
         return [x for name, x in zip(self.args, args, strict=True) if name not in self.params]
+
+    def _put(self, name: str, x: Any) -> None:
+        """As a new parameter. One that is frozen has other values when it is compiled, and gets
+        those of the first call in place; later a result may be a view of it."""
+        old = getattr(self, name, None)
+        same = old is not None and (old.shape, old.dtype) == (x.shape, x.dtype)
+        if self.freeze and same and name in self.others:
+            self.others.remove(name)
+            with torch.no_grad():
+                old.copy_(x)
+        else:
+            first = self.freeze and old is None
+            made = x.clone().zero_() if first else x
+            self.others |= {name} if first else set()
+            setattr(self, name, torch.nn.Parameter(made, requires_grad=False))
 
     def forward(self, *args: Any) -> Any:
         rest = iter(args)

@@ -55,7 +55,7 @@ def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
     p = Program(
         seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device
     ).pruned()
-    return _with_held(_with_params(p, rng), rng)
+    return _with_frozen(_with_held(_with_params(p, rng), rng), rng)
 
 
 def statement(m: Maker, road: Road) -> None:
@@ -150,6 +150,20 @@ def _with_params(p: Program, rng: random.Random) -> Program:
     """Some programs are modules whose parameters are replaced between calls."""
     if rng.random() > 0.04 or p.road.way == "package" or p.road.grad or p.road.threads > 1:
         return p
+    return _as_module(p)
+
+
+def _with_frozen(p: Program, rng: random.Random) -> Program:
+    """Some of those, and others, are compiled with parameters as constants."""
+    r = p.road
+    if r.way != "direct" or r.threads > 1 or r.held or rng.random() > (0.5 if r.params else 0.2):
+        return p
+    made = p if r.params else _as_module(p)
+    return replace(made, road=replace(made.road, freeze=True)) if made.road.params else p
+
+
+def _as_module(p: Program) -> Program:
+    """The program with parameters, if operands can be some."""
     written = {n for line in p.lines if not line.out for n in NAME.findall(line.text)}
     aliased = {n for o in p.operands for n in NAME.findall(o.alias)}
     fit = [

@@ -72,7 +72,8 @@ class Road:
     dynamic: of torch.compile; on the other ways True gives every size a Dim. capture: sizes and
     numbers that depend on data stay in the graph. grad: "", "backward" or "forward". threads: calls
     run at once. params: operands that are parameters of a module, with new ones for each call.
-    held: an operand that is a buffer of a module, which a call assigns anew; "": none.
+    held: an operand that is a buffer of a module, which a call assigns anew; "": none. freeze:
+    parameters are constants, which calls notice to have changed.
     """
 
     way: str = "compile"
@@ -84,6 +85,7 @@ class Road:
     isa: str = "auto"
     params: tuple[str, ...] = ()
     held: str = ""
+    freeze: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def inputs(c, device="cpu"):
         found |= {"threads"} if r.threads > 1 else set()
         found |= {"parameters replaced"} if r.params else set()
         found |= {"a buffer assigned"} if r.held else set()
+        found |= {"frozen parameters"} if r.freeze else set()
         found |= (
             {"arguments share memory at some calls"} if any(c.apart for c in self.calls) else set()
         )

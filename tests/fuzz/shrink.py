@@ -108,7 +108,7 @@ def _lines(p: Program) -> Iterator[Program]:
 
 def _roads(r: Road) -> Iterator[Road]:
     plain = Road(way=r.way)
-    for name in ("wrapper", "isa", "threads", "params", "grad", "capture", "dynamic"):
+    for name in ("wrapper", "isa", "threads", "freeze", "params", "grad", "capture", "dynamic"):
         value = getattr(plain, name)
         if getattr(r, name) != value:
             yield replace(r, **{name: value})

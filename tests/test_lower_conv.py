@@ -1,5 +1,5 @@
 """Convolutions that are loops: those on a GPU whose channels each have a filter of their own. Group
-norms of images whose channels are innermost."""
+norms of images whose channels are innermost, and long cats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from plait.devices import facts_of
 from plait.ir.calls import Extern
-from plait.ir.loops import Reduction
+from plait.ir.loops import Pointwise, Reduction
 from plait.lower import norm
 from plait.lower.core import Lowering
 from tests.lower_tools import Evaluation, check, lowered
@@ -75,3 +75,16 @@ def test_group_norm_by_channels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(norm, "LARGE_NBYTES", 0)
     assert reductions() == 3
     check(fn, x, w, b, decompose=False)
+
+
+def test_long_cats_copy_what_is_in_memory_together() -> None:
+    xs = [r(2, n, 3) for n in (1, 2, 3, 1, 4, 2, 0, 1, 2, 3, 2)]
+
+    def fn(*xs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([*xs, xs[0] * 2, xs[1]], 1)
+
+    def loops() -> int:
+        return sum(isinstance(o, Pointwise) for o in lowered(fn, xs, False).program.ops)
+
+    assert loops() == 5  # the product, eight, two, the product where it is to lie, one
+    check(fn, *xs)

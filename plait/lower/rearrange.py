@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plait.ir.dtypes import DType
 from plait.ir.expr import Expr, Size, known_le, product, smax, smin
 from plait.ir.loops import Node, Pointwise, loop_vars
 from plait.ir.maths import where
@@ -244,11 +245,37 @@ _EXTERN_READERS = frozenset(
 )
 # A bound on a body's size, not a result of measuring.
 _MAX_CHAIN = 4
+_MAX_RUN = 8  # parts in memory that one launch on a GPU copies
 
 
 @lower(aten.cat.default)
 def cat(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
-    return join(ctx, tensors, dim)
+    nodes = ctx.node.args[0] if ctx.node.target is aten.cat.default else ()
+    if not isinstance(nodes, (list, tuple)) or len(nodes) != len(tensors):
+        return join(ctx, tensors, dim)
+    rank = len(ctx.out_shape())
+    dim = wrap_dim(dim, rank)
+    pairs = zip(tensors, nodes, strict=True)
+    parts = [(t, n) for t, n in pairs if len(t.shape) == rank and t.shape[dim] != 0]
+    if len(parts) <= _MAX_CHAIN or not ctx.facts().streams:
+        return join(ctx, tensors, dim)
+    return _cat_pieces(ctx, _runs_in_memory(parts), dim)
+
+
+def _runs_in_memory(parts: Sequence[tuple[View, Any]]) -> list[list[View]]:
+    """Parts, of which neighbours that are in memory anyway stand together: one launch copies
+    them. What is made for this alone is computed where it is to lie."""
+    runs: list[list[View]] = []
+    before = False
+    for view, node in parts:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        there = node.op == "placeholder" or name in _EXTERN_READERS or len(node.users) > 1
+        if there and before and len(runs[-1]) < _MAX_RUN:
+            runs[-1].append(view)
+        else:
+            runs.append([view])
+        before = there
+    return runs
 
 
 def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
@@ -261,7 +288,7 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
         return fill(ctx, 0)
     if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node):
         return _cat_chain(ctx, parts, dim)
-    return _cat_pieces(ctx, parts, dim)
+    return _cat_pieces(ctx, [[p] for p in parts], dim)
 
 
 @lower(aten.stack.default)
@@ -298,31 +325,38 @@ def _starts(parts: Sequence[View], dim: int) -> list[Size]:
 
 
 def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
-    starts = _starts(parts, dim)
-    dtype = ctx.out_dtype()
+    return result(ctx, lambda ops, i: _chained(ops, parts, dim, i, ctx.out_dtype()))
 
-    def piece(ops: Recorder, i: tuple[Expr, ...], k: int) -> Node:
+
+def _chained(
+    ops: Recorder, parts: Sequence[View], dim: int, i: tuple[Expr, ...], dtype: DType
+) -> Node:
+    """An element of joined parts, as a chain of masked loads."""
+    starts = _starts(parts, dim)
+
+    def piece(k: int) -> Node:
         at = (*i[:dim], i[dim] - starts[k], *i[dim + 1 :])
         sides = [compare(ops, "ge", i[dim], starts[k])] if k else []
         sides += [compare(ops, "lt", i[dim], starts[k + 1])] if k + 1 < len(parts) else []
         return load_if(ops, sides, lambda: ops.cast(parts[k].load(ops, at), dtype))
 
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        value = piece(ops, i, len(parts) - 1)
-        for k in reversed(range(len(parts) - 1)):
-            value = where(compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value)
-        return value
-
-    return result(ctx, body)
+    value = piece(len(parts) - 1)
+    for k in reversed(range(len(parts) - 1)):
+        value = where(compare(ops, "lt", i[dim], starts[k + 1]), piece(k), value)
+    return value
 
 
-def _cat_pieces(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
+def _cat_pieces(ctx: Lowering, runs: Sequence[Sequence[View]], dim: int) -> View:
+    """One loop for each run of parts, all writing one buffer."""
     dtype = ctx.out_dtype()
+    start: Size = 0
     buf = ctx.new_buffer(dtype, ctx.out_shape(), ctx.out_strides())
-    for part, start in zip(parts, _starts(parts, dim), strict=False):
-        ops = Recorder()
-        vars_ = loop_vars("i", part.shape)
+    for run in runs:
+        ops, end = Recorder(), _starts(run, dim)[-1]
+        vars_ = loop_vars("i", (*run[0].shape[:dim], end, *run[0].shape[dim + 1 :]))
         index = (*vars_[:dim], vars_[dim] + start, *vars_[dim + 1 :])
-        value = ops.cast(part.load(ops, vars_), dtype)
-        ctx.ops.append(Pointwise(buf, vars_, value, index, ctx.origin))
+        ctx.ops.append(
+            Pointwise(buf, vars_, _chained(ops, run, dim, vars_, dtype), index, ctx.origin)
+        )
+        start = start + end
     return ctx.whole(buf)

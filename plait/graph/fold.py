@@ -148,13 +148,16 @@ def _known(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> dict[Node, 
         inputs = node.all_input_nodes
         if node.op == "get_attr" and isinstance(getattr(gm, node.target), torch.Tensor):
             known[node] = frozenset()
-        elif (
-            is_pure(node)
-            and isinstance(value_of(node), torch.Tensor)
-            and all(i in known for i in inputs)
-        ):
+        elif is_pure(node) and _is_fixed(value_of(node)) and all(i in known for i in inputs):
             known[node] = frozenset().union(*(known[i] for i in inputs))
     return known
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is a tensor whose sizes no value decides: other weights have the same."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
 
 
 def _wanted(gm: GraphModule, known: Mapping[Node, frozenset[Node]]) -> dict[Node, None]:

@@ -8,6 +8,7 @@ Exceptions are kernels that it has for one layout only. The numbers are those of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,8 +25,11 @@ FEW_CHANNELS = 4
 GROUPED_BYTES_A_NS = 200.0
 NARROW_CHANNELS = 16
 """What gradients of filters of groups of fewer channels lose, of 16 bits each, in operands."""
-MOST_TAPS = 25  # 5 x 5
-"""A filter of one channel with at most so many elements is a loop of ours."""
+MOST_TAPS = 9  # 3 x 3
+MOST_LINE_TAPS = 16
+"""A filter of one channel with at most so many elements, or so many in a row, is a loop of ours:
+with 5 x 5 in float32 one takes 1.3 ms for want of registers, cuDNN 0.03 ms."""
+LARGE_TAPS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ _FORWARD = _Picoseconds(0.69, 0.40, 0.17)
 _OF_SMALL_FILTERS = _Picoseconds(0.95, 0.36, 0.31)  # channels-last a loop of ours
 _OF_INPUT = _Picoseconds(0.90, 0.40, 0.35)
 _OF_FILTER = _Picoseconds(1.50, 0.45, 0.28)
-_OF_LARGE_FILTER = _Picoseconds(1.38, 5.50, 0.17)  # more than MOST_TAPS elements
+_OF_LARGE_FILTER = _Picoseconds(1.38, 5.50, 0.17)  # more than LARGE_TAPS elements
 _LINE = _Picoseconds(2.2, 8.0, 8.0)  # filters of one row: cuDNN has no kernel of its own for them
 
 
@@ -80,6 +84,11 @@ class Convolution:
         return all(_is(1, n) for n in ones) and all(
             _is(0, n) for n in (*self.padding, *self.output_padding)
         )
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether its filters, of one channel each, are small enough to be written out."""
+        return 0 < prod(map(hint, self.window)) <= most_taps(self.window)
 
     @property
     def is_depthwise(self) -> bool:
@@ -132,17 +141,17 @@ def _moved_ns(c: Convolution, scatters: bool) -> float:
 def _depthwise_gain_ns(c: Convolution) -> float:
     taps = prod(map(hint, c.window))
     products, nbytes = prod(map(hint, c.result.shape)) * taps, c.x.dtype.itemsize
-    large = taps > MOST_TAPS
     line = all(_is(1, n) for n in c.window[:-1])
     if not c.wanted:
-        if line and not large and not c.transposed:
-            return 0.0  # a loop of ours in either layout
-        of_result = _FORWARD if large or c.transposed else _OF_SMALL_FILTERS
-        return of_result.gain_ns(products, nbytes)
+        loop = c.is_loop and not c.transposed
+        if line and loop:
+            return 0.0  # in either layout
+        return (_OF_SMALL_FILTERS if loop else _FORWARD).gain_ns(products, nbytes)
     gain = 0.0
     if c.wanted[0]:
         gain += (_LINE if line else _OF_INPUT).gain_ns(products, nbytes)
     if c.wanted[1]:
+        large = taps > LARGE_TAPS
         of_filter = _LINE if line else _OF_LARGE_FILTER if large else _OF_FILTER
         gain += of_filter.gain_ns(products, nbytes)
     return gain
@@ -153,6 +162,11 @@ def copy_ns(source: Node, x: torch.Tensor) -> float:
     then writes what the copy would have read."""
     apart = source.op == "placeholder" or source.target is aten.convolution.default
     return LAUNCH_NS + nbytes_of(x) / BYTES_A_NS if apart else nbytes_of(x) / BYTES_A_NS / 2
+
+
+def most_taps(window: Sequence[Any]) -> int:
+    """How many elements a filter of one channel may have to be written out in a loop."""
+    return MOST_LINE_TAPS if all(_is(1, n) for n in window[:-1]) else MOST_TAPS
 
 
 def nbytes_of(x: torch.Tensor) -> int:

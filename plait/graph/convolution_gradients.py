@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.conv_cost import MOST_TAPS, Convolution, convolution_of
+from plait.graph.conv_cost import Convolution, convolution_of
 from plait.graph.edit import aten, insert, source_meta, value_of
 from plait.graph.long_groups import LEAST_TAPS
 from plait.graph.memory_format import is_candidate, laid_out_as
@@ -58,7 +58,7 @@ def _is_input_sooner(c: Convolution) -> bool:
     if not c.wanted[0] or not _is_plain(c) or min(_padding(c)) < 0:
         return False
     if c.is_depthwise:
-        return _is_line(c) and 0 < c.window[-1] <= MOST_TAPS
+        return _is_line(c) and c.is_loop
     return c.x.dtype == torch.float32 and prod(c.window) >= LEAST_TAPS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.graph.conv_cost import MOST_TAPS
+from plait.graph.conv_cost import most_taps
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.loops import Node
@@ -50,7 +50,7 @@ def _is_loop(ctx: Lowering, x: View, weight: View, stride: Sequence[Size]) -> bo
     if not (ctx.cfg.kernels and ctx.facts().streams and x.dtype in (f16, bf16, f32)):
         return False
     filters, one, *window = (n if isinstance(n, int) else 0 for n in weight.shape)
-    small = 0 < prod(window) <= MOST_TAPS
+    small = 0 < prod(window) <= most_taps(window)
     if not (isinstance(x.shape[1], int) and filters > 1 and one == 1 and small):
         return False
     return _are_channels_innermost(ctx) or (prod(window[:-1]) == 1 and stride[-1] == 1)

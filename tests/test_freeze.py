@@ -366,3 +366,17 @@ def test_constants_of_constants() -> None:
         model.w.add_(0.3)  # more of them are positive
         for got, wanted in zip(compiled(x), model(x), strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", ["native", "python"])
+def test_tiles_are_shared_by_threads(target: str) -> None:
+    """Much work, with rows, columns and lengths that no tile divides."""
+    model = trained(
+        nn.Sequential(
+            nn.Conv2d(48, 90, 3, 2, 1), nn.BatchNorm2d(90), nn.SiLU(), nn.Conv2d(90, 50, 1),
+            nn.Flatten(2), nn.Linear(21 * 19, 1600), nn.ReLU(), nn.Linear(1600, 333),
+        )
+    )  # fmt: skip
+    x = torch.randn(5, 48, 41, 37)
+    check(frozen(model, x, options={"wrapper": target}), model, x)

@@ -306,7 +306,7 @@ def test_two_gpus(compile_only: None) -> None:
     """Equal kernels on both have a name each; no part is recorded."""
     mode = FakeTensorMode()
     with mode:
-        x, y = torch.empty(64, 64, device="cuda:0"), torch.empty(64, 64, device="cuda:1")
+        x, y = torch.empty(256, 256, device="cuda:0"), torch.empty(256, 256, device="cuda:1")
     made = record(lambda x, y: ((x.sin() @ x).to("cuda:1"), y.sin() @ y), x, y, mode=mode)
     defines = of(made.wrapper, DefineKernel)
     assert len({i.name for i in defines}) == 2

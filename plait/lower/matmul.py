@@ -7,39 +7,26 @@ bias and activation fuse with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 
-from plait.devices import facts_of
-from plait.graph.edit import is_view, output_of, value_of
-from plait.ir.dtypes import DType, b1, bf16, f16, f32
-from plait.ir.expr import Expr, Size, contiguous_strides, numel, product
-from plait.ir.loops import Buffer, Node
+from plait.ir.dtypes import DType, b1, f32
+from plait.ir.expr import Expr, Size, product
+from plait.ir.loops import Node
 from plait.ir.record import Recorder
+from plait.lower.align_rows import align_result, aligned, with_even_depth
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import broadcast, scalar
 from plait.lower.extern import call_extern, call_op
-from plait.lower.memory import copied_once
 from plait.lower.product import cut, is_vector, launch
 
 aten = torch.ops.aten
 
 _LANES = 16  # of a vector of f32
 _FEWER = 32  # times as many flops in float32 on a GPU: benchmarks/products_gpu.py single
-_ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
-# Where a copy pays on a GPU; no record of the measurement. benchmarks/gpu.py shows models with
-# odd rows (GPT-2's head of 50257).
-_MANY = 1 << 17  # elements of a matrix that is worth it
-_LONG = 64  # elements of a row that grows by an eighth at most
-_FLOPS = 512  # an element, that pay for one more copy of the matrix
-_MANY_ROWS = (
-    1024  # from here on that copy costs more than writing the product in parts: native/core/parts.h
-)
 
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
@@ -60,89 +47,12 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
 
 
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
-    args = tuple(_aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
+    *bias, a, b = args
+    args = (*bias, *with_even_depth(ctx, a, b, flops))
+    args = tuple(aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
     out = call_extern(ctx, args, kwargs, any_strides=True, flops=flops)
-    _align_result(ctx, out.buf, flops)
+    align_result(ctx, out.buf, flops)
     return out
-
-
-def _aligned(ctx: Lowering, x: View, flops: Size) -> View:
-    """An operand with aligned rows where that pays: what lies fixed is copied, once for all who
-    read it."""
-    b = ctx.buffers[x.buf]
-    strides = _aligned_strides(b)
-    if strides is None:
-        return x
-    pays = _pays_a_copy(b, flops)
-    if b.fixed:
-        return (
-            replace(x, buf=copied_once(ctx, ctx.whole(x.buf), strides).buf)
-            if pays and ctx.cfg.kernels
-            else x
-        )
-    if pays or not _leaves(
-        ctx, lambda n: isinstance(made := ctx.env.get(n), View) and made.buf == x.buf
-    ):
-        ctx.buffers[x.buf] = replace(b, strides=strides)
-    return x
-
-
-def _align_result(ctx: Lowering, buf: str, flops: Size) -> None:
-    """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the
-    strides that eager gives it, so there the product must be long."""
-    node, b = ctx.node, ctx.buffers[buf]
-    strides = _aligned_strides(b)
-    if strides is None:
-        return
-    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not _leaves(
-        ctx, lambda n: n is node
-    ):
-        ctx.buffers[buf] = replace(b, strides=strides)
-
-
-def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
-    """On a GPU, those with which every row of a large matrix of half precision starts at a multiple
-    of 16 bytes: otherwise tensor cores get their operands, and give back their result, at a
-    fraction of their speed. None where rows are fine or the matrix is another."""
-    each = _ROW_NBYTES // b.dtype.nbytes
-    n = numel(b.shape)
-    if not facts_of(b.device).streams or b.dtype not in (f16, bf16) or len(b.shape) < 2:
-        return None
-    if not isinstance(n, int) or n < _MANY or b.strides != contiguous_strides(b.shape):
-        return None
-    length = b.shape[-1]
-    if not isinstance(length, int) or length < _LONG or length % each == 0:
-        return None
-    row = -(-length // each) * each
-    return (*(s * row for s in contiguous_strides(b.shape[:-1])), 1)
-
-
-def _pays_a_copy(b: Buffer, flops: Size) -> bool:
-    n = numel(b.shape)
-    return isinstance(flops, int) and isinstance(n, int) and flops >= _FLOPS * n
-
-
-def _fits_in_parts(node: torch.fx.Node) -> bool:
-    """Whether the executor computes a product with odd rows in parts, each with rows that are
-    aligned."""
-    if node.target is not aten.mm.default:
-        return False
-    a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
-    (m, k), each = a.shape, _ROW_NBYTES // a.dtype.itemsize
-    fits = a.stride() == (k, 1) and b.stride() == (1, k)
-    return isinstance(m, int) and m > _MANY_ROWS and isinstance(k, int) and k % each == 0 and fits
-
-
-def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
-    """Whether the graph gives out a node that is the one asked for, or a view of it."""
-    for node in output_of(ctx.node.graph).all_input_nodes:
-        while not is_it(node):
-            if not is_view(node) or not isinstance(node.args[0], torch.fx.Node):
-                break
-            node = node.args[0]
-        else:
-            return True
-    return False
 
 
 def _multiplied_as(x: View) -> DType:

@@ -106,7 +106,7 @@ def tensor_arg(
     given), else a copy. shared: which may be one that other operands read too, of the same
     elements in any order of dimensions."""
     _settle_layout(ctx, x, strides)
-    for y in (x, *(_copies_of(ctx, x) if shared else ())):
+    for y in (x, *(copies_of(ctx, x) if shared else ())):
         found = strided(ctx, y)
         if found is not None:
             if strides is None or strides == found.strides:
@@ -161,22 +161,25 @@ def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> 
         ctx.buffers[x.buf] = replace(b, strides=tuple(new))
 
 
+def step_along(ctx: Lowering, x: View, d: int) -> Size | None:
+    """How far apart elements of x lie along a dimension, as far as it is the same everywhere."""
+    at = expr.total(e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True))
+    return expr.coefficient(at, expr.atom_of(x.vars[d]))
+
+
 def _natural(ctx: Lowering, x: View) -> tuple[Size, ...]:
     """Strides for x's elements side by side: row-major, or column-major where neighbours in
     memory are those along the last dimension but one."""
     rows = expr.contiguous_strides(x.shape)
     if len(x.shape) < 2:
         return rows
-    strides = ctx.buffers[x.buf].strides
-    flat = expr.total(e * s for e, s in zip(x.index, strides, strict=True))
-    across, along = map(expr.atom_of, x.vars[-2:])
-    turned = expr.is_contiguous(flat, across) and not expr.is_contiguous(flat, along)
+    turned = step_along(ctx, x, -2) == 1 != step_along(ctx, x, -1)
     return (*rows[:-2], 1, x.shape[-2]) if turned else rows
 
 
 def copied_once(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> View:
     """A copy of x with these strides, which later operands share."""
-    for y in _copies_of(ctx, x):
+    for y in copies_of(ctx, x):
         if ctx.is_whole(y) and ctx.buffers[y.buf].strides == strides:
             return y
     made = copy(ctx, x, strides, fixed=True)
@@ -184,7 +187,7 @@ def copied_once(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> View:
     return made
 
 
-def _copies_of(ctx: Lowering, x: View) -> list[View]:
+def copies_of(ctx: Lowering, x: View) -> list[View]:
     """Views of copies made for operands that hold what x holds, and still do."""
     out: list[View] = []
     for seen, made, n in ctx.copies.get(x.buf, ()):

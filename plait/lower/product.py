@@ -13,11 +13,11 @@ import math
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.expr import Size, atom_of, coefficient, product, symbol, total
+from plait.ir.expr import product, symbol
 from plait.ir.loops import Load, Pointwise, node
 from plait.ir.product import PRODUCT, Cut, Product
 from plait.lower.core import Lowering, View
-from plait.lower.memory import tensor_arg
+from plait.lower.memory import step_along, tensor_arg
 
 # Measured on an H200 (benchmarks/products_gpu.py rows split), weights not in its cache.
 _FEW_ROWS = 64
@@ -27,24 +27,20 @@ _LEAST_COLUMNS, _LEAST_DEPTH = 64, 128  # of such a product
 _PROGRAMS = 128  # about as many as an H100 has multiprocessors
 _FEW_TILES = 32  # leave most of them idle
 _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds them up
-_MOST_SUMS = 1 << 17  # elements of a product whose walks are shared
+_MOST_FLAT, _MOST_SQUARE = 1 << 17, 1 << 14  # elements of a product whose walks are shared
 _STEPS = 2  # of a program, at least
 _ALIGNED = 8  # elements that rows start at multiples of
 
 
 def is_vector(ctx: Lowering, a: View, b: View) -> bool:
-    """Whether a product has one row or column, and the elements of the matrix lie side by side."""
+    """Whether a product has one row or column, and the numbers of a sum lie side by side in the
+    matrix; in float32 also where those of different sums do."""
     if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16, f32):
         return False
-    if a.shape[-2] == 1:
-        return 1 in (_step(ctx, b, -2), _step(ctx, b, -1))
-    return b.shape[-1] == 1 and 1 in (_step(ctx, a, -2), _step(ctx, a, -1))
-
-
-def _step(ctx: Lowering, x: View, d: int) -> Size | None:
-    """How far apart elements lie along a dimension, as far as it is the same everywhere."""
-    at = total(e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True))
-    return coefficient(at, atom_of(x.vars[d]))
+    x, along, across = (b, -2, -1) if a.shape[-2] == 1 else (a, -1, -2)
+    if 1 not in (a.shape[-2], b.shape[-1]):
+        return False
+    return step_along(ctx, x, along) == 1 or (a.dtype == f32 and step_along(ctx, x, across) == 1)
 
 
 def cut(ctx: Lowering, a: View, b: View) -> Cut | None:
@@ -71,9 +67,10 @@ def cut_of(batch: int, m: int, n: int, k: int) -> Cut | None:
     parts = min(_PROGRAMS // tiles, _MOST_PARTS, steps // _STEPS)
     if parts > 1:  # none has nothing to do
         parts = -(-steps // -(-steps // parts))
-    if m > 1 and n > 1 and parts >= _LEAST_PARTS and batch * m * n <= _MOST_SUMS:
+    few = batch * m * n <= (_MOST_FLAT if min(m, n) <= _FEW_ROWS else _MOST_SQUARE)
+    if n > 1 and parts >= _LEAST_PARTS and few:
         return Cut(rows, columns, depth, parts)
-    if not 1 < m <= _FEW_ROWS or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+    if m > _FEW_ROWS or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
         return None
     while tiles < _FEW_TILES and rows > 16:
         rows, tiles = rows // 2, tiles * 2
@@ -89,7 +86,7 @@ def _power(n: int) -> int:
 
 def _is_matrix(ctx: Lowering, x: View) -> bool:
     """Whether rows or columns of a matrix lie side by side, and start at multiples of 16 bytes."""
-    steps = [_step(ctx, x, d) for d in range(len(x.shape))]
+    steps = [step_along(ctx, x, d) for d in range(len(x.shape))]
     *outer, row, column = steps
     pitch = row if column == 1 else column if row == 1 else None
     return all(s is not None and s % _ALIGNED == 0 for s in (*outer, pitch))

@@ -15,7 +15,7 @@ import torch
 from plait.devices import facts_of
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, i64, u8
-from plait.ir.expr import Expr, Size, atom_of, may_be_zero, numel, smin, symbol
+from plait.ir.expr import Expr, Size, atom_of, known_le, may_be_zero, numel, smin, symbol
 from plait.ir.loops import Node, Scatter, apply, loop_vars
 from plait.ir.maths import maximum, ne, where
 from plait.ir.ops import ATOMICS
@@ -288,9 +288,9 @@ def _index_along(
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
     points = unless_empty(ctx, shape, flat.shape[d]) if drop else shape
-    # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is
-    # added to it.
-    once = facts_of(ctx.buffers[x.buf].device).eager_cpu
+    # On a GPU, as eager's kernel, each row is added on its own where x may be far larger than what
+    # is added to it: then all of it would be converted.
+    once = facts_of(ctx.buffers[x.buf].device).eager_cpu or known_le(numel(x.shape), numel(shape))
     out = scatter_loop(ctx, flat, points, mode, body, once=once)
     return out if x.shape else out.remap((), lambda _: (0,))
 

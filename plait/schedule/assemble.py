@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
-from plait.ir.loops import LoopProgram, Mutate, Scan, Scatter, index_exprs, walk
+from plait.ir.expr import Atom, Expr, free_symbols
+from plait.ir.loops import LoopProgram, Mutate, Node, Scan, Scatter, index_exprs, walk
 from plait.schedule.axes import AxisUse, choose_axes
 from plait.schedule.batch import batch
 from plait.schedule.deps import load_of, memory_roots, read_for_symbols, roots
-from plait.schedule.group import Group, is_ordered, moved, statements
+from plait.schedule.group import Group, Member, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
 from plait.schedule.layout import flat_index
@@ -68,13 +69,20 @@ class _KernelMaker:
         self.facts = [grouping.bodies.of(roots(m.loop)) for m in self.group.members]
         made = {o for m in self.group.members for o in loop_outs(m.loop)}
         self.loads = [
-            (load_of(n).buf, m.at(load_of(n).index))
+            (
+                load_of(n).buf,
+                m.at(load_of(n).index),
+                _found_by(m, n.args[: len(n.args) - load_of(n).masked]),
+            )
             for m, facts in zip(self.group.members, self.facts, strict=True)
             for n in facts.loads
             if load_of(n).buf not in made or isinstance(m.loop, Scatter)
         ]
         self.stores = [
-            both for m in self.group.members for both in m.stored if both[0] in node.writes
+            (name, index, _found_by(m, getattr(m.loop, "index_args", ())))
+            for m in self.group.members
+            for name, index in m.stored
+            if name in node.writes
         ]
 
     def kernel(self, names: Names) -> Kernel:
@@ -97,15 +105,23 @@ class _KernelMaker:
     def _accesses(self) -> list[AxisUse]:
         out = []
         for weight, touched in ((1, self.loads), (2, self.stores)):
-            for name, index in touched:
+            for name, index, scattered in touched:
                 b = self.buffers[name]
-                out.append(AxisUse(flat_index(b, index), weight * b.dtype.nbytes))
+                out.append(AxisUse(flat_index(b, index), weight * b.dtype.nbytes, scattered))
         for m, facts in zip(self.group.members, self.facts, strict=True):
             for n in facts.indices:
                 out += (AxisUse(e, 0) for e in m.at(index_exprs(n)))
             if isinstance(m.loop, Scan):
                 out.append(AxisUse(m.at(m.loop.vars)[m.loop.axis], 0))
         return out
+
+
+def _found_by(m: Member, args: Sequence[Node]) -> tuple[Atom, ...]:
+    """The variables of a group on which the values of these nodes of a member depend."""
+    if not args:
+        return ()
+    exprs = (e for n in walk(tuple(args)) for e in m.at(index_exprs(n)))
+    return tuple(dict.fromkeys(a for e in exprs if isinstance(e, Expr) for a in free_symbols(e)))
 
 
 def _writing_over(stmts: Sequence[Stmt], targets: Mapping[str, str]) -> list[Stmt]:

@@ -27,14 +27,17 @@ from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 
 Env = dict[Atom, Size]
+_ANYWHERE = 1 << 60  # a stride larger than any
 
 
 class AxisUse(NamedTuple):
     """Something that depends on the variables: the linear address of a load or store, or an integer
-    that a body computes (nbytes 0). nbytes: of an element; a store counts twice."""
+    that a body computes (nbytes 0). nbytes: of an element; a store counts twice. scattered: the
+    variables on which positions in it depend that are data."""
 
     flat: Size
     nbytes: int
+    scattered: tuple[Atom, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class _Table:
         self.flats = [a.flat for a in unique]
         self.weights: list[int] = []
         self.strides: list[dict[Atom, Size | None]] = []
+        self.far: list[frozenset[Atom]] = []  # variables along which elements lie anywhere
         atoms = {atom_of(v): v for v in vars_}
         for a in unique:
             used = (
@@ -62,15 +66,19 @@ class _Table:
                 if not isinstance(a.flat, int)
                 else []
             )
+            far = [x for x in a.scattered if x in atoms and x not in used]
             self.strides.append({x: coefficient(a.flat, x) for x in used})
-            self.weights.append(a.nbytes * hint_numel((extent(atoms[x]) for x in used), hints))
+            self.far.append(frozenset(far))
+            self.weights.append(
+                a.nbytes * hint_numel((extent(atoms[x]) for x in (*used, *far)), hints)
+            )
 
     def before(self, a: Atom, b: Atom) -> int:
         """Positive if a belongs outside of b: bytes for which a has the larger stride, less those
         for which b has it."""
         votes = 0
-        for strides, weight in zip(self.strides, self.weights, strict=True):
-            x, y = strides.get(a), strides.get(b)
+        for strides, far, weight in zip(self.strides, self.far, self.weights, strict=True):
+            x, y = (_ANYWHERE if v in far else strides.get(v) for v in (a, b))
             if x is None or y is None or not weight:
                 continue
             m, n = abs(hint(x, self.hints)), abs(hint(y, self.hints))
@@ -98,6 +106,7 @@ class _Table:
             else:
                 return False
         w = atom_of(whole)
+        self.far = [f | {w} if outer in f or inner in f else f for f in self.far]
         for k, (flat, strides) in enumerate(zip(new, self.strides, strict=True)):
             if outer in strides or inner in strides:
                 kept = {x: s for x, s in strides.items() if x not in (outer, inner)}

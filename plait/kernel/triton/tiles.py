@@ -15,7 +15,7 @@ from plait.devices import DEVICES
 from plait.ir import expr
 from plait.ir.dtypes import DType
 from plait.ir.expr import Atom, Size
-from plait.ir.loops import Node, walk
+from plait.ir.loops import Node, index_exprs, walk
 from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
@@ -420,13 +420,27 @@ def _unit_strides(linear: LinearKernel) -> dict[Atom, int]:
     once a row."""
     votes: dict[Atom, int] = {}
     axes = (*linear.vars, *linear.rvars)
-    for offset, dtype in _accesses(linear):
-        used = expr.free_symbols(offset)
+    direct = ((offset, dtype, frozenset[Atom]()) for offset, dtype in _accesses(linear))
+    for offset, dtype, found_by in (*direct, *_scattered(linear)):
+        used = expr.free_symbols(offset) | found_by
         nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:
-            if expr.is_contiguous(offset, a) and _known(extent(a)) > 1:
+            if expr.is_contiguous(offset, a) and a not in found_by and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
     return votes
+
+
+def _scattered(linear: LinearKernel) -> Iterator[tuple[Size, DType, frozenset[Atom]]]:
+    """Accesses at positions that are data, with the axes that these depend on."""
+    accesses = [(offset_of(n), n.dtype) for n in walk(linear.roots()) if n.op == "load"]
+    accesses += (
+        (s.index[0], linear.buffers[s.buf].dtype) for s in linear.stmts if isinstance(s, Store)
+    )
+    for offset, dtype in accesses:
+        nodes = [linear.indirect[a] for a in expr.free_symbols(offset) if a in linear.indirect]
+        if nodes:
+            exprs = (e for n in walk(nodes) for e in index_exprs(n))
+            yield offset, dtype, frozenset(a for e in exprs for a in expr.free_symbols(e))
 
 
 def _fastest_last(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> tuple[Atom, ...]:

@@ -2,7 +2,7 @@
 call takes.
 
 A block that holds rows as a whole reads them once, but holds rows up to its own length only. So
-there is a block for rows of about the length that is expected, one for rows some times as long, and
+there are blocks for rows of about the length that is expected, of twice and of four times that, and
 one that walks along rows of any length. A call takes the first that can hold its rows; under
 `max-autotune` the one that was fastest for rows of up to the next power of two.
 """
@@ -23,8 +23,6 @@ LEAST = 128
 """Points of the shortest block: what is shorter costs no less."""
 MOST_NBYTES = 1 << 30
 """Bytes of the tensors with which a kernel is measured."""
-LONGER = 4
-"""How many times as long the rows of the second block are."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ def tiles_by_length(linear: LinearKernel, hints: Mapping[str, int], busy: int = 
     if isinstance(length, int):
         return Tiles(0, (None,))
     first = max(power(hint(length, hints)), LEAST)
-    found = ((n, held_tile(linear, n, busy)) for n in (first, LONGER * first))
+    rows = hint(trip_count(linear.vars), hints)
+    found = ((n, held_tile(linear, n, rows, busy)) for n in (first, 2 * first, 4 * first))
     held = {n: tile for n, tile in found if tile is not None}
     pick = total(compare("lt", n, length) for n in held)
     return Tiles(pick, (*held.values(), None), length)

@@ -45,9 +45,6 @@ MAX_WARPS = 32
 """Warps that a block may have."""
 BUSY = DEVICES["cuda"].busy(DEVICES["cuda"].multiprocessors)
 """Programs that fill the device that kernels are for where it is not at hand."""
-WIDE = 256
-"""Results side by side of a block that reduces columns which begin anywhere: lines of memory at its
-two ends are read by its neighbours too."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -138,10 +135,11 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
 
 
-def held_tile(linear: LinearKernel, length: int, busy: int) -> Tile | None:
+def held_tile(linear: LinearKernel, length: int, rows: int, busy: int) -> Tile | None:
     """The tile of a reduction whose blocks hold rows up to a length as a whole, or None where that
-    saves nothing."""
-    f = replace(_rows_of(linear, _unit_strides(linear), busy), length=length, known=True)
+    saves nothing. rows: how many there are, about."""
+    f = _rows_of(linear, _unit_strides(linear), busy)
+    f = replace(f, length=length, known=True, rows=rows)
     return _held(f) if f.again and not f.column and _is_held(f) else None
 
 
@@ -170,8 +168,8 @@ class _Rows:
     are, and points a result; known: length is no guess. column: neighbours in memory belong to
     different results. again: a block that walks along a row reads some of it twice. vector:
     neighbouring results that a thread may load at once. held: dtypes of what is loaded at every
-    point. stores: something is stored at every point. one: there is one
-    reduction. ragged: rows begin in the middle of vectors. busy: programs that fill the
+    point. stores: something is stored at every point. one: there is one reduction. positions: one
+    gives positions. ragged: rows begin in the middle of vectors. busy: programs that fill the
     device."""
 
     outer: tuple[Atom, ...]
@@ -186,6 +184,7 @@ class _Rows:
     held: list[DType]
     stores: bool
     one: bool
+    positions: bool
     ragged: bool
     busy: int
 
@@ -235,6 +234,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
         vector=column_vector(linear),
         held=held_dtypes(linear, outer),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
+        positions=any(REDUCTIONS[s.kind].extreme for s in reductions),
         ragged=_is_ragged(linear), busy=busy,
     )  # fmt: skip
 
@@ -266,11 +266,24 @@ def _held(f: _Rows) -> Tile:
 def _columns(f: _Rows) -> Tile:
     """Pieces of columns, several columns side by side."""
     several = f.stores or not f.one
-    apart = f.vector == 1 and not several
-    x = min(power(f.rows), _column_width(f, WIDE if apart else TILE))
+    if f.vector == 1:
+        return _scattered_columns(f)
+    x = min(power(f.rows), _column_width(f, TILE))
     r = _column_points(f, x, several)
-    each = 8 if f.stores and f.narrow and f.one else 16 if several or apart else 32
-    return f.tile(x, r, True, _warps(x * r, each))
+    return f.tile(
+        x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32)
+    )
+
+
+def _scattered_columns(f: _Rows) -> Tile:
+    """The same of columns that begin anywhere, so that an element is a load: more threads, each of
+    which loads as many; fewer where the positions of short elements cost more than these."""
+    light = not (f.narrow and f.positions)
+    x = min(power(f.rows), _column_width(f, 2 * TILE if light else TILE))
+    r = max(1, (2 * REDUCE_POINTS if light else REDUCE_POINTS // 2) // x)
+    if f.known and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2):
+        r //= 2
+    return f.tile(x, r, True, _warps(x * r, 16 if light else 8))
 
 
 def _column_points(f: _Rows, x: int, several: bool) -> int:
@@ -297,7 +310,8 @@ def _long_rows(f: _Rows) -> Tile:
     if f.again and f.ragged and f.known and not few:
         # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
         return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
-    r = min(power(f.length), AGAIN_POINTS if f.again or few else REDUCE_POINTS)
+    most = AGAIN_POINTS if f.again or few else REDUCE_POINTS
+    r = min(power(f.length), most) if f.known or not few else most
     return f.tile(1, r, True, max(power(r // (32 * (16 if few and not f.again else 8))), 1))
 
 

@@ -65,12 +65,29 @@ def test_forward_and_backward(name: str, last: bool) -> None:
         y, gradients = torch.func.vjp(convolved, x, w, b)
         return (y, *gradients(y))
 
-    def of_filter(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        y, gradients = torch.func.vjp(lambda w: convolved(x, w, b), w)
+    assert unfolded(fn, x, w, b) == 2
+    assert unfolded(lambda *a: (convolved(*a),), x, w, b) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 15, 14), (1, 1, 9, 9)])
+@pytest.mark.parametrize(("stride", "padding"), [(2, 3), ((1, 2), (0, 1))])
+def test_patches_that_overlap(
+    shape: tuple[int, ...], stride: int, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b = torch.randn(shape), torch.randn(5, shape[1], 5, 3), torch.randn(5)
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv2d(x, w, b, stride, padding)
+
+    def trained(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda w, b: fn(x, w, b), w, b)
         return (y, *gradients(y))
 
-    assert unfolded(fn, x, w, b) == 2 and unfolded(of_filter, x, w, b) == 2
-    assert unfolded(lambda *a: (convolved(*a),), x, w, b) == 1
+    monkeypatch.setattr(patches, "MARGIN", 1e9)
+    assert unfolded(lambda *a: (fn(*a),), x, w, b) == 0  # not worth the copy
+    monkeypatch.setattr(patches, "MARGIN", 0)
+    assert unfolded(lambda *a: (fn(*a),), x, w, b) == 1
+    assert unfolded(trained, x, w, b) == 2
 
 
 @pytest.mark.parametrize(

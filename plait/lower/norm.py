@@ -29,8 +29,8 @@ aten = torch.ops.aten
 CACHE_LINE = 128
 """Bytes that a GPU reads at once."""
 LARGE_NBYTES = 1 << 24
-"""Of an image: less is in the GPU's cache. 64 MiB in groups of 4 took six times as long as its
-channels do (benchmarks/results/suite-h100.md, the decoder of images)."""
+"""Of an image: less is in the GPU's cache. An H100 took 145 us for the groups of 64 MiB, which it
+reads in 25."""
 
 
 def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:

@@ -43,6 +43,7 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
     [
         "graphs",
         "attention",
+        "products",
         *(
             pytest.param(s, marks=pytest.mark.slow)
             for s in ("operators", "float8", "models", "pools")
@@ -70,6 +71,10 @@ def test_sample(suite: str, tmp_path: Path) -> None:
                 *ALL[:2],
             ],
             3,
+        ),
+        "products": (
+            ["tests/test_products.py", "-k", "residual or parts or two or heads or odd", *ALL[:2]],
+            6,
         ),
         "float8": (
             ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],

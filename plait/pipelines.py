@@ -70,6 +70,7 @@ from plait.schedule.plan import (
 )
 from plait.schedule.share_lengths import Shared, share_lengths
 from plait.schedule.split import split_reductions
+from plait.schedule.split_readers import split_readers
 from plait.schedule.verify import verify_plan
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.passes.drop_dead import drop_dead as drop_dead_instructions
@@ -194,6 +195,7 @@ LOOPS = (
     "take epilogues",
     "inline",
     "drop inlined loops",
+    "split readers",
     "settle layouts",
     "join readers",
 )
@@ -212,6 +214,8 @@ def schedule(
     loops = log("take epilogues", take_epilogues, loops, bodies)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
+    # After both: what reads a concatenation has become one loop.
+    loops = log("split readers", split_readers, loops, bodies)
     # Before splitting, which asks what is contiguous.
     loops = log("settle layouts", settle_layouts, loops, bodies)
     # After it: a kernel of a product stores to strides.

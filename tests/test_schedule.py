@@ -218,6 +218,9 @@ def test_pieces_of_a_concatenation() -> None:
     b.pointwise((4, 8), lambda o, i, j: o.load(y, i, j), out, lambda i, j: (i + 4, j))
     z = b.map("neg", out)
     b.output(z)
+    plan = plan_of(b)  # the reader is in pieces, too
+    assert out not in {o for k in kernels(plan) for o in k.outs}
+    b.output(out)
     plan = plan_of(b)
     assert any("written in pieces" in r.reason.text for r in plan.refusals)
 
@@ -353,6 +356,7 @@ def test_pieces_of_a_buffer_have_one_layout() -> None:
         )
         piece = b.extern((8, 16), b.map("exp", piece))
     b.output(b.map("neg", out))
+    b.output(out)
     program = b.program()
     plan = schedule(program, CFG)
     check(plan, program)

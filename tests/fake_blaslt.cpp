@@ -154,6 +154,7 @@ int cublasLtMatmul(void*, void* product, const void* alpha, const void* x, void*
   const uint64_t* data = algorithm->data;
   const bool biased = get(how.attributes, 7, 1) == 4;
   const auto* bias = reinterpret_cast<const void*>(get(how.attributes, 8, 0));
+  const auto bias_step = static_cast<int64_t>(get(how.attributes, 10, 0));
   if (reinterpret_cast<size_t>(stream) == 13) return kInvalid;
   if (reinterpret_cast<size_t>(stream) == 14) return kFailed;
   if (!aligned(x, data[0]) || !aligned(y, data[1]) || !aligned(c, data[2]) || !aligned(d, data[3]))
@@ -176,7 +177,7 @@ int cublasLtMatmul(void*, void* product, const void* alpha, const void* x, void*
           for (int64_t k = 0; k < inner; ++k) sum += mx.value(b, i, k) * my.value(b, k, j);
           sum *= by;
           if (keep != 0) sum += keep * mc.value(b, i, j);
-          if (biased) sum += widen(md.layout.type, bias, i);
+          if (biased) sum += widen(md.layout.type, bias, b * bias_step + i);
           results.push_back(sum);
         }
     const float* result = results.data();

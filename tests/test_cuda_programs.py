@@ -559,6 +559,16 @@ def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(
         assert _strides(p, 1001) == {(1001, 1)} and _strides(p, 1008) == longer
 
 
+def test_padded_rows_are_written_in_place_outside_an_arena(compile_only: None) -> None:
+    """A product whose memory the arena would only make larger: what the operator made by itself
+    would have eager's strides, and be copied."""
+    mode, (x, w, c) = _half((4096, 768), (30522, 768), (4096, 30522))
+    head = lambda x, w, c: torch.addmm(c, F.layer_norm(x, (768,)), w.t())
+    p = record(head, x, w, c, mode=mode).wrapper
+    assert [i.op for i in of(p, CallExtern)] == ["aten::addmm.out"]
+    assert (30528, 1) in _strides(p, 30522)
+
+
 def test_odd_rows_of_an_argument_are_copied_once_where_that_pays(compile_only: None) -> None:
     """The gradient of an output head that another graph has made."""
 

@@ -17,6 +17,7 @@ enum : int32_t {
   kTransposeY = 4,
   kEpilogue = 7,
   kBiasPointer = 8,
+  kBiasBatchStep = 10,
   kBatchCount = 5,
   kBatchStep = 6,
   kMaxWorkspace = 1,
@@ -150,13 +151,12 @@ std::optional<Product> make_product(Type type, Compute compute, Reductions reduc
             0};
   if (!addend || beta == 0) return p;
   const Matrix c = row_major ? addend->transposed() : *addend;
-  const bool one_column = (c.col_step == 0 || c.cols == 1) && (c.row_step == 1 || c.rows == 1) &&
-                          (c.batch_step == 0 || batch == 1);
+  const bool one_column = (c.col_step == 0 || c.cols == 1) && (c.row_step == 1 || c.rows == 1);
   const std::optional<Layout> lc = untransposed(c, batch);
   p.c = c.data;
   if (one_column && beta == 1) {
     p.problem.bias = true;
-    p.problem.c = Layout{0, 0, 0, alignment(c.data)};
+    p.problem.c = Layout{0, batch == 1 ? 0 : c.batch_step, 0, alignment(c.data)};
   } else if (lc) {
     p.problem.c = *lc;
     p.beta = beta;
@@ -196,6 +196,9 @@ bool Plan::prepare(const Product& first, size_t max_workspace) {
     return false;
   if (p.bias && (!set(library_.set_product, product_, kEpilogue, kAddBias) ||
                  !set(library_.set_product, product_, kBiasPointer, bias_ = first.c)))
+    return false;
+  if (p.bias && p.c.batch_step &&
+      !set(library_.set_product, product_, kBiasBatchStep, p.c.batch_step))
     return false;
   if (!make_layout(x_, p.x, p.rows, p.inner) || !make_layout(y_, p.y, p.inner, p.cols) ||
       !make_layout(c_, p.bias ? p.d : p.c, p.rows, p.cols) || !make_layout(d_, p.d, p.rows, p.cols))

@@ -95,7 +95,7 @@ struct Problem {
   Type type;
   Compute compute;
   Reductions reductions;
-  bool bias;  // c is one column, added to every column of the product
+  bool bias;  // c is one column (of each of a batch), added to every column of the product
   int64_t rows, cols, inner, batch;
   Layout x, y, c, d;
 

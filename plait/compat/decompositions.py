@@ -29,7 +29,7 @@ def kept_whole() -> tuple[Any, ...]:
         reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default std.correction
         replication_pad1d.default replication_pad2d.default replication_pad3d.default
         alias_copy.default native_group_norm_backward.default _softmax_backward_data.default
-        soft_margin_loss_backward.default logit_backward.default
+        soft_margin_loss_backward.default logit_backward.default baddbmm.default
     """
     packets = (name.split(".") for name in names.split())
     return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)

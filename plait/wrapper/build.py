@@ -468,11 +468,16 @@ def _check_alignment(d: _Draft, name: str) -> None:
 
 
 def _call_into(d: _Draft, e: Extern) -> tuple[str, ...]:
-    """Memory for all results, if the plan has a place for each and the op can write there; else
-    ()."""
+    """Memory for all results, if the op can write there and the plan has a place for each, or one
+    lies in an order that the op would not choose; else ()."""
     memory = d.plan.memory
-    names = [n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)]
+    names = [n for n in e.outs if n is not None]
     if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
+        return ()
+    buffers = [d.buffer(n) for n in names]
+    if not all(n in memory.offsets or n in memory.in_place for n in names) and all(
+        b.strides == contiguous_strides(b.shape) for b in buffers
+    ):
         return ()
     for n in names:
         d.make(d.buffer(n))

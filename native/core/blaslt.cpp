@@ -32,6 +32,7 @@ enum : int { kInvalidValue = 7, kArchMismatch = 8, kNotSupported = 15 };
 constexpr int32_t kTransposed = 1;
 constexpr int32_t kAddBias = 4;
 constexpr uintptr_t kMaxAlignment = 256;
+constexpr int64_t kVector = 16;
 
 template <class F>
 void find(void* library, F& entry, const char* name) {
@@ -151,7 +152,11 @@ std::optional<Product> make_product(Type type, Compute compute, Reductions reduc
             0};
   if (!addend || beta == 0) return p;
   const Matrix c = row_major ? addend->transposed() : *addend;
-  const bool one_column = (c.col_step == 0 || c.cols == 1) && (c.row_step == 1 || c.rows == 1);
+  // Kernels read such a column 16 bytes at a time, wherever that of another batch begins.
+  const int64_t unit = kVector / (type == Type::f32 ? 4 : 2);
+  const bool one_column = (c.col_step == 0 || c.cols == 1) && (c.row_step == 1 || c.rows == 1) &&
+                          (c.batch_step == 0 || batch == 1 ||
+                           (c.batch_step % unit == 0 && alignment(c.data) >= kVector));
   const std::optional<Layout> lc = untransposed(c, batch);
   p.c = c.data;
   if (one_column && beta == 1) {

@@ -88,13 +88,8 @@ Parts cut_rows(const Part& w) {
   const int64_t middle = (n - last) / kUnit * kUnit, strip = std::max(last, n - first - middle);
   if (m < kinds || middle <= 0 || 2 * strip > n) return {};
   Parts parts;
-  // Of a row that is added to all, each kind gets what stands over its columns.
-  const auto over = [&](Part& p, int64_t further_on) {
-    if (p.addend) p.addend->batch_step = further_on * p.addend->col_step;
-  };
   Part ends = cut(w, 0, m, 0, k, 0, strip);
   ends.batch = 2;
-  over(ends, n - strip);
   ends.b.batch_step = (n - strip) * w.b.col_step;
   ends.out.batch_step = n - strip;
   parts.add(ends);
@@ -106,7 +101,6 @@ Parts cut_rows(const Part& w) {
     p.a.batch_step = w.a.row_step;
     p.b.batch_step = further * w.b.col_step;
     p.out.batch_step = step + further;
-    over(p, further);
     p.a.row_step *= kinds;
     p.out.row_step *= kinds;
     parts.add(p);
@@ -125,8 +119,7 @@ Parts parts(Type type, const Part& w) {
   if (has_aligned_lines(w.out, w.batch)) return cut_lengths(w);
   // Factors are read from any row or column on: it must be theirs that lie apart.
   const bool fits = along_rows(w.a) && along_cols(w.b) && along_rows(w.out) && aligned(w.a.cols);
-  const bool row = !w.addend || (w.addend->row_step == 0 && w.addend->col_step == 1);
-  return fits && w.batch == 1 && row ? cut_rows(w) : Parts{};
+  return fits && w.batch == 1 && !w.addend ? cut_rows(w) : Parts{};
 }
 
 }  // namespace plait::blaslt

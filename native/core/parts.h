@@ -5,8 +5,7 @@
 //  - A length that is no multiple of 8 is cut into one that is, and what is left over.
 //  - A result without gaps whose rows start anywhere is written as a batch of up to 8 matrices that
 //    lie within each other: rows of equal alignment are equally far apart, and have an aligned
-//    start a few columns further on than those before them. So do the numbers of a row that is
-//    added to all.
+//    start a few columns further on than those before them.
 #pragma once
 
 #include <array>

@@ -145,11 +145,9 @@ def _pays_a_copy(b: Buffer, flops: Size) -> bool:
 def _fits_in_parts(node: torch.fx.Node) -> bool:
     """Whether the executor computes a product with odd rows in parts, each with rows that are
     aligned."""
-    if node.target not in (aten.mm.default, aten.addmm.default):
+    if node.target is not aten.mm.default:  # biases that start anywhere fault in some kernels
         return False
-    *bias, a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
-    if bias and (bias[0].dim() != 1 or bias[0].stride() != (1,) or node.kwargs):
-        return False
+    a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
     (m, k), each = a.shape, _ROW_NBYTES // a.dtype.itemsize
     fits = a.stride() == (k, 1) and b.stride() == (1, k)
     return isinstance(m, int) and m > _MANY_ROWS and isinstance(k, int) and k % each == 0 and fits

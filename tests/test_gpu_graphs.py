@@ -78,11 +78,11 @@ def test_moving_inputs_are_patched(programs: list[Program]) -> None:
 
 
 def test_a_moving_input_of_an_operator_is_copied(programs: list[Program]) -> None:
-    w = r(64, 64)
+    w = r(256, 256)
     compiled = graphs(lambda x: (x @ w).relu() + 1)
     keep = []
     for _ in range(8):
-        x = r(32, 64)
+        x = r(128, 256)
         keep.append(x)
         torch.testing.assert_close(compiled(x), (x @ w).relu() + 1)
     assert stats(programs[0])["recorded"] <= 2 and stats(programs[0])["copied"] > 0

@@ -14,7 +14,7 @@ from plait.devices import facts_of
 from plait.graph.edit import is_view, output_of, value_of
 from plait.ir.dtypes import bf16, f16
 from plait.ir.expr import Expr, Size, contiguous_strides, numel
-from plait.ir.loops import Buffer, Node, loop_vars
+from plait.ir.loops import Buffer, Node, Pointwise, loop_vars
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View
 from plait.lower.elementwise import inside, load_if
@@ -89,7 +89,7 @@ def _in_even_rows(ctx: Lowering, x: View, d: int) -> View:
 
 def aligned(ctx: Lowering, x: View, flops: Size) -> View:
     """An operand with aligned rows where that pays: what lies fixed is copied, once for all who
-    read it."""
+    read it; so is what a loop makes, which then goes into the copy, and may end in zeros too."""
     b = ctx.buffers[x.buf]
     strides = _aligned_strides(b)
     if strides is None:
@@ -97,7 +97,7 @@ def aligned(ctx: Lowering, x: View, flops: Size) -> View:
     pays = _pays_a_copy(b, flops)
     if b.fixed and not (pays and ctx.cfg.kernels):
         return x
-    if b.fixed:
+    if b.fixed or (pays and any(isinstance(op, Pointwise) and op.out == x.buf for op in ctx.ops)):
         row = next((d for d in range(len(x.shape)) if step_along(ctx, x, d) == 1), None)
         return x if row is None else _in_even_rows(ctx, x, row)
     if pays or not _leaves(

@@ -138,7 +138,7 @@ def test_the_fx_graph_says_it_too(compile_only: None) -> None:  # noqa: F811
         streams.wait_event(2, 0)
         return z @ w
 
-    p = compiled(on(graph_of(fn, (64, 64), (64, 64)), 1, "mm")).wrapper
+    p = compiled(on(graph_of(fn, (256, 256), (256, 256)), 1, "mm")).wrapper
     gm = make_fx_graph(p, Artifacts({}))
     gm.graph.eliminate_dead_code()
     calls = [(str(n.target), *n.args) for n in gm.graph.nodes if "streams" in str(n.target)]

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.ir.calls import TensorArg
+from plait.ir.dtypes import f32
+from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, apply, loop_vars, node
+from plait.ir.verify import verify
+from plait.schedule.deps import Bodies
 from plait.schedule.plan import kernels_of
+from plait.schedule.split_readers import split_readers
 from plait.wrapper.program import CompileRecord
 from tests.against_eager import same
 from tests.product_programs import observing
@@ -79,3 +85,20 @@ def test_what_is_made(fn: Callable[..., Any], buffers: int) -> None:
 def test_gradients() -> None:
     torch.compiler.reset()
     same(scaled, make, grad=True)
+
+
+def test_a_reader_of_two_concatenations() -> None:
+    """Each is one piece on a GPU: a reader that was split for one is not what the other knew."""
+    i = loop_vars("i", (4, 6))
+    given = [Buffer(n, f32, (4, 6), (6, 1), fixed=True) for n in ("a", "b")]
+    made = [Buffer(n, f32, (4, 6), (6, 1)) for n in ("x", "y", "z")]
+    loads = {b.name: node("load", (), Load(b.name, i), f32) for b in (*given, *made)}
+    ops = (
+        Pointwise("x", i, apply("exp", loads["a"]), i),
+        Pointwise("y", i, apply("sin", loads["b"]), i),
+        Pointwise("z", i, loads["x"] * loads["y"]),
+    )
+    out = TensorArg("z", (4, 6), (6, 1), 0)
+    buffers = {b.name: b for b in (*given, *made)}
+    p = LoopProgram(("a", "b"), buffers, {}, ops, (out,), {}, (), {}, ())
+    verify(split_readers(p, Bodies()), "test")

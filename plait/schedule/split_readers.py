@@ -51,7 +51,8 @@ def split_readers(program: LoopProgram, bodies: Bodies) -> LoopProgram:
             continue
         made = [p for p in loops if isinstance(p, Pointwise)]
         found = [_split(program.ops[k], name, made, bodies) for k in users]
-        if any(f is None for f in found) or any(len(ops[k]) != 1 for k in users):
+        # What was split for another buffer stays: it reads this one as a whole.
+        if any(f is None for f in found) or any(ops[k] != (program.ops[k],) for k in users):
             continue
         if _crosses(program, places, users, made, changed, memory, bodies):
             continue

@@ -146,13 +146,11 @@ class UserKernel(DeviceKernel):
     text: a module with the user's functions.
     pointers: the types of the pointers, as that language has them.
     variants: in which it may be compiled; they differ in time alone. Tuning chooses one.
-    early: it waits for the kernel ahead of it by itself, where it has to.
     """
 
     text: str
     pointers: tuple[str, ...]
     variants: tuple[Variant, ...]
-    early: bool = False
 
     @property
     def grids(self) -> tuple[Size, ...]:

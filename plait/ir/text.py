@@ -261,7 +261,7 @@ def _fact(value: object, scope: Scope) -> str:
         ]
         return (
             f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
-            f"variants={tuple_text(variants)}, early={value.early})"
+            f"variants={tuple_text(variants)})"
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from plait.ir.attention import Attention
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
-from plait.ir.expr import Expr, Size, bounds, ceildiv, product
+from plait.ir.expr import Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer
-from plait.kernel.triton.arguments import size_text, tuple_text
 from plait.kernel.triton.dialects import DIALECTS, LEAST_SHARED, shared_nbytes
 from plait.kernel.triton.formulas import additions_of, function_of
-from plait.kernel.triton.ops import POINTERS, prelude_for
+from plait.kernel.triton.ops import prelude_for
+from plait.kernel.triton.template import Writer, size_text, template, tuple_text
 from plait.runtime.cubin import Gpu
 
 LOG2E = math.log2(math.e)
@@ -61,41 +59,20 @@ _SINGLE = Block(32, 32, 4, 1)
 
 def write_attention(call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu) -> Extern:
     """The call, of a kernel whose text is known."""
-    assert isinstance(call.kernel, Attention), call
-    w = _Writer(call, call.kernel, buffers, gpu)
-    return replace(call, args=(*w.tensors, *w.sizes), kernel=w.kernel)
+    return _Writer(call, buffers, gpu).written()
 
 
-@cache
-def _template() -> str:
-    return (Path(__file__).parent / "templates" / "attention.py").read_text()
+class _Writer(Writer):
+    """One kernel of attention."""
 
+    @property
+    def attention(self) -> Attention:
+        """What it computes."""
+        assert isinstance(self.call.kernel, Attention), self.call
+        return self.call.kernel
 
-@dataclass
-class _Writer:
-    """One kernel.
-
-    tensors, outs: its operands and results.
-    sizes: what it is told of sizes, in order.
-    kernel: it, when it is written.
-    """
-
-    call: Extern
-    attention: Attention
-    buffers: Mapping[str, Buffer]
-    gpu: Gpu
-    tensors: tuple[TensorArg, ...] = ()
-    outs: tuple[TensorArg, ...] = ()
-    sizes: list[Size] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tensors = tuple(a for a in self.call.args if isinstance(a, TensorArg))
-        made = (self.buffers[o] for o in self.call.made)
-        self.outs = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in made)
-        self.sizes += (a for a in self.call.args if isinstance(a, Expr))
-        self.kernel = self._kernel()
-
-    def _kernel(self) -> UserKernel:
+    def kernel(self) -> UserKernel:
+        """The template with constants and formulas before it."""
         a, q, k = self.attention, *self.tensors[:2]
         block = self._block()
         functions, checks = self._functions()
@@ -104,7 +81,9 @@ class _Writer:
         dialect = DIALECTS[self.gpu.backend]
         body = "\n\n".join(["\n".join(lines), *functions])
         prelude = prelude_for(body, dialect.instructions)
-        text = "\n\n".join(part for part in (dialect.head, prelude, body, _template()) if part)
+        text = "\n\n".join(
+            part for part in (dialect.head, prelude, body, template("attention")) if part
+        )
         if a.gives == "keys":
             grid = product((ceildiv(k.shape[2], block.columns), *k.shape[:2]))
         elif a.heads > 1:  # the rows of a block are all there are of a head of keys
@@ -115,18 +94,14 @@ class _Writer:
             "num_warps": block.warps, "num_stages": block.stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
         }  # fmt: skip
-        pointers = tuple(POINTERS[self._dtype(x)] for x in (*self.tensors, *self.outs))
         variant = Variant(self._launched(), tuple(sorted(options.items())), grid)
-        return UserKernel(a.name, text, pointers, (variant,))
-
-    def _dtype(self, x: TensorArg) -> str:
-        return (x.dtype or self.buffers[x.buf].dtype).name
+        return UserKernel(a.name, text, self.pointers(), (variant,))
 
     # ---- how it is cut
     def _block(self) -> Block:
         a, (q, k, v) = self.attention, self.tensors[:3]
         width = max(_power(q.shape[3]), _power(v.shape[3]))
-        nbytes = 4 if self._dtype(q) == "f32" else 2
+        nbytes = 4 if self.dtype(q) == "f32" else 2
         kind = "changed" if a.gives == "queries" and a.score is not None else a.gives
         if max(a.heads, a.parts) > 1:
             kind = "few"
@@ -162,7 +137,7 @@ class _Writer:
         given = self.tensors[a.n_first : self._end]
         added = self.tensors[self._end :]
         names = {str(e): f"given[{len(given) + n}]" for n, e in enumerate(self.sizes)}
-        narrow = self._dtype(self.tensors[0]) != "f32"
+        narrow = self.dtype(self.tensors[0]) != "f32"
         made = [
             function_of(name, params, f, given, names, narrow)
             for name, params, f in (

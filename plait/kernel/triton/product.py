@@ -8,18 +8,15 @@ how to tune, compile, store and launch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
-from plait.ir.expr import Expr, Size, ceildiv, product
+from plait.ir.expr import Size, ceildiv, product
 from plait.ir.loops import Buffer
 from plait.ir.product import Product
-from plait.kernel.triton.arguments import size_text, tuple_text
 from plait.kernel.triton.dialects import DIALECTS, shared_nbytes
 from plait.kernel.triton.formulas import results_of
-from plait.kernel.triton.ops import POINTERS, prelude_for
+from plait.kernel.triton.ops import prelude_for
+from plait.kernel.triton.template import Writer, size_text, template, tuple_text
 from plait.runtime.cubin import Gpu
 
 _STAGES = 5
@@ -30,41 +27,20 @@ _WIDE = 64  # rows of the left factor that tensor cores want
 
 def write_product(call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu) -> Extern:
     """The call, of a kernel whose text is known."""
-    assert isinstance(call.kernel, Product), call
-    w = _Writer(call, call.kernel, buffers, gpu)
-    return replace(call, args=(*w.tensors, *w.sizes), kernel=w.kernel)
+    return _Writer(call, buffers, gpu).written()
 
 
-@cache
-def _template() -> str:
-    return (Path(__file__).parent / "templates" / "product.py").read_text()
+class _Writer(Writer):
+    """One kernel of a product."""
 
+    @property
+    def product(self) -> Product:
+        """What it computes."""
+        assert isinstance(self.call.kernel, Product), self.call
+        return self.call.kernel
 
-@dataclass
-class _Writer:
-    """One kernel.
-
-    tensors, outs: its operands and results.
-    sizes: what it is told of sizes, in order.
-    kernel: it, when it is written.
-    """
-
-    call: Extern
-    product: Product
-    buffers: Mapping[str, Buffer]
-    gpu: Gpu
-    tensors: tuple[TensorArg, ...] = ()
-    outs: tuple[TensorArg, ...] = ()
-    sizes: list[Size] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tensors = tuple(a for a in self.call.args if isinstance(a, TensorArg))
-        made = (self.buffers[o] for o in self.call.made)
-        self.outs = tuple(TensorArg(b.name, b.shape, b.strides, 0, b.dtype) for b in made)
-        self.sizes += (a for a in self.call.args if isinstance(a, Expr))
-        self.kernel = self._kernel()
-
-    def _kernel(self) -> UserKernel:
+    def kernel(self) -> UserKernel:
+        """The template with constants and formulas before it."""
         left, right, *given = self.tensors
         cut = self.product.cut
         turned = cut.rows < _WIDE <= cut.columns
@@ -81,24 +57,16 @@ class _Writer:
         lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants.items()]
         dialect = DIALECTS[self.gpu.backend]
         prelude = prelude_for(finish, dialect.instructions)
-        parts = (dialect.head, prelude, "\n".join(lines), finish, _template())
+        parts = (dialect.head, prelude, "\n".join(lines), finish, template("product"))
         tiles = product((*batch, ceildiv(m, cut.rows), ceildiv(n, cut.columns)))
         options = {
             "num_warps": 4, "num_stages": stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
         }  # fmt: skip
-        pointers = tuple(POINTERS[self._dtype(x)] for x in (*self.tensors, *self.outs))
-        early = dialect.starts_early(self.gpu)
         call = self._launched(m, n, k)
-        variant = Variant(
-            f"{dialect.wait}\n    {call}" if early else call,
-            tuple(sorted(options.items())),
-            tiles * cut.parts,
-        )
-        return UserKernel(self.product.name, "\n\n".join(filter(None, parts)), pointers, (variant,))
-
-    def _dtype(self, x: TensorArg) -> str:
-        return (x.dtype or self.buffers[x.buf].dtype).name
+        variant = Variant(call, tuple(sorted(options.items())), tiles * cut.parts)
+        text = "\n\n".join(filter(None, parts))
+        return UserKernel(self.product.name, text, self.pointers(), (variant,))
 
     def _launched(self, m: Size, n: Size, k: Size) -> str:
         """The statement that calls the template's function."""

@@ -49,8 +49,8 @@ def unit_of(launch: UserLaunch, variant: Variant, gpu: Gpu, symbol: str = "") ->
     text = f"{launch.kernel.text}\n\n@triton.jit{plain}\ndef {symbol}{body}"
     signature = {**pointers, **dict.fromkeys(sizes, "i64")}
     return TritonKernel(
-        symbol, text, signature, gpu, warps, stages, launch.aligned, early=launch.kernel.early,
-        options=options, grid=variant.grid,
+        symbol, text, signature, gpu, warps, stages, launch.aligned, options=options,
+        grid=variant.grid,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.config import Config
 from plait.errors import UserError
+from plait.graph.bags import write_out_bags
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.convolutions import CONVOLUTIONS
@@ -107,6 +108,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
+    ("write out bags", write_out_bags),
     *CONVOLUTIONS,  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
@@ -172,6 +174,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     ("split log_softmax", split_log_softmax),
     ("narrow pool indices", narrow_pool_indices),
     ("list items", list_items),
+    ("write out bags", write_out_bags),
     ("drop bags", drop_bags),
     ("widen logsumexp", widen_logsumexp),
     ("merge common", merge_common),

@@ -736,3 +736,43 @@ def test_a_view_of_an_input_that_begins_anywhere() -> None:
             x = whole[start : start + 5]
             got, want = compiled(x, k), fn(x, k)
             assert torch.equal(got[1], want[1]) and facts(got, [x]) == facts(want, [x])
+
+
+def _checked(k: int, end: int) -> int:
+    torch._check(k >= 0)
+    torch._check(k < end)
+    return k
+
+
+AT_FOUND: dict[str, Callable[[Tensor, int], Any]] = {
+    "rest": lambda x, k: x[:, k:],
+    "rest, told where": lambda x, k: x[:, _checked(k, 3) :],
+    "two rows, moved": lambda x, k: x.narrow(1, k, 2).transpose(1, 2)[1:],
+    "one": lambda x, k: x.select(1, k),
+}
+
+
+@pytest.mark.parametrize(("packed", "wrapper"), [(True, "native"), (False, "python")])
+def test_views_at_a_found_number_of_an_input_that_is_written(packed: bool, wrapper: str) -> None:
+    """The graph has them as views of a new value, which lies otherwise than the input does."""
+
+    def fn(x: Tensor, at: Tensor) -> Any:
+        views = [view(x, at.item()) for view in AT_FOUND.values()]
+        x.cumsum_(0)
+        return views
+
+    def inputs(k: int) -> list[Tensor]:
+        x = behind(floats(12, 70)).view(-1)[: 3 * 7 * 20 + 70][70:].view(3, 7, 4, 5)
+        return [x if packed else x.to(memory_format=torch.channels_last), torch.tensor(k)]
+
+    options = {"wrapper": wrapper, "strict": True}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        direct = plait.compile(fn, tuple(inputs(1)), options={"wrapper": wrapper})
+        jit = torch.compile(fn, backend="plait", options=options, dynamic=False)
+        for compiled, k in itertools.product((direct, jit), (2, 0)):
+            given, again = inputs(k), inputs(k)
+            got, want = compiled(*given), fn(*again)
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+            assert torch.equal(given[0], again[0])
+            autograd = compiled is jit
+            assert facts(got, given, autograd) == facts(want, again, autograd)

@@ -174,16 +174,52 @@ def _input_view(r: _Results, node: torch.fx.Node, view: InputView) -> TensorArg:
     base, val = r.ctx.buffers[name], node.meta["val"]
     if view.whole:
         return TensorArg(name, base.shape, base.strides, 0)
-    relative = not begins_anywhere(node)
+    dtype, found = from_torch(val.dtype), None
     at: tuple[Any, ...] = (view.shape, view.strides, view.offset)
     if not _knows(r.ctx, at):  # numbers found while the function was traced the first time
         at = (val.shape, val.stride(), val.storage_offset())
-    shape, strides, dtype = *(to_sizes(n) for n in at[:2]), from_torch(val.dtype)
-    if not relative:
+        found = _place_in_input(r, node, view.input)
+    shape, strides = to_sizes(at[0]), to_sizes(at[1])
+    if begins_anywhere(node):
         x = alias(r.ctx, r.ctx.whole(name), dtype, shape, strides, to_size(at[2]), relative=False)
         return TensorArg(x.buf, shape, strides, 0)
-    first = bytes_behind(r.placeholders[view.input].meta["val"], at[2], val)
+    if found is None:
+        first = bytes_behind(r.placeholders[view.input].meta["val"], at[2], val)
+    else:
+        strides, first = found
     return _aliased(r, TensorArg(name, shape, strides, 0), dtype, first)
+
+
+def _place_in_input(
+    r: _Results, node: torch.fx.Node, k: int
+) -> tuple[tuple[Size, ...], Size] | None:
+    """The strides of a view of input k, and how many bytes it begins behind that, where a graph has
+    it as a view of the input's new value: that is of the same shape, but may lie otherwise. None
+    where the fake value of node tells."""
+    root, base = r.root(node), r.placeholders[k].meta["val"]
+    if root.op == "placeholder" or begins_anywhere(node):
+        return None
+    val, new = node.meta["val"], root.meta["val"]
+    same_shape, strides = to_sizes(new.shape) == to_sizes(base.shape), to_sizes(base.stride())
+    if same_shape and to_sizes(new.stride()) == strides:
+        return to_sizes(val.stride()), bytes_behind(new, val.storage_offset(), val)
+    x, whole = r.ctx.env[node], r.ctx.env[root]
+    if (
+        not same_shape
+        or not (isinstance(x, View) and isinstance(whole, View))
+        or x.buf != whole.buf
+        or not r.ctx.is_whole(whole)
+    ):
+        raise Unsupported(
+            "a view of an input that is written, at a place that is found at run time",
+            hint="return result.clone()",
+        )
+    n = len(x.shape)
+    first, *others = (
+        expr.total(i * s for i, s in zip(x.at(at), strides, strict=True))
+        for at in ((0,) * n, *(tuple(int(d == e) for e in range(n)) for d in range(n)))
+    )
+    return tuple(other - first for other in others), first * x.dtype.nbytes
 
 
 def _is_part(ctx: Lowering, buf: str, x: View) -> bool:

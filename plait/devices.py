@@ -71,6 +71,23 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class Products:
+    """What kernels of products do with a product before they store it.
+
+    results: how many they store at most
+    given: how many tensors they read
+    nodes: of a loop that they take over
+    in_rows: they know f32 and conditions alone, which they load and store in rows of the product;
+        loops are taken over before they go into others, and layouts follow the product
+    """
+
+    results: int
+    given: int
+    nodes: int
+    in_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """A row of the table.
 
@@ -85,6 +102,7 @@ class Facts:
     multiprocessors: of the device that kernels are for where it is not at hand
     programs: how many of a kernel fill one of them
     rates: what scheduling knows
+    products: what kernels of products can do
     """
 
     is_host: bool
@@ -97,6 +115,7 @@ class Facts:
     multiprocessors: int
     programs: int
     rates: Rates
+    products: Products
 
     def busy(self, multiprocessors: int) -> int:
         """Programs that fill a device."""
@@ -129,16 +148,18 @@ DEVICES: dict[str, Facts] = {
     "cpu": Facts(
         is_host=True, streams=False, eager_cpu=True, target="cpp", machine="isa",
         kernel_file="4_kernels.cpp", share=4096, multiprocessors=1, programs=1, rates=_CORE,
+        products=Products(results=1, given=32, nodes=60, in_rows=True),
     ),
     "cuda": Facts(
         is_host=False, streams=True, eager_cpu=False, target="triton", machine="gpu_arch",
         kernel_file="4_kernels_cuda.py", share=1024, multiprocessors=132, programs=2,
-        rates=_HOPPER,
+        rates=_HOPPER, products=Products(results=4, given=8, nodes=400, in_rows=False),
     ),
 }  # fmt: skip
 _OTHER = Facts(
     is_host=False, streams=False, eager_cpu=False, target="", machine="", kernel_file="",
     share=0, multiprocessors=1, programs=1, rates=_CORE,
+    products=Products(results=0, given=0, nodes=0, in_rows=False),
 )  # fmt: skip
 
 

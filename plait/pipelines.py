@@ -46,7 +46,6 @@ from plait.schedule.assemble import make_plan
 from plait.schedule.by_size import split_by_size
 from plait.schedule.deps import Bodies
 from plait.schedule.deps import drop_dead as drop_dead_loops
-from plait.schedule.epilogues import take_epilogues
 from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
@@ -195,7 +194,7 @@ def split_joint(
 LOOPS = (
     "drop dead loops",
     "normal form",
-    "take epilogues",
+    "join rows",
     "inline",
     "drop inlined loops",
     "split readers",
@@ -214,7 +213,7 @@ def schedule(
     loops = log("drop dead loops", drop_dead_loops, program, bodies)
     loops = log("normal form", normalise, loops, bodies)
     # Before inlining, which would put what a product can take over into loops that it cannot.
-    loops = log("take epilogues", take_epilogues, loops, bodies)
+    loops = log("join rows", join_readers, loops, bodies, in_rows=True)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
     # After both: what reads a concatenation has become one loop.
@@ -222,7 +221,7 @@ def schedule(
     # Before splitting, which asks what is contiguous.
     loops = log("settle layouts", settle_layouts, loops, bodies)
     # After it: a kernel of a product stores to strides.
-    loops = log("join readers", join_readers, loops, bodies)
+    loops = log("join readers", join_readers, loops, bodies, in_rows=False)
     split = log("split reductions", split_reductions, loops, bodies)
     grouping = log("group loops", group_loops, split, bodies)
     grouping = log("fuse", fuse, grouping, cfg)

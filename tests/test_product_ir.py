@@ -12,7 +12,7 @@ from plait.ir.calls import Extern, TensorArg
 from plait.ir.dtypes import bf16, f32
 from plait.ir.expr import Expr, symbol
 from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, cast, loop_vars, node
-from plait.ir.product import PRODUCT, Cut, Product
+from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.lower.product import cut_of
@@ -46,6 +46,12 @@ def program(kernel: Product, *loops: Pointwise, given: tuple[Buffer, ...] = ()) 
     return LoopProgram(inputs, buffers, {}, (call, *loops), results, {}, (), {}, ())
 
 
+def call_of(p: LoopProgram) -> Extern:
+    call = p.ops[0]
+    assert isinstance(call, Extern)
+    return call
+
+
 def reader(out: str, sizes: tuple[int, ...], row: object, column: Expr, more: object) -> Pointwise:
     """out = y[row, column] + more, of loops over these sizes."""
     y = node("load", (), Load("y", (row, column)), f32)  # type: ignore[arg-type]
@@ -58,12 +64,23 @@ def test_text_reads_back() -> None:
     assert read_program(program_text(p)) == p
 
 
+def test_text_of_a_packed_one_reads_back() -> None:
+    window = Window((3, 3), (1, 1), (1, 0), (1, 1))
+    for how, n in ((Panels(256, 128, 64), 1), (Panels(28, 128, 64, window), 5)):
+        p = program(replace(KERNEL, how=how))
+        call = call_of(p)
+        p = replace(p, ops=(replace(call, args=(*call.args, *range(n))),))
+        verify(p, "test")
+        assert read_program(program_text(p)) == p
+
+
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
         (replace(KERNEL, results=()), "unknown kind"),
-        (replace(KERNEL, cut=Cut(16, 48, 128)), "unknown kind"),
-        (replace(KERNEL, cut=Cut(16, 64, 128, 0)), "unknown kind"),
+        (replace(KERNEL, how=Cut(16, 48, 128)), "unknown kind"),
+        (replace(KERNEL, how=Cut(16, 64, 128, 0)), "unknown kind"),
+        (replace(KERNEL, how=Panels(256, 128, 64)), "other sizes"),
         (replace(KERNEL, results=(replace(RESULT, out="z"),)), "other results"),
         (replace(KERNEL, results=(replace(RESULT, index=None),)), "no operand"),
         (replace(KERNEL, results=(replace(RESULT, body=UNKNOWN),)), "no operand"),
@@ -75,7 +92,7 @@ def test_what_is_wrong_is_said(kernel: Product, said: str) -> None:
 
 
 def joined(p: LoopProgram) -> LoopProgram:
-    made = join_readers(p, Bodies())
+    made = join_readers(p, Bodies(), in_rows=False)
     verify(made, "test")
     assert read_program(program_text(made)) == made
     return made
@@ -101,7 +118,7 @@ def test_what_is_no_permutation_stays() -> None:
         reader("z", (6, 128), 5 - i0, i1, 1.0),
     ):
         p = program(KERNEL, loop)
-        assert join_readers(p, Bodies()).ops == p.ops
+        assert join_readers(p, Bodies(), in_rows=False).ops == p.ops
 
 
 def test_a_product_that_leaves_stays() -> None:
@@ -109,7 +126,7 @@ def test_a_product_that_leaves_stays() -> None:
     p = program(KERNEL, reader("z", (6, 128), i0, i1, 1.0))
     y = p.buffers["y"]
     p = replace(p, outputs=(*p.outputs, TensorArg("y", y.shape, y.strides, 0)))
-    assert join_readers(p, Bodies()).ops == p.ops
+    assert join_readers(p, Bodies(), in_rows=False).ops == p.ops
 
 
 def test_a_reader_of_another_reader_stays() -> None:
@@ -118,7 +135,32 @@ def test_a_reader_of_another_reader_stays() -> None:
     z = cast(node("load", (), Load("z", (i0, i1)), bf16), f32)
     loops = (reader("z", (6, 128), i0, i1, 1.0), reader("t", (6, 128), i0, i1, z))
     p = program(KERNEL, *loops)
-    assert join_readers(p, Bodies()).ops == p.ops
+    assert join_readers(p, Bodies(), in_rows=False).ops == p.ops
+
+
+def test_a_product_that_moved_is_read_after_it() -> None:
+    """One that takes in a loop is computed where that stood: its other results come later, too."""
+    i0, i1 = loop_vars("i", (6, 128))
+    more = cast(node("load", (), Load("r", (i0, i1)), f32), f32)
+    loops = (
+        reader("a", (6, 128), i0, i1, 1.0),
+        replace(
+            reader("c", (6, 128), i0, i1, 1.0), body=node("load", (), Load("t", (i0, i1)), f32)
+        ),
+        reader("b", (6, 128), i0, i1, more),
+    )
+    p = program(KERNEL, *loops)
+    results = tuple(replace(RESULT, out=out) for out in ("r", "t"))
+    kernel = Product("product.1", results, KERNEL.how)
+    first = replace(call_of(p), outs=("r", "t"), kernel=kernel)
+    made = {n: replace(p.buffers["y"], name=n) for n in ("r", "t")}
+    c = {"c": replace(p.buffers["c"], dtype=f32)}
+    out = TensorArg("r", (6, 128), (128, 1), 0)
+    p = replace(
+        p, ops=(first, *p.ops), buffers={**p.buffers, **made, **c}, outputs=(*p.outputs, out)
+    )
+    verify(p, "test")
+    joined(p)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A product of matrices as one kernel, and what is computed of it, which never reaches memory.
 
-`plait/lower/product.py` records a `Product` as the kernel of an `Extern`,
-`plait/schedule/join_readers.py` gives it loops that read it, and the target writes it
+`plait/lower/product.py` and `plait/lower/packed.py` record a `Product` as the kernel of an
+`Extern`, `plait/schedule/join_readers.py` gives it loops that read it, and the target writes it
 (`Target.write_template`).
 """
 
@@ -26,25 +26,71 @@ class Cut:
     depth: int
     parts: int = 1
 
+    def fault(self) -> str:
+        """What is wrong with it, in words; "" if nothing is."""
+        powers = all(n >= 16 and n & (n - 1) == 0 for n in (self.rows, self.columns, self.depth))
+        return "" if self.parts >= 1 and powers else "a kernel of a product of an unknown kind"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The points of an image that a filter is laid over."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def is_point(self) -> bool:
+        """Whether every point of the image is met once, by itself."""
+        return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A right matrix that was packed into panels. The left one is row-major, or an image with
+    channels innermost, whose windows are rows. All numbers are f32.
+
+    depth: numbers of a row of the left matrix, or channels of the image.
+    columns: of the right matrix.
+    width: columns of a panel.
+    window: over an image; None for rows.
+    """
+
+    depth: int
+    columns: int
+    width: int
+    window: Window | None = None
+
+    def fault(self) -> str:
+        """What is wrong with it, in words; "" if nothing is."""
+        return "" if min(self.depth, self.columns, self.width) >= 1 else "a product of nothing"
+
 
 @dataclass(frozen=True, slots=True)
 class Product(DeviceKernel):
     """A kernel of a product of matrices. Its operands: left (m, k) and right (k, n), or a batch of
-    each; then what results load, `given0`, `given1`, ...
+    each; then what results load, `given0`, `given1`, ... Its sizes, where the right matrix is
+    packed: rows of the result; of an image the height and width, then those of the result, each
+    row of which is one of its points.
 
     results: a loop for each result of the launch, over part, batch, row and column of the product,
         which it loads as PRODUCT.
-    cut: into tiles, and parts of the sum over k; each part is a product of its own.
+    how: into which tiles it is cut, and parts of the sum over k, each of which is a product of its
+        own; or how the right matrix is packed. What a packed one stores, it stores in rows, one
+        after the other, and it loads in rows: `given0` at [row, column].
     """
 
     results: tuple[Pointwise, ...]
-    cut: Cut
+    how: Cut | Panels
 
-    def fault(self, n_operands: int, outs: tuple[str | None, ...]) -> str:
-        """Why it cannot be given so many operands and these results, in words; "" if it can."""
-        c = self.cut
-        powers = all(n >= 16 and n & (n - 1) == 0 for n in (c.rows, c.columns, c.depth))
-        if n_operands < 2 or c.parts < 1 or not powers or not self.results:
+    def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
+        """Why it cannot be given so many operands and sizes, and these results, in words; "" if it
+        can."""
+        if isinstance(self.how, Panels) and n_sizes != (1 if self.how.window is None else 5):
+            return "a packed product with other sizes than one has"
+        if n_operands < 2 or not self.results:
             return "a kernel of a product of an unknown kind"
         if outs != tuple(r.out for r in self.results):
             return "a kernel of a product that gives other results than it computes"
@@ -53,4 +99,4 @@ class Product(DeviceKernel):
             loaded = {n.attr.buf for n in walk((r.body,)) if isinstance(n.attr, Load)}
             if len(r.vars) != 4 or r.index is None or loaded - known:
                 return "a kernel of a product whose results load what is no operand"
-        return ""
+        return self.how.fault()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, astuple, fields
+from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
 from plait.devices import facts_of
@@ -69,8 +69,7 @@ from plait.ir.loops import (
     Scan,
     Scatter,
 )
-from plait.ir.packed import PackedProduct, packed_text, read_packed
-from plait.ir.product import Cut, Product
+from plait.ir.product import Cut, Panels, Product, Window
 
 
 def program_text(p: LoopProgram) -> str:
@@ -265,12 +264,21 @@ def _fact(value: object, scope: Scope) -> str:
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)
-    if isinstance(value, PackedProduct):
-        return packed_text(value, scope)
     if isinstance(value, Product):
         loops = ["\n".join(_loop_lines(r, scope)) for r in value.results]
-        return f"Product(name={value.name!r}, results={loops!r}, cut={astuple(value.cut)})"
+        return f"Product(name={value.name!r}, results={loops!r}, how={value.how})"
     return scope.size(value) if isinstance(value, Expr) else repr(value)
+
+
+def _how(e: ast.expr) -> Any:
+    """What `repr` says of how a product is computed, or a constant."""
+    kind = _HOW.get(word(e) or "") if isinstance(e, ast.Call) else None
+    if isinstance(e, ast.Call) and kind is not None:
+        return kind(**{k.arg or "": _how(k.value) for k in e.keywords})
+    return ast.literal_eval(e)
+
+
+_HOW: dict[str, type] = {c.__name__: c for c in (Cut, Panels, Window)}
 
 
 def _operand(a: ExternArg, scope: Scope) -> str:
@@ -432,8 +440,6 @@ class OpReader:
             return self._user_kernel(e)
         if default is None and isinstance(e, ast.Call) and word(e) == "Attention":
             return read_attention(e, self.symbols)
-        if default is None and isinstance(e, ast.Call) and word(e) == "PackedProduct":
-            return read_packed(e, self.symbols)
         if default is None and isinstance(e, ast.Call) and word(e) == "Product":
             return self._product(e)
         try:
@@ -455,14 +461,11 @@ class OpReader:
         return UserKernel(**known, variants=tuple(variants))
 
     def _product(self, e: ast.Call) -> Product:
-        facts = {k.arg or "": ast.literal_eval(k.value) for k in e.keywords}
-        cut = Cut(*facts.pop("cut"))
+        facts = {k.arg or "": _how(k.value) for k in e.keywords}
         loops = [self.op(ast.parse(text).body[0]) for text in facts.pop("results")]
         if not all(isinstance(x, Pointwise) for x in loops):
             raise wrong(e, "a product whose results are pointwise loops")
-        return Product(
-            **facts, cut=cut, results=tuple(x for x in loops if isinstance(x, Pointwise))
-        )
+        return Product(**facts, results=tuple(x for x in loops if isinstance(x, Pointwise)))
 
     def operand(self, e: ast.expr) -> ExternArg:
         """An operand of a call or an output of the program."""

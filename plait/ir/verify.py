@@ -20,7 +20,6 @@ from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
 from plait.ir.expr import Atom, Expr, Size, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
-from plait.ir.packed import PackedProduct
 from plait.ir.product import Product
 from plait.ir.reductions import REDUCTIONS
 
@@ -226,11 +225,8 @@ def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
     elif isinstance(kernel, Attention):
         if fault := kernel.fault(n_tensors, len(op.outs)):
             raise _Fault(fault)
-    elif isinstance(kernel, PackedProduct):
-        if fault := kernel.fault(n_tensors, len(op.args) - n_tensors, len(op.outs)):
-            raise _Fault(fault)
     elif isinstance(kernel, Product):
-        if fault := kernel.fault(n_tensors, op.outs):
+        if fault := kernel.fault(n_tensors, len(op.args) - n_tensors, op.outs):
             raise _Fault(fault)
     else:
         raise _Fault(f"a kernel of unknown kind {type(kernel).__name__}")

@@ -11,15 +11,15 @@ from itertools import product as points
 import torch
 
 import plait.runtime.packed  # noqa: F401  (defines the operators)
-from plait.ir.calls import Extern
 from plait.ir.dtypes import f32
-from plait.ir.expr import Expr, Size, contiguous_strides, product
+from plait.ir.expr import Expr, Size, contiguous_strides
 from plait.ir.loops import Node, apply
-from plait.ir.packed import PackedProduct, Window
+from plait.ir.product import Panels, Window
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.elementwise import inside, load_if
 from plait.lower.memory import tensor_arg
+from plait.lower.product import call
 
 _FEW_CHANNELS = 16
 """Of an image that is copied with its padding: then what a row of the kernel covers lies side by
@@ -95,16 +95,18 @@ def _launch(
     args = (tensor_arg(ctx, x, strides), tensor_arg(ctx, panels, contiguous_strides(panels.shape)))
     columns, (_, rows, width) = ctx.buffers[out].shape[1], panels.shape
     assert isinstance(columns, int) and isinstance(width, int), "panels have a fixed size"
-    kernel = PackedProduct(f"{label}.{ctx.name}.{ctx.node.name}", depth, columns, width, window)
-    flops = product((2, sizes[0], rows, columns))
+
+    def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
+        _, _, i, j = v
+        if window is None:
+            return i, j
+        high, wide = sizes[3:]
+        return i // (high * wide), j, i // wide % high, i % wide
+
     op = "plait::packed_mm" if window is None else "plait::packed_conv"
-    ctx.ops.append(
-        Extern(
-            (out,), op, (*args, *sizes), may_keep=False, kernel=kernel, fallback=False,
-            flops=flops, origin=ctx.origin,
-        )
-    )  # fmt: skip
-    return ctx.whole(out)
+    how = Panels(depth, columns, width, window)
+    of = (1, 1, sizes[0], columns)
+    return call(ctx, (op, label), (*args, *sizes), out, of, place, rows, how)
 
 
 @lower(torch.ops.plait.depthwise_conv.default)

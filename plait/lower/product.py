@@ -9,13 +9,14 @@ order: the same bits at each run.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from plait.graph.refused_kernels import is_refused
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, ExternArg
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.expr import product, symbol
+from plait.ir.expr import Expr, Size, product, symbol
 from plait.ir.loops import Load, Pointwise, node
-from plait.ir.product import PRODUCT, Cut, Product
+from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
 from plait.lower.memory import step_along, tensor_arg
 
@@ -99,19 +100,34 @@ def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
     several = (parts,) if parts > 1 else ()
     out = ctx.new_buffer(f32, (*several, *shape), None, True)
     sizes = (parts, *((1,) * (3 - len(shape))), *shape)
-    vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
-    index = (*vars_[: len(several)], *vars_[4 - len(shape) :])
-    body = node("load", (), Load(PRODUCT, ()), f32)
-    name = f"product.{ctx.name}.{ctx.node.name}"
-    kernel = Product(name, (Pointwise(out, vars_, body, index, ctx.origin),), how)
-    flops = product((2, *shape, a.shape[-1]))
-    ctx.ops.append(
-        Extern(
-            (out,), "aten::matmul", given, may_keep=False, kernel=kernel, fallback=False,
-            flops=flops, origin=ctx.origin,
-        )
-    )  # fmt: skip
-    made = ctx.whole(out)
+
+    def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
+        return (*v[: len(several)], *v[4 - len(shape) :])
+
+    made = call(ctx, ("aten::matmul", "product"), given, out, sizes, place, a.shape[-1], how)
     if parts == 1:
         return made
     return ctx.reduce(shape, (parts,), "sum", lambda ops, i, r: made.load(ops, (*r, *i)))
+
+
+def call(
+    ctx: Lowering, names: tuple[str, str], args: tuple[ExternArg, ...], out: str,
+    sizes: tuple[Size, ...], place: Callable[[tuple[Expr, ...]], tuple[Size, ...]], k: Size,
+    how: Cut | Panels,
+) -> View:  # fmt: skip
+    """A launch that stores a product. names: of the operator and the kernel. sizes: parts, batch,
+    rows and columns. place: where an element of it is stored. k: of how many numbers it is a
+    sum."""
+    vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
+    body = node("load", (), Load(PRODUCT, ()), f32)
+    result = Pointwise(out, vars_, body, place(vars_), ctx.origin)
+    op, label = names
+    kernel = Product(f"{label}.{ctx.name}.{ctx.node.name}", (result,), how)
+    flops = product((2, *sizes[1:], k))
+    ctx.ops.append(
+        Extern(
+            (out,), op, args, may_keep=False, kernel=kernel, fallback=False,
+            flops=flops, origin=ctx.origin,
+        )
+    )  # fmt: skip
+    return ctx.whole(out)

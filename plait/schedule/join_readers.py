@@ -1,21 +1,36 @@
 """Kernels of products take in the loops that read what they make: an element is finished where it
 was computed, and the product itself never reaches memory.
 
-Comes in: loops that are inlined as far as that pays, with their layouts. A product gives way to the
-loops only if all that read it are pointwise and go over its elements once, in any shape. It is
-computed where the first of them stands.
+Comes in: loops in normal form. A product gives way to the loops only if all that read it are
+pointwise and go over its elements once, in any shape. It is computed where the first of them
+stands. What a device's kernels can take in, says `devices.Products`: on one that stores in rows,
+loops are taken before they are inlined, and layouts that are free follow the product; on others
+they are inlined first as far as that pays, and layouts are settled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from plait.ir.calls import Extern, TensorArg
-from plait.ir.dtypes import b1
+from plait.devices import Products, facts_of
+from plait.ir.calls import Extern, ExternArg, TensorArg
+from plait.ir.dtypes import b1, f32
 from plait.ir.effects import defines, needs, updates
-from plait.ir.expr import Atom, Expr, Size, atom_of, coefficient, free_symbols, substitute, total
+from plait.ir.expr import (
+    Atom,
+    Expr,
+    Size,
+    atom_of,
+    coefficient,
+    exact_div,
+    free_symbols,
+    product,
+    substitute,
+    total,
+)
 from plait.ir.loops import (
+    Buffer,
     Load,
     LoopProgram,
     Node,
@@ -30,36 +45,47 @@ from plait.ir.loops import (
     walk,
     with_args,
 )
-from plait.ir.product import Product
+from plait.ir.ops import OPS
+from plait.ir.product import Panels, Product
+from plait.ir.record import inline
 from plait.ir.rules import Simplifier
 from plait.schedule.deps import Bodies, extent, load_of, memory_roots, reads, roots
-
-_MAX_RESULTS = 4
-_MAX_GIVEN = 8  # tensors that a kernel's results may load
+from plait.schedule.layout import flat_index
 
 
-def join_readers(program: LoopProgram, bodies: Bodies) -> LoopProgram:
-    """The program with loops in the kernels of the products that they read."""
+def join_readers(program: LoopProgram, bodies: Bodies, in_rows: bool) -> LoopProgram:
+    """The program with loops in the kernels of the products that they read, on devices whose
+    kernels store in rows, or on the others."""
     if not any(isinstance(op, Extern) and isinstance(op.kernel, Product) for op in program.ops):
         return program
-    return _Joiner(program, bodies).run()
+    return _Joiner(program, bodies, in_rows).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A loop that reads a product. op: its place; at: its variables over those of the product."""
+    """A loop that reads a product.
+
+    op: its place
+    at: its variables over those of the product
+    views: what it loads beside the product, as matrices with the product's rows and columns; None:
+        it loads anything
+    buffers: with layouts that become fixed
+    """
 
     op: int
     loop: Pointwise
     at: dict[Atom, Size]
+    views: Mapping[Load, TensorArg] | None = None
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
 
 
 class _Joiner:
-    """Goes over a program once."""
+    """Goes over a program once. ops: None where one has gone."""
 
-    def __init__(self, program: LoopProgram, bodies: Bodies) -> None:
-        self.program, self.bodies = program, bodies
+    def __init__(self, program: LoopProgram, bodies: Bodies, in_rows: bool) -> None:
+        self.program, self.bodies, self.in_rows = program, bodies, in_rows
         self.ops: list[Op | None] = list(program.ops)
+        self.buffers = dict(program.buffers)
         self.readers: dict[str, list[int]] = {}
         self.made: dict[str, int] = {}
         self.changed: dict[str, list[int]] = {}
@@ -77,37 +103,68 @@ class _Joiner:
 
     def run(self) -> LoopProgram:
         for k, op in enumerate(self.program.ops):
-            if (
-                isinstance(op, Extern)
-                and isinstance(op.kernel, Product)
-                and op.kernel.cut.parts == 1
-            ):
-                self._grow(k, op)
+            if isinstance(op, Extern) and isinstance(op.kernel, Product) and op.made:
+                able = facts_of(self.buffers[op.made[0]].device).products
+                if able.in_rows == self.in_rows:
+                    self._grow(k, op, able)
         ops = tuple(op for op in self.ops if op is not None)
-        return replace(self.program, ops=ops)
+        return replace(self.program, ops=ops, buffers=self.buffers)
 
-    def _grow(self, k: int, call: Extern) -> None:
+    def _grow(self, k: int, call: Extern, able: Products) -> None:
         """Gives the call at k the readers of its results, and theirs, while that can be."""
         assert isinstance(call.kernel, Product), call
         todo = list(call.kernel.results)
         while todo:
             own = todo.pop()
-            readers = self._readers(k, call, own)
+            if own.out in self.shared:
+                continue
+            if self.in_rows:
+                self._gather(own.out, able)
+            readers = self._readers(k, call, own, able)
             if readers:
                 for r in readers:
                     self.ops[r.op] = None
+                    self.buffers |= r.buffers
                 self.ops[k] = None
                 k = readers[0].op
                 call, made = self._joined(call, own, readers)
                 self.ops[k] = call
+                self.made |= dict.fromkeys(call.made, k)
+                del self.buffers[own.out]
                 todo += made
 
-    def _readers(self, k: int, call: Extern, own: Pointwise) -> list[_Reader]:
+    def _gather(self, out: str, able: Products) -> None:
+        """Puts readers of a buffer into another one that alone reads them: x * sigmoid(x) is two at
+        first."""
+        places = self.readers.get(out, [])
+        while len(places) > 1:
+            loop = self.ops[places[0]]
+            if not isinstance(loop, Pointwise) or self._is_piece(loop) or loop.out in self.shared:
+                return
+            users = self.readers.get(loop.out, [])
+            user = self.ops[users[0]] if len(users) == 1 else None
+            if not isinstance(user, Pointwise):
+                return
+            body = inline(user.body, {loop.out: (loop.vars, loop.body)})
+            same = product(map(extent, loop.vars)) == product(map(extent, user.vars))
+            if not same or len(list(walk((body,)))) > able.nodes:
+                return
+            self._replace(places[0], loop, users[0], replace(user, body=body))
+
+    def _replace(self, first: int, loop: Pointwise, last: int, user: Pointwise) -> None:
+        """Lets a loop go, which has gone into its user."""
+        origin = tuple(dict.fromkeys((*loop.origin, *user.origin)))
+        self.ops[first], self.ops[last] = None, replace(user, origin=origin)
+        del self.buffers[loop.out], self.readers[loop.out]
+        for places in self.readers.values():
+            if first in places:
+                places[:] = sorted({*places, last} - {first})
+
+    def _readers(self, k: int, call: Extern, own: Pointwise, able: Products) -> list[_Reader]:
         """All that read a result, if it can give way to them."""
-        assert isinstance(call.kernel, Product), call
         out, n_others = own.out, len(call.made) - 1
         places = self.readers.get(out, [])
-        if out in self.shared or not 0 < len(places) <= _MAX_RESULTS - n_others:
+        if not 0 < len(places) <= able.results - n_others:
             return []
         first = places[0]
         if any(k < at < first for at in self.fences) or self._is_changed(needs(call), k, first):
@@ -118,20 +175,22 @@ class _Joiner:
         given = {*needs(call)}
         for place in places:
             loop = self.ops[place]
-            at = self._at(own, loop) if isinstance(loop, Pointwise) else None
-            if not isinstance(loop, Pointwise) or at is None:
+            if not isinstance(loop, Pointwise) or self._is_piece(loop):
                 return []
             others = {*self.bodies.of(roots(loop)).bufs} - {out}
             late = any(self.made.get(name, -1) >= first for name in others)
-            if late or self._is_changed(tuple(others), first, place) or self._is_piece(loop):
+            if late or self._is_changed(tuple(others), first, place):
                 return []
             if any(first < f < place for f in self.fences) or not others.isdisjoint(call.made):
                 return []
+            reader = self._reader(place, loop, call, own, able)
+            if reader is None:
+                return []
             given |= others
-            found.append(_Reader(place, loop, at))
-        return found if len(given) <= _MAX_GIVEN else []
+            found.append(reader)
+        return found if len(given) <= able.given else []
 
-    def _is_changed(self, names: Sequence[str], after: int, before: int) -> bool:
+    def _is_changed(self, names: Iterable[str], after: int, before: int) -> bool:
         """Whether something is updated in place between two ops."""
         if not self.changed:
             return False
@@ -141,19 +200,60 @@ class _Joiner:
     def _is_piece(self, loop: Pointwise) -> bool:
         """Whether a loop is one of several that make a buffer, or makes what a kernel of a product
         does not store."""
-        b = self.program.buffers[loop.out]
+        b = self.buffers[loop.out]
         return loop.index is not None or loop.out in self.changed or b.dtype == b1
 
-    def _at(self, own: Pointwise, loop: Pointwise) -> dict[Atom, Size] | None:
-        """A loop's variables over those of the result that it reads at one place."""
-        assert own.index is not None, own
-        facts = self.bodies.of(roots(loop))
-        if facts.checks or any(load_of(n).masked for n in facts.loads):
+    def _reader(
+        self, place: int, loop: Pointwise, call: Extern, own: Pointwise, able: Products
+    ) -> _Reader | None:
+        """A loop that goes over a result once; None where it does not, or is of another kind than
+        kernels take in."""
+        assert own.index is not None and isinstance(call.kernel, Product), call
+        facts, b = self.bodies.of(roots(loop)), self.buffers[own.out]
+        if facts.checks or any(load_of(n).masked for n in facts.loads) or facts.size > able.nodes:
             return None
         places = {load_of(n).index for n in facts.loads if load_of(n).buf == own.out}
         if len(places) != 1:
             return None
-        return _inverted(loop.vars, places.pop(), own.index, self.program.buffers[own.out].shape)
+        index = places.pop()
+        if not isinstance(call.kernel.how, Panels):
+            at = _inverted(loop.vars, index, own.index, b.shape)
+            return None if at is None else _Reader(place, loop, at)
+        # It is stored in rows, one after the other.
+        *_, i, j = own.vars
+        flat, columns = flat_index(b, index), call.kernel.how.columns
+        at = _inverted(loop.vars, (flat,), (i * columns + j,), (product(b.shape),))
+        steps = {atom_of(v): coefficient(flat, atom_of(v)) for v in loop.vars}
+        if at is None:
+            return None
+        return self._in_rows(_Reader(place, loop, at), own, steps, columns)  # type: ignore[arg-type]
+
+    def _in_rows(
+        self, r: _Reader, own: Pointwise, steps: Mapping[Atom, Size], columns: int
+    ) -> _Reader | None:
+        """A reader with what it loads as matrices; None where it loads or stores otherwise than in
+        rows of the product. steps: how far its variables move in the product."""
+        body = list(walk((r.loop.body,)))
+        target, strides = self.buffers[r.loop.out], tuple(steps.values())
+        if target.dtype != f32 or not all(map(_is_plain, body)):
+            return None
+        if not _same(strides, target):
+            if target.fixed:
+                return None
+            target = replace(target, strides=strides)
+        buffers = {r.loop.out: replace(target, fixed=True)}
+        views: dict[Load, TensorArg] = {}
+        shape = (extent(own.vars[2]), columns)
+        for load in dict.fromkeys(load_of(n) for n in body if n.op == "load"):
+            if load.buf == own.out:
+                continue
+            b = buffers.get(load.buf) or _following(self.buffers[load.buf], load, steps)
+            found = _by_row(b, load, steps, columns)
+            if found is None:
+                return None
+            buffers[load.buf] = replace(b, fixed=True)
+            views[load] = TensorArg(load.buf, shape, *found)
+        return replace(r, views=views, buffers=buffers)
 
     def _joined(
         self, call: Extern, own: Pointwise, readers: Sequence[_Reader]
@@ -161,35 +261,43 @@ class _Joiner:
         """The call with results of these readers in place of one, and those results."""
         assert isinstance(call.kernel, Product), call
         given = [a for a in call.args if isinstance(a, TensorArg)]
-        names = {a.buf: f"given{n}" for n, a in enumerate(given[2:])}
-        known = len(names)
-        made = [self._result(own, r, names) for r in readers]
-        for name in list(names)[known:]:
-            b = self.program.buffers[name]
-            given.append(TensorArg(name, b.shape, b.strides, 0))
+        made = [self._result(own, r, given) for r in readers]
         results = (*(r for r in call.kernel.results if r is not own), *made)
         outs = tuple(r.out for r in results)
         origin = tuple(dict.fromkeys((*call.origin, *(o for r in made for o in r.origin))))
-        sizes = _symbols(results, given, [self.program.buffers[o].strides for o in outs])
+        sizes: Sequence[ExternArg] = [a for a in call.args if not isinstance(a, TensorArg)]
+        if not isinstance(call.kernel.how, Panels):
+            sizes = _symbols(results, given, [self.buffers[o].strides for o in outs])
         kernel = replace(call.kernel, results=results)
         joined = replace(call, outs=outs, args=(*given, *sizes), kernel=kernel, origin=origin)
         return joined, made
 
-    def _result(self, own: Pointwise, r: _Reader, names: dict[str, str]) -> Pointwise:
-        """What a reader makes, as a result. names: what its buffers are called; grows."""
+    def _result(self, own: Pointwise, r: _Reader, given: list[TensorArg]) -> Pointwise:
+        """What a reader makes, as a result. given: the operands of the kernel; grows."""
+        names: dict[Load | str, str] = {}
+        if r.views is None:
+            names = {a.buf: f"given{n}" for n, a in enumerate(given[2:])}
+
+        def named(load: Load) -> Load:
+            key = load.buf if r.views is None else load
+            if key not in names:
+                names[key] = f"given{len(given) - 2}"
+                b = self.buffers[load.buf]
+                whole = TensorArg(b.name, b.shape, b.strides, 0)
+                given.append(whole if r.views is None else r.views[load])
+            index = load.index if r.views is None else own.vars[2:]
+            return Load(names[key], index, load.masked)
 
         def renamed(n: Node, args: tuple[Node, ...]) -> Node:
             if n.op != "load":
                 return with_args(n, args)
             load = load_of(n)
-            if load.buf == own.out:
-                return own.body
-            name = names.setdefault(load.buf, f"given{len(names)}")
-            return node("load", args, Load(name, load.index, load.masked), n.dtype)
+            return own.body if load.buf == own.out else node("load", args, named(load), n.dtype)
 
-        body = rewrite(substitute_vars(r.loop.body, r.at), renamed)
+        body = r.loop.body if r.views is not None else substitute_vars(r.loop.body, r.at)
         index = tuple(substitute(v, r.at) for v in r.loop.vars)
-        return Pointwise(r.loop.out, own.vars, self.simplify(body), index, r.loop.origin)
+        body = self.simplify(rewrite(body, renamed))
+        return Pointwise(r.loop.out, own.vars, body, index, r.loop.origin)
 
 
 def _inverted(
@@ -197,8 +305,9 @@ def _inverted(
 ) -> dict[Atom, Size] | None:
     """Variables over those of `to`, where index, over the variables, is the same element of a
     tensor of this shape: each number in it has some of them as digits. None where it has not."""
-    found: dict[Atom, Size] = {}
-    for e, t, n in zip(index, to, shape, strict=True):
+    found: dict[Atom, Size] = {atom_of(v): 0 for v in vars_ if extent(v) == 1}
+    vars_ = [v for v in vars_ if extent(v) != 1]
+    for e, t, n in zip((substitute(e, found) for e in index), to, shape, strict=True):
         weights = [(v, coefficient(e, atom_of(v))) for v in vars_]
         digits = [(v, w) for v, w in weights if w != 0]
         if any(w is None for _, w in digits) or any(atom_of(v) in found for v, _ in digits):
@@ -217,10 +326,7 @@ def _inverted(
             step = step * extent(v)
         if step != n:
             return None
-    rest = [v for v in vars_ if atom_of(v) not in found]
-    if any(extent(v) != 1 for v in rest):
-        return None
-    return found | {atom_of(v): 0 for v in rest}
+    return found if all(atom_of(v) in found for v in vars_) else None
 
 
 def _symbols(
@@ -240,3 +346,52 @@ def _symbols(
         if a not in own and not is_arg(a)
     }
     return sorted(symbols, key=str)
+
+
+# ------------------------------------------------------------------------------------------ in rows
+def _is_plain(n: Node) -> bool:
+    """Whether a node is one of numbers and conditions alone."""
+    if isinstance(n.attr, Load):
+        return n.dtype == f32 and not n.args
+    return n.dtype in (f32, b1) and (n.op == "const" or n.op in OPS)
+
+
+def _same(strides: tuple[Size, ...], b: Buffer) -> bool:
+    """Whether a buffer has these strides, as far as they count."""
+    pairs = zip(b.shape, strides, b.strides, strict=True)
+    return all(n == 1 or a == c for n, a, c in pairs)
+
+
+def _following(b: Buffer, load: Load, steps: Mapping[Atom, Size]) -> Buffer:
+    """A buffer whose layout is free, with that of the product."""
+    atoms = [e.symbol if isinstance(e, Expr) else None for e in load.index]
+    if b.fixed or len({*atoms}) != len(b.shape) or not all(a in steps for a in atoms):
+        return b
+    strides = tuple(steps[a] for a in atoms if a is not None)
+    largest = [n * s for n, s in zip(b.shape, strides, strict=True)]
+    return replace(b, strides=strides) if product(b.shape) in largest else b
+
+
+def _by_row(
+    b: Buffer, load: Load, steps: Mapping[Atom, Size], columns: int
+) -> tuple[tuple[int, int], Size] | None:
+    """How far a row and a column of the product are in another buffer, and where that begins; None
+    where it is loaded otherwise, or columns are apart."""
+    flat = flat_index(b, load.index)
+    rest: Size = flat
+    found: dict[bool, int] = {}
+    for a, far in steps.items():
+        step = coefficient(flat, a)
+        if step is None:
+            return None
+        rest = rest - a.expr * step
+        if a.extent == 1:
+            continue
+        near = isinstance(far, int) and far < columns
+        moved = far if near else exact_div(far, columns)
+        each = 0 if step == 0 else None if moved is None else exact_div(step, moved)
+        if not isinstance(each, int) or each < 0 or found.setdefault(near, each) != each:
+            return None
+    if not isinstance(rest, int) or found.get(True, 1) not in (0, 1):
+        return None
+    return (found.get(False, 0), found.get(True, 1)), rest

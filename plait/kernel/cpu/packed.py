@@ -1,7 +1,7 @@
 """Products with packed weights as C++: a tile of rows and columns at a time, whose sums stay in
 registers while the panel of weights goes by.
 
-Comes in: the call of a `PackedProduct`. Goes out: the same call of a `UserKernel`, whose text is
+Comes in: the call of a packed `Product`. Goes out: the same call of a `UserKernel`, whose text is
 one function. Threads share tiles. Sums are cut every few hundred products and added up, so that
 rounding errors do not grow with the length of a row.
 """
@@ -18,8 +18,7 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import Load, Node, walk
-from plait.ir.packed import PackedProduct
-from plait.ir.product import PRODUCT
+from plait.ir.product import PRODUCT, Panels, Product
 from plait.kernel.cpu.expr import Parts, literal, vector_op
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import UserLaunch
@@ -43,10 +42,11 @@ _AHEAD = 32
 
 def write_packed(call: Extern, isa: Isa) -> Extern:
     """The call, of a kernel whose text is known."""
-    assert isinstance(call.kernel, PackedProduct), call
+    assert isinstance(call.kernel, Product) and isinstance(call.kernel.how, Panels), call
+    (result,) = call.kernel.results
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
-    text = _Writer(call.kernel, tensors, sizes, isa).text()
+    text = _Writer(call.kernel.how, result.body, tensors, sizes, isa).text()
     pointers = ("*fp32",) * (len(tensors) + 1)
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
@@ -97,7 +97,7 @@ class _Tile:
     vectors: int
 
 
-def _tile(p: PackedProduct, rows: Size, isa: Isa) -> _Tile:
+def _tile(p: Panels, rows: Size, isa: Isa) -> _Tile:
     """The tile that wastes fewest rows and loads."""
     if isa.name == "avx512":
         vectors = p.width // isa.lanes
@@ -110,16 +110,17 @@ def _tile(p: PackedProduct, rows: Size, isa: Isa) -> _Tile:
     return _Tile(min(fitting, key=lambda r: -(-rows // r) * (r + _A_TILE)), vectors)
 
 
-def _depth(p: PackedProduct) -> int:
+def _depth(p: Panels) -> int:
     """Rows of the matrix."""
     return p.depth * (prod(p.window.kernel) if p.window else 1)
 
 
 @dataclass
 class _Writer:
-    """One kernel. tensors, sizes: its operands."""
+    """One kernel. body: of its result. tensors, sizes: its operands."""
 
-    packed: PackedProduct
+    packed: Panels
+    body: Node
     tensors: Sequence[TensorArg]
     sizes: Sequence[Size]
     isa: Isa
@@ -280,10 +281,10 @@ class _Writer:
                 self.lines.append(f"if ({at} >= {p.columns}) continue;")
             known: dict[Node, Parts] = {}
             value = f"sums[i * {vectors} + {v}]"
-            if p.epilogue is not None:
-                for n in walk((p.epilogue.body,)):
+            if not isinstance(self.body.attr, Load) or self.body.attr.buf != PRODUCT:
+                for n in walk((self.body,)):
                     known[n] = self._value(n, known, v, None if whole else left)
-                value = known[p.epilogue.body][0]
+                value = known[self.body][0]
             place = f"out + (m + i) * {p.columns} + {at}"
             store = f"st_f32({place}, {value})" if whole else f"stn_f32({place}, {value}, {left})"
             self.lines.append(f"{store};")

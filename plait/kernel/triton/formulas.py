@@ -109,7 +109,10 @@ class _Function:
         assert r.index is not None, r
         value = f"tl.broadcast_to({self.value(r.body)}, {PRODUCT}.shape)"
         at = total(e * s for e, s in zip(r.index, out.strides, strict=True))
-        self.lines.append(f"tl.store({to} + {self._expr(at, ())}, {value}, i_inside & j_inside)")
+        place = f"{to} + {self._expr(at, ())}"
+        if not {r.vars[2].symbol, r.vars[3].symbol} <= {*free_symbols(at)}:  # one row or column
+            place = f"tl.broadcast_to({place}, {PRODUCT}.shape)"
+        self.lines.append(f"tl.store({place}, {value}, i_inside & j_inside)")
 
     def _positions_of(self, n: Node) -> frozenset[str]:
         """Which of i and j a value depends on."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product
 from plait.ir.loops import Buffer
-from plait.ir.product import Product
+from plait.ir.product import Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, shared_nbytes
 from plait.kernel.triton.formulas import results_of
 from plait.kernel.triton.ops import prelude_for
@@ -42,7 +42,8 @@ class _Writer(Writer):
     def kernel(self) -> UserKernel:
         """The template with constants and formulas before it."""
         left, right, *given = self.tensors
-        cut = self.product.cut
+        cut = self.product.how
+        assert isinstance(cut, Cut), self.product
         turned = cut.rows < _WIDE <= cut.columns
         (*batch, m, k), n = left.shape, right.shape[-1]
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}

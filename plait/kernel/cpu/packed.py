@@ -36,6 +36,10 @@ _A_TILE = 1.5
 """What loading a panel costs, in rows."""
 _NEAR_NBYTES = 1 << 19
 """Of rows that stay in a core's own cache while all panels go by."""
+_FAR_NBYTES = 3 << 19
+"""Results that are larger are no longer in a core's cache, where their memory was used before."""
+_LINE = 16
+"""Numbers in a line of a cache."""
 _AHEAD = 32
 """So many rows of a panel before their turn they are fetched from far memory."""
 
@@ -65,15 +69,18 @@ def tiles_of(texts: Sequence[str], isa: Isa) -> list[str]:
 
 def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
     """Sums of products of numbers of rows, which lie in stretches of one length, with the rows of
-    a panel; gives where the panel goes on. more: "_more" where they are added to other sums."""
+    a panel; gives where the panel goes on. Meanwhile it fetches, from memory far away, what comes
+    soon in this panel, and a share of the next one. more: "_more" where they are added to other
+    sums."""
     sums = [(i, v) for i in range(rows) for v in range(vectors)]
     lines = [f"vf32 {', '.join(f'c{i}_{v} = splat_f32(0.0f)' for i, v in sums)};"]
     lines.append(f"for (i64 s = 0; s < stretches; ++s, rows += {rows}) {{")
     lines += [f"const f32* const r{i} = rows[{i}];" for i in range(rows)]
-    lines.append("for (i64 k = 0; k < length; ++k, b += width) {")
+    lines.append("for (i64 k = 0; k < length; ++k, b += width, next += step) {")
+    lines.append("__builtin_prefetch(next, 0, 2);")
     for v in range(vectors):
         lines.append(f"const vf32 b{v} = ld_f32(b + {v * isa.lanes});")
-        if v * isa.lanes % 16 == 0:
+        if v * isa.lanes % _LINE == 0:
             lines.append(f"__builtin_prefetch(b + {_AHEAD} * width + {v * isa.lanes});")
     for i in range(rows):
         lines.append(f"const vf32 a{i} = splat_f32(r{i}[k]);")
@@ -84,7 +91,7 @@ def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
     head = (
         f"__attribute__((noinline)) static const f32* tile_{rows}x{vectors}{more}(\n"
         "    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, "
-        "vf32* sums)"
+        "const f32* next,\n    i64 step, vf32* sums)"
     )
     return f"{head} {{\n{_indented([*lines, 'return b;'])}}}\n"
 
@@ -150,10 +157,15 @@ class _Writer:
         self.add(f"for (i64 n = panel * {p.width}; n < last; n += {step}) {{")
         if p.columns % p.width:
             self.add(f"if (n >= {p.columns}) break;")
+        share = f"({'some' if self.each else _depth(p)} * step)"
         begin = f"panel * {_depth(p) * p.width} + n % {p.width}"
         if self.each:
             begin += f" + from * {p.width}"
-        self.add(f"const f32* b = panels + {begin};")
+        self.add(
+            f"const f32* b = panels + {begin};",
+            f"const f32* const next = b + {_depth(p) * p.width} + rest % most * {share};",
+        )
+        self._fetch()
         self._sums()
         if self.each:
             self._keep()
@@ -196,6 +208,7 @@ class _Writer:
             f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
             f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
             f"const i64 panel = rest / most, block = part * {near} + rest % most;",
+            f"const i64 step = ({p.width - 1} + most) / most;",
             "const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;",
         )
 
@@ -236,6 +249,22 @@ class _Writer:
             f"    for (i64 i = 0; i < {r}; ++i) *row++ = {place};",
         )
 
+    def _fetch(self) -> None:
+        """Fetches the memory of the results, and rows that the epilogue loads, while sums are made
+        which they wait for, where the result is large."""
+        p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
+        if isinstance(self.sizes[0], int) and 4 * self.sizes[0] * p.columns < _FAR_NBYTES:
+            return
+        rows = {k: a.strides for k, a in enumerate(self.tensors[2:]) if a.strides[0] != 0}
+        self.add("for (i64 i = 0; i < count; ++i) {")
+        for v in range(0, vectors * lanes, _LINE):
+            place = f"out + (m + i) * {p.columns} + n + {v}"
+            self.add(f"__builtin_prefetch({place}, 1);")
+            for k, (row, column) in rows.items():
+                if column:
+                    self.add(f"__builtin_prefetch(g{k} + (m + i) * {row} + n + {v});")
+        self.add("}")
+
     # --------------------------------------------------------------------------------------- sums
     def _sums(self) -> None:
         """The sums of a tile, in `sums`; cut where they are long."""
@@ -243,13 +272,17 @@ class _Writer:
         n, length = self.stretches, "some" if self.each else self.length
         if self.each or n * self.length <= LONGEST_SUM * 3 // 2:
             self.add(f"vf32 sums[{r * v}];")
-            self.add(f"tile_{r}x{v}(rows_, {n}, {length}, b, {width}, sums);")
+            self.add(f"tile_{r}x{v}(rows_, {n}, {length}, b, {width}, next, step, sums);")
             return
         self.add(f"vf32 sums[{r * v}] = {{}};")
         each = max(1, LONGEST_SUM // self.length)
         some = f"{n} - k < {each} ? {n} - k : {each}"
-        self.add(f"for (i64 k = 0; k < {n}; k += {each})")
-        self.add(f"  b = tile_{r}x{v}_more(rows_ + k * {r}, {some}, {length}, b, {width}, sums);")
+        self.add(f"for (i64 k = 0; k < {n}; k += {each}) {{")
+        self.add(
+            f"b = tile_{r}x{v}_more(rows_ + k * {r}, {some}, {length}, b, {width}, "
+            f"next + k * {length} * step, step, sums);",
+            "}",
+        )
 
     def _keep(self) -> None:
         """Adds what the result holds, and leaves sums there that are not whole yet."""

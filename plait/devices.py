@@ -35,7 +35,8 @@ class Rates:
     column_points: how many elements all programs together have under way
     column_min_nbytes: the smallest such tensor
     min_outer: outer points from which on a large loop joins a reduction
-    tiny_nbytes: groups near each other that move no more are joined if only their shapes agree
+    tiny_nbytes: groups near each other that move no more are joined if only their shapes agree;
+        twice that where each has enough results
     """
 
     cycles_a_ns: float

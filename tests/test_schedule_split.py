@@ -308,3 +308,16 @@ def test_on_a_gpu_sums_of_one_tensor_are_cut_alike() -> None:
     )
     b.output(s, t)
     assert [len(k.stmts) for k in kernels(schedule(on_gpu(b), CFG))] == [2, 2]
+
+
+def test_on_a_gpu_slices_of_large_tensors_are_tiny() -> None:
+    """Tables that loops read a few rows of, as bags of embeddings do: one kernel for several."""
+    b, n = Builder(), 3
+    at = b.input(2048)
+
+    def row(table: str) -> str:
+        return b.pointwise((2048, 64), lambda o, k, c: o.add(o.load(table, k, c), o.load(at, k)))
+
+    b.output(*(row(b.input(65536, 64)) for _ in range(n)))
+    (kernel,) = kernels(schedule(on_gpu(b), CFG))
+    assert len(kernel.outs) == n

@@ -326,6 +326,8 @@ def test_blocks_of_columns() -> None:
         False,
     )  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 512, True)
+    # No more columns than a program has results: four rows of 64 want 256 otherwise.
+    assert blocks(_columns(4, 64, bf16, parts=2048)) == (64, 4, False)
     tile = _columns(392, 256, bf16, parts=256)
     assert blocks(tile) == (64, 64, True) and tile.num_warps == 4
     for kept, block, warps in (

@@ -140,6 +140,7 @@ class _Fuser:
         self.readers: dict[str, list[int]] = {}
         self.writers: dict[str, list[int]] = {}
         self.nbytes = {n: buffer_nbytes(b, self.hints) for n, b in self.buffers.items()}
+        self.kept = set(grouping.program.returned)
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
         # Sums that rows may take along wait for them, before they join each other.
@@ -181,7 +182,7 @@ class _Fuser:
         last: dict[tuple[Size, ...], int] = {}
         for k in sorted(self.nodes):
             node = self.nodes[k]
-            if node.moved_nbytes > self._kind(node).tiny_nbytes and not self._ends_sums(node):
+            if not self._is_tiny(node) and not self._ends_sums(node):
                 continue
             shape = tuple(extent(v) for v in node.group.vars)
             other = last.get(shape)
@@ -189,6 +190,33 @@ class _Fuser:
                 other = None
             joined = other is not None and isinstance(self._fuse(other, k), Fused)
             last[shape] = self._find(k) if joined else k
+
+    def _is_tiny(self, node: _Node) -> bool:
+        """Whether a group moves so little that others may join it, whatever they read: of a large
+        buffer it may touch a slice, or rows that data chooses."""
+        rates = self._kind(node)
+        if node.moved_nbytes <= rates.tiny_nbytes:
+            return True
+        results = hint_numel(map(extent, node.group.vars), self.hints)
+        fills = results >= rates.min_units * rates.neighbours  # it need not run beside others
+        most = rates.tiny_nbytes * (2 if fills else 1)
+        axes = {v.symbol: extent(v) for v in node.group.vars + node.group.rvars}
+        touched = [(name, node.read_at(name)) for name in node.external()]
+        touched += [
+            (name, [w.index])
+            for name, w in node.writes.items()
+            if name in self.kept or not all(r in node.members for r in self.readers.get(name, ()))
+        ]
+        moved = 0
+        for name, places in touched:
+            points = 0
+            for index in places:
+                over = frozenset[Atom]().union(*map(free_symbols, index))
+                known = over <= axes.keys()  # if not, data says where
+                sizes = [size for a, size in axes.items() if a in over or not known]
+                points += hint_numel(sizes, self.hints)
+            moved += min(points * self.buffers[name].dtype.nbytes, self.nbytes[name])
+        return moved <= most
 
     def _ends_sums(self, node: _Node) -> bool:
         """Whether all that it reads are sums of columns, each made by a program for its rows."""

@@ -194,6 +194,11 @@ class _Rows:
         return bool(self.held) and max(d.nbytes for d in self.held) <= 2
 
     @property
+    def widest(self) -> int:
+        """Results that a block may have: those of a program."""
+        return power(_known(trip_count(self.outer)))
+
+    @property
     def width(self) -> int:
         """Results of a block that holds columns as a whole."""
         return _column_width(self, TILE if self.narrow else TILE // 2)
@@ -268,7 +273,7 @@ def _columns(f: _Rows) -> Tile:
     several = f.stores or not f.one
     if f.vector == 1:
         return _scattered_columns(f)
-    x = min(power(f.rows), _column_width(f, TILE))
+    x = min(f.widest, _column_width(f, TILE))
     r = _column_points(f, x, several)
     return f.tile(
         x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32)
@@ -279,7 +284,7 @@ def _scattered_columns(f: _Rows) -> Tile:
     """The same of columns that begin anywhere, so that an element is a load: more threads, each of
     which loads as many; fewer where the positions of short elements cost more than these."""
     light = not (f.narrow and f.positions)
-    x = min(power(f.rows), _column_width(f, 2 * TILE if light else TILE))
+    x = min(f.widest, _column_width(f, 2 * TILE if light else TILE))
     r = max(1, (2 * REDUCE_POINTS if light else REDUCE_POINTS // 2) // x)
     if f.known and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2):
         r //= 2
@@ -399,7 +404,7 @@ def _block_rows(f: _Rows, length: int, least: int) -> int:
     x = max(least, 1)
     while x * length < 1024 and f.rows // (2 * x) >= f.busy:
         x *= 2
-    return min(x, power(f.rows))
+    return min(x, f.widest)
 
 
 # ------------------------------------------------------------------------------------ memory access

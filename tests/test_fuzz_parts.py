@@ -154,6 +154,21 @@ def test_what_eager_refuses_must_be_refused() -> None:
     assert check(made("a1.sum(1)", a)).kind == "ok"
 
 
+def test_what_no_result_needs_may_be_wrong() -> None:
+    """An index out of bounds: only the size of what it reads is returned."""
+    lines = (
+        Line("t1", "a1[a2]", "gather"),
+        Line("t2", "torch.cat([t1, t1])", "moves"),
+        Line("s3", "t2.shape[0]", "sizes"),
+        Line("t4", "a1 * 2", "pointwise"),
+    )
+    operands = (Operand("a1", shape=("3",)), Operand("a2", "int64", ("2",), values="index"))
+    calls = (Call(0, {}, {}),)
+    p = Program(0, (operands[0], replace(operands[1], bound="9")), lines, ("s3", "t4"), calls)
+    assert check(p).kind == "declined"
+    assert check(replace(p, outputs=("t2", "s3"))).kind == "refused"
+
+
 def test_a_crash_is_an_answer(tmp_path: Path) -> None:
     worker = Worker(cache=str(tmp_path))
     crash = made("__import__('os').abort()", Operand("a1", shape=("n",)))

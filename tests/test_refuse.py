@@ -370,6 +370,18 @@ def test_a_write_that_tracing_gets_wrong_is_no_wrong_number(fn: Callable[..., An
     torch.testing.assert_close(got, fn(ones(4)))
 
 
+@pytest.mark.parametrize("rows", [ones(2, 3, 5), ones(3, 2, 5).transpose(0, 1), ones(5)])
+def test_a_bias_that_the_product_cannot_hold_is_refused(rows: torch.Tensor) -> None:
+    """Eager adds it in place, inside `linear`."""
+    given = rows.int(), ones(4, 5).int(), ones(1).half().expand(4)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        F.linear(*given)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.compile(F.linear, backend="plait")(*given)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        plait.compile(lambda x, w, b: F.linear(x, w, b), given)
+
+
 def of_a_part(x: torch.Tensor) -> torch.Tensor:
     return x.narrow(0, 1, 1).add_(1)
 

@@ -179,14 +179,18 @@ def launch(function: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int],
     """Runs all programs of a kernel. Returns 1 where a run-time check failed, else 0.
 
     Raises NotImplementedError for atomics of 16-bit floats, which the interpreter has not."""
-    if not grid:
-        return 0
+    return int(grid and failed(lambda: function[unpack_grid(grid)](*tensors, *sizes)))
+
+
+def failed(run: Callable[[], object]) -> bool:
+    """Runs an interpreted kernel: whether a run-time check failed. Raises NotImplementedError as
+    `launch` does."""
     try:
-        function[unpack_grid(grid)](*tensors, *sizes)
+        run()
     except interpreter.InterpreterError as error:
         if isinstance(error.__cause__, AssertionError):
-            return 1
+            return True
         if str(error.__cause__) == "Unsupported data type":
             raise NotImplementedError("an atomic of a 16-bit float") from error
         raise
-    return 0
+    return False

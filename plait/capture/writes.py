@@ -42,6 +42,7 @@ _SHAPES = frozenset(  # these write no elements
     """as_strided_ detach_ requires_grad_ rename_ resize_ resize_as_ retain_grad_ set_
     share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
 )
+_INSIDE = ("linear",)  # these write their own result once more: they add to it
 _KEYWORDS = ("and_", "is_", "not_", "or_")  # Python's operators with these names write nothing
 _FLOATS = ("ldexp_", "logit_")  # these make floats of integers, too, and tracing does not see it
 _REFUSED = re.compile(  # how eager's text starts
@@ -49,6 +50,7 @@ _REFUSED = re.compile(  # how eager's text starts
 )
 _GAPS = "a write to windows (unfold) that leave out elements of their tensor"
 _SLICES = "write to slices, or to x.as_strided(...)"
+_BIAS = "a bias of the dtype of the input"
 _CAST = "the operation without an underscore gives a result of its own dtype"
 
 
@@ -58,7 +60,7 @@ def check_writes(gm: torch.nn.Module) -> None:
         if isinstance(module, GraphModule):
             windows = _Windows()
             for node in module.graph.nodes:
-                if may_write(node.target, node.kwargs):
+                if may_write(node.target, node.kwargs) or _name(node.target) in _INSIDE:
                     _check_node(node, windows)
                 elif node.op in ("call_method", "call_function"):
                     windows.note(node.target, *_operands(node), node.meta.get("example_value"))
@@ -82,7 +84,7 @@ class _Windows:
     def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """A call of fn gave out."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        windows = (fn if isinstance(fn, str) else getattr(fn, "__name__", "")) == "unfold"
+        windows = _name(fn) == "unfold"
         before = next((self._sizes[x] for x in given if x in self._sizes), None)
         if not given or not (windows or before):
             return
@@ -128,12 +130,13 @@ class CheckWrites(TorchFunctionMode):
                 "an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x"
             )
         windows = self._windows if self._has_windows else None
-        if may_write(fn, named) and (wrong := _verdict(fn, args, named, windows)):
+        suspicious = may_write(fn, named) or _name(fn) in _INSIDE
+        if suspicious and (wrong := _verdict(fn, args, named, windows)):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         out = fn(*args, **named)
         # Dynamo traces this for bodies of control flow: nothing more where there are no windows.
-        if self._has_windows or getattr(fn, "__name__", "") == "unfold":
+        if self._has_windows or _name(fn) == "unfold":
             self._has_windows = True
             self._windows.note(fn, args, named, out)
         return out
@@ -145,10 +148,14 @@ def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
         return True
     if isinstance(fn, OpOverload):
         return fn.namespace == "aten" and fn._schema.is_mutable
-    name = fn if isinstance(fn, str) else getattr(fn, "__name__", "")
+    name = _name(fn)
     return name in _METHODS or (
         name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS
     )
+
+
+def _name(fn: Any) -> str:
+    return fn if isinstance(fn, str) else getattr(fn, "__name__", "")
 
 
 def _verdict(
@@ -163,12 +170,14 @@ def _verdict(
     out = kwargs.get("out")
     target = (*args, *kwargs.values())[0] if out is None else out
     written = [x for x in pytree.tree_leaves(target) if isinstance(x, torch.Tensor)]
-    writes = getattr(fn, "__name__", "") not in _SHAPES
+    name = _name(fn)
+    inside, writes = name in _INSIDE, name not in _SHAPES and name not in _INSIDE
     if windows is not None and writes and any(map(windows.has_gaps, written)):
         return Unsupported, _GAPS, _SLICES
-    shares = any(map(repeats, written))
-    shared = len(set(map(compat.tracing.storage_of, given))) < len({id(x) for x in given})
-    own = out is not None or getattr(fn, "__name__", "") in _FLOATS
+    shares = not inside and any(map(repeats, written))
+    storages = set(map(compat.tracing.storage_of, given))
+    shared = not inside and len(storages) < len({id(x) for x in given})
+    own = out is not None or name in _FLOATS
     # A user's operator holds what it likes.
     is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith("aten.")
     casts = not is_users and _may_not_hold(written, given, (args, kwargs), own)
@@ -177,11 +186,8 @@ def _verdict(
     error = _tried(fn, args, kwargs)
     text = str(error).strip()
     if error is not None and _REFUSED.match(text):
-        return (
-            refusal(error),
-            text.splitlines()[0],
-            CLONE if text.startswith("unsupported") else _CAST,
-        )
+        hint = CLONE if text.startswith("unsupported") else _BIAS if inside else _CAST
+        return refusal(error), text.splitlines()[0], hint
     if error is None and shares and writes:
         return Unsupported, SHARED, CLONE
     return None

@@ -50,6 +50,7 @@ from plait.schedule.fuse import fuse
 from plait.schedule.grouping import group_loops
 from plait.schedule.horizontal import fuse_horizontally
 from plait.schedule.inline import inline_loops
+from plait.schedule.join_operands import join_operands
 from plait.schedule.join_readers import join_readers
 from plait.schedule.kernels import Names
 from plait.schedule.layout import settle_layouts, unaligned
@@ -200,6 +201,7 @@ LOOPS = (
     "split readers",
     "settle layouts",
     "join readers",
+    "join operands",
 )
 """The steps of `schedule` that give a loop program."""
 
@@ -222,6 +224,7 @@ def schedule(
     loops = log("settle layouts", settle_layouts, loops, bodies)
     # After it: a kernel of a product stores to strides.
     loops = log("join readers", join_readers, loops, bodies, in_rows=False)
+    loops = log("join operands", join_operands, loops, bodies)
     split = log("split reductions", split_reductions, loops, bodies)
     grouping = log("group loops", group_loops, split, bodies)
     grouping = log("fuse", fuse, grouping, cfg)

@@ -56,12 +56,44 @@ LIBDEVICE = types.SimpleNamespace(
 )  # fmt: skip
 
 
+def _to_code(kind: torch.dtype) -> Callable[[core.tensor], core.tensor]:
+    """Makes codes of a float of 8 bits: infinity is the largest number there is."""
+
+    def call(x: core.tensor) -> core.tensor:
+        numbers = torch.from_numpy(np.ascontiguousarray(x.handle.data))
+        codes = numbers.to(kind).view(torch.uint8)
+        if kind == torch.float8_e4m3fn:  # in some versions of torch, NaN
+            codes = torch.where(numbers.abs() > 464, 0x7E + (numbers < 0) * 0x80, codes)
+        codes = codes.to(torch.uint8).numpy()
+        return core.tensor(TensorHandle(codes, core.uint8), _like(x, core.uint8))
+
+    return call
+
+
+def _of_code(kind: torch.dtype) -> Callable[[core.tensor], core.tensor]:
+    def call(x: core.tensor) -> core.tensor:
+        codes = torch.from_numpy(np.ascontiguousarray(x.handle.data)).view(kind)
+        numbers = codes.float()
+        signs = torch.where(codes.view(torch.uint8) > 0x7F, -1.0, 1.0)
+        numbers = torch.where(numbers.isnan(), torch.nan * signs, numbers)
+        numbers = torch.where(numbers.isnan(), numbers.abs().copysign(signs), numbers)
+        return core.tensor(TensorHandle(numbers.numpy(), core.float32), _like(x, core.float32))
+
+    return call
+
+
+def _like(x: core.tensor, kind: core.dtype) -> core.dtype:
+    return core.block_type(kind, x.type.shape) if x.type.is_block() else kind
+
+
 INSTRUCTIONS = {
     "p_ex2": lambda x: tl.exp2(x),
     "p_rcp": lambda x: 1.0 / x,
     "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
-}
+    "p_to_e4m3": _to_code(torch.float8_e4m3fn), "p_to_e5m2": _to_code(torch.float8_e5m2),
+    "p_of_e4m3": _of_code(torch.float8_e4m3fn), "p_of_e5m2": _of_code(torch.float8_e5m2),
+}  # fmt: skip
 """Instructions of NVIDIA's, which the interpreter has not."""
 
 

@@ -14,6 +14,8 @@ from plait.ir.loops import Load, Pointwise, walk
 
 PRODUCT = "product"
 """What results load of the product: an element in float32, of no dimension."""
+RIGHT = "right"
+"""What the elements of a right matrix load of the second operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,14 @@ class Product(DeviceKernel):
     how: into which tiles it is cut, and parts of the sum over k, each of which is a product of its
         own; or how the right matrix is packed. What a packed one stores, it stores in rows, one
         after the other, and it loads in rows: `given0` at [row, column].
+    right: what makes an element of the right matrix of one that is cut, over batch, k and column;
+        it loads the second operand as RIGHT, and others as results do. None: the operand is that
+        matrix.
     """
 
     results: tuple[Pointwise, ...]
     how: Cut | Panels
+    right: Pointwise | None = None
 
     def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
         """Why it cannot be given so many operands and sizes, and these results, in words; "" if it
@@ -99,4 +105,10 @@ class Product(DeviceKernel):
             loaded = {n.attr.buf for n in walk((r.body,)) if isinstance(n.attr, Load)}
             if len(r.vars) != 4 or r.index is None or loaded - known:
                 return "a kernel of a product whose results load what is no operand"
+        if self.right is not None:
+            loaded = {n.attr.buf for n in walk((self.right.body,)) if isinstance(n.attr, Load)}
+            if len(self.right.vars) != 3 or loaded - known - {RIGHT}:
+                return "a kernel of a product whose right matrix loads what is no operand"
+            if PRODUCT in loaded or not isinstance(self.how, Cut):
+                return "a kernel of a product that makes its right matrix of itself, or of panels"
         return self.how.fault()

@@ -157,7 +157,50 @@ def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
     assert isinstance(n.attr, Bound), n
     if found is not None and expr.known_nonneg(found[0]) and expr.known_lt(found[0], n.attr.size):
         return n.args[0]
+    low, high = _values(n.args[0])
+    if low >= 0 and isinstance(n.attr.size, int) and high < n.attr.size:
+        return n.args[0]
     return _always_checked(n)
+
+
+def value_comparison(s: Simplifier, n: Node) -> Node | None:
+    if not n.args[0].dtype.is_int or _INDEXED & {a.op for a in n.args}:
+        return None
+    (low, high), (least, most) = map(_values, n.args)
+    if n.op == "lt":
+        return const(True, b1) if high < least else const(False, b1) if low >= most else None
+    return const(True, b1) if high <= least else const(False, b1) if low > most else None
+
+
+_INDEXED = {"index"}  # which other rules compare
+_DEEP = 8  # ops below a value that are looked at
+
+
+def _values(n: Node, deep: int = _DEEP) -> tuple[int, int]:
+    """The least and the greatest value that an integer node may have."""
+    bits = 1 if n.dtype == b1 else 8 * n.dtype.nbytes
+    all_ = (
+        (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if n.dtype.kind == "i" else (0, (1 << bits) - 1)
+    )
+    if n.op == "const":
+        assert isinstance(n.attr, (bool, int)), n
+        return int(n.attr), int(n.attr)
+    if not deep or n.op not in ("cast", "and", "shr", "where"):
+        return all_
+    args = n.args[1:] if n.op == "where" else n.args
+    if any(a.dtype.is_float or a.dtype.kind not in "iub" for a in args):
+        return all_
+    found = [_values(a, deep - 1) for a in args]
+    if n.op == "cast":
+        ((low, high),) = found
+        return (low, high) if all_[0] <= low and high <= all_[1] else all_
+    if n.op == "where":
+        return min(low for low, _ in found), max(high for _, high in found)
+    if n.op == "and":
+        tops = [high for low, high in found if low >= 0]
+        return (0, min(tops)) if tops else all_
+    (low, high), (shift, same) = found
+    return (low >> shift, high >> shift) if shift == same and 0 <= shift < bits else all_
 
 
 def nonzero_for_sure(s: Simplifier, n: Node) -> Node | None:
@@ -394,6 +437,7 @@ RULES: list[tuple[str, tuple[str, ...], Rule]] = [
     ("e1 // e2, e1 % e2 -> one expression", ("floordiv", "truncdiv", "mod", "rem"), index_division),
     ("-e -> one expression", ("neg",), index_negated),
     ("e1 < e2 decided by ranges", tuple(_COMPARE), index_comparison),
+    ("i < j decided by the values that both can have", ("lt", "le"), value_comparison),
     ("min, max decided by ranges", ("min", "max"), index_extreme),
     ("bounded(e) in range -> e", ("bounded",), bounded_for_sure),
     ("nonzero(e) for e > 0 -> e", ("nonzero",), nonzero_for_sure),

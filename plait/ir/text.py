@@ -266,7 +266,11 @@ def _fact(value: object, scope: Scope) -> str:
         return attention_text(value, scope)
     if isinstance(value, Product):
         loops = ["\n".join(_loop_lines(r, scope)) for r in value.results]
-        return f"Product(name={value.name!r}, results={loops!r}, how={value.how})"
+        right = ""
+        if value.right is not None:
+            loop = "\n".join(_loop_lines(value.right, scope))
+            right = f", right={loop!r}"
+        return f"Product(name={value.name!r}, results={loops!r}, how={value.how}{right})"
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -462,10 +466,14 @@ class OpReader:
 
     def _product(self, e: ast.Call) -> Product:
         facts = {k.arg or "": _how(k.value) for k in e.keywords}
-        loops = [self.op(ast.parse(text).body[0]) for text in facts.pop("results")]
-        if not all(isinstance(x, Pointwise) for x in loops):
-            raise wrong(e, "a product whose results are pointwise loops")
-        return Product(**facts, results=tuple(x for x in loops if isinstance(x, Pointwise)))
+        results = facts.pop("results")
+        texts = (*results, *([facts.pop("right")] if "right" in facts else []))
+        loops = [self.op(ast.parse(text).body[0]) for text in texts]
+        pointwise = tuple(x for x in loops if isinstance(x, Pointwise))
+        if len(pointwise) < len(loops):
+            raise wrong(e, "a product of loops that are not pointwise")
+        right = pointwise[-1] if len(loops) > len(results) else None
+        return Product(**facts, results=pointwise[: len(results)], right=right)
 
     def operand(self, e: ast.expr) -> ExternArg:
         """An operand of a call or an output of the program."""

@@ -9,7 +9,6 @@ done with float8 tensors is a view or a call of ATen, which mostly refuses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from plait import compat
 from plait.devices import facts_of
 from plait.ir.calls import Extern
-from plait.ir.dtypes import DType, f8e4m3fn, f8e4m3fnuz, f8e5m2, f8e5m2fnuz, f8e8m0fnu, f32, u8, u32
+from plait.ir.dtypes import DType, f8e4m3fn, f8e8m0fnu, f32, u8
 from plait.ir.expr import Size
+from plait.ir.float8 import FORMATS, Format, decoded, encoded
 from plait.ir.loops import Alias, Node
-from plait.ir.maths import eq, where
 from plait.ir.record import Recorder
 from plait.lower.core import RULES, Lowering, NoRule, Rule, Value, View
 from plait.lower.dtypes import TO_TORCH
@@ -29,34 +28,6 @@ from plait.lower.elementwise import broadcast
 from plait.lower.memory import alias, copy, strided
 
 aten = torch.ops.aten
-
-_SIGN, _NAN, _INFINITY = 0x80000000, 0x7FC00000, 0x7F800000
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A float of 8 bits: 1 of sign, then exponent, then `mantissa` bits; `bias` of the exponent.
-
-    limit: what is not below it has no code and becomes `over`. nan: the code of NaN. signed_zero:
-    there is a -0, and NaN has codes of either sign; else NaN is the code that -0 would have.
-    infinity: its code, None if there is none.
-    """
-
-    mantissa: int
-    bias: int
-    limit: float
-    over: int
-    nan: int
-    signed_zero: bool
-    infinity: int | None = None
-
-
-FORMATS: dict[DType, Format] = {
-    f8e4m3fn: Format(3, 7, 480.0, 0x7F, 0x7F, True),
-    f8e5m2: Format(2, 15, 65536.0, 0x7C, 0x7F, True, infinity=0x7C),
-    f8e4m3fnuz: Format(3, 8, 256.0, 0x80, 0x80, False),
-    f8e5m2fnuz: Format(2, 16, 65536.0, 0x80, 0x80, False),
-}
 
 
 @cache
@@ -70,8 +41,7 @@ def _saturating() -> bool:
 def _format(dtype: DType) -> Format | None:
     form = FORMATS.get(dtype)
     if dtype == f8e4m3fn and form is not None and _saturating():
-        # 464 lies between the largest number and what would follow it.
-        return replace(form, limit=464.0, over=0x7E)
+        return form.saturating
     return form
 
 
@@ -90,75 +60,11 @@ def _converted(
 
     def value(ops: Recorder, i: tuple[object, ...]) -> Node:
         number = source.load(ops, i)  # type: ignore[arg-type]
-        number = decoded(ops, number, x.dtype) if given else ops.cast(number, f32)
-        return encoded(ops, number, want) if codes else ops.cast(number, want)
+        number = decoded(ops, number, _format(x.dtype)) if given else ops.cast(number, f32)
+        return encoded(ops, number, _format(want)) if codes else ops.cast(number, want)
 
     made = ctx.pointwise(x.shape, u8 if codes else want, value, strides)
     return _seen(ctx, made, want) if codes else made
-
-
-def decoded(ops: Recorder, code: Node, dtype: DType) -> Node:
-    """The f32 value of a code, a u8."""
-
-    def number(k: int) -> Node:
-        return ops.const(k, u32)
-
-    form = _format(dtype)
-    if form is None:  # an exponent, and nothing else
-        power = ops.cast(code, u32)
-        bits = where(eq(power, number(0)), number(1 << 22), power << number(23))
-        return ops.bitcast(where(eq(power, number(0xFF)), number(_NAN), bits), f32)
-    shift = 23 - form.mantissa
-    wide = ops.cast(code, u32)
-    size = wide & number(0x7F)
-    sign = (wide & number(0x80)) << number(24)
-    normal = (size << number(shift)) + number((127 - form.bias) << 23)
-    step = ops.const(2.0 ** (1 - form.bias - form.mantissa), f32)
-    small = ops.bitcast(ops.cast(size, f32) * step, u32)
-    bits = where(size < number(1 << form.mantissa), small, normal)
-    if not form.signed_zero:
-        bits = where(eq(wide, number(0x80)), number(_NAN), bits)
-    elif form.infinity is None:
-        bits = where(eq(size, number(0x7F)), number(_NAN), bits)
-    else:
-        top = number(form.infinity)
-        beyond = where(eq(size, top), number(_INFINITY), number(_NAN))
-        bits = where(size >= top, beyond, bits)
-    return ops.bitcast(bits | sign, f32)
-
-
-def encoded(ops: Recorder, value: Node, dtype: DType) -> Node:
-    """The code, as u8, of the nearest number to an f32 value; of two, the one with an even code. Of
-    two powers of two it is the larger, unless the smaller is no normal number."""
-
-    def number(k: int) -> Node:
-        return ops.const(k, u32)
-
-    form, bits = _format(dtype), ops.bitcast(value, u32)
-    if form is None:
-        power = (bits >> number(23)) & number(0xFF)
-        half = where(eq(power, number(0)), number((1 << 22) - 1), number(1 << 22))
-        up = ((bits & number((1 << 23) - 1)) + half) >> number(23)
-        return ops.cast(where(eq(power, number(0xFF)), power, power + up), u8)
-    shift, bias = 23 - form.mantissa, 127 - form.bias
-    sign = bits & number(_SIGN)
-    size = bits ^ sign
-    # Below the least normal number codes are a fixed point: adding a power of two lets the addition
-    # round.
-    magic = (bias + shift + 1) << 23
-    added = ops.bitcast(size, f32) + ops.const(2.0 ** ((magic >> 23) - 127), f32)
-    small = ops.bitcast(added, u32) - number(magic)
-    odd = (size >> number(shift)) & number(1)
-    half = size - number(bias << 23) + number((1 << (shift - 1)) - 1)
-    normal = (half + odd) >> number(shift)
-    code = where(size < number((bias + 1) << 23), small, normal)
-    over = where(size > number(_INFINITY), number(form.nan), number(form.over))
-    limit = ops.bitcast(ops.const(form.limit, f32), u32)
-    code = where(size >= limit, over, code)
-    signed = code | (sign >> number(24))
-    if not form.signed_zero:
-        signed = where(eq(code, number(0)), number(0), signed)
-    return ops.cast(signed, u8)
 
 
 def _seen(ctx: Lowering, x: View, dtype: DType) -> View:

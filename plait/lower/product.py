@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg
-from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.dtypes import bf16, f16, f32, u8
 from plait.ir.expr import Expr, Size, product, symbol
-from plait.ir.loops import Load, Pointwise, node
+from plait.ir.loops import Load, Pointwise, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
 from plait.lower.memory import step_along, tensor_arg
@@ -31,6 +31,7 @@ _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds the
 _MOST_FLAT, _MOST_SQUARE = 1 << 17, 1 << 14  # elements of a product whose walks are shared
 _STEPS = 2  # of a program, at least
 _ALIGNED = 8  # elements that rows start at multiples of
+_FAR = 24  # ops before a product that may unpack its matrix
 
 
 def is_vector(ctx: Lowering, a: View, b: View) -> bool:
@@ -39,9 +40,29 @@ def is_vector(ctx: Lowering, a: View, b: View) -> bool:
     if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16, f32):
         return False
     x, along, across = (b, -2, -1) if a.shape[-2] == 1 else (a, -1, -2)
-    if 1 not in (a.shape[-2], b.shape[-1]):
+    if 1 not in (a.shape[-2], b.shape[-1]) or _is_packed(ctx, b):
         return False
     return step_along(ctx, x, along) == 1 or (a.dtype == f32 and step_along(ctx, x, across) == 1)
+
+
+def _is_packed(ctx: Lowering, x: View) -> bool:
+    """Whether numbers in memory each hold several elements of a matrix, which a product takes apart
+    at once, a loop one by one."""
+    size, todo = product(x.shape), {x.buf}
+    if not isinstance(size, int):
+        return False
+    for op in reversed(ctx.ops[-_FAR:]):
+        if not isinstance(op, Pointwise) or op.out not in todo:
+            continue
+        todo.remove(op.out)
+        for n in walk((op.body,)):
+            if not isinstance(n.attr, Load):
+                continue
+            todo.add(n.attr.buf)
+            stored = product(ctx.buffers[n.attr.buf].shape)
+            if n.dtype == u8 and size in (2 * stored, 4 * stored):
+                return True
+    return False
 
 
 def cut(ctx: Lowering, a: View, b: View) -> Cut | None:

@@ -1,5 +1,6 @@
 """Decides which values are computed in another form than their ops': approximations where a result
-is rounded to 16 bits, quotients by a reciprocal that is computed once a row."""
+is rounded to 16 bits, quotients by a reciprocal that is computed once a row, floats of 8 bits by
+instructions."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.ir.dtypes import bf16, f32
+from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f32
+from plait.ir.float8 import FORMATS, decodes, encodes
 from plait.ir.loops import Node, walk
+from plait.ir.rules import Simplifier
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.ops import NEAR, cast, render
 from plait.kernel.triton.passes import peak_of, rescales
@@ -37,13 +40,22 @@ HALVES = ("tl.div_rn(1.0, {0})", "tl.fma(-{0}, {1}, 1.0) * {1}")
 """The reciprocal of a divisor from 1 to the length of a row, and what it lacks."""
 
 
-def choose_forms(layout: Layout) -> Mapping[Node, Form]:
-    """The forms of the values that have another than their op's."""
+CODECS = (
+    ("e4m3", FORMATS[f8e4m3fn].saturating),
+    ("e4m3_or_nan", FORMATS[f8e4m3fn]),
+    ("e5m2", FORMATS[f8e5m2]),
+)
+"""Floats of 8 bits by the names of their instructions. Numbers of the first two are alike."""
+
+
+def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
+    """The forms of the values that have another than their op's. float8: there are instructions for
+    floats of 8 bits."""
     roots = layout.linear.roots()
     narrow = find_narrow(layout.linear)
     users = Counter(a for n in walk(roots) for a in n.args)
     sums = {s.name: s for s in layout.linear.stmts if isinstance(s, Reduce)}
-    forms = {}
+    forms, simplify = {}, Simplifier()
     for n in walk(roots):
         form = (
             _quotient(n, layout, sums)
@@ -51,6 +63,7 @@ def choose_forms(layout: Layout) -> Mapping[Node, Form]:
             or _one_more(n, n in narrow, users)
             or _rounding(n)
             or (_near(n) if n in narrow else None)
+            or (codec(n, simplify) if float8 else None)
         )
         if form is not None:
             forms[n] = form
@@ -88,6 +101,16 @@ def _rounding(n: Node) -> Form | None:
     if a.op != "cast" or a.dtype != bf16 or a.args[0].dtype != f32:
         return None
     return Form("p_as_bf16({0})", a.args)
+
+
+def codec(n: Node, simplify: Simplifier) -> Form | None:
+    """A float of 8 bits that is made of a number, or taken apart."""
+    for name, form in CODECS:
+        if (number := encodes(n, form, simplify)) is not None:
+            return Form(f"p_to_{name}({{0}})", (number,))
+        if (code := decodes(n, form, simplify)) is not None:
+            return Form(f"p_of_{name}({{0}})", (code,))
+    return None
 
 
 def _quotient(n: Node, layout: Layout, sums: Mapping[str, Reduce]) -> Form | None:

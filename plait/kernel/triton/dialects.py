@@ -27,6 +27,7 @@ class Dialect:
     instructions: helper functions that are one instruction (ops.py has the others).
     wait: how a kernel waits for the one ahead of it in its stream.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
+    first_float8: the first of those with instructions for floats of 8 bits, or None.
     """
 
     library: str
@@ -36,6 +37,7 @@ class Dialect:
     instructions: Mapping[str, str] = field(repr=False)
     wait: str = ""
     first_early: int | None = None
+    first_float8: int | None = None
 
     @property
     def head(self) -> str:
@@ -46,8 +48,15 @@ class Dialect:
 
     def starts_early(self, gpu: Gpu) -> bool:
         """Whether kernels can be launched before the one ahead of them has ended."""
-        first = self.first_early
-        return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
+        return _is_since(self.first_early, gpu)
+
+    def converts_float8(self, gpu: Gpu) -> bool:
+        """Whether there are instructions that make floats of 8 bits and take them apart."""
+        return _is_since(self.first_float8, gpu)
+
+
+def _is_since(first: int | None, gpu: Gpu) -> bool:
+    return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
 
 
 def _nvidia(name: str) -> Gpu:
@@ -86,9 +95,26 @@ NVIDIA = Dialect(
     )
     return both.to(tl.float32, bitcast=True)
 """,
+        # The instructions give the largest number for larger ones, and know one NaN.
+        "p_to_e4m3": """def p_to_e4m3(x):
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | p_sign_bit(x)
+""",
+        "p_to_e5m2": """def p_to_e5m2(x):
+    code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(x) >= 61440.0, 0x7C, code).to(tl.uint8) | p_sign_bit(x)
+""",
+        "p_of_e4m3": """def p_of_e4m3(x):
+    number = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return tl.where((x & 0x7F) == 0x7F, p_nan_like(x), number)
+""",
+        "p_of_e5m2": """def p_of_e5m2(x):
+    number = x.to(tl.float8e5, bitcast=True).to(tl.float32)
+    return tl.where((x & 0x7F) > 0x7C, p_nan_like(x), number)
+""",
     },
     wait="tl.extra.cuda.gdc_wait()",
     first_early=90,
+    first_float8=89,
 )
 AMD = Dialect(
     library="triton.language.extra.hip",

@@ -14,14 +14,29 @@ from plait.ir.attention import Addition, Formula
 from plait.ir.calls import TensorArg
 from plait.ir.checks import Bound
 from plait.ir.dtypes import f32, i64
-from plait.ir.expr import Atom, Expr, Size, bounds, fold, free_symbols, product, total
-from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, walk
+from plait.ir.expr import (
+    Atom,
+    Expr,
+    Size,
+    atom_of,
+    bounds,
+    fold,
+    free_symbols,
+    product,
+    symbol,
+    total,
+)
+from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, substitute_vars, walk
 from plait.ir.ops import OPS
-from plait.ir.product import PRODUCT
+from plait.ir.product import PRODUCT, RIGHT
+from plait.ir.rules import Simplifier
+from plait.kernel.triton.choose_forms import codec
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
+from plait.schedule.deps import extent
 
 VALUES = ("score", "grad", PRODUCT)
+INSIDE = {"i": "i_inside", "j": "j_inside"}
 _LIMIT = 2**31
 
 
@@ -65,11 +80,60 @@ def results_of(
     return "\n    ".join([head, *written.lines]), written.checks
 
 
-class _Function:
-    """The lines of one function."""
+def operand_of(
+    right: Pointwise, stored: TensorArg, given: Sequence[TensorArg], sizes: Mapping[str, str],
+    depth: int, edge: bool, float8: bool,
+) -> str:  # fmt: skip
+    """The function that makes a tile of a right matrix, columns by a step along k, of what lies in
+    memory. stored: the operand. depth: of a step. edge: columns may lie outside of the matrix. Its
+    parameters: the batch, the step, positions in a step, columns, and which lie inside.
 
-    def __init__(self, given: Sequence[TensorArg], sizes: Mapping[str, str], narrow: bool) -> None:
+    Where two elements that follow each other along k are parts of one in memory, a position is that
+    of a pair."""
+    k = right.vars[1]
+    simplify = Simplifier()
+
+    def at(fold: int, e: int) -> Node:
+        q, step = symbol("q", extent=depth // fold), symbol("step", extent=extent(k) // depth)
+        return simplify(substitute_vars(right.body, {atom_of(k): step * depth + q * fold + e}))
+
+    bodies = [at(2, 0), at(2, 1)]
+    if len({frozenset(n for n in walk((b,)) if _is_stored(n)) for b in bodies}) > 1:
+        bodies = [at(1, 0)]
+    inside = {"j": "j_inside"} if edge else {}
+    written = _Function(given, sizes, False, positions="qj", inside=inside, stored=stored)
+    if float8:
+        written.simplify = simplify
+    values = [written.value(b) for b in bodies]
+    shape = f"[j.shape[0], {depth // len(bodies)}]"
+    tiles = [f"tl.broadcast_to({v}, {shape})" for v in values]
+    result = f"tl.interleave({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
+    constant = f"q = tl.arange(0, {depth // len(bodies)})[None, :]"
+    head = "@triton.jit\ndef right_tile(b, step, j, j_inside, right, given):"
+    return "\n    ".join([head, constant, *written.lines, f"return {result}"])
+
+
+def _is_stored(n: Node) -> bool:
+    return isinstance(n.attr, Load) and n.attr.buf == RIGHT
+
+
+class _Function:
+    """The lines of one function.
+
+    positions: names of variables that are blocks. inside: the conditions under which they lie
+        inside of the tensors, for those that may lie outside.
+    stored: the operand of which the right matrix is made.
+    simplify: where floats of 8 bits have instructions, finds them.
+    """
+
+    def __init__(
+        self, given: Sequence[TensorArg], sizes: Mapping[str, str], narrow: bool,
+        positions: str = "ij", inside: Mapping[str, str] = INSIDE,
+        stored: TensorArg | None = None,
+    ) -> None:  # fmt: skip
         self.given, self.sizes, self.narrow = given, sizes, narrow
+        self.positions, self.inside, self.stored = positions, inside, stored
+        self.simplify: Simplifier | None = None
         self.lines: list[str] = []
         self.checks = False
         self._names: dict[Node, str] = {}
@@ -77,11 +141,24 @@ class _Function:
 
     def value(self, root: Node) -> str:
         """The variable that holds a node's value."""
-        for n in walk((root,)):
-            if n not in self._names:
-                self._positions[n] = self._positions_of(n)
-                self._names[n] = f"t{len(self._names)}"
-                self.lines.append(f"{self._names[n]} = {self._text(n)}")
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            if n in self._names:
+                stack.pop()
+                continue
+            form = None if self.simplify is None else codec(n, self.simplify)
+            needed = n.args if form is None else form.operands
+            if missing := [a for a in needed if a not in self._names]:
+                stack += reversed(missing)
+                continue
+            stack.pop()
+            self._positions[n] = self._positions_of(n, needed)
+            text = (
+                self._text(n) if form is None else form.text.format(*map(self._names.get, needed))
+            )
+            self._names[n] = f"t{len(self._names)}"
+            self.lines.append(f"{self._names[n]} = {text}")
         return self._names[root]
 
     def add(self, addition: Addition, to: TensorArg) -> None:
@@ -114,13 +191,14 @@ class _Function:
             place = f"tl.broadcast_to({place}, {PRODUCT}.shape)"
         self.lines.append(f"tl.store({place}, {value}, i_inside & j_inside)")
 
-    def _positions_of(self, n: Node) -> frozenset[str]:
-        """Which of i and j a value depends on."""
+    def _positions_of(self, n: Node, needed: Sequence[Node]) -> frozenset[str]:
+        """Which of the positions a value depends on."""
         if isinstance(n.attr, Load) and n.attr.buf in VALUES:
             return frozenset("ij")
         exprs = n.attr.index if isinstance(n.attr, Load) else (n.attr,)
-        found = {a.name for e in exprs if isinstance(e, Expr) for a in free_symbols(e)} & {*"ij"}
-        return frozenset(found).union(*(self._positions[a] for a in n.args))
+        names = {a.name for e in exprs if isinstance(e, Expr) for a in free_symbols(e)}
+        found = frozenset(names & {*self.positions})
+        return found.union(*(self._positions[a] for a in needed))
 
     def _text(self, n: Node) -> str:
         args = tuple(self._names[a] for a in n.args)
@@ -152,14 +230,18 @@ class _Function:
         assert isinstance(n.attr, Load), n
         if n.attr.buf in VALUES:
             return n.attr.buf
-        number = int(n.attr.buf.removeprefix("given"))
-        operand = self.given[number]
+        if n.attr.buf == RIGHT:
+            assert self.stored is not None, n
+            name, operand = RIGHT, self.stored
+        else:
+            number = int(n.attr.buf.removeprefix("given"))
+            name, operand = f"given[{number}]", self.given[number]
         at = total(e * s for e, s in zip(n.attr.index, operand.strides, strict=True))
         conditions = self._inside(n)
         if n.attr.masked:
             conditions.append(args[-1])
         mask = f", {' & '.join(conditions)}, other=0" if conditions else ""
-        return f"tl.load(given[{number}] + {self._expr(at, args)}{mask})"
+        return f"tl.load({name} + {self._expr(at, args)}{mask})"
 
     def _bounded(self, n: Node, args: tuple[str, ...]) -> str:
         """As in kernels of loops: a check on the device, and a value that is in range."""
@@ -174,7 +256,7 @@ class _Function:
 
     def _inside(self, n: Node) -> list[str]:
         """Conditions under which positions of a value lie inside of the tensors."""
-        return [f"{v}_inside" for v in sorted(self._positions[n])]
+        return [self.inside[v] for v in sorted(self._positions[n]) if v in self.inside]
 
     # ---- integers
     def _short(self, n: Node) -> str:

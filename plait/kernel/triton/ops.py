@@ -256,6 +256,16 @@ _FUNCTIONS: dict[str, str] = dict((
 """),
     ("p_low_half", _OF_THE_DIALECT),  # of integers: arithmetic of 16 bits is done in 32
     ("p_as_bf16", _OF_THE_DIALECT),
+    ("p_sign_bit", """def p_sign_bit(x):
+    return ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+"""),
+    ("p_nan_like", """def p_nan_like(x):
+    return (((x.to(tl.uint32) & 0x80) << 24) | 0x7FC00000).to(tl.float32, bitcast=True)
+"""),
+    *((f"p_{way}_{kind}", _OF_THE_DIALECT) for way in ("to", "of") for kind in ("e4m3", "e5m2")),
+    ("p_to_e4m3_or_nan", """def p_to_e4m3_or_nan(x):
+    return tl.where(tl.abs(x) > 464.0, 0x7F, p_to_e4m3(x)).to(tl.uint8) | p_sign_bit(x)
+"""),
     ("p_exp_below", """def p_exp_below(x, peak):
     return tl.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),

@@ -71,9 +71,13 @@ class BodyPlan:
 
 
 def plan_body(
-    linear: LinearKernel, tile: Tile, index_type: str, sizes: Mapping[str, str]
+    linear: LinearKernel,
+    tile: Tile,
+    index_type: str,
+    sizes: Mapping[str, str],
+    float8: bool = False,
 ) -> BodyPlan:
-    """Decides how a kernel is computed by blocks of a tile."""
+    """Decides how a kernel is computed by blocks of a tile. float8: see `choose_forms`."""
     layout = Layout(linear, tile)
     passes = plan_passes(linear, tile.looped)
     guarded = needs_points(linear)
@@ -85,7 +89,7 @@ def plan_body(
         _row_passes(layout, passes, loads),
         tuple(store_access(layout, s, in_pass=False) for s in passes.last),
         loads,
-        choose_forms(layout),
+        choose_forms(layout, float8),
         guarded,
     )
 

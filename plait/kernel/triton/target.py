@@ -256,7 +256,8 @@ def emit_kernel(
         {LENGTH: LENGTH} if kernel.parts else dict(zip(map(str, kernel.sizes), sizes, strict=True))
     )
     index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
-    plan = plan_body(linear, tile, index_type, names)
+    dialect = DIALECTS[gpu.backend]
+    plan = plan_body(linear, tile, index_type, names, dialect.converts_float8(gpu))
     if verifies and (faults := faults_of_body(plan)):
         raise InternalError(f"kernel {kernel.name} {faults[0]}")
     lines, checks = BodyPrinter(plan).print()
@@ -266,7 +267,6 @@ def emit_kernel(
     start += [f"{s} = {s}.to({index_type})" for s in names.values()]
     program = "program" if kernel.parts else "tl.program_id(0)"
     lines = [*start, f"pid = {program}.to({index_type})", *lines]
-    dialect = DIALECTS[gpu.backend]
     early = dialect.starts_early(gpu)
     if early:  # before the first access to memory
         lines.insert(0, dialect.wait)

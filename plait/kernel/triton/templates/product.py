@@ -10,6 +10,7 @@ TURNED: tiles are computed transposed: tensor cores want many rows, and take few
 PARTS: programs that share a walk
 ROW_EDGE, COLUMN_EDGE, DEPTH_EDGE: the last tile, or step, may be larger than what is left
 STAGES: of the loop
+MADE: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 and the function finish. given: what it loads; outs: what it writes. Strides are of batch, row and
 column.
 """
@@ -65,11 +66,22 @@ def product(left, right, given, outs, left_strides, right_strides, m, n, k):
         s = k - step
         if TURNED:
             x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, ROW_EDGE, DEPTH_EDGE)
-            y = tile_of(y_at, d[None, :], j[:, None], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE)
+            if MADE:
+                y = right_tile(h, step // DEPTH, column + j[:, None], j[:, None] < c, right, given)
+            else:
+                y = tile_of(
+                    y_at, d[None, :], j[:, None], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE
+                )
             sums = tl.dot(y, x, sums)
         else:
             x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, ROW_EDGE, DEPTH_EDGE)
-            y = tile_of(y_at, d[:, None], j[None, :], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE)
+            if MADE:
+                z = right_tile(h, step // DEPTH, column + j[:, None], j[:, None] < c, right, given)
+                y = tl.trans(z)
+            else:
+                y = tile_of(
+                    y_at, d[:, None], j[None, :], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE
+                )
             sums = tl.dot(x, y, sums)
         x_at += DEPTH * left_strides[2]
         y_at += DEPTH * right_strides[1]

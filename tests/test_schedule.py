@@ -421,8 +421,8 @@ def test_a_size_that_divides_by_zero_at_the_plausible_value() -> None:
 def test_every_step_that_gives_loops_is_verified() -> None:
     found = []
 
-    def log(step: str, fn: Callable[..., object], *args: object) -> object:
-        result = fn(*args)
+    def log(step: str, fn: Callable[..., object], *args: object, **how: object) -> object:
+        result = fn(*args, **how)
         if isinstance(result, LoopProgram):
             found.append(step)
         return result

@@ -170,15 +170,64 @@ def test_other_instructions(isa: str) -> None:
     check(frozen(model, x, options={"isa": isa}), model, x)
 
 
-def test_sizes_that_vary() -> None:
-    model = trained(nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU()))
-    dims = {
-        d: torch.export.Dim(name, min=lo) for d, name, lo in ((0, "n", 0), (2, "h", 3), (3, "w", 3))
-    }
-    compiled = frozen(model, torch.randn(2, 16, 9, 8), dynamic_shapes=(dims,))
-    for shape in ((2, 16, 9, 8), (1, 16, 5, 17), (5, 16, 3, 4), (0, 16, 4, 4)):
-        x = torch.randn(shape)
+WINOGRAD = {  # depth, columns, padding, image
+    "even": (32, 48, 1, (2, 8, 8)),
+    "odd": (37, 50, 1, (2, 9, 7)),
+    "unpadded": (40, 32, 0, (1, 8, 9)),
+    "wide padding": (32, 33, (2, 0), (3, 5, 6)),
+    "groups of tiles": (64, 112, 1, (3, 17, 15)),
+    "deep": (768, 32, 1, (1, 7, 8)),
+}
+
+
+@pytest.mark.parametrize("name", WINOGRAD)
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@torch.no_grad()
+def test_winograd(name: str, isa: str) -> None:
+    """With an epilogue, and with numbers that are none, which reach no more results than
+    eager's."""
+    from tests.kernel_tools import usable_isas
+
+    if isa not in [i.name for i in usable_isas()]:
+        pytest.skip(f"this machine has no {isa}")
+    depth, columns, padding, (n, *image) = WINOGRAD[name]
+    conv = nn.Conv2d(depth, columns, 3, padding=padding)
+    model = trained(nn.Sequential(conv, nn.BatchNorm2d(columns), nn.SiLU()))
+    x = torch.randn(n, depth, *image)
+    compiled = frozen(model, x, options={"isa": isa})
+    (call,) = [s for s in compiled.record.plan.steps if isinstance(s, Extern)]
+    assert "winograd" in call.kernel.name
+    check(compiled, model, torch.randn_like(x))
+    x[0, 3, 2, 2], x[0, 5, 1, 1], x[-1, 0, 0, 3] = float("inf"), float("nan"), -float("inf")
+    got, wanted = compiled(x), model(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@torch.no_grad()
+def test_what_packed_operators_mean() -> None:
+    """What runs where a graph is left to eager."""
+    x, filters = torch.randn(2, 8, 6, 7), torch.randn(20, 8, 3, 3)
+    panels = torch.ops.plait.pack(torch.ops.plait.winograd_filters(filters), 16)
+    got = torch.ops.plait.winograd_conv(x, panels, 20, [1, 0])
+    torch.testing.assert_close(got, F.conv2d(x, filters, None, 1, (1, 0)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("depth, stride", [(16, 2), (32, 1)])
+def test_sizes_that_vary(depth: int, stride: int) -> None:
+    conv = nn.Conv2d(depth, 32, 3, stride, 1)
+    model = trained(nn.Sequential(conv, nn.BatchNorm2d(32), nn.ReLU()))
+    # Eager takes another kernel for 16 images and more.
+    lo, hi = (2, 15) if stride == 1 else (0, None)
+    dims = {0: torch.export.Dim("n", min=lo, max=hi)}
+    dims |= {k: torch.export.Dim("hw"[k - 2], min=3) for k in (2, 3)}
+    compiled = frozen(model, torch.randn(2, depth, 9, 8), dynamic_shapes=(dims,))
+    few = [(0, 4, 4), (1, 3, 3)] if stride > 1 else []
+    for n, high, wide in ((2, 9, 8), (7, 5, 17), (5, 3, 4), *few):
+        x = torch.randn(n, depth, high, wide)
         torch.testing.assert_close(compiled(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_vary() -> None:
     linear = nn.Sequential(nn.Linear(96, 48), nn.GELU())
     rows = torch.export.Dim("rows")
     compiled = frozen(linear, torch.randn(4, 96), dynamic_shapes=({0: rows},))

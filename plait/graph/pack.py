@@ -15,11 +15,14 @@ from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
 from plait.graph.edit import aten, insert, replace, value_of
-from plait.runtime.packed import panel_width
+from plait.runtime.packed import DEEPEST, panel_width
 
 _plait: Any = torch.ops.plait
 FEW_COLUMNS = 16
 """A panel for fewer would be more than half empty."""
+FEW_CHANNELS = 32
+FEW_TILES = 12
+"""With fewer, Winograd's method is slower: benchmarks/packed_cpu.py."""
 MAX_TAPS = 25
 """Points of a filter that are written out."""
 
@@ -76,6 +79,10 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         points = insert(node, points, aten.permute.default, [1, 2, 0])
         points = insert(node, points, aten.clone.default, memory_format=torch.contiguous_format)
         made = insert(node, x, _plait.depthwise_conv.default, points, *geometry)
+    elif groups == 1 and _is_for_winograd(x, filters, geometry):
+        matrix = insert(node, weight, _plait.winograd_filters.default)
+        panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
+        made = insert(node, x, _plait.winograd_conv.default, panels, columns, padding)
     elif groups == 1 and columns >= FEW_COLUMNS:
         matrix = insert(node, weight, aten.permute.default, [2, 3, 1, 0])
         matrix = insert(node, matrix, aten.reshape.default, [-1, columns])
@@ -88,6 +95,20 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         bias = insert(node, bias, aten.view.default, [columns, 1, 1])
         made = insert(node, made, aten.add.Tensor, bias)
     _put(node, made)
+
+
+def _is_for_winograd(x: Node, filters: Any, geometry: list[Any]) -> bool:
+    """Whether Winograd's method is faster: there are enough tiles of 2x2 results for each of the
+    filters' sums, which are almost twice as many as their points, and enough channels."""
+    columns, depth, *kernel = filters.shape
+    stride, padding, dilation = geometry
+    if kernel != [3, 3] or set(stride) != {1} or set(dilation) != {1} or len(padding) != 2:
+        return False
+    images, _, *sides = value_of(x).shape
+    high, wide = (n + 2 * p - 2 for n, p in zip(sides, padding, strict=True))
+    tiles = images * ((high + 1) // 2) * ((wide + 1) // 2)
+    enough = not isinstance(tiles, int) or tiles >= FEW_TILES
+    return enough and FEW_CHANNELS <= depth <= DEEPEST and columns >= FEW_CHANNELS
 
 
 def _put(node: Node, made: Node) -> None:

@@ -49,6 +49,10 @@ class Window:
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
 
 
+_WINOGRAD = (3, 3), (1, 1), (1, 1)
+"""Kernel, stride and dilation of convolutions by Winograd's method."""
+
+
 @dataclass(frozen=True, slots=True)
 class Panels:
     """A right matrix that was packed into panels. The left one is row-major, or an image with
@@ -58,15 +62,20 @@ class Panels:
     columns: of the right matrix.
     width: columns of a panel.
     window: over an image; None for rows.
+    winograd: of 3x3 points; the right matrix has a row for each of 16 sums of them and channel.
     """
 
     depth: int
     columns: int
     width: int
     window: Window | None = None
+    winograd: bool = False
 
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""
+        w = self.window
+        if self.winograd and (w is None or (w.kernel, w.stride, w.dilation) != _WINOGRAD):
+            return "a convolution that Winograd's method does not compute"
         return "" if min(self.depth, self.columns, self.width) >= 1 else "a product of nothing"
 
 

@@ -53,6 +53,20 @@ def packed_conv(
     return _launch(ctx, label, (x, panels), out, channels, sizes, window)
 
 
+@lower(torch.ops.plait.winograd_conv.default)
+def winograd_conv(
+    ctx: Lowering, x: View, panels: View, columns: int, padding: Sequence[int]
+) -> View:  # fmt: skip
+    batch, channels, *image = x.shape
+    assert isinstance(channels, int), "a matrix of fixed size has been packed"
+    *_, high, wide = ctx.out_shape()
+    window = Window((3, 3), (1, 1), _pair(padding), (1, 1))
+    out = ctx.new_buffer(f32, ctx.out_shape(), _last(ctx.out_shape()), fixed=True)
+    sizes = (batch * high * wide, *image, high, wide)
+    label = f"plait_winograd3x3_{channels}x{columns}"
+    return _launch(ctx, label, (x, panels), out, channels, sizes, window, winograd=True)
+
+
 def _pair(v: Sequence[int]) -> tuple[int, int]:
     a, b = v
     return a, b
@@ -86,6 +100,7 @@ def _launch(
     depth: int,
     sizes: tuple[Size, ...],
     window: Window | None,
+    winograd: bool = False,
 ) -> View:
     x, panels = operands
     strides = contiguous_strides(x.shape) if window is None else _last(x.shape)
@@ -93,7 +108,7 @@ def _launch(
     if ctx.is_whole(x) and not made.fixed:  # it is made as it is read
         ctx.buffers[x.buf] = replace(made, strides=strides)
     args = (tensor_arg(ctx, x, strides), tensor_arg(ctx, panels, contiguous_strides(panels.shape)))
-    columns, (_, rows, width) = ctx.buffers[out].shape[1], panels.shape
+    columns, (_, length, width) = ctx.buffers[out].shape[1], panels.shape
     assert isinstance(columns, int) and isinstance(width, int), "panels have a fixed size"
 
     def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
@@ -104,9 +119,11 @@ def _launch(
         return i // (high * wide), j, i // wide % high, i % wide
 
     op = "plait::packed_mm" if window is None else "plait::packed_conv"
-    how = Panels(depth, columns, width, window)
+    how = Panels(depth, columns, width, window, winograd)
     of = (1, 1, sizes[0], columns)
-    return call(ctx, (op, label), (*args, *sizes), out, of, place, rows, how)
+    if winograd:  # one row of 16 sums for four of the result
+        length = 4 * depth
+    return call(ctx, (op, label), (*args, *sizes), out, of, place, length, how)
 
 
 @lower(torch.ops.plait.depthwise_conv.default)

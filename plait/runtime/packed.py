@@ -8,6 +8,11 @@ are constants.
         a times the matrix
     plait::packed_conv(x, panels, columns, kernel, stride, padding, dilation) -> Tensor
         a convolution with filters as a matrix: a row for each point of the kernel and channel
+    plait::winograd_filters(filters) -> Tensor
+        filters of 3x3 as a matrix for Winograd's method: a row for each of 16 sums of their points
+        and channel
+    plait::winograd_conv(x, panels, columns, padding) -> Tensor
+        a convolution with these
     plait::depthwise_conv(x, points, stride, padding, dilation) -> Tensor
         a filter for each channel, [height, width, channels]
 
@@ -25,6 +30,11 @@ from torch import Tensor
 
 _COSTS = {48: 1.0, 64: 1.03, 80: 1.06, 32: 1.1, 16: 1.3}
 """Widths of panels, and what a column costs in one: narrow ones load more a product."""
+
+
+_WINOGRAD = (1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1)
+DEEPEST = 768
+"""The most channels of a convolution by Winograd's method."""
 
 
 def panel_width(columns: int) -> int:
@@ -67,6 +77,30 @@ def _conv(
     return made
 
 
+def _sums_of_points(filters: Tensor) -> Tensor:
+    g = filters.new_tensor(_WINOGRAD, dtype=torch.float64)
+    sums = torch.einsum("ia,jb,ocab->ijco", g, g, filters.double())
+    return sums.flatten(0, 2).to(filters.dtype).contiguous()
+
+
+def _fake_sums(filters: Tensor) -> Tensor:
+    columns, depth, *_ = filters.shape
+    return filters.new_empty((16 * depth, columns))
+
+
+def _winograd(x: Tensor, panels: Tensor, columns: int, padding: Sequence[int]) -> Tensor:
+    sums = _matrix(panels, columns).view(4, 4, -1, columns).double()
+    back = torch.linalg.pinv(sums.new_tensor(_WINOGRAD))
+    filters = torch.einsum("ai,bj,ijco->ocab", back, back, sums)
+    made: Tensor = torch.conv2d(x, filters.to(x.dtype), None, 1, padding)
+    return made
+
+
+def _fake_winograd(x: Tensor, panels: Tensor, columns: int, padding: Sequence[int]) -> Tensor:
+    made: Tensor = torch.conv2d(x, x.new_empty((columns, x.shape[1], 3, 3)), None, 1, padding)
+    return made
+
+
 def _depthwise(
     x: Tensor, points: Tensor, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
@@ -87,6 +121,13 @@ def _register() -> Any:
             f"(Tensor x, Tensor panels, int columns, int[] kernel, {geometry}",
             _conv,
             _conv,
+        ),
+        ("winograd_filters", "(Tensor filters) -> Tensor", _sums_of_points, _fake_sums),
+        (
+            "winograd_conv",
+            "(Tensor x, Tensor panels, int columns, int[] padding) -> Tensor",
+            _winograd,
+            _fake_winograd,
         ),
         ("depthwise_conv", f"(Tensor x, Tensor points, {geometry}", _depthwise, _depthwise),
     ):

@@ -1,27 +1,25 @@
 """Products with packed weights as C++: a tile of rows and columns at a time, whose sums stay in
 registers while the panel of weights goes by.
 
-Comes in: the call of a packed `Product`. Goes out: the same call of a `UserKernel`, whose text is
-one function. Threads share tiles. Sums are cut every few hundred products and added up, so that
+Comes in: what is known of a packed `Product`. Goes out: the text of one function. Threads share
+tiles. Sums are cut every few hundred products and added up, so that
 rounding errors do not grow with the length of a row.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from plait.errors import InternalError
-from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.calls import TensorArg
 from plait.ir.dtypes import b1, f32
-from plait.ir.expr import Expr, Size
+from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
-from plait.ir.product import PRODUCT, Panels, Product
+from plait.ir.product import PRODUCT, Panels
 from plait.kernel.cpu.expr import Parts, literal, vector_op
 from plait.runtime.toolchain import Isa
-from plait.schedule.plan import UserLaunch
 
 KERNEL = "PACKED_KERNEL"
 """Stands for the symbol in a text."""
@@ -34,40 +32,17 @@ _FEW_REGISTERS = (1, 8), (2, 5)
 """The same of machines with 16 vector registers: vectors, rows."""
 _A_TILE = 1.5
 """What loading a panel costs, in rows."""
-_NEAR_NBYTES = 1 << 19
+NEAR_NBYTES = 1 << 19
 """Of rows that stay in a core's own cache while all panels go by."""
 _FAR_NBYTES = 3 << 19
 """Results that are larger are no longer in a core's cache, where their memory was used before."""
-_LINE = 16
+LINE = 16
 """Numbers in a line of a cache."""
 _AHEAD = 32
 """So many rows of a panel before their turn they are fetched from far memory."""
 
 
-def write_packed(call: Extern, isa: Isa) -> Extern:
-    """The call, of a kernel whose text is known."""
-    assert isinstance(call.kernel, Product) and isinstance(call.kernel.how, Panels), call
-    (result,) = call.kernel.results
-    tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
-    sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
-    text = _Writer(call.kernel.how, result.body, tensors, sizes, isa).text()
-    pointers = ("*fp32",) * (len(tensors) + 1)
-    kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
-    return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
-
-
-def takes(launch: UserLaunch) -> tuple[int, int]:
-    """How many buffers and sizes a kernel reads."""
-    return len(launch.buffers), len(launch.sizes)
-
-
-def tiles_of(texts: Sequence[str], isa: Isa) -> list[str]:
-    """The functions of tiles that texts call, each once."""
-    found = {f for text in texts for f in re.findall(r"tile_(\d+)x(\d+)(_more)?", text)}
-    return [_tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
-
-
-def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
+def tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
     """Sums of products of numbers of rows, which lie in stretches of one length, with the rows of
     a panel; gives where the panel goes on. Meanwhile it fetches, from memory far away, what comes
     soon in this panel, and a share of the next one. more: "_more" where they are added to other
@@ -80,7 +55,7 @@ def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
     lines.append("__builtin_prefetch(next, 0, 2);")
     for v in range(vectors):
         lines.append(f"const vf32 b{v} = ld_f32(b + {v * isa.lanes});")
-        if v * isa.lanes % _LINE == 0:
+        if v * isa.lanes % LINE == 0:
             lines.append(f"__builtin_prefetch(b + {_AHEAD} * width + {v * isa.lanes});")
     for i in range(rows):
         lines.append(f"const vf32 a{i} = splat_f32(r{i}[k]);")
@@ -93,18 +68,18 @@ def _tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
         "    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, "
         "const f32* next,\n    i64 step, vf32* sums)"
     )
-    return f"{head} {{\n{_indented([*lines, 'return b;'])}}}\n"
+    return f"{head} {{\n{indented([*lines, 'return b;'])}}}\n"
 
 
 @dataclass
-class _Tile:
+class Tile:
     """What one pass over a panel computes: rows by vectors of columns."""
 
     rows: int
     vectors: int
 
 
-def _tile(p: Panels, rows: Size, isa: Isa) -> _Tile:
+def tile_of(p: Panels, rows: Size | None, isa: Isa) -> Tile:
     """The tile that wastes fewest rows and loads."""
     if isa.name == "avx512":
         vectors = p.width // isa.lanes
@@ -112,9 +87,9 @@ def _tile(p: Panels, rows: Size, isa: Isa) -> _Tile:
     else:
         vectors, most = next(t for t in reversed(_FEW_REGISTERS) if p.width % t[0] == 0)
     if not isinstance(rows, int):
-        return _Tile(most, vectors)
+        return Tile(most, vectors)
     fitting = range(max(1, most - 2), most + 1) if rows >= most else (max(rows, 1),)
-    return _Tile(min(fitting, key=lambda r: -(-rows // r) * (r + _A_TILE)), vectors)
+    return Tile(min(fitting, key=lambda r: -(-rows // r) * (r + _A_TILE)), vectors)
 
 
 def _depth(p: Panels) -> int:
@@ -123,7 +98,7 @@ def _depth(p: Panels) -> int:
 
 
 @dataclass
-class _Writer:
+class Writer:
     """One kernel. body: of its result. tensors, sizes: its operands."""
 
     packed: Panels
@@ -136,20 +111,8 @@ class _Writer:
     def text(self) -> str:
         """The function."""
         p = self.packed
-        self.tile = tile = _tile(p, self.sizes[0], self.isa)
-        self.add(
-            "const f32* const x = (const f32*)bufs[0];",
-            "const f32* const panels = (const f32*)bufs[1];",
-        )
-        out = len(self.tensors)
-        self.add(*(f"const f32* const g{k - 2} = (const f32*)bufs[{k}];" for k in range(2, out)))
-        self.add(f"f32* const out = (f32*)bufs[{out}];")
-        dynamic = iter(range(len(self.sizes)))
-        for name, size in zip(
-            ("rows", "height", "width", "high", "wide"), self.sizes, strict=False
-        ):
-            value = size if isinstance(size, int) else f"syms[{next(dynamic)}]"
-            self.add(f"const i64 {name} = {value};")
+        self.tile = tile = tile_of(p, self.sizes[0], self.isa)
+        self.operands()
         self._jobs()
         self._places()
         step = tile.vectors * self.isa.lanes
@@ -174,11 +137,27 @@ class _Writer:
         head = f'extern "C" i64 {KERNEL}'
         zeros = f"static const f32 {KERNEL}_zeros[{p.depth}] = {{}};\n" if self._pads else ""
         args = "(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)"
-        return f"{zeros}{head}{args} {{\n{_indented(self.lines)}}}\n"
+        return f"{zeros}{head}{args} {{\n{indented(self.lines)}}}\n"
 
     def add(self, *lines: str) -> None:
         """Writes lines."""
         self.lines += lines
+
+    def operands(self) -> None:
+        """Names for operands and sizes."""
+        self.add(
+            "const f32* const x = (const f32*)bufs[0];",
+            "const f32* const panels = (const f32*)bufs[1];",
+        )
+        out = len(self.tensors)
+        self.add(*(f"const f32* const g{k - 2} = (const f32*)bufs[{k}];" for k in range(2, out)))
+        self.add(f"f32* const out = (f32*)bufs[{out}];")
+        dynamic = iter(range(len(self.sizes)))
+        for name, size in zip(
+            ("rows", "height", "width", "high", "wide"), self.sizes, strict=False
+        ):
+            value = size if isinstance(size, int) else f"syms[{next(dynamic)}]"
+            self.add(f"const i64 {name} = {value};")
 
     @property
     def _pads(self) -> bool:
@@ -193,7 +172,7 @@ class _Writer:
         self.each = 0
         if p.depth > LONGEST_SUM * 3 // 2 and (p.window is None or p.window.is_point):
             self.each = -(-p.depth // -(-p.depth // LONGEST_SUM))
-        near = max(1, _NEAR_NBYTES // (4 * (self.each or p.depth) * r))
+        near = max(1, NEAR_NBYTES // (4 * (self.each or p.depth) * r))
         self.add(
             f"const i64 blocks = (rows + {r - 1}) / {r}, all = blocks * {panels};",
             "const i64 end = all * (tid + 1) / nthreads;",
@@ -257,7 +236,7 @@ class _Writer:
             return
         rows = {k: a.strides for k, a in enumerate(self.tensors[2:]) if a.strides[0] != 0}
         self.add("for (i64 i = 0; i < count; ++i) {")
-        for v in range(0, vectors * lanes, _LINE):
+        for v in range(0, vectors * lanes, LINE):
             place = f"out + (m + i) * {p.columns} + n + {v}"
             self.add(f"__builtin_prefetch({place}, 1);")
             for k, (row, column) in rows.items():
@@ -304,24 +283,29 @@ class _Writer:
     # ------------------------------------------------------------------------------------ results
     def _results(self) -> None:
         """The epilogue of a tile, a row after the other."""
+        self.add("for (i64 i = 0; i < count; ++i) {", "const i64 row = m + i;")
+        self.add(f"const vf32* const made = sums + i * {self.tile.vectors};")
+        self.result()
+        self.add("}")
+
+    def result(self) -> None:
+        """The epilogue of a row of the result, of which `made` has the columns from n on."""
         p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
         whole = p.columns % p.width == 0
-        self.lines.append("for (i64 i = 0; i < count; ++i) {")
         for v in range(vectors):
             at = f"n + {v * lanes}"
             left = f"{p.columns} - ({at})"
             if not whole and v:
-                self.lines.append(f"if ({at} >= {p.columns}) continue;")
+                self.add(f"if ({at} >= {p.columns}) continue;")
             known: dict[Node, Parts] = {}
-            value = f"sums[i * {vectors} + {v}]"
+            value = f"made[{v}]"
             if not isinstance(self.body.attr, Load) or self.body.attr.buf != PRODUCT:
                 for n in walk((self.body,)):
                     known[n] = self._value(n, known, v, None if whole else left)
                 value = known[self.body][0]
-            place = f"out + (m + i) * {p.columns} + {at}"
+            place = f"out + row * {p.columns} + {at}"
             store = f"st_f32({place}, {value})" if whole else f"stn_f32({place}, {value}, {left})"
-            self.lines.append(f"{store};")
-        self.lines.append("}")
+            self.add(f"{store};")
 
     def _value(self, n: Node, known: Mapping[Node, Parts], v: int, left: str | None) -> Parts:
         """A node of the epilogue, as a variable."""
@@ -342,19 +326,19 @@ class _Writer:
     def _loaded(self, load: Load, v: int, left: str | None) -> str:
         """What the epilogue loads: a vector of columns, or a number that all of them share."""
         if load.buf == PRODUCT:
-            return f"sums[i * {self.tile.vectors} + {v}]"
+            return f"made[{v}]"
         k = int(load.buf.removeprefix("given"))
         row, column = self.tensors[2 + k].strides
         if not isinstance(row, int) or column not in (0, 1):
             raise InternalError(f"an epilogue loads with strides {row}, {column}")
-        at = f"g{k} + (m + i) * {row}" if row else f"g{k}"
+        at = f"g{k} + row * {row}" if row else f"g{k}"
         if column == 0:
             return f"splat_f32(*({at}))"
         at = f"{at} + n + {v * self.isa.lanes}"
         return f"ld_f32({at})" if left is None else f"ldn_f32({at}, {left})"
 
 
-def _indented(lines: Sequence[str]) -> str:
+def indented(lines: Sequence[str]) -> str:
     """Lines indented by their nesting."""
     out, depth = [], 1
     for line in lines:

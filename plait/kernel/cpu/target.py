@@ -17,9 +17,10 @@ from plait.ir.calls import Extern
 from plait.kernel.cpu.compute import RULES
 from plait.kernel.cpu.expr import SCALAR, VECTOR
 from plait.kernel.cpu.nest import print_body
-from plait.kernel.cpu.packed import KERNEL, takes, tiles_of, write_packed
+from plait.kernel.cpu.packed import KERNEL
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
+from plait.kernel.cpu.products import shared_texts, takes, write_packed
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
@@ -74,7 +75,7 @@ class CppTarget(Target):
                 symbol = symbol_for(u.kernel.name.partition(".")[0], taken)
                 symbols[u.kernel.text] = symbol
                 texts.append(u.kernel.text.replace(KERNEL, symbol) + _takes(symbol, *takes(u)))
-        texts = [*tiles_of(texts, machines[launches[0].device]), *texts]
+        texts = [*shared_texts(texts, machines[launches[0].device]), *texts]
         names = {u.kernel.name: symbols[u.kernel.text] for u in launches}
         return Source("\n".join(texts), names, dict.fromkeys(names, 1))
 

@@ -1,0 +1,44 @@
+"""Calls of packed products become calls of kernels whose text is known, and the functions that
+these texts share.
+
+Comes in: the call of a packed `Product`. Goes out: the same call of a `UserKernel`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.expr import Expr
+from plait.ir.product import Panels, Product
+from plait.kernel.cpu.packed import Writer, tile_text
+from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
+from plait.runtime.toolchain import Isa
+from plait.schedule.plan import UserLaunch
+
+
+def write_packed(call: Extern, isa: Isa) -> Extern:
+    """The call, of a kernel whose text is known."""
+    assert isinstance(call.kernel, Product) and isinstance(call.kernel.how, Panels), call
+    (result,) = call.kernel.results
+    tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
+    sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
+    writer = WinogradWriter if call.kernel.how.winograd else Writer
+    text = writer(call.kernel.how, result.body, tensors, sizes, isa).text()
+    pointers = ("*fp32",) * (len(tensors) + 1)
+    kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
+    return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
+
+
+def takes(launch: UserLaunch) -> tuple[int, int]:
+    """How many buffers and sizes a kernel reads."""
+    return len(launch.buffers), len(launch.sizes)
+
+
+def shared_texts(texts: Sequence[str], isa: Isa) -> list[str]:
+    """The functions that texts call, each once."""
+    found = {f for text in texts for f in re.findall(r"tile_(\d+)x(\d+)(_more)?", text)}
+    tiles = [tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
+    return tiles + winograd_texts(texts, isa)

@@ -1,0 +1,210 @@
+"""Convolutions of 3x3 by Winograd's method as C++: four results are made of sixteen products a
+channel instead of thirty-six.
+
+A tile is 4x4 points of the image and the 2x2 results in its middle. Its points become 16 sums of
+points; for each of these, the sums of tiles times the same sums of the filters are a product of
+matrices; results are sums of 9 of the 16 products. With rows of B, G and A as in `_IN` and so on:
+result = A'[(G filter G') * (B' points B)]A.
+
+Points that are infinite or no numbers would reach results that they are no part of: the tiles that
+are transformed together with one are computed point by point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.kernel.cpu.packed import KERNEL, NEAR_NBYTES, Writer, indented, tile_of
+from plait.runtime.packed import DEEPEST
+from plait.runtime.toolchain import Isa
+
+MOST_BLOCKS = 4
+"""Of rows of tiles that meet a matrix one after the other."""
+_HEAD = """\
+static thread_local f32 winograd_memory[{memory}] __attribute__((aligned(64)));
+static const f32 winograd_zeros[{deepest}] = {{}};
+"""
+_IN = """\
+static bool winograd_in( // sums of points of tiles; whether all are finite
+    const f32* x, i64 from, i64 to, i64 down, i64 across, i64 height, i64 width, i64 top, i64 side,
+    i64 depth, i64 apart) {
+  vf32 seen = splat_f32(0.0f);
+  for (i64 t = from; t < to; ++t) {
+    const i64 y = t / across % down * 2 - top, z = t % across * 2 - side;
+    const f32* const image = x + t / (across * down) * height * width * depth;
+    const f32* p[16];
+    for (i64 i = 0; i < 16; ++i) {
+      const i64 h = y + i / 4, w = z + i % 4;
+      const bool within = (u64)h < (u64)height && (u64)w < (u64)width;
+      p[i] = within ? image + (h * width + w) * depth : winograd_zeros;
+    }
+    f32* into = winograd_memory + (t - from) * depth;
+    for (i64 c = 0; c < depth; c += LANES, into += LANES) {
+      const i64 left = depth - c;
+      vf32 d[4][4], s[4][4];
+      if (left >= LANES) {
+        for (i64 i = 0; i < 16; ++i) d[i / 4][i % 4] = ld_f32(p[i] + c);
+      } else {
+        for (i64 i = 0; i < 16; ++i) d[i / 4][i % 4] = ldn_f32(p[i] + c, left);
+      }
+      for (i64 j = 0; j < 4; ++j) {
+        s[0][j] = d[0][j] - d[2][j];
+        s[1][j] = d[1][j] + d[2][j];
+        s[2][j] = d[2][j] - d[1][j];
+        s[3][j] = d[1][j] - d[3][j];
+      }
+      for (i64 i = 0; i < 4; ++i) {
+        const vf32 v[4] = {s[i][0] - s[i][2], s[i][1] + s[i][2], s[i][2] - s[i][1],
+                           s[i][1] - s[i][3]};
+        for (i64 j = 0; j < 4; ++j) {
+          seen = v_fma_f32(v[j], splat_f32(0.0f), seen);
+          f32* const place = into + (4 * i + j) * apart;
+          if (left >= LANES) st_f32(place, v[j]); else stn_f32(place, v[j], left);
+        }
+      }
+    }
+  }
+  for (i64 k = 0; k < LANES; ++k) if (seen[k] != seen[k]) return false;
+  return true;
+}
+"""
+_OUT = """\
+static void winograd_out( // adds a row of products to results
+    const vf32* sums, i64 count, i64 n, i64 i, vf32* made) {
+  for (i64 k = 0; k < count; ++k) {
+    const vf32 s1 = sums[n + k], s2 = sums[2 * n + k];
+    const vf32 a = sums[k] + s1 + s2, b = s1 - s2 - sums[3 * n + k];
+    if (i == 0) made[k] = a, made[n + k] = b;
+    if (i == 1) made[2 * n + k] = a, made[3 * n + k] = b;
+    if (i == 2) made[2 * n + k] -= a, made[3 * n + k] -= b;
+    if (i == 3) made[2 * n + k] -= a, made[3 * n + k] -= b;
+    if (i == 1 || i == 2) made[k] += a, made[n + k] += b;
+  }
+}
+"""
+_POINTS = """\
+static void winograd_points( // a tile's results, point by point, of the sums of filters
+    const f32* x, i64 t, i64 down, i64 across, i64 height, i64 width, i64 top, i64 side, i64 depth,
+    const f32* b, i64 columns, i64 vectors, i64 apart, vf32* made) {
+  const f32* const image = x + t / (across * down) * height * width * depth;
+  for (i64 k = 0; k < 4 * vectors; ++k) {
+    const i64 y = t / across % down * 2 - top + k / vectors / 2;
+    const i64 z = t % across * 2 - side + k / vectors % 2;
+    const f32* const own = b + k % vectors * LANES;
+    vf32 sum = splat_f32(0.0f);
+    for (i64 tap = 0; tap < 9; ++tap) {
+      const i64 h = y + tap / 3, w = z + tap % 3;
+      const i64 i = tap / 3 + (tap > 5), j = tap % 3 + (tap % 3 > 1);
+      if ((u64)h >= (u64)height || (u64)w >= (u64)width) continue;
+      const f32* const point = image + (h * width + w) * depth;
+      const f32* g = own + (4 * i + j) * depth * columns;
+      const i64 right = depth * columns, below = 4 * right;
+      for (i64 c = 0; c < depth; ++c, g += columns) {
+        vf32 f = ld_f32(g);
+        if (i == 1) f -= ld_f32(g + below);
+        if (j == 1) f -= ld_f32(g + right);
+        if (i == 1 && j == 1) f += ld_f32(g + below + right);
+        sum = v_fma_f32(splat_f32(point[c]), f, sum);
+      }
+    }
+    made[k / vectors * apart + k % vectors] = sum;
+  }
+}
+"""
+
+
+def winograd_texts(texts: Sequence[str], isa: Isa) -> list[str]:
+    """What the functions of such convolutions share, where there is one."""
+    if not any("winograd_memory" in text for text in texts):
+        return []
+    head = _HEAD.format(memory=_room(DEEPEST, 1) + (NEAR_NBYTES >> 2), deepest=DEEPEST)
+    return [text.replace("LANES", str(isa.lanes)) for text in (head, _IN, _OUT, _POINTS)]
+
+
+def _room(depth: int, tiles: int) -> int:
+    """Numbers of the sums of so many tiles."""
+    return 16 * depth * tiles
+
+
+@dataclass
+class WinogradWriter(Writer):
+    """One such convolution."""
+
+    def text(self) -> str:
+        """The function."""
+        p = self.packed
+        assert p.window is not None, p
+        self.operands()
+        self.tile = tile = tile_of(p, self._n_tiles(), self.isa)
+        n, width = tile.rows * tile.vectors, p.width
+        panels = -(-p.columns // width)
+        near = min(MOST_BLOCKS, max(1, (NEAR_NBYTES >> 2) // _room(p.depth, tile.rows)))
+        apart, all_ = near * tile.rows * p.depth, near * n
+        place = f"down, across, height, width, {p.window.padding[0]}, {p.window.padding[1]}"
+        self.add(
+            "const i64 down = (high + 1) / 2, across = (wide + 1) / 2;",
+            "const i64 tiles = rows / (high * wide) * down * across;",
+            f"const i64 blocks = (tiles + {tile.rows - 1}) / {tile.rows};",
+            f"const i64 all = blocks * {panels}, end = all * (tid + 1) / nthreads;",
+            "i64 have = -1, first = 0;",
+            "bool finite = true;",
+            "for (i64 job = all * tid / nthreads, some; job < end; job += some) {",
+            f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
+            f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
+            f"const i64 panel = rest / most, block = part * {near} + rest % most;",
+            "some = most - rest % most < end - job ? most - rest % most : end - job;",
+            "const i64 m = tiles * block / blocks, until = tiles * (block + some) / blocks;",
+            "if (part != have) {",
+            "have = part;",
+            f"first = tiles * (part * {near}) / blocks;",
+            f"const i64 last = tiles * (part * {near} + most) / blocks;",
+            f"finite = winograd_in(x, first, last, {place}, {p.depth}, {apart});",
+            "}",
+            f"const i64 step = ({width - 1} + some) / some, last = (panel + 1) * {width};",
+            f"for (i64 n = panel * {width}; n < last; n += {tile.vectors * self.isa.lanes}) {{",
+            *([f"if (n >= {p.columns}) break;"] if p.columns % width else []),
+            f"const f32* b = panels + panel * {16 * p.depth * width} + n % {width};",
+            f"vf32 sums[{4 * all_}], results[{4 * all_}];",
+            f"for (i64 i = 0; i < 16 && finite; ++i, b += {p.depth * width}) {{",
+            "for (i64 q = 0; q < some; ++q) {",
+            "const i64 from = tiles * (block + q) / blocks;",
+            "const i64 count = tiles * (block + q + 1) / blocks - from;",
+            f"const f32* rows_[{tile.rows}];",
+            f"const f32* const row = winograd_memory + i * {apart} + (from - first) * {p.depth};",
+            f"for (i64 j = 0; j < {tile.rows}; ++j)",
+            f"  rows_[j] = row + (j < count ? j : 0) * {p.depth};",
+            f"tile_{tile.rows}x{tile.vectors}(rows_, 1, {p.depth}, b, {width}, "
+            f"b + ({width} + q * step) * {p.depth}, step, sums + i % 4 * {all_} + q * {n});",
+            "}",
+            f"if (i % 4 == 3) winograd_out(sums, some * {n}, {all_}, i / 4, results);",
+            "}",
+            "for (i64 t = m, q = 0, i = 0; t < until; ++t) {",
+            f"const i64 at = q * {n} + i * {tile.vectors};",
+            f"if (!finite) winograd_points(x, t, {place}, {p.depth}, b, {width}, {tile.vectors}, "
+            f"{all_}, results + at);",
+        )
+        self._tile_results(all_)
+        self.add("if (t + 1 == tiles * (block + q + 1) / blocks) ++q, i = 0; else ++i;")
+        self.add("}", "}", "}", "return 0;")
+        head = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
+        return f"{head} {{\n{indented(self.lines)}}}\n"
+
+    def _n_tiles(self) -> int | None:
+        """The tiles of all images; None where that is not known."""
+        rows, _, _, high, wide = self.sizes
+        if not (isinstance(rows, int) and isinstance(high, int) and isinstance(wide, int)):
+            return None
+        return rows // max(high * wide, 1) * (-(-high // 2) * -(-wide // 2))
+
+    def _tile_results(self, apart: int) -> None:
+        """The epilogues of four results of each tile, of which the image may have fewer."""
+        self.add(
+            "for (i64 k = 0; k < 4; ++k) {",
+            "const i64 y = t / across % down * 2 + k / 2, z = t % across * 2 + k % 2;",
+            "if (y >= high || z >= wide) continue;",
+            "const i64 row = (t / (across * down) * high + y) * wide + z;",
+            f"const vf32* const made = results + k * {apart} + at;",
+        )
+        self.result()
+        self.add("}")

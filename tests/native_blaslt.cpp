@@ -3,6 +3,7 @@
 // Integers of a few bits: every type and every order of sums gives them exactly.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -127,9 +128,13 @@ bool product(Random& random, Plans& plans) {
   for (Tensor* t : {&a, &b, &c, &out}) fill(*t, random);
   const bool add = random(3) != 0;
   const float alpha = random(2) ? 1 : 2, beta = static_cast<float>(random(3));
-  const auto p = make_product(type, Compute::f32, random(2) ? Reductions::any : Reductions::none,
-                              a.m, b.m, add ? &c.m : nullptr, out.m, batch, alpha, beta);
+  constexpr Activation activations[] = {Activation::none, Activation::relu, Activation::gelu};
+  const Activation activation = random(4) ? Activation::none : pick(activations);
+  const auto p =
+      make_product(type, Compute::f32, random(2) ? Reductions::any : Reductions::none, a.m, b.m,
+                   add ? &c.m : nullptr, out.m, batch, alpha, beta, activation);
   if (!p) return false;
+  CHECK(p->problem.bias || activation == Activation::none);
   const auto plan = plans.find(*p, 1 << 20);
   CHECK((p->problem.rows == 13) == (plan == nullptr));
   if (!plan) return false;
@@ -137,7 +142,9 @@ bool product(Random& random, Plans& plans) {
   out.each([&](auto s, auto i, auto j) {
     float sum = 0;
     for (int64_t l = 0; l < k; ++l) sum += a.get(s, i, l) * b.get(s, l, j);
-    want.push_back(alpha * sum + (add ? beta * c.get(s, i, j) : 0));
+    sum = alpha * sum + (add ? beta * c.get(s, i, j) : 0);
+    if (activation == Activation::relu) sum = std::max(sum, 0.f);
+    want.push_back(activation == Activation::gelu ? sum / 2 : sum);
   });
   std::vector<char> workspace(plan->workspace());
   CHECK(plan->run(*p, workspace.empty() ? nullptr : workspace.data(), nullptr));

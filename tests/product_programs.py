@@ -59,6 +59,15 @@ def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return y.relu(), y.float().exp()
 
 
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b), approximate="tanh")
+
+
+def read_twice(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.linear(x, w, b)
+    return y.relu(), y.exp()
+
+
 def batch(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x, y.transpose(1, 2)).tanh()
 
@@ -91,6 +100,13 @@ CASES = {
     "one row of columns": Case(lambda x, w: torch.tanh(x @ w), ((1, 256), (256, 192)), 1),
     "single": Case(lambda x, w: x @ w + 1, ((16, 128), (128, 128)), 1, torch.float32),
     "one row": Case(residual, ((1, 512), (128, 512), (128,), (1, 128)), 1),
+    "layer": Case(layer, ((3, 50, 256), (192, 256), (192,)), 0, calls=1),
+    "layer of relu": Case(
+        lambda x, w, b: F.linear(x, w, b).relu() + 1, ((150, 256), (192, 256), (192,)), 1, calls=1
+    ),
+    "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
+    "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
+    "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),
     "one column": Case(lambda x, w: (x @ w).relu(), ((130, 512), (512, 1)), 1),
 }  # fmt: skip
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.flex_programs import WRAPPERS
-from tests.product_programs import CASES, check
+from tests.product_programs import CASES, check, layer
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -13,7 +14,26 @@ def test_as_eager(name: str) -> None:
     check(CASES[name], "native", "cuda", on_gpu=True)
 
 
-@pytest.mark.parametrize("name", ["residual", "parts"])
+@pytest.mark.parametrize("name", ["residual", "parts", "layer"])
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_target(wrapper: str, name: str) -> None:
     check(CASES[name], wrapper, "cuda", on_gpu=wrapper != "fx")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_is_one_kernel(dtype: torch.dtype) -> None:
+    """Activation included; what is no number stays none."""
+    x, w, b = (torch.randn(s, device="cuda").to(dtype) for s in ((256, 256), (512, 256), (512,)))
+    x[3, 5], x[7, 9] = torch.nan, torch.inf
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="plait")
+        found, eager = compiled(x, w, b), layer(x, w, b)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as seen:
+            compiled(x, w, b)
+            torch.cuda.synchronize()
+    kernels = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    assert len([e for e in kernels if "memset" not in e.name.lower()]) == 1, kernels
+    assert found[3].isnan().all() and eager[3].isnan().all()
+    assert not found[8:].isnan().any()
+    torch.testing.assert_close(found[8:], eager[8:])

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InternalError
-from plait.ir.calls import Extern, TensorArg
+from plait.ir.calls import Extern, TensorArg, UserKernel
 from plait.ir.dtypes import bf16, f32
 from plait.ir.expr import Expr, symbol
 from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, cast, loop_vars, node
 from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
+from plait.kernel.triton.dialects import GPUS
+from plait.kernel.triton.product import write_product
 from plait.lower.product import cut_of
 from plait.schedule.deps import Bodies
 from plait.schedule.join_readers import join_readers
@@ -161,6 +163,19 @@ def test_a_product_that_moved_is_read_after_it() -> None:
     )
     verify(p, "test")
     joined(p)
+
+
+def test_versions_to_be_measured() -> None:
+    """Of what is planned first; they differ in how they are cut, and compute the same."""
+    p = program(KERNEL)
+    planned, several = (
+        write_product(call_of(p), p.buffers, GPUS["sm_90"], tunes).kernel for tunes in (False, True)
+    )
+    assert isinstance(planned, UserKernel) and isinstance(several, UserKernel)
+    assert planned.text == several.text and planned.variants == several.variants[:1]
+    calls = [(v.call, v.options) for v in several.variants]
+    assert len({*calls}) == len(calls) > 4
+    assert all("rows=16" in call and "gdc_wait" in call for call, _ in calls)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,9 @@ uint64_t hash_of(const Problem& p) {
     hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u;
     hash ^= hash >> 32;
   };
-  mix(static_cast<uint64_t>(p.type) << 32 | static_cast<uint64_t>(p.compute) << 8 |
-      static_cast<uint64_t>(p.reductions) << 1 | static_cast<uint64_t>(p.bias));
+  mix(static_cast<uint64_t>(p.activation) << 40 | static_cast<uint64_t>(p.type) << 32 |
+      static_cast<uint64_t>(p.compute) << 8 | static_cast<uint64_t>(p.reductions) << 1 |
+      static_cast<uint64_t>(p.bias));
   for (int64_t size : {p.rows, p.cols, p.inner, p.batch}) mix(size);
   for (const Layout* l : {&p.x, &p.y, &p.c, &p.d}) {
     mix(l->ld);
@@ -133,7 +134,8 @@ Plans* Library::plans(int device) const {
 // transpose, b' @ a', is computed.
 std::optional<Product> make_product(Type type, Compute compute, Reductions reductions,
                                     const Matrix& a, const Matrix& b, const Matrix* addend,
-                                    const Matrix& out, int64_t batch, float alpha, float beta) {
+                                    const Matrix& out, int64_t batch, float alpha, float beta,
+                                    Activation activation) {
   if (out.rows <= 0 || out.cols <= 0 || a.cols <= 0 || batch <= 0) return std::nullopt;
   if (std::max({out.rows, out.cols, a.cols, batch}) > INT_MAX) return std::nullopt;
   if (a.rows != out.rows || b.cols != out.cols || a.cols != b.rows) return std::nullopt;
@@ -143,14 +145,16 @@ std::optional<Product> make_product(Type type, Compute compute, Reductions reduc
   const Matrix x = row_major ? b.transposed() : a, y = row_major ? a.transposed() : b;
   const std::optional<Layout> lx = layout_of(x, batch), ly = layout_of(y, batch);
   if (!d || !lx || !ly) return std::nullopt;
-  Product p{{type, compute, reductions, false, x.rows, y.cols, x.cols, batch, *lx, *ly, *d, *d},
+  Product p{{type, compute, reductions, false, activation, x.rows, y.cols, x.cols, batch, *lx, *ly,
+             *d, *d},
             x.data,
             y.data,
             out.data,
             const_cast<void*>(out.data),
             alpha,
             0};
-  if (!addend || beta == 0) return p;
+  const bool plain = activation == Activation::none;
+  if (!addend || beta == 0) return plain ? std::optional(p) : std::nullopt;
   const Matrix c = row_major ? addend->transposed() : *addend;
   // Kernels read such a column 16 bytes at a time, wherever that of another batch begins.
   const int64_t unit = kVector / (type == Type::f32 ? 4 : 2);
@@ -162,7 +166,7 @@ std::optional<Product> make_product(Type type, Compute compute, Reductions reduc
   if (one_column && beta == 1) {
     p.problem.bias = true;
     p.problem.c = Layout{0, batch == 1 ? 0 : c.batch_step, 0, alignment(c.data)};
-  } else if (lc) {
+  } else if (lc && plain) {
     p.problem.c = *lc;
     p.beta = beta;
   } else {
@@ -199,7 +203,8 @@ bool Plan::prepare(const Product& first, size_t max_workspace) {
   if (!set(library_.set_product, product_, kTransposeX, p.x.transposed) ||
       !set(library_.set_product, product_, kTransposeY, p.y.transposed))
     return false;
-  if (p.bias && (!set(library_.set_product, product_, kEpilogue, kAddBias) ||
+  const int32_t epilogue = kAddBias | static_cast<int32_t>(p.activation);
+  if (p.bias && (!set(library_.set_product, product_, kEpilogue, epilogue) ||
                  !set(library_.set_product, product_, kBiasPointer, bias_ = first.c)))
     return false;
   if (p.bias && p.c.batch_step &&

@@ -20,6 +20,8 @@ namespace plait::blaslt {
 enum class Type : int32_t { f32 = 0, f16 = 2, bf16 = 14 };
 enum class Compute : int32_t { f32 = 68, tf32 = 77 };
 enum class Reductions : uint32_t { none = 0, in_compute_type = 2, any = 7 };
+// What is computed of a result before it is stored: gelu by its formula of tanh.
+enum class Activation : int32_t { none = 0, relu = 2, gelu = 32 };
 
 struct Algorithm {
   uint64_t data[8];
@@ -96,6 +98,7 @@ struct Problem {
   Compute compute;
   Reductions reductions;
   bool bias;  // c is one column (of each of a batch), added to every column of the product
+  Activation activation;  // after a bias alone
   int64_t rows, cols, inner, batch;
   Layout x, y, c, d;
 
@@ -111,10 +114,12 @@ struct Product {
 };
 
 // out = alpha * a @ b + beta * addend. addend: of out's sizes, null for none; a step of 0 repeats
-// its row or batch. Nothing where the library cannot do it, an empty product included.
+// its row or batch. activation: of out. Nothing where the library cannot do it, an empty product
+// included.
 std::optional<Product> make_product(Type type, Compute compute, Reductions reductions,
                                     const Matrix& a, const Matrix& b, const Matrix* addend,
-                                    const Matrix& out, int64_t batch, float alpha, float beta);
+                                    const Matrix& out, int64_t batch, float alpha, float beta,
+                                    Activation activation = Activation::none);
 
 // Threads may run one plan at once.
 class Plan {

@@ -112,11 +112,12 @@ class Products {
       : type_(type), how_(how), plans_(blaslt_library()->plans(gpu.device().index())) {}
 
   // False where the library cannot do it.
-  bool add(const blaslt::Part& p, float alpha, float beta) {
+  bool add(const blaslt::Part& p, float alpha, float beta,
+           blaslt::Activation activation = blaslt::Activation::none) {
     const Matrix* addend = p.adds ? &p.out : p.addend ? &*p.addend : nullptr;
     const std::optional<blaslt::Product> product =
         blaslt::make_product(type_, how_.compute, how_.reductions, p.a, p.b, addend, p.out, p.batch,
-                             alpha, p.adds ? 1 : beta);
+                             alpha, p.adds ? 1 : beta, activation);
     if (!product || !plans_) return false;
     std::shared_ptr<const blaslt::Plan> plan =
         plans_->find(*product, max_workspace(product->problem.bias));
@@ -193,9 +194,11 @@ bool call_blaslt(Frame& f, const ExternCall& c, const Operands& o) {
   Products products(*f.code.gpu, *type, *how);
   const auto alpha = static_cast<float>(c.alpha), beta = static_cast<float>(c.beta);
   const blaslt::Parts parts = blaslt::parts(*type, whole);
+  if (!parts.empty() && c.activation != blaslt::Activation::none)
+    return false;  // of sums, not parts
   for (const blaslt::Part& part : parts)
     if (!products.add(part, alpha, beta)) return false;
-  if (parts.empty() && !products.add(whole, alpha, beta)) return false;
+  if (parts.empty() && !products.add(whole, alpha, beta, c.activation)) return false;
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.
   at::DataPtr workspace;

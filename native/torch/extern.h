@@ -22,7 +22,8 @@ namespace plait {
 
 namespace blaslt {
 class Library;
-}
+enum class Activation : int32_t;
+}  // namespace blaslt
 struct Frame;
 class Operands;
 class Subprogram;
@@ -63,8 +64,9 @@ struct ExternCall {
   // float or double.
   int32_t bufs = kNone;
   bool single = true;
-  bool by_blaslt = false;  // a product, which on a GPU goes to cuBLASLt, see blaslt.cpp
-  int32_t n_given = 0;     // operands that a generated program hands over
+  bool by_blaslt = false;           // a product, which on a GPU goes to cuBLASLt, see blaslt.cpp
+  blaslt::Activation activation{};  // of the product; ATen's call computes it too
+  int32_t n_given = 0;              // operands that a generated program hands over
 };
 
 struct PythonCall {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "core/blaslt.h"
 #include "steps.h"
 
 namespace plait {
@@ -241,6 +242,13 @@ class Resolver {
     if (in_.op == "aten::addmm") take_road(Call::Road::addmm, 3, out);
     if (in_.op == "aten::bmm") take_road(Call::Road::bmm, 2, out);
     if (in_.op == "aten::baddbmm") take_road(Call::Road::baddbmm, 3, out);
+    if (in_.op == "aten::_addmm_activation") {
+      take_road(Call::Road::addmm, 3, out);
+      out_.road = Call::Road::boxed;  // the CPU's road knows no activation
+      if (!out_.by_blaslt) return;
+      using blaslt::Activation;
+      out_.activation = out_.stack[5].toBool() ? Activation::gelu : Activation::relu;
+    }
   }
   void take_road(Call::Road road, size_t n, bool out) {
     std::vector<SlotId> tensors(out_.stack.size(), kNone);

@@ -104,8 +104,9 @@ class Target(Protocol):
         chose. verifies: what is decided is checked."""
         ...
 
-    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
-        """A call of a kernel of a known kind, as one of a kernel with a text."""
+    def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
+        """A call of a kernel of a known kind, as one of a kernel with a text. tunes: in versions to
+        choose among by measuring, where the target knows any."""
         raise Unsupported(f"{call.op} as one kernel for the target {self.name}")
 
     def emit_users(

@@ -19,8 +19,10 @@ from plait.ir.record import Recorder
 from plait.lower.align_rows import align_result, aligned, with_even_depth
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.elementwise import broadcast, scalar
+from plait.lower.elementwise import broadcast, elementwise, scalar
 from plait.lower.extern import call_extern, call_op
+from plait.lower.pointwise import relu
+from plait.lower.pointwise_nn import gelu_tanh
 from plait.lower.product import cut, is_vector, launch
 
 aten = torch.ops.aten
@@ -151,6 +153,20 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
         product = call_op(ctx, aten.mm.default, (a, b), {}, val, flops=flops)
         return _finished(ctx, product, bias, 1, 1)
     return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
+
+
+@lower(aten._addmm_activation.default)
+def addmm_activation(
+    ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1,
+    use_gelu: bool = False,
+) -> Any:  # fmt: skip
+    flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
+    if made is None:
+        how = {"beta": beta, "alpha": alpha, "use_gelu": use_gelu}
+        return _by_aten(ctx, flops, bias, a, b, **how)
+    x = _finished(ctx, made, bias, beta, alpha)
+    return elementwise(ctx, gelu_tanh if use_gelu else relu, (x,))
 
 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:

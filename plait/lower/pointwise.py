@@ -107,7 +107,14 @@ register(overloads("sign"), _sign)
 register(overloads("sgn"), _sign)
 register(overloads("bitwise_not"), row("not"))
 register(overloads("positive") + overloads("conj_physical"), lambda x: x)
-register(overloads("relu"), lambda x: x if x.dtype.kind in "ub" else maximum(x, 0))
+
+
+def relu(x: Node) -> Node:
+    """max(x, 0)."""
+    return x if x.dtype.kind in "ub" else maximum(x, 0)
+
+
+register(overloads("relu"), relu)
 
 
 def _signbit(x: Node) -> Node:

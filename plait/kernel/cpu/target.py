@@ -59,7 +59,7 @@ class CppTarget(Target):
         """The functions. Vectors are read from any address."""
         return _functions(kernels, machines[kernels[0].device], verifies)
 
-    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
+    def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a product with its text."""
         return write_packed(call, machines[device_of(plan, call)])
 

@@ -7,7 +7,8 @@ how to tune, compile, store and launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product
@@ -26,13 +27,33 @@ _SPARE = 4 << 10  # bytes that a kernel needs beside them
 _WIDE = 64  # rows of the left factor that tensor cores want
 
 
-def write_product(call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu) -> Extern:
-    """The call, of a kernel whose text is known."""
-    return _Writer(call, buffers, gpu).written()
+_OTHERS = (
+    (64, 128, 4), (32, 128, 4), (128, 128, 4), (64, 256, 4), (32, 256, 4), (64, 128, 8),
+    (128, 64, 4), (128, 128, 8),
+)  # fmt: skip
+"""Columns and depth of tiles, and warps, that were the best of some shape on an H200."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A way to cut a product, and how many warps compute a tile."""
+
+    cut: Cut
+    warps: int = 4
+
+
+def write_product(
+    call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu, tunes: bool = False
+) -> Extern:
+    """The call, of a kernel whose text is known. tunes: in several versions."""
+    return _Writer(call, buffers, gpu, tunes=tunes).written()
+
+
+@dataclass
 class _Writer(Writer):
-    """One kernel of a product."""
+    """One kernel of a product. tunes: it is to be measured in several versions."""
+
+    tunes: bool = False
 
     @property
     def product(self) -> Product:
@@ -43,38 +64,65 @@ class _Writer(Writer):
     def kernel(self) -> UserKernel:
         """The template with constants and formulas before it."""
         left, stored, *given = self.tensors
-        cut, right = self.product.how, self.product.right
-        assert isinstance(cut, Cut), self.product
-        turned = cut.rows < _WIDE <= cut.columns
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
         finish, checks = results_of(self.product.results, given, self.outs, names)
+        sizes = (product(batch), m, n, k)
+        variants = tuple(self._variant(v, sizes, checks) for v in self._versions())
+        cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
+        made = ""
+        if right is not None:
+            float8, edge = dialect.converts_float8(self.gpu), self.tunes or n % cut.columns != 0
+            made = operand_of(right, stored, given, names, cut.depth, edge, float8)
+        prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
+        parts = (dialect.head, prelude, finish, made, template("product"))
+        text = "\n\n".join(filter(None, parts))
+        return UserKernel(self.product.name, text, self.pointers(), variants)
+
+    @property
+    def _cut(self) -> Cut:
+        """How it is cut, as planned."""
+        assert isinstance(self.product.how, Cut), self.product
+        return self.product.how
+
+    def _versions(self) -> list[_Version]:
+        """Ways to cut it: as planned, then others that are worth measuring. The right matrix is
+        made a step of one depth at a time."""
+        cut, made = self._cut, self.product.right is not None
+        found = [_Version(cut)]
+        if self.tunes:
+            found += (
+                _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps)
+                for rows in {cut.rows: 0, min(cut.rows, 32): 0}
+                for columns, depth, warps in _OTHERS
+                if columns <= 2 * cut.columns and (not made or depth == cut.depth)
+            )
+        return list(dict.fromkeys(found))
+
+    def _variant(self, v: _Version, sizes: Sequence[Size], checks: bool) -> Variant:
+        """One way to launch it. sizes: products, rows, columns and terms of a sum."""
+        (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
         step = (cut.rows + cut.columns) * cut.depth * 2
         stages = max(1, min(_STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
         constants = {
-            "ROWS": cut.rows, "COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": turned,
-            "PARTS": cut.parts, "ROW_EDGE": m % cut.rows != 0, "COLUMN_EDGE": n % cut.columns != 0,
-            "DEPTH_EDGE": k % cut.depth != 0, "STAGES": stages, "MADE": right is not None,
+            "rows": cut.rows, "columns": cut.columns, "depth": cut.depth,
+            "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
+            "row_edge": m % cut.rows != 0, "column_edge": n % cut.columns != 0,
+            "depth_edge": k % cut.depth != 0, "stages": stages,
+            "made": self.product.right is not None,
         }  # fmt: skip
-        lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants.items()]
-        dialect = DIALECTS[self.gpu.backend]
-        made = ""
-        if right is not None:
-            float8, edge = dialect.converts_float8(self.gpu), constants["COLUMN_EDGE"]
-            made = operand_of(right, stored, given, names, cut.depth, bool(edge), float8)
-        prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
-        parts = (dialect.head, prelude, "\n".join(lines), finish, made, template("product"))
-        tiles = product((*batch, ceildiv(m, cut.rows), ceildiv(n, cut.columns)))
         options = {
-            "num_warps": 4, "num_stages": stages, "sanitize_overflow": False,
+            "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
         }  # fmt: skip
-        call = self._launched(m, n, k)
-        variant = Variant(call, tuple(sorted(options.items())), tiles * cut.parts)
-        text = "\n\n".join(filter(None, parts))
-        return UserKernel(self.product.name, text, self.pointers(), (variant,))
+        call = self._launched((m, n, k), constants)
+        if dialect.starts_early(self.gpu):  # before the first access to memory
+            options["launch_pdl"] = True
+            call = f"{dialect.wait}\n    {call}"
+        grid = product((batch, ceildiv(m, cut.rows), ceildiv(n, cut.columns), cut.parts))
+        return Variant(call, tuple(sorted(options.items())), grid)
 
-    def _launched(self, m: Size, n: Size, k: Size) -> str:
+    def _launched(self, sizes: Sequence[Size], constants: Mapping[str, int]) -> str:
         """The statement that calls the template's function."""
         n_given = len(self.tensors) - 2
         given = [f"p{at + 2}" for at in range(n_given)]
@@ -82,9 +130,10 @@ class _Writer(Writer):
         strides = [self._strides(x) for x in self.tensors[:2]]
         if self.product.right is not None:
             strides[1] = "(0, 0, 0)"
-        lengths = [size_text(e, self.sizes, "tl.int32") for e in (m, n, k)]
+        lengths = [size_text(e, self.sizes, "tl.int32") for e in sizes]
         given += (f"s{at}" for at in range(len(self.sizes)))
         args = ("p0", "p1", tuple_text(given), tuple_text(outs), *strides, *lengths)
+        args += tuple(f"{name}={x!r}" for name, x in constants.items())
         return f"product({', '.join(args)})"
 
     def _strides(self, x: TensorArg) -> str:

@@ -127,11 +127,12 @@ class TritonTarget(Target):
             },
         )
 
-    def write_template(self, plan: Plan, call: Extern, machines: Machines) -> Extern:
+    def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a kernel of attention, or of a product, with its text."""
         gpu, _ = machines[device_of(plan, call)]
-        write = write_product if isinstance(call.kernel, Product) else write_attention
-        return write(call, plan.buffers, gpu)
+        if isinstance(call.kernel, Product):
+            return write_product(call, plan.buffers, gpu, tunes)
+        return write_attention(call, plan.buffers, gpu)
 
     def measure_users(
         self, launches: Sequence[UserLaunch], machines: Machines, cfg: Config

@@ -2,17 +2,16 @@
 module. It is not imported.
 
 A program takes a tile of the result, of one of a batch of products, and walks along k, or along one
-of PARTS of it. What is computed of the tile, and where it goes, says the function finish.
+of several parts of it. What is computed of the tile, and where it goes, says the function finish.
 
-Before this text stand constants:
-ROWS, COLUMNS, DEPTH: rows and columns of a tile, and how far a step walks along k
-TURNED: tiles are computed transposed: tensor cores want many rows, and take few columns
-PARTS: programs that share a walk
-ROW_EDGE, COLUMN_EDGE, DEPTH_EDGE: the last tile, or step, may be larger than what is left
-STAGES: of the loop
-MADE: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
-and the function finish. given: what it loads; outs: what it writes. Strides are of batch, row and
-column.
+Before this text stand the function finish, and right_tile where it is called. given: what they
+load; outs: what is written. Strides are of batch, row and column. Constants:
+rows, columns, depth: rows and columns of a tile, and how far a step walks along k
+turned: tiles are computed transposed: tensor cores want many rows, and take few columns
+parts: programs that share a walk
+row_edge, column_edge, depth_edge: the last tile, or step, may be larger than what is left
+stages: of the loop
+made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 """
 
 import triton
@@ -45,47 +44,52 @@ def at_tile(p, h, r, c, strides):
 
 
 @triton.jit
-def product(left, right, given, outs, left_strides, right_strides, m, n, k):
+def product(
+    left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
+    columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
+    row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
+    stages: tl.constexpr, made: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0)
-    part = t % PARTS
-    t = t // PARTS
-    wide, high = tl.cdiv(n, COLUMNS), tl.cdiv(m, ROWS)
-    column, row, h = (t % wide) * COLUMNS, (t // wide) % high * ROWS, t // (wide * high)
-    steps = tl.cdiv(tl.cdiv(k, DEPTH), PARTS)
-    first = part * steps * DEPTH
-    last = tl.minimum(k, first + steps * DEPTH)
-    i, j, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    part = t % parts
+    t = t // parts
+    wide, high = tl.cdiv(n, columns), tl.cdiv(m, rows)
+    column, row, h = (t % wide) * columns, (t // wide) % high * rows, t // (wide * high)
+    steps = tl.cdiv(tl.cdiv(k, depth), parts)
+    first = part * steps * depth
+    last = tl.minimum(k, first + steps * depth)
+    i, j, d = tl.arange(0, rows), tl.arange(0, columns), tl.arange(0, depth)
     x_at = at_tile(left, h, row, first, left_strides)
     y_at = at_tile(right, h, first, column, right_strides)
-    if TURNED:
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    if turned:
+        sums = tl.zeros((columns, rows), tl.float32)
     else:
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        sums = tl.zeros((rows, columns), tl.float32)
     r, c = m - row, n - column
-    for step in tl.range(first, last, DEPTH, num_stages=STAGES):
+    for step in tl.range(first, last, depth, num_stages=stages):
         s = k - step
-        if TURNED:
-            x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, ROW_EDGE, DEPTH_EDGE)
-            if MADE:
-                y = right_tile(h, step // DEPTH, column + j[:, None], j[:, None] < c, right, given)
+        if turned:
+            x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, row_edge, depth_edge)
+            if made:
+                y = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
             else:
                 y = tile_of(
-                    y_at, d[None, :], j[:, None], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE
+                    y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
                 )
             sums = tl.dot(y, x, sums)
         else:
-            x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, ROW_EDGE, DEPTH_EDGE)
-            if MADE:
-                z = right_tile(h, step // DEPTH, column + j[:, None], j[:, None] < c, right, given)
+            x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
+            if made:
+                z = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
                 y = tl.trans(z)
             else:
                 y = tile_of(
-                    y_at, d[:, None], j[None, :], right_strides, s, c, DEPTH_EDGE, COLUMN_EDGE
+                    y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
                 )
             sums = tl.dot(x, y, sums)
-        x_at += DEPTH * left_strides[2]
-        y_at += DEPTH * right_strides[1]
-    if TURNED:
+        x_at += depth * left_strides[2]
+        y_at += depth * right_strides[1]
+    if turned:
         sums = tl.trans(sums)
     i, j = row + i[:, None], column + j[None, :]
     finish(sums, part, h, i, j, i < m, j < n, given, outs)

@@ -372,10 +372,10 @@ CASES: dict[str, Case] = {
     "silu, to mxfp4": Case(silu_mx_fp4, _rows("m", "m"), ((0, 1),), (2, 0)),
     # ---- experts
     "routing": Case(
-        route, lambda r, m, n, k: [r.normal(m, k), r.normal(EXPERTS, k)], steps=(4, 3)
+        route, lambda r, m, n, k: [r.normal(m, k), r.normal(EXPERTS, k)], steps=(7, 2)
     ),
-    "experts": Case(experts, _experts, steps=(9, 5)),
-    "experts, added": Case(experts_added, _experts, steps=(10, 5)),
+    "experts": Case(experts, _experts, steps=(12, 4)),
+    "experts, added": Case(experts_added, _experts, steps=(13, 4)),
 }  # fmt: skip
 
 

@@ -188,8 +188,9 @@ def test_the_compiler_is_small() -> None:
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie, 1,280 weights as constants and what
     # follows products as part of their kernels on CPUs, 360 several forms of one kernel, 530
-    # products on GPUs, 250 matrices that their kernels convert as they load them.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 54_470
+    # products on GPUs, 250 matrices that their kernels convert as they load them,
+    # 130 sorting a few numbers on GPUs.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 54_600
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -38,7 +38,7 @@ _DATA_DEPENDENT = (
     aten.repeat_interleave.Tensor, aten.bincount.default,
 )  # fmt: skip
 _SORTED = (
-    aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default,
+    aten.topk.default, aten.kthvalue.default,
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
     aten.mode.default, aten.searchsorted.Tensor, aten.searchsorted.Scalar,
     aten.bucketize.Tensor, aten.bucketize.Scalar, aten.histc.default,

@@ -103,7 +103,7 @@ def written(name: str, length: int | Expr, hint: int) -> Source:
     """The source of a kernel of rows."""
     kernel: Kernel = kernel_of(name, length)
     args = tuple(replace(b, device="cuda:0") for b in kernel.args)
-    sizes = (length,) if isinstance(length, Expr) else ()
+    sizes = (N,) if isinstance(length, Expr) else ()
     kernel = replace(kernel, args=args, sizes=sizes, hints=(hint,) * len(sizes))
     machines = {"cuda:0": (GPUS["sm_90"], 264)}
     return TritonTarget().emit([kernel], {kernel.name: set()}, machines, {}, verifies=True)
@@ -113,13 +113,25 @@ def test_rows_of_any_length_that_are_read_once_where_a_block_holds_them() -> Non
     source = written("softmax", N, 500)
     forms = source.forms["softmax"]
     assert [name for name, _ in forms.entries] == [
+        "softmax_512_vectors", "softmax_2048_vectors", "softmax_vectors",
         "softmax_512", "softmax_1024", "softmax_2048", "softmax",
     ]  # fmt: skip
     assert source.entry_points == {"softmax": "softmax"}  # of any length
-    picks = {n: evaluate(forms.pick, {"n": n}) for n in (1, 512, 513, 2048, 2049, 10**6)}
-    assert list(picks.values()) == [0, 0, 1, 2, 3, 3]
+    lengths = (1, 512, 511, 513, 516, 2048, 2047, 2049, 2052, 10**6)
+    picks = [evaluate(forms.pick, {"n": n}) for n in lengths]
+    assert picks == [3, 0, 3, 4, 1, 1, 5, 6, 2, 2] and bounds(forms.pick) == (0, 6)
     loops = [unit.text.count("for offset in") for unit in source.units]
-    assert loops == [0, 0, 0, 2] and len({unit.name for unit in source.units}) == 4
+    assert loops == [0, 0, 2, 0, 0, 0, 2] and len({unit.name for unit in source.units}) == 7
+
+
+def test_rows_of_whole_vectors_are_read_by_vectors() -> None:
+    """Of 16 bytes: the length is known to be a multiple of four float32."""
+    for unit in written("softmax", N, 500).units:
+        assert ("s0 = s0 // 4 * 4" in unit.text) == unit.name.endswith("_vectors")
+    sums = written("exp_sum", N, 500)  # a sum is read once anyway, so nothing is held
+    assert [name for name, _ in sums.forms["exp_sum"].entries] == ["exp_sum_vectors", "exp_sum"]
+    assert [evaluate(sums.forms["exp_sum"].pick, {"n": n}) for n in (3, 4, 8)] == [1, 0, 0]
+    assert not written("exp_sum", 8 * N, 500).forms  # all rows are
 
 
 def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +150,11 @@ def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("plait.kernel.triton.target.tune", tune)
     found = target.measure([kernel], anywhere, machines, cfg)
     assert [sizes for sizes, _ in seen] == [(100,), (64,), (128,), (256,), (512,)]
-    assert [n for _, n in seen[1:]] == [4, 4, 3, 2]
+    assert [n for _, n in seen[1:]] == [3, 3, 2, 2]  # of whole vectors, as these lengths are
     assert any(note.startswith("softmax for rows up to 512: ") for note in found.notes)
     source = target.emit([kernel], anywhere, machines, found.choices, True)
-    picks = [evaluate(source.forms["softmax"].pick, {"n": n}) for n in (60, 100, 500, 600)]
-    assert picks == [3, 3, 3, 3]  # the last of each contest: the block that walks
+    picks = [evaluate(source.forms["softmax"].pick, {"n": n}) for n in (60, 100, 500, 600, 99)]
+    assert picks == [2, 2, 2, 2, 3]  # the last of each contest: the block that walks
     unknown = lambda contests, cfg: [Outcome(reason="no device") for _ in contests]
     monkeypatch.setattr("plait.kernel.triton.target.tune", unknown)
     found = target.measure([kernel], anywhere, machines, cfg)
@@ -152,22 +164,23 @@ def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_form_where_another_saves_nothing() -> None:
     assert not written("softmax", 500, 0).forms  # the length is known
-    assert not written("softmax", N, 1 << 20).forms  # too long for a block
-    assert not written("exp_sum", N, 500).forms  # read once anyway
+    assert not written("exp_sum", 8 * N, 500).forms  # read once anyway
 
 
 def test_a_pick_that_was_measured() -> None:
     """Rows of up to 64 by the second block, up to 128 by the one that walks, up to 512 by the
-    third: what was fastest, and never a block that is too short."""
+    second: what was fastest, and never a block that is too short."""
     kernel = kernel_of("softmax", N)
     kernel = replace(kernel, sizes=(N,), hints=(100,))
     tiles = tiles_by_length(legalize(kernel), kernel.hint_of)
-    assert [t and t.groups[-1].block for t in tiles.tiles] == [128, 256, 512, None]
+    blocks = [t and t.groups[-1].block for t in tiles.tiles if not (t and t.looped)]
+    assert blocks == [128, 512, 128, 256, 512, None] and tiles.n_vectors == 3
     assert tiles.buckets == [64, 128, 256, 512]
     walks = plan_tile(legalize(kernel))
-    measured = tiles.measured({64: 1, 128: 3, 256: 1, 512: 0}, walks)
-    picks = [evaluate(measured.pick, {"n": n}) for n in (1, 64, 65, 128, 129, 256, 512, 513, 9999)]
-    assert picks == [1, 1, 3, 3, 2, 2, 2, 3, 3] and bounds(measured.pick) == (0, 3)
+    measured = tiles.measured({64: 1, 128: 2, 256: 0, 512: 0}, walks)
+    lengths = (4, 64, 68, 128, 132, 512, 516, 9999, 63, 129, 513)
+    picks = [evaluate(measured.pick, {"n": n}) for n in lengths]
+    assert picks == [1, 1, 2, 2, 1, 1, 2, 6, 3, 4, 6] and bounds(measured.pick) == (0, 6)
     assert measured.tiles[-1] is walks
     at = hints_at(kernel, tiles.length, 256)
     assert at is not None and at.hint_of == {"n": 256}

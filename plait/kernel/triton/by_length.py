@@ -5,6 +5,9 @@ A block that holds rows as a whole reads them once, but holds rows up to its own
 there are blocks for rows of about the length that is expected, of twice and of four times that, and
 one that walks along rows of any length. A call takes the first that can hold its rows; under
 `max-autotune` the one that was fastest for rows of up to the next power of two.
+
+Rows of any length begin in the middle of vectors and are read element by element. Where the length
+is that of whole vectors, a call takes tiles that know it, and so read 16 bytes at once.
 """
 
 from __future__ import annotations
@@ -13,7 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from plait.ir.expr import Expr, Size, compare, smax, smin, total
-from plait.kernel.triton.tiles import BUSY, Tile, held_tile, power
+from plait.kernel.triton.tiles import (
+    BUSY,
+    Tile,
+    column_vector,
+    held_tile,
+    plan_tile,
+    power,
+    vector_unit,
+)
 from plait.schedule.cost import buffer_nbytes, hint
 from plait.schedule.dedup import symbol_for
 from plait.schedule.legalize.linear import LinearKernel, trip_count
@@ -27,32 +38,44 @@ MOST_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Tiles:
-    """pick: the number of the tile that a call takes, over the kernel's sizes. tiles: the last of
-    them takes any size; None is the one that is planned for any. length: of rows."""
+    """pick: the number of the tile that a call takes, over the kernel's sizes. tiles: first those
+    for rows of whole vectors, if there are any, then those for all rows; of both the last one takes
+    any length. None is the tile that is planned for any. length: of rows. picks: which of the first
+    ones, and which of the others."""
 
     pick: Size
     tiles: tuple[Tile | None, ...]
     length: Size = 0
+    picks: tuple[Size, Size] = (0, 0)
 
     @property
     def buckets(self) -> list[int]:
         """Lengths of rows up to which one tile is chosen, where there are several to choose
         from."""
-        longest = max((t.groups[-1].block for t in self.tiles[:-1] if t is not None), default=0)
+        longest = max((t.groups[-1].block for t in self.tiles if t and not t.looped), default=0)
         return [n for k in range(6, 17) if (n := 1 << k) <= longest]
 
     def named(self, symbol: str, taken: set[str]) -> list[tuple[str, Tile | None]]:
         """The tiles with the symbols of their kernels: of blocks that hold rows up to a length,
         with that. taken: symbols that others have."""
-        lengths = [tile.groups[-1].block for tile in self.tiles[:-1] if tile is not None]
-        symbols = [*(symbol_for(f"{symbol}_{n}", taken) for n in lengths), symbol]
+        names = []
+        for tile in self.tiles:
+            held = f"_{tile.groups[-1].block}" if tile and not tile.looped else ""
+            names.append(f"{symbol}{held}{'_vectors' if tile and tile.unit > 1 else ''}")
+        symbols = [*(symbol_for(name, taken) for name in names[:-1]), symbol]
         return list(zip(symbols, self.tiles, strict=True))
 
+    @property
+    def n_vectors(self) -> int:
+        """How many tiles are for rows of whole vectors."""
+        return sum(t is not None and t.unit > 1 for t in self.tiles)
+
     def _that_hold(self, length: int) -> list[int]:
-        """The numbers of the tiles that take rows of a length, the one that is taken first."""
-        last = len(self.tiles) - 1
-        held = [n for n, t in enumerate(self.tiles[:-1]) if t and t.groups[-1].block >= length]
-        return [*held, last]
+        """The numbers of the tiles that take rows of a length, a power of two: the one that is
+        taken first."""
+        among = range(self.n_vectors or len(self.tiles))
+        tiles = [(n, self.tiles[n]) for n in among[:-1]]
+        return [*(n for n, t in tiles if t and t.groups[-1].block >= length), among[-1]]
 
     def for_rows(self, length: int) -> list[Tile]:
         """The tiles that take rows of a length, the one that is taken first."""
@@ -65,11 +88,38 @@ class Tiles:
         tiles = (*self.tiles[:-1], walks)
         if not best:
             return replace(self, tiles=tiles)
+        of_vectors, of_all = self.picks
+        before = of_vectors if self.n_vectors else of_all
         numbers = [self._that_hold(n)[k] for n, k in best.items()]
         pick: Size = numbers[0]
-        for upto, before, after in zip(best, numbers, [*numbers[1:], self.pick], strict=True):
-            pick = pick + (after - before) * compare("lt", upto, self.length)
-        return replace(self, pick=smax(0, smin(pick, len(tiles) - 1)), tiles=tiles)
+        for upto, one, other in zip(best, numbers, [*numbers[1:], before], strict=True):
+            pick = pick + (other - one) * compare("lt", upto, self.length)
+        picks = (pick, of_all) if self.n_vectors else (of_vectors, pick)
+        return _picked(replace(self, tiles=tiles, picks=picks))
+
+
+def _picked(t: Tiles) -> Tiles:
+    """The tiles with the pick that chooses between the two of `picks`."""
+    n, (of_vectors, of_all) = t.n_vectors, t.picks
+    size, pick = size_of(t.length), n + of_all
+    if n and size is not None:
+        unit = next(tile.unit for tile in t.tiles if tile)
+        pick = pick + (of_vectors - pick) * compare("eq", size % unit, 0)
+    return replace(t, pick=smax(0, smin(pick, len(t.tiles) - 1)))
+
+
+def size_of(length: Size) -> Expr | None:
+    """The one size that tells a length, or None."""
+    return _terms(length)[0]
+
+
+def _terms(length: Size) -> tuple[Expr | None, int]:
+    """The size that a length is a multiple of, and the multiple; (None, 0) if no one size tells."""
+    terms = length.terms if isinstance(length, Expr) and length.const == 0 else ()
+    if len(terms) != 1 or len(terms[0][0]) != 1 or terms[0][0][0].kind != "sym":
+        return None, 0
+    ((atom,), times) = terms[0]
+    return atom.expr, times
 
 
 def tiles_by_length(linear: LinearKernel, hints: Mapping[str, int], busy: int = BUSY) -> Tiles:
@@ -82,17 +132,25 @@ def tiles_by_length(linear: LinearKernel, hints: Mapping[str, int], busy: int = 
     found = ((n, held_tile(linear, n, rows, busy)) for n in (first, 2 * first, 4 * first))
     held = {n: tile for n, tile in found if tile is not None}
     pick = total(compare("lt", n, length) for n in held)
-    return Tiles(pick, (*held.values(), None), length)
+    size, times = _terms(length)
+    unit = vector_unit(linear)
+    if size is None or unit == 1 or times % unit == 0 or column_vector(linear):
+        return Tiles(pick, (*held.values(), None), length, (0, pick))
+    # Two blocks are enough: a vector that is masked costs little.
+    few = {n: tile for n, tile in held.items() if n != 2 * first}
+    vectors = [replace(tile, unit=unit) for tile in (*few.values(), plan_tile(linear, busy))]
+    of_vectors = total(compare("lt", n, length) for n in few)
+    tiles = (*vectors, *held.values(), None)
+    return _picked(Tiles(0, tiles, length, (of_vectors, pick)))
 
 
 def hints_at(kernel: Kernel, length: Size, n: int) -> Kernel | None:
     """The kernel with other hints: its rows have n points. None where no one size tells, or its
     tensors would be too large to measure."""
-    terms = length.terms if isinstance(length, Expr) and length.const == 0 else ()
-    if len(terms) != 1 or len(terms[0][0]) != 1 or terms[0][0][0].kind != "sym":
+    size, times = _terms(length)
+    if size is None:
         return None
-    ((atom,), times) = terms[0]
-    hints = {**kernel.hint_of, atom.name: max(n // times, 1)}
+    hints = {**kernel.hint_of, str(size): max(n // times, 1)}
     nbytes = sum(buffer_nbytes(b, hints) for b in kernel.args)
     made = replace(kernel, hints=tuple(hints[str(s)] for s in kernel.sizes))
     return made if nbytes <= MOST_NBYTES else None

@@ -23,7 +23,7 @@ from plait.ir.product import Product
 from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Target, Unaligned
 from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.body import BodyPrinter
-from plait.kernel.triton.by_length import Tiles, hints_at, tiles_by_length
+from plait.kernel.triton.by_length import Tiles, hints_at, size_of, tiles_by_length
 from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.parts import choose_part
@@ -42,7 +42,7 @@ from plait.schedule.dedup import LENGTH, structure, symbol_for
 from plait.schedule.deps import extent
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
-from plait.schedule.legalize.linear import LinearKernel
+from plait.schedule.legalize.linear import LinearKernel, trip_count
 from plait.schedule.plan import Kernel, Plan, Store, UserLaunch, device_of
 
 WARP = 32
@@ -266,6 +266,9 @@ def emit_kernel(
     start = choose_part(kernel, pointers, sizes) if kernel.parts else []
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     start += [f"{s} = {s}.to({index_type})" for s in names.values()]
+    if tile.unit > 1:
+        length = names[str(size_of(trip_count(linear.rvars)))]
+        start.append(f"{length} = {length} // {tile.unit} * {tile.unit}")  # as the compiler sees it
     program = "program" if kernel.parts else "tl.program_id(0)"
     lines = [*start, f"pid = {program}.to({index_type})", *lines]
     early = dialect.starts_early(gpu)

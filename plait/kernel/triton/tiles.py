@@ -79,7 +79,8 @@ class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
     looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a
     program has one point. spread: neighbouring points are those of neighbouring threads, not of
-    one. Where programs walk along x, their blocks hold whole rows."""
+    one. unit: the size that tells how long rows are is a multiple of it. Where programs walk along
+    x, their blocks hold whole rows."""
 
     groups: tuple[Group, ...]
     looped: bool
@@ -87,6 +88,7 @@ class Tile:
     num_stages: int = 1
     programs: Group | None = None
     spread: bool = False
+    unit: int = 1
 
     @property
     def column_programs(self) -> int:
@@ -141,6 +143,11 @@ def held_tile(linear: LinearKernel, length: int, rows: int, busy: int) -> Tile |
     f = _rows_of(linear, _unit_strides(linear), busy)
     f = replace(f, length=length, known=True, rows=rows)
     return _held(f) if f.again and not f.column and _is_held(f) else None
+
+
+def vector_unit(linear: LinearKernel) -> int:
+    """Elements of a vector of 16 bytes, of the shortest type that is read or written."""
+    return 16 // min((d.nbytes for _, d in _accesses(linear)), default=16)
 
 
 def share_tile(linear: LinearKernel, points: int) -> Tile:

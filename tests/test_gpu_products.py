@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.flex_programs import WRAPPERS
+from tests.layer_programs import KERNELS, case
 from tests.product_programs import CASES, check, layer
 
 
@@ -37,3 +38,9 @@ def test_a_layer_is_one_kernel(dtype: torch.dtype) -> None:
     assert found[3].isnan().all() and eager[3].isnan().all()
     assert not found[8:].isnan().any()
     torch.testing.assert_close(found[8:], eager[8:])
+
+
+@pytest.mark.parametrize("rows", [8, 72])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_kernels_of_a_layer(name: str, rows: int) -> None:
+    check(case(name, rows), "native", "cuda", on_gpu=True)

@@ -706,3 +706,18 @@ def test_log_softmax_is_made_again_from_its_input() -> None:
     (grad,) = torch.autograd.grad(want, x, torch.tensor(3.0).double())
     torch.testing.assert_close(loss.double(), want.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.double(), grad, atol=1e-6, rtol=1e-4)
+
+
+def test_what_is_computed_along_rows_is_walked(compile_only: None) -> None:
+    """Triton took minutes for a block that holds such rows."""
+    mode, (x,) = fakes((2, 1))
+    text = record(lambda x: x.expand(2, 5000).softmax(1), x, mode=mode).kernel_source
+    turns = re.findall(r"in range\(0, 5000, (\d+)\)", text)
+    assert turns and all(2 * int(n) > 5000 > int(n) for n in turns), text
+
+
+def test_what_a_scan_carries_of_one_row_is_a_number(compile_only: None) -> None:
+    mode, (x,) = fakes((1,))
+    text = record(lambda x: x.expand(100_000).cumsum(0), x, mode=mode).kernel_source
+    scan = text.split("associative_scan")[1]
+    assert "tl.reduce(" in scan and "[:, None]" not in scan, text

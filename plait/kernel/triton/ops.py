@@ -183,10 +183,10 @@ _FUNCTIONS: dict[str, str] = dict((
     _binary("p_min_last", "tl.where((a < b) | (a != a), a, b)"),
     _binary("p_fmax", "tl.where((a > b) | (b != b), a, b)"),
     _binary("p_fmin", "tl.where((a < b) | (b != b), a, b)"),
-    # The element of each row where a mask is set, to its last bit.
-    ("p_at", """def p_at(a, mask):
+    # The element along an axis where a mask is set, to its last bit.
+    ("p_at", """def p_at(a, mask, axis: tl.constexpr):
     bits = a.to(tl.int64 if a.dtype.primitive_bitwidth == 64 else tl.int32, bitcast=True)
-    return tl.reduce(tl.where(mask, bits, 0), 1, p_xor)[:, None].to(a.dtype, bitcast=True)
+    return tl.reduce(tl.where(mask, bits, 0), axis, p_xor).to(a.dtype, bitcast=True)
 """),
     ("p_divisor", """def p_divisor(b):
     return tl.where(b == 0, b + 1, b)

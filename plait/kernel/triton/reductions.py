@@ -74,6 +74,8 @@ class Reductions:
         shape = self.layout.shape(
             self.layout.rows if a.how is Accumulation.SCAN else self.layout.everything
         )
+        if a.how is Accumulation.SCAN and self._is_one_row():
+            shape = "[]"
         if a.folds:
             shape = f"[{a.folds[0]}, {a.folds[2]}]"
         first = _first(a.reduce)
@@ -133,10 +135,18 @@ class Reductions:
         scanned = self.lines.define(f"tl.associative_scan({block}, 1, {fn})", True)
         whole = f"tl.broadcast_to({carry}, {scanned}.shape)"
         self.values.results[s.name] = self.lines.define(f"{fn}({whole}, {scanned})", True)
-        total = f"tl.reduce({block}, 1, {fn})[:, None]"
+        # Of one row, a number: Triton may lay out a column, and with it the block that it is
+        # computed of, so that each thread holds all of it.
+        axis, column = ("None", "") if self._is_one_row() else ("1", "[:, None]")
+        total = f"tl.reduce({block}, {axis}, {fn}){column}"
         if fn.endswith("_last"):  # which depends on the order
-            total = f"p_at({scanned}, rbase == {self.layout.tile.groups[-1].block - 1})"
+            last = self.layout.tile.groups[-1].block - 1
+            total = f"p_at({scanned}, rbase == {last}, {axis}){column}"
         self.lines.add(f"{carry} = {fn}({carry}, {total})", True)
+
+    def _is_one_row(self) -> bool:
+        """Whether a block holds points of one row."""
+        return self.layout.tile.block == self.layout.tile.groups[-1].block
 
     def _peak(self, a: Accumulator, block: str) -> None:
         """A maximum, and before it the sums of exponentials below it."""

@@ -27,6 +27,9 @@ PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
 ONE_PASS_POINTS = 8192
 """The same where a row is needed once only, so that holding it saves nothing."""
+COMPUTED_POINTS = 128
+"""The same where nothing is loaded along rows: there Triton may lay a block out by the column
+of its results, so that each thread holds whole rows; in a loop it does not."""
 BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
@@ -175,9 +178,9 @@ class _Rows:
     are, and points a result; known: length is no guess. column: neighbours in memory belong to
     different results. again: a block that walks along a row reads some of it twice. vector:
     neighbouring results that a thread may load at once. held: dtypes of what is loaded at every
-    point. stores: something is stored at every point. one: there is one reduction. positions: one
-    gives positions. ragged: rows begin in the middle of vectors. busy: programs that fill the
-    device."""
+    point. computed: nothing is loaded along rows. stores: something is stored at every point. one:
+    there is one reduction. positions: one gives positions. ragged: rows begin in the middle of
+    vectors. busy: programs that fill the device."""
 
     outer: tuple[Atom, ...]
     inner: tuple[Atom, ...]
@@ -189,6 +192,7 @@ class _Rows:
     again: bool
     vector: int
     held: list[DType]
+    computed: bool
     stores: bool
     one: bool
     positions: bool
@@ -212,6 +216,8 @@ class _Rows:
 
     def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
         """The tile with blocks of x results and r points of each."""
+        if looped and self.known and self.computed:
+            r = min(r, power(self.length) // 2)  # Triton takes a loop of one turn as none
         return Tile(
             (Group("x", self.outer, x), Group("r", self.inner, r)),
             looped,
@@ -244,7 +250,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
         outer, inner, programs, rows, _known(trip_count(inner)),
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(linear),
         vector=column_vector(linear),
-        held=held_dtypes(linear, outer),
+        held=held_dtypes(linear, outer), computed=not any(_loads_along(linear)),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
         positions=any(REDUCTIONS[s.kind].extreme for s in reductions),
         ragged=_is_ragged(linear), busy=busy,
@@ -255,6 +261,8 @@ def _is_held(f: _Rows) -> bool:
     """Whether a block holds its rows, or columns, as a whole."""
     if not f.known:
         return False
+    if f.computed:
+        return f.length <= COMPUTED_POINTS
     if not f.column:
         longest = PERSISTENT_POINTS // max(len(f.held), 1) if f.again else 0
         return f.length <= max(longest, ONE_PASS_POINTS)
@@ -430,6 +438,13 @@ def held_dtypes(linear: LinearKernel, outer: tuple[Atom, ...]) -> list[DType]:
     return [
         n.dtype for n in walk(linear.roots()) if n.op == "load" and _along_rows(linear, outer, n)
     ]
+
+
+def _loads_along(linear: LinearKernel) -> Iterator[bool]:
+    """Of each load, whether it may differ along a row."""
+    for n in walk(linear.roots()):
+        if n.op == "load":
+            yield _indirect(n) or not expr.free_symbols(offset_of(n)).isdisjoint(linear.rvars)
 
 
 def _along_rows(linear: LinearKernel, outer: tuple[Atom, ...], n: Node) -> bool:

@@ -210,6 +210,12 @@ def _kernels(
     """The front half, and the sources of its kernels."""
     lowered, plan = _plan(captured, cfg, log, refused)
     made = make_kernels(plan, cfg, log)
+    lost = {name.rpartition(".")[2] for name in made.lost}
+    if lost and refuse_kernels(captured.graph, lost):  # their operators are faster
+        lowered, plan = _plan(captured, cfg, log, refused)
+        notes = made.notes
+        made = make_kernels(plan, cfg, log)
+        made = replace(made, notes=(*notes, *made.notes))
     show.show_plan(log, made.plan)
     show.show_sources(log, made.sources, made.notes)
     return lowered, made

@@ -249,11 +249,13 @@ class Kernels:
     plan: names each kernel by its symbol, which equal kernels share
     sources: by kind of device
     notes: what measuring found, a line a kernel
+    lost: kernels whose operators are faster
     """
 
     plan: Plan
     sources: Mapping[str, Source]
     notes: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
@@ -268,7 +270,7 @@ def make_kernels(plan: Plan, cfg: Config, log: Log = quiet) -> Kernels:
         more = log("measure variants", measure_variants, plan, machines, cfg)
         found = _together([found, more])
     sources = log("emit kernels", emit_kernels, plan, shared, machines, found.choices, cfg.verifies)
-    return Kernels(_named(plan, shared, sources), sources, found.notes)
+    return Kernels(_named(plan, shared, sources), sources, found.notes, found.lost)
 
 
 def find_machines(plan: Plan, cfg: Config) -> Machines:
@@ -312,7 +314,8 @@ def measure_variants(plan: Plan, machines: Machines, cfg: Config) -> Measured:
 
 def _together(found: Sequence[Measured]) -> Measured:
     choices = {name: choice for f in found for name, choice in f.choices.items()}
-    return Measured(choices, tuple(note for f in found for note in f.notes))
+    notes = tuple(note for f in found for note in f.notes)
+    return Measured(choices, notes, tuple(name for f in found for name in f.lost))
 
 
 def emit_kernels(

@@ -111,14 +111,16 @@ CASES = {
 }  # fmt: skip
 
 
-def check(case: Case, wrapper: str, device: str, on_gpu: bool) -> list[CompileRecord]:
+def check(
+    case: Case, wrapper: str, device: str, on_gpu: bool, **options: object
+) -> list[CompileRecord]:
     """What a compiled program computes is as near to the float64 result as what eager does, for
     other numbers than it was compiled with too. on_gpu: it is compiled for one, where it launches
     what the case says and calls nothing."""
     records: list[CompileRecord] = []
     torch.compiler.reset()
     with observing(records), torch.no_grad():
-        compiled = torch.compile(case.fn, backend="plait", options={"wrapper": wrapper})
+        compiled = torch.compile(case.fn, backend="plait", options={"wrapper": wrapper, **options})
         for seed in range(2):
             given = case.tensors(device, seed)
             found, eager = (tree_leaves(f(*given)) for f in (compiled, case.fn))

@@ -172,6 +172,9 @@ def test_versions_to_be_measured() -> None:
         write_product(call_of(p), p.buffers, GPUS["sm_90"], tunes).kernel for tunes in (False, True)
     )
     assert isinstance(planned, UserKernel) and isinstance(several, UserKernel)
+    assert (planned.rival_us, several.rival_us) == (None, 0)
+    launched = replace(p, ops=(replace(call_of(p), kernel=several),))
+    assert read_program(program_text(launched)) == launched
     assert planned.text == several.text and planned.variants == several.variants[:1]
     calls = [(v.call, v.options) for v in several.variants]
     assert len({*calls}) == len(calls) > 4

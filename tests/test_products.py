@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
+from plait.config import Config
+from plait.runtime.tune import Contest, Outcome
 from tests.layer_programs import KERNELS, case
 from tests.product_programs import CASES, check
 
@@ -22,3 +25,21 @@ def test_as_eager(name: str) -> None:
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_of_a_layer(name: str, rows: int) -> None:
     check(case(name, rows), "python", "cpu", on_gpu=True)
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+@pytest.mark.parametrize("rival", [False, True])
+def test_the_faster_one_is_taken(rival: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of versions of a kernel, and the vendor's product with a kernel beside it."""
+
+    def tuned(contests: list[Contest], cfg: Config) -> list[Outcome]:
+        ways = [(len(c.labels), c.rival is not None) for c in contests]
+        return [
+            Outcome((n if rival else 1) if has else 0, (3.0,) * n + (1.0,) * has) for n, has in ways
+        ]
+
+    monkeypatch.setattr("plait.kernel.triton.target.tune", tuned)
+    case = replace(CASES["residual"], calls=int(rival))
+    (record,) = check(case, "python", "cpu", True, autotune=True)
+    assert ("operator" in "".join(record.tuned)) == rival, record.tuned
+    assert ("columns=32," in record.kernel_source) == (not rival)

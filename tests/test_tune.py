@@ -211,9 +211,13 @@ class Clock:
         self, contest: tune.Contest, versions: list[tuple[Job, int, Cubin | None]]
     ) -> list[float]:
         self.asked += 1
+        rival = self.us[len(versions) :]
         return [
-            math.inf if cubin is None else us
-            for us, (_, _, cubin) in zip(self.us, versions, strict=True)
+            *(
+                math.inf if cubin is None else us
+                for us, (_, _, cubin) in zip(self.us, versions, strict=False)
+            ),
+            *rival,
         ]
 
 
@@ -261,6 +265,19 @@ def test_the_fastest_is_taken_and_known_to_others(
     assert second.text(contest(3)).endswith("measured before")
     assert tune.tune([contest(3, name="renamed")], cfg) == [second] and clock.asked == 1
     assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
+
+
+def test_an_operator_may_be_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    matrix = tune.Strided("bf16", (16, 64), (64, 1))
+    race = replace(contest(2), rival=tune.Rival(matrix, matrix, 1.5))
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0, 5.0), Config(cache_dir=str(tmp_path))
+    clock.refused.pop()
+    assert race.key not in (contest(2).key, replace(race, rival=tune.Rival(matrix, matrix, 0)).key)
+    for known in (False, True):
+        (outcome,) = tune.tune([race], cfg)
+        assert (outcome.choice, outcome.known) == (2, known)
+        assert outcome.text(race).startswith("10.0 us, tile 0 -> 5.0 us, the operator of 3")
+    assert clock.asked == 1 and len(clock.submitted) == 2
 
 
 @pytest.mark.parametrize("us", [(100.0, 98.0), (5.0, 4.8)])

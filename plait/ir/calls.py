@@ -146,11 +146,14 @@ class UserKernel(DeviceKernel):
     text: a module with the user's functions.
     pointers: the types of the pointers, as that language has them.
     variants: in which it may be compiled; they differ in time alone. Tuning chooses one.
+    rival_us: where the operator that the call names may be faster on the same operands: how many
+        microseconds more other kernels would take beside it.
     """
 
     text: str
     pointers: tuple[str, ...]
     variants: tuple[Variant, ...]
+    rival_us: float | None = None
 
     @property
     def grids(self) -> tuple[Size, ...]:

@@ -260,7 +260,8 @@ def _fact(value: object, scope: Scope) -> str:
         ]
         return (
             f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
-            f"variants={tuple_text(variants)})"
+            f"variants={tuple_text(variants)}"
+            f"{'' if value.rival_us is None else f', rival_us={value.rival_us!r}'})"
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)

@@ -66,10 +66,15 @@ Choices = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """What measuring found. notes: a line for each kernel that had several candidates."""
+    """What measuring found.
+
+    notes: a line for each kernel that had several candidates.
+    lost: kernels that are slower than the operators in whose place they are.
+    """
 
     choices: Choices
     notes: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 class Target(Protocol):

@@ -24,6 +24,7 @@ from plait.lower.memory import step_along, tensor_arg
 _FEW_ROWS = 64
 """Rows up to which the other matrix comes from memory no slower than the vendor's kernels have
 it."""
+_MEASURED_ROWS = 128  # up to which the two are measured, where tuning is asked for
 _LEAST_COLUMNS, _LEAST_DEPTH = 64, 128  # of such a product
 _PROGRAMS = 128  # about as many as an H100 has multiprocessors
 _FEW_TILES = 32  # leave most of them idle
@@ -76,10 +77,10 @@ def cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
-    return cut_of(math.prod(batch), m, n, k)
+    return cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if ctx.cfg.autotune else _FEW_ROWS)
 
 
-def cut_of(batch: int, m: int, n: int, k: int) -> Cut | None:
+def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cut | None:
     """How a kernel of ours computes products of (m, k) and (k, n): long sums of few results in
     parts of k, and those of few rows; None for others."""
     rows, columns = _power(m), _power(n)
@@ -92,7 +93,7 @@ def cut_of(batch: int, m: int, n: int, k: int) -> Cut | None:
     few = batch * m * n <= (_MOST_FLAT if min(m, n) <= _FEW_ROWS else _MOST_SQUARE)
     if n > 1 and parts >= _LEAST_PARTS and few:
         return Cut(rows, columns, depth, parts)
-    if m > _FEW_ROWS or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+    if m > most_rows or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
         return None
     while tiles < _FEW_TILES and rows > 16:
         rows, tiles = rows // 2, tiles * 2

@@ -63,16 +63,52 @@ class Scratch:
 
 
 @dataclass(frozen=True)
+class Strided:
+    """A tensor of numbers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """One, of random numbers."""
+        dtype = _FLOATS[self.dtype]
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device).normal_()
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The vendor's product of two matrices, in whose place a kernel is. more_us: what kernels take
+    that stand beside it."""
+
+    left: Strided
+    right: Strided
+    more_us: float
+
+    def call(self, device: torch.device) -> Callable[[], object]:
+        """What runs it."""
+        a, b = self.left.made(device), self.right.made(device)
+        return partial(torch.matmul, a, b, out=torch.matmul(a, b))
+
+
+@dataclass(frozen=True)
 class Contest:
     """Versions of one kernel. labels: what each is called. version: the job of the one at a
     position, and how many programs it is launched with; the first is what is taken unless another
-    is faster. buffers, sizes: the arguments. device: such as 'cuda:0'."""
+    is faster. buffers, sizes: the arguments. device: such as 'cuda:0'. rival: comes after all
+    versions, if there is one."""
 
     labels: tuple[str, ...]
     version: Callable[[int], tuple[Job, int]]
     buffers: tuple[Scratch, ...]
     sizes: tuple[int, ...]
     device: str
+    rival: Rival | None = None
+
+    @property
+    def n_ways(self) -> int:
+        """How many times an outcome has."""
+        return len(self.labels) + (self.rival is not None)
 
     @cached_property
     def planned(self) -> tuple[Job, int]:
@@ -92,7 +128,8 @@ class Contest:
             self.buffers,
             self.sizes,
         )
-        return key_of((*map(repr, facts), *self.labels))
+        rival = () if self.rival is None else (repr(self.rival),)
+        return key_of((*map(repr, facts), *self.labels, *rival))
 
 
 @dataclass(frozen=True)
@@ -109,7 +146,7 @@ class Outcome:
         """What came of it, for people."""
         if self.reason:
             return f"not tuned: {self.reason}"
-        best = f"{contest.labels[self.choice]} of {len(self.us)} versions"
+        best = f"{(*contest.labels, 'the operator')[self.choice]} of {len(self.us)} versions"
         first = f"{self.us[0]:.1f} us, {contest.labels[0]}"
         said = (
             f"{first}: the best"
@@ -132,11 +169,12 @@ def _agreed(contest: Contest, mine: Outcome) -> Outcome:
     if missing_device(contest):
         return mine  # the first version: nothing is measured for devices elsewhere
     choice = ranks.first_choice(contest.key, mine.choice)
-    if choice is None or not 0 <= choice < len(contest.labels):
+    if choice is None or not 0 <= choice < contest.n_ways:
         return Outcome(reason="the other ranks cannot be asked")
     if choice == mine.choice:
         return mine
-    return Outcome(choice, reason=f"another rank chose {contest.labels[choice]}")
+    label = (*contest.labels, "the operator")[choice]
+    return Outcome(choice, reason=f"another rank chose {label}")
 
 
 def _tuned(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
@@ -239,7 +277,7 @@ def _found(contest: Contest, store: Store) -> Outcome | None:
     try:
         read = json.loads(data)
         us, choice, reason = tuple(map(float, read["us"])), int(read["choice"]), str(read["reason"])
-        if len(us) == (0 if reason else len(contest.labels)) and 0 <= choice < max(1, len(us)):
+        if len(us) == (0 if reason else contest.n_ways) and 0 <= choice < max(1, len(us)):
             return Outcome(choice, us, known=True, reason=reason)
     except (ValueError, TypeError, KeyError):
         pass
@@ -299,7 +337,7 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         sweep = torch.empty(4 * cache, dtype=torch.int8, device=device)
         pointers = [b.data_ptr() for b in buffers]
-        runs: dict[int, Callable[[], None]] = {}
+        runs: dict[int, Callable[[], object]] = {}
         with _file(
             {str(k): cubin for k, (_, _, cubin) in enumerate(versions) if cubin is not None}
         ) as path:
@@ -315,8 +353,13 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
                     runs[k] = run
                 except RuntimeError:  # it wants more memory or registers than there are
                     continue
+        rival = contest.rival
+        if rival is not None:
+            runs[len(versions)] = rival.call(device)
         times = _race(runs, sweep)
-    return [times.get(k, math.inf) for k in range(len(versions))]
+    if rival is not None and len(versions) in times:
+        times[len(versions)] += rival.more_us
+    return [times.get(k, math.inf) for k in range(contest.n_ways)]
 
 
 _FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
@@ -348,7 +391,7 @@ def _file(cubins: Mapping[str, Cubin]) -> Iterator[str]:
         yield file.name
 
 
-def _race(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[int, float]:
+def _race(runs: Mapping[int, Callable[[], object]], sweep: torch.Tensor) -> dict[int, float]:
     """The median time of each. Those that are far behind after a first round run no more; the first
     always does."""
     times = {k: [us] for k, us in _round(runs, sweep).items()}
@@ -363,7 +406,7 @@ def _race(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[i
     return {k: statistics.median(t) for k, t in times.items()}
 
 
-def _round(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[int, float]:
+def _round(runs: Mapping[int, Callable[[], object]], sweep: torch.Tensor) -> dict[int, float]:
     """Microseconds of one run of each, the cache swept before."""
     events = {k: (_event(), _event()) for k in runs}
     for k, run in runs.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product
-from plait.ir.loops import Buffer
+from plait.ir.loops import Buffer, walk
 from plait.ir.product import Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
@@ -24,6 +24,7 @@ from plait.schedule.deps import extent
 _STAGES = 5
 """Of a loop, where memory holds them: measured on an H200 (benchmarks/products_gpu.py)."""
 _SPARE = 4 << 10  # bytes that a kernel needs beside them
+_KERNEL_US = 1.5  # of one that is small, in a CUDA graph
 _WIDE = 64  # rows of the left factor that tensor cores want
 
 
@@ -77,7 +78,17 @@ class _Writer(Writer):
         prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
         parts = (dialect.head, prelude, finish, made, template("product"))
         text = "\n\n".join(filter(None, parts))
-        return UserKernel(self.product.name, text, self.pointers(), variants)
+        rival_us = self._rival_us() if self.tunes else None
+        return UserKernel(self.product.name, text, self.pointers(), variants, rival_us)
+
+    def _rival_us(self) -> float | None:
+        """How long kernels take that stand beside the vendor's product, and not beside this one, in
+        microseconds. None: the vendor has no such product."""
+        if self.product.right is not None:
+            return None
+        plain = (n.op for r in self.product.results for n in walk((r.body,)))
+        finished = 0 if {*plain} <= {"load", "cast"} and len(self.outs) == 1 else _KERNEL_US
+        return finished - (_KERNEL_US if self._cut.parts > 1 else 0)
 
     @property
     def _cut(self) -> Cut:

@@ -141,13 +141,16 @@ class TritonTarget(Target):
         several = [u for u in launches if len(u.kernel.variants) > 1]
         contests = [contest_of(u, machines[u.device][0]) for u in several]
         outcomes = tune(contests, cfg)
-        return Measured(
-            {u.kernel.name: o.choice for u, o in zip(several, outcomes, strict=True)},
-            tuple(
-                f"{u.kernel.name}: {o.text(c)}"
-                for u, o, c in zip(several, outcomes, contests, strict=True)
-            ),
-        )
+        choices: dict[str, int] = {}
+        notes, lost = [], []
+        for u, o, c in zip(several, outcomes, contests, strict=True):
+            n, name = len(u.kernel.variants), u.kernel.name
+            notes.append(f"{name}: {o.text(c)}")
+            choices[name] = o.choice
+            if o.choice == n:  # what it would be where the operator cannot be called
+                choices[name] = min(range(n), key=o.us.__getitem__) if o.us else 0
+                lost.append(name)
+        return Measured(choices, tuple(notes), tuple(lost))
 
     def emit_users(
         self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices

@@ -7,13 +7,15 @@ are compiled with Triton's own defaults, as eager compiles them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.ir.calls import Variant
+from plait.ir.calls import TensorArg, Variant
+from plait.ir.dtypes import DType
 from plait.ir.expr import Size
 from plait.runtime.cubin import Gpu, Job
 from plait.runtime.store import key_of
-from plait.runtime.tune import Contest, Scratch
+from plait.runtime.tune import Contest, Rival, Scratch, Strided
 from plait.schedule.cost import hint
 from plait.schedule.plan import UserLaunch
 
@@ -69,4 +71,13 @@ def contest_of(launch: UserLaunch, gpu: Gpu) -> Contest:
         buffers.append(Scratch(dtype.name, span * dtype.nbytes))
     sizes = tuple(hint(e, hints) for e in launch.sizes)
     labels = tuple(f"{v.call} with {dict(v.options)}" for v in variants)
-    return Contest(labels, version, tuple(buffers), sizes, launch.device)
+    more_us, rival = launch.kernel.rival_us, None
+    if more_us is not None:
+        left, right = (_seen(launch.buffers[k], launch.dtypes[k], hints) for k in range(2))
+        rival = Rival(left, right, more_us)
+    return Contest(labels, version, tuple(buffers), sizes, launch.device, rival)
+
+
+def _seen(a: TensorArg, dtype: DType, hints: Mapping[str, int]) -> Strided:
+    shape, strides = (tuple(hint(e, hints) for e in es) for es in (a.shape, a.strides))
+    return Strided(dtype.name, shape, strides)

@@ -61,7 +61,12 @@ def computed(*xs: Tensor) -> Tensor:
     return torch.cat([x.sin() * k for k, x in enumerate(xs[:-1])], 1).sigmoid() - 1
 
 
-@pytest.mark.parametrize("fn", [scaled, kept, twice, moved, changed, computed])
+def first_half(*xs: Tensor) -> Tensor:
+    """A reader of the first elements only: pieces behind it are nobody's."""
+    return torch.cat(xs[:-1], 1).chunk(2, 1)[0].relu()
+
+
+@pytest.mark.parametrize("fn", [scaled, kept, twice, moved, changed, computed, first_half])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_as_eager(fn: Callable[..., Any], dynamic: bool) -> None:
     torch.compiler.reset()

@@ -50,7 +50,7 @@ def split_readers(program: LoopProgram, bodies: Bodies) -> LoopProgram:
         if name in shared or not 0 < len(users) <= _MAX_READERS:
             continue
         made = [p for p in loops if isinstance(p, Pointwise)]
-        found = [_split(program.ops[k], name, made, bodies) for k in users]
+        found = [_split(program, program.ops[k], name, made, bodies) for k in users]
         # What was split for another buffer stays: it reads this one as a whole.
         if any(f is None for f in found) or any(ops[k] != (program.ops[k],) for k in users):
             continue
@@ -90,10 +90,12 @@ def _crosses(
 
 
 def _split(
-    op: Op, name: str, pieces: Sequence[Pointwise], bodies: Bodies
+    program: LoopProgram, op: Op, name: str, pieces: Sequence[Pointwise], bodies: Bodies
 ) -> tuple[Pointwise, ...] | None:
     """A reader in pieces; None where it is no loop that reads each element where it stores one."""
     if not isinstance(op, Pointwise) or op.index is not None:
+        return None
+    if program.buffers[op.out].shape != program.buffers[name].shape:  # it reads a part
         return None
     facts = bodies.of((op.body,))
     loads = [load_of(n) for n in facts.loads if load_of(n).buf == name]

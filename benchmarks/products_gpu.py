@@ -38,7 +38,7 @@ Program = Callable[..., Any]
 @dataclass(frozen=True)
 class Case:
     """A product of m x k and k x n and what follows it. turned: which operands lie transposed:
-    "nt" as of a linear layer. then: a row of AFTER."""
+    "nt" as of a linear layer. then: a row of BIASED or PLAIN."""
 
     m: int
     n: int
@@ -58,34 +58,43 @@ def silu_gate(y: Tensor, other: Tensor) -> Tensor:
     return F.silu(y) * other
 
 
-AFTER: dict[str, Program] = {
-    "": lambda y, bias, rest: y,
-    "bias": lambda y, bias, rest: y + bias,
-    "gelu": lambda y, bias, rest: F.gelu(y + bias, approximate="tanh"),
-    "erf": lambda y, bias, rest: F.gelu(y + bias),
-    "residual": lambda y, bias, rest: rest + (y + bias),
-    "gate": lambda y, bias, rest: silu_gate(y, rest),
-    "add": lambda y, bias, rest: rest + y,
+BIASED: dict[str, Program] = {
+    "bias": lambda y, rest: y,
+    "relu": lambda y, rest: F.relu(y),
+    "gelu": lambda y, rest: F.gelu(y, approximate="tanh"),
+    "erf": lambda y, rest: F.gelu(y),
+    "residual": lambda y, rest: rest + y,
+}
+"""After a product with a bias."""
+PLAIN: dict[str, Program] = {
+    "": lambda y, rest: y,
+    "gate": silu_gate,
+    "add": lambda y, rest: rest + y,
 }
 
 
 def whole(then: str) -> Program:
     """The product and what follows it, as a model has it."""
-    after = AFTER[then]
 
     def program(x: Tensor, w: Tensor, bias: Tensor, rest: Tensor) -> Any:
-        if then in ("bias", "gelu", "erf", "residual"):
-            y = torch.addmm(bias, x, w)
-            return after(y, torch.zeros((), dtype=y.dtype, device=y.device), rest)
-        return after(x @ w, bias, rest)
+        if then in BIASED:
+            return BIASED[then](torch.addmm(bias, x, w), rest)
+        return PLAIN[then](x @ w, rest)
 
     return program
 
 
+def beside(then: str) -> Program:
+    """What follows a product, its bias included, as a kernel has it."""
+    if then in BIASED:
+        return lambda y, bias, rest: BIASED[then](y + bias, rest)
+    return lambda y, bias, rest: PLAIN[then](y, rest)
+
+
 def _cases() -> dict[str, list[Case]]:
     rows = (1, 16, 128, 1024, 4096)
-    gpt2 = [(2304, 768, "bias"), (768, 768, "residual"), (3072, 768, "gelu"), (3072, 768, "erf"),
-            (768, 3072, "residual")]  # fmt: skip
+    gpt2 = [(2304, 768, "bias"), (768, 768, "residual"), (3072, 768, "gelu"), (3072, 768, "relu"),
+            (3072, 768, "erf"), (768, 3072, "residual")]  # fmt: skip
     llama = [(6144, 4096, ""), (4096, 4096, "add"), (14336, 4096, "gate"), (4096, 14336, "add")]
     split = [
         (16, 16, 32768), (32, 32, 65536), (64, 64, 65536), (128, 128, 32768), (96, 96, 49152),
@@ -131,7 +140,7 @@ class Race:
         """A peer as a function of the weights."""
         program = whole(self.case.then)
         if peer == "pair":
-            after: Any = AFTER[self.case.then]
+            after: Any = beside(self.case.then)
             if self.case.then:
                 after = torch.compile(after, backend="plait", dynamic=False)
             return lambda w: after(torch.mm(self.x, w), self.bias, self.rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,17 @@ def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.gelu(F.linear(x, w, b), approximate="tanh")
 
 
+def written_out(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As GPT-2 has it."""
+    y = torch.addmm(b, x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], -1)
+    return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
+
+
+def nearly_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    y = F.linear(x, w, b)
+    return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.0447 * torch.pow(y, 3.0))))
+
+
 def read_twice(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     y = F.linear(x, w, b)
     return y.relu(), y.exp()
@@ -102,7 +114,13 @@ CASES = {
     "one row": Case(residual, ((1, 512), (128, 512), (128,), (1, 128)), 1),
     "layer": Case(layer, ((3, 50, 256), (192, 256), (192,)), 0, calls=1),
     "layer of relu": Case(
-        lambda x, w, b: F.linear(x, w, b).relu() + 1, ((150, 256), (192, 256), (192,)), 1, calls=1
+        lambda x, w, b: F.linear(x, w, b).relu(), ((3, 50, 256), (192, 256), (192,)), 0, calls=1
+    ),
+    "layer written out": Case(
+        written_out, ((3, 50, 256), (256, 192), (192,)), 0, calls=1
+    ),
+    "layer of another kind": Case(
+        nearly_gelu, ((150, 256), (192, 256), (192,)), 1, calls=1
     ),
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),

@@ -1,14 +1,19 @@
-"""Linear layers with their activations as one call, on a GPU: the vendor's library computes `gelu`
-(by tanh) of a product with a bias before it stores it.
+"""Linear layers with their activations as one call, on a GPU: the vendor's library computes `relu`
+and `gelu` (by tanh, also written out) of a product with a bias before it stores it.
 
-Eager rounds the sum to 16 bits first; without that the result is nearer to the exact one. A layer
-whose sum is read by another operator, such as a gradient, stays. What the lowering rule computes
-with kernels of plait is rounded as ever.
+Eager rounds the sum to 16 bits first. Of relu that makes no difference, of gelu the result is
+nearer to the exact one. A layer whose sum is read by another operator, such as a gradient, stays.
+What the lowering rule computes with kernels of plait is rounded as ever. The library can add a
+residual, too, but what norms the sum adds it in less time.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
@@ -38,22 +43,58 @@ def _is_layer(node: Node) -> bool:
 
 
 def _join(node: Node) -> bool:
-    """Whether the only reader of a layer, behind views, is an activation, which it then has."""
+    """Whether all that reads a layer, behind views, is an activation, which it then has."""
     last = node
-    while len(last.users) == 1:
-        (user,) = last.users
-        if user.target in _MOVES and user.args[0] is last:
-            last = user
-            continue
-        if user.target is not aten.gelu.default or user.kwargs.get("approximate") != "tanh":
-            return False
-        if not same_layout(value_of(user), value_of(last)):
-            return False
-        replace(user, last)
-        bias, *factors = node.args
-        assert isinstance(bias, Node), "tensors are nodes"
-        made = insert(node, bias, aten._addmm_activation.default, *factors, use_gelu=True)
-        node.replace_all_uses_with(made, propagate_meta=False)
-        node.graph.erase_node(node)
-        return True
-    return False
+    while len(last.users) == 1 and (user := next(iter(last.users))).target in _MOVES:
+        last = user
+    gelu, relu = _gelu_of(last), _only_reader(last, aten.relu.default)
+    end = gelu or relu
+    if end is None or not same_layout(value_of(end), value_of(last)):
+        return False
+    bias, *factors = node.args
+    assert isinstance(bias, Node), "tensors are nodes"
+    replace(end, last)
+    made = insert(node, bias, aten._addmm_activation.default, *factors, use_gelu=gelu is not None)
+    node.replace_all_uses_with(made, propagate_meta=False)
+    node.graph.erase_node(node)
+    return True
+
+
+def _only_reader(x: Node, op: OpOverload, other: Any = None) -> Node | None:
+    """The operator that alone reads a value, with another operand, in any order; else None."""
+    if len(x.users) != 1:
+        return None
+    (user,) = x.users
+    rest = [a for a in user.args if a is not x]
+    if user.target is not op or len(rest) != len(user.args) - 1:
+        return None
+    if other is None:
+        return user if not rest else None
+    if isinstance(other, Node):
+        same = rest == [other]
+    else:
+        same = isinstance(rest[0], (int, float)) and math.isclose(rest[0], other, rel_tol=1e-6)
+    return user if same and not user.kwargs else None
+
+
+def _gelu_of(x: Node) -> Node | None:
+    """gelu of a value, by tanh, where nothing else reads that."""
+    gelu = _only_reader(x, aten.gelu.default)
+    if gelu is not None:
+        return gelu if gelu.kwargs.get("approximate") == "tanh" else None
+    by_op = {user.target: user for user in x.users}
+    at, half = by_op.get(aten.pow.Tensor_Scalar), by_op.get(aten.mul.Tensor)
+    if len(x.users) != 3 or at is None or at.args != (x, 3) or half is None:
+        return None
+    if half.args not in ((x, 0.5), (0.5, x)):
+        return None
+    steps: tuple[tuple[OpOverload, Any], ...] = (
+        (aten.mul.Tensor, 0.044715), (aten.add.Tensor, x),
+        (aten.mul.Tensor, math.sqrt(2 / math.pi)), (aten.tanh.default, None),
+        (aten.add.Tensor, 1), (aten.mul.Tensor, half),
+    )  # fmt: skip
+    for op, other in steps:
+        at = _only_reader(at, op, other)
+        if at is None:
+            return None
+    return at if len(half.users) == 1 else None

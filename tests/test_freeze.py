@@ -78,6 +78,9 @@ CONVOLUTIONS = {
     "depthwise": (nn.Conv2d(24, 24, 5, 2, 2, groups=24), (2, 24, 11, 10)),
     "depthwise, odd": (nn.Conv2d(37, 37, (3, 2), 1, (1, 1), 2, 37), (3, 37, 9, 5)),
     "depthwise, wide": (nn.Conv2d(64, 64, 3, groups=64, bias=False), (1, 64, 8, 9)),
+    "depthwise, long rows": (nn.Conv2d(16, 16, 7, 1, 3, groups=16), (1, 16, 9, 60)),
+    "depthwise, blocks": (nn.Conv2d(200, 200, 3, 1, 1, groups=200), (2, 200, 14, 13)),
+    "depthwise, small": (nn.Conv2d(136, 136, 5, 2, 2, groups=136), (2, 136, 3, 4)),
     "grouped": (nn.Conv2d(24, 48, 3, padding=1, groups=3), (2, 24, 6, 6)),
     "transposed": (nn.ConvTranspose2d(16, 24, 3, 2), (2, 16, 5, 6)),
     "padded by words": (nn.Conv2d(16, 16, 3, padding="same"), (2, 16, 6, 6)),
@@ -95,7 +98,7 @@ def test_convolution(name: str, last: bool) -> None:
     compiled = frozen(model, x)
     check(compiled, model, torch.randn_like(x))
     kind = name.partition(",")[0]
-    calls = {"depthwise": [], "grouped": ["aten::convolution"], "transposed": ["aten::convolution"]}
+    calls = {"grouped": ["aten::convolution"], "transposed": ["aten::convolution"]}
     assert launches(compiled) == calls.get(kind, ["plait::packed_conv"])
 
 
@@ -163,7 +166,8 @@ def test_other_instructions(isa: str) -> None:
     model = trained(
         nn.Sequential(
             nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 56, 3, padding=1),
-            nn.BatchNorm2d(56), nn.GELU(), nn.Flatten(), nn.Linear(56 * 25, 70),
+            nn.BatchNorm2d(56), nn.GELU(), nn.Conv2d(56, 56, 3, 1, 1, groups=56), nn.Flatten(),
+            nn.Linear(56 * 25, 70),
         )
     )  # fmt: skip
     x = torch.randn(3, 3, 9, 9)

@@ -23,8 +23,6 @@ FEW_COLUMNS = 16
 FEW_CHANNELS = 32
 FEW_TILES = 12
 """With fewer, Winograd's method is slower: benchmarks/packed_cpu.py."""
-MAX_TAPS = 25
-"""Points of a filter that are written out."""
 
 
 def pack_weights(gm: GraphModule, known: Set[Node], small_flops: int) -> None:
@@ -74,7 +72,7 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         return
     columns, depth, *kernel = filters.shape
     geometry: list[Any] = [stride, padding, dilation]
-    if groups == columns and depth == 1 and kernel[0] * kernel[1] <= MAX_TAPS:
+    if groups == columns and depth == 1:
         points = insert(node, weight, aten.select.int, 1, 0)
         points = insert(node, points, aten.permute.default, [1, 2, 0])
         points = insert(node, points, aten.clone.default, memory_format=torch.contiguous_format)

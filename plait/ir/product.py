@@ -62,19 +62,26 @@ class Panels:
     columns: of the right matrix.
     width: columns of a panel.
     window: over an image; None for rows.
-    winograd: of 3x3 points; the right matrix has a row for each of 16 sums of them and channel.
+    form: what the right matrix is. "dense": a matrix, or filters with a row for each point and
+        channel. "winograd": filters of 3x3 with a row for each of 16 sums of their points and
+        channel. "depthwise": a filter for each column, which sees that column of the image alone,
+        with a row for each point.
     """
 
     depth: int
     columns: int
     width: int
     window: Window | None = None
-    winograd: bool = False
+    form: str = "dense"
 
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""
         w = self.window
-        if self.winograd and (w is None or (w.kernel, w.stride, w.dilation) != _WINOGRAD):
+        if self.form not in ("dense", "winograd", "depthwise"):
+            return "a packed product of an unknown form"
+        if self.form != "dense" and w is None:
+            return "a convolution without a window"
+        if w and self.form == "winograd" and (w.kernel, w.stride, w.dilation) != _WINOGRAD:
             return "a convolution that Winograd's method does not compute"
         return "" if min(self.depth, self.columns, self.width) >= 1 else "a product of nothing"
 

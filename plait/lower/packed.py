@@ -1,19 +1,18 @@
 """Rules for products with weights that were packed (`plait/runtime/packed.py`): one launch each, of
-a kernel that knows the shape of the weights. A filter for each channel is a loop."""
+a kernel that knows the shape of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import product as points
+from math import prod
 
 import torch
 
 import plait.runtime.packed  # noqa: F401  (defines the operators)
 from plait.ir.dtypes import f32
 from plait.ir.expr import Expr, Size, contiguous_strides
-from plait.ir.loops import Node, apply
+from plait.ir.loops import Node
 from plait.ir.product import Panels, Window
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
@@ -64,7 +63,7 @@ def winograd_conv(
     out = ctx.new_buffer(f32, ctx.out_shape(), _last(ctx.out_shape()), fixed=True)
     sizes = (batch * high * wide, *image, high, wide)
     label = f"plait_winograd3x3_{channels}x{columns}"
-    return _launch(ctx, label, (x, panels), out, channels, sizes, window, winograd=True)
+    return _launch(ctx, label, (x, panels), out, channels, sizes, window, "winograd")
 
 
 def _pair(v: Sequence[int]) -> tuple[int, int]:
@@ -100,7 +99,7 @@ def _launch(
     depth: int,
     sizes: tuple[Size, ...],
     window: Window | None,
-    winograd: bool = False,
+    form: str = "dense",
 ) -> View:
     x, panels = operands
     strides = contiguous_strides(x.shape) if window is None else _last(x.shape)
@@ -119,10 +118,12 @@ def _launch(
         return i // (high * wide), j, i // wide % high, i % wide
 
     op = "plait::packed_mm" if window is None else "plait::packed_conv"
-    how = Panels(depth, columns, width, window, winograd)
+    how = Panels(depth, columns, width, window, form)
     of = (1, 1, sizes[0], columns)
-    if winograd:  # one row of 16 sums for four of the result
+    if form == "winograd":  # one row of 16 sums for four of the result
         length = 4 * depth
+    elif form == "depthwise":
+        length = prod(window.kernel)  # type: ignore[union-attr]
     return call(ctx, (op, label), (*args, *sizes), out, of, place, length, how)
 
 
@@ -131,21 +132,12 @@ def depthwise_conv(
     ctx: Lowering, x: View, filters: View, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
 ) -> View:  # fmt: skip
-    """Written out, a term for each point of the kernel, so that what follows fuses with it."""
-    high, wide, _ = filters.shape
-    assert isinstance(high, int) and isinstance(wide, int), "filters have a fixed size"
-    bounds = ((0, x.shape[2]), (0, x.shape[3]))
-    taps = list(points(range(high), range(wide)))
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        total = ops.const(0.0, f32)
-        for tap in taps:
-            at = tuple(
-                e * s - p + t * d
-                for e, s, p, t, d in zip(i[2:], stride, padding, tap, dilation, strict=True)
-            )
-            value = load_if(ops, inside(ops, at, bounds), partial(x.load, ops, (*i[:2], *at)), 0.0)
-            total = apply("fma", value, filters.load(ops, (*tap, i[1])), total)
-        return total
-
-    return ctx.pointwise(ctx.out_shape(), f32, body, _last(ctx.out_shape()))
+    batch, columns, *image = x.shape
+    kernel = filters.shape[:2]
+    assert isinstance(columns, int) and all(isinstance(n, int) for n in kernel), kernel
+    *_, high, wide = ctx.out_shape()
+    window = Window(*(_pair(v) for v in (kernel, stride, padding, dilation)))  # type: ignore[arg-type]
+    out = ctx.new_buffer(f32, ctx.out_shape(), _last(ctx.out_shape()), fixed=True)
+    sizes = (batch * high * wide, *image, high, wide)
+    label = f"plait_depthwise{kernel[0]}x{kernel[1]}_{columns}"
+    return _launch(ctx, label, (x, filters), out, 1, sizes, window, "depthwise")

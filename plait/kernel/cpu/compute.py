@@ -20,7 +20,7 @@ from plait.kernel.cpu.expr import (
     scalar_op,
     vector_bitcast,
     vector_cast,
-    vector_op,
+    vector_node,
     vtype,
 )
 from plait.kernel.cpu.lanes import lane_values
@@ -78,11 +78,9 @@ def _vector(v: Values, n: Node) -> Parts:
     args = tuple(v.vector(a) for a in n.args)
     if n.op == "cast":
         return vector_cast(args[0], n.args[0].dtype, n.dtype)
-    if n.op in ("min", "max") and n.dtype.name in ("f32", "f64"):
-        return _bound(v, n, args)
     if n.op == "bitcast":
         return vector_bitcast(args[0], n.dtype)
-    return vector_op(n.op, n.args[-1].dtype, args, n.dtype)
+    return vector_node(n, args)
 
 
 def _lanes_below(v: Values, n: Node) -> str | None:
@@ -108,19 +106,6 @@ def _philox(v: Values, n: Node, word: int) -> Parts:
             for s, c in pairs
         )
     return tuple(f"{p}.word[{word & 3}]" for p in memo[key])
-
-
-def _bound(v: Values, n: Node, args: tuple[Parts, ...]) -> Parts:
-    """min or max of floats: one instruction where one side is a constant that is no NaN."""
-    for k, other in ((0, 1), (1, 0)):
-        c = n.args[other]
-        if c.op == "const" and c.attr == c.attr:
-            name = {"min": "least", "max": "most"}[n.op]
-            return tuple(
-                f"{name}_{n.dtype.name}({y}, {x})"
-                for x, y in zip(args[k], args[other], strict=True)
-            )
-    return vector_op(n.op, n.dtype, args, n.dtype)
 
 
 def _bounded(v: Values, n: Node) -> Parts:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 
 from plait.ir.dtypes import DTYPES, DType, b1, f32, i32, u8
-from plait.ir.loops import Const
+from plait.ir.loops import Const, Node
 from plait.ir.ops import OPS
 from plait.runtime.mathtable import SLEEF
 
@@ -224,6 +224,29 @@ def vector_op(op: str, d: DType, args: tuple[Parts, ...], out: DType) -> Parts:
     if op in _BOOLEAN:
         return (mask_from(parts, d),)
     return parts
+
+
+def vector_node(n: Node, args: tuple[Parts, ...]) -> Parts:
+    """A node of the table on vectors. Fewer instructions do for some constants: bounds that are no
+    NaN, and divisors whose reciprocal, corrected once, gives what division does; of quotients below
+    the normal numbers the last bit may differ."""
+    d = n.args[-1].dtype
+    if n.op in ("min", "max") and d.name in ("f32", "f64"):
+        for k, other in ((0, 1), (1, 0)):
+            c = n.args[other]
+            if c.op == "const" and c.attr == c.attr:
+                name = {"min": "least", "max": "most"}[n.op]
+                pairs = zip(args[k], args[other], strict=True)
+                return tuple(f"{name}_{d.name}({y}, {x})" for x, y in pairs)
+    if n.op == "truediv" and d == f32 and n.args[1].op == "const":
+        by = to_f32(float(n.args[1].attr))  # type: ignore[arg-type]
+        mantissa = math.frexp(by)[0]
+        if 1 <= abs(by) < 2.0**60 and abs(mantissa) < 1 - 2.0**-24:
+            inverse = literal(1 / by, f32)
+            if abs(mantissa) == 0.5:
+                return (f"({args[0][0]} * splat_f32({inverse}))",)
+            return (f"v_divided_f32({args[0][0]}, {args[1][0]}, splat_f32({inverse}))",)
+    return vector_op(n.op, d, args, n.dtype)
 
 
 def _bool_compare(op: str, a: str, b: str) -> str:

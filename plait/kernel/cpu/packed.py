@@ -18,7 +18,7 @@ from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
 from plait.ir.product import PRODUCT, Panels
-from plait.kernel.cpu.expr import Parts, literal, vector_op
+from plait.kernel.cpu.expr import Parts, literal, vector_node
 from plait.runtime.toolchain import Isa
 
 KERNEL = "PACKED_KERNEL"
@@ -160,6 +160,11 @@ class Writer:
             self.add(f"const i64 {name} = {value};")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all lanes of all vectors are columns."""
+        return self.packed.columns % self.packed.width == 0
+
+    @property
     def _pads(self) -> bool:
         return self.packed.window is not None and any(self.packed.window.padding)
 
@@ -187,7 +192,7 @@ class Writer:
             f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
             f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
             f"const i64 panel = rest / most, block = part * {near} + rest % most;",
-            f"const i64 step = ({p.width - 1} + most) / most;",
+            f"const i64 step = most > 1 ? ({p.width - 1} + most) / most : 0;",
             "const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;",
         )
 
@@ -266,7 +271,7 @@ class Writer:
     def _keep(self) -> None:
         """Adds what the result holds, and leaves sums there that are not whole yet."""
         p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
-        whole = p.columns % p.width == 0
+        whole = self.is_whole
         self.add("for (i64 i = 0; i < count; ++i) {")
         for v in range(vectors):
             at = f"n + {v * lanes}"
@@ -291,7 +296,7 @@ class Writer:
     def result(self) -> None:
         """The epilogue of a row of the result, of which `made` has the columns from n on."""
         p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
-        whole = p.columns % p.width == 0
+        whole = self.is_whole
         for v in range(vectors):
             at = f"n + {v * lanes}"
             left = f"{p.columns} - ({at})"
@@ -318,7 +323,7 @@ class Writer:
             text = self._loaded(n.attr, v, left)
         else:
             args = tuple(known[a] for a in n.args)
-            (text,) = vector_op(n.op, n.args[-1].dtype, args, n.dtype)
+            (text,) = vector_node(n, args)
         name = f"e{v}_{len(known)}"
         self.lines.append(f"const {'vi32' if n.dtype == b1 else 'vf32'} {name} = {text};")
         return (name,)

@@ -13,10 +13,15 @@ from dataclasses import replace
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr
 from plait.ir.product import Panels, Product
+from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts
 from plait.kernel.cpu.packed import Writer, tile_text
 from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import UserLaunch
+
+_WRITERS: dict[str, type[Writer]] = {
+    "dense": Writer, "winograd": WinogradWriter, "depthwise": DepthwiseWriter,
+}  # fmt: skip
 
 
 def write_packed(call: Extern, isa: Isa) -> Extern:
@@ -25,8 +30,7 @@ def write_packed(call: Extern, isa: Isa) -> Extern:
     (result,) = call.kernel.results
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
-    writer = WinogradWriter if call.kernel.how.winograd else Writer
-    text = writer(call.kernel.how, result.body, tensors, sizes, isa).text()
+    text = _WRITERS[call.kernel.how.form](call.kernel.how, result.body, tensors, sizes, isa).text()
     pointers = ("*fp32",) * (len(tensors) + 1)
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
@@ -41,4 +45,4 @@ def shared_texts(texts: Sequence[str], isa: Isa) -> list[str]:
     """The functions that texts call, each once."""
     found = {f for text in texts for f in re.findall(r"tile_(\d+)x(\d+)(_more)?", text)}
     tiles = [tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
-    return tiles + winograd_texts(texts, isa)
+    return tiles + winograd_texts(texts, isa) + depthwise_texts(texts, isa)

@@ -73,6 +73,12 @@ def rounding(isa: Isa) -> dict[str, str]:
         fast = {"avx512": f"return __builtin_ia32_vfmaddp{s}512_mask(a, b, c, -1, 4);",
                 "avx2": f"return __builtin_ia32_vfmaddp{s}256(a, b, c);"}.get(isa.name)  # fmt: skip
         out.add(f"{v} v_fma_{t}({v} a, {v} b, {v} c)", f"{plain} return r;", fast)
+    # r: 1 / b, rounded. The first quotient is right where it is 0, infinite or no number.
+    fast = """\
+  const vf32 q = a * r, s = v_fma_f32(v_fma_f32(-q, b, a), r, q);
+  return (s < q) | (s > q) ? s : q;"""
+    head = "vf32 v_divided_f32(vf32 a, vf32 b, vf32 r)"
+    out.add(head, "return a / b;", fast if isa.sleef else None)
     return out
 
 

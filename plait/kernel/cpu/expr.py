@@ -229,7 +229,7 @@ def vector_op(op: str, d: DType, args: tuple[Parts, ...], out: DType) -> Parts:
 def vector_node(n: Node, args: tuple[Parts, ...]) -> Parts:
     """A node of the table on vectors. Fewer instructions do for some constants: bounds that are no
     NaN, and divisors whose reciprocal, corrected once, gives what division does; of quotients below
-    the normal numbers the last bit may differ."""
+    2^-100 the last bit may differ."""
     d = n.args[-1].dtype
     if n.op in ("min", "max") and d.name in ("f32", "f64"):
         for k, other in ((0, 1), (1, 0)):

@@ -6,6 +6,8 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.config import Config
 from plait.runtime.tune import Contest, Outcome
@@ -43,3 +45,19 @@ def test_the_faster_one_is_taken(rival: bool, monkeypatch: pytest.MonkeyPatch) -
     (record,) = check(case, "python", "cpu", True, autotune=True)
     assert ("operator" in "".join(record.tuned)) == rival, record.tuned
     assert ("columns=32," in record.kernel_source) == (not rival)
+
+
+@pytest.mark.skipif(AS_GPU, reason="each target is one of the CPU's")
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_activations_in_every_target(wrapper: str) -> None:
+    """The call that layers on a GPU become."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch._addmm_activation(b, x, w)
+        return y, torch._addmm_activation(b, x, w, beta=0.5, use_gelu=True)
+
+    given = (torch.randn(70, 128), torch.randn(128, 96), torch.randn(96))
+    options = {"wrapper": wrapper, "small_matmul_flops": 0}
+    compiled = torch.compile(fn, backend="plait", options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), fn(*given))

@@ -99,7 +99,8 @@ test-gpu:
 
 # Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a
 # failure is made small by `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state
-# fuzz-cuda.json"`: on a GPU. `ARGS="--flow --state fuzz-flow.json"`: programs of control flow.
+# fuzz-cuda.json"`: on a GPU. `ARGS="--flow --state fuzz-flow.json"`: programs of control flow,
+# `--networks`: of layers in a row.
 .PHONY: fuzz
 fuzz: env
 	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fuzz.__main__ import BAD, run
 from tests.fuzz.check import passes
-from tests.fuzz.make import generate
+from tests.fuzz.make import SUBJECTS, generate
 from tests.fuzz.program import Program, Road
 
 ELSEWHERE = "PLAIT_WRAPPER" in os.environ  # in Triton's interpreter, or by another wrapper
@@ -24,9 +24,9 @@ KNOWN_ELSEWHERE = (24, 39)
 SEEDS = [s for s in range(60) if s not in KNOWN and not (ELSEWHERE and s in KNOWN_ELSEWHERE)]
 
 
-def programs(seed: int, flow: bool = False) -> Program:
+def programs(seed: int, subject: str = "") -> Program:
     """A program of that seed, in the form that this run of the tests takes."""
-    p = generate(seed, flow=flow)
+    p = generate(seed, subject=subject)
     if ELSEWHERE:
         grad = "backward" if p.road.grad else ""
         road = Road(dynamic=p.road.dynamic, grad=grad, wrapper=os.environ["PLAIT_WRAPPER"])
@@ -44,14 +44,19 @@ def test_random_graphs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_control_flow(seed: int) -> None:
-    passes(programs(seed, flow=True))
+    passes(programs(seed, subject="flow"))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_networks(seed: int) -> None:
+    passes(programs(seed, subject="networks"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flow", [False, True])
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("first", range(100_000, 104_000, 200))
-def test_many_random_graphs(first: int, flow: bool) -> None:
+def test_many_random_graphs(first: int, subject: str) -> None:
     """In processes of their own: what crashes is a failure of one test."""
-    found = run(200, None, 1, first, "cpu", 3600, flow)
+    found = run(200, None, 1, first, "cpu", 3600, subject)
     bad = [f for f in found["failures"] if f["kind"] in BAD]
     assert not bad, "\n\n".join(f"seed {f['seed']}: {f['what']}" for f in bad)

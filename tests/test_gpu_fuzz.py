@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.__main__ import BAD, run
 from tests.fuzz.check import passes
-from tests.fuzz.make import generate
+from tests.fuzz.make import SUBJECTS, generate
 from tests.gpu_kernels import OnDevice, long_rows, wrong
 
 
@@ -28,7 +28,12 @@ def test_random_graphs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_control_flow(seed: int) -> None:
-    passes(generate(seed, "cuda", flow=True))
+    passes(generate(seed, "cuda", subject="flow"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_networks(seed: int) -> None:
+    passes(generate(seed, "cuda", subject="networks"))
 
 
 @pytest.mark.slow
@@ -39,10 +44,10 @@ def test_many_random_kernels(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flow", [False, True])
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("first", range(200_000, 210_000, 500))
-def test_many_random_graphs(first: int, flow: bool) -> None:
+def test_many_random_graphs(first: int, subject: str) -> None:
     """In processes of their own: what takes the device along is a failure of one test."""
-    found = run(500, None, 2, first, "cuda", 3600, flow)
+    found = run(500, None, 2, first, "cuda", 3600, subject)
     bad = [f for f in found["failures"] if f["kind"] in BAD]
     assert not bad, "\n\n".join(f"seed {f['seed']}: {f['what']}" for f in bad)

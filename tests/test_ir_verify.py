@@ -105,6 +105,7 @@ BROKEN: dict[str, tuple[Callable[[LoopProgram], LoopProgram], str]] = {
     ),
     "dtype of the body": (_op(0, body=const(1, i64)), "the body gives i64"),
     "extents": (_op(0, vars=loop_vars("i", (N, 5))), "range over"),
+    "a piece beyond its buffer": (_op(0, index=(I[0], I[1] + 3)), "beyond the shape"),
     "same variable twice": (_op(0, vars=(I[0], I[0])), "not distinct"),
     "foreign variable": (
         _op(0, body=_load("x", J[0], 0)),

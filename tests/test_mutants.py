@@ -68,20 +68,20 @@ def test_every_patch_is_used() -> None:
 def test_the_fuzzer_finds(name: str, whole: bool, tmp_path: Path) -> None:
     """In as many programs as the budget says, from the first seed on."""
     worker = Worker(root=mutated(name, tmp_path), cache=str(tmp_path / "cache"))
-    flow = name in OF_FLOW
+    subject = "flow" if name in OF_FLOW else ""
     seeds = range(BUDGET) if whole else range(MUTANTS[name], MUTANTS[name] + 2)
     try:
         for seed in seeds:
-            found = worker.ask({"seed": seed, "flow": flow})
-            if found["kind"] in FAILED and passes_unmutated(seed, flow, tmp_path / "other"):
+            found = worker.ask({"seed": seed, "subject": subject})
+            if found["kind"] in FAILED and passes_unmutated(seed, subject, tmp_path / "other"):
                 return
     finally:
         worker.close()
     pytest.fail(f"none of {len(seeds)} programs shows {name}")
 
 
-def passes_unmutated(seed: int, flow: bool, cache: Path) -> bool:
+def passes_unmutated(seed: int, subject: str, cache: Path) -> bool:
     worker = Worker(cache=str(cache))
-    found = worker.ask({"seed": seed, "flow": flow})
+    found = worker.ask({"seed": seed, "subject": subject})
     worker.close()
     return found["kind"] not in FAILED

@@ -382,6 +382,36 @@ def test_a_bias_that_the_product_cannot_hold_is_refused(rows: torch.Tensor) -> N
         plait.compile(lambda x, w, b: F.linear(x, w, b), given)
 
 
+def placed_later(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x.as_strided((3, 2), (2, 1), 4) * 2
+
+
+def written_at_its_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.as_strided((3, 2), (2, 1), 4)
+    y.add_(1)
+    return y * 2
+
+
+def placed_before(x: torch.Tensor) -> torch.Tensor:
+    y = x.as_strided((3, 2), (2, 1), 1)[1:]
+    x.add_(1)
+    return y * 2
+
+
+@pytest.mark.parametrize("fn", [placed_later, written_at_its_place, placed_before])
+def test_a_place_in_memory_that_is_written_is_no_wrong_number(fn: Callable[..., Any]) -> None:
+    """The input begins elsewhere in its storage; AOTAutograd counts from where it begins."""
+    memory = torch.arange(24.0)
+    expected, given = memory.clone(), memory.clone()
+    want = fn(expected[3:15].view(3, 4))
+    got = torch.compile(fn, backend="plait", options={"strict": False})(given[3:15].view(3, 4))
+    assert torch.equal(got, want)
+    assert torch.equal(given, expected)
+    with pytest.raises(Unsupported, match="where it begins"):
+        plait.compile(fn, (memory[3:15].view(3, 4),))
+
+
 def of_a_part(x: torch.Tensor) -> torch.Tensor:
     return x.narrow(0, 1, 1).add_(1)
 

@@ -132,7 +132,9 @@ class FlatModule:
         module_run = ModuleRun(self.module, self.who, self.before)
         state = wrapped(self.state, iter(flat[: len(self.plain)]))
         with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
-            result = self.module(*args, **kwargs)
+            with CheckWrites() as writes:
+                result = self.module(*args, **kwargs)
+            writes.check_inputs(flat)
         layouts.ask_of_results(flat, result)
         left, in_arguments = module_run.left, arguments.changes()
         paths, spec = pytree.tree_flatten_with_path(result)
@@ -159,7 +161,7 @@ class FlatModule:
     def export(self, turned: Collection[Question] = ()) -> Exported:
         """The graph of a run, the positions of the inputs that it writes, and its tokens."""
         module = FunctionModule(self.run)
-        with early_changes, numbers_kept, mended_tracing, packed_sequences, CheckWrites():
+        with early_changes, numbers_kept, mended_tracing, packed_sequences:
             made = export_graph(self.env, module, self.inputs, self.who, turned)
             if self.known.moved:
                 # Of their new values: how results lie is right where nothing is made functional.

@@ -50,6 +50,8 @@ _REFUSED = re.compile(  # how eager's text starts
 )
 _GAPS = "a write to windows (unfold) that leave out elements of their tensor"
 _SLICES = "write to slices, or to x.as_strided(...)"
+_PLACED = "a write to an input, of which a view says where it begins (as_strided with an offset)"
+_SLICES_ALONE = "slices, or x.as_strided(...) without an offset"
 _BIAS = "a bias of the dtype of the input"
 _CAST = "the operation without an underscore gives a result of its own dtype"
 
@@ -58,12 +60,18 @@ def check_writes(gm: torch.nn.Module) -> None:
     """Raises an OperandError for the first write of a Dynamo graph that eager refuses."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            windows = _Windows()
+            windows, placed = _Windows(), _Placed()
             for node in module.graph.nodes:
+                if node.op not in ("call_method", "call_function"):
+                    continue
+                operands, out = _operands(node), node.meta.get("example_value")
+                placed.note(node.target, *operands, out)
                 if may_write(node.target, node.kwargs) or _name(node.target) in _INSIDE:
                     _check_node(node, windows)
-                elif node.op in ("call_method", "call_function"):
-                    windows.note(node.target, *_operands(node), node.meta.get("example_value"))
+                else:
+                    windows.note(node.target, *operands, out)
+            inputs = module.graph.find_nodes(op="placeholder")
+            placed.check([n.meta.get("example_value") for n in inputs])
 
 
 def _operands(node: Node) -> tuple[Any, Any]:
@@ -83,7 +91,7 @@ class _Windows:
 
     def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """A call of fn gave out."""
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = _tensors((args, kwargs))
         windows = _name(fn) == "unfold"
         before = next((self._sizes[x] for x in given if x in self._sizes), None)
         if not given or not (windows or before):
@@ -97,6 +105,55 @@ class _Windows:
         """Whether x is such a view. Of sizes that vary this makes a guard."""
         whole, seen = self._sizes.get(x, (0, 0))
         return bool(seen < whole)
+
+
+class _Placed:
+    """Views that begin where they say (`x.as_strided(..., offset)`). Of an input's new value
+    AOTAutograd takes such a view as if that began where its memory does and had all that the
+    memory of the input holds."""
+
+    def __init__(self) -> None:
+        self._views: Any = WeakIdKeyDictionary()
+        self._written, self._wrong = set[int](), set[int]()
+
+    def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """A call of fn gave out."""
+        places = _name(fn) == "as_strided" and (len(args) > 3 or kwargs.get("storage_offset"))
+        seen = [x for x in _tensors((args, kwargs)) if x in self._views] if self._views else []
+        self._wrong |= _memory(seen) & self._written
+        if may_write(fn, kwargs):
+            written = _tensors(_written(args, kwargs))
+            self._wrong |= _memory([x for x in written if x in self._views])
+            self._written |= _memory(written)
+        if places or seen:
+            memory = _memory(args[:1] if places else seen)
+            for x in _tensors(out):
+                if memory & _memory(x):
+                    self._views[x] = True
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raises Unsupported if one of an input is written, or read after a write."""
+        if self._wrong & _memory(inputs):
+            raise Unsupported(_PLACED, hint=_SLICES_ALONE)
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+
+
+def _memory(tensors: Any) -> set[int]:
+    """The storages of tensors that have some."""
+    return {
+        compat.tracing.storage_of(x)
+        for x in _tensors(tensors)
+        if x.layout == torch.strided and not compat.tracing.is_transformed(x)
+    }
+
+
+def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function that writes may write."""
+    out = kwargs.get("out")
+    return (*args, *kwargs.values())[0] if out is None else out
 
 
 def _check_node(node: Node, windows: _Windows) -> None:
@@ -116,6 +173,11 @@ class CheckWrites(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._windows, self._has_windows = _Windows(), False
+        self._placed = _Placed()
+
+    def check_inputs(self, inputs: Sequence[Any]) -> None:
+        """Raises Unsupported for inputs whose writes tracing gets wrong, after a run."""
+        self._placed.check(inputs)
 
     def __torch_function__(
         self,
@@ -135,6 +197,7 @@ class CheckWrites(TorchFunctionMode):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         out = fn(*args, **named)
+        self._placed.note(fn, args, named, out)
         # Dynamo traces this for bodies of control flow: nothing more where there are no windows.
         if self._has_windows or _name(fn) == "unfold":
             self._has_windows = True
@@ -162,14 +225,12 @@ def _verdict(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], windows: _Windows | None
 ) -> tuple[type[PlaitError], str, str] | None:
     """The class and text of what is wrong with a write, and what to try; None if nothing is."""
-    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    given = _tensors((args, kwargs))
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
     if any(map(compat.tracing.is_transformed, given)):  # by torch.func: they have no memory
         return None
-    out = kwargs.get("out")
-    target = (*args, *kwargs.values())[0] if out is None else out
-    written = [x for x in pytree.tree_leaves(target) if isinstance(x, torch.Tensor)]
+    written = _tensors(_written(args, kwargs))
     name = _name(fn)
     inside, writes = name in _INSIDE, name not in _SHAPES and name not in _INSIDE
     if windows is not None and writes and any(map(windows.has_gaps, written)):
@@ -177,7 +238,7 @@ def _verdict(
     shares = not inside and any(map(repeats, written))
     storages = set(map(compat.tracing.storage_of, given))
     shared = not inside and len(storages) < len({id(x) for x in given})
-    own = out is not None or name in _FLOATS
+    own = kwargs.get("out") is not None or name in _FLOATS
     # A user's operator holds what it likes.
     is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith("aten.")
     casts = not is_users and _may_not_hold(written, given, (args, kwargs), own)

@@ -18,7 +18,7 @@ from plait.ir.calls import DeviceKernel, Extern, ExternArg, Number, TensorArg, U
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
-from plait.ir.expr import Atom, Expr, Size, free_symbols
+from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
 from plait.ir.product import Product
 from plait.ir.reductions import REDUCTIONS
@@ -151,6 +151,9 @@ def _pointwise(known: _Known, op: ir.Pointwise) -> None:
         if len(op.index) != len(out.shape):
             raise _Fault(f"{len(op.index)} indices for the shape {out.shape}")
         _sizes(known, op.index, atoms)
+        for i, n in zip(op.index, out.shape, strict=True):
+            if isinstance(n, int) and n <= bounds(i)[1] < INF:
+                raise _Fault(f"a piece that ends at {i}, beyond the shape {out.shape}")
     _body(known, op.body, atoms)
     if op.body.dtype != out.dtype:
         raise _Fault(f"the body gives {op.body.dtype}, the buffer holds {out.dtype}")

@@ -3,10 +3,10 @@
 The state file holds the next seed, how many programs ended how, how many there were of each class,
 and every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros,
 `--seed N` looks at one program, `--report FILE` prints the tables. `--flow` makes programs of
-control flow. `--device cuda` compares with eager on a GPU; `--device interpreted` compiles the same
-programs for a GPU without one: Triton's interpreter runs their kernels on CPU tensors, and eager is
-that of the CPU, which divides by a number where a GPU multiplies by its reciprocal: the last bits
-of such quotients differ.
+control flow, `--networks` of layers in a row. `--device cuda` compares with eager on a GPU;
+`--device interpreted` compiles the same programs for a GPU without one: Triton's interpreter runs
+their kernels on CPU tensors, and eager is that of the CPU, which divides by a number where a GPU
+multiplies by its reciprocal: the last bits of such quotients differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.make import generate
+from tests.fuzz.make import SUBJECTS, generate
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Program
 
@@ -38,7 +38,7 @@ def run(
     first: int,
     device: str,
     seconds: float,
-    flow: bool = False,
+    subject: str = "",
 ) -> dict[str, Any]:
     """Runs programs until there were `count`, or the seconds are over; returns the state."""
     data: dict[str, Any] = {
@@ -64,7 +64,7 @@ def run(
                 seed = next(seeds, None)
             if seed is None:
                 break
-            done.put((seed, worker.ask({"seed": seed, "device": device, "flow": flow})))
+            done.put((seed, worker.ask({"seed": seed, "device": device, "subject": subject})))
         worker.close()
         done.put(None)
 
@@ -128,13 +128,13 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def look(seed: int, device: str, flow: bool) -> int:
+def look(seed: int, device: str, subject: str) -> int:
     """Prints one program, runs it in a process of its own, and shrinks it if it fails."""
     from tests.fuzz.shrink import shrink
 
     worker = Worker(device=device)
-    found = worker.ask({"seed": seed, "device": device, "flow": flow})
-    p = generate(seed, device, flow)
+    found = worker.ask({"seed": seed, "device": device, "subject": subject})
+    p = generate(seed, device, subject)
     print(p.source(), found["kind"], found["what"], sep="\n")
     if found["kind"] in ("fault", "crash", "hang", "torch"):
         print(shrink(p, found, worker).repro())
@@ -142,7 +142,7 @@ def look(seed: int, device: str, flow: bool) -> int:
     return int(found["kind"] in BAD)
 
 
-def shrink_all(state: Path, folder: Path, device: str, flow: bool) -> None:
+def shrink_all(state: Path, folder: Path, device: str, subject: str) -> None:
     """Writes one repro a distinct failure of a state file."""
     from tests.fuzz.shrink import shrink, signature
 
@@ -158,7 +158,7 @@ def shrink_all(state: Path, folder: Path, device: str, flow: bool) -> None:
         if seen[key] > 3 or path.exists():
             continue
         if not failure["program"]:
-            failure["program"] = generate(failure["seed"], device, flow).dumps()
+            failure["program"] = generate(failure["seed"], device, subject).dumps()
         p = Program.loads(failure["program"])
         small = shrink(p, failure, worker)
         path.write_text(f'"""{failure["what"][:1000]}"""\n{small.repro()}')
@@ -173,7 +173,9 @@ def main() -> int:
     parser.add_argument("--state", type=Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--flow", action="store_true", help="programs of control flow")
+    for name in filter(None, SUBJECTS):
+        parser.add_argument(f"--{name}", action="store_const", dest="subject", const=name)
+    parser.set_defaults(subject="")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--shrink", type=Path)
@@ -181,14 +183,14 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     a = parser.parse_args()
     if a.seed is not None:
-        return look(a.seed, a.device, a.flow)
+        return look(a.seed, a.device, a.subject)
     if a.shrink is not None:
-        shrink_all(a.shrink, a.repros, a.device, a.flow)
+        shrink_all(a.shrink, a.repros, a.device, a.subject)
         return 0
     if a.report is not None:
         print(report(json.loads(a.report.read_text())))
         return 0
-    data = run(a.count, a.state, a.jobs, a.first, a.device, a.seconds, a.flow)
+    data = run(a.count, a.state, a.jobs, a.first, a.device, a.seconds, a.subject)
     print(report(data))
     return int(any(data["kinds"].get(k) for k in BAD))
 

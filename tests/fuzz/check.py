@@ -267,7 +267,7 @@ class _Run:
     def compiled(self, who: str) -> Callable[..., Any]:
         """f by plait, or by PyTorch's tracing alone."""
         r = self.road
-        f: Any = _Module(self.f, self.args, r.params, r.freeze) if r.params else self.f
+        f: Any = _Module(self.f, self.args, r) if r.params else self.f
         f = self.holder() if r.held else f
         if r.way == "compile" or who == "decompositions":
             options = {"wrapper": r.wrapper, "isa": r.isa, "strict": self.strict}
@@ -296,7 +296,8 @@ class _Run:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder) / "fuzzed.plait")
-                plait.package(f, path, tuple(example), self._shapes(example), machines=[_machine()])
+                shapes = self._shapes(example)
+                plait.package(f, path, tuple(example), shapes, machines=[_machine()], fold=r.freeze)
                 made = plait.load(path)
         return f.around(made) if isinstance(f, _Wrapped) else made
 
@@ -743,7 +744,7 @@ def _line_of(error: BaseException) -> int:
 def _is_strange_write(error: BaseException) -> bool:
     """Whether the write is one that tracing cannot follow: to elements that share memory, or to
     windows with gaps between them."""
-    strange = ("share memory", "a write to windows")
+    strange = ("share memory", "a write to windows", "a write to an input, of which")
     return isinstance(error, Unsupported) and any(text in str(error) for text in strange)
 
 
@@ -824,12 +825,11 @@ class _Module(_Wrapped):
     """f with some operands as parameters; `around` puts a call's own parameters in place of the
     last ones."""
 
-    def __init__(
-        self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str], freeze: bool
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], args: Sequence[str], road: Road) -> None:
         super().__init__()
-        self.f, self.args, self.params = f, list(args), list(params)
-        self.freeze, self.others = freeze, set[str]()
+        self.f, self.args, self.params = f, list(args), list(road.params)
+        self.freeze = road.freeze and road.way != "package"
+        self.in_place, self.others = road.in_place, set[str]()
 
     def take(self, args: Sequence[Any]) -> list[Any]:
         for name, x in zip(self.args, args, strict=True):
@@ -839,11 +839,11 @@ class _Module(_Wrapped):
 
     def _put(self, name: str, x: Any) -> None:
         """As a new parameter. One that is frozen has other values when it is compiled, and gets
-        those of the first call in place; later a result may be a view of it."""
+        those of the first call in place; later a result may be a view of it, unless in_place."""
         old = getattr(self, name, None)
         same = old is not None and (old.shape, old.dtype) == (x.shape, x.dtype)
-        if self.freeze and same and name in self.others:
-            self.others.remove(name)
+        if self.freeze and same and (name in self.others or self.in_place):
+            self.others.discard(name)
             with torch.no_grad():
                 old.copy_(x)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.fuzz import catalog, control, indexing, special
+from tests.fuzz import catalog, control, indexing, networks, special
 from tests.fuzz.maker import FLOATS, INTS, Maker
 from tests.fuzz.pool import INTERPRETED
 from tests.fuzz.program import NAME, Call, Operand, Program, Road
@@ -14,14 +14,21 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 100)
 _WEIGHTS = (3, 4, 4, 4, 3, 4, 2, 2, 2, 4, 4, 1, 2, 1, 1)
 
 
-def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
+SUBJECTS = ("", "flow", "networks")
+"""Anything, mostly control flow, layers in a row."""
+
+
+def generate(seed: int, device: str = "cpu", subject: str = "") -> Program:
     """A program that eager runs at its first call, or refuses in its last statement. What the
     device is called decides about the program: INTERPRETED gives those of "cuda", on a CPU, in one
-    thread and by wrappers that are Python (see tests/interpreted.py). flow: of control flow."""
+    thread and by wrappers that are Python (see tests/interpreted.py). subject: one of SUBJECTS."""
     if device == INTERPRETED:
-        p = generate(seed, "cuda", flow)
+        p = generate(seed, "cuda", subject)
         wrapper = "fx" if p.road.wrapper == "fx" else "python"
         return replace(p, device="cpu", road=replace(p.road, wrapper=wrapper, threads=1))
+    if subject == "networks":
+        return _network(seed, device)
+    flow = subject == "flow"
     rng = random.Random(seed)
     road = _road(rng, device)
     if flow and road.grad:
@@ -56,6 +63,34 @@ def generate(seed: int, device: str = "cpu", flow: bool = False) -> Program:
         seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device
     ).pruned()
     return _with_frozen(_with_held(_with_params(p, rng), rng), rng)
+
+
+def _network(seed: int, device: str) -> Program:
+    """A program of layers. Where it is compiled without Dynamo, its weights are mostly constants,
+    which change between calls."""
+    rng = random.Random(seed)
+    road = replace(_road(rng, device), threads=1, capture=False)
+    if device != "cpu" and not road.grad and rng.random() < 0.3:
+        road = replace(road, way="direct", dynamic=rng.random() < 0.4)
+    calls = _calls(rng, road)
+    if rng.random() < 0.15 and len({tuple(c.sizes.items()) for c in calls}) > 1:
+        rng.choice(calls).sizes["n"] = rng.choice((500, 1000, 4000))
+    dtypes = ("float32", "float32")
+    m = Maker(rng, calls, dtypes, 0.0, bool(road.grad))
+    weights = [w for w, _ in networks.MAKERS]
+    for _ in range(rng.randint(1, 2)):
+        rng.choices([f for _, f in networks.MAKERS], weights)[0](m)
+    p = Program(
+        seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device
+    ).pruned()
+    named = {o.name for o in p.operands if o.dtype in FLOATS}
+    held = tuple(w for w in m.weights if w in named and rng.random() < 0.9)
+    others = [o for o in p.operands if o.name not in held and o.dtype != "int"]
+    if road.way == "compile" or not held or not others or rng.random() < 0.2:
+        return p
+    if road.way == "package":  # whose weights stay those of the first call
+        p = replace(p, calls=tuple(replace(c, seed=calls[0].seed, mood="mixed") for c in p.calls))
+    return replace(p, road=replace(road, params=held, freeze=True, in_place=rng.random() < 0.6))
 
 
 def statement(m: Maker, road: Road) -> None:

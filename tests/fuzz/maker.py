@@ -90,6 +90,7 @@ class Maker:
         self.lines: list[Line] = []
         self.env: list[dict[str, Any]] = [{} for _ in calls]
         self.known: dict[str, Known] = {}
+        self.weights: list[str] = []
         self.ended = False
         self._n = 0
 

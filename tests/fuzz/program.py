@@ -73,7 +73,8 @@ class Road:
     numbers that depend on data stay in the graph. grad: "", "backward" or "forward". threads: calls
     run at once. params: operands that are parameters of a module, with new ones for each call.
     held: an operand that is a buffer of a module, which a call assigns anew; "": none. freeze:
-    parameters are constants, which calls notice to have changed.
+    parameters are constants, which calls notice to have changed, in a package those of the first
+    call. in_place: they get the numbers of a call in place.
     """
 
     way: str = "compile"
@@ -86,6 +87,7 @@ class Road:
     params: tuple[str, ...] = ()
     held: str = ""
     freeze: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def inputs(c, device="cpu"):
         found |= {"parameters replaced"} if r.params else set()
         found |= {"a buffer assigned"} if r.held else set()
         found |= {"frozen parameters"} if r.freeze else set()
+        found |= {"parameters change in place"} if r.in_place else set()
         found |= (
             {"arguments share memory at some calls"} if any(c.apart for c in self.calls) else set()
         )

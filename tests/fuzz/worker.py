@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"seed": n, "device": d, "flow": b} or {"program": text} -> kind, what, classes, program,
+    """{"seed": n, "device": d, "subject": s} or {"program": text} -> kind, what, classes, program,
     graphs."""
     from tests.fuzz.check import check
     from tests.fuzz.make import generate
@@ -34,7 +34,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "program" in request:
             p = Program.loads(request["program"])
         else:
-            p = generate(request["seed"], request.get("device", "cpu"), request.get("flow", False))
+            p = generate(request["seed"], request.get("device", "cpu"), request.get("subject", ""))
     except Exception:  # noqa: BLE001 - a fault of the fuzzer itself
         return {
             "kind": "generator",

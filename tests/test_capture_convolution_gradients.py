@@ -1,4 +1,4 @@
-"""Gradients of inputs as convolutions with filters turned round, and of filters as sums."""
+"""Gradients of inputs as convolutions with filters turned round, of filters and biases as sums."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass takes a CPU for a GPU."""
-    monkeypatch.setattr(memory_format, "facts_of", lambda device: facts_of("cuda"))
+    for module in (memory_format, convolution_gradients):
+        monkeypatch.setattr(module, "facts_of", lambda device: facts_of("cuda"))
 
 
 def split(fn: Callable[..., Tensor], *args: Tensor, wanted: tuple[int, ...] = (0, 1, 2)) -> int:
-    """How many gradients the pass made convolutions of; gradients and strides are checked."""
+    """How many gradients the pass took from the operator; gradients and strides are checked."""
 
     def gradients(*a: Tensor) -> tuple[Tensor, ...]:
         def of_wanted(*b: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ r = torch.randn
 X, W, B = r(2, 6, 40), r(6, 1, 4), r(6)
 
 
-@pytest.mark.parametrize(("wanted", "n"), [((0,), 1), ((1,), 1), ((1, 2), 1), ((0, 1, 2), 2)])
+@pytest.mark.parametrize(("wanted", "n"), [((0,), 1), ((1,), 1), ((1, 2), 2), ((2,), 1), ((0, 1, 2), 3)])
 @pytest.mark.parametrize(("padding", "dilation"), [(3, 1), (0, 1), (2, 2)])
 def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...], n: int) -> None:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -63,9 +64,9 @@ def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...]
 
 def test_long_filters_of_groups() -> None:
     args = r(2, 6, 40), r(9, 2, 36), r(9)
-    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=18, groups=3), *args) == 1
+    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=18, groups=3), *args) == 2
     image = r(2, 4, 8, 9), r(6, 2, 5, 7), r(6)
-    assert split(lambda x, w, b: F.conv2d(x, w, b, padding=(1, 3), groups=2), *image) == 1
+    assert split(lambda x, w, b: F.conv2d(x, w, b, padding=(1, 3), groups=2), *image) == 2
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,10 @@ def test_long_filters_of_groups() -> None:
         lambda x, w, b: F.conv_transpose1d(x, w, b, groups=6),
     ],
 )
-def test_others_stay(fn: Callable[..., Any]) -> None:
-    assert split(fn, X, W, B) == 0
+def test_of_others_the_bias_alone(fn: Callable[..., Any]) -> None:
+    assert split(fn, X, W, B) == 1
+    assert split(fn, X, W, B, wanted=(0, 1)) == 0
 
 
 def test_a_wide_border_is_in_no_other_border() -> None:
-    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=4, groups=6), X, W, B) == 1  # of filters
+    assert split(lambda x, w, b: F.conv1d(x, w, b, padding=4, groups=6), X, W, B) == 2  # not of X

@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from plait import compat
 from plait.config import Config
 from plait.errors import UserError
-from plait.graph.activations import join_activations
 from plait.graph.bags import write_out_bags
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
@@ -26,6 +25,7 @@ from plait.graph.convolutions import CONVOLUTIONS
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
+from plait.graph.epilogues import join_epilogues
 from plait.graph.fma import gather_products
 from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
@@ -118,7 +118,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("gather products", gather_products),
     ("fold constants", fold_constants),
     ("merge common", merge_common),
-    ("join activations", join_activations),  # after all that may leave a layer one reader
+    ("join epilogues", join_epilogues),  # after all that may leave a product one reader
     ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users
 )
 ADDED: list[tuple[str, GraphPass]] = []

@@ -122,6 +122,18 @@ CASES = {
     "layer of another kind": Case(
         nearly_gelu, ((150, 256), (192, 256), (192,)), 1, calls=1
     ),
+    "sum": Case(
+        lambda x, w, r: F.linear(x, w) + r, ((2, 40, 256), (192, 256), (2, 40, 192)), 0, calls=1
+    ),
+    "sum that is a factor": Case(
+        lambda x, w, r: (r + F.linear(x, w)) @ w, ((80, 256), (192, 256), (80, 192)), 0, calls=2
+    ),
+    "sum of fewer rows": Case(
+        lambda x, w, r: F.linear(x, w) + r, ((2, 40, 256), (192, 256), (40, 192)), 1, calls=1
+    ),
+    "sum that is read": Case(
+        lambda x, w, r: (F.linear(x, w) + r).exp(), ((80, 256), (192, 256), (80, 192)), 1, calls=1
+    ),
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
     "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),

@@ -190,7 +190,7 @@ def test_the_compiler_is_small() -> None:
     # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 530
     # products on GPUs, 250 matrices that their kernels convert as they load them,
     # 130 sorting a few numbers on GPUs.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 54_930
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 55_010
 
 
 def imports(path: Path, package: str) -> set[str]:

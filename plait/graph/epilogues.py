@@ -1,10 +1,10 @@
-"""Linear layers with their activations as one call, on a GPU: the vendor's library computes `relu`
-and `gelu` (by tanh, also written out) of a product with a bias before it stores it.
+"""What the vendor's library computes of a product before it stores it, as one call on a GPU: relu,
+and gelu by tanh (also written out), after a bias, or the sum with a residual.
 
-Eager rounds the sum to 16 bits first. Of relu that makes no difference, of gelu the result is
-nearer to the exact one. A layer whose sum is read by another operator, such as a gradient, stays.
-What the lowering rule computes with kernels of plait is rounded as ever. The library can add a
-residual, too, but what norms the sum adds it in less time.
+Eager rounds to 16 bits in between. Of relu that makes no difference, of the others the result is
+nearer to the exact one. A product that another operator reads, such as a gradient, stays. What the
+lowering rule computes with kernels of plait is rounded as ever. A residual is better added by a
+kernel that reads the sum, such as a norm (benchmarks/products_gpu.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ _MOVES = (
 """Views with each element once."""
 _ALIGNED = 8
 """Columns: of others the executor cuts a product into parts, which have no activation."""
+_FEW_ROWS = 64  # up to which kernels of plait take in what follows (lower/product.py)
 
 
-def join_activations(gm: GraphModule) -> int:
-    """Changes the graph in place; returns how many activations it joined."""
-    found = [n for n in gm.graph.nodes if n.target is aten.addmm.default and _is_layer(n)]
-    return sum(_join(node) for node in found)
+def join_epilogues(gm: GraphModule) -> int:
+    """Changes the graph in place; returns how many operators it joined."""
+    layers = [n for n in gm.graph.nodes if n.target is aten.addmm.default and _is_layer(n)]
+    products = [n for n in gm.graph.nodes if n.target is aten.mm.default and _is_long(n)]
+    return sum(map(_join_activation, layers)) + sum(map(_join_residual, products))
 
 
 def _is_layer(node: Node) -> bool:
@@ -42,11 +44,9 @@ def _is_layer(node: Node) -> bool:
     return facts_of(made.device).streams and bias.dtype == made.dtype and aligned
 
 
-def _join(node: Node) -> bool:
+def _join_activation(node: Node) -> bool:
     """Whether all that reads a layer, behind views, is an activation, which it then has."""
-    last = node
-    while len(last.users) == 1 and (user := next(iter(last.users))).target in _MOVES:
-        last = user
+    last = _behind_views(node)
     gelu, relu = _gelu_of(last), _only_reader(last, aten.relu.default)
     end = gelu or relu
     if end is None or not same_layout(value_of(end), value_of(last)):
@@ -58,6 +58,13 @@ def _join(node: Node) -> bool:
     node.replace_all_uses_with(made, propagate_meta=False)
     node.graph.erase_node(node)
     return True
+
+
+def _behind_views(node: Node) -> Node:
+    """The last of the views of a node, each of which alone reads the one before."""
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in _MOVES:
+        node = user
+    return node
 
 
 def _only_reader(x: Node, op: OpOverload, other: Any = None) -> Node | None:
@@ -98,3 +105,48 @@ def _gelu_of(x: Node) -> Node | None:
         if at is None:
             return None
     return at if len(half.users) == 1 else None
+
+
+# ---------------------------------------------------------------------------------------- residuals
+def _is_long(node: Node) -> bool:
+    """Whether a product is the vendor's to compute."""
+    made = value_of(node)
+    if made.dtype not in (torch.float16, torch.bfloat16) or not facts_of(made.device).streams:
+        return False
+    return type(made.shape[0]) is int and made.shape[0] > _FEW_ROWS and _lies_in_order(made)
+
+
+def _lies_in_order(x: torch.Tensor) -> bool:
+    """Whether a tensor of known sizes is contiguous."""
+    return all(type(n) is int for n in (*x.shape, *x.stride())) and x.is_contiguous()
+
+
+def _join_residual(node: Node) -> bool:
+    """Whether all that reads a product is a sum with another tensor, to which it is added then.
+    Kernels add for nothing where they read the sum: it must be a result, or a factor."""
+    last = _behind_views(node)
+    if len(last.users) != 1:
+        return False
+    (end,) = last.users
+    rest = next((a for a in end.args if a is not last), None)
+    if end.target is not aten.add.Tensor or end.kwargs or not isinstance(rest, Node):
+        return False
+    value = value_of(last)
+    if not (_lies_in_order(value) and same_layout(value_of(end), value)):
+        return False
+    if not same_layout(value_of(rest), value) or not _goes_unread(end):
+        return False
+    addend = insert(end, rest, aten.view.default, [*value_of(node).shape])
+    made = insert(end, addend, aten.addmm.default, *node.args)
+    replace(end, insert(end, made, aten.view.default, [*value.shape]))
+    return True
+
+
+def _goes_unread(x: Node) -> bool:
+    """Whether nothing reads a value but the caller and calls of products."""
+    return all(
+        u.op == "output"
+        or u.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)
+        or (u.target in (*_MOVES, aten.t.default) and _goes_unread(u))
+        for u in x.users
+    )

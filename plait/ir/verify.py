@@ -152,7 +152,7 @@ def _pointwise(known: _Known, op: ir.Pointwise) -> None:
             raise _Fault(f"{len(op.index)} indices for the shape {out.shape}")
         _sizes(known, op.index, atoms)
         for i, n in zip(op.index, out.shape, strict=True):
-            if isinstance(n, int) and n <= bounds(i)[1] < INF:
+            if 0 not in out.shape and isinstance(n, int) and n <= bounds(i)[1] < INF:
                 raise _Fault(f"a piece that ends at {i}, beyond the shape {out.shape}")
     _body(known, op.body, atoms)
     if op.body.dtype != out.dtype:

@@ -721,3 +721,21 @@ def test_what_a_scan_carries_of_one_row_is_a_number(compile_only: None) -> None:
     text = record(lambda x: x.expand(100_000).cumsum(0), x, mode=mode).kernel_source
     scan = text.split("associative_scan")[1]
     assert "tl.reduce(" in scan and "[:, None]" not in scan, text
+
+
+def test_rows_that_are_normed_and_rotated_are_one_kernel(compile_only: None) -> None:
+    """As queries and keys of Qwen3 and Gemma 3: what a row's halves are rotated into is computed
+    from the row again, and waits for no kernel of its own."""
+    mode, (x, w, cos, sin) = fakes((2, 512, 16, 128), (128,), (512, 1, 128), (512, 1, 128))
+
+    def rotated(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        w, cos, sin = given
+        y = w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
+        a, b = y.chunk(2, -1)
+        return y * cos + torch.cat((-b, a), -1) * sin
+
+    given = [t.to(torch.bfloat16) for t in (x, w, cos, sin)]
+    made = record(rotated, *given, mode=mode)
+    assert len(of(made.wrapper, Launch)) == 1

@@ -291,9 +291,9 @@ class Fuzzer:
         return self.b.program()
 
 
-def verified(step, fn, *args):  # type: ignore[no-untyped-def]
+def verified(step, fn, *args, **kwargs):  # type: ignore[no-untyped-def]
     """Runs a step; programs that come out of it are legal."""
-    out = fn(*args)
+    out = fn(*args, **kwargs)
     if isinstance(out, L.LoopProgram):
         verify(out, step)
     return out

@@ -202,7 +202,10 @@ class _Inliner:
         tiny = nbytes <= TINY_NBYTES and not kind.is_host and budget
         tiny = tiny and repeated * cycles <= kind.rates.launch_ns * kind.rates.cycles_a_ns / 2
         parted = once and budget and much and self._parted(readers[0].op, readers[-1].op)
-        if much and not (tiny or parted):
+        # A part of a concatenation, evaluated for the others too, where arithmetic costs little.
+        part = len(readers) == 1 and evaluated <= 2 * points and not kind.is_host and budget
+        part = part and all(load_of(n).masked for n in readers[0].loads)
+        if much and not (tiny or parted or part):
             return False
         more = 0
         for r in readers:
@@ -213,7 +216,7 @@ class _Inliner:
             more += new
         rates = kind.rates
         saved = rates.moved_ns(nbytes) * (1 + len(readers))
-        if tiny or not much:
+        if tiny or part or not much:
             saved += rates.moved_ns(self._read_nbytes(facts)) + rates.launch_ns
         return rates.moved_ns(more) + repeated * cycles / rates.cycles_a_ns <= saved
 

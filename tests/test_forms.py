@@ -113,15 +113,17 @@ def test_rows_of_any_length_that_are_read_once_where_a_block_holds_them() -> Non
     source = written("softmax", N, 500)
     forms = source.forms["softmax"]
     assert [name for name, _ in forms.entries] == [
-        "softmax_512_vectors", "softmax_2048_vectors", "softmax_vectors",
-        "softmax_512", "softmax_1024", "softmax_2048", "softmax",
+        "softmax_128_vectors", "softmax_512_vectors", "softmax_2048_vectors",
+        "softmax_8192_vectors", "softmax_vectors",
+        "softmax_128", "softmax_512", "softmax_1024", "softmax_2048", "softmax",
     ]  # fmt: skip
     assert source.entry_points == {"softmax": "softmax"}  # of any length
-    lengths = (1, 512, 511, 513, 516, 2048, 2047, 2049, 2052, 10**6)
-    picks = [evaluate(forms.pick, {"n": n}) for n in lengths]
-    assert picks == [3, 0, 3, 4, 1, 1, 5, 6, 2, 2] and bounds(forms.pick) == (0, 6)
+    vectors = [evaluate(forms.pick, {"n": n}) for n in (4, 128, 132, 512, 516, 2052, 8192, 8196)]
+    others = [evaluate(forms.pick, {"n": n}) for n in (1, 127, 129, 511, 513, 1025, 2047, 2049)]
+    assert vectors == [0, 0, 1, 1, 2, 3, 3, 4] and others == [5, 5, 6, 6, 7, 8, 8, 9]
+    assert bounds(forms.pick) == (0, 9)
     loops = [unit.text.count("for offset in") for unit in source.units]
-    assert loops == [0, 0, 2, 0, 0, 0, 2] and len({unit.name for unit in source.units}) == 7
+    assert loops == [0, 0, 0, 0, 2] * 2 and len({unit.name for unit in source.units}) == 10
 
 
 def test_rows_of_whole_vectors_are_read_by_vectors() -> None:
@@ -149,12 +151,12 @@ def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -
     plain = target.emit([kernel], anywhere, machines, {}, True)
     monkeypatch.setattr("plait.kernel.triton.target.tune", tune)
     found = target.measure([kernel], anywhere, machines, cfg)
-    assert [sizes for sizes, _ in seen] == [(100,), (64,), (128,), (256,), (512,)]
-    assert [n for _, n in seen[1:]] == [3, 3, 2, 2]  # of whole vectors, as these lengths are
+    assert [n for (n,), _ in seen] == [100, 64, 128, 256, 512, 1024, 2048]
+    assert [n for _, n in seen[1:]] == [4, 4, 3, 3, 2, 2]  # of whole vectors, as these lengths are
     assert any(note.startswith("softmax for rows up to 512: ") for note in found.notes)
     source = target.emit([kernel], anywhere, machines, found.choices, True)
     picks = [evaluate(source.forms["softmax"].pick, {"n": n}) for n in (60, 100, 500, 600, 99)]
-    assert picks == [2, 2, 2, 2, 3]  # the last of each contest: the block that walks
+    assert picks == [3, 3, 3, 3, 4]  # the last of each contest: the block that walks
     unknown = lambda contests, cfg: [Outcome(reason="no device") for _ in contests]
     monkeypatch.setattr("plait.kernel.triton.target.tune", unknown)
     found = target.measure([kernel], anywhere, machines, cfg)
@@ -169,18 +171,18 @@ def test_one_form_where_another_saves_nothing() -> None:
 
 def test_a_pick_that_was_measured() -> None:
     """Rows of up to 64 by the second block, up to 128 by the one that walks, up to 512 by the
-    second: what was fastest, and never a block that is too short."""
+    second and the third: what was fastest, and never a block that is too short."""
     kernel = kernel_of("softmax", N)
     kernel = replace(kernel, sizes=(N,), hints=(100,))
     tiles = tiles_by_length(legalize(kernel), kernel.hint_of)
     blocks = [t and t.groups[-1].block for t in tiles.tiles if not (t and t.looped)]
-    assert blocks == [128, 512, 128, 256, 512, None] and tiles.n_vectors == 3
-    assert tiles.buckets == [64, 128, 256, 512]
+    assert blocks == [128, 512, 2048, 128, 256, 512, None] and tiles.n_vectors == 4
+    assert tiles.buckets == [64, 128, 256, 512, 1024, 2048]
     walks = plan_tile(legalize(kernel))
-    measured = tiles.measured({64: 1, 128: 2, 256: 0, 512: 0}, walks)
-    lengths = (4, 64, 68, 128, 132, 512, 516, 9999, 63, 129, 513)
+    measured = tiles.measured({64: 1, 128: 3, 256: 0, 512: 1}, walks)
+    lengths = (4, 64, 68, 128, 132, 256, 260, 512, 516, 9999, 63, 129, 513)
     picks = [evaluate(measured.pick, {"n": n}) for n in lengths]
-    assert picks == [1, 1, 2, 2, 1, 1, 2, 6, 3, 4, 6] and bounds(measured.pick) == (0, 6)
+    assert picks == [1, 1, 3, 3, 1, 1, 2, 2, 2, 7, 4, 5, 7] and bounds(measured.pick) == (0, 7)
     assert measured.tiles[-1] is walks
     at = hints_at(kernel, tiles.length, 256)
     assert at is not None and at.hint_of == {"n": 256}

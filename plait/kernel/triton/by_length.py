@@ -2,8 +2,8 @@
 call takes.
 
 A block that holds rows as a whole reads them once, but holds rows up to its own length only. So
-there are blocks for rows of about the length that is expected, of twice and of four times that, and
-one that walks along rows of any length. A call takes the first that can hold its rows; under
+there are blocks for rows of about the length that is expected, of a quarter, twice and four times
+that, and one that walks along rows of any length. A call takes the first that can hold its rows; under
 `max-autotune` the one that was fastest for rows of up to the next power of two.
 
 Rows of any length begin in the middle of vectors and are read element by element. Where the length
@@ -129,18 +129,20 @@ def tiles_by_length(linear: LinearKernel, hints: Mapping[str, int], busy: int = 
         return Tiles(0, (None,))
     first = max(power(hint(length, hints)), LEAST)
     rows = hint(trip_count(linear.vars), hints)
-    found = ((n, held_tile(linear, n, rows, busy)) for n in (first, 2 * first, 4 * first))
+    lengths = [n for n in (first // 4, first, 2 * first, 4 * first, 16 * first) if n >= LEAST]
+    found = ((n, held_tile(linear, n, rows, busy)) for n in lengths)
     held = {n: tile for n, tile in found if tile is not None}
-    pick = total(compare("lt", n, length) for n in held)
+    every = {n: tile for n, tile in held.items() if n <= 4 * first}
+    pick = total(compare("lt", n, length) for n in every)
     size, times = _terms(length)
     unit = vector_unit(linear)
     if size is None or unit == 1 or times % unit == 0 or column_vector(linear):
-        return Tiles(pick, (*held.values(), None), length, (0, pick))
-    # Two blocks are enough: a vector that is masked costs little.
+        return Tiles(pick, (*every.values(), None), length, (0, pick))
+    # Fewer blocks, for more lengths: a vector that is masked costs little.
     few = {n: tile for n, tile in held.items() if n != 2 * first}
     vectors = [replace(tile, unit=unit) for tile in (*few.values(), plan_tile(linear, busy))]
     of_vectors = total(compare("lt", n, length) for n in few)
-    tiles = (*vectors, *held.values(), None)
+    tiles = (*vectors, *every.values(), None)
     return _picked(Tiles(0, tiles, length, (of_vectors, pick)))
 
 

@@ -3,8 +3,8 @@ call takes.
 
 A block that holds rows as a whole reads them once, but holds rows up to its own length only. So
 there are blocks for rows of about the length that is expected, of a quarter, twice and four times
-that, and one that walks along rows of any length. A call takes the first that can hold its rows; under
-`max-autotune` the one that was fastest for rows of up to the next power of two.
+that, and one that walks along rows of any length. A call takes the first that can hold its rows;
+under `max-autotune` the one that was fastest for rows of up to the next power of two.
 
 Rows of any length begin in the middle of vectors and are read element by element. Where the length
 is that of whole vectors, a call takes tiles that know it, and so read 16 bytes at once.

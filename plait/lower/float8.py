@@ -49,12 +49,11 @@ def convert_float8(ctx: Lowering, x: View, want: DType) -> View:
     """x as dtype `want`, one of which is a float of 8 bits. Raises NoRule for complex numbers."""
     if "c" in x.dtype.kind + want.kind:
         raise NoRule(f"{x.dtype} to {want}")
-    return _converted(ctx, x, want, ctx.out_strides())
+    return converted(ctx, x, want, ctx.out_strides())
 
 
-def _converted(
-    ctx: Lowering, x: View, want: DType, strides: tuple[Size, ...] | None = None
-) -> View:
+def converted(ctx: Lowering, x: View, want: DType, strides: tuple[Size, ...] | None = None) -> View:
+    """x as dtype `want`, one of which is a float of 8 bits."""
     given, codes = x.dtype.kind == "8", want.kind == "8"
     source = _seen(ctx, x, u8) if given else x
 
@@ -167,7 +166,7 @@ def _computed(target: object, ctx: Lowering, *args: Value) -> View:
 
     def value(x: Value) -> Value:
         if isinstance(x, View):
-            return _converted(ctx, x if x.dtype == dtype else _converted(ctx, x, dtype), f32)
+            return converted(ctx, x if x.dtype == dtype else converted(ctx, x, dtype), f32)
         code = torch.tensor(_code(x, dtype), dtype=torch.uint8)
         return float(code.view(TO_TORCH[dtype]).float())
 
@@ -175,4 +174,4 @@ def _computed(target: object, ctx: Lowering, *args: Value) -> View:
         made: View = RULES[target](ctx, *map(value, args))
         return made
 
-    return _converted(ctx, ctx.making(f32, run), dtype, ctx.out_strides()) if wide else run()
+    return converted(ctx, ctx.making(f32, run), dtype, ctx.out_strides()) if wide else run()

@@ -64,19 +64,15 @@ def _to_code(kind: torch.dtype) -> Callable[[core.tensor], core.tensor]:
         codes = numbers.to(kind).view(torch.uint8)
         if kind == torch.float8_e4m3fn:  # in some versions of torch, NaN
             codes = torch.where(numbers.abs() > 464, 0x7E + (numbers < 0) * 0x80, codes)
-        codes = codes.to(torch.uint8).numpy()
-        return core.tensor(TensorHandle(codes, core.uint8), _like(x, core.uint8))
+        handle = TensorHandle(codes.to(torch.uint8).numpy(), core.uint8)
+        return core.tensor(handle, _like(x, core.uint8))
 
     return call
 
 
 def _of_code(kind: torch.dtype) -> Callable[[core.tensor], core.tensor]:
     def call(x: core.tensor) -> core.tensor:
-        codes = torch.from_numpy(np.ascontiguousarray(x.handle.data)).view(kind)
-        numbers = codes.float()
-        signs = torch.where(codes.view(torch.uint8) > 0x7F, -1.0, 1.0)
-        numbers = torch.where(numbers.isnan(), torch.nan * signs, numbers)
-        numbers = torch.where(numbers.isnan(), numbers.abs().copysign(signs), numbers)
+        numbers = torch.from_numpy(np.ascontiguousarray(x.handle.data)).view(kind).float()
         return core.tensor(TensorHandle(numbers.numpy(), core.float32), _like(x, core.float32))
 
     return call
@@ -92,7 +88,8 @@ INSTRUCTIONS = {
     "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
     "p_to_e4m3": _to_code(torch.float8_e4m3fn), "p_to_e5m2": _to_code(torch.float8_e5m2),
-    "p_of_e4m3": _of_code(torch.float8_e4m3fn), "p_of_e5m2": _of_code(torch.float8_e5m2),
+    "p_number_of_e4m3": _of_code(torch.float8_e4m3fn),
+    "p_number_of_e5m2": _of_code(torch.float8_e5m2),
 }  # fmt: skip
 """Instructions of NVIDIA's, which the interpreter has not."""
 

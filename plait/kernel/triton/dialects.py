@@ -103,13 +103,11 @@ NVIDIA = Dialect(
     code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     return tl.where(tl.abs(x) >= 61440.0, 0x7C, code).to(tl.uint8) | p_sign_bit(x)
 """,
-        "p_of_e4m3": """def p_of_e4m3(x):
-    number = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return tl.where((x & 0x7F) == 0x7F, p_nan_like(x), number)
+        "p_number_of_e4m3": """def p_number_of_e4m3(x):
+    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 """,
-        "p_of_e5m2": """def p_of_e5m2(x):
-    number = x.to(tl.float8e5, bitcast=True).to(tl.float32)
-    return tl.where((x & 0x7F) > 0x7C, p_nan_like(x), number)
+        "p_number_of_e5m2": """def p_number_of_e5m2(x):
+    return x.to(tl.float8e5, bitcast=True).to(tl.float32)
 """,
     },
     wait="tl.extra.cuda.gdc_wait()",

@@ -30,7 +30,7 @@ from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, substitute_v
 from plait.ir.ops import OPS
 from plait.ir.product import PRODUCT, RIGHT
 from plait.ir.rules import Simplifier
-from plait.kernel.triton.choose_forms import codec
+from plait.kernel.triton.choose_forms import Form, codec
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 from plait.schedule.deps import extent
@@ -104,6 +104,9 @@ def operand_of(
     written = _Function(given, sizes, False, positions="qj", inside=inside, stored=stored)
     if float8:
         written.simplify = simplify
+        # A product gives NaN for NaN of either sign.
+        signs = any(n.op in ("copysign", "signbit") for n in walk(bodies))
+        written.forms = {} if signs else {"p_of_": "p_number_of_"}
     values = [written.value(b) for b in bodies]
     shape = f"[j.shape[0], {depth // len(bodies)}]"
     tiles = [f"tl.broadcast_to({v}, {shape})" for v in values]
@@ -123,7 +126,8 @@ class _Function:
     positions: names of variables that are blocks. inside: the conditions under which they lie
         inside of the tensors, for those that may lie outside.
     stored: the operand of which the right matrix is made.
-    simplify: where floats of 8 bits have instructions, finds them.
+    simplify: where floats of 8 bits have instructions, finds them. forms: helpers that take the
+        place of others.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class _Function:
         self.given, self.sizes, self.narrow = given, sizes, narrow
         self.positions, self.inside, self.stored = positions, inside, stored
         self.simplify: Simplifier | None = None
+        self.forms: Mapping[str, str] = {}
         self.lines: list[str] = []
         self.checks = False
         self._names: dict[Node, str] = {}
@@ -199,6 +204,12 @@ class _Function:
         names = {a.name for e in exprs if isinstance(e, Expr) for a in free_symbols(e)}
         found = frozenset(names & {*self.positions})
         return found.union(*(self._positions[a] for a in needed))
+
+    def _formed(self, form: Form) -> str:
+        text = form.text
+        for old, new in self.forms.items():
+            text = text.replace(old, new)
+        return text.format(*(self._names[a] for a in form.operands))
 
     def _text(self, n: Node) -> str:
         args = tuple(self._names[a] for a in n.args)

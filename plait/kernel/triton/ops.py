@@ -262,7 +262,15 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_nan_like", """def p_nan_like(x):
     return (((x.to(tl.uint32) & 0x80) << 24) | 0x7FC00000).to(tl.float32, bitcast=True)
 """),
-    *((f"p_{way}_{kind}", _OF_THE_DIALECT) for way in ("to", "of") for kind in ("e4m3", "e5m2")),
+    *((f"p_{way}_{kind}", _OF_THE_DIALECT) for way in ("to", "number_of") for kind in (
+        "e4m3", "e5m2"
+    )),
+    ("p_of_e4m3", """def p_of_e4m3(x):
+    return tl.where((x & 0x7F) == 0x7F, p_nan_like(x), p_number_of_e4m3(x))
+"""),
+    ("p_of_e5m2", """def p_of_e5m2(x):
+    return tl.where((x & 0x7F) > 0x7C, p_nan_like(x), p_number_of_e5m2(x))
+"""),
     ("p_to_e4m3_or_nan", """def p_to_e4m3_or_nan(x):
     return tl.where(tl.abs(x) > 464.0, 0x7F, p_to_e4m3(x)).to(tl.uint8) | p_sign_bit(x)
 """),

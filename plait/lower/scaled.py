@@ -1,7 +1,9 @@
 """The rule of products of floats of 8 bits with scales (`_scaled_mm`).
 
-GPUs have instructions for them, which the vendor's library calls. A CPU has none: there the numbers
-are converted, by loops, and multiplied in float32.
+GPUs have instructions for them, which the vendor's library calls. Where memory takes all the time,
+for few rows, a kernel of ours multiplies them as bfloat16, which holds them, and finishes the
+result. A CPU has no instructions: there the numbers are converted, by loops, and multiplied in
+float32.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from typing import Any
 
 import torch
 
-from plait.ir.dtypes import f32
-from plait.ir.expr import Expr, product
+from plait.ir.dtypes import bf16, f32
+from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
@@ -19,6 +21,7 @@ from plait.lower.elementwise import broadcast
 from plait.lower.extern import call_op
 from plait.lower.float8 import converted
 from plait.lower.library import by_library
+from plait.lower.product import cut, launch
 
 aten = torch.ops.aten
 
@@ -39,15 +42,12 @@ def scaled_mm(
     by_row = scale_a.shape in ((), (1,), (1, 1), (shape[0], 1))
     by_column = scale_b.shape in ((), (1,), (1, 1), (1, shape[1]))
     scales = by_row and by_column and scale_a.dtype == scale_b.dtype == f32
-    if not (scales and ctx.facts().is_host and ctx.cfg.kernels and out.is_float) or (
-        scale_result is not None or a.dtype.kind != "8" or b.dtype.kind != "8"
-    ):
+    made = None
+    if scales and ctx.cfg.kernels and out.is_float and scale_result is None:
+        made = _product(ctx, a, b)
+    if made is None:
         more = (bias, scale_result, out_dtype, use_fast_accum)
         return by_library(ctx, a, b, scale_a, scale_b, *more)
-    wide = [converted(ctx, x, f32) for x in (a, b)]
-    val = ctx.out_meta().new_empty(ctx.out_meta().shape, dtype=torch.float32)
-    flops = product((2, *shape, a.shape[1]))
-    made = call_op(ctx, aten.mm.default, wide, {}, val, flops=flops)
     rows, columns = broadcast(scale_a, shape), broadcast(scale_b, shape)
     added = None if bias is None else broadcast(bias, shape)
 
@@ -58,3 +58,28 @@ def scaled_mm(
         return ops.cast(value, out)
 
     return ctx.pointwise(shape, out, body, ctx.out_strides())
+
+
+def _product(ctx: Lowering, a: View, b: View) -> View | None:
+    """The product in float32, of converted numbers; None where the operator itself is better."""
+    if a.dtype.kind != "8" or b.dtype.kind != "8":
+        return None
+    if not ctx.facts().is_host:
+        mark = ctx.mark()
+        short = converted(ctx, a, bf16), converted(ctx, b, bf16, _turned(b))
+        how = cut(ctx, *short)
+        if how is None:
+            ctx.undo(mark)
+            return None
+        return launch(ctx, *short, how)
+    wide = [converted(ctx, a, f32), converted(ctx, b, f32)]
+    meta = ctx.out_meta()
+    val = meta.new_empty(meta.shape, dtype=torch.float32)
+    flops = product((2, *a.shape, b.shape[1]))
+    made: View = call_op(ctx, aten.mm.default, wide, {}, val, flops=flops)
+    return made
+
+
+def _turned(b: View) -> tuple[Size, ...]:
+    """Strides with columns side by side, as the operator has its right operand."""
+    return (1, b.shape[0])

@@ -35,6 +35,7 @@ class Rates:
     column_points: how many elements all programs together have under way
     column_min_nbytes: the smallest such tensor
     min_outer: outer points from which on a large loop joins a reduction
+    short_row: or how many of its points there are at most for each of fewer outer ones
     tiny_nbytes: groups near each other that move no more are joined if only their shapes agree;
         twice that where each has enough results
     """
@@ -62,6 +63,7 @@ class Rates:
     column_points: int
     column_min_nbytes: int
     min_outer: int
+    short_row: int
     tiny_nbytes: int
 
     def moved_ns(self, nbytes: float) -> float:
@@ -132,7 +134,7 @@ _CORE = Rates(
     narrow_units=16, neighbours=64, min_along=1024, min_across=1024, align_along=1,
     align_across=1, fewer_across=1, more_across=4, column_programs=0,
     column_min_rows=0, column_max_row=0, column_points=0, column_min_nbytes=0,
-    min_outer=4, tiny_nbytes=4096,
+    min_outer=4, short_row=0, tiny_nbytes=4096,
 )  # fmt: skip
 # A whole Hopper device; units are programs, eight (or four) for each of its 132 multiprocessors.
 # Chosen with benchmarks/kernels_gpu.py (benchmarks/results/gpu-kernels.md).
@@ -142,7 +144,7 @@ _HOPPER = Rates(
     narrow_units=512, neighbours=64, min_along=4096, min_across=128, align_along=64,
     align_across=32, fewer_across=2, more_across=2, column_programs=512,
     column_min_rows=8, column_max_row=8192, column_points=1 << 20, column_min_nbytes=2 << 20,
-    min_outer=128, tiny_nbytes=1 << 20,
+    min_outer=128, short_row=1 << 14, tiny_nbytes=1 << 20,
 )  # fmt: skip
 
 DEVICES: dict[str, Facts] = {

@@ -336,9 +336,10 @@ class _Fuser:
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
             return Reason("an axis is empty")
         outer = hint_numel(map(extent, hs.vars), self.hints)
-        if hs.rvars and not gs.rvars and outer < self._kind(host).min_outer:
+        rates = self._kind(host)
+        if hs.rvars and not gs.rvars and outer < rates.min_outer:
             points = hint_numel(map(extent, gs.vars), self.hints)
-            if points > LARGE_NUMEL and points != outer:
+            if points > max(LARGE_NUMEL, outer * rates.short_row) and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
         found = align(hs, gs, list(_ties(host, guest)), self.fresh, across)
         if found is None:

@@ -13,7 +13,8 @@ from plait.ir.calls import DeviceKernel
 from plait.ir.loops import Load, Pointwise, walk
 
 PRODUCT = "product"
-"""What results load of the product: an element in float32, of no dimension."""
+"""What results load of the product: an element in float32, or in int32 where the factors are
+integers of 8 bits, of no dimension."""
 RIGHT = "right"
 """What the elements of a right matrix load of the second operand."""
 

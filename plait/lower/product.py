@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg
-from plait.ir.dtypes import bf16, f16, f32, u8
+from plait.ir.dtypes import DType, bf16, f16, f32, i8, i32, u8
 from plait.ir.expr import Expr, Size, product, symbol
 from plait.ir.loops import Load, Pointwise, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
@@ -31,7 +31,7 @@ _FEW_TILES = 32  # leave most of them idle
 _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds them up
 _MOST_FLAT, _MOST_SQUARE = 1 << 17, 1 << 14  # elements of a product whose walks are shared
 _STEPS = 2  # of a program, at least
-_ALIGNED = 8  # elements that rows start at multiples of
+_ALIGNED = 16  # bytes that rows start at multiples of
 _FAR = 24  # ops before a product that may unpack its matrix
 
 
@@ -66,10 +66,11 @@ def _is_packed(ctx: Lowering, x: View) -> bool:
     return False
 
 
-def cut(ctx: Lowering, a: View, b: View) -> Cut | None:
-    """How a kernel of ours computes a product; None where ATen does it better."""
+def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)) -> Cut | None:
+    """How a kernel of ours computes a product; None where ATen does it better. dtypes: of factors
+    that it takes."""
     sizes = (*a.shape, b.shape[-1])
-    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16):
+    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in dtypes:
         return None
     known = [n for n in sizes if isinstance(n, int)]
     if len(known) < len(sizes) or b.dtype != a.dtype or len(a.shape) > 3 or 0 in known:
@@ -112,15 +113,16 @@ def _is_matrix(ctx: Lowering, x: View) -> bool:
     steps = [step_along(ctx, x, d) for d in range(len(x.shape))]
     *outer, row, column = steps
     pitch = row if column == 1 else column if row == 1 else None
-    return all(s is not None and s % _ALIGNED == 0 for s in (*outer, pitch))
+    aligned = _ALIGNED // x.dtype.nbytes
+    return all(s is not None and s % aligned == 0 for s in (*outer, pitch))
 
 
 def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
-    """The product in float32, by a kernel of ours."""
+    """The product, by a kernel of ours: in float32, or in int32 of factors of 8 bits."""
     given = (tensor_arg(ctx, a), tensor_arg(ctx, b))
     shape, parts = (*a.shape[:-1], b.shape[-1]), how.parts
     several = (parts,) if parts > 1 else ()
-    out = ctx.new_buffer(f32, (*several, *shape), None, True)
+    out = ctx.new_buffer(i32 if a.dtype == i8 else f32, (*several, *shape), None, True)
     sizes = (parts, *((1,) * (3 - len(shape))), *shape)
 
     def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
@@ -141,7 +143,7 @@ def call(
     rows and columns. place: where an element of it is stored. k: of how many numbers it is a
     sum."""
     vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
-    body = node("load", (), Load(PRODUCT, ()), f32)
+    body = node("load", (), Load(PRODUCT, ()), ctx.buffers[out].dtype)
     result = Pointwise(out, vars_, body, place(vars_), ctx.origin)
     op, label = names
     kernel = Product(f"{label}.{ctx.name}.{ctx.node.name}", (result,), how)

@@ -1,9 +1,10 @@
-"""The rule of products of floats of 8 bits with scales (`_scaled_mm`).
+"""Rules of products of factors of 8 bits: of integers (`_int_mm`), of floats with scales
+(`_scaled_mm`).
 
 GPUs have instructions for them, which the vendor's library calls. Where memory takes all the time,
-for few rows, a kernel of ours multiplies them as bfloat16, which holds them, and finishes the
-result. A CPU has no instructions: there the numbers are converted, by loops, and multiplied in
-float32.
+for few rows, a kernel of ours multiplies them, floats as bfloat16, which holds them, and finishes
+the result. A CPU has no instructions for floats: there they are converted, by loops, and multiplied
+in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plait.ir.dtypes import bf16, f32
+from plait.ir.dtypes import bf16, f32, i8
 from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
@@ -24,6 +25,16 @@ from plait.lower.library import by_library
 from plait.lower.product import cut, launch
 
 aten = torch.ops.aten
+
+
+_MORE_ROWS = 16  # than so many has an operand of eager's product of integers on a GPU
+
+
+@lower(aten._int_mm.default)
+def int_mm(ctx: Lowering, a: View, b: View) -> Any:
+    many = isinstance(a.shape[0], int) and a.shape[0] > _MORE_ROWS
+    how = cut(ctx, a, b, (i8,)) if many else None
+    return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how)
 
 
 @lower(aten._scaled_mm.default, any_dtype=True)

@@ -120,7 +120,7 @@ class _Writer(Writer):
             "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
             "row_edge": m % cut.rows != 0, "column_edge": n % cut.columns != 0,
             "depth_edge": k % cut.depth != 0, "stages": stages,
-            "made": self.product.right is not None,
+            "made": self.product.right is not None, "whole": self.dtype(self.tensors[0]) == "i8",
         }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,

@@ -12,6 +12,7 @@ parts: programs that share a walk
 row_edge, column_edge, depth_edge: the last tile, or step, may be larger than what is left
 stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
+whole: factors are integers of 8 bits
 """
 
 import triton
@@ -25,11 +26,11 @@ def tile_of(
     """Elements of a matrix at rows r and columns c, one of both a column; 0 outside of it."""
     at = p + (r * strides[1] + c * strides[2])
     if r_edge and c_edge:
-        x = tl.load(at, (r < r_end) & (c < c_end), other=0.0)
+        x = tl.load(at, (r < r_end) & (c < c_end), other=0)
     elif r_edge:
-        x = tl.load(at, r < r_end, other=0.0)
+        x = tl.load(at, r < r_end, other=0)
     elif c_edge:
-        x = tl.load(at, c < c_end, other=0.0)
+        x = tl.load(at, c < c_end, other=0)
     else:
         x = tl.load(at)
     return x
@@ -48,7 +49,7 @@ def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
-    stages: tl.constexpr, made: tl.constexpr,
+    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
@@ -61,10 +62,11 @@ def product(
     i, j, d = tl.arange(0, rows), tl.arange(0, columns), tl.arange(0, depth)
     x_at = at_tile(left, h, row, first, left_strides)
     y_at = at_tile(right, h, first, column, right_strides)
+    kind: tl.constexpr = tl.int32 if whole else tl.float32
     if turned:
-        sums = tl.zeros((columns, rows), tl.float32)
+        sums = tl.zeros((columns, rows), kind)
     else:
-        sums = tl.zeros((rows, columns), tl.float32)
+        sums = tl.zeros((rows, columns), kind)
     r, c = m - row, n - column
     for step in tl.range(first, last, depth, num_stages=stages):
         s = k - step
@@ -76,7 +78,7 @@ def product(
                 y = tile_of(
                     y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
                 )
-            sums = tl.dot(y, x, sums)
+            sums = tl.dot(y, x, sums, out_dtype=kind)
         else:
             x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
             if made:
@@ -86,7 +88,7 @@ def product(
                 y = tile_of(
                     y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
                 )
-            sums = tl.dot(x, y, sums)
+            sums = tl.dot(x, y, sums, out_dtype=kind)
         x_at += depth * left_strides[2]
         y_at += depth * right_strides[1]
     if turned:

@@ -298,12 +298,12 @@ CASES: dict[str, Case] = {
     "int8 weights": Case(
         int8_weights,
         lambda r, m, n, k: [r.normal(m, k), r.codes(n, k), r.scales(n, dtype=r.dtype), r.normal(n)],
-        steps=(2, 1), few=(1, 0),
+        steps=(2, 1), few=(2, 0),
     ),
     "int8 weights, scaled before": Case(
         int8_before,
         lambda r, m, n, k: [r.normal(m, k), r.codes(n, k), r.scales(n, dtype=r.dtype)],
-        steps=(1, 1), few=(1, 0),
+        steps=(1, 1), few=(2, 0),
     ),
     "int4 weights": Case(
         int4_weights,
@@ -311,17 +311,17 @@ CASES: dict[str, Case] = {
             r.normal(m, k), r.codes(n, k // 2, kind=torch.uint8),
             r.scales(n, k // GROUP, dtype=r.dtype), r.normal(n, k // GROUP) + 8,
         ],
-        steps=(1, 1), few=(1, 0),
+        steps=(1, 1), few=(2, 0),
     ),
     "fp8 weights": Case(
         fp8_weights,
         lambda r, m, n, k: [r.normal(m, k), r.codes(n, k, kind=e4m3), r.scales(n, dtype=r.dtype)],
-        steps=(2, 1), few=(1, 0),
+        steps=(2, 1), few=(2, 0),
     ),
     "mxfp8 weights": Case(
         mx_fp8_weights,
         lambda r, m, n, k: [r.normal(m, k), r.codes(n, k, kind=e4m3), r.powers(n, k // MX)],
-        steps=(1, 1), few=(1, 0),
+        steps=(1, 1), few=(2, 0),
     ),
     "mxfp4 weights": Case(
         mx_fp4_weights,
@@ -329,7 +329,7 @@ CASES: dict[str, Case] = {
             r.normal(m, k), r.codes(n, k // 2, kind=torch.uint8), r.powers(n, k // MX),
             torch.tensor([*_FP4, *(-x for x in _FP4)], device=r.device, dtype=r.dtype),
         ],
-        steps=(1, 1), few=(1, 0),
+        steps=(1, 1), few=(2, 0),
     ),
     # ---- both
     "int8": Case(
@@ -340,21 +340,21 @@ CASES: dict[str, Case] = {
     "fp8": Case(
         dynamic_fp8,
         lambda r, m, n, k: [r.normal(m, k), r.codes(n, k, kind=e4m3), r.scales(n)],
-        steps=(2, 1),
+        steps=(2, 1), few=(3, 0),
     ),
     "rms norm, fp8": Case(
         norm_fp8_product,
         lambda r, m, n, k: [
             r.normal(m, k), r.normal(k), r.codes(n, k, kind=e4m3), r.scales(n)
         ],
-        steps=(2, 1),
+        steps=(2, 1), few=(3, 0),
     ),
     "fp8 blocks": Case(
         block_fp8,
         lambda r, m, n, k: [
             r.normal(m, k), r.codes(n, k, kind=e4m3), r.scales(n // GROUP, k // GROUP)
         ],
-        steps=(2, 1), few=(2, 0),
+        steps=(2, 1), few=(3, 0),
     ),
     # ---- chains
     "rms norm, to int8": Case(rms_int8, _rows("m", "r"), ((0, 1),)),

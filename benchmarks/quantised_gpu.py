@@ -6,19 +6,23 @@ with few and many rows), `both` (quantised activations, too) and `experts`. Peer
 inductor; plait-tuned, inductor-tuned (max-autotune); and of chains copy, a copy of as many bytes as
 a chain reads and writes.
 Errors are distances from float64, where results are codes times scales.
-Usage: quantised_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N]: N processes compile side by
-side, one at a time is timed.
+Usage: quantised_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N] [--seconds N]: N processes
+compile side by side, for so long; then one at a time has the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
+import time
+import types
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -76,19 +80,30 @@ class Race:
         ]
 
     def call(self, peer: str) -> Callable[[list[Tensor]], Any]:
-        """A peer as a function of the inputs."""
+        """A peer as a function of the inputs, called once. Dynamo's memory is of a code object:
+        each has one of its own."""
         if peer == COPY:
             made = self.case.fn(*self.inputs[0])
             size = (nbytes(self.inputs[0]) + nbytes(tree_leaves(made))) // 2
-            source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in "st")
-            return lambda args: target.copy_(source)
-        run: Any = self.case.fn
+            pairs = [
+                torch.empty(2, size, dtype=torch.uint8, device="cuda") for _ in self.inputs[:4]
+            ]
+            turns = itertools.cycle(pairs)
+
+            def copy(args: list[Tensor]) -> Any:
+                source, target = next(turns)
+                return target.copy_(source)
+
+            return copy
+        fn = self.case.fn
+        run: Any = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
         if peer != "eager":
             backend, _, tuned = peer.partition("-")
             options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
             if backend == "plait" and tuned:
                 options = {"options": {"autotune": True}}
             run = torch.compile(run, backend=backend, dynamic=False, **options)
+        run(*self.inputs[0])
         return lambda args: run(*args)
 
     def error(self, call: Callable[[list[Tensor]], Any]) -> float:
@@ -119,38 +134,52 @@ class Race:
 
 
 @torch.no_grad()
-def work(names: Sequence[str], peers: Sequence[str], lock: Path) -> None:
-    """Races rows, one after the other; a line of JSON each."""
-    for row in (r for rows in ROWS.values() for r in rows):
-        if title(row) not in names:
-            continue
-        race, found = Race(row), {}
+def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
+    """Compiles rows, one after the other, until the file "go" is there; then times what it has,
+    while no other process uses the device; a line of JSON each."""
+    races: dict[str, Race] = {}
+    calls: dict[tuple[str, str], Callable[[list[Tensor]], Any]] = {}
+    for row in (r for rows in ROWS.values() for r in rows if title(r) in names):
+        races[title(row)] = race = Race(row)
         for peer in (*peers, *([COPY] if row in ROWS["chains"] else [])):
-            torch.compiler.reset()
+            if (folder / "go").exists():
+                break
             try:
-                call = race.call(peer)
-                error = 0.0 if peer == COPY else race.error(call)
-                with lock.open("w") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX)
-                    found[peer] = (race.us(call), error)
+                calls[title(row), peer] = race.call(peer)
             except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
                 text = f"{type(failed).__name__}: {failed}".splitlines()[0]
                 print(f"{title(row)}: {peer} failed: {text[:200]}", file=sys.stderr)
-        print(json.dumps({"name": title(row), "found": found}), flush=True)
+    (folder / f"ready {os.getpid()}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    with (folder / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for name, race in races.items():
+            mine = {peer: call for (of, peer), call in calls.items() if of == name}
+            errors = {p: race.error(c) if p in ("eager", "plait") else 0.0 for p, c in mine.items()}
+            found = {peer: (race.us(call), errors[peer]) for peer, call in mine.items()}
+            print(json.dumps({"name": name, "found": found}), flush=True)
 
 
-def raced(names: Sequence[str], peers: str, jobs: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Times and errors of each row's peers."""
+def raced(
+    names: Sequence[str], peers: str, jobs: int, seconds: float
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Times and errors of each row's peers: of those that are compiled after so many seconds."""
     rows: dict[str, dict[str, tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         running = [
             subprocess.Popen(
-                [sys.executable, __file__, str(Path(folder) / "lock"), "--peers", peers, "--work",
+                [sys.executable, __file__, place, "--peers", peers, "--work",
                  json.dumps(names[k::jobs])],
                 stdout=subprocess.PIPE, text=True,
             )
             for k in range(min(jobs, len(names)))
         ]  # fmt: skip
+        while len(list(folder.glob("ready *"))) < len(running) and time.monotonic() < end:
+            time.sleep(0.1)
+        (folder / "go").touch()
         for process in running:
             for line in process.communicate()[0].splitlines():
                 row = json.loads(line)
@@ -163,6 +192,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=list(ROWS))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -174,13 +204,14 @@ def main() -> None:
         ]
         for group, rows in ROWS.items()
     }
-    found = raced([name for names in chosen.values() for name in names], args.peers, args.jobs)
+    names = [name for some in chosen.values() for name in some]
+    found = raced(names, args.peers, args.jobs, args.seconds)
     print(torch.cuda.get_device_name(), torch.__version__)
     peers = args.peers.split(",")
     table, ratios = [], []
-    for group, names in chosen.items():
+    for group, some in chosen.items():
         better = []
-        for name in names:
+        for name in some:
             cells, ratio = row_of(name, found.get(name, {}), peers)
             table.append(cells)
             better += [ratio] if ratio > 0 else []

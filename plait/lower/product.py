@@ -32,6 +32,7 @@ _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds the
 _MOST_FLAT, _MOST_SQUARE = 1 << 17, 1 << 14  # elements of a product whose walks are shared
 _STEPS = 2  # of a program, at least
 _ALIGNED = 16  # bytes that rows start at multiples of
+_CONVERTING = 512  # programs that convert codes: benchmarks/quantised_gpu.py
 _FAR = 24  # ops before a product that may unpack its matrix
 
 
@@ -41,17 +42,17 @@ def is_vector(ctx: Lowering, a: View, b: View) -> bool:
     if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16, f32):
         return False
     x, along, across = (b, -2, -1) if a.shape[-2] == 1 else (a, -1, -2)
-    if 1 not in (a.shape[-2], b.shape[-1]) or _is_packed(ctx, b):
+    if 1 not in (a.shape[-2], b.shape[-1]) or _codes(ctx, b) > 1:
         return False
     return step_along(ctx, x, along) == 1 or (a.dtype == f32 and step_along(ctx, x, across) == 1)
 
 
-def _is_packed(ctx: Lowering, x: View) -> bool:
-    """Whether numbers in memory each hold several elements of a matrix, which a product takes apart
-    at once, a loop one by one."""
+def _codes(ctx: Lowering, x: View) -> int:
+    """How many elements of a matrix each number in memory holds, of which loops make it: 1 of codes
+    of 8 bits, 2 of those of 4; 0 where it is no such matrix."""
     size, todo = product(x.shape), {x.buf}
-    if not isinstance(size, int):
-        return False
+    if not isinstance(size, int) or not size:
+        return 0
     for op in reversed(ctx.ops[-_FAR:]):
         if not isinstance(op, Pointwise) or op.out not in todo:
             continue
@@ -61,9 +62,10 @@ def _is_packed(ctx: Lowering, x: View) -> bool:
                 continue
             todo.add(n.attr.buf)
             stored = product(ctx.buffers[n.attr.buf].shape)
-            if n.dtype == u8 and size in (2 * stored, 4 * stored):
-                return True
-    return False
+            each = size // stored if isinstance(stored, int) and stored else 0
+            if n.dtype in (i8, u8) and each in (1, 2, 4) and each * stored == size:
+                return each
+    return 0
 
 
 def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)) -> Cut | None:
@@ -78,7 +80,10 @@ def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
-    return cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if ctx.cfg.autotune else _FEW_ROWS)
+    most = _MEASURED_ROWS if ctx.cfg.autotune else _FEW_ROWS
+    if _codes(ctx, b) and m <= _FEW_ROWS and n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH:
+        return _cut_of_codes(math.prod(batch), m, n, k)
+    return cut_of(math.prod(batch), m, n, k, most)
 
 
 def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cut | None:
@@ -101,6 +106,16 @@ def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cu
     if rows == 64 and tiles < _PROGRAMS * 3 // 4:
         columns = 32
     return Cut(rows, columns, depth)
+
+
+def _cut_of_codes(batch: int, m: int, n: int, k: int) -> Cut:
+    """To convert is work, for which there are enough programs."""
+    rows, depth = _power(m), 128
+    columns = 32 if rows <= 32 else 64
+    tiles = batch * -(-m // rows) * -(-n // columns)
+    steps = -(-k // depth)
+    parts = max(1, min(_CONVERTING // tiles, steps // _LEAST_PARTS))
+    return Cut(rows, columns, depth, -(-steps // -(-steps // parts)))
 
 
 def _power(n: int) -> int:

@@ -37,8 +37,6 @@ from plait.schedule.deps import Bodies, load_of, memory_roots, reads, roots
 _MAX_NODES = 120  # of what makes an element
 _MAX_GIVEN = 12  # tensors besides the factors
 _LEAST_DEPTH = 32  # of a step along k
-_FEW_TILES, _NARROW = 128, 32  # below so many tiles these are narrower: to convert is work
-_ROWS = 32  # up to which
 
 
 def join_operands(program: LoopProgram, bodies: Bodies) -> LoopProgram:
@@ -136,12 +134,11 @@ class _Joiner:
             return node("load", args, Load(name, load.index, load.masked), n.dtype)
 
         made = Pointwise(RIGHT, vars_, rewrite(body, renamed), None, loop.origin)
-        cut = _finer(replace(how, depth=depth), sizes[0], left.shape[-2], sizes[2])
         others = [a for a in call.args if not isinstance(a, TensorArg)]
         return replace(
             call,
             args=(left, self._whole(main), *given, *map(self._whole, added), *others),
-            kernel=replace(kernel, right=made, how=cut),
+            kernel=replace(kernel, right=made, how=replace(how, depth=depth)),
             origin=tuple(dict.fromkeys((*loop.origin, *call.origin))),
         )
 
@@ -167,16 +164,6 @@ def _main(body: Node, vars_: Sequence[Expr], known: Container[str]) -> str | Non
         if n.op == "load" and load_of(n).buf not in known and {k, j} <= atoms and found is None:
             found = load_of(n).buf
     return found
-
-
-def _finer(cut: Cut, batch: int, m: Size, n: int) -> Cut:
-    """Tiles of which there are enough to keep a device busy with conversions."""
-    if not isinstance(m, int):
-        return cut
-    tiles = batch * -(-m // cut.rows) * -(-n // cut.columns) * cut.parts
-    if cut.rows <= _ROWS and tiles < _FEW_TILES and cut.columns > _NARROW:
-        return replace(cut, columns=_NARROW)
-    return cut
 
 
 def _digits(vars_: tuple[Expr, ...], b: Buffer, flat: Size) -> dict[Atom, Size] | None:

@@ -28,12 +28,14 @@ aten = torch.ops.aten
 
 
 _MORE_ROWS = 16  # than so many has an operand of eager's product of integers on a GPU
+_MOST_ROWS = 64  # up to which memory takes all the time
 
 
 @lower(aten._int_mm.default)
 def int_mm(ctx: Lowering, a: View, b: View) -> Any:
-    many = isinstance(a.shape[0], int) and a.shape[0] > _MORE_ROWS
-    how = cut(ctx, a, b, (i8,)) if many else None
+    m = a.shape[0]
+    few = isinstance(m, int) and _MORE_ROWS < m <= _MOST_ROWS
+    how = cut(ctx, a, b, (i8,)) if few else None
     return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how)
 
 
@@ -76,6 +78,9 @@ def _product(ctx: Lowering, a: View, b: View) -> View | None:
     if a.dtype.kind != "8" or b.dtype.kind != "8":
         return None
     if not ctx.facts().is_host:
+        m = a.shape[0]
+        if not isinstance(m, int) or m > _MOST_ROWS:
+            return None
         mark = ctx.mark()
         short = converted(ctx, a, bf16), converted(ctx, b, bf16, _turned(b))
         how = cut(ctx, *short)

@@ -211,7 +211,7 @@ def test_winograd(name: str, isa: str) -> None:
 def test_what_packed_operators_mean() -> None:
     """What runs where a graph is left to eager."""
     x, filters = torch.randn(2, 8, 6, 7), torch.randn(20, 8, 3, 3)
-    panels = torch.ops.plait.pack(torch.ops.plait.winograd_filters(filters), 16)
+    panels = torch.ops.plait.pack_winograd(filters, 16)
     got = torch.ops.plait.winograd_conv(x, panels, 20, [1, 0])
     torch.testing.assert_close(got, F.conv2d(x, filters, None, 1, (1, 0)), rtol=1e-4, atol=1e-4)
 

@@ -110,6 +110,15 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
     return new
 
 
+def insert_like(before: Node, val: Any, target: OpOverload, *args: Any) -> Node:
+    """A new node target(*args) before another one, with a value like val: no fake tensor has to go
+    through the operator."""
+    with before.graph.inserting_before(before):
+        new = before.graph.call_function(target, args)
+    new.meta = {**source_meta(before), "val": val}
+    return new
+
+
 def source_meta(node: Node) -> dict[str, Any]:
     """Of a node's meta what says from which lines of the program it is."""
     names = "stack_trace", "nn_module_stack", "source_fn_stack"

@@ -22,7 +22,16 @@ from plait import compat
 from plait.graph.constants import compute, settled
 from plait.graph.convolutions import CONVOLUTIONS
 from plait.graph.dead import drop_dead
-from plait.graph.edit import aten, escaping, insert, is_pure, is_view, output_of, replace, value_of
+from plait.graph.edit import (
+    aten,
+    escaping,
+    insert_like,
+    is_pure,
+    is_view,
+    output_of,
+    replace,
+    value_of,
+)
 from plait.graph.pack import pack_weights
 
 # Bounds on memory: chosen, not measured.
@@ -30,6 +39,10 @@ MAX_GROWTH = 4
 """A folded value takes at most so many times the memory of the weights that it is made of."""
 SMALL_NBYTES = 1 << 16
 """Growth does not matter below this."""
+_plait: Any = torch.ops.plait
+_PACKS = [
+    getattr(_plait, f"pack{kind}").default for kind in ("", "_filters", "_winograd", "_points")
+]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ def fold_weights(
         values[constant] = value
         memory[compat.tracing.storage_of(value)] += 1
         made[str(constant.target)] = recipe.env[constant] = recipe.copied(node)
-        if node.target is torch.ops.plait.pack.default:
+        if node.target in _PACKS:
             packed.append(str(constant.target))
         frozen |= known[node]
         node.replace_all_uses_with(constant, propagate_meta=False)
@@ -187,7 +200,7 @@ def _wanted(gm: GraphModule, known: Mapping[Node, frozenset[Node]]) -> dict[Node
 
 def _fold_norms(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
     """A batch norm with fixed statistics right after a convolution or a product goes into its
-    weights: computed in double precision, and rounded once."""
+    weights."""
     for norm in gm.graph.find_nodes(
         op="call_function", target=aten._native_batch_norm_legit_no_training.default
     ):
@@ -203,23 +216,15 @@ def _fold_norms(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
         root = weight.args[0] if _is_turned(weight) else weight
         if any(n not in weights for n in (root, *given)):
             continue
-        with gm.graph.inserting_before(before):
-            scale = insert(before, _wide(before, var), aten.add.Scalar, eps)
-            scale = insert(before, scale, aten.rsqrt.default)
-            if gamma is not None:
-                scale = insert(before, scale, aten.mul.Tensor, gamma)
-            shift = insert(before, _wide(before, mean), aten.neg.default)
-            if bias is not None:
-                shift = insert(before, shift, aten.add.Tensor, bias)
-            shift = insert(before, shift, aten.mul.Tensor, scale)
-            if beta is not None:
-                shift = insert(before, shift, aten.add.Tensor, beta)
-            dtype = value_of(weight).dtype
-            rounded = _rounded(before, shift, dtype)
-            shape = [-1 if d == place[2] else 1 for d in range(value_of(weight).dim())]
-            scale = insert(before, scale, aten.view.default, shape)
-            scaled = insert(before, _wide(before, weight), aten.mul.Tensor, scale)
-            scaled = _rounded(before, scaled, dtype)
+        dtype = value_of(weight).dtype
+        scaled = insert_like(
+            before, value_of(weight), _plait.norm_weight.default, weight, gamma, var, eps, place[2]
+        )
+        with value_of(mean).fake_mode:
+            like = value_of(mean).new_empty(value_of(mean).shape, dtype=dtype)
+        rounded = insert_like(
+            before, like, _plait.norm_bias.default, bias, gamma, beta, mean, var, eps, dtype
+        )
         made = _with_weights(before, scaled, rounded)
         for first in list(norm.users):
             replace(first, made)
@@ -240,14 +245,6 @@ def _weights_of(node: Node) -> tuple[int, int | None, int] | None:
 
 def _is_turned(node: Node) -> bool:
     return node.target in (aten.permute.default, aten.t.default, aten.transpose.int)
-
-
-def _wide(before: Node, node: Node) -> Node:
-    return insert(before, node, aten._to_copy.default, dtype=torch.float64)
-
-
-def _rounded(before: Node, node: Node, dtype: torch.dtype) -> Node:
-    return insert(before, node, aten._to_copy.default, dtype=dtype)
 
 
 def _with_weights(node: Node, weight: Node, bias: Node) -> Node:

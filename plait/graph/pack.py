@@ -2,7 +2,8 @@
 (`plait/runtime/packed.py`). Runs before weights are folded, which then packs them.
 
 Comes in: a graph, and which of its nodes weights alone decide. Goes out: the same graph with
-other calls. Only f32, on a CPU; a product that is smaller than a call stays a loop.
+other calls, which promise the strides that eager gives. Only f32, on a CPU; a product that is
+smaller than a call stays a loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, replace, value_of
+from plait.graph.edit import aten, insert, insert_like, replace, value_of
 from plait.runtime.packed import DEEPEST, panel_width
 
 _plait: Any = torch.ops.plait
@@ -55,11 +56,11 @@ def _pack_product(node: Node, known: Set[Node], small_flops: int) -> None:
     small = isinstance(rows, int) and 2 * rows * depth * columns <= small_flops
     if small or depth < 2 or columns < FEW_COLUMNS or rows == 0:
         return
-    panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
-    made = insert(node, a, _plait.packed_mm.default, panels, columns)
+    panels, val = insert(node, matrix, _plait.pack.default, panel_width(columns)), value_of(node)
+    made = insert_like(node, val, _plait.packed_mm.default, a, panels, columns)
     for addend in bias:
-        made = insert(node, made, aten.add.Tensor, addend)
-    _put(node, made)
+        made = insert_like(node, val, aten.add.Tensor, made, addend)
+    replace(node, made)
 
 
 def _pack_convolution(node: Node, known: Set[Node]) -> None:
@@ -72,27 +73,24 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         return
     columns, depth, *kernel = filters.shape
     geometry: list[Any] = [stride, padding, dilation]
+    width, val = panel_width(columns), value_of(node)
     if groups == columns and depth == 1:
-        points = insert(node, weight, aten.select.int, 1, 0)
-        points = insert(node, points, aten.permute.default, [1, 2, 0])
-        points = insert(node, points, aten.clone.default, memory_format=torch.contiguous_format)
-        made = insert(node, x, _plait.depthwise_conv.default, points, *geometry)
+        points = insert(node, weight, _plait.pack_points.default)
+        made = insert_like(node, val, _plait.depthwise_conv.default, x, points, *geometry)
     elif groups == 1 and _is_for_winograd(x, filters, geometry):
-        matrix = insert(node, weight, _plait.winograd_filters.default)
-        panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
-        made = insert(node, x, _plait.winograd_conv.default, panels, columns, padding)
+        panels = insert(node, weight, _plait.pack_winograd.default, width)
+        made = insert_like(node, val, _plait.winograd_conv.default, x, panels, columns, padding)
     elif groups == 1 and columns >= FEW_COLUMNS:
-        matrix = insert(node, weight, aten.permute.default, [2, 3, 1, 0])
-        matrix = insert(node, matrix, aten.reshape.default, [-1, columns])
-        panels = insert(node, matrix, _plait.pack.default, panel_width(columns))
-        made = insert(node, x, _plait.packed_conv.default, panels, columns, kernel, *geometry)
+        panels = insert(node, weight, _plait.pack_filters.default, width)
+        operator = _plait.packed_conv.default
+        made = insert_like(node, val, operator, x, panels, columns, kernel, *geometry)
     else:
         return
     if bias is not None:
         assert isinstance(bias, Node), node
         bias = insert(node, bias, aten.view.default, [columns, 1, 1])
-        made = insert(node, made, aten.add.Tensor, bias)
-    _put(node, made)
+        made = insert_like(node, val, aten.add.Tensor, made, bias)
+    replace(node, made)
 
 
 def _is_for_winograd(x: Node, filters: Any, geometry: list[Any]) -> bool:
@@ -107,9 +105,3 @@ def _is_for_winograd(x: Node, filters: Any, geometry: list[Any]) -> bool:
     tiles = images * ((high + 1) // 2) * ((wide + 1) // 2)
     enough = not isinstance(tiles, int) or tiles >= FEW_TILES
     return enough and FEW_CHANNELS <= depth <= DEEPEST and columns >= FEW_CHANNELS
-
-
-def _put(node: Node, made: Node) -> None:
-    """Puts a node in the place of another one; it promises the strides that eager gives."""
-    made.meta["val"] = value_of(node)
-    replace(node, made)

@@ -1,20 +1,28 @@
-"""Products with weights that were packed once: what the compiler puts into a graph whose weights
-are constants.
+"""What the compiler puts into a graph whose weights are constants: products with weights that were
+packed once, and what packs them.
 
     plait::pack(matrix, width) -> Tensor
         a matrix of K rows and N columns in panels of `width` columns, [panels, K, width], which a
         kernel reads from the first number to the last; columns that there are not are 0
     plait::packed_mm(a, panels, columns) -> Tensor
         a times the matrix
+    plait::pack_filters(filters, width) -> Tensor
+        filters as such a matrix: a row for each point of the kernel and channel
     plait::packed_conv(x, panels, columns, kernel, stride, padding, dilation) -> Tensor
-        a convolution with filters as a matrix: a row for each point of the kernel and channel
-    plait::winograd_filters(filters) -> Tensor
+        a convolution with these
+    plait::pack_winograd(filters, width) -> Tensor
         filters of 3x3 as a matrix for Winograd's method: a row for each of 16 sums of their points
         and channel
     plait::winograd_conv(x, panels, columns, padding) -> Tensor
         a convolution with these
+    plait::pack_points(filters) -> Tensor
+        a filter for each channel, as [height, width, channels]
     plait::depthwise_conv(x, points, stride, padding, dilation) -> Tensor
-        a filter for each channel, [height, width, channels]
+        a convolution with these
+    plait::norm_weight(weight, gamma, var, eps, dim), plait::norm_bias(bias, gamma, beta, mean, var,
+        eps, dtype) -> Tensor
+        weight and bias of a convolution or product with the batch norm behind it: computed in
+        double precision, and rounded once. dim: of the weight, that of channels
 
 Kernels compute them; the functions here say what they mean, and run where a graph is left to eager.
 """
@@ -54,6 +62,50 @@ def _fake_pack(matrix: Tensor, width: int) -> Tensor:
     return matrix.new_empty((-(-columns // width), rows, width))
 
 
+def _pack_filters(filters: Tensor, width: int) -> Tensor:
+    return _pack(filters.permute(2, 3, 1, 0).reshape(-1, len(filters)), width)
+
+
+def _fake_pack_filters(filters: Tensor, width: int) -> Tensor:
+    rows = filters.numel() // len(filters)
+    return filters.new_empty((-(-len(filters) // width), rows, width))
+
+
+def _pack_points(filters: Tensor) -> Tensor:
+    return filters.select(1, 0).permute(1, 2, 0).contiguous()
+
+
+def _fake_pack_points(filters: Tensor) -> Tensor:
+    columns, _, high, wide = filters.shape
+    return filters.new_empty((high, wide, columns))
+
+
+def _norm_scale(gamma: Tensor | None, var: Tensor, eps: float) -> Tensor:
+    scale = (var.double() + eps).rsqrt()
+    return scale if gamma is None else scale * gamma
+
+
+def _norm_weight(weight: Tensor, gamma: Tensor | None, var: Tensor, eps: float, dim: int) -> Tensor:
+    shape = [-1 if d == dim else 1 for d in range(weight.dim())]
+    return (weight.double() * _norm_scale(gamma, var, eps).view(shape)).to(weight.dtype)
+
+
+def _norm_bias(
+    bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor,
+    eps: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    shift = -mean.double() if bias is None else bias - mean.double()
+    shift = shift * _norm_scale(gamma, var, eps)
+    return (shift if beta is None else shift + beta).to(dtype)
+
+
+def _fake_norm_bias(
+    bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor,
+    eps: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return mean.new_empty(mean.shape, dtype=dtype)
+
+
 def _matrix(panels: Tensor, columns: int) -> Tensor:
     """What was packed."""
     return panels.transpose(0, 1).flatten(1)[:, :columns]
@@ -77,15 +129,15 @@ def _conv(
     return made
 
 
-def _sums_of_points(filters: Tensor) -> Tensor:
+def _pack_winograd(filters: Tensor, width: int) -> Tensor:
     g = filters.new_tensor(_WINOGRAD, dtype=torch.float64)
     sums = torch.einsum("ia,jb,ocab->ijco", g, g, filters.double())
-    return sums.flatten(0, 2).to(filters.dtype).contiguous()
+    return _pack(sums.flatten(0, 2).to(filters.dtype), width)
 
 
-def _fake_sums(filters: Tensor) -> Tensor:
+def _fake_pack_winograd(filters: Tensor, width: int) -> Tensor:
     columns, depth, *_ = filters.shape
-    return filters.new_empty((16 * depth, columns))
+    return filters.new_empty((-(-columns // width), 16 * depth, width))
 
 
 def _winograd(x: Tensor, panels: Tensor, columns: int, padding: Sequence[int]) -> Tensor:
@@ -112,6 +164,7 @@ def _depthwise(
 
 def _register() -> Any:
     library: Any = torch.library.Library("plait", "FRAGMENT")  # type: ignore[no-untyped-call]
+    filters = "(Tensor filters, int width) -> Tensor"
     geometry = "int[] stride, int[] padding, int[] dilation) -> Tensor"
     for name, schema, run, fake in (
         ("pack", "(Tensor matrix, int width) -> Tensor", _pack, _fake_pack),
@@ -122,7 +175,22 @@ def _register() -> Any:
             _conv,
             _conv,
         ),
-        ("winograd_filters", "(Tensor filters) -> Tensor", _sums_of_points, _fake_sums),
+        ("pack_filters", filters, _pack_filters, _fake_pack_filters),
+        ("pack_winograd", filters, _pack_winograd, _fake_pack_winograd),
+        ("pack_points", "(Tensor filters) -> Tensor", _pack_points, _fake_pack_points),
+        (
+            "norm_weight",
+            "(Tensor weight, Tensor? gamma, Tensor var, float eps, int dim) -> Tensor",
+            _norm_weight,
+            lambda weight, *_: torch.empty_like(weight),
+        ),
+        (
+            "norm_bias",
+            "(Tensor? bias, Tensor? gamma, Tensor? beta, Tensor mean, Tensor var, float eps, "
+            "ScalarType dtype) -> Tensor",
+            _norm_bias,
+            _fake_norm_bias,
+        ),
         (
             "winograd_conv",
             "(Tensor x, Tensor panels, int columns, int[] padding) -> Tensor",

@@ -296,23 +296,22 @@ class Writer:
     def result(self) -> None:
         """The epilogue of a row of the result, of which `made` has the columns from n on."""
         p, lanes, vectors = self.packed, self.isa.lanes, self.tile.vectors
-        whole = self.is_whole
-        for v in range(vectors):
-            at = f"n + {v * lanes}"
-            left = f"{p.columns} - ({at})"
-            if not whole and v:
-                self.add(f"if ({at} >= {p.columns}) continue;")
-            known: dict[Node, Parts] = {}
-            value = f"made[{v}]"
-            if not isinstance(self.body.attr, Load) or self.body.attr.buf != PRODUCT:
-                for n in walk((self.body,)):
-                    known[n] = self._value(n, known, v, None if whole else left)
-                value = known[self.body][0]
-            place = f"out + row * {p.columns} + {at}"
-            store = f"st_f32({place}, {value})" if whole else f"stn_f32({place}, {value}, {left})"
-            self.add(f"{store};")
+        self.add(f"for (i64 v = 0, at = n; v < {vectors}; ++v, at += {lanes}) {{")
+        if not self.is_whole and vectors > 1:
+            self.add(f"if (at >= {p.columns}) break;")
+        known: dict[Node, Parts] = {}
+        value = "made[v]"
+        if not isinstance(self.body.attr, Load) or self.body.attr.buf != PRODUCT:
+            for n in walk((self.body,)):
+                known[n] = self._value(n, known)
+            value = known[self.body][0]
+        place = f"out + row * {p.columns} + at"
+        if self.is_whole:
+            self.add(f"st_f32({place}, {value});", "}")
+        else:
+            self.add(f"stn_f32({place}, {value}, {p.columns} - at);", "}")
 
-    def _value(self, n: Node, known: Mapping[Node, Parts], v: int, left: str | None) -> Parts:
+    def _value(self, n: Node, known: Mapping[Node, Parts]) -> Parts:
         """A node of the epilogue, as a variable."""
         if n.op == "const":
             assert isinstance(n.attr, (bool, int, float)), n
@@ -320,27 +319,28 @@ class Writer:
                 return (f"splat_i32({-1 if n.attr else 0})",)
             return (f"splat_f32({literal(n.attr, f32)})",)
         if isinstance(n.attr, Load):
-            text = self._loaded(n.attr, v, left)
+            text = self._loaded(n.attr)
         else:
             args = tuple(known[a] for a in n.args)
             (text,) = vector_node(n, args)
-        name = f"e{v}_{len(known)}"
+        name = f"e{len(known)}"
         self.lines.append(f"const {'vi32' if n.dtype == b1 else 'vf32'} {name} = {text};")
         return (name,)
 
-    def _loaded(self, load: Load, v: int, left: str | None) -> str:
+    def _loaded(self, load: Load) -> str:
         """What the epilogue loads: a vector of columns, or a number that all of them share."""
         if load.buf == PRODUCT:
-            return f"made[{v}]"
+            return "made[v]"
         k = int(load.buf.removeprefix("given"))
         row, column = self.tensors[2 + k].strides
         if not isinstance(row, int) or column not in (0, 1):
             raise InternalError(f"an epilogue loads with strides {row}, {column}")
-        at = f"g{k} + row * {row}" if row else f"g{k}"
+        place = f"g{k} + row * {row}" if row else f"g{k}"
         if column == 0:
-            return f"splat_f32(*({at}))"
-        at = f"{at} + n + {v * self.isa.lanes}"
-        return f"ld_f32({at})" if left is None else f"ldn_f32({at}, {left})"
+            return f"splat_f32(*({place}))"
+        if self.is_whole:
+            return f"ld_f32({place} + at)"
+        return f"ldn_f32({place} + at, {self.packed.columns} - at)"
 
 
 def indented(lines: Sequence[str]) -> str:

@@ -53,7 +53,9 @@ r = torch.randn
 X, W, B = r(2, 6, 40), r(6, 1, 4), r(6)
 
 
-@pytest.mark.parametrize(("wanted", "n"), [((0,), 1), ((1,), 1), ((1, 2), 2), ((2,), 1), ((0, 1, 2), 3)])
+@pytest.mark.parametrize(
+    ("wanted", "n"), [((0,), 1), ((1,), 1), ((1, 2), 2), ((2,), 1), ((0, 1, 2), 3)]
+)
 @pytest.mark.parametrize(("padding", "dilation"), [(3, 1), (0, 1), (2, 2)])
 def test_a_filter_a_channel(padding: int, dilation: int, wanted: tuple[int, ...], n: int) -> None:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

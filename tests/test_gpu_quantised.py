@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.quantised import CASES
+from benchmarks.quantised import CASES, e4m3, e5m2
 from tests.flex_programs import WRAPPERS
-from tests.test_quantised import FEW, MANY, check
+from tests.test_quantised import FEW, MANY, check, check_codes
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -20,3 +20,8 @@ def test_as_eager(name: str, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_target(wrapper: str, name: str) -> None:
     check(name, FEW, "cuda", wrapper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, e4m3, e5m2], ids=str)
+def test_codes_are_eagers(kind: torch.dtype) -> None:
+    check_codes(kind, "cuda")

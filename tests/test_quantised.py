@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.quantised import CASES, Case, Random, distance, in_float64
+from benchmarks.quantised import CASES, Case, Random, distance, e4m3, e5m2, in_float64
 from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
@@ -98,3 +98,42 @@ def test_kernels_on_a_gpu(compile_only: None, name: str) -> None:  # noqa: F811
 def test_floats_of_8_bits_have_instructions(compile_only: None, name: str) -> None:  # noqa: F811
     source = _without_gpu(name, 16).kernel_source
     assert re.search(r"p_(to|of)_e\dm\d\w*\(v\d+\)|p_of_e4m3\(t\d+\)", source), source
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, e4m3, e5m2], ids=str)
+def test_codes_are_eagers(kind: torch.dtype) -> None:
+    """To the last bit, however a step between codes divides."""
+    check_codes(kind, "cpu")
+
+
+def check_codes(kind: torch.dtype, device: str) -> None:
+    def fn(x: Tensor, scale: Tensor) -> Any:
+        y = x / scale
+        y = (
+            y
+            if kind.is_floating_point
+            else y.round().clamp(0 if kind == torch.uint8 else -128, 127)
+        )
+        return y.to(kind), x.abs().amax(-1)
+
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(12, 1200, generator=gen)
+    scale = torch.rand(12, 1, generator=gen) / 50 + 1e-3
+    x[1], scale[1] = x[1] * 1e-30, scale[1] * 1e-30
+    x[2], scale[2] = x[2] * 1e30, scale[2] * 1e30
+    x[3], scale[3] = x[3] * 1e-38, scale[3] * 1e-38
+    x[4:8, :8] = torch.tensor([0.0, -0.0, 1e-40, -1e-20, 1e20, 3e38, -1e-9, 1e9])
+    scale[5:8, 0] = torch.tensor([1e-42, 1e38, 0.1])
+    if kind.is_floating_point:  # of which integers know nothing
+        x[9, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+        scale[10], scale[11] = torch.inf, 0.0
+        x = torch.where(torch.rand(x.shape, generator=gen) < 0.5, x, (x / scale).round() * scale)
+        x = x.clamp(-400 * scale, 400 * scale) if kind == e4m3 else x
+    torch.compiler.reset()
+    given = x.to(device), scale.to(device)
+    found, want = torch.compile(fn, backend="plait")(*given)[0], fn(*given)[0]
+    a, b = (t.view(torch.uint8) for t in (found, want))
+    differ = (a != b) & ~(found.float().isnan() & want.float().isnan())
+    assert not differ.any(), [
+        (x[k, j], scale[k], a[k, j], b[k, j]) for k, j in differ.nonzero()[:4].tolist()
+    ]

@@ -153,6 +153,14 @@ def _splat(self: object, block: core.block_type, arg: TensorHandle) -> TensorHan
     return TensorHandle(np.full(block.shape, arg.data.reshape(()), dtype), arg.dtype.scalar)
 
 
+def _fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """Rounds once, as the device does: float64 holds the product of two numbers in float32."""
+    kind = z.data.dtype
+    wide = np.float64 if kind == np.float32 else kind
+    made = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+    return TensorHandle(made.astype(kind), z.dtype.scalar)
+
+
 def _assert(self: object, condition: TensorHandle, message: str) -> None:
     assert condition.data.all(), message
 
@@ -166,6 +174,7 @@ interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
 )
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.create_fma = _fma
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 tl.extra.cuda.gdc_wait = lambda: None  # one kernel runs after the other
 

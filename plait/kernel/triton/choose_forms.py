@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f32
+from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f32, i8, u8
 from plait.ir.float8 import FORMATS, decodes, encodes
 from plait.ir.loops import Node, walk
 from plait.ir.rules import Simplifier
@@ -48,6 +48,14 @@ CODECS = (
 """Floats of 8 bits by the names of their instructions. Numbers of the first two are alike."""
 
 
+STEP = (
+    "tl.where(tl.abs({0}) < 2.0**-64, 2.0**64, tl.where(tl.abs({0}) > 2.0**64, 2.0**-64, 1.0))",
+    "{0} * {1}",
+    "tl.div_rn(1.0, {2})",
+)
+"""What brings the size of a step between codes near 1, that, and its reciprocal."""
+
+
 def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     """The forms of the values that have another than their op's. float8: there are instructions for
     floats of 8 bits."""
@@ -57,8 +65,13 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     sums = {s.name: s for s in layout.linear.stmts if isinstance(s, Reduce)}
     forms, simplify = {}, Simplifier()
     for n in walk(roots):
+        code = codec(n, simplify) if float8 else None
+        if quotient := _coded_quotient(n, code, users, layout):
+            forms[quotient] = Form("p_quotient({0} * {2}, {3}, {4})", quotient.args, STEP)
+    for n in walk(roots):
         form = (
-            _quotient(n, layout, sums)
+            forms.get(n)
+            or _quotient(n, layout, sums)
             or _share(n, sums)
             or _one_more(n, n in narrow, users)
             or _rounding(n)
@@ -101,6 +114,27 @@ def _rounding(n: Node) -> Form | None:
     if a.op != "cast" or a.dtype != bf16 or a.args[0].dtype != f32:
         return None
     return Form("p_as_bf16({0})", a.args)
+
+
+def _coded_quotient(
+    n: Node, code: Form | None, users: Mapping[Node, int], layout: Layout
+) -> Node | None:
+    """The quotient by what a row shares that a code of 8 bits is made of, and nothing else."""
+    if code is not None and code.text.startswith("p_to_"):
+        (n,) = code.operands
+    elif n.op == "cast" and n.dtype in (i8, u8) and n.args[0].dtype == f32:
+        (n,) = n.args
+    else:
+        return None
+    while users[n] == 1 and n.op in ("min", "max", "round"):
+        rest = [a for a in n.args if a.op != "const"]
+        if len(rest) != 1:
+            return None
+        (n,) = rest
+    if n.op != "truediv" or n.dtype != f32 or users[n] != 1:
+        return None
+    varies, shared = (layout.dims(a) for a in n.args)
+    return n if "r" in varies and "r" not in shared else None
 
 
 def codec(n: Node, simplify: Simplifier) -> Form | None:

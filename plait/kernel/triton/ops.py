@@ -271,6 +271,15 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_of_e5m2", """def p_of_e5m2(x):
     return tl.where((x & 0x7F) > 0x7C, p_nan_like(x), p_number_of_e5m2(x))
 """),
+    # A quotient as it is rounded, but where it is too small or large for a code of 8 bits: by the
+    # reciprocal r of the divisor, corrected twice. Markstein, Computation of elementary functions
+    # on the IBM RISC System/6000 processor, 1990.
+    ("p_quotient", """def p_quotient(x, d, r):
+    near = x * r
+    q = tl.fma(tl.fma(-d, near, x), r, near)
+    q = tl.fma(tl.fma(-d, q, x), r, q)
+    return tl.where((tl.abs(near) > 2.0**-30) & (tl.abs(near) < 2.0**30), q, near)
+"""),
     ("p_to_e4m3_or_nan", """def p_to_e4m3_or_nan(x):
     return tl.where(tl.abs(x) > 464.0, 0x7F, p_to_e4m3(x)).to(tl.uint8) | p_sign_bit(x)
 """),

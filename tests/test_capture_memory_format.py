@@ -149,6 +149,19 @@ def test_regions_are_decided_on_by_themselves(monkeypatch: pytest.MonkeyPatch) -
     assert n == 3 and [is_last(c) for c in convolutions(gm)] == [False, True, True]
 
 
+def test_odd_groups_stay() -> None:
+    """cuDNN would turn them back: what they read has eager's layout."""
+    for width, last in ((3, False), (4, True)):
+        x, w = torch.randn(2, 2, 9, 9), torch.randn(6 * width, 2, 3, 3)
+        gm, _ = turned(
+            lambda x, w, v, u: (
+                F.conv2d(F.conv2d(F.conv2d(x, w).relu(), v, groups=6).relu(), u),
+            ),
+            x, w, torch.randn(6 * width, width, 3, 3), torch.randn(4, 6 * width, 3, 3),
+        )  # fmt: skip
+        assert [is_last(c) for c in convolutions(gm)] == [True, last, True], width
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool": lambda y: F.max_pool2d(y, 3, 2, 1),
     "avg_pool": lambda y: F.avg_pool2d(y, 2),

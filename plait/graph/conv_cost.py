@@ -22,8 +22,8 @@ BYTES_A_NS = 1300.0  # of a tensor that is read in one layout and written in ano
 LAUNCH_NS = 2000.0
 FEW_CHANNELS = 4
 """Of float32, gradients of inputs with so few channels on a side have kernels for rows only."""
-GROUPED_BYTES_A_NS = 200.0
-NARROW_CHANNELS = 16
+NARROW_CHANNELS = 8
+NARROW_ELEMENTS_A_NS = 110.0
 """What gradients of filters of groups of fewer channels lose, of 16 bits each, in operands."""
 MOST_TAPS = 9  # 3 x 3
 MOST_LINE_TAPS = 16
@@ -91,6 +91,16 @@ class Convolution:
         return 0 < prod(map(hint, self.window)) <= most_taps(self.window)
 
     @property
+    def is_oddly_grouped(self) -> bool:
+        """Whether its groups have numbers of channels for which cuDNN has no channels-last kernel:
+        it turns and pads them, which takes twice the time."""
+        if _is(1, self.groups) or self.is_depthwise:
+            return False
+        filters = hint(self.result.shape[1] if self.transposed else self.weight.shape[0])
+        widths = hint(self.weight.shape[1]), filters // max(hint(self.groups), 1)
+        return any(n & (n - 1) for n in widths)
+
+    @property
     def is_depthwise(self) -> bool:
         """Whether each filter has one channel of several."""
         return _is(1, self.weight.shape[1]) and not _is(1, self.groups)
@@ -114,7 +124,7 @@ def gain_ns(node: Node) -> float:
     """How much sooner a convolution is done with channels-last operands."""
     c = convolution_of(node)
     if c.is_point and not c.transposed:
-        return 0.0  # a product in either layout
+        return _product_gain_ns(c)
     if c.is_depthwise:
         return _depthwise_gain_ns(c)
     if not c.wanted:
@@ -123,8 +133,8 @@ def gain_ns(node: Node) -> float:
     if c.wanted[1]:
         single = c.x.dtype == torch.float32
         if not _is(1, c.groups) and c.weight.shape[1] < NARROW_CHANNELS:
-            operands = nbytes_of(c.x) + nbytes_of(c.result)
-            gain -= 0.0 if single else operands / GROUPED_BYTES_A_NS
+            operands = prod(map(hint, c.x.shape)) + prod(map(hint, c.result.shape))
+            gain -= 0.0 if single else operands / NARROW_ELEMENTS_A_NS
         else:
             gain += _moved_ns(c, False) / (2 if single else 1)
     return gain
@@ -136,6 +146,14 @@ def _moved_ns(c: Convolution, scatters: bool) -> float:
     moved = sum(LAUNCH_NS + nbytes_of(t) / BYTES_A_NS for t in (c.x, c.weight, c.result))
     few = min(hint(c.x.shape[1]), hint(c.result.shape[1])) <= FEW_CHANNELS
     return -moved if scatters and few and c.x.dtype == torch.float32 else moved
+
+
+def _product_gain_ns(c: Convolution) -> float:
+    """In rows, a matrix for each image: if their rows are not aligned, as slow kernels' are."""
+    points = prod(map(hint, c.result.shape[2:]))
+    if points * c.x.dtype.itemsize % 16 == 0:
+        return 0.0
+    return (sum(c.wanted) or 1) * (nbytes_of(c.x) + nbytes_of(c.result)) / BYTES_A_NS
 
 
 def _depthwise_gain_ns(c: Convolution) -> float:

@@ -3,10 +3,11 @@ tensor cores want channels innermost, and cuDNN would otherwise turn every opera
 
 A plan says what would change if every convolution got them: which operands would be copied, which
 values computed from the results would keep their layout, and which would have to be given eager's
-again, because they leave the graph or go to an operator that reads raw memory. The plan falls into
-regions that share nothing; a region is carried out if its convolutions gain more than its copies
-cost (`conv_cost`). No value changes. Runs on a joint graph before it is split, so that both halves
-agree on the layout of what is saved; the copies of filters are saved too.
+again, because they leave the graph or go to an operator that reads raw memory, or to a convolution
+of groups that cuDNN would turn back. The plan falls into regions that share nothing; a region is
+carried out if its convolutions gain more than its copies cost (`conv_cost`). No value changes. Runs
+on a joint graph before it is split, so that both halves agree on the layout of what is saved; the
+copies of filters are saved too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.conv_cost import copy_ns, gain_ns, hint
+from plait.graph.conv_cost import convolution_of, copy_ns, gain_ns, hint
 from plait.graph.edit import aten, insert, is_view, same_size, source_meta, value_of
 
 _CONVOLUTIONS: dict[
@@ -198,10 +199,13 @@ class _Plan:
 
     def _visit(self, node: Node) -> None:
         chosen = is_candidate(node)
+        stays = chosen and convolution_of(node).is_oddly_grouped
+        if stays:
+            self.convolutions.append(node)
         inputs = [n for n in node.all_input_nodes if n in self.now]
         if not chosen and not inputs:
             return
-        if not _keeps_values(node):
+        if stays or not _keeps_values(node):
             self._restore_inputs(node)
             return
         try:

@@ -20,6 +20,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.wrapper.instructions import CallExtern, Launch
 from plait.wrapper.program import CompileRecord
+from tests.flex_programs import WRAPPERS
 from tests.interpreted import on_gpu
 from tests.product_programs import observing
 from tests.test_cuda_programs import compile_only, pipeline  # noqa: F401
@@ -66,6 +67,13 @@ def steps(record: CompileRecord) -> tuple[int, int]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_as_eager(name: str) -> None:
     check(name, FEW, "cpu", "python" if AS_GPU else "native", torch.bfloat16)
+
+
+@pytest.mark.skipif(AS_GPU, reason="the interpreter has one target")
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_every_target(wrapper: str, name: str) -> None:
+    check(name, FEW, "cpu", wrapper, torch.bfloat16)
 
 
 def _without_gpu(name: str, m: int) -> CompileRecord:

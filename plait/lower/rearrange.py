@@ -286,7 +286,9 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
     dim = wrap_dim(dim, rank)
     if not parts:
         return fill(ctx, 0)
-    if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node):
+    # Where neighbours come of different parts, a vector of a host is filled one by one.
+    threaded = dim == rank - 1 and all(p.shape[dim] == 1 for p in parts) and ctx.facts().is_host
+    if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node) and not threaded:
         return _cat_chain(ctx, parts, dim)
     return _cat_pieces(ctx, [[p] for p in parts], dim)
 

@@ -420,7 +420,49 @@ def _adaptive_avg_backward(n: int, ctx: Lowering, grad: View, x: View) -> View:
     _check_some(x.shape, grad.shape)
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
-    return _sum_of_parts(ctx, grad, lead, parts, ctx.out_shape(), weigh=True)
+    pairs = zip(parts.of, parts.into, strict=True)
+    even = not any(expr.exact_div(b, a) is expr.exact_div(a, b) is None for a, b in pairs)
+    if even or not ctx.facts().is_host:  # a GPU divides integers while it waits for memory
+        return _sum_of_parts(ctx, grad, lead, parts, ctx.out_shape(), weigh=True)
+    return _dealt_out(ctx, grad, lead, parts)
+
+
+def _dealt_out(ctx: Lowering, grad: View, lead: int, parts: _Parts) -> View:
+    """The gradient of averages, dimension by dimension, the last one first: most of what is
+    computed then has positions that change along outer loops alone. parts: of windows, into which
+    the positions of the input are cut."""
+    back, compute = _Parts(parts.into, parts.of), compute_dtype(grad.dtype)
+
+    def share(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = ops.cast(grad.load(ops, i), compute)
+        return _divided(ops, value, expr.smax(back.size(i[lead:]), 1))
+
+    dealt = ctx.pointwise(grad.shape, compute, share)
+    for k in reversed(range(len(parts.of))):
+        axis, part = lead + k, _Parts(parts.of[k : k + 1], parts.into[k : k + 1])
+        shape = (*dealt.shape[:axis], parts.into[k], *dealt.shape[axis + 1 :])
+        dealt = _sums_along(ctx, dealt, shape, axis, part)
+    whole = dealt
+    return result(ctx, lambda ops, i: ops.cast(whole.load(ops, i), grad.dtype))
+
+
+def _sums_along(ctx: Lowering, x: View, shape: Point, axis: int, part: _Parts) -> View:
+    """The sums of x over the parts of one dimension."""
+
+    def tap(ops: Recorder, i: Point, at: Point) -> Node:
+        within = inside(ops, at, part.bounds(i[axis : axis + 1]))
+        return load_if(ops, within, lambda: x.load(ops, (*i[:axis], *at, *i[axis + 1 :])), 0)
+
+    def at(i: Point, r: Sequence[Size]) -> Point:
+        return part.at(i[axis : axis + 1], r)
+
+    if not part.is_small:
+        return ctx.reduce(shape, part.counts, "sum", lambda ops, i, r: tap(ops, i, at(i, r)))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        return _sum(ops, (tap(ops, i, at) for at, _ in part.taps(i[axis : axis + 1])))
+
+    return ctx.pointwise(shape, x.dtype, body)
 
 
 @_of_images("adaptive_max_pool{}d")

@@ -25,7 +25,8 @@ def generate(seed: int, device: str = "cpu", subject: str = "") -> Program:
     if device == INTERPRETED:
         p = generate(seed, "cuda", subject)
         wrapper = "fx" if p.road.wrapper == "fx" else "python"
-        return replace(p, device="cpu", road=replace(p.road, wrapper=wrapper, threads=1))
+        road = replace(p.road, wrapper=wrapper, threads=1)  # weights would be packed for a CPU
+        return replace(p, device="cpu", road=replace(road, freeze=False, in_place=False))
     if subject == "networks":
         return _network(seed, device)
     flow = subject == "flow"

@@ -284,7 +284,9 @@ def reduction(m: Maker) -> str:
     n = m.rng.choice(tuple(m.calls[0].sizes))
     shape = [m.rng.choice(("1", "2", "3", "7", "16")), n, m.rng.choice(("1", "1", "2", "3"))]
     m.rng.shuffle(shape)
-    x = m.operand(tuple(shape), _float(m), m.rng.choice(("whole", "normal", "special")))
+    # The mean of equal numbers may be off by a bit of them, of which nothing is left in float64.
+    values = m.rng.choice(("whole", "normal", "special"))
+    x = m.operand(tuple(shape), _float(m), values)
     x = _activated(m, x) if m.rng.random() < 0.4 else x
     d = m.rng.randrange(3)
     texts = (
@@ -292,7 +294,7 @@ def reduction(m: Maker) -> str:
         f"F.log_softmax({x}, {d})", f"{x} - {x}.mean({d}, keepdim=True)", f"{x}.logsumexp({d})",
         f"F.layer_norm({x}, {x}.shape[2:], eps=0.1)", f"{x}.norm(dim={d})",
     )  # fmt: skip
-    k = m.rng.randrange(len(texts) + 2)
+    k = m.rng.choice((0, 1, 2, 10, 11)) if values == "special" else m.rng.randrange(12)
     if k >= len(texts):
         return m.add("reductions", f"{x}.{('argmax', 'argmin')[k % 2]}({d})", jumpy=True)
     made = m.add("reductions", texts[k], exact="whole" if k < 3 else "no")

@@ -739,3 +739,24 @@ def test_rows_that_are_normed_and_rotated_are_one_kernel(compile_only: None) -> 
     given = [t.to(torch.bfloat16) for t in (x, w, cos, sin)]
     made = record(rotated, *given, mode=mode)
     assert len(of(made.wrapper, Launch)) == 1
+
+
+def test_what_an_operator_reads_a_copy_of_keeps_a_free_layout(compile_only: None) -> None:
+    """The gradient of a bias, of what is computed from channels-last tensors: a sum of columns,
+    which is cut for all of the device, and not of rows that nothing has."""
+    mode, (dy, x, w) = fakes((8, 256, 56, 56), (8, 256, 56, 56), (256, 256, 3, 3))
+    last = torch.channels_last
+    with mode:
+        given = [t.to(torch.bfloat16, memory_format=last) for t in (dy, x, w)]
+
+    def fn(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad = (dy.float() * x).to(dy.dtype, memory_format=torch.contiguous_format)
+        one = [1, 1]
+        made = aten.convolution_backward(
+            grad, x, w, [256], one, one, one, False, [0, 0], 1, [True, True, False]
+        )
+        return made[0], made[1], grad.sum((0, 2, 3))
+
+    made = record(fn, *given, mode=mode)
+    first, second = _kernels(made)
+    assert first.grid > 500 and len(first.outs) == 2 and len(second.args) == 2

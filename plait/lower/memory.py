@@ -84,6 +84,14 @@ def _linear(ctx: Lowering, x: View) -> tuple[list[Size], Size] | None:
 def strided(ctx: Lowering, x: View) -> TensorArg | None:
     """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
     no strides describe it."""
+    found = _described(ctx, x)
+    if found is not None:
+        ctx.fix_layout(x.buf)
+    return found
+
+
+def _described(ctx: Lowering, x: View) -> TensorArg | None:
+    """The same of its buffer as it is laid out now."""
     found = ([*ctx.buffers[x.buf].strides], 0) if ctx.is_whole(x) else _linear(ctx, x)
     if found is None:
         return None
@@ -95,7 +103,6 @@ def strided(ctx: Lowering, x: View) -> TensorArg | None:
             strides[d] = x.shape[d + 1] * strides[d + 1] if d + 1 < len(strides) else 1
     if 0 in x.shape:  # of no elements the first may lie beyond the memory
         rest = 0
-    ctx.fix_layout(x.buf)
     return TensorArg(x.buf, x.shape, tuple(strides), rest)
 
 
@@ -107,12 +114,11 @@ def tensor_arg(
     elements in any order of dimensions."""
     _settle_layout(ctx, x, strides)
     for y in (x, *(copies_of(ctx, x) if shared else ())):
-        found = strided(ctx, y)
-        if found is not None:
-            if strides is None or strides == found.strides:
-                return found
-            if _same_layout(x.shape, found.strides, strides):
-                return replace(found, strides=strides)
+        found = _described(ctx, y)
+        # What has to be copied anyway keeps a layout that is free: it follows what it is made of.
+        if found and _same_layout(x.shape, found.strides, wanted := strides or found.strides):
+            ctx.fix_layout(y.buf)
+            return replace(found, strides=wanted)
     if strides is not None and 0 in strides:
         return _expanded_copy(ctx, x, strides)
     wanted = strides or _natural(ctx, x)

@@ -2,9 +2,10 @@
 on the device, in CUDA graphs of calls whose weights are too many for the cache.
 
 Groups: `gpt2` and `llama` (the widths of GPT-2 and of an 8B Llama at 1 to 4,096 rows, with bias,
-activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows) and
-`single` (float32). Peers: eager; pair (the vendor's product, then one kernel of plait's); plait;
-plait-tuned and inductor-tuned (max-autotune); inductor.
+activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows), `norm`
+(a residual, and a norm of the sum) and `single` (float32). Peers: eager; pair (the vendor's
+product, then one kernel of plait's); addend (the same, with a residual as the addend of the
+product); plait; plait-tuned and inductor-tuned (max-autotune); inductor.
 Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N]: N processes compile side by
 side, one at a time is timed.
 """
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from table import render
 from torch import Tensor
 
-PEERS = ("eager", "pair", "plait", "plait-tuned", "inductor", "inductor-tuned")
+PEERS = ("eager", "pair", "addend", "plait", "plait-tuned", "inductor", "inductor-tuned")
 CALLS, REPLAYS = 24, 8
 COLD_NBYTES = 160 << 20  # of weights that a round of calls reads: more than any cache holds
 Program = Callable[..., Any]
@@ -58,6 +59,12 @@ def silu_gate(y: Tensor, other: Tensor) -> Tensor:
     return F.silu(y) * other
 
 
+def normed(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, F.rms_norm(y, y.shape[-1:])
+
+
+SUMS: dict[str, Program] = {"add": lambda y: y, "norm": normed}
+"""After a product with a residual."""
 BIASED: dict[str, Program] = {
     "bias": lambda y, rest: y,
     "relu": lambda y, rest: F.relu(y),
@@ -70,6 +77,7 @@ PLAIN: dict[str, Program] = {
     "": lambda y, rest: y,
     "gate": silu_gate,
     "add": lambda y, rest: rest + y,
+    "norm": lambda y, rest: normed(rest + y),
 }
 
 
@@ -106,6 +114,10 @@ def _cases() -> dict[str, list[Case]]:
         "split": [Case(m, n, k, t) for m, n, k in split for t in ("nn", "tn", "nt")],
         "rows": [Case(m, n, k) for m in (2, 8, 32, 64, 256) for n, k, _ in gpt2 + llama]
         + [Case(m, n, k, "nn") for m in (1, 16, 64) for n, k, _ in gpt2 + llama],
+        "norm": [
+            Case(m, n, k, "nt", then) for m in (128, 1024, 4096) for then in ("add", "norm")
+            for n, k in ((768, 768), (768, 3072), (4096, 4096))
+        ],
         "single": [Case(*s, "nn", "", "float32") for s in ((16, 128, 128), (64, 128, 128),
                    (16, 256, 256), (1, 1024, 1024), (8, 1024, 1024))],
     }  # fmt: skip
@@ -144,6 +156,11 @@ class Race:
             if self.case.then:
                 after = torch.compile(after, backend="plait", dynamic=False)
             return lambda w: after(torch.mm(self.x, w), self.bias, self.rest)
+        if peer == "addend":
+            sums: Any = SUMS[self.case.then]
+            if self.case.then != "add":
+                sums = torch.compile(sums, backend="plait", dynamic=False)
+            return lambda w: sums(torch.addmm(self.rest, self.x, w))
         run: Any = program
         if peer != "eager":
             backend, _, tuned = peer.partition("-")
@@ -157,7 +174,8 @@ class Race:
         """Distance of the result from float64."""
         w = self.weights[0]
         exact = whole(self.case.then)(*(t.double() for t in (self.x, w, self.bias, self.rest)))
-        return float((call(w).double() - exact).norm() / exact.norm())
+        found, exact = (y[-1] if isinstance(y, tuple) else y for y in (call(w), exact))
+        return float((found.double() - exact).norm() / exact.norm())
 
     def us(self, call: Callable[[Tensor], Any], calls: int = CALLS) -> float:
         """A call on the device, the least mean of a recorded round."""

@@ -216,8 +216,9 @@ class _Plan:
         old = value_of(node)
         for n in inputs:
             self.regions.join(node, n)
-        if not isinstance(old, torch.Tensor) or _layout(old) != _layout(now):
-            self.now[node] = now
+        several = isinstance(old, (list, tuple))
+        if several or (isinstance(old, torch.Tensor) and _layout(old) != _layout(now)):
+            self.now[node] = now  # of sizes there is nothing that could lie otherwise
 
     def _convolved(self, node: Node) -> Any:
         """The results of a convolution of channels-last operands."""

@@ -22,7 +22,7 @@ _plait: Any = torch.ops.plait
 FEW_COLUMNS = 16
 """A panel for fewer would be more than half empty."""
 FEW_CHANNELS = 32
-FEW_TILES = 12
+FEW_TILES = 8
 """With fewer, Winograd's method is slower: benchmarks/packed_cpu.py."""
 
 

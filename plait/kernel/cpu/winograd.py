@@ -40,29 +40,12 @@ static bool winograd_in( // sums of points of tiles; whether all are finite
       p[i] = within ? image + (h * width + w) * depth : winograd_zeros;
     }
     f32* into = winograd_memory + (t - from) * depth;
-    for (i64 c = 0; c < depth; c += LANES, into += LANES) {
-      const i64 left = depth - c;
-      vf32 d[4][4], s[4][4];
-      if (left >= LANES) {
-        for (i64 i = 0; i < 16; ++i) d[i / 4][i % 4] = ld_f32(p[i] + c);
-      } else {
-        for (i64 i = 0; i < 16; ++i) d[i / 4][i % 4] = ldn_f32(p[i] + c, left);
-      }
-      for (i64 j = 0; j < 4; ++j) {
-        s[0][j] = d[0][j] - d[2][j];
-        s[1][j] = d[1][j] + d[2][j];
-        s[2][j] = d[2][j] - d[1][j];
-        s[3][j] = d[1][j] - d[3][j];
-      }
-      for (i64 i = 0; i < 4; ++i) {
-        const vf32 v[4] = {s[i][0] - s[i][2], s[i][1] + s[i][2], s[i][2] - s[i][1],
-                           s[i][1] - s[i][3]};
-        for (i64 j = 0; j < 4; ++j) {
-          seen = v_fma_f32(v[j], splat_f32(0.0f), seen);
-          f32* const place = into + (4 * i + j) * apart;
-          if (left >= LANES) st_f32(place, v[j]); else stn_f32(place, v[j], left);
-        }
-      }
+    i64 c = 0;
+    for (; c + LANES <= depth; c += LANES, into += LANES) {
+WHOLE
+    }
+    if (c < depth) {
+PART
     }
   }
   for (i64 k = 0; k < LANES; ++k) if (seen[k] != seen[k]) return false;
@@ -119,7 +102,27 @@ def winograd_texts(texts: Sequence[str], isa: Isa) -> list[str]:
     if not any("winograd_memory" in text for text in texts):
         return []
     head = _HEAD.format(memory=_room(DEEPEST, 1) + (NEAR_NBYTES >> 2), deepest=DEEPEST)
-    return [text.replace("LANES", str(isa.lanes)) for text in (head, _IN, _OUT, _POINTS)]
+    whole, part = ("\n".join(_sums_of_points(part)) for part in (False, True))
+    inside = _IN.replace("WHOLE", whole).replace("PART", part)
+    return [text.replace("LANES", str(isa.lanes)) for text in (head, inside, _OUT, _POINTS)]
+
+
+def _sums_of_points(part: bool) -> list[str]:
+    """The sums of a tile's points, of a vector of channels: of rows, then of these."""
+    load, store, left = ("ldn", "stn", ", depth - c") if part else ("ld", "st", "")
+    lines = [f"const vf32 d{k} = {load}_f32(p[{k}] + c{left});" for k in range(16)]
+    for j in range(4):
+        a, b, c, d = (f"d{4 * i + j}" for i in range(4))
+        for i, total in enumerate((f"{a} - {c}", f"{b} + {c}", f"{c} - {b}", f"{b} - {d}")):
+            lines.append(f"const vf32 s{4 * i + j} = {total};")
+    for i in range(4):
+        a, b, c, d = (f"s{4 * i + j}" for j in range(4))
+        for j, total in enumerate((f"{a} - {c}", f"{b} + {c}", f"{c} - {b}", f"{b} - {d}")):
+            k = 4 * i + j
+            lines.append(f"const vf32 v{k} = {total};")
+            lines.append(f"seen = v_fma_f32(v{k}, splat_f32(0.0f), seen);")
+            lines.append(f"{store}_f32(into + {k} * apart, v{k}{left});")
+    return ["      " + line for line in lines]
 
 
 def _room(depth: int, tiles: int) -> int:

@@ -118,7 +118,8 @@ class _Placed:
 
     def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """A call of fn gave out."""
-        places = _name(fn) == "as_strided" and (len(args) > 3 or kwargs.get("storage_offset"))
+        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        places = _name(fn) == "as_strided" and offset is not None
         seen = [x for x in _tensors((args, kwargs)) if x in self._views] if self._views else []
         self._wrong |= _memory(seen) & self._written
         if may_write(fn, kwargs):

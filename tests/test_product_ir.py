@@ -9,9 +9,10 @@ import pytest
 
 from plait.errors import InternalError
 from plait.ir.calls import Extern, TensorArg, UserKernel
-from plait.ir.dtypes import bf16, f32
+from plait.ir.checks import OUT_OF_RANGE, Bound
+from plait.ir.dtypes import bf16, f32, i8, i64
 from plait.ir.expr import Expr, symbol
-from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, cast, loop_vars, node
+from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, arg_symbol, cast, loop_vars, node
 from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
@@ -19,6 +20,7 @@ from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.product import write_product
 from plait.lower.product import cut_of
 from plait.schedule.deps import Bodies
+from plait.schedule.join_operands import join_operands
 from plait.schedule.join_readers import join_readers
 
 P, B, I, J = (symbol(name, extent=n) for name, n in zip("pbij", (1, 1, 6, 128), strict=True))
@@ -199,3 +201,51 @@ def test_versions_to_be_measured() -> None:
 )
 def test_cuts(sizes: tuple[int, int, int, int], cut: Cut | None) -> None:
     assert cut_of(*sizes) == cut
+
+
+# ------------------------------------------------------------------------------ made right matrices
+def converted(*, returned: bool = False, checked: bool = False) -> LoopProgram:
+    """x (6, 256) @ w (256, 128) = y, where w is codes that a loop makes bfloat16 and scales by
+    groups of 128. returned: the program gives w back, too. checked: a check is made on the way."""
+    p = program(KERNEL)
+    codes, scale = buffer("codes", 256, 128, dtype=i8), buffer("scale", 2, 128)
+    k, j = loop_vars("i", (256, 128))
+    code = node("load", (), Load("codes", (k, j)), i8)
+    if checked:
+        place = node("bounded", (cast(code, i64),), Bound(128, OUT_OF_RANGE), i64)
+        code = node("load", (place,), Load("codes", (k, arg_symbol(0, 128))), i8)
+    group = cast(node("load", (), Load("scale", (k // 128, j)), bf16), f32)
+    loop = Pointwise("w", (k, j), cast(cast(code, f32) * group, bf16))
+    buffers = {**p.buffers, "codes": codes, "scale": scale}
+    given = ("x", "codes", "scale")
+    w = p.buffers["w"]
+    outs = (*p.outputs, *([TensorArg("w", w.shape, w.strides, 0)] if returned else []))
+    return replace(p, inputs=given, buffers=buffers, ops=(loop, *p.ops), outputs=outs)
+
+
+def test_a_matrix_is_made_as_it_is_loaded() -> None:
+    p = join_operands(converted(), Bodies())
+    call = call_of(p)
+    verify(p, "test")
+    assert read_program(program_text(p)) == p
+    assert isinstance(call.kernel, Product) and call.kernel.right is not None
+    assert [a.buf for a in call.args if isinstance(a, TensorArg)] == ["x", "codes", "scale"]
+    text = write_product(call, p.buffers, GPUS["sm_90"]).kernel
+    assert isinstance(text, UserKernel)
+    assert "def right_tile(b, step, j, j_inside, right, given)" in text.text
+    assert "tl.load(given[0] + (j + " in text.text, "a scale a step, not one an element"
+
+
+@pytest.mark.parametrize("how", ["returned", "checked"])
+def test_a_matrix_that_others_need_is_stored(how: str) -> None:
+    p = converted(returned=how == "returned", checked=how == "checked")
+    verify(p, "test")
+    assert join_operands(p, Bodies()) == p
+
+
+def test_a_right_matrix_loads_operands_alone() -> None:
+    vars_ = tuple(symbol(name, extent=n) for name, n in zip("bkj", (1, 256, 128), strict=True))
+    for loaded, said in ((PRODUCT, "of itself"), ("given7", "no operand")):
+        right = Pointwise("right", vars_, node("load", (), Load(loaded, ()), f32))
+        with pytest.raises(InternalError, match=said):
+            verify(program(replace(KERNEL, right=right)), "test")

@@ -3,8 +3,8 @@ calls without `freeze`, and oneDNN with weights that it packed: `python -m bench
 [NAME ...]`.
 
 The best call of each side counts, in CPU time, calls interleaved: other work on the machine
-disturbs all of them alike. Columns are GFLOP/s, and the largest error of plait's and of eager's
-numbers from float64.
+disturbs all of them alike. Columns are GFLOP/s of the sums as they are written down, of which
+Winograd's method needs fewer, and the largest error of plait's and of eager's numbers from float64.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ ROWS = {  # rows, depth, columns
     "few rows": (16, 384, 1536),
     "one row": (1, 384, 1536),
 }
-IMAGES = {  # images, channels, height, columns, kernel, stride, padding
+IMAGES = {  # images, channels, height, columns, kernel, stride, padding, and maybe groups
     "resnet 64": (4, 64, 32, 64, 3, 1, 1),
     "resnet 128": (4, 128, 16, 128, 3, 1, 1),
     "resnet 256": (4, 256, 8, 256, 3, 1, 1),
     "resnet 512": (4, 512, 4, 512, 3, 1, 1),
+    "16 tiles": (1, 256, 8, 256, 3, 1, 1),
+    "9 tiles": (1, 256, 6, 256, 3, 1, 1),
     "resnet stem": (4, 3, 128, 64, 7, 2, 3),
     "resnet down": (4, 64, 32, 128, 1, 2, 0),
     "mobilenet points": (1, 112, 14, 672, 1, 1, 0),
     "mobilenet few": (1, 24, 56, 72, 1, 1, 0),
+    "mobilenet each": (1, 672, 14, 672, 3, 1, 1, 672),
+    "mobilenet 5x5": (1, 120, 28, 120, 5, 1, 2, 120),
 }
 
 
@@ -71,12 +75,13 @@ def measure(name: str, seconds: float) -> str:
             return mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
 
     else:
-        n, channels, high, columns, kernel, stride, padding = IMAGES[name]
-        layer = nn.Conv2d(channels, columns, kernel, stride, padding)
+        n, channels, high, columns, kernel, stride, padding, *groups = IMAGES[name]
+        group = groups[0] if groups else 1
+        layer = nn.Conv2d(channels, columns, kernel, stride, padding, 1, group)
         x = torch.randn(n, channels, high, high).to(memory_format=torch.channels_last)
-        place = [padding] * 2, [stride] * 2, [1, 1], 1
+        place = [padding] * 2, [stride] * 2, [1, 1], group
         packed = mkldnn._reorder_convolution_weight(layer.weight, *place, list(x.shape))
-        flops = 2 * layer(x).numel() * channels * kernel * kernel
+        flops = 2 * layer(x).numel() * channels // group * kernel * kernel
 
         def vendor() -> Any:
             return mkldnn._convolution_pointwise(x, packed, layer.bias, *place, "none", [], "")

@@ -27,7 +27,7 @@ LONGEST_SUM = 512
 """So many products are added up one after the other, about as many as vendors' libraries do."""
 # Registers, rows by columns of vectors, that left none to be spilled and were fastest on an AVX-512
 # machine with 2 cores: benchmarks/packed_cpu.py.
-_MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
+MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
 _FEW_REGISTERS = (1, 8), (2, 5)
 """The same of machines with 16 vector registers: vectors, rows."""
 _A_TILE = 1.5
@@ -83,7 +83,7 @@ def tile_of(p: Panels, rows: Size | None, isa: Isa) -> Tile:
     """The tile that wastes fewest rows and loads."""
     if isa.name == "avx512":
         vectors = p.width // isa.lanes
-        most = _MOST_ROWS[vectors]
+        most = MOST_ROWS[vectors]
     else:
         vectors, most = next(t for t in reversed(_FEW_REGISTERS) if p.width % t[0] == 0)
     if not isinstance(rows, int):

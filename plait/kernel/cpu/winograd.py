@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.kernel.cpu.packed import KERNEL, NEAR_NBYTES, Writer, indented, tile_of
+from plait.kernel.cpu.packed import KERNEL, MOST_ROWS, NEAR_NBYTES, Writer, indented, tile_of
 from plait.runtime.packed import DEEPEST
 from plait.runtime.toolchain import Isa
 
@@ -101,7 +101,8 @@ def winograd_texts(texts: Sequence[str], isa: Isa) -> list[str]:
     """What the functions of such convolutions share, where there is one."""
     if not any("winograd_memory" in text for text in texts):
         return []
-    head = _HEAD.format(memory=_room(DEEPEST, 1) + (NEAR_NBYTES >> 2), deepest=DEEPEST)
+    memory = max(NEAR_NBYTES >> 2, _room(DEEPEST, max(MOST_ROWS.values())))  # a block at least
+    head = _HEAD.format(memory=memory, deepest=DEEPEST)
     whole, part = ("\n".join(_sums_of_points(part)) for part in (False, True))
     inside = _IN.replace("WHOLE", whole).replace("PART", part)
     return [text.replace("LANES", str(isa.lanes)) for text in (head, inside, _OUT, _POINTS)]

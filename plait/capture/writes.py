@@ -114,19 +114,21 @@ class _Placed:
 
     def __init__(self) -> None:
         self._views: Any = WeakIdKeyDictionary()
+        self.some = False  # of them
         self._written, self._wrong = set[int](), set[int]()
 
     def note(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """A call of fn gave out."""
         offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
         places = _name(fn) == "as_strided" and offset is not None
-        seen = [x for x in _tensors((args, kwargs)) if x in self._views] if self._views else []
+        seen = [x for x in _tensors((args, kwargs)) if x in self._views] if self.some else []
         self._wrong |= _memory(seen) & self._written
         if may_write(fn, kwargs):
             written = _tensors(_written(args, kwargs))
             self._wrong |= _memory([x for x in written if x in self._views])
             self._written |= _memory(written)
         if places or seen:
+            self.some = True
             memory = _memory(args[:1] if places else seen)
             for x in _tensors(out):
                 if memory & _memory(x):
@@ -198,8 +200,9 @@ class CheckWrites(TorchFunctionMode):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         out = fn(*args, **named)
-        self._placed.note(fn, args, named, out)
-        # Dynamo traces this for bodies of control flow: nothing more where there are no windows.
+        # Dynamo traces this for bodies of control flow: nothing more where there are no such views.
+        if suspicious or self._placed.some or _name(fn) == "as_strided":
+            self._placed.note(fn, args, named, out)
         if self._has_windows or _name(fn) == "unfold":
             self._has_windows = True
             self._windows.note(fn, args, named, out)

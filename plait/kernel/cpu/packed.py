@@ -34,6 +34,8 @@ _A_TILE = 1.5
 """What loading a panel costs, in rows."""
 NEAR_NBYTES = 1 << 19
 """Of rows that stay in a core's own cache while all panels go by."""
+_MANY_BLOCKS = 4
+"""Of rows, that a thread has at least before it has rows of its own."""
 _FAR_NBYTES = 3 << 19
 """Results that are larger are no longer in a core's cache, where their memory was used before."""
 LINE = 16
@@ -169,9 +171,10 @@ class Writer:
         return self.packed.window is not None and any(self.packed.window.padding)
 
     def _jobs(self) -> None:
-        """The loop over a thread's tiles. All panels go by as many rows as stay near, then by the
-        next ones. each: so many numbers of long rows are multiplied for all tiles before the next
-        ones; until the last ones the result holds sums; 0: all at once."""
+        """The loop over a thread's tiles. A thread has rows of its own, which are in its core's
+        cache if it has made them, or where they are few, panels. All panels go by as many rows as
+        stay near, then by the next ones. each: so many numbers of long rows are multiplied for all
+        tiles before the next ones; until the last ones the result holds sums; 0: all at once."""
         p, r = self.packed, self.tile.rows
         panels = -(-p.columns // p.width)
         self.each = 0
@@ -180,7 +183,11 @@ class Writer:
         near = max(1, NEAR_NBYTES // (4 * (self.each or p.depth) * r))
         self.add(
             f"const i64 blocks = (rows + {r - 1}) / {r}, all = blocks * {panels};",
-            "const i64 end = all * (tid + 1) / nthreads;",
+            f"const bool apart = blocks >= {_MANY_BLOCKS} * nthreads;",
+            "const i64 first = apart ? blocks * tid / nthreads : 0;",
+            "const i64 own = apart ? blocks * (tid + 1) / nthreads - first : blocks;",
+            "const i64 begin = apart ? 0 : all * tid / nthreads;",
+            f"const i64 end = apart ? own * {panels} : all * (tid + 1) / nthreads;",
         )
         if self.each:
             some = (
@@ -188,10 +195,10 @@ class Writer:
             )
             self.add(f"for (i64 from = 0; from < {p.depth}; from += {self.each}) {{", some)
         self.add(
-            "for (i64 job = all * tid / nthreads; job < end; ++job) {",
+            "for (i64 job = begin; job < end; ++job) {",
             f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
-            f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
-            f"const i64 panel = rest / most, block = part * {near} + rest % most;",
+            f"const i64 left = own - part * {near}, most = left < {near} ? left : {near};",
+            f"const i64 panel = rest / most, block = first + part * {near} + rest % most;",
             f"const i64 step = most > 1 ? ({p.width - 1} + most) / most : 0;",
             "const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;",
         )

@@ -8,7 +8,7 @@ what was found out about loop bodies; it is made once a program and handed aroun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,6 +131,36 @@ def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
                 if a != b:
                     root[a] = b
     return {name: find(name) for name in root}
+
+
+class Uses:
+    """Who touches the buffers of a program, by the places of its ops.
+
+    readers, makers: of each buffer. changed: updates in place, by what stands for the memory.
+    shared: buffers that the caller gets, or that share memory with others.
+    """
+
+    def __init__(self, program: ir.LoopProgram, bodies: Bodies) -> None:
+        self.readers: dict[str, list[int]] = {}
+        self.makers: dict[str, list[int]] = {}
+        self.changed: dict[str, list[int]] = {}
+        self._memory, self._fences = memory_roots(program.ops), ir.fences(program.ops)
+        self.shared = {*program.returned, *self._memory, *self._memory.values()}
+        for k, op in enumerate(program.ops):
+            for name in reads(op, bodies):
+                self.readers.setdefault(name, []).append(k)
+            for name in defines(op):
+                self.makers.setdefault(name, []).append(k)
+            for name in updates(op):
+                self.changed.setdefault(self._memory.get(name, name), []).append(k)
+
+    def may_move(self, names: Iterable[str], after: int, before: int) -> bool:
+        """Whether what reads these buffers may go from one place to the other: no fence parts the
+        two, and nothing updates a buffer between them."""
+        if any(after < at < before for at in self._fences):
+            return False
+        found = (self.changed.get(self._memory.get(n, n), ()) for n in names)
+        return not any(after < at < before for places in found for at in places)
 
 
 def op_symbols(op: ir.Op, buffers: Mapping[str, ir.Buffer]) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from plait.ir.calls import Extern, TensorArg
-from plait.ir.effects import defines, needs, updates
+from plait.ir.effects import needs
 from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, symbol, total
 from plait.ir.loops import (
     Buffer,
@@ -22,7 +22,6 @@ from plait.ir.loops import (
     Op,
     Pointwise,
     exprs_of,
-    fences,
     is_arg,
     node,
     rewrite,
@@ -32,7 +31,7 @@ from plait.ir.loops import (
 )
 from plait.ir.product import RIGHT, Cut, Product
 from plait.ir.rules import Simplifier
-from plait.schedule.deps import Bodies, load_of, memory_roots, reads, roots
+from plait.schedule.deps import Bodies, Uses, load_of, roots
 
 _MAX_NODES = 120  # of what makes an element
 _MAX_GIVEN = 12  # tensors besides the factors
@@ -52,20 +51,8 @@ class _Joiner:
     def __init__(self, program: LoopProgram, bodies: Bodies) -> None:
         self.program, self.bodies = program, bodies
         self.ops: list[Op | None] = list(program.ops)
-        self.readers: dict[str, list[int]] = {}
-        self.makers: dict[str, list[int]] = {}
-        self.changed: dict[str, list[int]] = {}
-        self.memory = memory_roots(program.ops)
-        self.fences = fences(program.ops)
-        self.shared = {*program.returned, *self.memory, *self.memory.values()}
+        self.uses = Uses(program, bodies)
         self.simplify = Simplifier()
-        for k, op in enumerate(program.ops):
-            for name in reads(op, bodies):
-                self.readers.setdefault(name, []).append(k)
-            for name in defines(op):
-                self.makers.setdefault(name, []).append(k)
-            for name in updates(op):
-                self.changed.setdefault(self.memory.get(name, name), []).append(k)
 
     def run(self) -> LoopProgram:
         for k, op in enumerate(self.program.ops):
@@ -81,8 +68,12 @@ class _Joiner:
     def _maker(self, k: int, call: Extern) -> int | None:
         """The place of the loop that makes the right matrix, if the call can take it in."""
         right = _tensors(call)[1]
-        places = self.makers.get(right.buf, [])
-        if right.buf in self.shared or self.readers.get(right.buf) != [k] or len(places) != 1:
+        places = self.uses.makers.get(right.buf, [])
+        if (
+            right.buf in self.uses.shared
+            or self.uses.readers.get(right.buf) != [k]
+            or len(places) != 1
+        ):
             return None
         (place,) = places
         loop = self.ops[place]
@@ -91,14 +82,9 @@ class _Joiner:
         facts = self.bodies.of(roots(loop))
         if facts.checks or facts.size > _MAX_NODES or not facts.loads:
             return None
-        if any(place < at < k for at in self.fences):
-            return None
-        if any(place < at < k for b in facts.bufs for at in self._changes(b)):
+        if not self.uses.may_move(facts.bufs, place, k):
             return None
         return place if len({*facts.bufs, *needs(call)}) <= _MAX_GIVEN else None
-
-    def _changes(self, name: str) -> list[int]:
-        return self.changed.get(self.memory.get(name, name), [])
 
     def _joined(self, call: Extern, kernel: Product, how: Cut, place: int) -> Extern | None:
         """The call with the loop in it; None where steps along k have no good length, or elements

@@ -10,13 +10,13 @@ they are inlined first as far as that pays, and layouts are settled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.devices import Products, facts_of
 from plait.ir.calls import Extern, ExternArg, TensorArg
 from plait.ir.dtypes import b1, f32
-from plait.ir.effects import defines, needs, updates
+from plait.ir.effects import needs
 from plait.ir.expr import (
     Atom,
     Expr,
@@ -37,7 +37,6 @@ from plait.ir.loops import (
     Op,
     Pointwise,
     exprs_of,
-    fences,
     is_arg,
     node,
     rewrite,
@@ -49,7 +48,7 @@ from plait.ir.ops import OPS
 from plait.ir.product import Panels, Product
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
-from plait.schedule.deps import Bodies, extent, load_of, memory_roots, reads, roots
+from plait.schedule.deps import Bodies, Uses, extent, load_of, roots
 from plait.schedule.layout import flat_index
 
 
@@ -86,20 +85,8 @@ class _Joiner:
         self.program, self.bodies, self.in_rows = program, bodies, in_rows
         self.ops: list[Op | None] = list(program.ops)
         self.buffers = dict(program.buffers)
-        self.readers: dict[str, list[int]] = {}
-        self.made: dict[str, int] = {}
-        self.changed: dict[str, list[int]] = {}
-        self.memory = memory_roots(program.ops)
-        self.fences = fences(program.ops)
-        self.shared = {*program.returned, *self.memory, *self.memory.values()}
+        self.uses = Uses(program, bodies)
         self.simplify = Simplifier()
-        for k, op in enumerate(program.ops):
-            for name in reads(op, bodies):
-                self.readers.setdefault(name, []).append(k)
-            for name in defines(op):
-                self.made[name] = k
-            for name in updates(op):
-                self.changed.setdefault(self.memory.get(name, name), []).append(k)
 
     def run(self) -> LoopProgram:
         for k, op in enumerate(self.program.ops):
@@ -116,7 +103,7 @@ class _Joiner:
         todo = list(call.kernel.results)
         while todo:
             own = todo.pop()
-            if own.out in self.shared:
+            if own.out in self.uses.shared:
                 continue
             if self.in_rows:
                 self._gather(own.out, able)
@@ -129,19 +116,23 @@ class _Joiner:
                 k = readers[0].op
                 call, made = self._joined(call, own, readers)
                 self.ops[k] = call
-                self.made |= dict.fromkeys(call.made, k)
+                self.uses.makers |= {o: [k] for o in call.made}
                 del self.buffers[own.out]
                 todo += made
 
     def _gather(self, out: str, able: Products) -> None:
         """Puts readers of a buffer into another one that alone reads them: x * sigmoid(x) is two at
         first."""
-        places = self.readers.get(out, [])
+        places = self.uses.readers.get(out, [])
         while len(places) > 1:
             loop = self.ops[places[0]]
-            if not isinstance(loop, Pointwise) or self._is_piece(loop) or loop.out in self.shared:
+            if (
+                not isinstance(loop, Pointwise)
+                or self._is_piece(loop)
+                or loop.out in self.uses.shared
+            ):
                 return
-            users = self.readers.get(loop.out, [])
+            users = self.uses.readers.get(loop.out, [])
             user = self.ops[users[0]] if len(users) == 1 else None
             if not isinstance(user, Pointwise):
                 return
@@ -155,21 +146,21 @@ class _Joiner:
         """Lets a loop go, which has gone into its user."""
         origin = tuple(dict.fromkeys((*loop.origin, *user.origin)))
         self.ops[first], self.ops[last] = None, replace(user, origin=origin)
-        del self.buffers[loop.out], self.readers[loop.out]
-        for places in self.readers.values():
+        del self.buffers[loop.out], self.uses.readers[loop.out]
+        for places in self.uses.readers.values():
             if first in places:
                 places[:] = sorted({*places, last} - {first})
 
     def _readers(self, k: int, call: Extern, own: Pointwise, able: Products) -> list[_Reader]:
         """All that read a result, if it can give way to them."""
         out, n_others = own.out, len(call.made) - 1
-        places = self.readers.get(out, [])
+        places = self.uses.readers.get(out, [])
         if not 0 < len(places) <= able.results - n_others:
             return []
         first = places[0]
-        if any(k < at < first for at in self.fences) or self._is_changed(needs(call), k, first):
+        if not self.uses.may_move(needs(call), k, first):
             return []
-        if any(at < first for o in call.made if o != out for at in self.readers.get(o, ())):
+        if any(at < first for o in call.made if o != out for at in self.uses.readers.get(o, ())):
             return []
         found: list[_Reader] = []
         given = {*needs(call)}
@@ -178,10 +169,10 @@ class _Joiner:
             if not isinstance(loop, Pointwise) or self._is_piece(loop):
                 return []
             others = {*self.bodies.of(roots(loop)).bufs} - {out}
-            late = any(self.made.get(name, -1) >= first for name in others)
-            if late or self._is_changed(tuple(others), first, place):
+            late = any(self.uses.makers.get(name, [-1])[-1] >= first for name in others)
+            if late or not others.isdisjoint(call.made):
                 return []
-            if any(first < f < place for f in self.fences) or not others.isdisjoint(call.made):
+            if not self.uses.may_move(others, first, place):
                 return []
             reader = self._reader(place, loop, call, own, able)
             if reader is None:
@@ -190,18 +181,11 @@ class _Joiner:
             found.append(reader)
         return found if len(given) <= able.given else []
 
-    def _is_changed(self, names: Iterable[str], after: int, before: int) -> bool:
-        """Whether something is updated in place between two ops."""
-        if not self.changed:
-            return False
-        found = (self.changed.get(self.memory.get(n, n), ()) for n in names)
-        return any(after < at < before for places in found for at in places)
-
     def _is_piece(self, loop: Pointwise) -> bool:
         """Whether a loop is one of several that make a buffer, or makes what a kernel of a product
         does not store."""
         b = self.buffers[loop.out]
-        return loop.index is not None or loop.out in self.changed or b.dtype == b1
+        return loop.index is not None or loop.out in self.uses.changed or b.dtype == b1
 
     def _reader(
         self, place: int, loop: Pointwise, call: Extern, own: Pointwise, able: Products

@@ -250,7 +250,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
         outer, inner, programs, rows, _known(trip_count(inner)),
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(linear),
         vector=column_vector(linear),
-        held=held_dtypes(linear, outer), computed=not any(_loads_along(linear)),
+        held=held_dtypes(linear, outer), computed=_is_computed(linear),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
         positions=any(REDUCTIONS[s.kind].extreme for s in reductions),
         ragged=_is_ragged(linear), busy=busy,
@@ -440,11 +440,11 @@ def held_dtypes(linear: LinearKernel, outer: tuple[Atom, ...]) -> list[DType]:
     ]
 
 
-def _loads_along(linear: LinearKernel) -> Iterator[bool]:
-    """Of each load, whether it may differ along a row."""
-    for n in walk(linear.roots()):
-        if n.op == "load":
-            yield _indirect(n) or not expr.free_symbols(offset_of(n)).isdisjoint(linear.rvars)
+def _is_computed(linear: LinearKernel) -> bool:
+    """Whether nothing is loaded along rows."""
+    loads = [n for n in walk(linear.roots()) if n.op == "load"]
+    along = (_indirect(n) or expr.free_symbols(offset_of(n)) & {*linear.rvars} for n in loads)
+    return not any(along)
 
 
 def _along_rows(linear: LinearKernel, outer: tuple[Atom, ...], n: Node) -> bool:

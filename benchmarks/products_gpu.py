@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from on_device import compiled, least_us
 from table import render
 from torch import Tensor
 
 PEERS = ("eager", "pair", "addend", "plait", "plait-tuned", "inductor", "inductor-tuned")
-CALLS, REPLAYS = 24, 8
+CALLS = 24
 COLD_NBYTES = 160 << 20  # of weights that a round of calls reads: more than any cache holds
 Program = Callable[..., Any]
 
@@ -161,13 +162,7 @@ class Race:
             if self.case.then != "add":
                 sums = torch.compile(sums, backend="plait", dynamic=False)
             return lambda w: sums(torch.addmm(self.rest, self.x, w))
-        run: Any = program
-        if peer != "eager":
-            backend, _, tuned = peer.partition("-")
-            options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
-            if backend == "plait" and tuned:
-                options = {"options": {"autotune": True}}
-            run = torch.compile(program, backend=backend, dynamic=False, **options)
+        run = compiled(program, peer)
         return lambda w: run(self.x, w, self.bias, self.rest)
 
     def error(self, call: Callable[[Tensor], Any]) -> float:
@@ -176,26 +171,6 @@ class Race:
         exact = whole(self.case.then)(*(t.double() for t in (self.x, w, self.bias, self.rest)))
         found, exact = (y[-1] if isinstance(y, tuple) else y for y in (call(w), exact))
         return float((found.double() - exact).norm() / exact.norm())
-
-    def us(self, call: Callable[[Tensor], Any], calls: int = CALLS) -> float:
-        """A call on the device, the least mean of a recorded round."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for w in self.weights:
-                call(w)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for n in range(calls):
-                    call(self.weights[n % len(self.weights)])
-        best = math.inf
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(REPLAYS):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end) * 1e3 / calls)
-        return best
 
 
 @torch.no_grad()
@@ -212,7 +187,7 @@ def work(names: Sequence[str], peers: Sequence[str], lock: Path) -> None:
                 error = race.error(call)
                 with lock.open("w") as held:
                     fcntl.flock(held, fcntl.LOCK_EX)
-                    found[peer] = (race.us(call), error)
+                    found[peer] = (least_us(call, race.weights, CALLS), error)
             except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
                 text = f"{type(failed).__name__}: {failed}".splitlines()[0]
                 print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from on_device import compiled, least_us
 from quantised import CASES, Random, distance, in_float64
 from table import render
 from torch import Tensor
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 COPY = "copy"
 PEERS = ("eager", "inductor", "inductor-tuned", "plait", "plait-tuned")
-CALLS, REPLAYS = 16, 8
+CALLS = 16
 COLD_NBYTES = 160 << 20  # of inputs that a round of calls reads: more than any cache holds
 _FEW, _MANY = (1, 16, 64), (1024, 4096)
 _WEIGHTS = [name for name in CASES if name.endswith(("weights", "before"))]
@@ -96,13 +97,7 @@ class Race:
 
             return copy
         fn = self.case.fn
-        run: Any = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
-        if peer != "eager":
-            backend, _, tuned = peer.partition("-")
-            options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
-            if backend == "plait" and tuned:
-                options = {"options": {"autotune": True}}
-            run = torch.compile(run, backend=backend, dynamic=False, **options)
+        run = compiled(types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__), peer)
         run(*self.inputs[0])
         return lambda args: run(*args)
 
@@ -111,26 +106,6 @@ class Race:
         given = self.inputs[0]
         exact = self.case.fn(*map(in_float64, given))
         return distance(self.name, call(given), exact)
-
-    def us(self, call: Callable[[list[Tensor]], Any]) -> float:
-        """A call on the device, the least mean of a recorded round."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for args in self.inputs[:2]:
-                call(args)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for n in range(CALLS):
-                    call(self.inputs[n % len(self.inputs)])
-        best = math.inf
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(REPLAYS):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end) * 1e3 / CALLS)
-        return best
 
 
 @torch.no_grad()
@@ -157,7 +132,10 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
         for name, race in races.items():
             mine = {peer: call for (of, peer), call in calls.items() if of == name}
             errors = {p: race.error(c) if p in ("eager", "plait") else 0.0 for p, c in mine.items()}
-            found = {peer: (race.us(call), errors[peer]) for peer, call in mine.items()}
+            found = {
+                peer: (least_us(call, race.inputs, CALLS), errors[peer])
+                for peer, call in mine.items()
+            }
             print(json.dumps({"name": name, "found": found}), flush=True)
 
 

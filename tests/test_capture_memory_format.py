@@ -162,6 +162,18 @@ def test_odd_groups_stay() -> None:
         assert [is_last(c) for c in convolutions(gm)] == [True, last, True], width
 
 
+def test_sizes_have_no_layout() -> None:
+    """What is computed of the sizes of a turned result reads no tensor."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = F.conv2d(x, w)
+        return y * torch.full((y.shape[3],), 2.0)
+
+    gm = make_fx(fn, tracing_mode="symbolic")(X, W)
+    assert memory_format.channels_last(gm) == 2
+    torch.testing.assert_close(gm(X, W), fn(X, W), rtol=1e-4, atol=1e-4)
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool": lambda y: F.max_pool2d(y, 3, 2, 1),
     "avg_pool": lambda y: F.avg_pool2d(y, 2),

@@ -73,7 +73,7 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             3,
         ),
         "products": (
-            ["tests/test_products.py", "-k", "residual or parts or two or heads or odd", *ALL[:2]],
+            ["tests/test_products.py", "-k", "residual or parts or two or heads or odd or wait", *ALL[:2]],
             6,
         ),
         "float8": (

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from plait.config import Config
 from plait.runtime.tune import Contest, Outcome
+from plait.wrapper.instructions import CallExtern
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, check
+from tests.product_programs import CASES, Case, check
 
 AS_GPU = "TRITON_INTERPRET" in os.environ or "PLAIT_GPU_ARCH" in os.environ
 
@@ -45,6 +46,23 @@ def test_the_faster_one_is_taken(rival: bool, monkeypatch: pytest.MonkeyPatch) -
     (record,) = check(case, "python", "cpu", True, autotune=True)
     assert ("operator" in "".join(record.tuned)) == rival, record.tuned
     assert ("columns=32," in record.kernel_source) == (not rival)
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+@pytest.mark.parametrize(("before", "op"), [(False, "aten::mm"), (True, "aten::addmm")])
+def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) -> None:
+    """Its factors would live until then; the kernel that makes the other tensor adds."""
+
+    def fn(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        made = r.exp() if before else None
+        product = x @ w
+        return product + (r.exp() if made is None else made)
+
+    (record,) = check(
+        Case(fn, ((80, 256), (256, 192), (80, 192)), 1, calls=1), "python", "cpu", True
+    )
+    (call,) = [i for i in record.wrapper.body if isinstance(i, CallExtern)]
+    assert call.op.partition(".")[0] == op
 
 
 @pytest.mark.skipif(AS_GPU, reason="each target is one of the CPU's")

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, replace, same_layout, value_of
+from plait.graph.edit import aten, base_of, insert, replace, same_layout, value_of
 
 _MOVES = (
     aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.unsqueeze.default,
@@ -123,7 +123,9 @@ def _lies_in_order(x: torch.Tensor) -> bool:
 
 def _join_residual(node: Node) -> bool:
     """Whether all that reads a product is a sum with another tensor, to which it is added then.
-    Kernels add for nothing where they read the sum: it must be a result, or a factor."""
+    Kernels add for nothing where they read the sum: it must be a result, or a factor. They also do
+    where they make the other tensor after the product, which then waits for nothing: the factors of
+    GPT-2's embedding, 200 MB of gradients, would live as long as the backward pass."""
     last = _behind_views(node)
     if len(last.users) != 1:
         return False
@@ -135,6 +137,8 @@ def _join_residual(node: Node) -> bool:
     if not (_lies_in_order(value) and same_layout(value_of(end), value)):
         return False
     if not same_layout(value_of(rest), value) or not _goes_unread(end):
+        return False
+    if node < base_of(rest):
         return False
     addend = insert(end, rest, aten.view.default, [*value_of(node).shape])
     made = insert(end, addend, aten.addmm.default, *node.args)

@@ -179,7 +179,7 @@ class _Axis:
         t = position - low
         first, last = ops.cast(low, i64), ops.index(self.size - 1)
         out = []
-        for k, weight in enumerate(_cubic_weights(ops, t, compute), start=-1):
+        for k, weight in enumerate(cubic_weights(ops, t, compute), start=-1):
             at = first + ops.const(k, i64)
             out.append((maximum(minimum(at, last), ops.const(0, i64)), weight))
         return out
@@ -236,25 +236,42 @@ def _axes(
     return [_Axis(s, o, align, f) for s, o, f in zip(sizes, outs, given, strict=True)]
 
 
-def _cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
-    """The weights of the four positions around a point that lies t after the second (a cubic
-    convolution, A=-0.75)."""
+_NEAR, _FAR = (1.25, -2.25, 0.0, 1.0), (-0.75, 3.75, -6.0, 3.0)
+"""A cubic convolution (A=-0.75), less than 1 away and from there to 2: coefficients, the highest
+power first."""
 
-    def polynomial(x: Node, *coefficients: float) -> Node:
-        out = ops.const(coefficients[0], compute)
-        for c in coefficients[1:]:
-            out = out * x + ops.const(c, compute)
-        return out
 
-    one, a = ops.const(1.0, compute), -0.75
-    near = (a + 2, -(a + 3), 0.0, 1.0)
-    far = (a, -5 * a, 8 * a, -4 * a)
+def _polynomial(ops: Recorder, x: Node, coefficients: Sequence[float]) -> Node:
+    out = ops.const(coefficients[0], x.dtype)
+    for c in coefficients[1:]:
+        out = out * x + ops.const(c, x.dtype)
+    return out
+
+
+def cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
+    """The weights of the four positions around a point that lies t after the second."""
+    one = ops.const(1.0, compute)
     rest = one - t
     return [
-        polynomial(t + one, *far),
-        polynomial(t, *near),
-        polynomial(rest, *near),
-        polynomial(rest + one, *far),
+        _polynomial(ops, t + one, _FAR),
+        _polynomial(ops, t, _NEAR),
+        _polynomial(ops, rest, _NEAR),
+        _polynomial(ops, rest + one, _FAR),
+    ]
+
+
+def cubic_slopes(ops: Recorder, t: Node, compute: DType) -> list[Node]:
+    """By how much these weights change as t grows."""
+    one = ops.const(1.0, compute)
+    rest = one - t
+    near, far = (
+        tuple(c * power for c, power in zip(p, (3, 2, 1), strict=False)) for p in (_NEAR, _FAR)
+    )
+    return [
+        _polynomial(ops, t + one, far),
+        _polynomial(ops, t, near),
+        -_polynomial(ops, rest, near),
+        -_polynomial(ops, rest + one, far),
     ]
 
 

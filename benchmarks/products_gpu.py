@@ -3,7 +3,8 @@ on the device, in CUDA graphs of calls whose weights are too many for the cache.
 
 Groups: `gpt2` and `llama` (the widths of GPT-2 and of an 8B Llama at 1 to 4,096 rows, with bias,
 activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows), `norm`
-(a residual, and a norm of the sum) and `single` (float32). Peers: eager; pair (the vendor's
+(a residual, and a norm of the sum), `vocabulary` (a language model's last product, whose rows start
+anywhere) and `single` (float32). Peers: eager; pair (the vendor's
 product, then one kernel of plait's); addend (the same, with a residual as the addend of the
 product); plait; plait-tuned and inductor-tuned (max-autotune); inductor.
 Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N]: N processes compile side by
@@ -79,6 +80,7 @@ PLAIN: dict[str, Program] = {
     "gate": silu_gate,
     "add": lambda y, rest: rest + y,
     "norm": lambda y, rest: normed(rest + y),
+    "float": lambda y, rest: y.float(),
 }
 
 
@@ -118,6 +120,11 @@ def _cases() -> dict[str, list[Case]]:
         "norm": [
             Case(m, n, k, "nt", then) for m in (128, 1024, 4096) for then in ("add", "norm")
             for n, k in ((768, 768), (768, 3072), (4096, 4096))
+        ],
+        "vocabulary": [
+            Case(m, n, k, "nt", then) for m in (128, 512, 1024, 2048)
+            for n, k, then in ((50257, 768, ""), (50257, 768, "float"), (50265, 768, "bias"),
+                               (30522, 1024, "bias"), (32000, 1024, ""))
         ],
         "single": [Case(*s, "nn", "", "float32") for s in ((16, 128, 128), (64, 128, 128),
                    (16, 256, 256), (1, 1024, 1024), (8, 1024, 1024))],

@@ -137,6 +137,19 @@ CASES = {
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
     "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),
+    "odd columns": Case(lambda x, w: F.linear(x, w), ((136, 136), (4099, 136)), 1),
+    "odd columns of many rows": Case(
+        lambda x, w, b: F.linear(x, w, b).view(8, 128, -1), ((1024, 128), (515, 128), (515,)), 1
+    ),
+    "odd columns in float32": Case(
+        lambda x, w, r: F.linear(x, w).float() * r[:, None],
+        ((1040, 128), (518, 128), (1040,)), 1, torch.float16,
+    ),
+    "integers": Case(
+        lambda x, w, s: (torch._int_mm((x * 999).to(torch.int8), (w * 999).to(torch.int8).t()) * s)
+        .to(torch.bfloat16), ((520, 256), (1100, 256), (1100,)), 3,
+    ),
+    "finished": Case(residual, ((2048, 128), (1024, 128), (1024,), (2048, 1024)), 1),
     "one column": Case(lambda x, w: (x @ w).relu(), ((130, 512), (512, 1)), 1),
 }  # fmt: skip
 

@@ -184,6 +184,27 @@ def test_versions_to_be_measured() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "waits", "columns", "released"),
+    [
+        ("sm_90", True, 128, True),
+        ("sm_90", False, 128, False),
+        ("sm_90", True, 1 << 15, False),  # takes longer than the next one takes to come
+        ("sm_80", True, 128, False),
+    ],
+)
+def test_who_waits_comes_beside(gpu: str, waits: bool, columns: int, released: bool) -> None:
+    p = program(KERNEL)
+    call, w = call_of(p), buffer("w", 256, columns)
+    wide = TensorArg("w", w.shape, w.strides, 0)
+    call = replace(call, args=(call.args[0], wide))
+    made = write_product(call, {**p.buffers, "w": w}, GPUS[gpu], waits=waits).kernel
+    assert isinstance(made, UserKernel)
+    lines = [line.strip() for line in made.variants[0].call.splitlines()]
+    calls = ["tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"]
+    assert lines[:-1] == (calls[: 1 + released] if gpu == "sm_90" else [])
+
+
+@pytest.mark.parametrize(
     ("sizes", "cut"),  # batch, m, n, k
     [
         ((1, 16, 4096, 4096), Cut(16, 64, 128)),

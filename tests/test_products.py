@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.config import Config
@@ -15,6 +17,7 @@ from plait.wrapper.instructions import CallExtern
 from tests.layer_programs import KERNELS, case
 from tests.product_programs import CASES, Case, check
 
+NEIGHBOURS = ("wait", "launch_dependents")
 AS_GPU = "TRITON_INTERPRET" in os.environ or "PLAIT_GPU_ARCH" in os.environ
 
 
@@ -63,6 +66,23 @@ def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) 
     )
     (call,) = [i for i in record.wrapper.body if isinstance(i, CallExtern)]
     assert call.op.partition(".")[0] == op
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+def test_the_next_kernel_comes_beside_a_product_if_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of the library, or of whoever runs behind the program, need not wait."""
+    monkeypatch.setenv("PLAIT_GPU_ARCH", "sm_90")
+
+    def library(x: Tensor, w: Tensor) -> Any:
+        return torch.linalg.svdvals(F.linear(x, w).float())
+
+    plain = CASES["plain"]
+    for of, n in ((CASES["swiglu"], 1), (plain, 0), (replace(plain, fn=library, calls=1), 0)):
+        (record,) = check(of, "python", "cpu", True)
+        waits, releases = (record.kernel_source.count(f"gdc_{x}()") for x in NEIGHBOURS)
+        assert (waits, releases) == (of.launches, n), record.kernel_source
 
 
 @pytest.mark.skipif(AS_GPU, reason="each target is one of the CPU's")

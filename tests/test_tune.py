@@ -267,6 +267,13 @@ def test_the_fastest_is_taken_and_known_to_others(
     assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "i8"])
+def test_the_operator_of_a_product_runs(dtype: str) -> None:
+    left, right = tune.Strided(dtype, (32, 16), (16, 1)), tune.Strided(dtype, (16, 8), (1, 16))
+    made = tune.Rival(left, right, 0).call(torch.device("cpu"))()
+    assert isinstance(made, torch.Tensor) and made.shape == (32, 8) and made.any()
+
+
 def test_an_operator_may_be_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     matrix = tune.Strided("bf16", (16, 64), (64, 1))
     race = replace(contest(2), rival=tune.Rival(matrix, matrix, 1.5))

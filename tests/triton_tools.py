@@ -176,7 +176,8 @@ interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.create_fma = _fma
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
-tl.extra.cuda.gdc_wait = lambda: None  # one kernel runs after the other
+# One kernel runs after the other.
+tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
 
 
 class Runner:

@@ -15,6 +15,7 @@ from plait.ir.loops import Load, Pointwise, walk
 PRODUCT = "product"
 """What results load of the product: an element in float32, or in int32 where the factors are
 integers of 8 bits, of no dimension."""
+_LARGE_ROWS = 128
 RIGHT = "right"
 """What the elements of a right matrix load of the second operand."""
 
@@ -28,6 +29,11 @@ class Cut:
     columns: int
     depth: int
     parts: int = 1
+
+    @property
+    def is_large(self) -> bool:
+        """Whether tiles are those of a product that takes all of a device for long."""
+        return self.rows >= _LARGE_ROWS
 
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""

@@ -22,7 +22,7 @@ from plait.lower.memory import copies_of, step_along
 
 aten = torch.ops.aten
 
-_ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
+ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
 # Where a copy pays on a GPU; no record of the measurement. benchmarks/gpu.py shows models with
 # odd rows (GPT-2's head of 50257).
 _MANY = 1 << 17  # elements of a matrix that is worth it
@@ -37,7 +37,7 @@ def with_even_depth(ctx: Lowering, a: View, b: View, flops: Size) -> tuple[View,
     """The factors of a product, with zeros at the end of its sums where these are of odd length and
     that pays: the vendor's kernels for odd ones take 4 to 6 times as long, whatever rows start at
     (H100, bf16: 2048 x 1024 x 479, 2048 x 768 x 50257)."""
-    each, k = _ROW_NBYTES // a.dtype.nbytes, a.shape[-1]
+    each, k = ROW_NBYTES // a.dtype.nbytes, a.shape[-1]
     sizes = (numel(a.shape), numel(b.shape), flops)
     if a.dtype not in (f16, bf16) or len(a.shape) != len(b.shape) or not isinstance(k, int):
         return a, b
@@ -58,7 +58,7 @@ def _with_zeros(ctx: Lowering, x: View, d: int) -> View:
 
 
 def _longer(x: View, d: int) -> Size:
-    each = _ROW_NBYTES // x.dtype.nbytes
+    each = ROW_NBYTES // x.dtype.nbytes
     return -(-x.shape[d] // each) * each
 
 
@@ -100,7 +100,7 @@ def aligned(ctx: Lowering, x: View, flops: Size) -> View:
     if b.fixed or (pays and any(isinstance(op, Pointwise) and op.out == x.buf for op in ctx.ops)):
         row = next((d for d in range(len(x.shape)) if step_along(ctx, x, d) == 1), None)
         return x if row is None else _in_even_rows(ctx, x, row)
-    if pays or not _leaves(
+    if pays or not leaves(
         ctx, lambda n: isinstance(made := ctx.env.get(n), View) and made.buf == x.buf
     ):
         ctx.buffers[x.buf] = replace(b, strides=strides)
@@ -114,7 +114,7 @@ def align_result(ctx: Lowering, buf: str, flops: Size) -> None:
     strides = _aligned_strides(b)
     if strides is None:
         return
-    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not _leaves(
+    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not leaves(
         ctx, lambda n: n is node
     ):
         ctx.buffers[buf] = replace(b, strides=strides)
@@ -124,7 +124,7 @@ def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
     """On a GPU, those with which every row of a large matrix of half precision starts at a multiple
     of 16 bytes: otherwise tensor cores get their operands, and give back their result, at a
     fraction of their speed. None where rows are fine or the matrix is another."""
-    each = _ROW_NBYTES // b.dtype.nbytes
+    each = ROW_NBYTES // b.dtype.nbytes
     n = numel(b.shape)
     if not facts_of(b.device).streams or b.dtype not in (f16, bf16) or len(b.shape) < 2:
         return None
@@ -148,12 +148,12 @@ def _fits_in_parts(node: torch.fx.Node) -> bool:
     if node.target is not aten.mm.default:  # biases that start anywhere fault in some kernels
         return False
     a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
-    (m, k), each = a.shape, _ROW_NBYTES // a.dtype.itemsize
+    (m, k), each = a.shape, ROW_NBYTES // a.dtype.itemsize
     fits = a.stride() == (k, 1) and b.stride() == (1, k)
     return isinstance(m, int) and m > _MANY_ROWS and isinstance(k, int) and k % each == 0 and fits
 
 
-def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
+def leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
     """Whether the graph gives out a node that is the one asked for, or a view of it."""
     for node in output_of(ctx.node.graph).all_input_nodes:
         while not is_it(node):

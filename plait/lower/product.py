@@ -19,6 +19,7 @@ from plait.ir.loops import Load, Pointwise, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
 from plait.lower.memory import step_along, tensor_arg
+from plait.lower.product_cost import pays
 
 # Measured on an H200 (benchmarks/products_gpu.py rows split), weights not in its cache.
 _FEW_ROWS = 64
@@ -26,6 +27,7 @@ _FEW_ROWS = 64
 it."""
 _MEASURED_ROWS = 128  # up to which the two are measured, where tuning is asked for
 _LEAST_COLUMNS, _LEAST_DEPTH = 64, 128  # of such a product
+_LEAST_LARGE = 1 << 19  # elements of a product that tiles of 128 x 128 share
 _PROGRAMS = 128  # about as many as an H100 has multiprocessors
 _FEW_TILES = 32  # leave most of them idle
 _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds them up
@@ -80,6 +82,8 @@ def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
+    if not batch and (large := _large(ctx, a, b, m, n, k)):
+        return large
     most = _MEASURED_ROWS if ctx.cfg.autotune else _FEW_ROWS
     if _codes(ctx, b) and m <= _FEW_ROWS and n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH:
         return _cut_of_codes(math.prod(batch), m, n, k)
@@ -106,6 +110,18 @@ def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cu
     if rows == 64 and tiles < _PROGRAMS * 3 // 4:
         columns = 32
     return Cut(rows, columns, depth)
+
+
+def _large(ctx: Lowering, a: View, b: View, m: int, n: int, k: int) -> Cut | None:
+    """How a kernel of ours computes a product that takes all of the device, where tuning is asked
+    for or that is sooner."""
+    if m <= _MEASURED_ROWS or m * n < _LEAST_LARGE or k < _LEAST_DEPTH:
+        return None
+    if not ctx.cfg.autotune:
+        far = step_along(ctx, a, 1) == step_along(ctx, b, 0) == 1
+        if not far or not pays(ctx, a.dtype, m, n, k):
+            return None
+    return Cut(128, 256, 128 // a.dtype.nbytes)
 
 
 def _cut_of_codes(batch: int, m: int, n: int, k: int) -> Cut:

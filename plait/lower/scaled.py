@@ -34,8 +34,8 @@ _MOST_ROWS = 64  # up to which memory takes all the time
 @lower(aten._int_mm.default)
 def int_mm(ctx: Lowering, a: View, b: View) -> Any:
     m = a.shape[0]
-    few = isinstance(m, int) and _MORE_ROWS < m <= _MOST_ROWS
-    how = cut(ctx, a, b, (i8,)) if few else None
+    more = isinstance(m, int) and m > _MORE_ROWS
+    how = cut(ctx, a, b, (i8,)) if more else None
     return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how)
 
 

@@ -72,8 +72,9 @@ class Strided:
 
     def made(self, device: torch.device) -> torch.Tensor:
         """One, of random numbers."""
-        dtype = _FLOATS[self.dtype]
-        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device).normal_()
+        dtype = _FLOATS.get(self.dtype, torch.int8)
+        empty = torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+        return empty.normal_() if dtype.is_floating_point else empty.random_(-128, 128)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Rival:
     def call(self, device: torch.device) -> Callable[[], object]:
         """What runs it."""
         a, b = self.left.made(device), self.right.made(device)
-        return partial(torch.matmul, a, b, out=torch.matmul(a, b))
+        product = torch.matmul if a.is_floating_point() else torch._int_mm
+        return partial(product, a, b, out=product(a, b))
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ class _Joiner:
             if not isinstance(op, Extern) or not isinstance(op.kernel, Product):
                 continue
             how, place = op.kernel.how, self._maker(k, op)
-            if not isinstance(how, Cut) or place is None:
-                continue
+            if not isinstance(how, Cut) or how.is_large or place is None:
+                continue  # many tiles would make the same part of it
             if (joined := self._joined(op, op.kernel, how, place)) is not None:
                 self.ops[place], self.ops[k] = None, joined
         return replace(self.program, ops=tuple(op for op in self.ops if op is not None))

@@ -26,6 +26,7 @@ class Dialect:
     known: names of those that the compiler has code for; of two that run here the last is better.
     instructions: helper functions that are one instruction (ops.py has the others).
     wait: how a kernel waits for the one ahead of it in its stream.
+    release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
     """
@@ -36,6 +37,7 @@ class Dialect:
     known: tuple[str, ...]
     instructions: Mapping[str, str] = field(repr=False)
     wait: str = ""
+    release: str = ""
     first_early: int | None = None
     first_float8: int | None = None
 
@@ -120,6 +122,7 @@ NVIDIA = Dialect(
 """,
     },
     wait="tl.extra.cuda.gdc_wait()",
+    release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
     first_float8=89,
 )

@@ -68,15 +68,18 @@ def additions_of(
 
 def results_of(
     results: Sequence[Pointwise], given: Sequence[TensorArg], outs: Sequence[TensorArg],
-    sizes: Mapping[str, str],
+    sizes: Mapping[str, str], aligned: bool = False,
 ) -> tuple[str, bool]:  # fmt: skip
     """The function that computes results of a tile of a product and writes them, and whether it
-    holds run-time checks. Its last parameters: what it loads, and what it writes."""
-    written = _Function(given, sizes, False)
+    holds run-time checks. Its last parameters: what it loads, and what it writes. aligned: all
+    columns lie inside, and the first of each row is written to a multiple of 16 bytes."""
+    inside = {"i": "i_inside"} if aligned else INSIDE
+    written = _Function(given, sizes, False, inside=inside)
     for k, (r, out) in enumerate(zip(results, outs, strict=True)):
-        written.write(r, f"outs[{k}]", out)
+        written.write(r, f"outs[{k}]", out, aligned)
     params = (PRODUCT, "p", "b", "i", "j", "i_inside", "j_inside", "given", "outs")
-    head = f"@triton.jit\ndef finish({', '.join(params)}):"
+    name = "finish_aligned" if aligned else "finish"
+    head = f"@triton.jit\ndef {name}({', '.join(params)}):"
     return "\n    ".join([head, *written.lines]), written.checks
 
 
@@ -186,15 +189,17 @@ class _Function:
             f"tl.atomic_add(added[{addition.to}] + {at}, {x}, {inside}, sem='relaxed')"
         )
 
-    def write(self, r: Pointwise, to: str, out: TensorArg) -> None:
-        """Writes a result of a tile. to: the pointer."""
+    def write(self, r: Pointwise, to: str, out: TensorArg, aligned: bool = False) -> None:
+        """Writes a result of a tile. to: the pointer. aligned: as of results_of."""
         assert r.index is not None, r
         value = f"tl.broadcast_to({self.value(r.body)}, {PRODUCT}.shape)"
         at = total(e * s for e, s in zip(r.index, out.strides, strict=True))
         place = f"{to} + {self._expr(at, ())}"
         if not {r.vars[2].symbol, r.vars[3].symbol} <= {*free_symbols(at)}:  # one row or column
             place = f"tl.broadcast_to({place}, {PRODUCT}.shape)"
-        self.lines.append(f"tl.store({place}, {value}, i_inside & j_inside)")
+        if aligned:
+            place = f"tl.multiple_of({place}, (1, 16))"
+        self.lines.append(f"tl.store({place}, {value}, {' & '.join(self.inside.values())})")
 
     def _positions_of(self, n: Node, needed: Sequence[Node]) -> frozenset[str]:
         """Which of the positions a value depends on."""

@@ -7,14 +7,15 @@ how to tune, compile, store and launch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
-from plait.ir.expr import Size, ceildiv, product
+from plait.ir.expr import Size, ceildiv, product, total
 from plait.ir.loops import Buffer, walk
 from plait.ir.product import Cut, Product
-from plait.kernel.triton.dialects import DIALECTS, shared_nbytes
+from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
 from plait.kernel.triton.ops import prelude_for
 from plait.kernel.triton.template import Writer, size_text, template, tuple_text
@@ -28,6 +29,18 @@ _KERNEL_US = 1.5  # of one that is small, in a CUDA graph
 _WIDE = 64  # rows of the left factor that tensor cores want
 
 
+_BRIEF_NBYTES = 8 << 20
+"""Of a factor of a product that is read in about the time it takes to launch a kernel."""
+_UNIT = 8
+"""Numbers of 16 bits that are written at once."""
+_GROUP_NBYTES, _LEAST_GROUP = 8 << 20, 8
+_LARGE_TILES = (
+    (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4),
+    (256, 128, 64, 8, 3), (64, 256, 64, 4, 3), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4),
+    (128, 128, 128, 8, 3),
+)  # fmt: skip
+"""Rows, columns and depth of their tiles, warps and stages that are worth measuring. Depth is of
+numbers of 16 bits."""
 _OTHERS = (
     (64, 128, 4), (32, 128, 4), (128, 128, 4), (64, 256, 4), (32, 256, 4), (64, 128, 8),
     (128, 64, 4), (128, 128, 8),
@@ -37,24 +50,43 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """A way to cut a product, and how many warps compute a tile."""
+    """A way to cut a product.
+
+    warps: how many compute a tile
+    stages: of the loop; 0: as many as memory holds
+    aligned: rows that start anywhere are written where they are aligned, by tiles of every so
+        manieth row
+    """
 
     cut: Cut
     warps: int = 4
+    stages: int = 0
+    aligned: bool = False
+
+
+def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
+    """How many rows of tiles share what they load of the right factor: as many as the cache holds
+    of the left one, beside tiles of the right one."""
+    if not cut.is_large or not isinstance(high, int) or not isinstance(row_nbytes, int):
+        return 1
+    return max(1, min(high, max(_LEAST_GROUP, _GROUP_NBYTES // (cut.rows * row_nbytes))))
 
 
 def write_product(
-    call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu, tunes: bool = False
+    call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu, tunes: bool = False, waits: bool = False
 ) -> Extern:
-    """The call, of a kernel whose text is known. tunes: in several versions."""
-    return _Writer(call, buffers, gpu, tunes=tunes).written()
+    """The call, of a kernel whose text is known. tunes: in several versions. waits: the next kernel
+    on the stream waits for it."""
+    return _Writer(call, buffers, gpu, tunes=tunes, waits=waits).written()
 
 
 @dataclass
 class _Writer(Writer):
-    """One kernel of a product. tunes: it is to be measured in several versions."""
+    """One kernel of a product. tunes: it is to be measured in several versions. waits: the next
+    kernel waits for its end."""
 
     tunes: bool = False
+    waits: bool = False
 
     @property
     def product(self) -> Product:
@@ -68,8 +100,10 @@ class _Writer(Writer):
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
         finish, checks = results_of(self.product.results, given, self.outs, names)
-        sizes = (product(batch), m, n, k)
-        variants = tuple(self._variant(v, sizes, checks) for v in self._versions())
+        sizes, versions = (product(batch), m, n, k), self._versions()
+        if any(v.aligned for v in versions):
+            finish += f"\n\n{results_of(self.product.results, given, self.outs, names, True)[0]}"
+        variants = tuple(self._variant(v, sizes, checks) for v in versions)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
         made = ""
         if right is not None:
@@ -96,10 +130,17 @@ class _Writer(Writer):
         assert isinstance(self.product.how, Cut), self.product
         return self.product.how
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether factors are integers of 8 bits."""
+        return self.dtype(self.tensors[0]) == "i8"
+
     def _versions(self) -> list[_Version]:
         """Ways to cut it: as planned, then others that are worth measuring. The right matrix is
         made a step of one depth at a time."""
         cut, made = self._cut, self.product.right is not None
+        if cut.is_large:
+            return self._large()
         found = [_Version(cut)]
         if self.tunes:
             found += (
@@ -110,17 +151,52 @@ class _Writer(Writer):
             )
         return list(dict.fromkeys(found))
 
+    def _large(self) -> list[_Version]:
+        """Ways to cut a product of large tiles."""
+        cut, width = self._cut, 2 if self._is_whole else 1
+        found = []
+        for rows, columns, depth, warps, stages in _LARGE_TILES:
+            v = _Version(
+                replace(cut, rows=rows, columns=columns, depth=depth * width), warps, stages
+            )
+            found += [replace(v, aligned=True)] if self._kinds(v.cut) > 1 else []
+            found.append(v)
+        found.sort(key=lambda v: v.cut != cut)
+        return found if self.tunes else found[:1]
+
+    def _kinds(self, cut: Cut) -> int:
+        """How many rows of the results follow each other that differ in alignment, where tiles can
+        have rows of one kind each; else 1."""
+        left, right = self.tensors[:2]
+        m, n = left.shape[-2], extent(self.product.results[0].vars[-1])
+        if len(left.shape) != 2 or not isinstance(m, int) or not isinstance(n, int):
+            return 1
+        kinds = _UNIT // math.gcd(n, _UNIT)
+        i, j = self.product.results[0].vars[2:]
+        flat = all(
+            total(e * s for e, s in zip(r.index or (), out.strides, strict=True)) == i * n + j
+            and self.buffers[out.buf].dtype.nbytes > 1
+            for r, out in zip(self.product.results, self.outs, strict=True)
+        )
+        far = right.strides[0] == 1 and self.product.right is None and cut.parts == 1
+        return kinds if flat and far and m >= kinds * cut.rows else 1
+
     def _variant(self, v: _Version, sizes: Sequence[Size], checks: bool) -> Variant:
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
         (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
-        step = (cut.rows + cut.columns) * cut.depth * 2
-        stages = max(1, min(_STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
+        width, kinds = (1 if self._is_whole else 2), self._kinds(cut) if v.aligned else 1
+        step = (cut.rows + cut.columns) * cut.depth * width
+        stages = max(1, min(v.stages or _STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
+        high = ceildiv(m, cut.rows * kinds) * kinds
+        wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
         constants = {
             "rows": cut.rows, "columns": cut.columns, "depth": cut.depth,
             "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
-            "row_edge": m % cut.rows != 0, "column_edge": n % cut.columns != 0,
+            "row_edge": m % (cut.rows * kinds) != 0,
+            "column_edge": kinds == 1 and n % cut.columns != 0,
             "depth_edge": k % cut.depth != 0, "stages": stages,
-            "made": self.product.right is not None, "whole": self.dtype(self.tensors[0]) == "i8",
+            "made": self.product.right is not None, "whole": self._is_whole,
+            "group": _group(cut, high, k * width), "kinds": kinds,
         }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,
@@ -129,9 +205,18 @@ class _Writer(Writer):
         call = self._launched((m, n, k), constants)
         if dialect.starts_early(self.gpu):  # before the first access to memory
             options["launch_pdl"] = True
-            call = f"{dialect.wait}\n    {call}"
-        grid = product((batch, ceildiv(m, cut.rows), ceildiv(n, cut.columns), cut.parts))
-        return Variant(call, tuple(sorted(options.items())), grid)
+            call = "\n    ".join([dialect.wait, *self._release(dialect), call])
+        return Variant(
+            call, tuple(sorted(options.items())), product((batch, high, wide, cut.parts))
+        )
+
+    def _release(self, dialect: Dialect) -> list[str]:
+        """What lets the next kernel come beside this one: where this is over so soon that coming
+        counts. Programs that come early crowd where there is room first, which costs a kernel that
+        takes long more than that."""
+        factors = [self.buffers[x.buf].dtype.nbytes * product(x.shape) for x in self.tensors[:2]]
+        few = all(isinstance(n, int) and n <= _BRIEF_NBYTES for n in factors)
+        return [dialect.release] if self.waits and few else []
 
     def _launched(self, sizes: Sequence[Size], constants: Mapping[str, int]) -> str:
         """The statement that calls the template's function."""

@@ -17,7 +17,7 @@ from plait.devices import facts_of
 from plait.errors import InternalError, Unsupported
 from plait.ir.calls import Extern
 from plait.ir.expr import Size, bounds, ceildiv
-from plait.ir.loops import Buffer, Load, exprs_of, walk
+from plait.ir.loops import Alias, Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
 from plait.ir.product import Product
 from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Target, Unaligned
@@ -131,7 +131,7 @@ class TritonTarget(Target):
         """The call of a kernel of attention, or of a product, with its text."""
         gpu, _ = machines[device_of(plan, call)]
         if isinstance(call.kernel, Product):
-            return write_product(call, plan.buffers, gpu, tunes)
+            return write_product(call, plan.buffers, gpu, tunes, _is_waited_for(plan, call))
         return write_attention(call, plan.buffers, gpu)
 
     def measure_users(
@@ -173,6 +173,17 @@ class TritonTarget(Target):
     def build(self, source: Source, cfg: Config) -> Built:
         """A pack of cubins."""
         return get_or_build_pack(source.units, cfg)
+
+
+def _is_waited_for(plan: Plan, call: Extern) -> bool:
+    """Whether what a program puts on the stream next, behind a call, is a kernel of ours, which
+    waits for the call's. One of others may be launched early and have nothing to wait for, so that
+    who waits for it does not wait for this call."""
+    at = next(k for k, s in enumerate(plan.steps) if s is call)
+    follower = next((s for s in plan.steps[at + 1 :] if not isinstance(s, Alias)), None)
+    if isinstance(follower, Kernel):  # of known sizes: one without points is not launched
+        return follower.device == device_of(plan, call) and not follower.sizes
+    return isinstance(follower, Extern) and isinstance(follower.kernel, Product)
 
 
 class Key(NamedTuple):

@@ -4,9 +4,13 @@ module. It is not imported.
 A program takes a tile of the result, of one of a batch of products, and walks along k, or along one
 of several parts of it. What is computed of the tile, and where it goes, says the function finish.
 
-Before this text stand the function finish, and right_tile where it is called. given: what they
-load; outs: what is written. Strides are of batch, row and column. Constants:
+Before this text stand the function finish, and right_tile and finish_aligned where they are called.
+given: what they load; outs: what is written. Strides are of batch, row and column. Constants:
 rows, columns, depth: rows and columns of a tile, and how far a step walks along k
+group: rows of tiles that programs go down before they go on to the next column of tiles
+kinds: 1, or, where rows of the result start anywhere, how many of them differ in alignment. A tile
+    has every so manieth row, and its columns begin where these rows are aligned: up to 7 columns
+    further to the left for other rows. The right matrix has columns far apart then
 turned: tiles are computed transposed: tensor cores want many rows, and take few columns
 parts: programs that share a walk
 row_edge, column_edge, depth_edge: the last tile, or step, may be larger than what is left
@@ -45,23 +49,58 @@ def at_tile(p, h, r, c, strides):
 
 
 @triton.jit
+def tile_at(t, wide, high, group: tl.constexpr):
+    """The row and column of tile t, of so many in a row and so many rows of them. Tiles that are
+    computed at one time share what they load."""
+    band, rest = t // (group * wide), t % (group * wide)
+    tall = tl.minimum(high - band * group, group)
+    return band * group + rest % tall, rest // tall
+
+
+@triton.jit
+def are_aligned(outs):
+    """Whether all that is written starts at a multiple of 16 bytes."""
+    bits = outs[0].to(tl.int64)
+    for k in tl.static_range(1, len(outs)):
+        bits |= outs[k].to(tl.int64)
+    return bits % 16 == 0
+
+
+@triton.jit
 def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
-    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr,
+    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, group: tl.constexpr,
+    kinds: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
     t = t // parts
-    wide, high = tl.cdiv(n, columns), tl.cdiv(m, rows)
-    column, row, h = (t % wide) * columns, (t // wide) % high * rows, t // (wide * high)
+    if kinds > 1:
+        wide, high = tl.cdiv(n + 7, columns), tl.cdiv(m, rows * kinds) * kinds
+    else:
+        wide, high = tl.cdiv(n, columns), tl.cdiv(m, rows)
+    h = t // (wide * high)
+    row, column = tile_at(t % (wide * high), wide, high, group)
+    i, j, d = tl.arange(0, rows), tl.arange(0, columns), tl.arange(0, depth)
+    column *= columns
+    if kinds > 1:
+        which = row % kinds
+        row = row // kinds * (rows * kinds) + which
+        column -= which * n % 8
+        i *= kinds
+    else:
+        row *= rows
     steps = tl.cdiv(tl.cdiv(k, depth), parts)
     first = part * steps * depth
     last = tl.minimum(k, first + steps * depth)
-    i, j, d = tl.arange(0, rows), tl.arange(0, columns), tl.arange(0, depth)
     x_at = at_tile(left, h, row, first, left_strides)
     y_at = at_tile(right, h, first, column, right_strides)
+    if kinds > 1:  # columns outside are never stored
+        y_column = tl.minimum(tl.maximum(j, -column), n - 1 - column)
+    else:
+        y_column = j
     kind: tl.constexpr = tl.int32 if whole else tl.float32
     if turned:
         sums = tl.zeros((columns, rows), kind)
@@ -86,7 +125,14 @@ def product(
                 y = tl.trans(z)
             else:
                 y = tile_of(
-                    y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
+                    y_at,
+                    d[:, None],
+                    y_column[None, :],
+                    right_strides,
+                    s,
+                    c,
+                    depth_edge,
+                    column_edge,
                 )
             sums = tl.dot(x, y, sums, out_dtype=kind)
         x_at += depth * left_strides[2]
@@ -94,4 +140,10 @@ def product(
     if turned:
         sums = tl.trans(sums)
     i, j = row + i[:, None], column + j[None, :]
-    finish(sums, part, h, i, j, i < m, j < n, given, outs)
+    if kinds > 1:
+        if (column >= 0) & (column + columns <= n) & are_aligned(outs):
+            finish_aligned(sums, part, h, i, j, i < m, j < n, given, outs)
+        else:
+            finish(sums, part, h, i, j, i < m, (j >= 0) & (j < n), given, outs)
+    else:
+        finish(sums, part, h, i, j, i < m, j < n, given, outs)

@@ -73,8 +73,13 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             3,
         ),
         "products": (
-            ["tests/test_products.py", "-k", "residual or parts or two or heads or odd or wait", *ALL[:2]],
-            6,
+            [
+                "tests/test_products.py",
+                "-k",
+                "residual or parts or two or heads or odd or wait",
+                *ALL[:2],
+            ],
+            8,
         ),
         "float8": (
             ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],

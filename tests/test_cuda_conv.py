@@ -11,7 +11,15 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from plait.ir.dtypes import bf16, f32
-from plait.wrapper.instructions import AssertSizeStride, CallExtern, Launch, Literal, WrapperProgram
+from plait.wrapper.instructions import (
+    Alloc,
+    AssertSizeStride,
+    CallExtern,
+    Launch,
+    Literal,
+    Place,
+    WrapperProgram,
+)
 from tests.test_cuda_programs import compile_only, fakes, of, record
 
 __all__ = ["compile_only"]
@@ -68,6 +76,24 @@ def test_what_stands_between_convolutions_is_one_kernel(
 
     p = record(net, *args, mode=mode).wrapper
     assert kinds(p) == "kkckkck"  # the image, a filter; bias and pool, a filter; the result
+
+
+def test_what_two_products_read_is_written_once(compile_only: None) -> None:
+    """The gradients of a convolution whose filter is a point, of channels-last images."""
+    mode, (g, x, w) = fakes((8, 512, 28, 28), (8, 512, 28, 28), (512, 512), dtype=torch.bfloat16)
+    with mode:
+        g, x = (t.to(memory_format=torch.channels_last) for t in (g, x))
+
+    def net(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        rows, given = (t.permute(0, 2, 3, 1).reshape(-1, 512) for t in (torch.tanh(g), x))
+        return rows @ w, rows.t() @ given
+
+    p = record(net, g, x, w, mode=mode).wrapper
+    assert kinds(p) == "kcc"
+    (launch,) = of(p, Launch)
+    (made,) = launch.outs
+    (strides,) = (i.strides for i in of(p, Alloc) + of(p, Place) if i.name == made)
+    assert strides == (401408, 1, 14336, 512)
 
 
 def test_without_kernels_all_is_as_eager_has_it(compile_only: None) -> None:

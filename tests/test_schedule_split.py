@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait.config import Config
-from plait.ir.dtypes import DType, bf16, f32
+from plait.ir.dtypes import DType, b1, bf16, f32
 from plait.ir.expr import Size, evaluate, numel
 from plait.ir.loops import LoopProgram
 from plait.pipelines import schedule
@@ -79,6 +79,37 @@ def test_what_is_read_once_a_result_does_not_split_rows() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     assert len(kernels(plan)) == 1
+
+
+def test_on_a_gpu_a_mask_does_not_keep_columns_whole() -> None:
+    """The backward of batch norm and relu, channels last: a mask is small, what it masks is not."""
+    b = Builder()
+    mask, x = b.input(3136, 256, dtype=b1), b.input(3136, 256, dtype=bf16)
+
+    def body(o, c, n):  # type: ignore[no-untyped-def]
+        zero = o.const(0.0, bf16)
+        return o.cast(o.where(o.load(mask, n, c), zero, o.load(x, n, c)), f32)
+
+    b.output(b.reduce((256,), (3136,), "sum", body))
+    first, _ = kernels(schedule(on_gpu(b), CFG))
+    assert numel(map(extent, first.vars)) > 8 * 256
+
+
+def test_on_a_gpu_a_mean_of_more_bytes_does_not_part_sums() -> None:
+    """The sums of batch norm's backward, channels last: one reads the mean, which is float32."""
+    b = Builder()
+    g, x = b.input(100352, 144, dtype=bf16), b.input(100352, 144, dtype=bf16)
+    mean = b.input(144)
+
+    def products(o, c, n):  # type: ignore[no-untyped-def]
+        less = o.sub(o.cast(o.load(x, n, c), f32), o.load(mean, c))
+        return o.mul(o.cast(o.load(g, n, c), f32), less)
+
+    b.output(
+        b.reduce((144,), (100352,), "sum", lambda o, c, n: o.cast(o.load(g, n, c), f32)),
+        b.reduce((144,), (100352,), "sum", products),
+    )
+    assert len(kernels(schedule(on_gpu(b), CFG))) == 2
 
 
 def on_gpu(b: Builder) -> LoopProgram:

@@ -168,6 +168,7 @@ class Lowering:
     bases: buffers that are memory of others, and of which.
     copies: of each buffer, what was copied of it, the copy, and how many operations stood before.
     env: the values of nodes.
+    traced: of buffers that are all of a node's value, the strides that it would have in eager.
     current, origin: the node that is lowered now (see `node`), and where it comes from.
     element: which of its results a rule makes now, where the node is as many calls as it has.
     made_as: its element type for the rule that makes it now, if that is not its own.
@@ -193,6 +194,7 @@ class Lowering:
     bases: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[tuple[View, View, int]]] = field(default_factory=dict)
     env: dict[torch.fx.Node, Value] = field(default_factory=dict)
+    traced: dict[str, tuple[Size, ...]] = field(default_factory=dict)
     current: torch.fx.Node | None = None
     origin: tuple[str, ...] = ()
     element: int | None = None

@@ -105,6 +105,7 @@ def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
     for node in nodes:
         if node.op == "call_function":
             ctx.env[node] = lower_call(calls, node)
+            _note_strides(ctx, node)
         elif node.op == "get_attr":
             ctx.env[node] = add_constant(ctx, inputs, captured.graph, node)
         elif node.op == "output":
@@ -115,6 +116,12 @@ def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
         elif node.op != "placeholder":
             raise Unsupported(f"a graph node of kind {node.op}", where=where_of(node))
     return _lowered(captured, ctx, inputs, shape_env, results)
+
+
+def _note_strides(ctx: Lowering, node: torch.fx.Node) -> None:
+    x, val = ctx.env[node], node.meta.get("val")
+    if isinstance(x, View) and ctx.is_whole(x) and all(type(s) is int for s in val.stride()):
+        ctx.traced.setdefault(x.buf, val.stride())
 
 
 def _lowered(

@@ -137,8 +137,8 @@ def lay_out(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
 
 def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> None:
     """Gives x's buffer, if its layout is still free and x is all of it, the strides with which
-    x is memory as it stands, so that nothing needs a copy. Neighbours stay neighbours. Kernels
-    of a GPU do not mind the rest."""
+    x is memory as it stands, so that nothing needs a copy. Those that would be neighbours in eager
+    are neighbours. Kernels of a GPU do not mind the rest."""
     b = ctx.buffers[x.buf]
     if (
         b.fixed
@@ -160,16 +160,26 @@ def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> 
     ]
     flat = expr.total(v * t for v, t in zip(x.vars, target, strict=True))
     laid = expr.total(e * s for e, s in zip(x.index, new, strict=True))
-    kept = all(
-        t == 1 for s, t, size in zip(b.strides, new, b.shape, strict=True) if s == 1 and size != 1
-    )
+    near = zip(eager_strides(ctx, x.buf), new, b.shape, strict=True)
+    kept = all(t == 1 for s, t, size in near if s == 1 and size != 1)
     if laid == flat and kept:
         ctx.buffers[x.buf] = replace(b, strides=tuple(new))
 
 
-def step_along(ctx: Lowering, x: View, d: int) -> Size | None:
-    """How far apart elements of x lie along a dimension, as far as it is the same everywhere."""
-    at = expr.total(e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True))
+def eager_strides(ctx: Lowering, buf: str) -> tuple[Size, ...]:
+    """Where elements of a buffer would lie in eager while its own layout is still free."""
+    b = ctx.buffers[buf]
+    traced = None if b.fixed else ctx.traced.get(buf)
+    return b.strides if traced is None or not _is_dense(b.shape, traced) else traced
+
+
+def step_along(
+    ctx: Lowering, x: View, d: int, strides: tuple[Size, ...] | None = None
+) -> Size | None:
+    """How far apart elements of x lie along a dimension, as far as it is the same everywhere.
+    strides: of its buffer, if not those that it has now."""
+    strides = strides or ctx.buffers[x.buf].strides
+    at = expr.total(e * s for e, s in zip(x.index, strides, strict=True))
     return expr.coefficient(at, expr.atom_of(x.vars[d]))
 
 
@@ -179,7 +189,8 @@ def _natural(ctx: Lowering, x: View) -> tuple[Size, ...]:
     rows = expr.contiguous_strides(x.shape)
     if len(x.shape) < 2:
         return rows
-    turned = step_along(ctx, x, -2) == 1 != step_along(ctx, x, -1)
+    near = eager_strides(ctx, x.buf)
+    turned = step_along(ctx, x, -2, near) == 1 != step_along(ctx, x, -1, near)
     return (*rows[:-2], 1, x.shape[-2]) if turned else rows
 
 

@@ -35,7 +35,7 @@ from plait.ir.loops import (
 )
 from plait.ir.record import inline
 from plait.ir.reductions import REDUCTIONS
-from plait.schedule.cost import Hints, hint, hint_numel
+from plait.schedule.cost import Hints, buffer_nbytes, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.layout import flat_index, follow
 
@@ -136,22 +136,19 @@ def _chunks(
     if not op.rvars or not found:
         return None
     kind = facts_of(buffers[loop_outs(op)[0]].device).rates
-    nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
+    loaded = [buffers[load_of(n).buf] for n in found]
+    # Of a mean a column, and of a mask, there is little to read.
+    nbytes = max(loaded, key=lambda b: buffer_nbytes(b, hints)).dtype.nbytes
     along = _along_memory(op, buffers, found)
-    large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
+    large = (b for b in loaded if hint_numel(b.shape, hints) == points)
     if not along and any((b.name, outer) in rows for b in large):
-        flat = _flattened(op, buffers, found)
-        if parts := _column_cut(flat, nbytes * points, outer, kind, hints):
+        flat, widest = _flattened(op, buffers, found), max(b.dtype.nbytes for b in loaded)
+        if parts := _column_cut(flat, widest * points, outer, kind, hints):
             return flat, parts, True
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
+    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units):
         return None
-    largest = max(
-        (buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints)
-    )
-    if (
-        points * largest.dtype.nbytes < kind.unit_nbytes * units
-    ):  # a mean a column adds nothing to it
+    if units >= kind.min_units:
         return None
     least, aligned = (
         (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)

@@ -120,7 +120,9 @@ def _lower(captured: Captured, cfg: Config, tables: Tables) -> Lowered:
 
 def _note_strides(ctx: Lowering, node: torch.fx.Node) -> None:
     x, val = ctx.env[node], node.meta.get("val")
-    if isinstance(x, View) and ctx.is_whole(x) and all(type(s) is int for s in val.stride()):
+    if not isinstance(x, View) or not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return
+    if ctx.is_whole(x) and all(type(s) is int for s in val.stride()):
         ctx.traced.setdefault(x.buf, val.stride())
 
 

@@ -760,3 +760,27 @@ def test_what_an_operator_reads_a_copy_of_keeps_a_free_layout(compile_only: None
     made = record(fn, *given, mode=mode)
     first, second = _kernels(made)
     assert first.grid > 500 and len(first.outs) == 2 and len(second.args) == 2
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_operands_of_products_lie_as_what_they_are_made_of(
+    compile_only: None, turned: bool
+) -> None:
+    """Eager's result of a concatenation has its rows in order; both products, and the sum, read it
+    as the sequences lie that it is made of."""
+    n = 256 if turned else 128
+    shapes = (4, 512, 64), (4, 512, n - 64), (n, 64), (2048, 64)
+    mode, (a, b, w, x) = fakes(*shapes, dtype=torch.bfloat16)
+    with mode:
+        a, b = a.permute(0, 2, 1), b.permute(0, 2, 1)
+
+    def fn(a: Any, b: Any, w: Any, x: Any) -> Any:
+        joined = torch.cat([b, a] if turned else [a, b], 1)
+        rows = joined.permute(0, 2, 1).reshape(-1, n)
+        return joined.sum((0, 2)), rows @ w, rows.t() @ x
+
+    made = record(fn, a, b, w, x, mode=mode)
+    wide = [i for i in of(made.wrapper, Place) if i.shape == (4, n, 512)]
+    assert [i.strides for i in wide] == [(512 * n, 1, n)]
+    others = [i for i in of(made.wrapper, Place) + of(made.wrapper, Alloc) if i not in wide]
+    assert all(math.prod(i.shape) < 4 * n * 512 for i in others)

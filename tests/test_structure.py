@@ -189,8 +189,9 @@ def test_the_compiler_is_small() -> None:
     # 50 gradients of loops, 210 looking where arguments lie, 1,450 weights as constants and what
     # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 700
     # products on GPUs, 350 factors of 8 and 4 bits,
-    # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 55_600
+    # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
+    # where operands of products lie.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 55_650
 
 
 def imports(path: Path, package: str) -> set[str]:

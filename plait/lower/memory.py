@@ -16,7 +16,8 @@ from plait.ir import expr
 from plait.ir.calls import Extern, ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.dtypes import LOOP_DTYPES, DType
 from plait.ir.expr import Atom, Expr, Size
-from plait.ir.loops import Alias, Mutate
+from plait.ir.layouts import follow
+from plait.ir.loops import Alias, Buffer, Load, Mutate, Pointwise, walk
 from plait.lower.core import Lowering, NoRule, View
 
 _MAX_ORDERED = 4  # dimensions whose orders are tried to find a copy that holds the same
@@ -138,22 +139,36 @@ def lay_out(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
 def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> None:
     """Gives x's buffer, if its layout is still free and x is all of it, the strides with which
     x is memory as it stands, so that nothing needs a copy. Those that would be neighbours in eager
-    are neighbours. Kernels of a GPU do not mind the rest."""
+    are neighbours. Kernels of a GPU do not mind the rest. Where any strides will do, it best lies
+    as what it is computed from."""
     b = ctx.buffers[x.buf]
     if (
         b.fixed
         or facts_of(b.device).is_host
         or x.dtype not in LOOP_DTYPES
         or b.strides != expr.contiguous_strides(b.shape)
-    ):
-        return
-    target = strides or _natural(ctx, x)
-    if (
-        not isinstance(n := expr.numel(x.shape), int)
+        or not isinstance(n := expr.numel(x.shape), int)
         or n != expr.numel(b.shape)
-        or not _is_dense(x.shape, target)
     ):
         return
+    if strides is not None:
+        _take_strides(ctx, x, strides)
+        return
+    ctx.buffers[x.buf] = _followed(ctx, x.buf)
+    found = _described(ctx, x)
+    if found is not None and _is_matrix(found):
+        return
+    ctx.buffers[x.buf] = b
+    rows = _natural(ctx, x)
+    turned = (*rows[:-2], 1, x.shape[-2]) if len(rows) > 1 else rows
+    _take_strides(ctx, x, rows) or _take_strides(ctx, x, turned)
+
+
+def _take_strides(ctx: Lowering, x: View, target: tuple[Size, ...]) -> bool:
+    """Lays x's buffer, row-major now, out so that x has these strides. Returns whether it could."""
+    b = ctx.buffers[x.buf]
+    if not _is_dense(x.shape, target):
+        return False
     new = [
         _stride_of(e, x.vars, target) if size != 1 else 1
         for e, size in zip(x.index, b.shape, strict=True)
@@ -164,6 +179,33 @@ def _settle_layout(ctx: Lowering, x: View, strides: tuple[Size, ...] | None) -> 
     kept = all(t == 1 for s, t, size in near if s == 1 and size != 1)
     if laid == flat and kept:
         ctx.buffers[x.buf] = replace(b, strides=tuple(new))
+    return laid == flat and kept
+
+
+def _followed(ctx: Lowering, buf: str) -> Buffer:
+    """A buffer, laid out as the scheduler would if nothing else wanted it otherwise: as the largest
+    tensor that its loop reads, whose own layout may still be free, too."""
+    b = ctx.buffers[buf]
+    if b.fixed or b.strides != expr.contiguous_strides(b.shape):
+        return b
+    loop = next((o for o in reversed(ctx.ops) if isinstance(o, Pointwise) and o.out == buf), None)
+    if loop is None:
+        return b
+    loads = [n.attr for n in walk((loop.body,)) if isinstance(n.attr, Load)]
+    known = [(n, x) for x in loads if isinstance(n := expr.numel(ctx.buffers[x.buf].shape), int)]
+    most = max((n for n, _ in known), default=0)
+    sources = [(_followed(ctx, x.buf), x.index) for n, x in known if n == most][:1]
+    return follow(b, loop.index or loop.vars, sources, _number)
+
+
+def _number(n: Size) -> int:
+    """A stride to sort by; one that is known at the call only counts as small."""
+    return n if isinstance(n, int) else 0
+
+
+def _is_matrix(x: TensorArg) -> bool:
+    """Whether the vendor's products take it: neighbours along one of the last two dimensions."""
+    return len(x.strides) < 2 or 1 in x.strides[-2:]
 
 
 def eager_strides(ctx: Lowering, buf: str) -> tuple[Size, ...]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Expr, free_symbols
+from plait.ir.layouts import flat_index
 from plait.ir.loops import LoopProgram, Mutate, Node, Scan, Scatter, index_exprs, walk
 from plait.schedule.axes import AxisUse, choose_axes
 from plait.schedule.batch import batch
@@ -16,7 +17,6 @@ from plait.schedule.deps import load_of, memory_roots, read_for_symbols, roots
 from plait.schedule.group import Group, Member, is_ordered, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Stmt, Store, stmt_roots
 
 

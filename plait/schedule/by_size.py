@@ -14,12 +14,12 @@ from dataclasses import replace
 from plait.devices import Rates, facts_of
 from plait.ir import expr
 from plait.ir.expr import Expr, Size, compare, contiguous_strides, numel, smax, symbol
+from plait.ir.layouts import flat_index
 from plait.ir.loops import Buffer, Load, Node, const, integer, loop_vars, node, walk
 from plait.ir.record import inline
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, load_of
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Form, Kernel, Plan, Reduce, Step, Stmt, Store, stmt_roots
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 from plait.config import Config
 from plait.devices import Rates, facts_of
 from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, is_contiguous, substitute, symbol
+from plait.ir.layouts import flat_index
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
 from plait.schedule.grouping import Grouping
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Fused, Reason, Refusal
 
 # Bounds keep compile time linear (tests/test_growth.py) and arguments few; they are no results of

@@ -29,6 +29,7 @@ from plait.ir.expr import (
     substitute,
     total,
 )
+from plait.ir.layouts import flat_index
 from plait.ir.loops import (
     Buffer,
     Load,
@@ -49,7 +50,6 @@ from plait.ir.product import Panels, Product
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
 from plait.schedule.deps import Bodies, Uses, extent, load_of, roots
-from plait.schedule.layout import flat_index
 
 
 def join_readers(program: LoopProgram, bodies: Bodies, in_rows: bool) -> LoopProgram:

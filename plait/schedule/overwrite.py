@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.ir.expr import Size, numel
+from plait.ir.layouts import flat_index
 from plait.ir.loops import Buffer, Load, Node, walk
 from plait.schedule.deps import extent, load_of
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
 

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 from plait.devices import facts_of
 from plait.ir.expr import Expr, Size, atom_of, contiguous_strides, numel, substitute, symbol, total
+from plait.ir.layouts import flat_index
 from plait.ir.loops import Buffer, Load, Node, check_of, node, rewrite, walk, with_args
 from plait.schedule.dedup import LENGTH, part_end, part_length, structure
 from plait.schedule.deps import extent
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, Stmt, Store, stmt_roots
 
 LEAST = 8  # lengths for which a kernel is shared: with a length that is known it is a little faster

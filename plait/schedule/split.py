@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from plait.devices import Rates, facts_of
 from plait.ir import expr
 from plait.ir.dtypes import DType, i64
 from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Size
+from plait.ir.layouts import flat_index, follow
 from plait.ir.loops import (
     Buffer,
     Load,
@@ -37,7 +39,6 @@ from plait.ir.record import inline
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.cost import Hints, buffer_nbytes, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
-from plait.schedule.layout import flat_index, follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +277,8 @@ class _Split:
         self.value = self._first_value()
         loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
         free = Buffer("", self.value.dtype, self.shape, expr.contiguous_strides(self.shape))
-        self.strides = follow(
-            free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints
-        ).strides
+        sources = [(buffers[x.buf], x.index) for x in loads]
+        self.strides = follow(free, self.first_vars, sources, partial(hint, hints=hints)).strides
 
     def _first_value(self) -> Node:
         """The body over the first stage's variables."""

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from plait.devices import DEVICES
 from plait.ir.expr import Atom, Expr, Size, coefficient, free_symbols, numel, total
+from plait.ir.layouts import flat_index
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent, load_of, node_cost
-from plait.schedule.layout import flat_index
 from plait.schedule.plan import Reduce, Stmt
 
 CPU = DEVICES["cpu"].rates

@@ -137,11 +137,11 @@ CASES = {
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
     "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),
-    "odd columns": Case(lambda x, w: F.linear(x, w), ((136, 136), (4099, 136)), 1),
-    "odd columns of many rows": Case(
+    "vocabulary": Case(lambda x, w: F.linear(x, w), ((136, 136), (4099, 136)), 1),
+    "vocabulary of many rows": Case(
         lambda x, w, b: F.linear(x, w, b).view(8, 128, -1), ((1024, 128), (515, 128), (515,)), 1
     ),
-    "odd columns in float32": Case(
+    "vocabulary in float32": Case(
         lambda x, w, r: F.linear(x, w).float() * r[:, None],
         ((1040, 128), (518, 128), (1040,)), 1, torch.float16,
     ),

@@ -15,7 +15,7 @@ def test_as_eager(name: str) -> None:
     check(CASES[name], "native", "cuda", on_gpu=True)
 
 
-@pytest.mark.parametrize("name", ["residual", "parts", "layer"])
+@pytest.mark.parametrize("name", ["residual", "parts", "layer", "vocabulary of many rows"])
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_target(wrapper: str, name: str) -> None:
     check(CASES[name], wrapper, "cuda", on_gpu=wrapper != "fx")

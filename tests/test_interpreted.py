@@ -76,7 +76,7 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             [
                 "tests/test_products.py",
                 "-k",
-                "residual or parts or two or heads or odd or wait",
+                "residual or parts or two or heads or odd or wait or many",
                 *ALL[:2],
             ],
             8,

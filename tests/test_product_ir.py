@@ -3,6 +3,7 @@ products are cut."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.kernel.triton.dialects import GPUS
-from plait.kernel.triton.product import write_product
+from plait.kernel.triton.product import Around, write_product
 from plait.lower.product import cut_of
 from plait.schedule.deps import Bodies
 from plait.schedule.join_operands import join_operands
@@ -171,7 +172,8 @@ def test_versions_to_be_measured() -> None:
     """Of what is planned first; they differ in how they are cut, and compute the same."""
     p = program(KERNEL)
     planned, several = (
-        write_product(call_of(p), p.buffers, GPUS["sm_90"], tunes).kernel for tunes in (False, True)
+        write_product(call_of(p), p.buffers, GPUS["sm_90"], Around(), tunes).kernel
+        for tunes in (False, True)
     )
     assert isinstance(planned, UserKernel) and isinstance(several, UserKernel)
     assert (planned.rival_us, several.rival_us) == (None, 0)
@@ -197,7 +199,7 @@ def test_who_waits_comes_beside(gpu: str, waits: bool, columns: int, released: b
     call, w = call_of(p), buffer("w", 256, columns)
     wide = TensorArg("w", w.shape, w.strides, 0)
     call = replace(call, args=(call.args[0], wide))
-    made = write_product(call, {**p.buffers, "w": w}, GPUS[gpu], waits=waits).kernel
+    made = write_product(call, {**p.buffers, "w": w}, GPUS[gpu], Around(waits)).kernel
     assert isinstance(made, UserKernel)
     lines = [line.strip() for line in made.variants[0].call.splitlines()]
     calls = ["tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"]
@@ -251,7 +253,7 @@ def test_a_matrix_is_made_as_it_is_loaded() -> None:
     assert read_program(program_text(p)) == p
     assert isinstance(call.kernel, Product) and call.kernel.right is not None
     assert [a.buf for a in call.args if isinstance(a, TensorArg)] == ["x", "codes", "scale"]
-    text = write_product(call, p.buffers, GPUS["sm_90"]).kernel
+    text = write_product(call, p.buffers, GPUS["sm_90"], Around()).kernel
     assert isinstance(text, UserKernel)
     assert "def right_tile(b, step, j, j_inside, right, given)" in text.text
     assert "tl.load(given[0] + (j + " in text.text, "a scale a step, not one an element"
@@ -270,3 +272,44 @@ def test_a_right_matrix_loads_operands_alone() -> None:
         right = Pointwise("right", vars_, node("load", (), Load(loaded, ()), f32))
         with pytest.raises(InternalError, match=said):
             verify(program(replace(KERNEL, right=right)), "test")
+
+
+# ----------------------------------------------------------------------------------- large products
+def large(m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True) -> UserKernel:
+    """All versions of a large product with columns of w far apart."""
+    out = tuple(symbol(name, extent=e) for name, e in zip("pbij", (1, 1, m, n), strict=True))
+    result = Pointwise("y", out, cast(LOADED, bf16), out[2:])
+    kernel = Product("product.2", (result,), Cut(128, 256, 64))
+    x, y = buffer("x", m, 256), buffer("y", m, n)
+    w = replace(buffer("w", 256, n), strides=(1, 256))
+    args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
+    call = Extern(("y",), "aten::matmul", args, may_keep=False, kernel=kernel, fallback=False)
+    around, buffers = Around(aligned=aligned), {b.name: b for b in (x, w, y)}
+    made = write_product(call, buffers, GPUS[gpu], around, tunes=True).kernel
+    assert isinstance(made, UserKernel)
+    return made
+
+
+def test_rows_that_start_anywhere_are_written_aligned() -> None:
+    """Where there are enough rows of each kind."""
+    kinds = {n: {*re.findall(r"kinds=(\d)", str(large(2048, n).variants))} for n in range(512, 520)}
+    assert kinds == {
+        512: {"1"}, 513: {"1", "8"}, 514: {"1", "4"}, 515: {"1", "8"}, 516: {"1", "2"},
+        517: {"1", "8"}, 518: {"1", "4"}, 519: {"1", "8"},
+    }  # fmt: skip
+    assert "kinds=8" not in str(large(256, 513).variants)
+    text = large(2048, 513).text
+    assert text.count("tl.multiple_of(outs[0]") == 1 and "def finish_aligned(" in text
+
+
+def test_factors_are_described_where_they_are_aligned() -> None:
+    for made, able in (
+        (large(2048, 512), True),
+        (large(2048, 512, gpu="sm_80"), False),
+        (large(2048, 512, aligned=False), False),
+    ):
+        assert ("described_product(" in made.variants[0].call) == able
+        assert ("def described_product" in made.text) == able
+        assert any("    product(" in f"    {v.call}" for v in made.variants)
+    described = large(2048, 50257).variants[0]
+    assert described.grid == 132, "programs stay"

@@ -52,6 +52,10 @@ class Dialect:
         """Whether kernels can be launched before the one ahead of them has ended."""
         return _is_since(self.first_early, gpu)
 
+    def has_descriptors(self, gpu: Gpu) -> bool:
+        """Whether tiles can be loaded by descriptors of tensors."""
+        return _is_since(self.first_early, gpu)  # Hopper has both
+
     def converts_float8(self, gpu: Gpu) -> bool:
         """Whether there are instructions that make floats of 8 bits and take them apart."""
         return _is_since(self.first_float8, gpu)

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from plait.devices import facts_of
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product, total
-from plait.ir.loops import Buffer, walk
+from plait.ir.loops import Buffer, Load, walk
 from plait.ir.product import Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
@@ -25,7 +26,10 @@ from plait.schedule.deps import extent
 _STAGES = 5
 """Of a loop, where memory holds them: measured on an H200 (benchmarks/products_gpu.py)."""
 _SPARE = 4 << 10  # bytes that a kernel needs beside them
+_FINISH_NBYTES = 12 << 10  # in which 4 warps turn a tile before they store it
 _KERNEL_US = 1.5  # of one that is small, in a CUDA graph
+_VENDORS_OPS = frozenset(("load", "cast", "const", "add", "mul", "max", "tanh"))
+"""Of what the vendor finishes a product with itself: a bias, and an activation."""
 _WIDE = 64  # rows of the left factor that tensor cores want
 
 
@@ -36,11 +40,15 @@ _UNIT = 8
 _GROUP_NBYTES, _LEAST_GROUP = 8 << 20, 8
 _LARGE_TILES = (
     (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4),
-    (256, 128, 64, 8, 3), (64, 256, 64, 4, 3), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4),
-    (128, 128, 128, 8, 3),
+    (64, 256, 64, 4, 3), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 128, 8, 3),
 )  # fmt: skip
 """Rows, columns and depth of their tiles, warps and stages that are worth measuring. Depth is of
 numbers of 16 bits."""
+_DESCRIBED_TILES = (
+    (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4),
+)  # fmt: skip
+"""The same of programs that load by descriptors."""
 _OTHERS = (
     (64, 128, 4), (32, 128, 4), (128, 128, 4), (64, 256, 4), (32, 256, 4), (64, 128, 8),
     (128, 64, 4), (128, 128, 8),
@@ -56,12 +64,14 @@ class _Version:
     stages: of the loop; 0: as many as memory holds
     aligned: rows that start anywhere are written where they are aligned, by tiles of every so
         manieth row
+    described: programs stay, take one tile after the other, and load by descriptors
     """
 
     cut: Cut
     warps: int = 4
     stages: int = 0
     aligned: bool = False
+    described: bool = False
 
 
 def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
@@ -72,21 +82,33 @@ def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
     return max(1, min(high, max(_LEAST_GROUP, _GROUP_NBYTES // (cut.rows * row_nbytes))))
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a kernel of a product can rely on.
+
+    waits: the next kernel on its stream waits for its end
+    aligned: its factors start at multiples of 16 bytes
+    multiprocessors: of the device
+    """
+
+    waits: bool = False
+    aligned: bool = False
+    multiprocessors: int = 132
+
+
 def write_product(
-    call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu, tunes: bool = False, waits: bool = False
+    call: Extern, buffers: Mapping[str, Buffer], gpu: Gpu, around: Around, tunes: bool = False
 ) -> Extern:
-    """The call, of a kernel whose text is known. tunes: in several versions. waits: the next kernel
-    on the stream waits for it."""
-    return _Writer(call, buffers, gpu, tunes=tunes, waits=waits).written()
+    """The call, of a kernel whose text is known. tunes: in several versions."""
+    return _Writer(call, buffers, gpu, around=around, tunes=tunes).written()
 
 
 @dataclass
 class _Writer(Writer):
-    """One kernel of a product. tunes: it is to be measured in several versions. waits: the next
-    kernel waits for its end."""
+    """One kernel of a product. tunes: it is to be measured in several versions."""
 
+    around: Around = Around()
     tunes: bool = False
-    waits: bool = False
 
     @property
     def product(self) -> Product:
@@ -110,7 +132,8 @@ class _Writer(Writer):
             float8, edge = dialect.converts_float8(self.gpu), self.tunes or n % cut.columns != 0
             made = operand_of(right, stored, given, names, cut.depth, edge, float8)
         prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
-        parts = (dialect.head, prelude, finish, made, template("product"))
+        texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
+        parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
         rival_us = self._rival_us() if self.tunes else None
         return UserKernel(self.product.name, text, self.pointers(), variants, rival_us)
@@ -120,9 +143,24 @@ class _Writer(Writer):
         microseconds. None: the vendor has no such product."""
         if self.product.right is not None:
             return None
-        plain = (n.op for r in self.product.results for n in walk((r.body,)))
-        finished = 0 if {*plain} <= {"load", "cast"} and len(self.outs) == 1 else _KERNEL_US
-        return finished - (_KERNEL_US if self._cut.parts > 1 else 0)
+        results = self.product.results
+        ops = {n.op for r in results for n in walk((r.body,))}
+        if not self._cut.is_large:
+            plain = ops <= {"load", "cast"} and len(results) == 1
+            return (0 if plain else _KERNEL_US) - (_KERNEL_US if self._cut.parts > 1 else 0)
+        sizes = (product(o.shape) * self.buffers[o.buf].dtype.nbytes for o in self.outs)
+        made = [n for n in sizes if isinstance(n, int)]
+        if len(made) < len(self.outs):
+            return _KERNEL_US
+        *_, j = results[0].vars
+        odd = isinstance(e := extent(j), int) and e % _UNIT != 0
+        loads = (n.attr.index for r in results for n in walk((r.body,)) if isinstance(n.attr, Load))
+        if ops <= _VENDORS_OPS and len(results) == 1 and all(i in ((), (j,)) for i in loads):
+            moved = 2 * sum(made) if odd else 0  # to rows without gaps
+        else:
+            moved = sum(made) + max(made)  # the product is read
+        rates = facts_of(self.buffers[self.outs[0].buf].device).rates
+        return _KERNEL_US + rates.moved_ns(moved) / 1e3 if moved else 0.0
 
     @property
     def _cut(self) -> Cut:
@@ -153,16 +191,26 @@ class _Writer(Writer):
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
-        cut, width = self._cut, 2 if self._is_whole else 1
+        cut, width, m = self._cut, 2 if self._is_whole else 1, self.tensors[0].shape[-2]
+        tiles = [(*tile, True) for tile in _DESCRIBED_TILES if self._is_described()]
+        tiles += ((*tile, False) for tile in _LARGE_TILES)
         found = []
-        for rows, columns, depth, warps, stages in _LARGE_TILES:
-            v = _Version(
-                replace(cut, rows=rows, columns=columns, depth=depth * width), warps, stages
-            )
-            found += [replace(v, aligned=True)] if self._kinds(v.cut) > 1 else []
+        for rows, columns, depth, warps, stages, described in tiles:
+            shape = replace(cut, rows=rows, columns=columns, depth=depth * width)
+            v = _Version(shape, warps, stages, described=described)
+            kinds = self._kinds(shape)
+            if kinds > 1 and (m % kinds == 0 or not described):
+                found.append(replace(v, aligned=True))
             found.append(v)
-        found.sort(key=lambda v: v.cut != cut)
         return found if self.tunes else found[:1]
+
+    def _is_described(self) -> bool:
+        """Whether programs can load the factors by descriptors."""
+        left, right = self.tensors[:2]
+        far = len(left.shape) == 2 and left.strides[1] == right.strides[0] == 1
+        known = all(isinstance(n, int) for n in (*left.shape, *right.shape))
+        able = DIALECTS[self.gpu.backend].has_descriptors(self.gpu) and self._cut.parts == 1
+        return able and far and known and self.around.aligned and self.product.right is None
 
     def _kinds(self, cut: Cut) -> int:
         """How many rows of the results follow each other that differ in alignment, where tiles can
@@ -189,26 +237,33 @@ class _Writer(Writer):
         stages = max(1, min(v.stages or _STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
         high = ceildiv(m, cut.rows * kinds) * kinds
         wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
+        grid = product((batch, high, wide, cut.parts))
         constants = {
-            "rows": cut.rows, "columns": cut.columns, "depth": cut.depth,
-            "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
-            "row_edge": m % (cut.rows * kinds) != 0,
-            "column_edge": kinds == 1 and n % cut.columns != 0,
-            "depth_edge": k % cut.depth != 0, "stages": stages,
-            "made": self.product.right is not None, "whole": self._is_whole,
-            "group": _group(cut, high, k * width), "kinds": kinds,
+            "rows": cut.rows, "columns": cut.columns, "depth": cut.depth, "stages": stages,
+            "whole": self._is_whole, "group": _group(cut, high, k * width), "kinds": kinds,
         }  # fmt: skip
+        if v.described:
+            constants["flat"] = kinds == 1
+            fits = shared_nbytes(self.gpu) // (stages * step + _FINISH_NBYTES)
+            assert isinstance(grid, int), "sizes are known"
+            grid = min(grid, self.around.multiprocessors * max(1, min(fits, 8 // v.warps)))
+        else:
+            constants |= {
+                "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
+                "row_edge": m % (cut.rows * kinds) != 0,
+                "column_edge": kinds == 1 and n % cut.columns != 0,
+                "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,
+            }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
         }  # fmt: skip
-        call = self._launched((m, n, k), constants)
+        name = "described_product" if v.described else "product"
+        call = f"{name}({self._arguments((m, n, k), constants)})"
         if dialect.starts_early(self.gpu):  # before the first access to memory
             options["launch_pdl"] = True
             call = "\n    ".join([dialect.wait, *self._release(dialect), call])
-        return Variant(
-            call, tuple(sorted(options.items())), product((batch, high, wide, cut.parts))
-        )
+        return Variant(call, tuple(sorted(options.items())), grid)
 
     def _release(self, dialect: Dialect) -> list[str]:
         """What lets the next kernel come beside this one: where this is over so soon that coming
@@ -216,10 +271,10 @@ class _Writer(Writer):
         takes long more than that."""
         factors = [self.buffers[x.buf].dtype.nbytes * product(x.shape) for x in self.tensors[:2]]
         few = all(isinstance(n, int) and n <= _BRIEF_NBYTES for n in factors)
-        return [dialect.release] if self.waits and few else []
+        return [dialect.release] if self.around.waits and few else []
 
-    def _launched(self, sizes: Sequence[Size], constants: Mapping[str, int]) -> str:
-        """The statement that calls the template's function."""
+    def _arguments(self, sizes: Sequence[Size], constants: Mapping[str, int]) -> str:
+        """What the template's function is called with."""
         n_given = len(self.tensors) - 2
         given = [f"p{at + 2}" for at in range(n_given)]
         outs = [f"p{len(self.tensors) + at}" for at in range(len(self.outs))]
@@ -230,7 +285,7 @@ class _Writer(Writer):
         given += (f"s{at}" for at in range(len(self.sizes)))
         args = ("p0", "p1", tuple_text(given), tuple_text(outs), *strides, *lengths)
         args += tuple(f"{name}={x!r}" for name, x in constants.items())
-        return f"product({', '.join(args)})"
+        return ", ".join(args)
 
     def _strides(self, x: TensorArg) -> str:
         """The strides of a matrix, or of a batch of them."""

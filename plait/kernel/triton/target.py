@@ -15,7 +15,7 @@ import torch
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InternalError, Unsupported
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, TensorArg
 from plait.ir.expr import Size, bounds, ceildiv
 from plait.ir.loops import Alias, Buffer, Load, exprs_of, walk
 from plait.ir.ops import ATOMICS
@@ -28,7 +28,7 @@ from plait.kernel.triton.dialects import DIALECTS, GPUS, gpu_of
 from plait.kernel.triton.ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton.parts import choose_part
 from plait.kernel.triton.plan_body import plan_body
-from plait.kernel.triton.product import write_product
+from plait.kernel.triton.product import Around, write_product
 from plait.kernel.triton.tiles import BUSY, Tile, plan_tile, share_tile
 from plait.kernel.triton.tune import candidates, describe
 from plait.kernel.triton.user import TritonKernel, contest_of, unit_of
@@ -40,6 +40,7 @@ from plait.runtime.tune import Contest, Scratch, tune
 from plait.schedule.cost import hint
 from plait.schedule.dedup import LENGTH, structure, symbol_for
 from plait.schedule.deps import extent
+from plait.schedule.layout import unaligned
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel, trip_count
@@ -129,9 +130,14 @@ class TritonTarget(Target):
 
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a kernel of attention, or of a product, with its text."""
-        gpu, _ = machines[device_of(plan, call)]
+        device = device_of(plan, call)
+        gpu, busy = machines[device]
         if isinstance(call.kernel, Product):
-            return write_product(call, plan.buffers, gpu, tunes, _is_waited_for(plan, call))
+            anywhere, each = unaligned(plan), facts_of(device).programs
+            factors = [a for a in call.args if isinstance(a, TensorArg)][:2]
+            fits = all(a.buf not in anywhere and a.offset == 0 for a in factors)
+            around = Around(_is_waited_for(plan, call), fits, busy // each)
+            return write_product(call, plan.buffers, gpu, around, tunes)
         return write_attention(call, plan.buffers, gpu)
 
     def measure_users(

@@ -8,7 +8,7 @@ are compiled with Triton's own defaults, as eager compiles them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.ir.calls import TensorArg, Variant
 from plait.ir.dtypes import DType
@@ -31,6 +31,8 @@ class TritonKernel(Job):
     grid: Size = 1
 
 
+_EVEN = 8
+"""Columns of a product of the vendor's are a multiple of it (lower/align_rows.py)."""
 _DEFAULTS = (("enable_reflect_ftz", True), ("sanitize_overflow", True))
 """Options that Triton has by default, and our own kernels otherwise."""
 
@@ -74,7 +76,9 @@ def contest_of(launch: UserLaunch, gpu: Gpu) -> Contest:
     more_us, rival = launch.kernel.rival_us, None
     if more_us is not None:
         left, right = (_seen(launch.buffers[k], launch.dtypes[k], hints) for k in range(2))
-        rival = Rival(left, right, more_us)
+        *outer, columns = right.shape
+        even = -(-columns // _EVEN) * _EVEN
+        rival = Rival(left, replace(right, shape=(*outer, even)), more_us)
     return Contest(labels, version, tuple(buffers), sizes, launch.device, rival)
 
 

@@ -544,13 +544,14 @@ def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(
         y = x.tanh()
         return y @ w.t(), y.view(-1)
 
-    for inner, launches in ((64, 0), (768, 1)):
+    odd, even = (50257, 1), (50264, 1)
+    # The caller gets eager's strides: written by a kernel of ours, or copied from padded rows.
+    for inner, calls, strides in ((64, 1, set()), (768, 0, {odd}), (4096, 1, {odd, even})):
         mode, (x, w) = _half((512, inner), (50257, inner))
         p = record(head, x, w, mode=mode).wrapper
-        assert len(of(p, Launch)) == launches  # the caller gets eager's strides
-        # The product has padded rows, and a copy of it those of eager.
-        assert _strides(p, 50257) == ({(50264, 1), (50257, 1)} if launches else set())
-    mode, (x, w) = _half((2048, 768), (50257, 768))  # so many rows are computed in parts
+        assert (len(of(p, CallExtern)), len(of(p, Launch))) == (calls, inner > 64)
+        assert _strides(p, 50257) == strides
+    mode, (x, w) = _half((2048, 4096), (50257, 4096))  # so many rows are computed in parts
     p = record(lambda x, w: (x @ w.t()).view(8, 256, 50257), x, w, mode=mode).wrapper
     assert not of(p, Launch) and not _strides(p, 50257)
     for cols, longer in ((64, set()), (768, {(1008, 1)})):  # sums of odd length end in zeros
@@ -562,8 +563,8 @@ def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(
 def test_padded_rows_are_written_in_place_outside_an_arena(compile_only: None) -> None:
     """A product whose memory the arena would only make larger: what the operator made by itself
     would have eager's strides, and be copied."""
-    mode, (x, w, c) = _half((4096, 768), (30522, 768), (4096, 30522))
-    head = lambda x, w, c: torch.addmm(c, F.layer_norm(x, (768,)), w.t())
+    mode, (x, w, c) = _half((4096, 4096), (30522, 4096), (4096, 30522))
+    head = lambda x, w, c: torch.addmm(c, F.layer_norm(x, (4096,)), w.t())
     p = record(head, x, w, c, mode=mode).wrapper
     assert [i.op for i in of(p, CallExtern)] == ["aten::addmm.out"]
     assert (30528, 1) in _strides(p, 30522)

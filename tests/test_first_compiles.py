@@ -56,7 +56,7 @@ ROUNDS = """
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("imported", ["", "import plait"], ids=["unknown", "imported"])
 def test_eight_threads_compile_first(imported: str, rounds: int, tmp_path: Path) -> None:
     """They look the back end up, load it and compile at once, and share a cache that is empty."""

@@ -145,8 +145,8 @@ def lines_run(graph: fx.GraphModule) -> Counter[str]:
     return counts
 
 
-PROGRAMS = {many_results: 80, optimizer_step: 160, lists: 80, chain: 80, long_sum: 80,
-            deep_training: 80, joined: 80}  # fmt: skip
+PROGRAMS = {many_results: 50, optimizer_step: 160, lists: 50, chain: 50, long_sum: 50,
+            deep_training: 50, joined: 50}  # fmt: skip
 """And the smaller size: fewer kernels of an optimizer do not all share launches."""
 
 

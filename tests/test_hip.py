@@ -16,10 +16,10 @@ from plait.config import Config
 from plait.kernel.triton.dialects import AMD, DIALECTS, GPUS, NVIDIA, gpu_of
 from plait.kernel.triton.target import TritonTarget
 from plait.runtime.cubin import Gpu
+from tests.fakes import fake_gpu
 from tests.gpu_rows import kernel_of
 from tests.kernel_tools import emitted
 from tests.test_native_cuda import DRIVER, FLAGS
-from tests.test_recordings import fake_gpu_flags
 from tests.test_triton_kernels import ROOT, TRITON, needs_triton, run
 
 HEADERS = TRITON / "triton" / "backends" / "amd" / "include"
@@ -140,13 +140,7 @@ def test_programs_are_launched(gpu: str, tmp_path: Path) -> None:
     env = {"PLAIT_CACHE_DIR": str(tmp_path / "cache")}
     run("-m", "tests.hip_programs", "write", str(tmp_path), gpu, **env)
     torch_gpu, runtime = tmp_path / "libfakegpu.so", tmp_path / "libtorch_hip.so"
-    empty = ("-x", "c++", "-Wl,--no-as-needed", os.devnull, "-x", "none")
-    for path, *args in (
-        (torch_gpu, str(ROOT / "tests" / "fake_gpu.cpp"), "-lc10", "-ltorch_cpu"),
-        (runtime, *empty, str(torch_gpu)),
-    ):
-        build = [*fake_gpu_flags(), f"-Wl,-soname,{path.name}", "-o", str(path), *args]
-        subprocess.run(build, check=True, timeout=300)
+    fake_gpu(torch_gpu, runtime)
     env |= {"LD_PRELOAD": f"{torch_gpu} {fake_driver(tmp_path)}", "FAKE_TORCH": str(runtime)}
     env |= {"FAKE_HIP_ARCH": gpu, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON)}
     done = subprocess.run(

@@ -121,7 +121,9 @@ def test_peak(name: str, mode: Callable[..., object], record_property: Callable[
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "gpt2" else SLOW) for n in MODELS]
 )
-@pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(infer, marks=SLOW), step], ids=["inference", "training"]
+)
 def test_peak_at_another_batch(
     name: str, mode: Callable[..., object], record_property: Callable[..., None]
 ) -> None:

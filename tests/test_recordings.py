@@ -11,26 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes import fake_gpu
+
 ROOT = Path(__file__).parent.parent
-TORCH = Path(torch.__file__).parent
-
-
-def fake_gpu_flags() -> list[str]:
-    """How libraries are compiled that give torch a GPU."""
-    includes = (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")
-    flags = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", *(f"-I{p}" for p in includes)]
-    return [*flags, f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}"]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a GPU of its own")
 def test_recordings(tmp_path: Path) -> None:
     driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
-    for path, *args in (
-        (driver, str(ROOT / "tests" / "fake_gpu.cpp"), "-lc10", "-ltorch_cpu"),
-        (runtime, "-x", "c++", "-Wl,--no-as-needed", str(os.devnull), "-x", "none", str(driver)),
-    ):
-        build = [*fake_gpu_flags(), f"-Wl,-soname,{path.name}", "-o", str(path), *args]
-        subprocess.run(build, check=True, timeout=300)
+    fake_gpu(driver, runtime)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/recordings.py"]
     env = {
         **os.environ,

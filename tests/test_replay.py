@@ -104,7 +104,7 @@ def test_what_differs_is_shown(recorded: Path, tmp_path: Path) -> None:
 
 def test_the_corpus_has_graphs_for_both_devices(tmp_path: Path) -> None:
     """A part of it, which `make corpus` records whole."""
-    run("record", tmp_path, "--", sys.executable, "-m", "tests.corpus", "--every", "110")
+    run("record", tmp_path, "--", sys.executable, "-m", "tests.corpus", "--every", "220")
     names = [g.name.rpartition("_")[0] for g in tmp_path.iterdir()]
     on_gpu = [name for name in names if name.endswith("_gpu")]
     assert on_gpu and sorted(f"{n}_gpu" for n in names if n not in on_gpu) == sorted(on_gpu)

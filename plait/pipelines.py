@@ -30,6 +30,7 @@ from plait.graph.fma import gather_products
 from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
 from plait.graph.noop import drop_noops
+from plait.graph.norm_results import remake_norm_results
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
@@ -173,6 +174,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     ("replace random", replace_random),
     ("save random", save_random),
     *CONVOLUTIONS,
+    ("remake norm results", remake_norm_results),
     ("split log_softmax", split_log_softmax),
     ("narrow pool indices", narrow_pool_indices),
     ("list items", list_items),

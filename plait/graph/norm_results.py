@@ -1,0 +1,85 @@
+"""Results of batch norm that gradients of activations read, on a GPU: the backward pass makes them
+again from what it reads anyway, the input and its statistics, and nothing more is saved or read.
+Runs on a joint graph before it is split.
+
+A result that a product or a convolution reads again is in memory either way. relu needs none of
+this, for its gradient reads relu's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from plait import compat
+from plait.devices import facts_of
+from plait.graph.edit import aten, insert, output_of, same_layout, value_of
+
+_GRADIENTS = (aten.hardtanh_backward.default, aten.hardswish_backward.default)
+"""Of one element each, though no tag says so."""
+
+
+def remake_norm_results(joint: GraphModule) -> int:
+    """Changes the graph in place; returns how many results are made again."""
+    op = aten._native_batch_norm_legit_functional.default
+    found = [n for n in joint.graph.find_nodes(op="call_function", target=op) if _may_remake(n)]
+    if not found:
+        return 0
+    forward = _forward(joint.graph)
+    return sum(_remake(n, forward) for n in found)
+
+
+def _may_remake(norm: Node) -> bool:
+    x = value_of(norm.args[0])  # type: ignore[arg-type]
+    has_statistics = {u.args[1] for u in norm.users} >= {0, 1, 2}
+    return bool(norm.args[5]) and has_statistics and facts_of(x.device).streams
+
+
+def _forward(graph: Graph) -> set[Node]:
+    """What results that depend on no gradient are computed from."""
+    late = {n for n in graph.find_nodes(op="placeholder") if compat.autograd.is_tangent(n)}
+    for n in graph.nodes:
+        if not late.isdisjoint(n.all_input_nodes):
+            late.add(n)
+    output = output_of(graph)
+    needed = {n for n in output.all_input_nodes if n not in late}
+    for n in reversed(graph.nodes):
+        if n in needed:
+            needed.update(n.all_input_nodes)
+    return needed
+
+
+def _remake(norm: Node, forward: Set[Node]) -> bool:
+    results: dict[Any, Node] = {u.args[1]: u for u in norm.users}
+    readers = [u for u in results[0].users if u not in forward]
+    if not readers or not all(map(_is_elementwise, readers)):
+        return False
+    x, weight, bias = norm.args[:3]
+    assert isinstance(x, Node), "tensors are nodes"
+    made = value_of(results[0])
+    if not same_layout(made, value_of(x)):
+        return False
+    first = min(readers)
+
+    def channels(of: Any) -> Node:
+        return insert(first, of, aten.view.default, [-1, *[1] * (made.dim() - 2)])
+
+    value = insert(first, x, aten._to_copy.default, dtype=value_of(results[1]).dtype)
+    value = insert(first, value, aten.sub.Tensor, channels(results[1]))
+    value = insert(first, value, aten.mul.Tensor, channels(results[2]))
+    if weight is not None:
+        value = insert(first, value, aten.mul.Tensor, channels(weight))
+    if bias is not None:
+        value = insert(first, value, aten.add.Tensor, channels(bias))
+    value = insert(first, value, aten._to_copy.default, dtype=made.dtype)
+    for reader in readers:
+        reader.replace_input_with(results[0], value)
+    return True
+
+
+def _is_elementwise(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in (aten._to_copy.default, *_GRADIENTS)

@@ -43,7 +43,7 @@ def saved(model: nn.Module, x: Tensor) -> int:
     return sum(shape[1:] == (CHANNELS, SIDE, SIDE) for shape in given)
 
 
-def net(*after: nn.Module, affine: bool = True) -> nn.Module:
+def net(*after: nn.Module, affine: bool = True) -> nn.Sequential:
     norm = nn.BatchNorm2d(CHANNELS, affine=affine)
     return nn.Sequential(nn.Conv2d(4, CHANNELS, 3), norm, *after, nn.Conv2d(CHANNELS, 4, 1))
 
@@ -68,8 +68,10 @@ class Gated(nn.Module):
         self.net = net(nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.net[1](self.net[0](x))
-        return self.net[3](y * torch.sigmoid(y) + torch.tanh(y))
+        first, norm, _, last = self.net
+        y = norm(first(x))
+        found: Tensor = last(y * torch.sigmoid(y) + torch.tanh(y))
+        return found
 
 
 def test_two_readers() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import plait
 from plait.errors import InputError
 from plait.ir.calls import Extern
+from plait.runtime.toolchain import NEXT_UNIT
 
 TARGETS = ["native", "python", "cpp", "fx"]
 
@@ -433,3 +434,25 @@ def test_tiles_are_shared_by_threads(target: str) -> None:
     )  # fmt: skip
     x = torch.randn(5, 48, 41, 37)
     check(frozen(model, x, options={"wrapper": target}), model, x)
+
+
+def test_kernels_are_compiled_in_several_units(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each has its own functions of mathematics, and what kernels share."""
+    monkeypatch.setattr("plait.kernel.cpu.target.UNIT_LENGTH", 1)
+    model = trained(
+        nn.Sequential(
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.GELU(),
+            nn.Conv2d(32, 32, 3, padding=1, groups=32),
+            nn.Softmax(1),
+            nn.Conv2d(32, 48, 1),
+            nn.Softmax(3),
+        )
+    )
+    x = torch.randn(2, 32, 9, 8)
+    compiled = frozen(model, x, options={"cache_dir": str(tmp_path)})
+    assert compiled.record.kernel_source.count(NEXT_UNIT) == 3
+    check(compiled, model, x)

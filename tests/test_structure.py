@@ -186,13 +186,13 @@ def test_the_compiler_is_small() -> None:
     # 700 operators on lists of tensors, launches of many of them and steps of optimizers that are
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
-    # 50 gradients of loops, 210 looking where arguments lie, 1,450 weights as constants and what
+    # 50 gradients of loops, 210 looking where arguments lie, 1,700 weights as constants and what
     # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 860
     # products on GPUs, 350 factors of 8 and 4 bits,
     # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
     # where operands of products lie,
     # 60 results of norms that backward passes make again.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 55_960
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 56_210
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -25,6 +25,7 @@ from plait.runtime.cache import cache_key, get_or_build
 from plait.runtime.store import CacheWarning, Store
 from plait.runtime.toolchain import (
     ISAS,
+    NEXT_UNIT,
     Toolchain,
     ToolchainMissing,
     check_isa,
@@ -158,6 +159,15 @@ def test_refused_source_shows_the_compilers_words(tmp_path: Path) -> None:
     with pytest.raises(ToolchainError, match=r"refused a kernel.*\n.*error"):
         get_or_build("this is not C++", find_toolchain(Config()), config(tmp_path))
     assert not list(tmp_path.rglob("*.so")), "a failed build must leave nothing behind"
+
+
+def test_units_become_one_library(tmp_path: Path) -> None:
+    called = 'extern "C" int half() { return 21; }\n'
+    caller = 'extern "C" int half();\nextern "C" int answer() { return 2 * half(); }\n'
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    assert answer(get_or_build(NEXT_UNIT.join((caller, called)), tools, cfg).path) == 42
+    with pytest.raises(ToolchainError, match=r"refused a kernel.*\n.*error"):
+        get_or_build(NEXT_UNIT.join((caller, called, "this is not C++")), tools, cfg)
 
 
 def test_second_build_is_a_hit(tmp_path: Path) -> None:

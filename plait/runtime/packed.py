@@ -52,9 +52,12 @@ def panel_width(columns: int) -> int:
 
 def _pack(matrix: Tensor, width: int) -> Tensor:
     rows, columns = matrix.shape
-    panels = -(-columns // width)
-    padded = F.pad(matrix, (0, panels * width - columns))
-    return padded.view(rows, panels, width).transpose(0, 1).contiguous()
+    whole, rest = divmod(columns, width)
+    panels = matrix.new_empty((whole + (rest > 0), rows, width))
+    panels[:whole] = matrix[:, : whole * width].unflatten(1, (whole, width)).transpose(0, 1)
+    if rest:
+        panels[whole] = F.pad(matrix[:, whole * width :], (0, width - rest))
+    return panels
 
 
 def _fake_pack(matrix: Tensor, width: int) -> Tensor:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.kernel.cpu.packed import KERNEL, Tile, Writer, indented
+from plait.kernel.cpu.packed import Writer
+from plait.kernel.cpu.packed_shared import TYPES, filled, indented
 from plait.runtime.toolchain import Isa
 
 _BLOCK = 8
@@ -25,16 +26,20 @@ _SUMS_OF_ONE = (8, 6, 5, 4, 3)
 
 
 def depthwise_texts(texts: Sequence[str], isa: Isa) -> list[str]:
-    """The functions of sums that texts call, each once."""
-    found = {f for text in texts for f in re.findall(r"each_(\d+)x(\d+)", text)}
-    return [_function(int(r), int(v), isa) for r, v in sorted(found)]
+    """The walk, and the functions of sums that texts call, each once."""
+    found = {(int(r), 2) for text in texts for r in re.findall(r"\beach_(\d+)x2", text)}
+    each = [_function(r, v, isa) for r, v in sorted({*found, (1, 4)})]
+    walk = _WALK.replace("CHANNELS", str(_BLOCK * isa.lanes)).replace("RUN", str(_RUN))
+    head, walk = walk.split("__attribute__", 1)
+    return [TYPES, head, *each, "__attribute__" + filled(walk.replace("BLOCK", str(_BLOCK)), isa)]
 
 
 def _function(results: int, vectors: int, isa: Isa) -> str:
     """The sums of some results in a row, at least so many as are made at once: of a few of them
     and of channels, then of the next ones; last of channels that are no such number of vectors."""
     lines: list[str] = []
-    for v, part in (vectors, False), (1, False), (1, True):
+    one = [] if isa.name == "avx512" else [(1, False)]  # whose masks cost nothing
+    for v, part in (vectors, False), *one, (1, True):
         end = "c < channels" if part else f"c + {v * isa.lanes} <= channels"
         lines += [
             f"for (; {end}; c += {v * isa.lanes})",
@@ -69,63 +74,67 @@ def _sums(results: int, vectors: int, part: bool, isa: Isa) -> list[str]:
     return lines
 
 
+# The walk over rows of results, and runs of results in these.
+_WALK = """\
+typedef void each(
+    const f32* x, i64 step, i64 count, i64 high, i64 down, i64 wide, i64 right, const f32* filter,
+    i64 next, i64 n, i64 channels, vf32* sums);
+__attribute__((noinline)) static i64 packed_depthwise(
+    i64 tid, i64 nthreads, void* const* bufs, i64 given, const i64* down, epilogue* finish,
+    each* several, i64 some, i64 columns, i64 points_y, i64 points_z, i64 stride_y, i64 stride_z,
+    i64 padding_y, i64 padding_z, i64 dilation_y, i64 dilation_z, i64 rows, i64 height, i64 width,
+    i64 high, i64 wide) {
+  const f32* const x = (const f32*)bufs[0];
+  const f32* const points = (const f32*)bufs[1];
+  const i64 reach = width + padding_z - (points_z - 1) * dilation_z - 1;
+  const i64 whole = reach >= 0 ? reach / stride_z + 1 : 0;
+  const i64 left = (padding_z + stride_z - 1) / stride_z, begin = left < wide ? left : wide;
+  const i64 end = whole > wide ? wide : whole < begin ? begin : whole;
+  const i64 lines = rows / wide, all = lines * ((columns + CHANNELS - 1) / CHANNELS);
+  const i64 last = all * (tid + 1) / nthreads;
+  for (i64 job = all * tid / nthreads; job < last; ++job) {
+    const i64 first = job / lines * CHANNELS, line = job % lines;
+    const i64 channels = columns - first < CHANNELS ? columns - first : CHANNELS;
+    const i64 y = line % high * stride_y - padding_y;
+    i64 above = 0, below = points_y;
+    while (above < below && y + above * dilation_y < 0) ++above;
+    while (below > above && y + (below - 1) * dilation_y >= height) --below;
+    const i64 top = line / high * height + y + above * dilation_y;
+    const f32* const row = x + top * width * columns + first;
+    const f32* const filter = points + above * points_z * columns + first;
+    for (i64 z = 0, count; z < wide; z += count) {
+      const bool run = z >= begin && z < end && end - begin >= some;
+      const i64 runs = (end - z + RUN - 1) / RUN;
+      count = run ? (end - z + runs - 1) / runs : 1;
+      i64 at = z * stride_z - padding_z, from = 0, to = points_z;
+      while (from < to && at + from * dilation_z < 0) ++from;
+      while (to > from && at + (to - 1) * dilation_z >= width) --to;
+      vf32 sums[RUN * BLOCK];
+      (run ? several : each_1x4)(
+          row + (at + from * dilation_z) * columns, stride_z * columns, count, below - above,
+          dilation_y * columns * width, to - from, dilation_z * columns, filter + from * columns,
+          points_z * columns, columns, channels, sums);
+      finish(
+          bufs, down, sums, BLOCK, count, line * wide + z, first, (channels + LANES - 1) / LANES,
+          columns);
+    }
+  }
+  return 0;
+}
+"""
+
+
 @dataclass
 class DepthwiseWriter(Writer):
     """One such convolution. A filter's points lie apart as channels do."""
 
-    @property
-    def is_whole(self) -> bool:
-        """See Writer."""
-        return self.packed.columns % self.isa.lanes == 0
-
-    def text(self) -> str:
-        """The function."""
-        p = self.packed
-        assert p.window is not None, p
-        self.tile = Tile(1, 1)
-        (high, wide), (dy, dx) = p.window.kernel, p.window.dilation
-        (sy, sx), (top, side) = p.window.stride, p.window.padding
-        some, block = self._results_at_once(), _BLOCK * self.isa.lanes
-        blocks = -(-p.columns // block)
-        self.operands()
-        self.add(
-            f"const i64 whole = (width + {side} - {(wide - 1) * dx}) >= 1 ? "
-            f"(width + {side} - {(wide - 1) * dx} - 1) / {sx} + 1 : 0;",
-            f"const i64 begin = {-(-side // sx)} < wide ? {-(-side // sx)} : wide;",
-            "const i64 end = whole > wide ? wide : whole < begin ? begin : whole;",
-            "const i64 lines = rows / wide;",
-            f"const i64 all = lines * {blocks}, last = all * (tid + 1) / nthreads;",
-            "for (i64 job = all * tid / nthreads; job < last; ++job) {",
-            f"const i64 first = job / lines * {block}, line = job % lines;",
-            f"const i64 channels = {p.columns} - first < {block} ? {p.columns} - first : {block};",
-            f"const i64 y = line % high * {sy} - {top};",
-            f"i64 above = 0, below = {high};",
-            f"while (above < below && y + above * {dy} < 0) ++above;",
-            f"while (below > above && y + (below - 1) * {dy} >= height) --below;",
-            f"const f32* const row = x + (line / high * height + y + above * {dy}) * width * "
-            f"{p.columns} + first;",
-            f"const f32* const filter = panels + above * {wide * p.columns} + first;",
-            "for (i64 z = 0, count; z < wide; z += count) {",
-            f"const bool several = z >= begin && z < end && end - begin >= {some};",
-            f"const i64 runs = (end - z + {_RUN - 1}) / {_RUN};",
-            "count = several ? (end - z + runs - 1) / runs : 1;",
-            f"i64 at = z * {sx} - {side}, from = 0, to = {wide};",
-            f"while (from < to && at + from * {dx} < 0) ++from;",
-            f"while (to > from && at + (to - 1) * {dx} >= width) --to;",
-            f"const f32* const point = row + (at + from * {dx}) * {p.columns};",
-            f"vf32 sums[{_RUN * _BLOCK}];",
-            f"(several ? each_{some}x2 : each_1x4)(point, {sx * p.columns}, count, below - above, "
-            f"{dy * p.columns} * width, to - from, {dx * p.columns}, "
-            f"filter + from * {p.columns}, {wide * p.columns}, {p.columns}, channels, sums);",
-            "for (i64 i = 0; i < count; ++i)",
-            f"for (i64 v = 0; v < channels; v += {self.isa.lanes}) {{",
-            "const i64 row = line * wide + z + i, n = first + v;",
-            f"const vf32* const made = sums + i * {_BLOCK} + v / {self.isa.lanes};",
-        )
-        self.result()
-        self.add("}", "}", "}", "return 0;")
-        head = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
-        return f"{head} {{\n{indented(self.lines)}}}\n"
+    def _call(self) -> tuple[str, str]:
+        p, w = self.packed, self.packed.window
+        assert w is not None, p
+        some = self._results_at_once()
+        numbers = some, p.columns, *w.kernel, *w.stride, *w.padding, *w.dilation
+        told = ", ".join(map(str, numbers))
+        return "", f"return packed_depthwise(each_{some}x2, {told}, {self.given_sizes()});"
 
     def _results_at_once(self) -> int:
         """As many as the row of results has, or divide it well."""

@@ -182,8 +182,9 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
     return table, places
 
 
-def prelude_for(text: str, isa: Isa) -> str:
-    """The part of the prelude that text needs, and plait_init."""
+def prelude_for(text: str, isa: Isa, unit: int = 0, units: int = 1) -> str:
+    """The part of the prelude that text needs, and plait_init; of several translation units the
+    first one's calls that of all others."""
     table, places = _table(isa)
     todo = [w for w in dict.fromkeys(re.findall(r"\w+", text)) if w in table]
     used: set[str] = set()
@@ -194,7 +195,11 @@ def prelude_for(text: str, isa: Isa) -> str:
             todo.extend(w for w in re.findall(r"\w+", table[name]) if w in table)
     lines = [_TYPES, _vector_types(isa), *(body for name, body in table.items() if name in used)]
     init = "".join(f" *(void**)&{name} = table[{k}];" for name, k in places.items() if name in used)
-    lines.append(f'extern "C" void plait_init(void* const* table) {{{init} }}\n')
+    names = [f"plait_init{k or ''}" for k in range(units)]
+    if unit == 0:
+        lines += [f'extern "C" void {name}(void* const* table);' for name in names[1:]]
+        init += "".join(f" {name}(table);" for name in names[1:])
+    lines.append(f'extern "C" void {names[unit]}(void* const* table) {{{init} }}\n')
     return "\n".join(lines)
 
 

@@ -14,7 +14,8 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr
 from plait.ir.product import Panels, Product
 from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts
-from plait.kernel.cpu.packed import Writer, tile_text
+from plait.kernel.cpu.packed import OWN, Writer
+from plait.kernel.cpu.packed_shared import walk_texts
 from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import UserLaunch
@@ -41,8 +42,18 @@ def takes(launch: UserLaunch) -> tuple[int, int]:
     return len(launch.buffers), len(launch.sizes)
 
 
-def shared_texts(texts: Sequence[str], isa: Isa) -> list[str]:
-    """The functions that texts call, each once."""
-    found = {f for text in texts for f in re.findall(r"tile_(\d+)x(\d+)(_more)?", text)}
-    tiles = [tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
-    return tiles + winograd_texts(texts, isa) + depthwise_texts(texts, isa)
+def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
+    """The functions of kernels with these texts, in groups that know nothing of each other. What
+    several of a group call stands there once, before them."""
+    made = []
+    for form, shared in (
+        ("rows|image", walk_texts), ("winograd", winograd_texts), ("depthwise", depthwise_texts),
+    ):  # fmt: skip
+        group = [text for text in texts if re.search(rf"\bpacked_(?:{form})\(", text)]
+        if group:
+            parts = [text.split(OWN) for text in group]
+            epilogues = dict.fromkeys(epilogue for epilogue, _ in parts)
+            functions = (*shared(group, isa), *epilogues, *(own for _, own in parts))
+            name = f"packed_{form.partition('|')[0]}_kernels"
+            made.append(f"namespace {name} {{\n{''.join(functions)}}}\n")
+    return (*made,)

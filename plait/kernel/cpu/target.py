@@ -1,4 +1,4 @@
-"""The C++ target: kernels -> one translation unit without headers, and the symbols of its
+"""The C++ target: kernels -> translation units without headers, and the symbols of their
 functions.
 
 Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs,
@@ -20,11 +20,11 @@ from plait.kernel.cpu.nest import print_body
 from plait.kernel.cpu.packed import KERNEL
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
-from plait.kernel.cpu.products import shared_texts, takes, write_packed
+from plait.kernel.cpu.products import library_texts, takes, write_packed
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
 from plait.runtime.cache import get_or_build
 from plait.runtime.store import Built
-from plait.runtime.toolchain import Isa, find_toolchain
+from plait.runtime.toolchain import NEXT_UNIT, Isa, find_toolchain
 from plait.schedule.dedup import part_operands, structure, symbol_for
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Plan, UserLaunch, device_of
@@ -75,22 +75,28 @@ class CppTarget(Target):
                 symbol = symbol_for(u.kernel.name.partition(".")[0], taken)
                 symbols[u.kernel.text] = symbol
                 texts.append(u.kernel.text.replace(KERNEL, symbol) + _takes(symbol, *takes(u)))
-        texts = [*shared_texts(texts, machines[launches[0].device]), *texts]
+        groups = library_texts(texts, machines[launches[0].device])
         names = {u.kernel.name: symbols[u.kernel.text] for u in launches}
-        return Source("\n".join(texts), names, dict.fromkeys(names, 1))
+        return Source("\n".join(groups), names, dict.fromkeys(names, 1), groups)
 
     def finish(self, source: Source, machines: Machines) -> Source:
-        """One translation unit."""
+        """Translation units, which are compiled side by side."""
         isa = next(m for m in machines.values() if isinstance(m, Isa))
-        return replace(source, text=f"{prelude_for(source.text, isa)}\n{source.text}")
+        units = _shared_out(source.units)
+        texts = (f"{prelude_for(t, isa, k, len(units))}\n{t}" for k, t in enumerate(units))
+        return replace(source, text=NEXT_UNIT.join(texts), units=())
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""
         return get_or_build(source.text, find_toolchain(cfg), cfg, {*source.entry_points.values()})
 
 
+UNIT_LENGTH, MOST_UNITS = 16_000, 4
+"""Characters of a translation unit before there is a second one, which takes 0.04 s more."""
+
+
 def emit_library(kernels: Sequence[Kernel], isa: Isa, verifies: bool = False) -> Source:
-    """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin
+    """Translation units. Kernels that are equal up to the names of kernel, buffers and origin
     share one symbol. verifies: what was decided is checked before it is printed."""
     return CppTarget().finish(_functions(kernels, isa, verifies), {"cpu": isa})
 
@@ -98,7 +104,21 @@ def emit_library(kernels: Sequence[Kernel], isa: Isa, verifies: bool = False) ->
 def _functions(kernels: Sequence[Kernel], isa: Isa, verifies: bool) -> Source:
     library = _Library(isa, verifies)
     entry_points = {kernel.name: library.symbol_of(kernel) for kernel in kernels}
-    return Source("\n".join(library.functions), entry_points)
+    functions = (*library.functions,)
+    return Source("\n".join(functions), entry_points, units=functions)
+
+
+def _shared_out(groups: Sequence[str]) -> list[str]:
+    """Translation units of groups of functions, about equally long. Their number depends on the
+    text alone, as a library's name does."""
+    n = min(MOST_UNITS, max(1, sum(map(len, groups)) // UNIT_LENGTH), max(1, len(groups)))
+    units: list[list[int]] = [[] for _ in range(n)]
+    lengths = [0] * n
+    for k in sorted(range(len(groups)), key=lambda k: -len(groups[k])):
+        shortest = lengths.index(min(lengths))
+        units[shortest].append(k)
+        lengths[shortest] += len(groups[k])
+    return ["\n".join(groups[k] for k in sorted(unit)) for unit in units]
 
 
 def _takes(symbol: str, n_args: int, n_sizes: int) -> str:
@@ -146,7 +166,8 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
             n_checks += len(part.checks)
         else:
             lines.append(f"{call};")
-    return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
+    declared = "".join(_function_type(name) for name in dict.fromkeys(parts))
+    return declared + _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
 
 
 def emit_batch(kernel: Kernel, symbol: str, part: str) -> str:
@@ -172,7 +193,7 @@ for (i64 j = from; j < to; ++j) {part}(j, n, b, syms + k);
 }}
 }}
 return 0;"""
-    return _function(f'extern "C" i64 {symbol}', lines)
+    return _function_type(part) + _function(f'extern "C" i64 {symbol}', lines)
 
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:
@@ -185,6 +206,11 @@ def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:
         plain = plan_body(kernel, linear, isa.lanes, verifies, keep=False)
         before = _function(f"static i64 {instead}", print_body(plain, isa))
     return before + _function(f'extern "C" i64 {symbol}', print_body(plan, isa, instead))
+
+
+def _function_type(symbol: str) -> str:
+    """The declaration of a function, which may stand in another unit."""
+    return f'extern "C" i64 {symbol}(i64, i64, void* const*, const i64*);\n'
 
 
 def _function(head: str, body: str) -> str:

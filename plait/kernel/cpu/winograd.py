@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.kernel.cpu.packed import KERNEL, MOST_ROWS, NEAR_NBYTES, Writer, indented, tile_of
+from plait.kernel.cpu.packed import Writer, tile_of
+from plait.kernel.cpu.packed_shared import LARGEST_TILE, MOST_ROWS, NEAR_NBYTES, filled, walk_texts
 from plait.runtime.packed import DEEPEST
 from plait.runtime.toolchain import Isa
 
@@ -98,14 +99,14 @@ static void winograd_points( // a tile's results, point by point, of the sums of
 
 
 def winograd_texts(texts: Sequence[str], isa: Isa) -> list[str]:
-    """What the functions of such convolutions share, where there is one."""
-    if not any("winograd_memory" in text for text in texts):
-        return []
+    """What the functions of such convolutions share."""
     memory = max(NEAR_NBYTES >> 2, _room(DEEPEST, max(MOST_ROWS.values())))  # a block at least
     head = _HEAD.format(memory=memory, deepest=DEEPEST)
     whole, part = ("\n".join(_sums_of_points(part)) for part in (False, True))
     inside = _IN.replace("WHOLE", whole).replace("PART", part)
-    return [text.replace("LANES", str(isa.lanes)) for text in (head, inside, _OUT, _POINTS)]
+    walk = _WALK.replace("ROOM", str(4 * MOST_BLOCKS * LARGEST_TILE))
+    own = [filled(text, isa) for text in (head, inside, _OUT, _POINTS, walk)]
+    return [*walk_texts(texts, isa), *own]
 
 
 def _sums_of_points(part: bool) -> list[str]:
@@ -131,68 +132,83 @@ def _room(depth: int, tiles: int) -> int:
     return 16 * depth * tiles
 
 
+# The walk over tiles. So many as are near are transformed before their products are made.
+_WALK = """\
+static i64 packed_winograd(
+    i64 tid, i64 nthreads, void* const* bufs, i64 given, const i64* down, epilogue* finish,
+    tile* make, i64 tall, i64 vectors, i64 span, i64 near, i64 top, i64 side, i64 depth,
+    i64 columns, i64 rows, i64 height, i64 width, i64 high, i64 wide) {
+  const f32* const x = (const f32*)bufs[0];
+  const f32* const panels = (const f32*)bufs[1];
+  const i64 below = (high + 1) / 2, across = (wide + 1) / 2;
+  const i64 tiles = rows / (high * wide) * below * across, blocks = (tiles + tall - 1) / tall;
+  const i64 n_panels = (columns + span - 1) / span;
+  const i64 all = blocks * n_panels, end = all * (tid + 1) / nthreads;
+  const i64 size = tall * vectors, apart = near * size, far = near * tall * depth;
+  i64 have = -1, first = 0;
+  bool finite = true;
+  for (i64 job = all * tid / nthreads, some; job < end; job += some) {
+    const i64 part = job / (near * n_panels), rest = job % (near * n_panels);
+    const i64 left = blocks - part * near, most = left < near ? left : near;
+    const i64 panel = rest / most, block = part * near + rest % most;
+    some = most - rest % most < end - job ? most - rest % most : end - job;
+    const i64 m = tiles * block / blocks, until = tiles * (block + some) / blocks;
+    if (part != have) {
+      have = part;
+      first = tiles * (part * near) / blocks;
+      const i64 last = tiles * (part * near + most) / blocks;
+      finite = winograd_in(
+          x, first, last, below, across, height, width, top, side, depth, far);
+    }
+    const i64 step = (span - 1 + some) / some;
+    const i64 last = (panel + 1) * span < columns ? (panel + 1) * span : columns;
+    for (i64 n = panel * span; n < last; n += vectors * LANES) {
+      const f32* b = panels + panel * 16 * depth * span + n % span;
+      vf32 sums[ROOM], results[ROOM];
+      for (i64 i = 0; i < 16 && finite; ++i, b += depth * span) {
+        for (i64 q = 0; q < some; ++q) {
+          const i64 from = tiles * (block + q) / blocks;
+          const i64 count = tiles * (block + q + 1) / blocks - from;
+          const f32* lines[MOST_ROWS];
+          const f32* const line = winograd_memory + i * far + (from - first) * depth;
+          for (i64 j = 0; j < tall; ++j) lines[j] = line + (j < count ? j : 0) * depth;
+          make(lines, 1, depth, b, span, b + (span + q * step) * depth, step,
+               sums + i % 4 * apart + q * size);
+        }
+        if (i % 4 == 3) winograd_out(sums, some * size, apart, i / 4, results);
+      }
+      for (i64 t = m, q = 0, i = 0; t < until; ++t) {
+        vf32* const made = results + q * size + i * vectors;
+        if (!finite)
+          winograd_points(x, t, below, across, height, width, top, side, depth, b, span, vectors,
+                          apart, made);
+        for (i64 k = 0; k < 4; ++k) { // of which the image may have fewer
+          const i64 y = t / across % below * 2 + k / 2, z = t % across * 2 + k % 2;
+          const i64 row = (t / (across * below) * high + y) * wide + z;
+          if (y < high && z < wide)
+            finish(bufs, down, made + k * apart, 0, 1, row, n, vectors, columns);
+        }
+        if (t + 1 == tiles * (block + q + 1) / blocks) ++q, i = 0; else ++i;
+      }
+    }
+  }
+  return 0;
+}
+"""
+
+
 @dataclass
 class WinogradWriter(Writer):
     """One such convolution."""
 
-    def text(self) -> str:
-        """The function."""
-        p = self.packed
-        assert p.window is not None, p
-        self.operands()
-        self.tile = tile = tile_of(p, self._n_tiles(), self.isa)
-        n, width = tile.rows * tile.vectors, p.width
-        panels = -(-p.columns // width)
+    def _call(self) -> tuple[str, str]:
+        p, w = self.packed, self.packed.window
+        assert w is not None, p
+        tile = tile_of(p, self._n_tiles(), self.isa)
         near = min(MOST_BLOCKS, max(1, (NEAR_NBYTES >> 2) // _room(p.depth, tile.rows)))
-        apart, all_ = near * tile.rows * p.depth, near * n
-        place = f"down, across, height, width, {p.window.padding[0]}, {p.window.padding[1]}"
-        self.add(
-            "const i64 down = (high + 1) / 2, across = (wide + 1) / 2;",
-            "const i64 tiles = rows / (high * wide) * down * across;",
-            f"const i64 blocks = (tiles + {tile.rows - 1}) / {tile.rows};",
-            f"const i64 all = blocks * {panels}, end = all * (tid + 1) / nthreads;",
-            "i64 have = -1, first = 0;",
-            "bool finite = true;",
-            "for (i64 job = all * tid / nthreads, some; job < end; job += some) {",
-            f"const i64 part = job / {near * panels}, rest = job % {near * panels};",
-            f"const i64 left = blocks - part * {near}, most = left < {near} ? left : {near};",
-            f"const i64 panel = rest / most, block = part * {near} + rest % most;",
-            "some = most - rest % most < end - job ? most - rest % most : end - job;",
-            "const i64 m = tiles * block / blocks, until = tiles * (block + some) / blocks;",
-            "if (part != have) {",
-            "have = part;",
-            f"first = tiles * (part * {near}) / blocks;",
-            f"const i64 last = tiles * (part * {near} + most) / blocks;",
-            f"finite = winograd_in(x, first, last, {place}, {p.depth}, {apart});",
-            "}",
-            f"const i64 step = ({width - 1} + some) / some, last = (panel + 1) * {width};",
-            f"for (i64 n = panel * {width}; n < last; n += {tile.vectors * self.isa.lanes}) {{",
-            *([f"if (n >= {p.columns}) break;"] if p.columns % width else []),
-            f"const f32* b = panels + panel * {16 * p.depth * width} + n % {width};",
-            f"vf32 sums[{4 * all_}], results[{4 * all_}];",
-            f"for (i64 i = 0; i < 16 && finite; ++i, b += {p.depth * width}) {{",
-            "for (i64 q = 0; q < some; ++q) {",
-            "const i64 from = tiles * (block + q) / blocks;",
-            "const i64 count = tiles * (block + q + 1) / blocks - from;",
-            f"const f32* rows_[{tile.rows}];",
-            f"const f32* const row = winograd_memory + i * {apart} + (from - first) * {p.depth};",
-            f"for (i64 j = 0; j < {tile.rows}; ++j)",
-            f"  rows_[j] = row + (j < count ? j : 0) * {p.depth};",
-            f"tile_{tile.rows}x{tile.vectors}(rows_, 1, {p.depth}, b, {width}, "
-            f"b + ({width} + q * step) * {p.depth}, step, sums + i % 4 * {all_} + q * {n});",
-            "}",
-            f"if (i % 4 == 3) winograd_out(sums, some * {n}, {all_}, i / 4, results);",
-            "}",
-            "for (i64 t = m, q = 0, i = 0; t < until; ++t) {",
-            f"const i64 at = q * {n} + i * {tile.vectors};",
-            f"if (!finite) winograd_points(x, t, {place}, {p.depth}, b, {width}, {tile.vectors}, "
-            f"{all_}, results + at);",
-        )
-        self._tile_results(all_)
-        self.add("if (t + 1 == tiles * (block + q + 1) / blocks) ++q, i = 0; else ++i;")
-        self.add("}", "}", "}", "return 0;")
-        head = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
-        return f"{head} {{\n{indented(self.lines)}}}\n"
+        numbers = tile.rows, tile.vectors, p.width, near, *w.padding, p.depth, p.columns
+        told = ", ".join(map(str, numbers))
+        return "", f"return packed_winograd({tile}, {told}, {self.given_sizes()});"
 
     def _n_tiles(self) -> int | None:
         """The tiles of all images; None where that is not known."""
@@ -200,15 +216,3 @@ class WinogradWriter(Writer):
         if not (isinstance(rows, int) and isinstance(high, int) and isinstance(wide, int)):
             return None
         return rows // max(high * wide, 1) * (-(-high // 2) * -(-wide // 2))
-
-    def _tile_results(self, apart: int) -> None:
-        """The epilogues of four results of each tile, of which the image may have fewer."""
-        self.add(
-            "for (i64 k = 0; k < 4; ++k) {",
-            "const i64 y = t / across % down * 2 + k / 2, z = t % across * 2 + k % 2;",
-            "if (y >= high || z >= wide) continue;",
-            "const i64 row = (t / (across * down) * high + y) * wide + z;",
-            f"const vf32* const made = results + k * {apart} + at;",
-        )
-        self.result()
-        self.add("}")

@@ -1,0 +1,225 @@
+"""What kernels of products with packed weights share, as C++: sums of a tile, and the walk over
+tiles. A network has many such kernels, which differ in sizes and in a few epilogues: what compilers
+take long for is written, and compiled, once.
+
+Comes in: what kernels name. Goes out: the text of these functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from plait.runtime.toolchain import Isa
+
+LONGEST_SUM = 512
+"""So many products are added up one after the other, about as many as vendors' libraries do."""
+# Registers, rows by columns of vectors, that left none to be spilled and were fastest on an AVX-512
+# machine with 2 cores: benchmarks/packed_cpu.py.
+MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
+LARGEST_TILE = max(vectors * rows for vectors, rows in MOST_ROWS.items())
+NEAR_NBYTES = 1 << 19
+"""Of rows that stay in a core's own cache while all panels go by."""
+_MANY_BLOCKS = 4
+"""Of rows, that a thread has at least before it has rows of its own."""
+_FAR_NBYTES = 3 << 19
+"""Results that are larger are no longer in a core's cache, where their memory was used before."""
+LINE = 16
+"""Numbers in a line of a cache."""
+_AHEAD = 32
+"""So many rows of a panel before their turn they are fetched from far memory."""
+
+# An epilogue makes results, of so many rows from `row` on, and vectors of columns from n on, of
+# sums that lie `apart` vectors from row to row. down: how far the rows of each buffer that it loads
+# lie apart, 0 where all rows load the same.
+TYPES = """\
+typedef void epilogue(
+    void* const* bufs, const i64* down, const vf32* sums, i64 apart, i64 count, i64 row, i64 n,
+    i64 vectors, i64 columns);
+typedef const f32* tile(
+    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, const f32* next,
+    i64 step, vf32* sums);
+"""
+_FETCH = """\
+__attribute__((noinline)) static void fetch_results( // and rows that the epilogue loads
+    void* const* bufs, i64 given, const i64* down, i64 row, i64 count, i64 n, i64 vectors,
+    i64 columns) {
+  f32* const out = (f32*)bufs[2 + given];
+  for (i64 i = 0; i < count; ++i, ++row) {
+    for (i64 at = n; at < n + vectors * LANES; at += LINE) {
+      __builtin_prefetch(out + row * columns + at, 1);
+      for (i64 k = 0; k < given; ++k)
+        if (down[k]) __builtin_prefetch((const f32*)bufs[2 + k] + row * down[k] + at);
+    }
+  }
+}
+"""
+# A thread has rows of its own, which are in its core's cache if it has made them, or where they are
+# few, panels. All panels go by as many rows as stay near, then by the next ones.
+_BEGIN = """\
+__attribute__((noinline)) static i64 packed_NAME(
+    i64 tid, i64 nthreads, void* const* bufs, i64 given, const i64* down, epilogue* finish,
+    tile* make, tile* add, i64 tall, i64 vectors, i64 span, i64 near, i64 each, i64 depth,
+    i64 columns, MORE) {
+  const f32* const x = (const f32*)bufs[0];
+  const f32* const panels = (const f32*)bufs[1];
+  const i64 blocks = (rows + tall - 1) / tall, n_panels = (columns + span - 1) / span;
+  const bool apart = blocks >= MANY_BLOCKS * nthreads, far = 4 * rows * columns >= FAR_NBYTES;
+  const i64 first = apart ? blocks * tid / nthreads : 0, all = blocks * n_panels;
+  const i64 own = apart ? blocks * (tid + 1) / nthreads - first : blocks;
+  const i64 begin = apart ? 0 : all * tid / nthreads;
+  const i64 end = apart ? own * n_panels : all * (tid + 1) / nthreads;
+"""
+_JOB = """\
+    const i64 part = job / (near * n_panels), rest = job % (near * n_panels);
+    const i64 left = own - part * near, most = left < near ? left : near;
+    const i64 panel = rest / most, block = first + part * near + rest % most;
+    const i64 step = most > 1 ? (span - 1 + most) / most : 0;
+    const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;
+    const i64 last = (panel + 1) * span < columns ? (panel + 1) * span : columns;
+"""
+# each: so many numbers of long rows are multiplied for all tiles before the next ones; until the
+# last ones the result holds sums. A tile's rows that there are not are its first one.
+_ROWS = """\
+  for (i64 from = 0; from < depth; from += each)
+  for (i64 job = begin; job < end; ++job) {
+JOB
+    const i64 some = depth - from < each ? depth - from : each;
+    const f32* lines[MOST_ROWS];
+    for (i64 i = 0; i < tall; ++i) lines[i] = x + (m + (i < count ? i : 0)) * depth + from;
+    for (i64 n = panel * span; n < last; n += vectors * LANES) {
+      const f32* const b = panels + (panel * depth + from) * span + n % span;
+      const f32* const next = b + depth * span + rest % most * (some * step);
+      if (far) fetch_results(bufs, given, down, m, count, n, vectors, columns);
+      vf32 sums[TILE];
+      make(lines, 1, some, b, span, next, step, sums);
+      for (i64 i = 0; i < count && each < depth; ++i) {
+        for (i64 v = 0, at = n; v < vectors && at < columns; ++v, at += LANES) {
+          f32* const place = (f32*)bufs[2 + given] + (m + i) * columns + at;
+          vf32& sum = sums[i * vectors + v];
+          if (from) sum += ldn_f32(place, columns - at);
+          if (from + some < depth) stn_f32(place, sum, columns - at);
+        }
+      }
+      if (from + some == depth)
+        finish(bufs, down, sums, vectors, count, m, n, vectors, columns);
+    }
+  }
+  return 0;
+}
+"""
+# Of an image each point of a window has a stretch of numbers; where nothing is padded, those of
+# `side` points that lie side by side are one. each: so many stretches at a time, whose sums are
+# added up. zeros: what lies beyond the image.
+_IMAGE = """\
+  for (i64 job = begin; job < end; ++job) {
+JOB
+    i64 image = m / (high * wide), y_ = m / wide % high, z_ = m % wide;
+    i64 y[MOST_ROWS], z[MOST_ROWS], at[MOST_ROWS];
+    for (i64 i = 0; i < tall; ++i) {
+      y[i] = y_ * stride_y - padding_y;
+      z[i] = z_ * stride_z - padding_z;
+      at[i] = (image * height + y[i]) * width + z[i];
+      if (i + 1 >= count || ++z_ < wide) continue;
+      z_ = 0;
+      if (++y_ == high) y_ = 0, ++image;
+    }
+    const i64 stretches = points_y * points_z, length = depth * side, deep = stretches * length;
+    const f32* lines[stretches * MOST_ROWS];
+    const f32** line = lines;
+    for (i64 j = 0; j < points_y; ++j)
+      for (i64 k = 0; k < points_z; ++k)
+        for (i64 i = 0; i < tall; ++i) {
+          const i64 down_ = j * dilation_y, right = k * dilation_z;
+          const bool within = (u64)(y[i] + down_) < (u64)height && (u64)(z[i] + right) < (u64)width;
+          *line++ = within || !zeros ? x + (at[i] + down_ * width + right) * depth : zeros;
+        }
+    for (i64 n = panel * span; n < last; n += vectors * LANES) {
+      const f32* b = panels + panel * deep * span + n % span;
+      const f32* const next = b + deep * span + rest % most * (deep * step);
+      if (far) fetch_results(bufs, given, down, m, count, n, vectors, columns);
+      vf32 sums[TILE];
+      for (i64 k = 0; k < stretches; k += each) {
+        const i64 some = stretches - k < each ? stretches - k : each;
+        b = (k ? add : make)(
+            lines + k * tall, some, length, b, span, next + k * length * step, step, sums);
+      }
+      finish(bufs, down, sums, vectors, count, m, n, vectors, columns);
+    }
+  }
+  return 0;
+}
+"""
+_WALKS = {
+    "rows": ("i64 rows", _ROWS),
+    "image": (
+        "i64 points_y, i64 points_z, i64 side, i64 stride_y, i64 stride_z, i64 padding_y,\n"
+        "    i64 padding_z, i64 dilation_y, i64 dilation_z, const f32* zeros, i64 rows, "
+        "i64 height,\n    i64 width, i64 high, i64 wide",
+        _IMAGE,
+    ),
+}
+
+
+def walk_texts(texts: Sequence[str], isa: Isa) -> list[str]:
+    """The walks over tiles and the sums of these that texts call, each once."""
+    found = {f for text in texts for f in re.findall(r"\btile_(\d+)x(\d+)(_more)?", text)}
+    made = [tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
+    called = [name for name in _WALKS if any(f"packed_{name}(" in text for text in texts)]
+    if called:
+        made.append(filled(_FETCH, isa))
+    for name in called:
+        more, body = _WALKS[name]
+        text = _BEGIN.replace("NAME", name).replace("MORE", more) + body.replace("JOB\n", _JOB)
+        made.append(filled(text, isa))
+    return [TYPES, *made]
+
+
+def filled(text: str, isa: Isa) -> str:
+    """A text with the numbers that stand for their names."""
+    numbers = {
+        "LANES": isa.lanes, "LINE": LINE, "MOST_ROWS": max(MOST_ROWS.values()),
+        "TILE": LARGEST_TILE, "MANY_BLOCKS": _MANY_BLOCKS, "FAR_NBYTES": _FAR_NBYTES,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        text = re.sub(rf"\b{name}\b", str(number), text)
+    return text
+
+
+def tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
+    """Sums of products of numbers of rows, which lie in stretches of one length, with the rows of
+    a panel; gives where the panel goes on. Meanwhile it fetches, from memory far away, what comes
+    soon in this panel, and a share of the next one. more: "_more" where they are added to other
+    sums."""
+    sums = [(i, v) for i in range(rows) for v in range(vectors)]
+    lines = [f"vf32 {', '.join(f'c{i}_{v} = splat_f32(0.0f)' for i, v in sums)};"]
+    lines.append(f"for (i64 s = 0; s < stretches; ++s, rows += {rows}) {{")
+    lines += [f"const f32* const r{i} = rows[{i}];" for i in range(rows)]
+    lines.append("for (i64 k = 0; k < length; ++k, b += width, next += step) {")
+    lines.append("__builtin_prefetch(next, 0, 2);")
+    for v in range(vectors):
+        lines.append(f"const vf32 b{v} = ld_f32(b + {v * isa.lanes});")
+        if v * isa.lanes % LINE == 0:
+            lines.append(f"__builtin_prefetch(b + {_AHEAD} * width + {v * isa.lanes});")
+    for i in range(rows):
+        lines.append(f"const vf32 a{i} = splat_f32(r{i}[k]);")
+        lines += [f"c{i}_{v} = v_fma_f32(a{i}, b{v}, c{i}_{v});" for v in range(vectors)]
+    lines += ["}", "}"]
+    stored = "+=" if more else "="
+    lines += [f"sums[{k}] {stored} c{i}_{v};" for k, (i, v) in enumerate(sums)]
+    head = (
+        f"__attribute__((noinline)) static const f32* tile_{rows}x{vectors}{more}(\n"
+        "    const f32* const* rows, i64 stretches, i64 length, const f32* b, i64 width, "
+        "const f32* next,\n    i64 step, vf32* sums)"
+    )
+    return f"{head} {{\n{indented([*lines, 'return b;'])}}}\n"
+
+
+def indented(lines: Sequence[str]) -> str:
+    """Lines indented by their nesting."""
+    out, depth = [], 1
+    for line in lines:
+        depth -= line.startswith("}")
+        out.append("  " * depth + line)
+        depth += line.endswith("{")
+    return "\n".join(out) + "\n"

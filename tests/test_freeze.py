@@ -454,5 +454,5 @@ def test_kernels_are_compiled_in_several_units(
     )
     x = torch.randn(2, 32, 9, 8)
     compiled = frozen(model, x, options={"cache_dir": str(tmp_path)})
-    assert compiled.record.kernel_source.count(NEXT_UNIT) == 3
+    assert compiled.record.kernel_source.count(NEXT_UNIT) == 5, "3 of its own, 2 shared"
     check(compiled, model, x)

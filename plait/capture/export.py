@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from plait.capture.aliases import results_of
 from plait.capture.bound_program import argument_specs, bind, captured_from
-from plait.capture.freeze import FrozenOwners, frozen
+from plait.capture.freeze import FrozenOwners, expect_kernels, frozen
 from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
 from plait.capture.program import collector_paused, compile_captured, roomy
@@ -80,6 +80,8 @@ def compile(
         )
     with collector_paused():
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
+        if freeze:
+            expect_kernels(source[0], cfg)
         traced = trace(*source, "plait.compile")
         call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record

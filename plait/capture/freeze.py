@@ -21,8 +21,10 @@ from plait import compat
 from plait.capture.owners import Owners
 from plait.capture.trace import Traced
 from plait.config import Config
+from plait.devices import facts_of
 from plait.errors import InputError
 from plait.graph.fold import Folded, fold_weights
+from plait.kernel.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ def frozen(traced: Traced, cfg: Config) -> Frozen:
     return Frozen(
         left, folded, {state[k][0]: state[k][1] for k in sources.values()}, (*sorted(names),)
     )
+
+
+def expect_kernels(module: torch.nn.Module, cfg: Config) -> None:
+    """Begins to build what the kernels of a frozen module will share, while it is traced."""
+    forms = set()
+    for p in module.parameters():
+        if p.dtype == torch.float32 and facts_of(p.device).eager_cpu and p.dim() in (2, 4):
+            forms.add("depthwise" if p.dim() == 4 and p.shape[1] == 1 else "dense")
+    if cfg.kernels and forms:
+        TARGETS["cpu"].expect(forms, cfg)
 
 
 class FrozenOwners:

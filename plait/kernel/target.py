@@ -126,6 +126,10 @@ class Target(Protocol):
         """The fastest variant of each, where it has several."""
         return Measured({})
 
+    def expect(self, forms: Set[str], cfg: Config) -> None:
+        """Begins to build what kernels of packed products of these forms share, beside what the
+        caller does meanwhile."""
+
     def finish(self, source: Source, machines: Machines) -> Source:
         """The source of all kernels of a program, whoever wrote them, as it is built."""
         return source

@@ -6,14 +6,20 @@ not load is no library, whatever its checksum says: it is neither stored nor tak
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from plait.config import Config
 from plait.errors import warn_once
+from plait.runtime.process import Workers
 from plait.runtime.store import Built, CacheWarning, Store, in_scratch, key_of
 from plait.runtime.toolchain import (
+    NEXT_UNIT,
+    SHARED,
     Toolchain,
     ToolchainFailed,
     ToolchainMissing,
@@ -46,14 +52,12 @@ def get_or_build(
             CacheWarning,
         )
 
-    def build(scratch: Path) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="plait-", dir=scratch) as folder:
-            library = Path(folder) / "kernels.so"
-            toolchain.compile(source, library, symbols, cfg.compiler_seconds)
-            return library.read_bytes()
-
+    units = source.split(NEXT_UNIT)
+    own = NEXT_UNIT.join(u for u in units if not u.startswith(SHARED))
     try:
-        return Built(store.put(key, in_scratch(build)), False)
+        objects = [object_of(u, toolchain, cfg) for u in units if u.startswith(SHARED)]
+        data = _built(own, toolchain, cfg, "kernels.so", symbols, objects)
+        return Built(store.put(key, data), False)
     except ToolchainFailed:
         raise
     except (
@@ -64,3 +68,73 @@ def get_or_build(
         raise ToolchainMissing(
             f"no folder to build kernels in ({error.strerror})", hint="another TMPDIR"
         ) from error
+
+
+def _built(
+    source: str,
+    toolchain: Toolchain,
+    cfg: Config,
+    name: str,
+    symbols: Collection[str] = (),
+    objects: Sequence[bytes] = (),
+) -> bytes:
+    """The content of a file of that name, which the compiler writes."""
+
+    def build(scratch: Path) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="plait-", dir=scratch) as folder:
+            made = Path(folder) / name
+            toolchain.compile(source, made, symbols, cfg.compiler_seconds, objects)
+            return made.read_bytes()
+
+    return in_scratch(build)
+
+
+def object_of(unit: str, toolchain: Toolchain, cfg: Config) -> bytes:
+    """The object of a unit, built once by a process at a time. Raises as get_or_build does."""
+    key = cache_key(unit, toolchain)
+    with _turn:
+        future = _objects.get(key)
+        mine = future is None
+        future = _objects.setdefault(key, Future())
+    if mine:
+        try:
+            store = Store.of(cfg, "kernels", ".o")
+            found = store.read(key)
+            if found is None:
+                found = _built(unit, toolchain, cfg, "unit.o")
+                store.put(key, found)
+            future.set_result(found)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        finally:
+            with _turn:
+                _objects.pop(key, None)
+    return future.result()
+
+
+def begin_objects(units: Sequence[str], cfg: Config) -> None:
+    """Begins to build objects, which whoever needs them waits for."""
+    try:
+        toolchain = find_toolchain(cfg)
+    except ToolchainMissing:
+        return  # whoever needs them says so
+    pool = Workers(1)
+    for unit in units:
+        pool.submit(object_of, unit, toolchain, cfg)
+    pool.leave()
+
+
+_turn = threading.Lock()
+_objects: dict[str, Future[bytes]] = {}
+"""Those that are being built."""
+
+
+def _forget_builds() -> None:
+    """A fork has none of the threads that build."""
+    global _turn
+    _turn = threading.Lock()
+    _objects.clear()
+
+
+os.register_at_fork(after_in_child=_forget_builds)

@@ -178,16 +178,19 @@ class Workers:
 
     def end(self) -> None:
         """Waits until all is done."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        self.leave()
         for thread in self._threads:
             thread.join()
+
+    def leave(self) -> None:
+        """Lets the threads end when all is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
 
     def stop(self) -> None:
         """Ends the compilers at once; what was submitted and has not ended raises Stopped."""
         self._children.stop()
-        for _ in self._threads:
-            self._jobs.put(None)
+        self.leave()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import ctypes
 import os
 import shlex
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +82,8 @@ ISAS: dict[str, Isa] = {
 
 NEXT_UNIT = "// The next translation unit\n"
 """Stands between the units of a source, which are compiled side by side."""
+SHARED = "// The same for all libraries\n"
+"""Begins a unit whose object is kept by itself."""
 BASE_FLAGS = (
     "-std=c++17", "-shared", "-fPIC", "-pipe", "-w", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti",
@@ -111,18 +113,24 @@ class Toolchain:
         return (*level, *BASE_FLAGS, *self.isa.flags)
 
     def compile(
-        self, source: str, path: Path, symbols: Collection[str] = (), seconds: float = MAX_SECONDS
+        self,
+        source: str,
+        path: Path,
+        symbols: Collection[str] = (),
+        seconds: float = MAX_SECONDS,
+        objects: Sequence[bytes] = (),
     ) -> None:
-        """Writes the shared object of a source at path, whose folder it may use. symbols: what must
-        be in it. seconds: how long the compiler may take.
+        """Writes the shared object of a source at path, whose folder it may use, or one of a
+        single unit that is to be linked where path ends in .o. symbols: what must be in it.
+        seconds: how long the compiler may take. objects: of other units.
 
         Raises ToolchainError with the compiler's own words; ToolchainMissing (and is not found
         again) if it fails for every source; ToolchainFailed if it works, but not for this one, and
         does not say why; OSError if the folder is full.
         """
-        failure = self._attempt(source, path, symbols, seconds)
+        failure = self._attempt(source, path, symbols, seconds, objects)
         if failure is not None and failure.again:
-            failure = self._attempt(source, path, symbols, seconds)
+            failure = self._attempt(source, path, symbols, seconds, objects)
         if failure is None:
             return
         path.with_suffix(".cpp").write_bytes(bytes(1 << 20))  # is there room at all?
@@ -143,32 +151,44 @@ class Toolchain:
         )
 
     def _attempt(
-        self, source: str, path: Path, symbols: Collection[str], seconds: float
+        self,
+        source: str,
+        path: Path,
+        symbols: Collection[str],
+        seconds: float,
+        objects: Sequence[bytes] = (),
     ) -> _Failure | None:
         """Why there is no library at path, or None."""
         path.unlink(missing_ok=True)
         command = [*shlex.split(self.compiler), *self.flags]
-        ends = [*self.isa.libraries, "-o", str(path)]
-        units = source.split(NEXT_UNIT)
-        files = [path.with_suffix(f".{k}.cpp") for k in range(len(units))]
-        for file, unit in zip(files, units, strict=True):
-            file.write_text(unit)
         env = {**os.environ, "TMPDIR": str(path.parent)}
-        if len(units) == 1:
-            done = run([*command, str(files[0]), *ends], seconds, env)
+        made = []
+        for k, data in enumerate(objects):
+            made.append(str(path.with_suffix(f".given{k}.o")))
+            Path(made[-1]).write_bytes(data)
+        files = []
+        for k, unit in enumerate(source.split(NEXT_UNIT)):
+            files.append(str(path.with_suffix(f".{k}.cpp")))
+            Path(files[-1]).write_text(unit)
+        whole = path.suffix != ".o"
+        ends = [*made, *self.isa.libraries] if whole else ["-c"]
+        if len(files) == 1:
+            done = run([*command, *files, *ends, "-o", str(path)], seconds, env)
         else:
-            objects = [str(file.with_suffix(".o")) for file in files]
-            jobs = [[*command, "-c", str(f), "-o", o] for f, o in zip(files, objects, strict=True)]
-            made = run_all(jobs, seconds, env)
-            wrong = (one for one in made if one.code != 0)
-            done = next(wrong, None) or run([*command, *objects, *ends], seconds, env)
+            parts = [f"{file}.o" for file in files]
+            jobs = [[*command, "-c", f, "-o", o] for f, o in zip(files, parts, strict=True)]
+            failed = (one for one in run_all(jobs, seconds, env) if one.code != 0)
+            link = [*command, *parts, *ends, "-o", str(path)]
+            done = next(failed, None) or run(link, seconds, env)
         if done.code is None:
             return _Failure(f"it took longer than {seconds:g} s (PLAIT_COMPILER_SECONDS)")
         if done.killed:
             return _Failure(f"it was killed (status {done.code})", again=True)
         if done.code != 0:
             return _Failure(done.errors, refused=True)
-        flaw = flaw_of(str(path), symbols) if path.is_file() else "there is none"
+        flaw = "" if path.is_file() else "there is none"
+        if whole and not flaw:
+            flaw = flaw_of(str(path), symbols)
         return _Failure(f"what it wrote does not load: {flaw}", again=True) if flaw else None
 
 

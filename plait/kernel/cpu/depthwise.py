@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.kernel.cpu.packed import Writer
-from plait.kernel.cpu.packed_shared import TYPES, filled, indented
+from plait.kernel.cpu.packed_shared import GLOBAL, TYPES, as_global, filled, indented
 from plait.runtime.toolchain import Isa
 
 _BLOCK = 8
@@ -26,12 +26,19 @@ _SUMS_OF_ONE = (8, 6, 5, 4, 3)
 
 
 def depthwise_texts(texts: Sequence[str], isa: Isa) -> list[str]:
-    """The walk, and the functions of sums that texts call, each once."""
-    found = {(int(r), 2) for text in texts for r in re.findall(r"\beach_(\d+)x2", text)}
-    each = [_function(r, v, isa) for r, v in sorted({*found, (1, 4)})]
-    walk = _WALK.replace("CHANNELS", str(_BLOCK * isa.lanes)).replace("RUN", str(_RUN))
-    head, walk = walk.split("__attribute__", 1)
-    return [TYPES, head, *each, "__attribute__" + filled(walk.replace("BLOCK", str(_BLOCK)), isa)]
+    """Types, and the declarations of what texts call, which stands in a unit of its own."""
+    found = {int(r) for text in texts for r in re.findall(r"\beach_(\d+)x2", text)}
+    sums = [f"{GLOBAL} each each_{r}x2;\n" for r in sorted(found)]
+    return [TYPES, _TYPE, *sums, f"{GLOBAL} i64 packed_depthwise({_ARGUMENTS});\n"]
+
+
+def depthwise_unit(isa: Isa) -> str:
+    """The unit of the walk, and of all sums."""
+    sums = [_function(r, 2, isa) for r in sorted({*_SUMS, *_SUMS_OF_ONE})]
+    walk = _WALK.replace("ARGUMENTS", _ARGUMENTS).replace("CHANNELS", str(_BLOCK * isa.lanes))
+    walk = walk.replace("RUN", str(_RUN)).replace("BLOCK", str(_BLOCK))
+    last = (_function(1, 4, isa), as_global(filled(walk, isa)))
+    return "".join((TYPES, _TYPE, *map(as_global, sums), *last))
 
 
 def _function(results: int, vectors: int, isa: Isa) -> str:
@@ -75,15 +82,18 @@ def _sums(results: int, vectors: int, part: bool, isa: Isa) -> list[str]:
 
 
 # The walk over rows of results, and runs of results in these.
-_WALK = """\
+_TYPE = """\
 typedef void each(
     const f32* x, i64 step, i64 count, i64 high, i64 down, i64 wide, i64 right, const f32* filter,
     i64 next, i64 n, i64 channels, vf32* sums);
-__attribute__((noinline)) static i64 packed_depthwise(
+"""
+_ARGUMENTS = """
     i64 tid, i64 nthreads, void* const* bufs, i64 given, const i64* down, epilogue* finish,
     each* several, i64 some, i64 columns, i64 points_y, i64 points_z, i64 stride_y, i64 stride_z,
     i64 padding_y, i64 padding_z, i64 dilation_y, i64 dilation_z, i64 rows, i64 height, i64 width,
-    i64 high, i64 wide) {
+    i64 high, i64 wide"""
+_WALK = """\
+__attribute__((noinline)) static i64 packed_depthwise(ARGUMENTS) {
   const f32* const x = (const f32*)bufs[0];
   const f32* const points = (const f32*)bufs[1];
   const i64 reach = width + padding_z - (points_z - 1) * dilation_z - 1;

@@ -20,15 +20,13 @@ from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
 from plait.ir.product import PRODUCT, Panels
 from plait.kernel.cpu.expr import Parts, literal, vector_node
-from plait.kernel.cpu.packed_shared import LONGEST_SUM, MOST_ROWS, NEAR_NBYTES, indented
+from plait.kernel.cpu.packed_shared import LONGEST_SUM, NEAR_NBYTES, indented, most_rows
 from plait.runtime.toolchain import Isa
 
 KERNEL = "PACKED_KERNEL"
 """Stands for the symbol in a text."""
 OWN = "// of one kernel\n"
 """Between the text of an epilogue and that of a kernel."""
-_FEW_REGISTERS = (1, 8), (2, 5)
-"""Tiles of machines with 16 vector registers: vectors, rows."""
 _A_TILE = 1.5
 """What loading a panel costs, in rows."""
 
@@ -46,11 +44,9 @@ class Tile:
 
 def tile_of(p: Panels, rows: Size | None, isa: Isa) -> Tile:
     """The tile that wastes fewest rows and loads."""
-    if isa.name == "avx512":
-        vectors = p.width // isa.lanes
-        most = MOST_ROWS[vectors]
-    else:
-        vectors, most = next(t for t in reversed(_FEW_REGISTERS) if p.width % t[0] == 0)
+    able = most_rows(isa)
+    vectors = next(v for v in sorted(able, reverse=True) if p.width % (v * isa.lanes) == 0)
+    most = able[vectors]
     if not isinstance(rows, int):
         return Tile(most, vectors)
     fitting = range(max(1, most - 2), most + 1) if rows >= most else (max(rows, 1),)

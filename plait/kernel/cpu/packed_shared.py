@@ -2,7 +2,9 @@
 tiles. A network has many such kernels, which differ in sizes and in a few epilogues: what compilers
 take long for is written, and compiled, once.
 
-Comes in: what kernels name. Goes out: the text of these functions.
+Comes in: what kernels name. Goes out: the text of these functions, or their declarations where
+they stand in a translation unit that is the same for every network (`dense_unit`), so that it can
+be compiled before a program is known.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ LONGEST_SUM = 512
 # Registers, rows by columns of vectors, that left none to be spilled and were fastest on an AVX-512
 # machine with 2 cores: benchmarks/packed_cpu.py.
 MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
+FEW_REGISTERS = {1: 8, 2: 5}
+"""The same of machines with 16 vector registers."""
 LARGEST_TILE = max(vectors * rows for vectors, rows in MOST_ROWS.items())
 NEAR_NBYTES = 1 << 19
 """Of rows that stay in a core's own cache while all panels go by."""
@@ -29,6 +33,8 @@ LINE = 16
 _AHEAD = 32
 """So many rows of a panel before their turn they are fetched from far memory."""
 
+GLOBAL = 'extern "C" __attribute__((visibility("hidden")))'
+"""Of functions that other units of a library call."""
 # An epilogue makes results, of so many rows from `row` on, and vectors of columns from n on, of
 # sums that lie `apart` vectors from row to row. down: how far the rows of each buffer that it loads
 # lie apart, 0 where all rows load the same.
@@ -56,11 +62,12 @@ __attribute__((noinline)) static void fetch_results( // and rows that the epilog
 """
 # A thread has rows of its own, which are in its core's cache if it has made them, or where they are
 # few, panels. All panels go by as many rows as stay near, then by the next ones.
-_BEGIN = """\
-__attribute__((noinline)) static i64 packed_NAME(
+_ARGUMENTS = """
     i64 tid, i64 nthreads, void* const* bufs, i64 given, const i64* down, epilogue* finish,
     tile* make, tile* add, i64 tall, i64 vectors, i64 span, i64 near, i64 each, i64 depth,
-    i64 columns, MORE) {
+    i64 columns, """
+_BEGIN = """\
+__attribute__((noinline)) static i64 packed_NAME(ARGUMENTS) {
   const f32* const x = (const f32*)bufs[0];
   const f32* const panels = (const f32*)bufs[1];
   const i64 blocks = (rows + tall - 1) / tall, n_panels = (columns + span - 1) / span;
@@ -161,18 +168,45 @@ _WALKS = {
 }
 
 
+def most_rows(isa: Isa) -> dict[int, int]:
+    """The rows of a tile of so many vectors that registers have room for."""
+    return MOST_ROWS if isa.name == "avx512" else FEW_REGISTERS
+
+
 def walk_texts(texts: Sequence[str], isa: Isa) -> list[str]:
-    """The walks over tiles and the sums of these that texts call, each once."""
+    """Types, and the walks over tiles and sums of tiles that texts call, each once."""
     found = {f for text in texts for f in re.findall(r"\btile_(\d+)x(\d+)(_more)?", text)}
-    made = [tile_text(int(r), int(v), more, isa) for r, v, more in sorted(found)]
-    called = [name for name in _WALKS if any(f"packed_{name}(" in text for text in texts)]
-    if called:
-        made.append(filled(_FETCH, isa))
-    for name in called:
-        more, body = _WALKS[name]
-        text = _BEGIN.replace("NAME", name).replace("MORE", more) + body.replace("JOB\n", _JOB)
-        made.append(filled(text, isa))
-    return [TYPES, *made]
+    tiles, common = {(int(r), int(v), more) for r, v, more in found}, _common(isa)
+    made = [tile_text(*tile, isa) for tile in sorted(tiles - common)]
+    walks = [
+        f"{GLOBAL} i64 packed_{name}({_ARGUMENTS}{more});\n"
+        for name, (more, _) in _WALKS.items()
+        if any(f"packed_{name}(" in text for text in texts)
+    ]
+    declared = [f"{GLOBAL} tile tile_{r}x{v};\n" for r, v, _ in sorted(tiles & common)]
+    return [TYPES, *declared, *walks, *made]
+
+
+def _common(isa: Isa) -> set[tuple[int, int, str]]:
+    """The tiles of nearly all kernels: of many rows, or of one."""
+    return {
+        (r, v, "") for v, most in most_rows(isa).items() for r in (1, *range(most - 2, most + 1))
+    }
+
+
+def dense_unit(isa: Isa) -> str:
+    """The unit of walks, and of the sums of common tiles."""
+    made = [tile_text(r, v, more, isa) for r, v, more in sorted(_common(isa))]
+    made.append(filled(_FETCH, isa))
+    for name, (more, body) in _WALKS.items():
+        head = _BEGIN.replace("NAME", name).replace("ARGUMENTS", _ARGUMENTS + more)
+        made.append(filled(head + body.replace("JOB\n", _JOB), isa))
+    return "".join((TYPES, *map(as_global, made)))
+
+
+def as_global(text: str) -> str:
+    """The text of a function that other units call."""
+    return text.replace("__attribute__((noinline)) static", GLOBAL, 1)
 
 
 def filled(text: str, isa: Isa) -> str:

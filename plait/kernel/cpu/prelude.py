@@ -185,7 +185,29 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
 def prelude_for(text: str, isa: Isa, unit: int = 0, units: int = 1) -> str:
     """The part of the prelude that text needs, and plait_init; of several translation units the
     first one's calls that of all others."""
-    table, places = _table(isa)
+    _, places = _table(isa)
+    used = _used(text, isa)
+    init = "".join(f" *(void**)&{name} = table[{k}];" for name, k in places.items() if name in used)
+    names = [f"plait_init{k or ''}" for k in range(units)]
+    lines = [definitions(text, isa)]
+    if unit == 0:
+        lines += [f'extern "C" void {name}(void* const* table);' for name in names[1:]]
+        init += "".join(f" {name}(table);" for name in names[1:])
+    lines.append(f'extern "C" void {names[unit]}(void* const* table) {{{init} }}\n')
+    return "\n".join(lines)
+
+
+def definitions(text: str, isa: Isa) -> str:
+    """The part of the prelude that text needs."""
+    table, _ = _table(isa)
+    used = _used(text, isa)
+    needed = (body for name, body in table.items() if name in used)
+    return "\n".join((_TYPES, _vector_types(isa), *needed))
+
+
+def _used(text: str, isa: Isa) -> set[str]:
+    """The names of the prelude that text needs."""
+    table, _ = _table(isa)
     todo = [w for w in dict.fromkeys(re.findall(r"\w+", text)) if w in table]
     used: set[str] = set()
     while todo:
@@ -193,14 +215,7 @@ def prelude_for(text: str, isa: Isa, unit: int = 0, units: int = 1) -> str:
         if name not in used:
             used.add(name)
             todo.extend(w for w in re.findall(r"\w+", table[name]) if w in table)
-    lines = [_TYPES, _vector_types(isa), *(body for name, body in table.items() if name in used)]
-    init = "".join(f" *(void**)&{name} = table[{k}];" for name, k in places.items() if name in used)
-    names = [f"plait_init{k or ''}" for k in range(units)]
-    if unit == 0:
-        lines += [f'extern "C" void {name}(void* const* table);' for name in names[1:]]
-        init += "".join(f" {name}(table);" for name in names[1:])
-    lines.append(f'extern "C" void {names[unit]}(void* const* table) {{{init} }}\n')
-    return "\n".join(lines)
+    return used
 
 
 def _vector_types(isa: Isa) -> str:

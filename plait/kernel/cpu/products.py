@@ -7,17 +7,19 @@ Comes in: the call of a packed `Product`. Goes out: the same call of a `UserKern
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr
 from plait.ir.product import Panels, Product
-from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts
+from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts, depthwise_unit
 from plait.kernel.cpu.packed import OWN, Writer
-from plait.kernel.cpu.packed_shared import walk_texts
+from plait.kernel.cpu.packed_shared import dense_unit, walk_texts
+from plait.kernel.cpu.prelude import definitions
 from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
-from plait.runtime.toolchain import Isa
+from plait.runtime.toolchain import SHARED, Isa
 from plait.schedule.plan import UserLaunch
 
 _WRITERS: dict[str, type[Writer]] = {
@@ -43,17 +45,30 @@ def takes(launch: UserLaunch) -> tuple[int, int]:
 
 
 def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
-    """The functions of kernels with these texts, in groups that know nothing of each other. What
-    several of a group call stands there once, before them."""
-    made = []
-    for form, shared in (
-        ("rows|image", walk_texts), ("winograd", winograd_texts), ("depthwise", depthwise_texts),
-    ):  # fmt: skip
-        group = [text for text in texts if re.search(rf"\bpacked_(?:{form})\(", text)]
+    """The functions of kernels with these texts, in groups that know nothing of each other, and
+    the units that they need besides. What several of a group call stands there once, before
+    them."""
+    made, units = [], []
+    for form, (walks, shared) in _FORMS.items():
+        group = [text for text in texts if re.search(rf"\bpacked_(?:{walks})\(", text)]
         if group:
             parts = [text.split(OWN) for text in group]
             epilogues = dict.fromkeys(epilogue for epilogue, _ in parts)
             functions = (*shared(group, isa), *epilogues, *(own for _, own in parts))
-            name = f"packed_{form.partition('|')[0]}_kernels"
-            made.append(f"namespace {name} {{\n{''.join(functions)}}}\n")
-    return (*made,)
+            made.append(f"namespace packed_{form} {{\n{''.join(functions)}}}\n")
+            units.append(shared_unit(_UNIT_OF.get(form, "dense"), isa))
+    return (*made, *dict.fromkeys(units))
+
+
+_FORMS: dict[str, tuple[str, Callable[[Sequence[str], Isa], list[str]]]] = {
+    "dense": ("rows|image", walk_texts), "winograd": ("winograd", winograd_texts),
+    "depthwise": ("depthwise", depthwise_texts),
+}  # fmt: skip
+_UNIT_OF = {"depthwise": "depthwise"}
+
+
+@lru_cache
+def shared_unit(form: str, isa: Isa) -> str:
+    """A translation unit that is the same for all libraries."""
+    text = {"dense": dense_unit, "depthwise": depthwise_unit}[form](isa)
+    return f"{SHARED}{definitions(text, isa)}\n{text}"

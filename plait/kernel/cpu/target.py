@@ -20,11 +20,11 @@ from plait.kernel.cpu.nest import print_body
 from plait.kernel.cpu.packed import KERNEL
 from plait.kernel.cpu.plan_body import plan_body
 from plait.kernel.cpu.prelude import prelude_for
-from plait.kernel.cpu.products import library_texts, takes, write_packed
+from plait.kernel.cpu.products import library_texts, shared_unit, takes, write_packed
 from plait.kernel.target import Choices, Machines, Source, Target, Unaligned
-from plait.runtime.cache import get_or_build
+from plait.runtime.cache import begin_objects, get_or_build
 from plait.runtime.store import Built
-from plait.runtime.toolchain import NEXT_UNIT, Isa, find_toolchain
+from plait.runtime.toolchain import NEXT_UNIT, SHARED, Isa, detect_isa, find_toolchain
 from plait.schedule.dedup import part_operands, structure, symbol_for
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Plan, UserLaunch, device_of
@@ -79,12 +79,18 @@ class CppTarget(Target):
         names = {u.kernel.name: symbols[u.kernel.text] for u in launches}
         return Source("\n".join(groups), names, dict.fromkeys(names, 1), groups)
 
+    def expect(self, forms: Set[str], cfg: Config) -> None:
+        """Their units."""
+        isa = detect_isa(cfg.isa)
+        begin_objects([shared_unit(form, isa) for form in sorted(forms)], cfg)
+
     def finish(self, source: Source, machines: Machines) -> Source:
         """Translation units, which are compiled side by side."""
         isa = next(m for m in machines.values() if isinstance(m, Isa))
-        units = _shared_out(source.units)
+        units = _shared_out([u for u in source.units if not u.startswith(SHARED)])
         texts = (f"{prelude_for(t, isa, k, len(units))}\n{t}" for k, t in enumerate(units))
-        return replace(source, text=NEXT_UNIT.join(texts), units=())
+        shared = (u for u in source.units if u.startswith(SHARED))
+        return replace(source, text=NEXT_UNIT.join((*texts, *shared)), units=())
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""

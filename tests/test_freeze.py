@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import plait
+from plait.compat.fake_shapes import norms_known
 from plait.errors import InputError
 from plait.ir.calls import Extern
 from plait.runtime.toolchain import NEXT_UNIT
@@ -456,3 +458,27 @@ def test_kernels_are_compiled_in_several_units(
     compiled = frozen(model, x, options={"cache_dir": str(tmp_path)})
     assert compiled.record.kernel_source.count(NEXT_UNIT) == 5, "3 of its own, 2 shared"
     check(compiled, model, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 3, 5), (2, 4, 3, 5), (1, 4, 1, 5), (0, 4, 3, 3)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("weights", [0, 2])
+def test_norms_have_the_shapes_of_the_steps_they_are_made_of(
+    shape: tuple[int, ...], layout: torch.memory_format, weights: int
+) -> None:
+    def shapes() -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+        FakeTensorMode.cache_clear()
+        with FakeTensorMode():
+            whole = torch.empty(shape).to(memory_format=layout)
+            found = []
+            for x in (whole, torch.empty((*shape, 2))[..., 1], whole[1:]):
+                given = [torch.empty(4) if k < weights else None for k in range(2)]
+                statistics = torch.empty(4), torch.empty(4)
+                made = norm(x, *given, *statistics, 0.1, 1e-5)
+                found += [(t.shape, t.stride(), t.dtype) for t in made]
+            return found
+
+    norm = torch.ops.aten._native_batch_norm_legit_no_training.default
+    wanted = shapes()
+    with norms_known:
+        assert shapes() == wanted

@@ -121,6 +121,7 @@ def _frozen(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any,
     found = Owners(roots, [*done.sources.values(), *bound])
     owners = FrozenOwners(found, done, bound, constants)
     call, record = _compiled(done.traced, outside, owners, cfg)
+    done.folded.ready.result()
     return call, replace(record, frozen=done.told)
 
 

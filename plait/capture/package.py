@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,16 @@ def package(
         traced = trace(*source, "plait.package", target)
         _require_conditions(traced)
         folded: Sequence[str] = ()
+        ready: Future[None] | None = None
         if fold:
             done = frozen(traced, cfg)
-            traced, folded = done.traced, done.names
+            traced, folded, ready = done.traced, done.names, done.folded.ready
         # A name without a serial number: equal models make equal bytes.
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
+        if ready is not None:
+            ready.result()
         out.finish(_contents(captured.name, traced, results, made, folded, aliases))
 
 

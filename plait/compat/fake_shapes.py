@@ -1,21 +1,25 @@
 """Sizes and element types of fake results that torch gets wrong.
 
 `correct` puts in shape functions of our own: for packed sequences and FlexAttention in all
-versions, for what counts and finds (`unique`, `bincount`) in torch 2.11 and 2.12.
+versions, for what counts and finds (`unique`, `bincount`) in torch 2.11 and 2.12. Inside
+`norms_known` that of batch norms with given statistics is a short one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental import symbolic_shapes
 
 from plait.compat import versions
+from plait.compat.shared import Shared
 
 aten = torch.ops.aten
 _COUNTING = (
@@ -75,3 +79,35 @@ def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_fi
     for n in (rows, steps):
         symbolic_shapes._constrain_range_for_size(n)
     return x.new_empty((rows, *x.shape[2:])), lengths.new_empty((steps,), dtype=torch.int64)
+
+
+_NORM = aten._native_batch_norm_legit_no_training.default
+_long: Any = decomposition_table[_NORM]
+
+
+@functools.wraps(_long)  # torch goes by its name
+def _short(x: torch.Tensor, *given: Any) -> Any:
+    """The shapes of a batch norm, without those of twelve steps that it could be made of, which
+    take an eighth of the time to trace a network of convolutions."""
+    statistics = [t for t in given[:4] if t is not None]
+    if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
+        return _long(x, *given)
+    n, channels, *sides = x.shape
+    sizes = (channels, *sides)
+    if not all(isinstance(k, int) and k > 1 for k in sizes) or not isinstance(n, int) or n == 0:
+        return _long(x, *given)
+    kinds = {(t.shape, t.dtype, t.device) for t in statistics}
+    if kinds != {((channels,), x.dtype, x.device)}:
+        return _long(x, *given)
+    high, wide = sides
+    area = high * wide
+    inner = (area, wide, 1), (1, wide * channels, channels)
+    if x.stride() not in [(channels * area, *strides) for strides in inner]:
+        return _long(x, *given)
+    return torch.empty_like(x), x.new_empty((0,)), x.new_empty((0,))
+
+
+norms_known = Shared(
+    lambda: decomposition_table.update({_NORM: _short}),
+    lambda: decomposition_table.update({_NORM: _long}),
+)

@@ -82,11 +82,12 @@ class _Forwards(traceback.StackSummary):
 
     @classmethod
     def extract(cls, *_: object, **__: object) -> _Forwards:
-        frames, frame = [], sys._getframe(1)
+        frames = []
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # without the numbers of lines, which are slow to find
             if frame.f_code.co_name == "forward":
                 frames.append(frame)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return cls(
             traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward")
             for f in reversed(frames)

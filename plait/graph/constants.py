@@ -7,7 +7,7 @@ memory's sake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,9 +74,12 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
     return torch._debug_has_internal_overlap(layout) == 0
 
 
-def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
-    """What a node's operator gives for real values. Raises what it raises."""
-    assert callable(node.target), node.target
+def compute(
+    node: Node, values: Mapping[Node, torch.Tensor], function: Callable[..., Any] | None = None
+) -> Any:
+    """What a node's operator, or another function, gives for real values. Raises what it raises."""
+    run: Any = function or node.target
+    assert callable(run), node.target
     args = torch.fx.node.map_arg(node.args, values.__getitem__)
     kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
     with (
@@ -84,7 +87,7 @@ def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
         torch.utils._python_dispatch._disable_current_modes(),
         torch.no_grad(),
     ):
-        return node.target(*args, **kwargs)
+        return run(*args, **kwargs)
 
 
 def settled(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 while compiling. Batch norms after convolutions and products become part of their weights first, and
 weights of products are packed for the kernels that read them.
 
-A value is made a constant of the module where the rest of the graph meets it. Views stay in the
+Packing takes long and looks at nothing but weights: a thread does it, beside what follows. A value
+is made a constant of the module where the rest of the graph meets it. Views stay in the
 graph, since they cost nothing there; what is much larger than what it is made of is computed at
 every call, from what it is made of. How the constants are made of weights is kept, so that they can
 be made again of others.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ from plait.graph.edit import (
     value_of,
 )
 from plait.graph.pack import pack_weights
+from plait.runtime.packed import FILLS
+from plait.runtime.process import Workers
 
 # Bounds on memory: chosen, not measured.
 MAX_GROWTH = 4
@@ -40,9 +45,6 @@ MAX_GROWTH = 4
 SMALL_NBYTES = 1 << 16
 """Growth does not matter below this."""
 _plait: Any = torch.ops.plait
-_PACKS = [
-    getattr(_plait, f"pack{kind}").default for kind in ("", "_filters", "_winograd", "_points")
-]
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class Folded:
     recipe: makes the values of `names` of the values of all weights.
     names: of the constants in the graph's module.
     packed: those that are a second copy of a weight, in another order.
+    ready: their values are there; until then the constants are memory without values.
     """
 
     frozen: frozenset[Node]
     recipe: Graph
     names: tuple[str, ...]
     packed: tuple[str, ...]
+    ready: Future[None]
 
     def values(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The constants for these weights, in memory of their own but for weights themselves."""
@@ -101,10 +105,14 @@ def fold_weights(
     recipe = _Recipe(weights, constants)
     frozen: set[Node] = set()
     made: dict[str, Node] = {}
-    packed: list[str] = []
+    packed: dict[str, tuple[Node, torch.Tensor]] = {}
     for node in [node for node in gm.graph.nodes if node in wanted]:
         try:
-            value = _computed(node, values, memory)
+            if node.target in FILLS:
+                like = value_of(node)
+                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            else:
+                value = _computed(node, values, memory)
         except (RuntimeError, AssertionError, IndexError):
             continue  # it fails at a call too, or takes a device that this machine lacks
         with gm.graph.inserting_before(node):
@@ -112,8 +120,8 @@ def fold_weights(
         values[constant] = value
         memory[compat.tracing.storage_of(value)] += 1
         made[str(constant.target)] = recipe.env[constant] = recipe.copied(node)
-        if node.target in _PACKS:
-            packed.append(str(constant.target))
+        if node.target in FILLS:
+            packed[str(constant.target)] = recipe.env[constant], value
         frozen |= known[node]
         node.replace_all_uses_with(constant, propagate_meta=False)
     drop_dead(gm)
@@ -124,7 +132,19 @@ def fold_weights(
             made[str(constant.target)] = recipe.copied(node)
             node.replace_all_uses_with(constant, propagate_meta=False)
     recipe.graph.output(list(made.values()))
-    return Folded(frozenset(frozen), recipe.graph, tuple(made), tuple(packed))
+    pool = Workers(1)
+    ready = pool.submit(_pack, list(packed.values()), recipe.values(weights))
+    pool.leave()
+    return Folded(frozenset(frozen), recipe.graph, tuple(made), tuple(packed), ready)
+
+
+def _pack(packed: Sequence[tuple[Node, torch.Tensor]], values: dict[Node, torch.Tensor]) -> None:
+    """Fills constants with packed weights. packed: nodes of a recipe, and the memory of each.
+    values: of what the recipe is given."""
+    for node, out in packed:
+        for source in node.all_input_nodes:
+            _compute_all(source, values)
+        compute(node, values, partial(FILLS[node.target], out))
 
 
 class _Recipe:
@@ -136,6 +156,12 @@ class _Recipe:
         self.graph = Graph()
         self.env = {node: self.graph.placeholder(node.name) for node in weights}
         self.constants = constants
+
+    def values(self, weights: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """What it is given."""
+        given = {self.env[node]: value.detach() for node, value in weights.items()}
+        constants = ((self.env[n], value) for n, value in self.constants.items() if n in self.env)
+        return {**given, **dict(constants)}
 
     def copied(self, node: Node) -> Node:
         """The node of the recipe that stands for one of the graph, with all that it needs."""
@@ -272,16 +298,23 @@ def _nbytes(value: torch.Tensor) -> int:
 def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]) -> torch.Tensor:
     """The value of a node, of which values has the weights. memory: how many values each storage
     has."""
-    todo = [node]
+    for value in _compute_all(node, values):
+        memory[compat.tracing.storage_of(value)] += 1
+    value = values[node]
+    return _settled(value, value_of(node), memory[compat.tracing.storage_of(value)] > 1)
+
+
+def _compute_all(node: Node, values: dict[Node, torch.Tensor]) -> list[torch.Tensor]:
+    """Puts the value of a node, and those that it is made of, where they lack; gives these."""
+    todo, made = [node], []
     while todo:
         last = todo[-1]
         missing = [i for i in last.all_input_nodes if i not in values]
-        if not missing:
-            values[todo.pop()] = value = compute(last, values)
-            memory[compat.tracing.storage_of(value)] += 1
+        if not missing and todo.pop() not in values:
+            values[last] = compute(last, values)
+            made.append(values[last])
         todo += missing
-    value = values[node]
-    return _settled(value, value_of(node), memory[compat.tracing.storage_of(value)] > 1)
+    return made
 
 
 def _settled(value: torch.Tensor, like: torch.Tensor, shared: bool) -> torch.Tensor:

@@ -29,7 +29,7 @@ Kernels compute them; the functions here say what they mean, and run where a gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +50,17 @@ def panel_width(columns: int) -> int:
     return min(_COSTS, key=lambda w: -(-columns // w) * w * _COSTS[w])
 
 
-def _pack(matrix: Tensor, width: int) -> Tensor:
-    rows, columns = matrix.shape
-    whole, rest = divmod(columns, width)
-    panels = matrix.new_empty((whole + (rest > 0), rows, width))
-    panels[:whole] = matrix[:, : whole * width].unflatten(1, (whole, width)).transpose(0, 1)
+def _fill(panels: Tensor, matrix: Tensor) -> None:
+    _, rows, width = panels.shape
+    whole, rest = divmod(matrix.shape[1], width)
+    panels[:whole] = matrix[:, : whole * width].reshape(rows, whole, width).transpose(0, 1)
     if rest:
         panels[whole] = F.pad(matrix[:, whole * width :], (0, width - rest))
+
+
+def _pack(matrix: Tensor, width: int) -> Tensor:
+    panels = _fake_pack(matrix, width)
+    _fill(panels, matrix)
     return panels
 
 
@@ -65,8 +69,12 @@ def _fake_pack(matrix: Tensor, width: int) -> Tensor:
     return matrix.new_empty((-(-columns // width), rows, width))
 
 
+def _rows_of(filters: Tensor) -> Tensor:
+    return filters.permute(2, 3, 1, 0).reshape(-1, len(filters))
+
+
 def _pack_filters(filters: Tensor, width: int) -> Tensor:
-    return _pack(filters.permute(2, 3, 1, 0).reshape(-1, len(filters)), width)
+    return _pack(_rows_of(filters), width)
 
 
 def _fake_pack_filters(filters: Tensor, width: int) -> Tensor:
@@ -132,10 +140,14 @@ def _conv(
     return made
 
 
-def _pack_winograd(filters: Tensor, width: int) -> Tensor:
+def _winograd_sums(filters: Tensor) -> Tensor:
     g = filters.new_tensor(_WINOGRAD, dtype=torch.float64)
     sums = torch.einsum("ia,jb,ocab->ijco", g, g, filters.double())
-    return _pack(sums.flatten(0, 2).to(filters.dtype), width)
+    return sums.flatten(0, 2).to(filters.dtype)
+
+
+def _pack_winograd(filters: Tensor, width: int) -> Tensor:
+    return _pack(_winograd_sums(filters), width)
 
 
 def _fake_pack_winograd(filters: Tensor, width: int) -> Tensor:
@@ -209,3 +221,11 @@ def _register() -> Any:
 
 
 _LIBRARY = _register()  # the operators live as long as this object
+_PLAIT: Any = torch.ops.plait
+FILLS: dict[Any, Callable[..., Any]] = {
+    _PLAIT.pack.default: lambda out, matrix, _: _fill(out, matrix),
+    _PLAIT.pack_filters.default: lambda out, filters, _: _fill(out, _rows_of(filters)),
+    _PLAIT.pack_winograd.default: lambda out, filters, _: _fill(out, _winograd_sums(filters)),
+    _PLAIT.pack_points.default: lambda out, filters: out.copy_(_pack_points(filters)),
+}
+"""What packs, into memory that is there. out: a tensor like the operator's result."""

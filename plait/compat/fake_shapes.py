@@ -90,7 +90,7 @@ def _short(x: torch.Tensor, *given: Any) -> Any:
     """The shapes of a batch norm, without those of twelve steps that it could be made of, which
     take an eighth of the time to trace a network of convolutions."""
     statistics = [t for t in given[:4] if t is not None]
-    if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.dim() != 4 or not x.is_cpu or x.dtype != torch.float32:
         return _long(x, *given)
     n, channels, *sides = x.shape
     sizes = (channels, *sides)

@@ -1,9 +1,18 @@
-"""What races on a GPU share: a peer as a compiled function, and how long its calls take."""
+"""What races on a GPU share: a peer as a compiled function, how long its calls take, and processes
+that compile side by side and are timed one at a time."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,3 +52,69 @@ def least_us(call: Callable[[T], Any], given: Sequence[T], calls: int) -> float:
         end.synchronize()
         best = min(best, begin.elapsed_time(end) * 1e3 / calls)
     return best
+
+
+class Turns:
+    """Turns of processes at a device: many compile side by side, and may measure what they compile;
+    then one is timed, alone. folder: of the race."""
+
+    def __init__(self, folder: Path) -> None:
+        name = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        # Who is about to compile waits behind who is about to time: else timing would starve.
+        self.gate, self.device = folder / f"gate {name}", folder / f"device {name}"
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        with _locked(self.gate, fcntl.LOCK_EX):
+            held = self.device.open("w")
+            fcntl.flock(held, fcntl.LOCK_SH)
+        with held:
+            yield
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        with _locked(self.gate, fcntl.LOCK_EX), _locked(self.device, fcntl.LOCK_EX):
+            yield
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("w") as held:
+        fcntl.flock(held, how)
+        yield
+
+
+ROWS = "rows"
+"""The file in a race's folder to which its processes write: a line of JSON for each row."""
+
+
+def write_row(folder: Path, row: object) -> None:
+    """Tells the race of a row that is done."""
+    with (folder / ROWS).open("a") as out:
+        out.write(json.dumps(row) + "\n")
+
+
+def rows_of(
+    command: Callable[[int, str], Sequence[str]], jobs: int, seconds: float
+) -> Iterator[Any]:
+    """Rows of so many processes, as they are done, for so long; each process has one of the GPUs.
+    command: of a process, by its number and the race's folder."""
+    end, n_devices = time.monotonic() + seconds, torch.cuda.device_count()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_devices)))).split(",")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        (Path(folder) / ROWS).touch()
+        running = [
+            subprocess.Popen(
+                command(k, folder),
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": shown[k % len(shown)]},
+            )
+            for k in range(jobs)
+        ]
+        with (Path(folder) / ROWS).open() as rows:
+            goes_on = True
+            while goes_on:
+                goes_on = time.monotonic() < end and any(p.poll() is None for p in running)
+                yield from map(json.loads, rows)
+                time.sleep(0.2)
+        for process in running:
+            process.kill()

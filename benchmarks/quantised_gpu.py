@@ -7,21 +7,17 @@ inductor; plait-tuned, inductor-tuned (max-autotune); and of chains copy, a copy
 a chain reads and writes.
 Errors are distances from float64, where results are codes times scales.
 Usage: quantised_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N] [--seconds N]: N processes
-compile side by side, for so long; then one at a time has the device.
+compile side by side, one at a time is timed on a device. Each row is printed as it is done, and a
+table at the end, which comes after so many seconds at the latest.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
-import time
 import types
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
@@ -29,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_device import compiled, least_us
+from on_device import Turns, compiled, least_us, rows_of, write_row
 from quantised import CASES, Random, distance, in_float64
 from table import render
 from torch import Tensor
@@ -110,59 +106,47 @@ class Race:
 
 @torch.no_grad()
 def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
-    """Compiles rows, one after the other, until the file "go" is there; then times what it has,
-    while no other process uses the device; a line of JSON each."""
-    races: dict[str, Race] = {}
-    calls: dict[tuple[str, str], Callable[[list[Tensor]], Any]] = {}
+    """Compiles rows and times them, one after the other."""
+    turns = Turns(folder)
     for row in (r for rows in ROWS.values() for r in rows if title(r) in names):
-        races[title(row)] = race = Race(row)
-        for peer in (*peers, *([COPY] if row in ROWS["chains"] else [])):
-            if (folder / "go").exists():
-                break
-            try:
-                calls[title(row), peer] = race.call(peer)
-            except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
-                text = f"{type(failed).__name__}: {failed}".splitlines()[0]
-                print(f"{title(row)}: {peer} failed: {text[:200]}", file=sys.stderr)
-    (folder / f"ready {os.getpid()}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.05)
-    with (folder / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        for name, race in races.items():
-            mine = {peer: call for (of, peer), call in calls.items() if of == name}
-            errors = {p: race.error(c) if p in ("eager", "plait") else 0.0 for p, c in mine.items()}
-            found = {
-                peer: (least_us(call, race.inputs, CALLS), errors[peer])
-                for peer, call in mine.items()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        calls: dict[str, Callable[[list[Tensor]], Any]] = {}
+        with turns.compiling():
+            race = Race(row)
+            for peer in (*peers, *([COPY] if row in ROWS["chains"] else [])):
+                try:
+                    calls[peer] = race.call(peer)
+                except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
+                    text = f"{type(failed).__name__}: {failed}".splitlines()[0]
+                    print(f"{title(row)}: {peer} failed: {text[:200]}", file=sys.stderr)
+            errors: dict[str, float] = {
+                p: race.error(calls[p]) for p in ("eager", "plait") if p in calls
             }
-            print(json.dumps({"name": name, "found": found}), flush=True)
+        with turns.timing():
+            found = {
+                peer: (least_us(call, race.inputs, CALLS), errors.get(peer, 0.0))
+                for peer, call in calls.items()
+            }
+        write_row(folder, {"name": title(row), "found": found})
 
 
 def raced(
-    names: Sequence[str], peers: str, jobs: int, seconds: float
+    names: Sequence[str], peers: Sequence[str], jobs: int, seconds: float
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """Times and errors of each row's peers: of those that are compiled after so many seconds."""
-    rows: dict[str, dict[str, tuple[float, float]]] = {}
-    end = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        running = [
-            subprocess.Popen(
-                [sys.executable, __file__, place, "--peers", peers, "--work",
-                 json.dumps(names[k::jobs])],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for k in range(min(jobs, len(names)))
-        ]  # fmt: skip
-        while len(list(folder.glob("ready *"))) < len(running) and time.monotonic() < end:
-            time.sleep(0.1)
-        (folder / "go").touch()
-        for process in running:
-            for line in process.communicate()[0].splitlines():
-                row = json.loads(line)
-                rows[row["name"]] = row["found"]
-    return rows
+    """Times and errors of each row's peers: of those that are done after so many seconds. Prints
+    each."""
+
+    def command(k: int, folder: str) -> list[str]:
+        mine = json.dumps(names[k::jobs])
+        return [sys.executable, __file__, folder, "--peers", ",".join(peers), "--work", mine]
+
+    found = {}
+    for row in rows_of(command, min(jobs, len(names)), seconds):
+        found[row["name"]] = row["found"]
+        cells, _ = row_of(row["name"], row["found"], peers)
+        print(" | ".join(cells), flush=True)
+    return found
 
 
 def main() -> None:
@@ -183,9 +167,9 @@ def main() -> None:
         for group, rows in ROWS.items()
     }
     names = [name for some in chosen.values() for name in some]
-    found = raced(names, args.peers, args.jobs, args.seconds)
-    print(torch.cuda.get_device_name(), torch.__version__)
     peers = args.peers.split(",")
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    found = raced(names, peers, args.jobs, args.seconds)
     table, ratios = [], []
     for group, some in chosen.items():
         better = []

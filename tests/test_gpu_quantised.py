@@ -22,6 +22,7 @@ def test_every_target(wrapper: str, name: str) -> None:
     check(name, FEW, "cuda", wrapper, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, e4m3, e5m2], ids=str)
-def test_codes_are_eagers(kind: torch.dtype) -> None:
-    check_codes(kind, "cuda")
+def test_codes_are_eagers(kind: torch.dtype, dtype: torch.dtype) -> None:
+    check_codes(kind, "cuda", dtype)

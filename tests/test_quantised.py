@@ -18,6 +18,8 @@ from benchmarks.quantised import CASES, Case, Random, distance, e4m3, e5m2, in_f
 from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.schedule.plan import kernels_of
+from plait.schedule.text import plan_text, read_plan
 from plait.wrapper.instructions import CallExtern, Launch
 from plait.wrapper.program import CompileRecord
 from tests.flex_programs import WRAPPERS
@@ -102,26 +104,44 @@ def test_kernels_on_a_gpu(compile_only: None, name: str) -> None:  # noqa: F811
         assert steps(few) == CASES[name].few, few.wrapper
 
 
+@pytest.mark.parametrize("name", ["rms norm, to mxfp8", "rms norm, to mxfp4"])
+def test_rows_that_no_block_holds(name: str) -> None:
+    """Segments of rows along which a kernel walks."""
+    check(name, (2, 0, 40960), "cpu", "python" if AS_GPU else "native", torch.bfloat16)
+
+
+def test_segments_are_written_and_read(compile_only: None) -> None:  # noqa: F811
+    plan = _without_gpu("rms norm, to mxfp4", 16).plan
+    (kernel,) = kernels_of(plan)
+    assert {s.segment for s in kernel.stmts} == {0, 2, 32}, plan_text(plan)
+    assert plan_text(read_plan(plan_text(plan), plan.program)) == plan_text(plan)
+
+
 @pytest.mark.parametrize("name", ["rms norm, to fp8", "silu, to e5m2", "fp8 weights"])
 def test_floats_of_8_bits_have_instructions(compile_only: None, name: str) -> None:  # noqa: F811
     source = _without_gpu(name, 16).kernel_source
-    assert re.search(r"p_(to|of)_e\dm\d\w*\(v\d+\)|p_of_e4m3\(t\d+\)", source), source
+    assert re.search(r"p_(to|of|one|four)_e\dm\d\w*\(v\d+\)|p_(number_)?of_e4m3\(t\d+\)", source), (
+        source
+    )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, e4m3, e5m2], ids=str)
-def test_codes_are_eagers(kind: torch.dtype) -> None:
+def test_codes_are_eagers(kind: torch.dtype, dtype: torch.dtype) -> None:
     """To the last bit, however a step between codes divides."""
-    check_codes(kind, "cpu")
+    check_codes(kind, "cpu", dtype)
 
 
-def check_codes(kind: torch.dtype, device: str) -> None:
+def check_codes(kind: torch.dtype, device: str, dtype: torch.dtype = torch.float32) -> None:
+    clamps = dtype == torch.bfloat16  # the instructions do it
+
     def fn(x: Tensor, scale: Tensor) -> Any:
-        y = x / scale
-        y = (
-            y
-            if kind.is_floating_point
-            else y.round().clamp(0 if kind == torch.uint8 else -128, 127)
-        )
+        y = x.float() / scale
+        if not kind.is_floating_point:
+            y = y.round().clamp(0 if kind == torch.uint8 else -128, 127)
+        elif clamps:
+            limit = torch.finfo(kind).max
+            y = y.clamp(-limit, limit)
         return y.to(kind), x.abs().amax(-1)
 
     gen = torch.Generator().manual_seed(3)
@@ -136,9 +156,9 @@ def check_codes(kind: torch.dtype, device: str) -> None:
         x[9, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
         scale[10], scale[11] = torch.inf, 0.0
         x = torch.where(torch.rand(x.shape, generator=gen) < 0.5, x, (x / scale).round() * scale)
-        x = x.clamp(-400 * scale, 400 * scale) if kind == e4m3 else x
+        x = x.clamp(-400 * scale, 400 * scale) if kind == e4m3 and not clamps else x
     torch.compiler.reset()
-    given = x.to(device), scale.to(device)
+    given = x.to(device, dtype), scale.to(device)
     found, want = torch.compile(fn, backend="plait")(*given)[0], fn(*given)[0]
     a, b = (t.view(torch.uint8) for t in (found, want))
     differ = (a != b) & ~(found.float().isnan() & want.float().isnan())

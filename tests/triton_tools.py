@@ -62,10 +62,23 @@ def _to_code(kind: torch.dtype) -> Callable[[core.tensor], core.tensor]:
     def call(x: core.tensor) -> core.tensor:
         numbers = torch.from_numpy(np.ascontiguousarray(x.handle.data))
         codes = numbers.to(kind).view(torch.uint8)
-        if kind == torch.float8_e4m3fn:  # in some versions of torch, NaN
-            codes = torch.where(numbers.abs() > 464, 0x7E + (numbers < 0) * 0x80, codes)
+        most = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}[kind]
+        beyond = numbers.abs() > torch.finfo(kind).max  # in some versions of torch, NaN
+        codes = torch.where(beyond, most + (numbers < 0) * 0x80, codes)
         handle = TensorHandle(codes.to(torch.uint8).numpy(), core.uint8)
         return core.tensor(handle, _like(x, core.uint8))
+
+    return call
+
+
+def _nearest(kind: torch.dtype, of: core.dtype) -> Callable[[core.tensor], core.tensor]:
+    """Rounds to an integer, which is clamped; NaN is 0."""
+
+    def call(x: core.tensor) -> core.tensor:
+        numbers = torch.from_numpy(np.ascontiguousarray(x.handle.data)).double()
+        limits = torch.iinfo(kind)
+        whole = numbers.round().nan_to_num(0.0).clamp(limits.min, limits.max).to(kind)
+        return core.tensor(TensorHandle(whole.numpy(), of), _like(x, of))
 
     return call
 
@@ -87,7 +100,12 @@ INSTRUCTIONS = {
     "p_rcp": lambda x: 1.0 / x,
     "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
-    "p_to_e4m3": _to_code(torch.float8_e4m3fn), "p_to_e5m2": _to_code(torch.float8_e5m2),
+    **{
+        f"p_{name}_{kind}": _to_code(dtype) for name in ("one", "four")
+        for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
+    },
+    "p_nearest": _nearest(torch.int32, core.int32), "p_four_i8": _nearest(torch.int8, core.int8),
+    "p_four_u8": _nearest(torch.uint8, core.uint8),
     "p_number_of_e4m3": _of_code(torch.float8_e4m3fn),
     "p_number_of_e5m2": _of_code(torch.float8_e5m2),
 }  # fmt: skip

@@ -113,18 +113,23 @@ def encoded(ops: Recorder, value: Node, form: Format | None) -> Node:
     return ops.cast(signed, u8)
 
 
-def encodes(n: Node, form: Format, simplify: Simplifier) -> Node | None:
-    """The number whose code a simplified node is; None if it is another value."""
+def encodes(n: Node, form: Format) -> Node | None:
+    """The number whose code a node is, simplified but for the number; None if it is another
+    value."""
     if n.op != "cast" or n.dtype != u8 or n.args[0].dtype != u32:
         return None
-    return next((x for x in _below(n, f32) if simplify(encoded(Recorder(), x, form)) is n), None)
+    return next(
+        (x for x in _below(n, f32) if Simplifier((x,))(encoded(Recorder(), x, form)) is n), None
+    )
 
 
-def decodes(n: Node, form: Format, simplify: Simplifier) -> Node | None:
-    """The code whose number a simplified node is; None if it is another value."""
+def decodes(n: Node, form: Format | None) -> Node | None:
+    """The code whose number a node is, simplified but for the code; None if it is another value."""
     if n.op != "bitcast" or n.dtype != f32 or n.args[0].dtype != u32:
         return None
-    return next((x for x in _below(n, u8) if simplify(decoded(Recorder(), x, form)) is n), None)
+    return next(
+        (x for x in _below(n, u8) if Simplifier((x,))(decoded(Recorder(), x, form)) is n), None
+    )
 
 
 def _below(n: Node, dtype: DType) -> Iterator[Node]:

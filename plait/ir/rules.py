@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from plait.ir import expr
@@ -466,11 +466,11 @@ for _name, _ops, _rule in RULES:
 
 
 class Simplifier:
-    """Applies the rules. One serves a whole program: bodies that share nodes are simplified
-    once."""
+    """Applies the rules. One serves a whole program: bodies that share nodes are simplified once.
+    kept: nodes that stay as they are."""
 
-    def __init__(self) -> None:
-        self._done: dict[Node, Node] = {}
+    def __init__(self, kept: Iterable[Node] = ()) -> None:
+        self._done: dict[Node, Node] = {n: n for n in kept}
 
     def __call__(self, root: Node) -> Node:
         """root simplified."""

@@ -111,6 +111,8 @@ class _KernelMaker:
         for m, facts in zip(self.group.members, self.facts, strict=True):
             for n in facts.indices:
                 out += (AxisUse(e, 0) for e in m.at(index_exprs(n)))
+            if m.segment:  # its results keep the axes of segments apart
+                out.append(AxisUse(flat_index(self.buffers[m.stored[0][0]], m.stored[0][1]), 0))
             if isinstance(m.loop, Scan):
                 out.append(AxisUse(m.at(m.loop.vars)[m.loop.axis], 0))
         return out

@@ -64,7 +64,7 @@ def _can_be_cut(s: Stmt) -> bool:
     if isinstance(s, Store):
         return not s.full
     needs = any(n.op == "acc" for n in walk(stmt_roots(s)))
-    return REDUCTIONS[s.kind].merges and not s.running and not needs
+    return REDUCTIONS[s.kind].merges and not s.inner and not needs
 
 
 def _along_memory(kernel: Kernel) -> bool:

@@ -83,10 +83,19 @@ def structure(kernel: Kernel) -> object:
     for s in kernel.stmts:
         nodes = tuple(numbers[n] for n in stmt_nodes(s))
         if isinstance(s, Reduce):
-            stmts.append((accs[s.name], s.kind, nodes, s.running))
+            stmts.append((accs[s.name], s.kind, nodes, s.running, s.segment))
         else:
             stmts.append(
-                (buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic)
+                (
+                    buffers[s.buf],
+                    s.index,
+                    nodes,
+                    s.full,
+                    s.mode,
+                    s.mask is not None,
+                    s.atomic,
+                    s.segment,
+                )
             )
     layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
     return (

@@ -10,7 +10,7 @@ refusal is a Reason.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,9 +22,10 @@ from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
-from plait.schedule.group import Group, Member, is_ordered, moved, store_index
+from plait.schedule.group import Group, Member, is_ordered, moved, place_in_segment, store_index
 from plait.schedule.grouping import Grouping
 from plait.schedule.plan import Fused, Reason, Refusal
+from plait.schedule.segments import segments_of
 
 # Bounds keep compile time linear (tests/test_growth.py) and arguments few; they are no results of
 # measuring. Distances are chosen for the peak of memory (tests/test_memory.py).
@@ -117,7 +118,8 @@ def _writes(m: Member) -> dict[str, _Write]:
     if isinstance(loop, Scatter):
         return {loop.out: _Write("update", m.at(loop.index), m.full)}
     kind = "sum" if m.parts else "point"
-    return {o: _Write(kind, index, isinstance(loop, Scan)) for o, index in m.stored}
+    full = isinstance(loop, Scan) or m.segment > 0
+    return {o: _Write(kind, index, full) for o, index in m.stored}
 
 
 class _Fuser:
@@ -296,9 +298,33 @@ class _Fuser:
                     host, guest, found = rows, columns, across
                     break
         if isinstance(found, Reason):
+            for k, rows, other in ((b, x, y), (a, y, x)):
+                cut = self._cut_segments(rows, other)
+                if cut is not None:
+                    host, (guest, found) = rows, cut
+                    self.nodes[k] = guest
+                    break
+        if isinstance(found, Reason):
             return found
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
+
+    def _cut_segments(self, host: _Node, guest: _Node) -> tuple[_Node, Alignment] | None:
+        """The guest as what gives results of segments of the host's rows, and one space for
+        both."""
+        if facts_of(self._device(host)).is_host or not host.group.rvars:
+            return None
+        if any(m.parts for m in host.group.members):
+            return None
+        found = segments_of(guest.group, host.group, self.grouping.bodies, self.fresh)
+        if found is None:
+            return None
+        node = _Node(self.grouping, found.group)
+        node.weigh(self.nbytes)
+        aligned = self._align(host, node, found.ties)
+        if isinstance(aligned, Reason) or not found.fit(aligned):
+            return None
+        return node, aligned
 
     def _reads_windows(self, x: _Node) -> bool:
         """Whether each point of a group on a GPU reads one buffer at many places, which loops that
@@ -329,7 +355,10 @@ class _Fuser:
         op = self.grouping.program.ops[k]
         return str(getattr(op, "op", type(op).__name__))
 
-    def _align(self, host: _Node, guest: _Node) -> Alignment | Reason:
+    def _align(
+        self, host: _Node, guest: _Node, known: Sequence[tuple[Index, Index]] = ()
+    ) -> Alignment | Reason:
+        """One space for both. known: indices of one point, besides those that both have."""
         across = any(m.parts for m in guest.group.members)
         hs = IterationSpace(host.group.vars, host.group.rvars)
         gs = IterationSpace(guest.group.vars, guest.group.rvars)
@@ -341,7 +370,7 @@ class _Fuser:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > max(LARGE_NUMEL, outer * rates.short_row) and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
-        found = align(hs, gs, list(_ties(host, guest)), self.fresh, across)
+        found = align(hs, gs, [*known, *_ties(host, guest)], self.fresh, across)
         if found is None:
             return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
         if (host.running or guest.running) and len(found.space.rvars) != 1:
@@ -474,7 +503,7 @@ def _dependences(
         for k, n in user.reads[name]:
             m = users[k]
             at = m.at(load_of(n).index)
-            if k < op or at != w.index:
+            if k < op or (at != w.index and place_in_segment(m, at, w.index) is None):
                 return Reason(f"{name} is stored at {_text(w.index)}, loaded at {_text(at)}")
             if w.full and not (m.full or isinstance(m.loop, Reduction)):
                 return Reason(f"{name} is made in the reduced range and needed outside of it")

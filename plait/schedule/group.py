@@ -41,13 +41,17 @@ class Member:
     """A loop in a group. op: its place in the program. env: its variables in terms of the group's
     (those that keep their name are left out). full: it runs at every point of vars x rvars,
     otherwise once a point of vars. parts: a Reduction runs across the group, at full level: what it
-    reduces are the outer variables, in so many parts."""
+    reduces are the outer variables, in so many parts. segment: it gives a result for each segment
+    of so many points of rvars, at full level; a Reduction reduces segments. within: of a Pointwise
+    that has one, the position in a segment: what the group has made is loaded at fixed ones."""
 
     op: int
     loop: Loop
     env: Mapping[Atom, Size] = field(default_factory=dict)
     full: bool = False
     parts: Size = 0
+    segment: int = 0
+    within: Expr | None = None
 
     def at(self, index: Iterable[Size]) -> Index:
         """An index of the loop in terms of the group's variables."""
@@ -95,7 +99,7 @@ def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
     if not env:
         return m if full == m.full else replace(m, full=full)
     own = dict(m.env)
-    for v in space(m.loop):
+    for v in (*space(m.loop), *([] if m.within is None else [m.within])):
         a = atom_of(v)
         now = substitute(own.get(a, v), env)
         if now == v:
@@ -108,9 +112,9 @@ def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
 def is_ordered(m: Member) -> bool:
     """Whether a loop depends on the order of its reduced axes."""
     loop = m.loop
-    return isinstance(loop, Scan) or (
-        isinstance(loop, Reduction) and REDUCTIONS[loop.kind].extreme != ""
-    )
+    if m.segment > 0 or isinstance(loop, Scan):
+        return True
+    return isinstance(loop, Reduction) and REDUCTIONS[loop.kind].extreme != ""
 
 
 def stored(loop: Loop) -> list[tuple[str, Index]]:
@@ -125,12 +129,32 @@ def store_index(loop: Pointwise | Scatter) -> Index:
     return loop.vars if loop.index is None else loop.index
 
 
+def place_in_segment(m: Member, at: Index, made: Index) -> int | None:
+    """Where in a segment the element lies that a member loads at `at`, of what is made at `made`;
+    None if it is in no fixed place of the member's own segment."""
+    if m.within is None:
+        return None
+    (within,) = m.at((m.within,))
+    if not isinstance(within, Expr) or within.symbol is None:
+        return None
+    places = range(m.segment)
+    return next((k for k in places if _at_place(made, within.symbol, k) == at), None)
+
+
+def _at_place(index: Index, within: Atom, k: int) -> Index:
+    return tuple(substitute(e, {within: k}) for e in index)
+
+
 class _Body:
     """Rewrites bodies of members into the group's variables, with loads of values that the group
-    itself made replaced by their nodes."""
+    itself made replaced by their nodes.
+
+    picked: values at fixed places of segments, as reductions of these, which nothing has done yet.
+    """
 
     def __init__(self) -> None:
         self.made: dict[str, tuple[Index, Node]] = {}
+        self.picked: dict[str, Reduce] = {}
         self._memo: dict[int, dict[Node, Node]] = {}
 
     def start(self, member: Member) -> None:
@@ -156,8 +180,7 @@ class _Body:
                 if index == load.index:
                     return with_args(n, args)
                 return node("load", args, Load(load.buf, index, load.masked), n.dtype)
-            assert made[0] == index, f"{load.buf} is stored at {made[0]} and loaded at {index}"
-            value = made[1]
+            value = made[1] if made[0] == index else self._pick(load.buf, index, *made)
             if load.masked:
                 return node("where", (args[-1], value, const(0, value.dtype)))
             return value
@@ -165,6 +188,18 @@ class _Body:
             (value_at,) = self.member.at(index_exprs(n))
             return integer(value_at, args)
         return with_args(n, args)
+
+    def _pick(self, buf: str, index: Index, made: Index, value: Node) -> Node:
+        """A value of another point of the member's segment."""
+        m = self.member
+        k = place_in_segment(m, index, made)
+        assert k is not None, f"{buf} is stored at {made} and loaded at {index}"
+        name = f"{buf}.{m.segment}.{k}"
+        (within,) = m.at((m.within,)) if m.within is not None else ()
+        here = node("eq", (integer(within), integer(k)))
+        picked = node("where", (here, value, const(0, value.dtype)))
+        self.picked.setdefault(name, Reduce(name, "xor", picked, segment=m.segment))
+        return node("acc", (), name, value.dtype)
 
 
 def statements(group: Group) -> list[Stmt]:
@@ -177,7 +212,8 @@ def statements(group: Group) -> list[Stmt]:
         if isinstance(loop, Pointwise):
             value = body(loop.body)
             index = m.at(store_index(loop))
-            out.append(Store(loop.out, index, value, m.full))
+            out += (r for r in body.picked.values() if r not in out)
+            out.append(Store(loop.out, index, value, m.full, segment=m.segment))
             if loop.index is None:
                 body.made[loop.out] = (index, value)
         elif isinstance(loop, Reduction):
@@ -197,13 +233,13 @@ def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
     name, index = m.stored[0]
     if m.parts:
         return [Store(name, index, value, True, "sum")]
-    out: list[Stmt] = [Reduce(name, loop.kind, value)]
+    out: list[Stmt] = [Reduce(name, loop.kind, value, segment=m.segment)]
     row = REDUCTIONS[loop.kind]
     dtype = row.gives(value.dtype)
     for buf, part in zip(loop.outs, row.parts, strict=True):
         if buf is not None:
             acc = node("acc", (), name + part, dtype)
-            out.append(Store(buf, index, acc, False))
+            out.append(Store(buf, index, acc, m.full, segment=m.segment))
             body.made[buf] = (index, acc)
     return out
 

@@ -76,9 +76,9 @@ def joined(parts: Sequence[Kernel], names: Names) -> Kernel:
 
 
 def inner_nodes(nodes: Sequence[Node], rvars: Sequence[Expr], stmts: Sequence[Stmt]) -> set[Node]:
-    """The nodes at full level: those that hold a reduced variable or a running result."""
+    """The nodes at full level: those that hold a reduced variable, or a result at that level."""
     atoms = {v.symbol for v in rvars}
-    running = {s.name for s in stmts if isinstance(s, Reduce) and s.running}
+    running = {s.name for s in stmts if isinstance(s, Reduce) and s.inner}
     out: set[Node] = set()
     for n in nodes:
         if not out.isdisjoint(n.args) or (n.op == "acc" and n.attr in running):
@@ -173,14 +173,19 @@ def content_text(
         lines.append(f"{n.op} {_attr_text(n, bufs, accs)} {n.dtype} {operands}")
     for s in stmts:
         if isinstance(s, Reduce):
-            lines.append(f"reduce {s.kind} {number[s.value]} {s.running}")
+            lines.append(f"reduce {s.kind} {number[s.value]} {s.running}{_segment(s)}")
         else:
             rest = [number[a] for a in s.index_args]
             mask = None if s.mask is None else number[s.mask]
             lines.append(
                 f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}"
+                f"{_segment(s)}"
             )
     return "\n".join(lines)
+
+
+def _segment(s: Stmt) -> str:
+    return f" of {s.segment}" if s.segment else ""
 
 
 def _attr_text(n: Node, bufs: Mapping[str, str], accs: Mapping[str, str]) -> str:

@@ -7,13 +7,13 @@ source, `wrapper/build.py` turns the whole `Plan` into instructions. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, all_programs
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.expr import Expr, Size, compare, free_symbols, symbol
+from plait.ir.expr import Expr, Size, atom_of, compare, free_symbols, numel, symbol
 from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
 
 
@@ -23,12 +23,20 @@ class Reduce:
 
     kind: a row of REDUCTIONS. Later statements read it as node acc[name], or acc[name + part] where
     it has several results. running=True (kinds that scan; one rvar): acc[name] at full level is the
-    combination of values up to and including this point."""
+    combination of values up to and including this point. segment: acc[name] at full level is the
+    combination over the segment that this point is in; rvars (row-major) are cut into segments of
+    so many points, a power of two. 0: it is over all."""
 
     name: str
     kind: str
     value: Node
     running: bool = False
+    segment: int = 0
+
+    @property
+    def inner(self) -> bool:
+        """Whether its results are at full level."""
+        return self.running or self.segment > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,8 @@ class Store:
 
     full: executed at every point of vars x rvars; otherwise once per point of vars. index is
     LOGICAL, over vars, rvars and Arg symbols $k, which mean index_args[k]. mask: nothing is stored
-    where it is false. atomic: points of different threads may collide."""
+    where it is false. atomic: points of different threads may collide. segment: all of so many
+    points, as of a Reduce, store the same to one element; 0: each stores by itself."""
 
     buf: str
     index: tuple[Size, ...]
@@ -50,9 +59,22 @@ class Store:
     index_args: tuple[Node, ...] = ()
     mask: Node | None = None
     atomic: bool = False
+    segment: int = 0
 
 
 Stmt = Reduce | Store
+
+
+SEGMENTED = ("sum", "prod", "max", "min", "xor")
+"""Kinds of reductions that may be over segments."""
+
+
+def segment_axes(rvars: Sequence[Expr], segment: int) -> tuple[Expr, ...] | None:
+    """The reduced axes that one segment has, the last ones; None where it ends inside of one."""
+    for k in range(len(rvars)):
+        if numel(atom_of(v).extent or 0 for v in rvars[k:]) == segment:
+            return tuple(rvars[k:])
+    return None
 
 
 PART = "part"

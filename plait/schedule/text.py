@@ -153,16 +153,20 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
 
 def _reduce(s: Reduce, body: Body) -> str:
     value = body.value(s.value)
-    return (
-        f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
-    )
+    running = ", running=True" if s.running else ""
+    return f"{name_text(s.name)} = {py_word(s.kind)}({value}{running}{_segment(s)})"
 
 
 def _store(s: Store, body: Body) -> str:
     value = body.value(s.value)
     facts = [value, *body.given(s.index, s.index_args, s.mask)]
     facts += [f"{w}=True" for w, on in (("full", s.full), ("atomic", s.atomic)) if on]
-    return f"{name_text(s.buf)}[{body.inner.index(s.index)}] = {s.mode}({', '.join(facts)})"
+    given = f"{', '.join(facts)}{_segment(s)}"
+    return f"{name_text(s.buf)}[{body.inner.index(s.index)}] = {s.mode}({given})"
+
+
+def _segment(s: Stmt) -> str:
+    return f", segment={s.segment}" if s.segment else ""
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -270,12 +274,17 @@ def _statement(s: ast.stmt, body: BodyReader) -> Stmt | None:
         case ast.Assign(targets=[left], value=end):
             kind, call = ends_with(end)
             value = body.value(positional(call, 0))
+            segment = body.symbols.size(keywords(call).get("segment", ast.Constant(0)))
+            if not isinstance(segment, int):
+                raise wrong(call, "a number of points")
             if is_element(left):
                 args, mask = body.given(call)
                 index = body.symbols.index(left.slice)
                 full, atomic = flag_of(call, "full"), flag_of(call, "atomic")
-                return Store(name_of(left.value), index, value, full, kind, args, mask, atomic)
-            return Reduce(name_of(left), kind, value, flag_of(call, "running"))
+                return Store(
+                    name_of(left.value), index, value, full, kind, args, mask, atomic, segment
+                )  # fmt: skip
+            return Reduce(name_of(left), kind, value, flag_of(call, "running"), segment)
         case ast.Expr(value=ast.Constant(value=v)) if v is ...:
             return None
         case _:

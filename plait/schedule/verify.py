@@ -11,13 +11,23 @@ from collections.abc import Iterable
 
 from plait.errors import InternalError
 from plait.ir.effects import unwritten
-from plait.ir.expr import Atom, Size, atom_of, free_symbols
+from plait.ir.expr import Atom, Size, atom_of, free_symbols, numel
 from plait.ir.loops import Load, Mutate, Node, exprs_of, is_arg, walk
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.deps import extent
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
-from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, column_programs, stmt_roots
+from plait.schedule.plan import (
+    PART,
+    SEGMENTED,
+    Kernel,
+    Plan,
+    Reduce,
+    Store,
+    column_programs,
+    segment_axes,
+    stmt_roots,
+)
 
 
 def verify_plan(plan: Plan) -> None:
@@ -145,17 +155,29 @@ class _KernelVerifier:
     def reduce(self, s: Reduce, done: set[str]) -> None:
         if s.running and len(self.rvars) != 1:
             raise self.fail(f"{s.name} runs over {len(self.rvars)} axes")
+        if s.segment and not (s.kind in SEGMENTED and self.is_segment(s.segment)):
+            raise self.fail(f"{s.name} is over segments of {s.segment} points")
         if not self.rvars or s.kind not in REDUCTIONS:
             raise self.fail(f"{s.name} cannot be reduced by {s.kind}")
         if s.name in done:
             raise self.fail(f"{s.name} is reduced twice")
         done.update(s.name + part for part in REDUCTIONS[s.kind].parts)
 
+    def is_segment(self, n: int) -> bool:
+        """Whether rows are cut into segments of n points."""
+        cut = n > 1 and n & (n - 1) == 0
+        return cut and numel(map(extent, self.kernel.rvars)) % n == 0
+
     def store(self, s: Store) -> None:
         if len(s.index) != len(self.plan.buffers[s.buf].shape):
             raise self.fail(f"{s.buf} is stored with another rank than it has")
         if s.value.dtype != self.plan.buffers[s.buf].dtype:
             raise self.fail(f"{s.buf} is stored as {s.value.dtype}")
+        if s.segment:
+            inside = segment_axes(self.kernel.rvars, s.segment)
+            plain = s.full and s.mode == "store" and s.mask is None and not s.index_args
+            if not plain or inside is None or {*map(atom_of, inside)} & _symbols(s.index):
+                raise self.fail(f"{s.buf} is no result of segments of {s.segment} points")
         if s.full:
             if not self.rvars:
                 raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")

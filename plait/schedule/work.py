@@ -43,7 +43,7 @@ def kernel_work_ns(
     first."""
     axes = [a for v in (*vars_, *rvars) if (a := v.symbol) is not None]
     place = {a: k for k, a in enumerate(axes, 1)}
-    running = {s.name for s in stmts if isinstance(s, Reduce) and s.running}
+    running = {s.name for s in stmts if isinstance(s, Reduce) and s.inner}
     cycles = [0.0] * (len(axes) + 1)  # by the number of axes inside of which it is spent
     depth: dict[Node, int] = {}
     known: dict[object, float] = {}  # most of what a kernel touches lies alike
@@ -68,7 +68,7 @@ def kernel_work_ns(
             cycles[deepest] += wide * node_cost(n)
     for s in stmts:
         if isinstance(s, Reduce):
-            cycles[-1] += RUNNING if s.running else REDUCTIONS[s.kind].cycles
+            cycles[-1] += RUNNING if s.inner else REDUCTIONS[s.kind].cycles
             cycles[len(vars_)] += ROW
         else:
             inside = axes if s.full else axes[: len(vars_)]

@@ -18,6 +18,7 @@ class Accumulation(Enum):
     """POINT: it is over one point.
     BLOCK: each lane combines its points.
     SCAN: what all earlier blocks give is carried along.
+    SEGMENT: a block holds segments as a whole.
     PEAK: a maximum, as BLOCK, and sums of exponentials below it are rescaled as it grows.
     MEAN: each lane keeps the mean of its points in place of a sum.
     WITH: accumulated beside a PEAK or a MEAN."""
@@ -25,9 +26,14 @@ class Accumulation(Enum):
     POINT = "point"
     BLOCK = "block"
     SCAN = "scan"
+    SEGMENT = "segment"
     PEAK = "peak"
     MEAN = "mean"
     WITH = "with"
+
+
+IN_ORDER = (Accumulation.SCAN, Accumulation.MEAN, Accumulation.SEGMENT)
+"""Those whose blocks begin at the first point of a row."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ def choose_accumulators(
 def _accumulator(linear: LinearKernel, tile: Tile, passes: Passes, s: Reduce) -> Accumulator:
     if not linear.rvars:
         return Accumulator(s, Accumulation.POINT)
+    if s.segment:
+        return Accumulator(s, Accumulation.SEGMENT)
     if first := passes.rescaled.get(s.name):
         return Accumulator(s, Accumulation.WITH, (), first, _folds(linear, tile))
     if first := passes.spread.get(s.name):

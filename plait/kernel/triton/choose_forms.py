@@ -4,14 +4,14 @@ instructions."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f32, i8, u8
+from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f16, f32, i8, i32, u8
 from plait.ir.float8 import FORMATS, decodes, encodes
 from plait.ir.loops import Node, walk
-from plait.ir.rules import Simplifier
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.ops import NEAR, cast, render
 from plait.kernel.triton.passes import peak_of, rescales
@@ -48,12 +48,10 @@ CODECS = (
 """Floats of 8 bits by the names of their instructions. Numbers of the first two are alike."""
 
 
-STEP = (
-    "tl.where(tl.abs({0}) < 2.0**-64, 2.0**64, tl.where(tl.abs({0}) > 2.0**64, 2.0**-64, 1.0))",
-    "{0} * {1}",
-    "tl.div_rn(1.0, {2})",
-)
+STEP = ("p_step_scale({0})", "p_scaled_step({0}, {1})", "tl.div_rn(1.0, {2})")
 """What brings the size of a step between codes near 1, that, and its reciprocal."""
+LIMITS = {"e4m3": 448.0, "e4m3_or_nan": 448.0, "e5m2": 57344.0}
+"""The largest numbers."""
 
 
 def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
@@ -63,20 +61,26 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     narrow = find_narrow(layout.linear)
     users = Counter(a for n in walk(roots) for a in n.args)
     sums = {s.name: s for s in layout.linear.stmts if isinstance(s, Reduce)}
-    forms, simplify = {}, Simplifier()
+    forms: dict[Node, Form] = {}
     for n in walk(roots):
-        code = codec(n, simplify) if float8 else None
+        code = codec(n) if float8 else None
+        if code is not None:
+            forms[n] = code = _limited(code, users, users[n] == 0)
+        elif nearest := _nearest(n, users, users[n] == 0):
+            forms[n] = nearest
         if quotient := _coded_quotient(n, code, users, layout):
-            forms[quotient] = Form("p_quotient({0} * {2}, {3}, {4})", quotient.args, STEP)
+            forms[quotient] = _step(quotient)
     for n in walk(roots):
         form = (
             forms.get(n)
+            or _scaled_quotient(n, layout)
+            or _quotient_by_choice(n)
             or _quotient(n, layout, sums)
             or _share(n, sums)
             or _one_more(n, n in narrow, users)
+            or exactly_rounded(n)
             or _rounding(n)
             or (_near(n) if n in narrow else None)
-            or (codec(n, simplify) if float8 else None)
         )
         if form is not None:
             forms[n] = form
@@ -106,6 +110,17 @@ def _one_more(n: Node, narrow: bool, users: Mapping[Node, int]) -> Form | None:
     return None
 
 
+def exactly_rounded(n: Node) -> Form | None:
+    """A float32 value with the precision of bfloat16, which it had before: of what has 8 bits."""
+    if n.op != "cast" or n.dtype != f32 or n.args[0].op != "cast" or n.args[0].dtype != bf16:
+        return None
+    (a,) = n.args[0].args
+    if a.dtype in (i8, u8):
+        return Form(cast("{0}", a.dtype, f32), (a,))
+    formats = (None, FORMATS[f8e4m3fn], FORMATS[f8e5m2])
+    return Form("{0}", (a,)) if any(decodes(a, form) is not None for form in formats) else None
+
+
 def _rounding(n: Node) -> Form | None:
     """A float32 value with the precision of bfloat16."""
     if n.op != "cast" or n.dtype != f32:
@@ -116,11 +131,66 @@ def _rounding(n: Node) -> Form | None:
     return Form("p_as_bf16({0})", a.args)
 
 
+def _limited(code: Form, users: Mapping[Node, int], stored: bool) -> Form:
+    """A code of a number that is clamped to what codes can be: the instructions do that. stored:
+    nothing else is done with the code; then four share a register, which they leave together."""
+    kind = code.text.removeprefix("p_to_").removesuffix("({0})")
+    limit = LIMITS.get(kind)
+    n, bounds = _unclamped(code.operands[0], users)
+    if limit is None or bounds != {"min": limit, "max": -limit}:
+        return code
+    kind = kind.removesuffix("_or_nan")
+    return Form(f"p_{'four' if stored else 'one'}_{kind}({{0}})", (n,))
+
+
+def _nearest(n: Node, users: Mapping[Node, int], stored: bool) -> Form | None:
+    """An integer of 8 bits, of a number that is rounded and then clamped: by the one instruction
+    that does both, after clamping. stored: see `_limited`; to put four together clamps them."""
+    if n.op != "cast" or n.dtype not in (i8, u8) or n.args[0].dtype != f32:
+        return None
+    a, bounds = _unclamped(n.args[0], users)
+    least, most = bounds.get("max"), bounds.get("min")
+    if a.op != "round" or users[a] != 1 or least is None or most is None:
+        return None
+    low, high = (-128, 127) if n.dtype == i8 else (0, 255)
+    if not (low <= least <= most <= high and least.is_integer() and most.is_integer()):
+        return None
+    text = "{0}" if stored and least == low else f"p_max_nan({{0}}, {least})"
+    text = text if stored and most == high else f"p_min_nan({text}, {most})"
+    if stored:
+        return Form(f"p_four_{n.dtype.name}({text})", a.args)
+    return Form(cast(f"p_nearest({text})", i32, n.dtype), a.args)
+
+
+def _unclamped(n: Node, users: Mapping[Node, int]) -> tuple[Node, dict[str, float]]:
+    """A number before it is clamped, which nothing else uses, and its bounds by the ops that they
+    are given to."""
+    bounds: dict[str, float] = {}
+    while users[n] == 1 and n.op in ("min", "max") and n.op not in bounds:
+        rest = [a for a in n.args if a.op != "const"]
+        consts = [a.attr for a in n.args if isinstance(a.attr, float)]
+        if len(rest) != 1 or len(consts) != 1:
+            break
+        bounds[n.op] = consts[0]
+        (n,) = rest
+    return n, bounds
+
+
+def _step(n: Node) -> Form:
+    """A quotient that becomes a code. Of a number with few bits none lies so near the middle of two
+    that it takes more than the nearest float32 but for 2**-22 of a last bit."""
+    x = n.args[0]
+    if x.op == "cast" and x.args[0].dtype in (bf16, f16):
+        text = "p_short_quotient({0} * {2}, {4}, {5})"
+        return Form(text, n.args, (*STEP[:2], "p_less_than_inverse({2})", "p_rest({2}, {3})"))
+    return Form("p_quotient({0} * {2}, {3}, {4})", n.args, STEP)
+
+
 def _coded_quotient(
     n: Node, code: Form | None, users: Mapping[Node, int], layout: Layout
 ) -> Node | None:
     """The quotient by what a row shares that a code of 8 bits is made of, and nothing else."""
-    if code is not None and code.text.startswith("p_to_"):
+    if code is not None and not code.text.startswith("p_of_"):
         (n,) = code.operands
     elif n.op == "cast" and n.dtype in (i8, u8) and n.args[0].dtype == f32:
         (n,) = n.args
@@ -133,16 +203,51 @@ def _coded_quotient(
         (n,) = rest
     if n.op != "truediv" or n.dtype != f32 or users[n] != 1:
         return None
-    varies, shared = (layout.dims(a) for a in n.args)
-    return n if "r" in varies and "r" not in shared else None
+    return n if layout.along_rows(n.args[0]) and not layout.along_rows(n.args[1]) else None
 
 
-def codec(n: Node, simplify: Simplifier) -> Form | None:
+def _scaled_quotient(n: Node, layout: Layout) -> Form | None:
+    """A quotient by a power of two, or by NaN, that points share: times its reciprocal, which is
+    exact."""
+    if n.op != "truediv" or n.dtype != f32 or layout.along_rows(n.args[1]):
+        return None
+    if decodes(n.args[1], None) is None:
+        return None
+    return Form("({0} * {2})", n.args, ("tl.div_rn(1.0, {0})",))
+
+
+def _quotient_by_choice(n: Node) -> Form | None:
+    """A quotient by one of several powers of two: times its reciprocal."""
+    if n.op != "truediv" or n.dtype != f32 or n.args[1].op != "where":
+        return None
+    operands = [n.args[0]]
+
+    def inverse(d: Node) -> str:
+        if d.op == "where":
+            operands.append(d.args[0])
+            met = len(operands) - 1
+            return f"tl.where({{{met}}}, {inverse(d.args[1])}, {inverse(d.args[2])})"
+        size = abs(d.attr) if isinstance(d.attr, float) else 0.0
+        if not 2.0**-100 < size < 2.0**100 or math.frexp(size)[0] != 0.5:
+            raise _NoPower
+        return repr(1 / d.attr)
+
+    try:
+        return Form(f"({{0}} * {inverse(n.args[1])})", tuple(operands))
+    except _NoPower:
+        return None
+
+
+class _NoPower(Exception):
+    """A number that is no power of two."""
+
+
+def codec(n: Node) -> Form | None:
     """A float of 8 bits that is made of a number, or taken apart."""
     for name, form in CODECS:
-        if (number := encodes(n, form, simplify)) is not None:
+        if (number := encodes(n, form)) is not None:
             return Form(f"p_to_{name}({{0}})", (number,))
-        if (code := decodes(n, form, simplify)) is not None:
+        if (code := decodes(n, form)) is not None:
             return Form(f"p_of_{name}({{0}})", (code,))
     return None
 
@@ -173,7 +278,7 @@ def _is_softmax(quotient: Node, sums: Mapping[str, Reduce]) -> bool:
     row."""
     a, total = quotient.args
     s = sums.get(str(total.attr)) if total.op == "acc" else None
-    if s is None or s.kind != "sum" or s.running or s.value is not a or a.dtype != f32:
+    if s is None or s.kind != "sum" or s.inner or s.value is not a or a.dtype != f32:
         return False
     peak = sums.get(peak_of(s))
-    return peak is not None and rescales(s, peak)
+    return peak is not None and not peak.inner and rescales(s, peak)

@@ -74,6 +74,31 @@ def _amd(name: str) -> Gpu:
     return Gpu("hip", name, 64 if name.startswith("gfx9") else 32, "hsaco")
 
 
+# The instructions give the largest number for larger ones, and know one NaN. One number at a time,
+# and as 32 bits: of a pair of codes, the second of which is shifted down beside the first, ptxas
+# 12.8 takes the second from a register that nothing was written to.
+_ONE_CODE = """def p_one_{kind}(x):
+    code = tl.inline_asm_elementwise(
+        "{{ .reg .b16 c; cvt.rn.satfinite.{kind}x2.f32 c, 0f00000000, $1; cvt.u32.u16 $0, c; }}",
+        "=r,f", [x], tl.int32, True, 1,
+    )
+    return (code & 0xFF).to(tl.uint8)
+"""
+_FOUR_CODES = """def p_four_{kind}(x):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .b16 low, high; cvt.rn.satfinite.{kind}x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.{kind}x2.f32 high, $4, $3; mov.b32 $0, {{low, high}}; }}",
+        "=r,f,f,f,f", [x], tl.uint8, True, 4,
+    )
+"""
+_FOUR_INTEGERS = """def p_four_{kind}8(x):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .b32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; "
+        "cvt.rni.s32.f32 c, $3; cvt.rni.s32.f32 d, $4; cvt.pack.sat.{asm}8.s32.b32 c, d, c, 0; "
+        "cvt.pack.sat.{asm}8.s32.b32 $0, b, a, c; }}",
+        "=r,f,f,f,f", [x], tl.{name}8, True, 4,
+    )
+"""
 # The assembler ends the process at a number that it does not know.
 _CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 NVIDIA = Dialect(
@@ -101,23 +126,18 @@ NVIDIA = Dialect(
     )
     return both.to(tl.float32, bitcast=True)
 """,
-        # The instructions give the largest number for larger ones, and know one NaN. One number
-        # at a time, and as 32 bits: of a pair of codes, the second of which is shifted down beside
-        # the first, ptxas 12.8 takes the second from a register that nothing was written to.
-        "p_to_e4m3": """def p_to_e4m3(x):
-    code = tl.inline_asm_elementwise(
-        "{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, 0f00000000, $1; cvt.u32.u16 $0, c; }",
-        "=r,f", [x], tl.int32, True, 1,
-    )
-    return (code & 0xFF).to(tl.uint8) | p_sign_bit(x)
+        **{
+            f"p_four_{kind}8": _FOUR_INTEGERS.format(kind=kind, asm=asm, name=name)
+            for kind, asm, name in (("i", "s", "int"), ("u", "u", "uint"))
+        },
+        "p_nearest": """def p_nearest(x):
+    return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
 """,
-        "p_to_e5m2": """def p_to_e5m2(x):
-    code = tl.inline_asm_elementwise(
-        "{ .reg .b16 c; cvt.rn.satfinite.e5m2x2.f32 c, 0f00000000, $1; cvt.u32.u16 $0, c; }",
-        "=r,f", [x], tl.int32, True, 1,
-    )
-    return tl.where(tl.abs(x) >= 61440.0, 0x7C, code & 0xFF).to(tl.uint8) | p_sign_bit(x)
-""",
+        **{
+            f"p_{name}_{kind}": text.format(kind=kind)
+            for kind in ("e4m3", "e5m2")
+            for name, text in (("one", _ONE_CODE), ("four", _FOUR_CODES))
+        },
         "p_number_of_e4m3": """def p_number_of_e4m3(x):
     return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 """,
@@ -130,6 +150,10 @@ NVIDIA = Dialect(
     first_early=90,
     first_float8=89,
 )
+_CLAMPED = """def p_four_{kind}8(x):
+    whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.rint(x), {low}.0), {high}.0), 0.0)
+    return whole.to(tl.{name}8)
+"""
 AMD = Dialect(
     library="triton.language.extra.hip",
     begins=("gfx",),
@@ -137,6 +161,9 @@ AMD = Dialect(
     known=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
     instructions={
         "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
+        "p_nearest": "def p_nearest(x):\n    return libdevice.rint(x).to(tl.int32)\n",
+        "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
+        "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
         "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
         "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
         "p_as_bf16": "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n",

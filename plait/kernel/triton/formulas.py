@@ -30,7 +30,7 @@ from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, substitute_v
 from plait.ir.ops import OPS
 from plait.ir.product import PRODUCT, RIGHT
 from plait.ir.rules import Simplifier
-from plait.kernel.triton.choose_forms import Form, codec
+from plait.kernel.triton.choose_forms import Form, codec, exactly_rounded
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 from plait.schedule.deps import extent
@@ -105,8 +105,8 @@ def operand_of(
         bodies = [at(1, 0)]
     inside = {"j": "j_inside"} if edge else {}
     written = _Function(given, sizes, False, positions="qj", inside=inside, stored=stored)
+    written.float8 = float8
     if float8:
-        written.simplify = simplify
         # A product gives NaN for NaN of either sign.
         signs = any(n.op in ("copysign", "signbit") for n in walk(bodies))
         written.forms = {} if signs else {"p_of_": "p_number_of_"}
@@ -129,8 +129,7 @@ class _Function:
     positions: names of variables that are blocks. inside: the conditions under which they lie
         inside of the tensors, for those that may lie outside.
     stored: the operand of which the right matrix is made.
-    simplify: where floats of 8 bits have instructions, finds them. forms: helpers that take the
-        place of others.
+    float8: floats of 8 bits have instructions. forms: helpers that take the place of others.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class _Function:
     ) -> None:  # fmt: skip
         self.given, self.sizes, self.narrow = given, sizes, narrow
         self.positions, self.inside, self.stored = positions, inside, stored
-        self.simplify: Simplifier | None = None
+        self.float8 = False
         self.forms: Mapping[str, str] = {}
         self.lines: list[str] = []
         self.checks = False
@@ -155,16 +154,14 @@ class _Function:
             if n in self._names:
                 stack.pop()
                 continue
-            form = None if self.simplify is None else codec(n, self.simplify)
+            form = (codec(n) if self.float8 else None) or exactly_rounded(n)
             needed = n.args if form is None else form.operands
             if missing := [a for a in needed if a not in self._names]:
                 stack += reversed(missing)
                 continue
             stack.pop()
             self._positions[n] = self._positions_of(n, needed)
-            text = (
-                self._text(n) if form is None else form.text.format(*map(self._names.get, needed))
-            )
+            text = self._text(n) if form is None else self._formed(form)
             self._names[n] = f"t{len(self._names)}"
             self.lines.append(f"{self._names[n]} = {text}")
         return self._names[root]

@@ -20,6 +20,7 @@ class Layout:
     rows: names of those that are spread over programs.
     along: the dimension that the loop of a block walks along.
     groups: axes that one index walks: the block's dimensions, and what a program has one point of.
+    numbers: points of a segment -> the number of a segment in its row.
     """
 
     def __init__(self, linear: LinearKernel, tile: Tile) -> None:
@@ -30,7 +31,13 @@ class Layout:
         self.groups = (*tile.groups, *((tile.programs,) if tile.programs else ()))
         self.group_of = {a: g for g in self.groups for a in g.axes}
         self.deps = dependences(linear)
-        self._running = {s.name for s in linear.stmts if isinstance(s, Reduce) and s.running}
+        rows = tile.groups[-1].points if tile.groups else 1
+        self.numbers = {
+            n: symbol(f"segment{n}", extent=rows // n)
+            for n in dict.fromkeys(s.segment for s in linear.stmts)
+            if n
+        }
+        self._inner = {s.name for s in linear.stmts if isinstance(s, Reduce) and s.inner}
 
     def dims(self, n: Node) -> frozenset[str]:
         """The dimensions that a value varies along."""
@@ -38,7 +45,8 @@ class Layout:
 
     def dims_of_index(self, e: Size) -> frozenset[str]:
         """The dimensions that an index varies along."""
-        return self._dims(
+        numbers = free_symbols(e) & {v.symbol for v in self.numbers.values()}
+        return frozenset("r" if numbers else ()) | self._dims(
             frozenset().union(
                 *(
                     {a} if a in self.group_of else self.deps(self.linear.indirect[a])
@@ -52,8 +60,14 @@ class Layout:
         found = {g.name for g in self.tile.groups if not what.isdisjoint(g.axes)}
         names = {d for d in what if isinstance(d, str)}
         return frozenset(found).union(
-            self.rows if names else (), () if names.isdisjoint(self._running) else "r"
+            self.rows if names else (), () if names.isdisjoint(self._inner) else "r"
         )
+
+    def along_rows(self, n: Node) -> bool:
+        """Whether a value varies from point to point of a row, or of a segment of it."""
+        deps = self.deps(n)
+        segments = {s.name for s in self.linear.stmts if isinstance(s, Reduce) and s.segment}
+        return "r" in self._dims(deps - segments)
 
     def is_inner(self, n: Node) -> bool:
         """Whether a value is computed inside the loop."""
@@ -62,6 +76,22 @@ class Layout:
     def shape(self, names: frozenset[str]) -> str:
         """The block's shape over these dimensions, 1 along the others."""
         return f"[{', '.join(str(g.block) if g.name in names else '1' for g in self.tile.groups)}]"
+
+    def segments(self, points: int) -> str:
+        """The block's shape with its rows cut into segments of so many points."""
+        *outer, r = (g.block for g in self.tile.groups)
+        return f"[{', '.join(map(str, (*outer, r // points, points)))}]"
+
+    def by_number(self, e: Size, points: int) -> Size:
+        """An index that does not walk along segments of so many points, over their number."""
+        places: dict[Atom, Size] = {}
+        inner: Size = 1
+        for a in reversed(self.tile.groups[-1].axes):
+            places[a] = 0
+            if points % inner != 0 or inner == points:
+                places[a] = self.numbers[points] // (inner // points) % extent(a)
+            inner = inner * extent(a)
+        return substitute(e, places)
 
     def walk_groups(self, e: Size) -> Size:
         """e with axes that it walks in the order of their group as one: the group's index itself,

@@ -173,6 +173,7 @@ def _binary(name: str, body: str) -> tuple[str, str]:
 
 _FUNCTIONS: dict[str, str] = dict((
     _binary("p_add", "a + b"),
+    _binary("p_any_of", "a"),
     _binary("p_mul", "a * b"),
     _binary("p_xor", "a ^ b"),
     _binary("p_max", "tl.maximum(a, b)"),
@@ -262,14 +263,45 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_nan_like", """def p_nan_like(x):
     return (((x.to(tl.uint32) & 0x80) << 24) | 0x7FC00000).to(tl.float32, bitcast=True)
 """),
-    *((f"p_{way}_{kind}", _OF_THE_DIALECT) for way in ("to", "number_of") for kind in (
+    *((f"p_{way}_{kind}", _OF_THE_DIALECT) for way in ("one", "four", "number_of") for kind in (
         "e4m3", "e5m2"
     )),
+    *((name, _OF_THE_DIALECT) for name in ("p_nearest", "p_four_i8", "p_four_u8")),
+    ("p_to_e4m3", """def p_to_e4m3(x):
+    return p_one_e4m3(x) | p_sign_bit(x)
+"""),
+    ("p_to_e5m2", """def p_to_e5m2(x):
+    return tl.where(tl.abs(x) >= 61440.0, 0x7C, p_one_e5m2(x)).to(tl.uint8) | p_sign_bit(x)
+"""),
     ("p_of_e4m3", """def p_of_e4m3(x):
     return tl.where((x & 0x7F) == 0x7F, p_nan_like(x), p_number_of_e4m3(x))
 """),
     ("p_of_e5m2", """def p_of_e5m2(x):
     return tl.where((x & 0x7F) > 0x7C, p_nan_like(x), p_number_of_e5m2(x))
+"""),
+    # A step between codes, brought between 2**-85 and 2**32; of an infinite one the scale is 0, so
+    # that of quotients none but those of infinities and NaN are not 0.
+    ("p_step_scale", """def p_step_scale(d):
+    size = tl.abs(d)
+    small = tl.where(size > 2.0**32, tl.where(size == float('inf'), 0.0, 2.0**-96), 1.0)
+    return tl.where(size < 2.0**-32, 2.0**64, small)
+"""),
+    ("p_scaled_step", """def p_scaled_step(d, scale):
+    return tl.where(scale == 0.0, tl.where(d < 0.0, -1.0, 1.0), d * scale)
+"""),
+    # Nearly its reciprocal, and what that lacks, which is of the same sign.
+    ("p_less_than_inverse", """def p_less_than_inverse(d):
+    return p_rcp(d) * (1.0 - 2.0**-22)
+"""),
+    ("p_rest", """def p_rest(d, r):
+    off = tl.fma(-d, r, 1.0)
+    rest = tl.fma(off, off, off) * r
+    return tl.where(rest == rest, rest, 0.0)
+"""),
+    # By a reciprocal and its rest. What is clamped has no code but the last.
+    ("p_short_quotient", """def p_short_quotient(x, r, rest):
+    x = p_min_nan(p_max_nan(x, -(2.0**60)), 2.0**60)
+    return tl.fma(x, r, x * rest)
 """),
     # A quotient as it is rounded, but where it is too small or large for a code of 8 bits: by the
     # reciprocal r of the divisor, corrected twice. Markstein, Computation of elementary functions

@@ -49,7 +49,7 @@ def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
         s.name: (k, s)
         for k, p in enumerate(found)
         for s in p
-        if isinstance(s, Reduce) and not s.running
+        if isinstance(s, Reduce) and not s.inner
     }
     loops = [list(p) for p in found]
     rescaled: dict[str, Reduce] = {}
@@ -57,7 +57,7 @@ def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
     means: dict[str, Node] = {}  # sum of x -> x
     for k, p in enumerate(found):
         for s in p:
-            if not isinstance(s, Reduce) or s.kind != "sum" or s.running:
+            if not isinstance(s, Reduce) or s.kind != "sum" or s.inner:
                 continue
             base, moved = peak_of(s), rescaled
             if not base and _is_offset(s):

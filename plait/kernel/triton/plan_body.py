@@ -13,7 +13,12 @@ from plait.kernel.triton.choose_accesses import (
     needs_points,
     store_access,
 )
-from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator, choose_accumulators
+from plait.kernel.triton.choose_accumulators import (
+    IN_ORDER,
+    Accumulation,
+    Accumulator,
+    choose_accumulators,
+)
 from plait.kernel.triton.choose_forms import Form, choose_forms
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.load_ahead import loads_ahead
@@ -111,7 +116,7 @@ def _row_passes(
         stores = (store_access(layout, s, in_pass=True) for s in stmts if isinstance(s, Store))
         span = Span()
         if tile.looped:
-            ordered = any(a.how in (Accumulation.SCAN, Accumulation.MEAN) for a in accumulators)
+            ordered = any(a.how in IN_ORDER for a in accumulators)
             span = split_rows(linear, tile, stmts, ordered)
         ahead = loads_ahead(layout, stmts, span, loads)
         found.append(RowPass(accumulators, tuple(stores), span, again, ahead))

@@ -25,6 +25,7 @@ from plait.schedule.deps import extent
 
 _STAGES = 5
 """Of a loop, where memory holds them: measured on an H200 (benchmarks/products_gpu.py)."""
+_CONVERTING = 3  # programs of a multiprocessor, which is busy while others wait for memory
 _SPARE = 4 << 10  # bytes that a kernel needs beside them
 _FINISH_NBYTES = 12 << 10  # in which 4 warps turn a tile before they store it
 _KERNEL_US = 1.5  # of one that is small, in a CUDA graph
@@ -233,8 +234,7 @@ class _Writer(Writer):
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
         (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
         width, kinds = (1 if self._is_whole else 2), self._kinds(cut) if v.aligned else 1
-        step = (cut.rows + cut.columns) * cut.depth * width
-        stages = max(1, min(v.stages or _STAGES, (shared_nbytes(self.gpu) - _SPARE) // step))
+        stages = self._stages(v, width)
         high = ceildiv(m, cut.rows * kinds) * kinds
         wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
         grid = product((batch, high, wide, cut.parts))
@@ -264,6 +264,15 @@ class _Writer(Writer):
             options["launch_pdl"] = True
             call = "\n    ".join([dialect.wait, *self._release(dialect), call])
         return Variant(call, tuple(sorted(options.items())), grid)
+
+    def _stages(self, v: _Version, width: int) -> int:
+        """Steps whose factors are on their way at once, of numbers of so many bytes."""
+        cut, space = v.cut, shared_nbytes(self.gpu)
+        step = (cut.rows + cut.columns) * cut.depth * width
+        if self.product.right is not None:  # codes are on their way; one tile is made of them
+            space = space // _CONVERTING - cut.columns * cut.depth * width
+            step -= cut.columns * cut.depth * (width - 1)
+        return max(1, min(v.stages or _STAGES, (space - _SPARE) // step))
 
     def _release(self, dialect: Dialect) -> list[str]:
         """What lets the next kernel come beside this one: where this is over so soon that coming

@@ -34,6 +34,8 @@ class Reductions:
         s = a.reduce
         if a.how is Accumulation.POINT:
             text = literal(0, i64) if a.is_arg else self.values.value(s.value)
+        elif a.how is Accumulation.SEGMENT:
+            text = self._of_segments(s)
         elif a.how is Accumulation.SCAN:
             fn = combiner(s.kind, s.value.dtype, running=True)
             text = self.lines.define(f"tl.associative_scan({self._block(s)}, 1, {fn})", True)
@@ -42,6 +44,17 @@ class Reductions:
             position = self._position() if a.is_arg else ""
             text = self.lines.define(self._reduced(s, block, position, inner=True), True, "a")
         self.values.results[s.name] = text
+
+    def _of_segments(self, s: Reduce) -> str:
+        """The result of each point's segment. Segments lie in their row as a whole, or outside."""
+        block, shape = self.layout.shape(self.layout.everything), self.layout.segments(s.segment)
+        value = f"tl.broadcast_to({self.values.value(s.value)}, {block})"
+        cut = self.lines.define(f"tl.reshape({value}, {shape})", True)
+        fn = combiner(s.kind, s.value.dtype)
+        kind = TYPES[s.value.dtype.name]
+        found = self.lines.define(f"tl.reduce({cut}, 2, {fn})[:, :, None].to({kind})", True, "a")
+        spread = f"tl.reshape(tl.broadcast_to({found}, {shape}), {block})"
+        return self.lines.define(spread, True, "a")
 
     def _block(self, s: Reduce) -> str:
         """The value of a reduction over the whole block, identity outside the tensor."""
@@ -71,6 +84,8 @@ class Reductions:
     def start(self, a: Accumulator, in_order: bool) -> None:
         """Accumulators before the loop. in_order: it walks along the row from its first point, so
         that a lane that has points begins with the position of its first."""
+        if a.how is Accumulation.SEGMENT:
+            return
         shape = self.layout.shape(
             self.layout.rows if a.how is Accumulation.SCAN else self.layout.everything
         )
@@ -95,6 +110,9 @@ class Reductions:
     def step(self, a: Accumulator) -> None:
         """One block of a reduction inside the loop."""
         if a.how is Accumulation.WITH:
+            return
+        if a.how is Accumulation.SEGMENT:
+            self.values.results[a.reduce.name] = self._of_segments(a.reduce)
             return
         if a.how is Accumulation.MEAN:
             self._mean(a)
@@ -180,9 +198,9 @@ class Reductions:
     # -------------------------------------------------------------------------------- after a loop
     def finish(self, a: Accumulator) -> None:
         """The rows' results after the loop."""
-        s, names = a.reduce, self.begun[a.reduce.name]
-        if a.how is Accumulation.SCAN:
+        if a.how in (Accumulation.SCAN, Accumulation.SEGMENT):
             return
+        s, names = a.reduce, self.begun[a.reduce.name]
         if a.first is not None:
             rescaled = bool(a.folds)
             text = self._rescaled(a.first, names[0]) if rescaled else self._gathered(s, a.first)

@@ -180,7 +180,7 @@ class _Rows:
     neighbouring results that a thread may load at once. held: dtypes of what is loaded at every
     point. computed: nothing is loaded along rows. stores: something is stored at every point. one:
     there is one reduction. positions: one gives positions. ragged: rows begin in the middle of
-    vectors. busy: programs that fill the device."""
+    vectors. busy: programs that fill the device. segment: points that a block holds at least."""
 
     outer: tuple[Atom, ...]
     inner: tuple[Atom, ...]
@@ -198,6 +198,7 @@ class _Rows:
     positions: bool
     ragged: bool
     busy: int
+    segment: int
 
     @property
     def narrow(self) -> bool:
@@ -218,6 +219,7 @@ class _Rows:
         """The tile with blocks of x results and r points of each."""
         if looped and self.known and self.computed:
             r = min(r, power(self.length) // 2)  # Triton takes a loop of one turn as none
+        r = max(r, self.segment)
         return Tile(
             (Group("x", self.outer, x), Group("r", self.inner, r)),
             looped,
@@ -236,7 +238,7 @@ def _reduction(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> Tile:
 def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     outer = _fastest_last(linear.vars, votes)
     reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
-    ordered = any(s.running or REDUCTIONS[s.kind].extreme for s in reductions)
+    ordered = any(s.inner or REDUCTIONS[s.kind].extreme for s in reductions)
     inner = linear.rvars if ordered else _fastest_last(linear.rvars, votes)
     rows = _known(trip_count(outer))
     column = (
@@ -253,8 +255,13 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
         held=held_dtypes(linear, outer), computed=_is_computed(linear),
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
         positions=any(REDUCTIONS[s.kind].extreme for s in reductions),
-        ragged=_is_ragged(linear), busy=busy,
+        ragged=_is_ragged(linear), busy=busy, segment=longest_segment(linear),
     )  # fmt: skip
+
+
+def longest_segment(linear: LinearKernel) -> int:
+    """Points of the longest segments of a kernel's rows, 1 where there are none."""
+    return max((s.segment for s in linear.stmts), default=0) or 1
 
 
 def _is_held(f: _Rows) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, plan_tile, power
+from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, longest_segment, plan_tile, power
 from plait.schedule.legalize.linear import LinearKernel
 
 # Bounds on what is measured, not results of measuring: benchmarks/tuning_gpu.py
@@ -26,7 +26,9 @@ def candidates(linear: LinearKernel, busy: int = BUSY) -> tuple[Tile, ...]:
     device."""
     first = plan_tile(linear, busy)
     others = _reductions(first) if linear.rvars else _pointwise(first)
-    return tuple(dict.fromkeys((first, *(t for t in others if _fits(t)))))[:MAX_TILES]
+    least = longest_segment(linear)
+    fitting = (t for t in others if _fits(t) and t.groups[-1].block >= least)
+    return tuple(dict.fromkeys((first, *fitting)))[:MAX_TILES]
 
 
 def describe(tile: Tile) -> str:

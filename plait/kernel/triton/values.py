@@ -192,8 +192,32 @@ class Values:
             self._starts[start] = whole, self.lines.define(f"{at} - {whole}", False, "i")
         return self._starts[start][1]
 
+    def _store_segments(self, s: BlockStore) -> None:
+        """A store of one value for each segment of the rows."""
+        points, r = s.store.segment, self.layout.tile.groups[-1]
+        number, e = self.layout.numbers[points], self.layout.by_number(s.access.offset, points)
+        shape = f"[{', '.join(str(g.block) for g in self.layout.tile.outer)}, {r.block // points}]"
+        if not self.lines.find(number):
+            at = f"tl.arange(0, {r.block // points}).to({self.plan.index_type})[None, :]"
+            at = f"offset // {points} + {at}" if self.layout.tile.looped else at
+            self.lines.keep(number, self.lines.define(at, True, "i"), True)
+        at = f"({self.indices.expr(e)} + tl.full({shape}, 0, {self.plan.index_type}))"
+        value = f"tl.broadcast_to({self.value(s.store.value)}, {self.layout.shape(s.access.dims)})"
+        # All points of a segment have one value.
+        value = f"tl.reduce(tl.reshape({value}, {self.layout.segments(points)}), 2, p_any_of)"
+        conditions = self.mask(self.layout.rows)
+        if self.mask(frozenset("r")):
+            conditions.append(
+                f"({self.indices.size(number)} < {self.indices.size(r.points)} // {points})"
+            )
+        mask = f", {_and(conditions)}" if conditions else ""
+        self.lines.add(f"tl.store({self.pointer(s.access.buf)} + {at}, {value}{mask})", s.inner)
+
     def store(self, s: BlockStore) -> None:
         """A store, of a plain value or by an atomic operation."""
+        if s.store.segment:
+            self._store_segments(s)
+            return
         value, dims, mode = self.value(s.store.value), s.access.dims, s.store.mode
         pointer = self.pointer(s.access.buf)
         pointer = f"{pointer} + {self.offset(s.access.offset, dims, whole=True)}"

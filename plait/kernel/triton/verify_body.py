@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from plait.ir.expr import bounds
 from plait.ir.loops import Load, walk
 from plait.kernel.triton.choose_accesses import Access
-from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator
+from plait.kernel.triton.choose_accumulators import IN_ORDER, Accumulation, Accumulator
 from plait.kernel.triton.plan_body import BodyPlan, RowPass
 from plait.kernel.triton.split_rows import Span
 from plait.schedule.legalize.linear import extent, stmt_nodes
@@ -29,14 +29,14 @@ def _order(plan: BodyPlan) -> Iterator[str]:
     done: list[Stmt] = []
     known: set[object] = set()
     for p in (*plan.passes, RowPass((), plan.last, Span())):
-        running = {a.reduce.name for a in p.accumulators if a.reduce.running}
+        inner = {a.reduce.name for a in p.accumulators if a.reduce.inner}
         steps: list[tuple[Stmt, Reduce | None]] = [(a.reduce, a.first) for a in p.accumulators]
         for s, first in steps + [(b.store, None) for b in p.stores]:
             done.append(s)
             needs = {d for n in stmt_nodes(s) for d in plan.layout.deps(n) if isinstance(d, str)}
-            if not needs <= {*known, *running, first and first.name}:
+            if not needs <= {*known, *inner, first and first.name}:
                 yield f"uses {sorted(needs)} before their last point"
-        known |= {a.reduce.name for a in p.accumulators} - running
+        known |= {a.reduce.name for a in p.accumulators} - inner
     if _count(done) != _count(plan.layout.linear.stmts):
         yield "does not do each of its statements once"
     if any(p.stores for p in plan.passes[:-1]):
@@ -54,8 +54,8 @@ def _loads_ahead(plan: BodyPlan) -> Iterator[str]:
 
 
 def _count(stmts: Iterable[Stmt]) -> Counter[Stmt]:
-    """Statements, but for scans, which are part of every pass that uses them."""
-    return Counter(s for s in stmts if not getattr(s, "running", False))
+    """Statements, but for those that are part of every pass that uses them."""
+    return Counter(s for s in stmts if not (isinstance(s, Reduce) and s.inner))
 
 
 def _accumulators(plan: BodyPlan) -> Iterator[str]:
@@ -74,6 +74,8 @@ def _how(plan: BodyPlan, a: Accumulator) -> Accumulation:
         return Accumulation.POINT
     if a.beside:
         return Accumulation.PEAK if a.reduce.kind == "max" else Accumulation.MEAN
+    if a.reduce.segment:
+        return Accumulation.SEGMENT
     whole = Accumulation.SCAN if a.reduce.running else Accumulation.BLOCK
     return whole if a.first is None else Accumulation.WITH
 
@@ -86,7 +88,7 @@ def _spans(plan: BodyPlan) -> Iterator[str]:
         rest = bounds(r.points - whole + (start.line if start else 0))[1]
         if not (fits and plan.layout.tile.looped and rest <= r.block):
             yield f"walks along rows of {r.points} points as {p.span}"
-        ordered = any(a.how in (Accumulation.SCAN, Accumulation.MEAN) for a in p.accumulators)
+        ordered = any(a.how in IN_ORDER for a in p.accumulators)
         if start and (ordered or math.prod(g.block for g in plan.layout.tile.outer) > 1):
             yield "walks from before rows, whose points must stay in order"
 

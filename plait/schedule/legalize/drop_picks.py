@@ -25,7 +25,7 @@ def _picked(
     s: Reduce, linear: LinearKernel, deps: Callable[[Node], frozenset[object]]
 ) -> Node | None:
     """v where 0 <= k < n and c, of a sum over r < n of (v where r == k and c)."""
-    if s.kind != "sum" or s.running or len(linear.rvars) != 1 or s.value.op != "where":
+    if s.kind != "sum" or s.inner or len(linear.rvars) != 1 or s.value.op != "where":
         return None
     (r,) = linear.rvars
     met, value, zero = s.value.args

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import b1
-from plait.ir.expr import Expr, Size, free_symbols
+from plait.ir.expr import Expr, Size, atom_of, free_symbols
 from plait.ir.loops import Pointwise, Reduction
 from plait.schedule.align import Alignment, Fresh, Index
 from plait.schedule.deps import Bodies, extent, load_of, roots
@@ -41,8 +41,8 @@ class Segments:
         last = segment_axes(found.space.rvars, self.points)
         if last is None:
             return False
-        mine = {a for v in self.inside for a in free_symbols(found.guest.get(v.symbol, v))}
-        return mine == {v.symbol for v in last}
+        mine = {a for v in self.inside for a in free_symbols(found.guest.get(atom_of(v), v))}
+        return mine == {*map(atom_of, last)}
 
 
 def segments_of(group: Group, rows: Group, bodies: Bodies, fresh: Fresh) -> Segments | None:

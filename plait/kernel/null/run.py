@@ -72,8 +72,8 @@ def _run_nest(k: Kernel, arrays: Memory, sizes: Mapping[str, int], wide: bool) -
         if isinstance(s, Reduce):
             if s.segment:
                 cut = x.reshape(*x.shape[: len(k.vars)], -1, s.segment)
-                found = interp.reduce_array(s.kind, cut, s.value.dtype, 1)[""]
-                space.accs[s.name] = np.broadcast_to(found, cut.shape).reshape(x.shape)
+                whole = interp.reduce_array(s.kind, cut, s.value.dtype, 1)[""]
+                space.accs[s.name] = np.broadcast_to(whole, cut.shape).reshape(x.shape)
             elif s.running:
                 space.accs[s.name] = interp.running_array(s.kind, x, s.value.dtype)
             else:

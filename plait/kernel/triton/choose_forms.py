@@ -227,10 +227,10 @@ def _quotient_by_choice(n: Node) -> Form | None:
             operands.append(d.args[0])
             met = len(operands) - 1
             return f"tl.where({{{met}}}, {inverse(d.args[1])}, {inverse(d.args[2])})"
-        size = abs(d.attr) if isinstance(d.attr, float) else 0.0
-        if not 2.0**-100 < size < 2.0**100 or math.frexp(size)[0] != 0.5:
+        power = d.attr if isinstance(d.attr, float) else 0.0
+        if not 2.0**-100 < abs(power) < 2.0**100 or math.frexp(abs(power))[0] != 0.5:
             raise _NoPower
-        return repr(1 / d.attr)
+        return repr(1 / power)
 
     try:
         return Form(f"({{0}} * {inverse(n.args[1])})", tuple(operands))

@@ -161,12 +161,14 @@ AMD = Dialect(
     known=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
     instructions={
         "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
-        "p_nearest": "def p_nearest(x):\n    return libdevice.rint(x).to(tl.int32)\n",
-        "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
-        "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
         "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
         "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
         "p_as_bf16": "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n",
+        "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
+        "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
+        "p_nearest": """def p_nearest(x):
+    return tl.where(x == x, libdevice.rint(x), 0.0).to(tl.int32)
+""",
     },
 )
 DIALECTS = {"cuda": NVIDIA, "hip": AMD}

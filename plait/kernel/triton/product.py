@@ -234,7 +234,8 @@ class _Writer(Writer):
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
         (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
         width, kinds = (1 if self._is_whole else 2), self._kinds(cut) if v.aligned else 1
-        stages = self._stages(v, width)
+        step = (cut.rows + cut.columns) * cut.depth * width
+        stages = self._stages(v, step)
         high = ceildiv(m, cut.rows * kinds) * kinds
         wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
         grid = product((batch, high, wide, cut.parts))
@@ -265,13 +266,11 @@ class _Writer(Writer):
             call = "\n    ".join([dialect.wait, *self._release(dialect), call])
         return Variant(call, tuple(sorted(options.items())), grid)
 
-    def _stages(self, v: _Version, width: int) -> int:
-        """Steps whose factors are on their way at once, of numbers of so many bytes."""
-        cut, space = v.cut, shared_nbytes(self.gpu)
-        step = (cut.rows + cut.columns) * cut.depth * width
-        if self.product.right is not None:  # codes are on their way; one tile is made of them
-            space = space // _CONVERTING - cut.columns * cut.depth * width
-            step -= cut.columns * cut.depth * (width - 1)
+    def _stages(self, v: _Version, step: int) -> int:
+        """Steps whose factors are on their way at once. step: bytes of one."""
+        space, codes = shared_nbytes(self.gpu), v.cut.columns * v.cut.depth
+        if self.product.right is not None:  # of which one tile is made
+            space, step = space // _CONVERTING - 2 * codes, step - codes
         return max(1, min(v.stages or _STAGES, (space - _SPARE) // step))
 
     def _release(self, dialect: Dialect) -> list[str]:

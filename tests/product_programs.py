@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from plait.config import Config
+from plait.runtime.tune import Contest, Outcome
 from plait.wrapper.instructions import CallExtern, Launch
 from plait.wrapper.program import CompileRecord, observers
 
@@ -137,6 +141,11 @@ CASES = {
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
     "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),
+    "few uneven columns": Case(lambda g, x: g.t() @ x, ((1 << 16, 160), (1 << 16, 63)), 2),
+    "uneven columns": Case(lambda g, x: g.t() @ x, ((8192, 256), (8192, 319)), 2, calls=1),
+    "uneven columns that stay": Case(
+        lambda g, w: torch.relu(g @ w)[:, 63:], ((8192, 256), (256, 319)), 2, calls=1
+    ),
     "vocabulary": Case(lambda x, w: F.linear(x, w), ((136, 136), (4099, 136)), 1),
     "vocabulary of many rows": Case(
         lambda x, w, b: F.linear(x, w, b).view(8, 128, -1), ((1024, 128), (515, 128), (515,)), 1
@@ -149,7 +158,7 @@ CASES = {
         lambda x, w, s: (torch._int_mm((x * 999).to(torch.int8), (w * 999).to(torch.int8).t()) * s)
         .to(torch.bfloat16), ((520, 256), (1100, 256), (1100,)), 3,
     ),
-    "finished": Case(residual, ((2048, 128), (1024, 128), (1024,), (2048, 1024)), 1),
+    "finished": Case(residual, ((136, 128), (4098, 128), (4098,), (136, 4098)), 1),
     "one column": Case(lambda x, w: (x @ w).relu(), ((130, 512), (512, 1)), 1),
 }  # fmt: skip
 
@@ -180,6 +189,30 @@ def check(
         assert len(launched) == case.launches, launched
         assert sum(isinstance(i, CallExtern) for i in body) == case.calls, record.wrapper
     return records
+
+
+VERSIONS = (
+    r"described_product\(.*kinds=8",
+    r"described_product\(.*kinds=1",
+    r" product\(.*kinds=8",
+)
+"""Of the kernel of a large product, which are chosen by measuring."""
+
+
+def check_version(version: str, wrapper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One version is right, whichever is the fastest."""
+
+    def tuned(contests: list[Contest], cfg: Config) -> list[Outcome]:
+        found = [[k for k, x in enumerate(c.labels) if re.search(version, x)] for c in contests]
+        return [
+            Outcome(k[0] if k else 0, (1.0,) * c.n_ways)
+            for k, c in zip(found, contests, strict=True)
+        ]
+
+    monkeypatch.setattr("plait.kernel.triton.target.tune", tuned)
+    case = CASES["vocabulary of many rows"]
+    (record,) = check(case, wrapper, device, wrapper != "fx", autotune=True)
+    assert re.search(version, record.kernel_source), record.kernel_source
 
 
 @contextmanager

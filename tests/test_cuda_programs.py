@@ -528,10 +528,10 @@ def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
     def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (F.relu(x @ w.t()) * 2) @ w
 
-    for fn, calls in ((loss, 1), (backward, 2)):
+    for fn in (loss, backward):  # whose second product is a kernel of ours
         p = record(fn, x, w, mode=mode).wrapper
         assert _strides(p, 50257) == {(50264, 1)}
-        assert len(of(p, CallExtern)) == calls
+        assert len(of(p, CallExtern)) == 1
 
 
 def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(

@@ -7,7 +7,7 @@ import torch
 
 from tests.flex_programs import WRAPPERS
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, check
+from tests.product_programs import CASES, VERSIONS, check, check_version
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -15,7 +15,7 @@ def test_as_eager(name: str) -> None:
     check(CASES[name], "native", "cuda", on_gpu=True)
 
 
-@pytest.mark.parametrize("name", ["residual", "parts", "layer", "vocabulary of many rows"])
+@pytest.mark.parametrize("name", ["residual", "parts", "layer"])
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_target(wrapper: str, name: str) -> None:
     check(CASES[name], wrapper, "cuda", on_gpu=wrapper != "fx")
@@ -44,3 +44,11 @@ def test_a_layer_is_one_kernel(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_of_a_layer(name: str, rows: int) -> None:
     check(case(name, rows), "native", "cuda", on_gpu=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_versions_of_a_large_product(
+    wrapper: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_version(version, wrapper, "cuda", monkeypatch)

@@ -68,7 +68,7 @@ def test_sample(suite: str, tmp_path: Path) -> None:
             [
                 "tests/test_products.py",
                 "-k",
-                "residual or parts or two or heads or odd or wait or many",
+                "residual or parts or two or heads or odd or wait or described",
                 *ALL[:2],
             ],
             8,

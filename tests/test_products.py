@@ -15,7 +15,7 @@ from plait.config import Config
 from plait.runtime.tune import Contest, Outcome
 from plait.wrapper.instructions import CallExtern
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, Case, check
+from tests.product_programs import CASES, VERSIONS, Case, check, check_version
 
 NEIGHBOURS = ("wait", "launch_dependents")
 AS_GPU = "TRITON_INTERPRET" in os.environ or "PLAIT_GPU_ARCH" in os.environ
@@ -66,6 +66,12 @@ def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) 
     )
     (call,) = [i for i in record.wrapper.body if isinstance(i, CallExtern)]
     assert call.op.partition(".")[0] == op
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_versions_of_a_large_product(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_version(version, "python", "cpu", monkeypatch)
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

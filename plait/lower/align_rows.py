@@ -4,7 +4,8 @@ half precision start at multiples of 16 bytes, and sums are of no odd length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,11 +24,13 @@ from plait.lower.memory import copies_of, step_along
 aten = torch.ops.aten
 
 ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
-# Where a copy pays on a GPU; no record of the measurement. benchmarks/gpu.py shows models with
-# odd rows (GPT-2's head of 50257).
-_MANY = 1 << 17  # elements of a matrix that is worth it
-_LONG = 64  # elements of a row that grows by an eighth at most
-_FLOPS = 512  # an element, that pay for one more copy of the matrix
+_MANY = 1 << 17  # elements of a matrix whose rows are aligned where that costs nothing
+_GROWTH = 8  # a row grows by one such part at most
+# What is known of an H200 (native/core/parts.cpp): the vendor's fast kernels do 6e8 operations a
+# microsecond, those for rows that start anywhere 0.95e8.
+_SAVED_FLOPS_A_US = 1.13e8
+_COPY_US, _COPIED_NBYTES_A_US = 2.0, 1e6
+_EDGES_US = 20.0  # of what the executor computes apart: native/core/parts.h
 _MANY_ROWS = (
     1024  # from here on that copy costs more than writing the product in parts: native/core/parts.h
 )
@@ -37,16 +40,51 @@ def with_even_depth(ctx: Lowering, a: View, b: View, flops: Size) -> tuple[View,
     """The factors of a product, with zeros at the end of its sums where these are of odd length and
     that pays: the vendor's kernels for odd ones take 4 to 6 times as long, whatever rows start at
     (H100, bf16: 2048 x 1024 x 479, 2048 x 768 x 50257)."""
-    each, k = ROW_NBYTES // a.dtype.nbytes, a.shape[-1]
-    sizes = (numel(a.shape), numel(b.shape), flops)
-    if a.dtype not in (f16, bf16) or len(a.shape) != len(b.shape) or not isinstance(k, int):
+    k = a.shape[-1]
+    if a.dtype not in (f16, bf16) or len(a.shape) != len(b.shape):
         return a, b
-    if not (ctx.facts().streams and ctx.cfg.kernels) or k < _LONG or k % each == 0:
+    if not (ctx.facts().streams and ctx.cfg.kernels and _is_odd(k, a.dtype.nbytes)):
         return a, b
-    known = [n for n in sizes if isinstance(n, int)]
-    if len(known) < len(sizes) or known[2] < _FLOPS * (known[0] + known[1]):
+    if not _saves(flops, a.dtype.nbytes, a.shape, b.shape):
         return a, b
     return _with_zeros(ctx, a, len(a.shape) - 1), _with_zeros(ctx, b, len(b.shape) - 2)
+
+
+def with_even_edges(ctx: Lowering, a: View, b: View, flops: Size) -> tuple[View, View]:
+    """The factors of a product of matrices, with zeros as further rows of the result, or columns,
+    where these lie side by side in a factor, are of odd number, and that pays: kernels for odd ones
+    are slow, whatever rows start at."""
+    if a.dtype not in (f16, bf16) or not (ctx.facts().streams and ctx.cfg.kernels):
+        return a, b
+    nbytes, out = a.dtype.nbytes, (a.shape[0], b.shape[1])
+    if leaves(ctx, lambda n: n is ctx.node) and not _copy_us(nbytes, out) < _EDGES_US:
+        return a, b
+    for x, d in ((a, 0), (b, 1)):
+        if step_along(ctx, x, d) != 1 or not _is_odd(x.shape[d], nbytes):
+            continue
+        if _saves(flops, nbytes, x.shape, out):
+            made = _with_zeros(ctx, x, d)
+            a, b = (made, b) if d == 0 else (a, made)
+    return a, b
+
+
+def _is_odd(length: Size, nbytes: int) -> bool:
+    """Whether a row of so many elements, of so many bytes, is no multiple of 16 bytes, and hardly
+    grows by becoming one."""
+    each = ROW_NBYTES // nbytes
+    return isinstance(length, int) and 0 < -length % each * _GROWTH <= length
+
+
+def _copy_us(nbytes: int, shape: Sequence[Size]) -> float:
+    """What a copy of a matrix costs; infinitely much where its size is not known."""
+    n = numel(shape)
+    return _COPY_US + n * nbytes / _COPIED_NBYTES_A_US if isinstance(n, int) else math.inf
+
+
+def _saves(flops: Size, nbytes: int, *shapes: Sequence[Size]) -> bool:
+    """Whether a product on a GPU gains more by aligned rows than copies of such matrices cost."""
+    cost = sum(_copy_us(nbytes, shape) for shape in shapes)
+    return isinstance(flops, int) and flops / _SAVED_FLOPS_A_US > cost
 
 
 def _with_zeros(ctx: Lowering, x: View, d: int) -> View:
@@ -91,10 +129,10 @@ def aligned(ctx: Lowering, x: View, flops: Size) -> View:
     """An operand with aligned rows where that pays: what lies fixed is copied, once for all who
     read it; so is what a loop makes, which then goes into the copy, and may end in zeros too."""
     b = ctx.buffers[x.buf]
-    strides = _aligned_strides(b)
+    pays = _saves(flops, b.dtype.nbytes, b.shape)
+    strides = _aligned_strides(b, pays)
     if strides is None:
         return x
-    pays = _pays_a_copy(b, flops)
     if b.fixed and not (pays and ctx.cfg.kernels):
         return x
     if b.fixed or (pays and any(isinstance(op, Pointwise) and op.out == x.buf for op in ctx.ops)):
@@ -111,35 +149,31 @@ def align_result(ctx: Lowering, buf: str, flops: Size) -> None:
     """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the
     strides that eager gives it, so there the product must be long."""
     node, b = ctx.node, ctx.buffers[buf]
-    strides = _aligned_strides(b)
+    pays = _saves(flops, b.dtype.nbytes, b.shape)
+    strides = _aligned_strides(b, pays)
     if strides is None:
         return
-    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not leaves(
-        ctx, lambda n: n is node
-    ):
+    if (pays and not _fits_in_parts(node)) or not leaves(ctx, lambda n: n is node):
         ctx.buffers[buf] = replace(b, strides=strides)
 
 
-def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
-    """On a GPU, those with which every row of a large matrix of half precision starts at a multiple
-    of 16 bytes: otherwise tensor cores get their operands, and give back their result, at a
-    fraction of their speed. None where rows are fine or the matrix is another."""
-    each = ROW_NBYTES // b.dtype.nbytes
+def _aligned_strides(b: Buffer, pays: bool) -> tuple[Size, ...] | None:
+    """On a GPU, those with which every row of a matrix of half precision starts at a multiple of 16
+    bytes: otherwise tensor cores get their operands, and give back their result, at a fraction of
+    their speed. None where rows are fine, or the matrix is another. pays: even where it is
+    small."""
     n = numel(b.shape)
     if not facts_of(b.device).streams or b.dtype not in (f16, bf16) or len(b.shape) < 2:
         return None
-    if not isinstance(n, int) or n < _MANY or b.strides != contiguous_strides(b.shape):
+    if not isinstance(n, int) or not (pays or n >= _MANY):
         return None
     length = b.shape[-1]
-    if not isinstance(length, int) or length < _LONG or length % each == 0:
+    if b.strides != contiguous_strides(b.shape) or not _is_odd(length, b.dtype.nbytes):
         return None
+    assert isinstance(length, int), "an odd length is known"
+    each = ROW_NBYTES // b.dtype.nbytes
     row = -(-length // each) * each
     return (*(s * row for s in contiguous_strides(b.shape[:-1])), 1)
-
-
-def _pays_a_copy(b: Buffer, flops: Size) -> bool:
-    n = numel(b.shape)
-    return isinstance(flops, int) and isinstance(n, int) and flops >= _FLOPS * n
 
 
 def _fits_in_parts(node: torch.fx.Node) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from plait.ir.dtypes import DType, b1, f32
+from plait.ir.dtypes import DType, b1, bf16, f16, f32
 from plait.ir.expr import Expr, Size, product
-from plait.ir.loops import Node
+from plait.ir.loops import Node, loop_vars
 from plait.ir.record import Recorder
-from plait.lower.align_rows import align_result, aligned, with_even_depth
+from plait.lower.align_rows import align_result, aligned, with_even_depth, with_even_edges
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import broadcast, elementwise, scalar
@@ -48,13 +48,33 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
     return product((2, *batch, m, n, k))
 
 
+def _laid_out(ctx: Lowering, a: View, b: View, flops: Size) -> tuple[View, View]:
+    """The factors as the vendor's fast kernels want them."""
+    a, b = (aligned(ctx, x, flops) for x in with_even_depth(ctx, a, b, flops))
+    return a, b
+
+
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     *bias, a, b = args
-    args = (*bias, *with_even_depth(ctx, a, b, flops))
-    args = tuple(aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
+    a, b = _laid_out(ctx, a, b, flops)
+    if ctx.node.target is aten.mm.default:
+        left, right = with_even_edges(ctx, a, b, flops)
+        if (left, right) != (a, b):
+            return _cut_off(ctx, left, right, (a.shape[0], b.shape[1]), flops)
+    args = (*(aligned(ctx, x, flops) if isinstance(x, View) else x for x in bias), a, b)
     out = call_extern(ctx, args, kwargs, any_strides=True, flops=flops)
     align_result(ctx, out.buf, flops)
     return out
+
+
+def _cut_off(ctx: Lowering, a: View, b: View, shape: tuple[Size, Size], flops: Size) -> View:
+    """The first rows and columns of a product."""
+    rows, columns = a.shape[0], b.shape[1]
+    assert isinstance(rows, int) and isinstance(columns, int), "its copies were worth their cost"
+    val = ctx.out_meta().new_empty((rows, columns))
+    whole: View = call_op(ctx, aten.mm.default, (a, b), {}, val, flops=flops)
+    vars_ = loop_vars("v", shape)
+    return View(whole.buf, whole.dtype, shape, vars_, whole.at(vars_))
 
 
 def _multiplied_as(x: View) -> DType:
@@ -90,6 +110,9 @@ def _made_here(ctx: Lowering, flops: Size, a: View, b: View) -> View | None:
     if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
         return _product(ctx, a, b)
     how = cut(ctx, a, b)
+    if how is None and a.dtype in (f16, bf16):
+        a, b = _laid_out(ctx, a, b, flops)
+        how = cut(ctx, a, b)
     return None if how is None else launch(ctx, a, b, how)
 
 

@@ -1,6 +1,7 @@
 """Whether a kernel of ours computes a large product on a GPU sooner than the vendor's library and
-the kernels that this needs beside it: one that reads the product and finishes it, or one that
-copies rows that start at multiples of 16 bytes to where eager has them.
+the kernel that this needs beside it where rows of the result start anywhere: the vendor writes
+others, which start at multiples of 16 bytes, and that kernel copies them, or reads and finishes
+them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ import torch
 from torch.fx import Node
 
 from plait.graph.edit import base_of, is_view, value_of
-from plait.ir.dtypes import DType
+from plait.ir.dtypes import DType, i8
 from plait.lower.align_rows import ROW_NBYTES, leaves
 from plait.lower.core import Lowering
 
-# Measured on an H100 (benchmarks/products_gpu.py vocabulary, benchmarks/quantised_gpu.py).
-_FLOPS_A_US = {1: (9e8, 6.7e8), 2: (5.2e8, 6.5e8)}
-"""Ours and the vendor's, by bytes of a factor's element."""
+# Measured on an H100 (benchmarks/products_gpu.py vocabulary).
+_OUR_FLOPS_A_US, _VENDORS_FLOPS_A_US = 5.6e8, 6.8e8
 _KERNEL_US = 1.5  # of one in a CUDA graph
 _MOST_OPS = 24  # that are followed
 
@@ -26,19 +26,19 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 def pays(ctx: Lowering, dtype: DType, m: int, n: int, k: int) -> bool:
     """Whether a product of (m, k) and (k, n) is better computed by a kernel of ours, which finishes
     it. dtype: of factors."""
-    ours, vendors = _FLOPS_A_US[dtype.nbytes]
-    later_us = 2 * m * n * k * (1 / ours - 1 / vendors)
+    if dtype == i8:  # 1024 x 4096 x 4096: 31 us against 54
+        return True
+    later_us = 2 * m * n * k * (1 / _OUR_FLOPS_A_US - 1 / _VENDORS_FLOPS_A_US)
     return later_us < _beside_us(ctx, m, n)
 
 
 def _beside_us(ctx: Lowering, m: int, n: int) -> float:
-    """How long kernels take that the vendor's product needs beside it."""
-    nbytes = m * n * ctx.out_dtype().nbytes
-    rates = ctx.facts().rates
-    if leaves(ctx, lambda x: x is ctx.node):
-        odd = n * ctx.out_dtype().nbytes % ROW_NBYTES
-        return rates.moved_ns(2 * nbytes) / 1e3 + _KERNEL_US if odd else 0.0
-    made = _finished(ctx.node)
+    """How long kernels take that the vendor's product needs beside it. Where rows are aligned, and
+    need no copy, a kernel that finishes it costs no more than finishing in ours does."""
+    nbytes, rates = m * n * ctx.out_dtype().nbytes, ctx.facts().rates
+    if n * ctx.out_dtype().nbytes % ROW_NBYTES == 0:
+        return 0.0
+    made = nbytes if leaves(ctx, lambda x: x is ctx.node) else _finished(ctx.node)
     return rates.moved_ns(nbytes + made) / 1e3 + _KERNEL_US if made else 0.0
 
 

@@ -200,9 +200,10 @@ class _Writer(Writer):
             shape = replace(cut, rows=rows, columns=columns, depth=depth * width)
             v = _Version(shape, warps, stages, described=described)
             kinds = self._kinds(shape)
+            found.append(v)
             if kinds > 1 and (m % kinds == 0 or not described):
                 found.append(replace(v, aligned=True))
-            found.append(v)
+        found.sort(key=lambda v: (v.cut != cut, v.described))
         return found if self.tunes else found[:1]
 
     def _is_described(self) -> bool:

@@ -117,6 +117,11 @@ def test_segments_are_written_and_read(compile_only: None) -> None:  # noqa: F81
     assert plan_text(read_plan(plan_text(plan), plan.program)) == plan_text(plan)
 
 
+def test_a_byte_of_two_numbers_is_loaded_once(compile_only: None) -> None:  # noqa: F811
+    source = _without_gpu("int4 weights", 1024).kernel_source
+    assert source.count("tl.load(") == 3 and "other=0" not in source, source
+
+
 @pytest.mark.parametrize("name", ["rms norm, to fp8", "silu, to e5m2", "fp8 weights"])
 def test_floats_of_8_bits_have_instructions(compile_only: None, name: str) -> None:  # noqa: F811
     source = _without_gpu(name, 16).kernel_source

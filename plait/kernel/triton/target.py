@@ -44,6 +44,7 @@ from plait.schedule.layout import unaligned
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
 from plait.schedule.legalize.linear import LinearKernel, trip_count
+from plait.schedule.legalize.unmask_loads import unmask_loads
 from plait.schedule.plan import Kernel, Plan, Store, UserLaunch, device_of
 
 WARP = 32
@@ -311,7 +312,9 @@ def emit_kernel(
 
 
 def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:
-    return drop_picks(legalize(kernel.nests[0], verifies))  # parts are alike: one is written
+    return unmask_loads(
+        drop_picks(legalize(kernel.nests[0], verifies))
+    )  # parts are alike: one is written
 
 
 def _planned(kernel: Kernel, linear: LinearKernel, busy: int) -> Tile:

@@ -123,13 +123,15 @@ def test_rows_of_any_length_that_are_read_once_where_a_block_holds_them() -> Non
     assert vectors == [0, 0, 1, 1, 2, 3, 3, 4] and others == [5, 5, 6, 6, 7, 8, 8, 9]
     assert bounds(forms.pick) == (0, 9)
     loops = [unit.text.count("for offset in") for unit in source.units]
-    assert loops == [0, 0, 0, 0, 2] * 2 and len({unit.name for unit in source.units}) == 10
+    # Of any length: inside of rows, and at their ends.
+    assert loops == [*[0] * 4, 2, *[0] * 4, 4] and len({unit.name for unit in source.units}) == 10
 
 
 def test_rows_of_whole_vectors_are_read_by_vectors() -> None:
     """Of 16 bytes: the length is known to be a multiple of four float32."""
     for unit in written("softmax", N, 500).units:
         assert ("s0 = s0 // 4 * 4" in unit.text) == unit.name.endswith("_vectors")
+        assert ("// 32 * 32" in unit.text) == (unit.name == "softmax")  # begins where lines do
     sums = written("exp_sum", N, 500)  # a sum is read once anyway, so nothing is held
     assert [name for name, _ in sums.forms["exp_sum"].entries] == ["exp_sum_vectors", "exp_sum"]
     assert [evaluate(sums.forms["exp_sum"].pick, {"n": n}) for n in (3, 4, 8)] == [1, 0, 0]

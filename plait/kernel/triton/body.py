@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plait.ir.expr import Size
 from plait.kernel.triton.lines import Lines
 from plait.kernel.triton.ops import TYPES
 from plait.kernel.triton.plan_body import BodyPlan, RowPass
 from plait.kernel.triton.reductions import Reductions
-from plait.kernel.triton.split_rows import Span
+from plait.kernel.triton.split_rows import RowStart, Span
 from plait.kernel.triton.tiles import Group
 from plait.kernel.triton.values import Piece, Values
 from plait.schedule.plan import Store
@@ -87,31 +88,45 @@ class BodyPrinter:
             self.reductions.start(a, p.span.start is None)
         if p.counts:
             self.reductions.start_count()
-        (self._loop_ahead if p.ahead else self._loops)(p)
+        if p.span.start is not None:
+            self._from_lines(p, p.span.start)
+        else:
+            (self._loop_ahead if p.ahead else self._loops)(p)
         self.lines.enter()
         for a in p.accumulators:
             self.reductions.finish(a)
 
     def _loops(self, p: RowPass) -> None:
         """The blocks that lie inside their rows, and those at the ends."""
-        r, whole, start = self.tile.groups[-1], p.span.whole, p.span.start
+        r, whole = self.tile.groups[-1], p.span.whole
         head = ["r = rbase + offset"]
-        mask = self._mask_of(r)
-        if start is not None:
-            head = ["along = rbase + offset", f"r = along - {self.values.lead(start)}"]
-            mask = [f"rmask = (r >= 0) & (r < {r.points})"]
-        if whole:
-            self._block(p, Piece(True, start, p.later))
-            first = 0 if start is None else r.block
-            self._loop(first, str(whole), r.block, [*head, *self.lines.inner.lines])
-        self._block(p, Piece(False, start, p.later))
-        lines = [*head, *mask, *self.lines.inner.lines]
-        if start is not None:  # the two ends
-            self._loop(0, str(whole + 1), whole, lines)
-        elif whole:
+        if whole != 0:
+            self._block(p, Piece(True, None, p.later))
+            self._loop("0", str(whole), r.block, [*head, *self.lines.inner.lines])
+        self._block(p, Piece(False, None, p.later))
+        lines = [*head, *self._mask_of(r), *self.lines.inner.lines]
+        if whole != 0:
             self.lines.outer.lines += [f"offset = {whole}", *lines]
         else:
-            self._loop(0, self._points(r), r.block, lines)
+            self._loop("0", self._points(r), r.block, lines)
+
+    def _from_lines(self, p: RowPass, start: RowStart) -> None:
+        """The same where blocks begin before their rows. The ends are the first block and what is
+        behind the whole ones: one block, or as many as it takes."""
+        r, whole = self.tile.groups[-1], p.span.whole
+        points, end = self._points(r), self.values.indices.size(whole)
+        lead, at = f"r = along - {self.values.lead(start)}", "offset"
+        ends: tuple[str, str, Size] = "0", str(whole + 1), whole
+        if not isinstance(whole, int):
+            last = self.lines.define(f"tl.maximum({end}, {r.block})", False, "i")
+            ends = f"{last} - {r.block}", f"{points} + {start.line - 1}", r.block
+            at = f"offset * (offset >= {last})"
+        self._block(p, Piece(True, start, p.later))
+        lines = ["along = rbase + offset", lead, *self.lines.inner.lines]
+        self._loop(str(r.block), end, r.block, lines)
+        self._block(p, Piece(False, start, p.later))
+        mask = f"rmask = (r >= 0) & (r < {points})"
+        self._loop(*ends, [f"along = rbase + {at}", lead, mask, *self.lines.inner.lines])
 
     def _loop_ahead(self, p: RowPass) -> None:
         """All blocks, each while the next is loaded; the last while it is loaded again."""
@@ -130,7 +145,7 @@ class BodyPrinter:
         self.lines.outer.lines += ["r = rbase", *mask, *loads]
         load = [f"r = rbase + {following}", *mask, *loads]
         work = ["r = rbase + offset", *mask, *self.lines.inner.lines]
-        self._loop(0, points, r.block, [*copies, *load, *work])
+        self._loop("0", points, r.block, [*copies, *load, *work])
 
     def _block(self, p: RowPass, piece: Piece) -> None:
         """What one block of a pass does."""
@@ -149,7 +164,7 @@ class BodyPrinter:
         if p.counts:
             self.reductions.count()
 
-    def _loop(self, first: int, end: str, step: int, lines: Sequence[str]) -> None:
+    def _loop(self, first: str, end: str, step: Size, lines: Sequence[str]) -> None:
         """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks
         ahead."""
         n = self.tile.num_stages
@@ -176,7 +191,7 @@ class BodyPrinter:
         even = isinstance(x.points, int) and x.points % n == 0
         rows = f"{x.points // n}" if even else f"tl.cdiv({self._points(x)} - pid, {n})"
         head = [f"x = (xbase + offset) * {n} + pid", *self._mask_of(x)]
-        self._loop(0, rows, x.block, [*head, *self.lines.inner.lines])
+        self._loop("0", rows, x.block, [*head, *self.lines.inner.lines])
         for s in sums:
             value = self.lines.define(f"tl.sum({self.sums[s.buf]}, 0)[None, :]", False)
             at = self.values.offset(s.index[0], frozenset("r"))

@@ -6,8 +6,9 @@ there are blocks for rows of about the length that is expected, of a quarter, tw
 that, and one that walks along rows of any length. A call takes the first that can hold its rows;
 under `max-autotune` the one that was fastest for rows of up to the next power of two.
 
-Rows of any length begin in the middle of vectors and are read element by element. Where the length
-is that of whole vectors, a call takes tiles that know it, and so read 16 bytes at once.
+Rows of any length begin in the middle of vectors: blocks that hold them read element by element,
+those that walk along them do at their ends (`split_rows.py`). Where the length is that of whole
+vectors, a call takes tiles that know it, and so read 16 bytes at once.
 """
 
 from __future__ import annotations

@@ -34,20 +34,21 @@ class Span:
 
     whole: points of the blocks that lie inside the row as a whole, which need no mask and have a
         loop of their own; 0 if all blocks share one loop.
-    start: where the first block begins, if that is before the row.
+    start: where the first block begins, if that is before the row. If only a call tells the length,
+        there may be any number of blocks, and behind the whole ones none, one or two.
     """
 
-    whole: int = 0
+    whole: Size = 0
     start: RowStart | None = None
 
 
 def split_rows(linear: LinearKernel, tile: Tile, stmts: Sequence[Stmt], ordered: bool) -> Span:
     """The span of a pass. ordered: its reductions need to know which points come first."""
     block, length = tile.groups[-1].block, tile.groups[-1].points
-    if not isinstance(length, int):
-        return Span()
     whole = length // block * block
     start = None if ordered else _start(linear, tile, stmts, length, whole)
+    if not isinstance(length, int) or not isinstance(whole, int):
+        return Span() if start is None else Span(whole, start)
     cut = 0 < whole < length and _keeps_from_vectors(linear, stmts, length)
     if start is None and not cut:
         return Span()
@@ -67,20 +68,26 @@ def _contiguous(linear: LinearKernel, stmts: Sequence[Stmt]) -> list[tuple[Size,
 
 
 def _start(
-    linear: LinearKernel, tile: Tile, stmts: Sequence[Stmt], length: int, whole: int
+    linear: LinearKernel, tile: Tile, stmts: Sequence[Stmt], length: Size, whole: Size
 ) -> RowStart | None:
     block = tile.groups[-1].block
-    if len(linear.rvars) > 1 or any(g.block > 1 for g in tile.outer) or whole < 3 * block:
+    if len(linear.rvars) > 1 or any(g.block > 1 for g in tile.outer) or tile.unit > 1:
+        return None
+    if isinstance(whole, int) and whole < 3 * block:
         return None
     (r,) = linear.rvars
     rows = [(substitute(e, {r: 0}), n) for e, n in _contiguous(linear, stmts)]
     rows = [(e, n) for e, n in rows if not free_symbols(e).isdisjoint(linear.vars)]
     begins, each = {e for e, _ in rows}, max((n for _, n in rows), default=1)
     line = each * LINE
-    if len(begins) != 1 or length - whole + line > block:
+    rest = length - whole + line
+    if len(begins) != 1 or line > block or (isinstance(rest, int) and rest > block):
         return None
     (begin,) = begins
-    known = free_symbols(begin) <= set(linear.vars)
+    if isinstance(length, int):
+        known = free_symbols(begin) <= set(linear.vars)
+    else:
+        known = free_symbols(begin).isdisjoint(linear.indirect)
     return RowStart(begin, line) if known and begin % each != 0 else None
 
 

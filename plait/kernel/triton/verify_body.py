@@ -84,9 +84,13 @@ def _spans(plan: BodyPlan) -> Iterator[str]:
     """Blocks without a mask lie in their rows, and one more block reaches the end."""
     for p in (p for p in plan.passes if p.span != Span()):
         r, whole, start = plan.layout.tile.groups[-1], p.span.whole, p.span.start
-        fits = whole % r.block == 0 and r.block <= whole and bounds(r.points - whole)[0] >= 0
-        rest = bounds(r.points - whole + (start.line if start else 0))[1]
-        if not (fits and plan.layout.tile.looped and rest <= r.block):
+        fits = whole == r.points // r.block * r.block
+        line = start.line if start else 0
+        if isinstance(r.points, int) and isinstance(whole, int):
+            fits = fits and r.block <= whole and r.points - whole + line <= r.block
+        else:
+            fits = fits and 0 < line <= r.block
+        if not (fits and plan.layout.tile.looped):
             yield f"walks along rows of {r.points} points as {p.span}"
         ordered = any(a.how in IN_ORDER for a in p.accumulators)
         if start and (ordered or math.prod(g.block for g in plan.layout.tile.outer) > 1):

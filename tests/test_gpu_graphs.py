@@ -152,6 +152,52 @@ def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(
     assert reserved() - before < n * 32 / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(512, 1024, 256), (3, 4096, 8), (48, 16384, 64), (40, 37, 41)])
+def test_products_are_written_where_the_caller_has_them(
+    programs: list[Program], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, k, n = shape
+    w, b, v = r(k, n, dtype=dtype), r(n, dtype=dtype), r(4, k, n, dtype=dtype)
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        return y @ w, torch.addmm(b, y, w), torch.bmm(y.expand(4, m, k), v), (y + 1).sum()
+
+    compiled, plain = graphs(fn), torch.compile(fn, backend="plait")
+    held = []
+    for _ in range(6):
+        x = r(m, k, dtype=dtype)
+        held.append((x, compiled(x)))
+    assert len({y[0].data_ptr() for _, y in held}) == 6
+    for x, got in held:
+        for a, c in zip(got, plain(x), strict=True):
+            torch.testing.assert_close(a, c, rtol=0, atol=0)
+    counts = stats(programs[0])
+    assert counts["recorded"] == 1 and counts["replayed"] == 4
+    assert counts["results_copied"] + counts["results_direct"] == 4
+
+
+def test_gradients_of_weights_are_written_where_the_caller_has_them(
+    programs: list[Program],
+) -> None:
+    layers = [nn.Linear(512, 512) for _ in range(6)]
+    model = nn.Sequential(*(part for x in layers for part in (x, nn.GELU()))).to(CUDA)
+    model.to(torch.bfloat16)
+    compiled = graphs(model)
+    held = []
+    for _ in range(6):
+        x = r(64, 512, dtype=torch.bfloat16)
+        grads = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+        held.append((x, grads))
+    for x, grads in held:
+        want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        for a, b in zip(grads, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2 * float(b.abs().max()))
+    counts = stats(programs[-1])
+    assert counts["results_copied"] == 0 and counts["replayed"] == 4, counts
+
+
 def test_large_results_of_the_last_operators_are_made_beside_a_recording(
     programs: list[Program],
 ) -> None:

@@ -158,6 +158,16 @@ class Driver {
   int (*set_node)(GraphExec, GraphNode, const NodeParams*);
   int (*copy_node)(GraphNode, CopyParams*);
   int (*set_copy_node)(GraphExec, GraphNode, const CopyParams*, void* context);
+  // Of results that move, see moved_results.h: null in HIP and in drivers before 12.4.
+  int (*node_type)(GraphNode, int*) = nullptr;
+  int (*kernel_node)(GraphNode, NodeParams*) = nullptr;
+  int (*nodes_before)(GraphNode, GraphNode*, void* edges, size_t*) = nullptr;
+  int (*parameter_of_kernel)(void*, size_t, size_t*, size_t*) = nullptr;
+  int (*enable_node)(GraphExec, GraphNode, unsigned) = nullptr;
+  bool moves_results() const {
+    return node_type && kernel_node && nodes_before && parameter && parameter_of_kernel &&
+           enable_node && after;
+  }
   int (*launch_graph)(GraphExec, Stream);
   int (*copy)(void*, const void*, size_t, Stream);
   int (*make_event)(Event*, unsigned);

@@ -9,6 +9,7 @@
 #include "dead_memory.h"
 #include "dispatch_guard.h"
 #include "memory.h"
+#include "moved_results.h"
 #include "run.h"
 
 namespace plait {
@@ -48,18 +49,9 @@ void update_recording(Graphs& graphs, const Frame& f, const PartitionInfo& p, Re
     ++graphs.counts.patched;
   }
   r.changed.clear();
-  void* context = nullptr;
-  const cuda::Driver& driver = cuda::Driver::machine();
-  if (!r.copies.empty()) driver.check(driver.current_context(&context), "cuCtxGetCurrent");
   for (Recording::Copy& c : r.copies) {
     c.room = f.code.gpu->allocate(static_cast<int64_t>(c.nbytes));
-    if (!c.node || c.room.get() == c.params.to.device) continue;
-    cuda::CopyParams params = c.params;
-    params.to.device = c.room.get();
-    driver.check(driver.set_copy_node(r.exec, c.node, &params, context),
-                 "cuGraphExecMemcpyNodeSetParams");
-    c.params = params;
-    ++graphs.counts.patched;
+    if (move_result(r.exec, c)) ++graphs.counts.patched;
   }
 }
 

@@ -9,6 +9,7 @@
 #include "dead_memory.h"
 #include "dispatch_guard.h"
 #include "memory.h"
+#include "moved_results.h"
 #include "run.h"
 
 namespace plait {
@@ -27,6 +28,7 @@ Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cud
   const cuda::Driver& driver = cuda::Driver::machine();
   driver.check(driver.copy(made.room.get(), from.data(), made.nbytes, stream), "cuMemcpyDtoDAsync");
   made.node = last_node(stream);
+  made.now = made.room.get();
   return made;
 }
 
@@ -85,8 +87,9 @@ void keeping(const Host& host, void* capture, const F& f) {
 
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
+// launches: they bring export `moved` themselves.
 void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
-               Recording& r) {
+               Recording& r, int32_t moved = -1, std::vector<MovedLaunch> launches = {}) {
   const bool at_end = at == p.last;
   std::vector<std::pair<const c10::StorageImpl*, int32_t>> brought;
   for (size_t k = 0; k < p.exports.size(); ++k) {
@@ -104,7 +107,12 @@ void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::Da
     if (same == brought.end()) {
       e.copy = static_cast<int32_t>(r.copies.size());
       brought.emplace_back(memory, e.copy);
-      r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
+      if (static_cast<int32_t>(k) != moved)
+        r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
+      else
+        r.copies.push_back({.nbytes = memory->nbytes(),
+                            .room = std::move(rooms[k]),
+                            .launches = std::move(launches)});
     } else {
       e.copy = same->second;
     }
@@ -128,7 +136,7 @@ void note_death(const Frame& f, const PartitionInfo& p, SlotId s, const Recordin
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
 void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
-                   std::vector<c10::DataPtr>& rooms, Recording& r) {
+                   std::vector<c10::DataPtr>& rooms, Recording& r, MovedResults& moved) {
   DeadMemory dead(r, DeviceRecordings::of(f.code.gpu->device()).all);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
@@ -142,7 +150,10 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     }
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(f, p, r, s.a))
       continue;
-    if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
+    int32_t moves = MovedResults::made_by(f, p, at);
+    if (moves >= 0) {
+      if (!moved.record(f, s, p.exports[static_cast<size_t>(moves)].slot)) moves = -1;
+    } else if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
       keeping(f.code.host, capture, [&] { run_step(f, s, false); });
     } else {
       f.dead_memory = &dead;
@@ -151,7 +162,7 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     }
     if (s.kind == StepKind::launch)
       note_launch(f, p, f.code.grid_launches[static_cast<size_t>(s.a)], r);
-    bring_out(f, p, at, rooms, r);
+    bring_out(f, p, at, rooms, r, moves, moves >= 0 ? moved.take() : std::vector<MovedLaunch>{});
   }
   bring_out(f, p, p.last, rooms, r);
 }
@@ -198,7 +209,8 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
     r.piece_nbytes = at.kept_nbytes;
     keeping(host, capture, [&] { r.piece = static_cast<const char*>(gpu.allocate(nbytes).get()); });
   }
-  capture_steps(f, p, capture, rooms, r);
+  MovedResults moved;
+  capture_steps(f, p, capture, rooms, r, moved);
   drop_arena(f);
   const Host::Captured made = host.end_capture(capture);
   r.exec = made.exec;
@@ -207,8 +219,11 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   shared.nbytes = made.shared;
   shared.limit = made.limit;
   const cuda::Driver& driver = cuda::Driver::machine();
-  for (Recording::Copy& c : r.copies)
+  moved.finish(r.exec);
+  for (Recording::Copy& c : r.copies) {
     if (c.node) driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
+    move_result(r.exec, c);
+  }
   shared.make_room(r, drives_out);
   for (const Recording* lender : r.lenders)
     if (std::find(shared.all.begin(), shared.all.end(), lender) == shared.all.end())
@@ -266,8 +281,10 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool dri
   }
   keep_results(f, p, *r);
   ++graphs.counts.recorded;
-  graphs.counts.results_copied += static_cast<int64_t>(r->copies.size());
-  graphs.counts.results_direct += p.n_direct;
+  const auto copied = std::count_if(r->copies.begin(), r->copies.end(),
+                                    [](const Recording::Copy& c) { return c.launches.empty(); });
+  graphs.counts.results_copied += copied;
+  graphs.counts.results_direct += p.n_direct + static_cast<int64_t>(r->copies.size()) - copied;
   DeviceRecordings::of(f.code.gpu->device()).all.push_back(r.get());
   at.all.push_back(std::move(r));
   launch_recording(f, p, *at.all.back());

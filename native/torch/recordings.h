@@ -28,6 +28,20 @@ struct RecordedLaunch {
   bool changed = false;
 };
 
+// A launch of an operator's inside a recording that writes a result for the caller, with the
+// parameters that it has now.
+struct MovedLaunch {
+  struct Use {
+    size_t word;
+    uint64_t delta;  // from where the result begins
+  };
+  cuda::GraphNode node = nullptr;
+  cuda::NodeParams params{};
+  std::vector<uint64_t> words;
+  std::vector<size_t> first;  // word, by parameter
+  std::vector<Use> uses;
+};
+
 struct Recordings;
 struct Recording {
   struct Import {
@@ -45,12 +59,15 @@ struct Recording {
     size_t nbytes = 0;
     int32_t copy = -1;  // of `copies`
   };
-  // Brings a result to the caller. node: none for an empty one. room: for the next launch.
+  // Brings a result to the caller. node: of a copy; none for an empty result, nor where the
+  // launches that write it are told where. room: for the next launch. now: where it is brought.
   struct Copy {
     cuda::GraphNode node = nullptr;
     cuda::CopyParams params{};
     size_t nbytes = 0;
     c10::DataPtr room;
+    std::vector<MovedLaunch> launches;
+    const void* now = nullptr;
   };
   // Memory of others that serves its temporaries: that of an import, once it is dead.
   struct Lent {

@@ -60,6 +60,11 @@ void find_entries(Driver& d) {
     d.find(d.after, "cuStreamUpdateCaptureDependencies");
     d.find(d.record_to, "cuStreamBeginCaptureToGraph");
     d.find(d.end_recording, "cuStreamEndCapture");
+    d.find(d.node_type, "cuGraphNodeGetType");
+    d.find(d.kernel_node, "cuGraphKernelNodeGetParams_v2");
+    d.find(d.nodes_before, "cuGraphNodeGetDependencies_v2");
+    d.find(d.parameter_of_kernel, "cuKernelGetParamInfo");
+    d.find(d.enable_node, "cuGraphNodeSetEnabled");
   }
   d.need(d.set_node, "cuGraphExecKernelNodeSetParams_v2");
   d.need(d.copy_node, "cuGraphMemcpyNodeGetParams");

@@ -99,6 +99,17 @@ std::optional<MovedLaunch> compare(GraphNode node, GraphNode other, Extent here,
   return made;
 }
 
+// Whether all that follows step `at` with an export is a check of its strides.
+bool is_checked_next(const Code& code, const PartitionInfo::Export& e, int32_t at) {
+  const auto step = [&](int32_t k) -> const Step& { return code.steps[static_cast<size_t>(k)]; };
+  if (e.last < at || step(e.last).kind != StepKind::instruction) return false;
+  const auto* check = std::get_if<AssertSizeStride>(step(e.last).instr);
+  if (!check || check->tensor != e.slot) return false;
+  for (int32_t k = at + 1; k < e.last; ++k)
+    if (step(k).kind != StepKind::drop && step(k).kind != StepKind::drop_input) return false;
+  return true;
+}
+
 }  // namespace
 
 int32_t MovedResults::made_by(const Frame& f, const PartitionInfo& p, int32_t at) {
@@ -109,9 +120,12 @@ int32_t MovedResults::made_by(const Frame& f, const PartitionInfo& p, int32_t at
   const bool product = c.makes_result || c.name == "aten::_grouped_mm";
   if (!product || c.may_keep || c.outs.size() != 1 || c.outs[0].kind != Result::Kind::tensor)
     return -1;
-  for (size_t k = 0; k < p.exports.size(); ++k)
-    if (p.exports[k].slot == c.outs[0].id)
-      return p.exports[k].escapes && p.exports[k].last == at ? static_cast<int32_t>(k) : -1;
+  for (size_t k = 0; k < p.exports.size(); ++k) {
+    const PartitionInfo::Export& made = p.exports[k];
+    if (made.slot != c.outs[0].id) continue;
+    const bool last = made.last == at || is_checked_next(f.code, made, at);
+    return made.escapes && last ? static_cast<int32_t>(k) : -1;
+  }
   return -1;
 }
 

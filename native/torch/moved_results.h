@@ -16,8 +16,8 @@ namespace plait {
 // Products that are being recorded.
 class MovedResults {
  public:
-  // The number of the export that a step makes and nothing needs after it, if its launches may be
-  // told where it lies; -1 for others.
+  // The number of the export that a step makes and nothing but a check of its strides needs after
+  // it, if its launches may be told where it lies; -1 for others.
   static int32_t made_by(const Frame& f, const PartitionInfo& p, int32_t at);
   // Runs the step, which makes an export. False: the result is to be copied.
   bool record(Frame& f, const Step& step, SlotId result);

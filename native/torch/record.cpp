@@ -87,9 +87,9 @@ void keeping(const Host& host, void* capture, const F& f) {
 
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
-// launches: they bring export `moved` themselves.
+// direct: an export that the launches of `moved` bring themselves.
 void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
-               Recording& r, int32_t moved = -1, std::vector<MovedLaunch> launches = {}) {
+               Recording& r, int32_t direct, MovedResults& moved) {
   const bool at_end = at == p.last;
   std::vector<std::pair<const c10::StorageImpl*, int32_t>> brought;
   for (size_t k = 0; k < p.exports.size(); ++k) {
@@ -107,12 +107,12 @@ void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::Da
     if (same == brought.end()) {
       e.copy = static_cast<int32_t>(r.copies.size());
       brought.emplace_back(memory, e.copy);
-      if (static_cast<int32_t>(k) != moved)
+      if (static_cast<int32_t>(k) != direct)
         r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
       else
         r.copies.push_back({.nbytes = memory->nbytes(),
                             .room = std::move(rooms[k]),
-                            .launches = std::move(launches)});
+                            .launches = moved.take()});
     } else {
       e.copy = same->second;
     }
@@ -140,7 +140,9 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
   DeadMemory dead(r, DeviceRecordings::of(f.code.gpu->device()).all);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
+  int32_t checked = -1;  // a step that ran with the one before it
   for (int32_t at = p.first; at < p.last; ++at) {
+    if (at == checked) continue;
     const Step& s = f.code.steps[static_cast<size_t>(at)];
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
@@ -152,7 +154,13 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
       continue;
     int32_t moves = MovedResults::made_by(f, p, at);
     if (moves >= 0) {
-      if (!moved.record(f, s, p.exports[static_cast<size_t>(moves)].slot)) moves = -1;
+      const PartitionInfo::Export& made = p.exports[static_cast<size_t>(moves)];
+      if (!moved.record(f, s, made.slot)) moves = -1;
+      if (moves >= 0 && made.last != at) {
+        const void* here = memory_of(f.own(made.slot));
+        run_step(f, f.code.steps[static_cast<size_t>(checked = made.last)], false);
+        if (memory_of(f.own(made.slot)) != here) moves = -1;  // a copy that has the strides
+      }
     } else if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
       keeping(f.code.host, capture, [&] { run_step(f, s, false); });
     } else {
@@ -162,9 +170,10 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     }
     if (s.kind == StepKind::launch)
       note_launch(f, p, f.code.grid_launches[static_cast<size_t>(s.a)], r);
-    bring_out(f, p, at, rooms, r, moves, moves >= 0 ? moved.take() : std::vector<MovedLaunch>{});
+    bring_out(f, p, at, rooms, r, moves, moved);
+    if (checked > at) bring_out(f, p, checked, rooms, r, moves, moved);
   }
-  bring_out(f, p, p.last, rooms, r);
+  bring_out(f, p, p.last, rooms, r, -1, moved);
 }
 
 // Imports that are read from copies, and what the frame had in their place.

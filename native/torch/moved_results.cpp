@@ -17,6 +17,10 @@ constexpr int kKernelNode = 0;       // CU_GRAPH_NODE_TYPE_KERNEL
 constexpr unsigned kAfterThese = 1;  // CU_STREAM_SET_CAPTURE_DEPENDENCIES
 constexpr size_t kMostNodes = 16;    // of a product
 constexpr size_t kWord = sizeof(uint64_t);
+constexpr unsigned kMostShifted = 16;  // bits that an address may lose where it is packed
+void* const kEnd = nullptr;            // CU_LAUNCH_PARAM_END
+void* const kBlock = reinterpret_cast<void*>(1);        // CU_LAUNCH_PARAM_BUFFER_POINTER
+void* const kBlockNbytes = reinterpret_cast<void*>(2);  // CU_LAUNCH_PARAM_BUFFER_SIZE
 
 // The nodes that follow `first` (null: from the start) up to `last`, each behind the one before it;
 // nothing if they are no such chain of kernels.
@@ -56,11 +60,33 @@ size_t nbytes_of(const NodeParams& params, size_t index) {
   return code == 0 ? nbytes : 0;
 }
 
+struct Bytes {
+  const void* data;
+  size_t nbytes;
+};
+
+// What a launch gets: each parameter, or all of them in one block.
+std::vector<Bytes> given(const NodeParams& params) {
+  std::vector<Bytes> found;
+  if (params.parameters) {
+    for (size_t k = 0; const size_t nbytes = nbytes_of(params, k); ++k)
+      found.push_back({params.parameters[k], nbytes});
+    return found;
+  }
+  Bytes block{};
+  for (void** at = params.extra; at && *at != kEnd; at += 2) {
+    if (at[0] == kBlock) block.data = at[1];
+    if (at[0] == kBlockNbytes) block.nbytes = *static_cast<const size_t*>(at[1]);
+  }
+  if (block.data) found.push_back(block);
+  return found;
+}
+
 bool is_same_launch(const NodeParams& a, const NodeParams& b) {
   return a.function == b.function && a.kernel == b.kernel && a.grid_x == b.grid_x &&
          a.grid_y == b.grid_y && a.grid_z == b.grid_z && a.block_x == b.block_x &&
-         a.block_y == b.block_y && a.block_z == b.block_z && a.shared == b.shared && !a.extra &&
-         !b.extra && a.parameters && b.parameters;
+         a.block_y == b.block_y && a.block_z == b.block_z && a.shared == b.shared &&
+         !a.parameters == !b.parameters;
 }
 
 // Memory of a result, in one of its two places.
@@ -71,31 +97,43 @@ struct Extent {
   bool has(uint64_t address) const { return address - first < nbytes; }
 };
 
-// The launch of a node, with where it is told of `here`; nothing if it differs from the launch of
-// `other`, which has the result `there`, in anything else.
+// Whether two numbers that the launches of one product get are as far apart as the places of its
+// result, or that distance shifted: they may hold where it lies in a way that is not known here.
+bool may_hold_place(uint64_t a, uint64_t b, uint64_t distance) {
+  const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
+  for (unsigned shift = 0; shift <= kMostShifted; ++shift) {
+    const uint32_t moved = low(distance >> shift);
+    if (moved && (low(b) - low(a) == moved || low(b >> 32) - low(a >> 32) == moved)) return true;
+  }
+  return false;
+}
+
+// The launch of a node, with where it is told of `here`; nothing if the launch of `other`, which
+// has the result `there`, is told of it in a way that is not known. What else differs (where
+// temporary memory or something of the host's lies) stays as it was recorded.
 std::optional<MovedLaunch> compare(GraphNode node, GraphNode other, Extent here, Extent there) {
   MovedLaunch made{.node = node, .params = params_of(node)};
-  const NodeParams& a = made.params;
-  const NodeParams b = params_of(other);
-  if (!is_same_launch(a, b)) return std::nullopt;
-  for (size_t k = 0; const size_t nbytes = nbytes_of(a, k); ++k) {
-    made.first.push_back(made.words.size());
-    made.words.resize(made.words.size() + (nbytes + kWord - 1) / kWord);
-    uint64_t* words = made.words.data() + made.first.back();
-    std::memcpy(words, a.parameters[k], nbytes);
-    std::vector<uint64_t> others(made.words.size() - made.first.back());
-    std::memcpy(others.data(), b.parameters[k], nbytes);
-    for (size_t i = 0; i < others.size(); ++i) {
-      const uint64_t from = here.first, at = words[i];
-      const bool whole = (i + 1) * kWord <= nbytes;
-      if (at == others[i]) {
-        if (whole && here.has(at)) return std::nullopt;
-        continue;
-      }
-      if (!whole || !here.has(at) || others[i] - there.first != at - from) return std::nullopt;
-      made.uses.push_back({made.first.back() + i, at - from});
+  const NodeParams theirs = params_of(other);
+  const std::vector<Bytes> ours = given(made.params), others = given(theirs);
+  if (!is_same_launch(made.params, theirs) || ours.size() != others.size()) return std::nullopt;
+  for (size_t k = 0; k < ours.size(); ++k) {
+    const size_t nbytes = ours[k].nbytes, first = made.words.size();
+    if (nbytes != others[k].nbytes) return std::nullopt;
+    made.first.push_back(first);
+    made.words.resize(first + (nbytes + kWord - 1) / kWord);
+    std::memcpy(made.words.data() + first, ours[k].data, nbytes);
+    std::vector<uint64_t> words(made.words.size() - first);
+    std::memcpy(words.data(), others[k].data, nbytes);
+    for (size_t i = 0; i < words.size(); ++i) {
+      const uint64_t a = made.words[first + i], b = words[i];
+      if (a == b && !here.has(a)) continue;
+      if (here.has(a) && b - there.first == a - here.first)
+        made.uses.push_back({first + i, a - here.first});
+      else if (here.has(a) || there.has(b) || may_hold_place(a, b, there.first - here.first))
+        return std::nullopt;
     }
   }
+  made.nbytes = made.params.parameters || ours.empty() ? 0 : ours[0].nbytes;
   return made;
 }
 
@@ -184,8 +222,9 @@ bool move_result(cuda::GraphExec exec, Recording::Copy& c) {
       launch.words[use.word] = reinterpret_cast<uint64_t>(c.room.get()) + use.delta;
     std::vector<void*> addresses;
     for (size_t first : launch.first) addresses.push_back(launch.words.data() + first);
+    void* block[] = {kBlock, launch.words.data(), kBlockNbytes, &launch.nbytes, kEnd};
     NodeParams params = launch.params;
-    params.parameters = addresses.data();
+    (launch.nbytes ? params.extra : params.parameters) = launch.nbytes ? block : addresses.data();
     driver.check(driver.set_node(exec, launch.node, &params), "cuGraphExecKernelNodeSetParams");
   }
   c.now = c.room.get();

@@ -3,9 +3,9 @@
 //
 // The kernels of a product get the address of its result as they get any other number. To find it,
 // a product is recorded twice, with its result in two places: a word of a parameter that differs by
-// as much as the places do is that address. Where anything else differs, or something that is no
-// kernel is recorded, the result is copied out of the recording instead. What was recorded the
-// second time never runs.
+// as much as the places do is that address. Where a word may hold it in another way, or something
+// that is no kernel is recorded, the result is copied out of the recording instead. What was
+// recorded the second time never runs.
 #pragma once
 
 #include "frame.h"

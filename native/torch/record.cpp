@@ -110,9 +110,8 @@ void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::Da
       if (static_cast<int32_t>(k) != direct)
         r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
       else
-        r.copies.push_back({.nbytes = memory->nbytes(),
-                            .room = std::move(rooms[k]),
-                            .launches = moved.take()});
+        r.copies.push_back(
+            {.nbytes = memory->nbytes(), .room = std::move(rooms[k]), .launches = moved.take()});
     } else {
       e.copy = same->second;
     }

@@ -39,6 +39,7 @@ struct MovedLaunch {
   cuda::NodeParams params{};
   std::vector<uint64_t> words;
   std::vector<size_t> first;  // word, by parameter
+  size_t nbytes = 0;          // of all parameters, where they are one block
   std::vector<Use> uses;
 };
 

@@ -191,8 +191,9 @@ def test_the_compiler_is_small() -> None:
     # products on GPUs, 350 factors of 8 and 4 bits,
     # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
     # where operands of products lie, 60 results of norms that backward passes make again,
-    # 400 segments of rows and codes of 8 bits.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 56_610
+    # 400 segments of rows and codes of 8 bits, 210
+    # products that a recording writes where the caller wants them.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 57_020
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -64,9 +64,10 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     forms: dict[Node, Form] = {}
     for n in walk(roots):
         code = codec(n) if float8 else None
+        fours = users[n] == 0 and layout.size(layout.dims(n)) % 4 == 0
         if code is not None:
-            forms[n] = code = _limited(code, users, users[n] == 0)
-        elif nearest := _nearest(n, users, users[n] == 0):
+            forms[n] = code = _limited(code, users, fours)
+        elif nearest := _nearest(n, users, fours):
             forms[n] = nearest
         if quotient := _coded_quotient(n, code, users, layout):
             forms[quotient] = _step(quotient)

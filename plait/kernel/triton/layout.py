@@ -6,6 +6,8 @@ not vary along. What does not vary along the dimension of a loop is computed out
 
 from __future__ import annotations
 
+import math
+
 from plait.ir.expr import Atom, Size, coefficient, free_symbols, product, substitute, symbol
 from plait.ir.loops import Node
 from plait.kernel.triton.tiles import Tile
@@ -76,6 +78,10 @@ class Layout:
     def shape(self, names: frozenset[str]) -> str:
         """The block's shape over these dimensions, 1 along the others."""
         return f"[{', '.join(str(g.block) if g.name in names else '1' for g in self.tile.groups)}]"
+
+    def size(self, names: frozenset[str]) -> int:
+        """How many elements the block has over these dimensions."""
+        return math.prod(g.block for g in self.tile.groups if g.name in names)
 
     def segments(self, points: int) -> str:
         """The block's shape with its rows cut into segments of so many points."""

@@ -56,6 +56,18 @@ def test_only_what_the_norm_reads_and_the_convolution_is_saved(
     assert saved(net(act(), affine=affine), torch.randn(2, 4, SIDE + 2, SIDE + 2)) == 2
 
 
+@pytest.mark.parametrize("groups", [1, 4, CHANNELS])
+@pytest.mark.parametrize("last", [False, True])
+def test_groups(groups: int, last: bool) -> None:
+    model, norm = net(nn.SiLU()), nn.GroupNorm(groups, CHANNELS)
+    model[1] = norm
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 4, SIDE + 2, SIDE + 2)
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    assert saved(model, x) == 2
+
+
 def test_what_a_convolution_reads_is_saved() -> None:
     assert saved(net(), torch.randn(2, 4, SIDE + 2, SIDE + 2)) == 2
 

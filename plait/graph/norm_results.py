@@ -1,6 +1,6 @@
-"""Results of batch norm that gradients of activations read, on a GPU: the backward pass makes them
-again from what it reads anyway, the input and its statistics, and nothing more is saved or read.
-Runs on a joint graph before it is split.
+"""Results of batch and group norm that gradients of activations read, on a GPU: the backward pass
+makes them again from what it reads anyway, the input and its statistics, and nothing more is saved
+or read. Runs on a joint graph before it is split.
 
 A result that a product or a convolution reads again is in memory either way. relu needs none of
 this, for its gradient reads relu's result.
@@ -24,8 +24,9 @@ _GRADIENTS = (aten.hardtanh_backward.default, aten.hardswish_backward.default)
 
 def remake_norm_results(joint: GraphModule) -> int:
     """Changes the graph in place; returns how many results are made again."""
-    op = aten._native_batch_norm_legit_functional.default
-    found = [n for n in joint.graph.find_nodes(op="call_function", target=op) if _may_remake(n)]
+    ops = (aten._native_batch_norm_legit_functional.default, aten.native_group_norm.default)
+    norms = [n for op in ops for n in joint.graph.find_nodes(op="call_function", target=op)]
+    found = list(filter(_may_remake, norms))
     if not found:
         return 0
     forward = _forward(joint.graph)
@@ -34,8 +35,14 @@ def remake_norm_results(joint: GraphModule) -> int:
 
 def _may_remake(norm: Node) -> bool:
     x = value_of(norm.args[0])  # type: ignore[arg-type]
-    has_statistics = {u.args[1] for u in norm.users} >= {0, 1, 2}
-    return bool(norm.args[5]) and has_statistics and facts_of(x.device).streams
+    of_batch = norm.target is aten._native_batch_norm_legit_functional.default
+    if of_batch and not norm.args[5]:
+        return False  # statistics that are given
+    results = {u.args[1]: value_of(u) for u in norm.users}
+    if not results.keys() >= {0, 1, 2} or not facts_of(x.device).streams:
+        return False
+    exact = results[1].dtype in (torch.float32, torch.float64)  # those of groups may be short
+    return exact and (of_batch or all(type(n) is int for n in x.shape))
 
 
 def _forward(graph: Graph) -> set[Node]:
@@ -63,13 +70,22 @@ def _remake(norm: Node, forward: Set[Node]) -> bool:
     if not same_layout(made, value_of(x)):
         return False
     first = min(readers)
+    statistics = value_of(results[1])
+    points = [1] * (made.dim() - 2)
 
     def channels(of: Any) -> Node:
-        return insert(first, of, aten.view.default, [-1, *[1] * (made.dim() - 2)])
+        return insert(first, of, aten.view.default, [*value_of(of).shape, *points])
 
-    value = insert(first, x, aten._to_copy.default, dtype=value_of(results[1]).dtype)
+    value = insert(first, x, aten._to_copy.default, dtype=statistics.dtype)
+    if statistics.dim() == 2:  # of groups of channels
+        points = [1, *points]
+        shape = [*statistics.shape, -1, *made.shape[2:]]
+        value = insert(first, value, aten.view.default, shape)
     value = insert(first, value, aten.sub.Tensor, channels(results[1]))
     value = insert(first, value, aten.mul.Tensor, channels(results[2]))
+    if statistics.dim() == 2:
+        points = points[1:]
+        value = insert(first, value, aten.view.default, [*made.shape])
     if weight is not None:
         value = insert(first, value, aten.mul.Tensor, channels(weight))
     if bias is not None:

@@ -482,3 +482,15 @@ def test_norms_have_the_shapes_of_the_steps_they_are_made_of(
     wanted = shapes()
     with norms_known:
         assert shapes() == wanted
+
+
+@pytest.mark.parametrize("activation", [F.hardswish, F.hardsigmoid])
+def test_activations_that_stay_whole(activation: Callable[[Tensor], Tensor]) -> None:
+    edges = torch.tensor([float("nan"), float("inf"), -float("inf"), 3, -3, 0, -0.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.cat((edges, torch.randn(100) * 4)).to(dtype)
+        compiled = plait.compile(activation, (x,))
+        assert torch.equal(compiled(x).nan_to_num(5), activation(x).nan_to_num(5))
+        assert not compiled.record.ladder, "it has a kernel"
+    with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
+        plait.compile(activation, (torch.arange(4),))

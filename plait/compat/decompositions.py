@@ -50,6 +50,17 @@ CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
 for no one."""
 
 
+def inference_table() -> dict[Any, Callable[..., Any]]:
+    """The decompositions of graphs without gradients: some activations stay whole, whose steps a
+    partition into forward and backward would want to see."""
+    table = decomposition_table()
+    for op in (torch.ops.aten.hardswish.default, torch.ops.aten.hardsigmoid.default):
+        del table[op]
+        if op in CHECKS:
+            table[op] = CHECKS[op](None)
+    return table
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
 

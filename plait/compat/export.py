@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 
-from plait.compat.decompositions import decomposition_table
+from plait.compat.decompositions import inference_table
 from plait.compat.fake_shapes import norms_known
 from plait.compat.kernel_calls import kernels_traced
 from plait.compat.loops import rounds_counted
@@ -203,7 +203,7 @@ def export_graph(
         context = tracing(TracingContext(env.mode))
         with env.mode, context, exporting, norms_known, kernels_traced(), rounds_counted:
             graph, signature = aot_export_module(
-                flat, inputs, trace_joint=False, decompositions=decomposition_table()
+                flat, inputs, trace_joint=False, decompositions=inference_table()
             )
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):

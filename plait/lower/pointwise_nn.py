@@ -60,6 +60,16 @@ def _hardtanh(ctx: Lowering, x: View, min_val: float = -1, max_val: float = 1) -
     return elementwise(ctx, lambda a: minimum(maximum(a, min_val), max_val), (x,))
 
 
+@lower(aten.hardsigmoid.default)
+def _hardsigmoid(ctx: Lowering, x: View) -> View:
+    return elementwise(ctx, lambda a: minimum(maximum(a + 3.0, 0.0), 6.0) / 6.0, (x,))
+
+
+@lower(aten.hardswish.default)
+def _hardswish(ctx: Lowering, x: View) -> View:
+    return elementwise(ctx, lambda a: a * minimum(maximum(a + 3.0, 0.0), 6.0) / 6.0, (x,))
+
+
 @lower(aten.threshold.default)
 def _threshold(ctx: Lowering, x: View, threshold: float, value: float) -> View:
     def formula(a: Node, least: Node, other: Node) -> Node:

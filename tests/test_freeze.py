@@ -494,3 +494,31 @@ def test_activations_that_stay_whole(activation: Callable[[Tensor], Tensor]) -> 
         assert not compiled.record.ladder, "it has a kernel"
     with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
         plait.compile(activation, (torch.arange(4),))
+
+
+class Excited(nn.Module):
+    """Channels are scaled by what is made of their means."""
+
+    def __init__(self, channels: int, swapped: bool) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, 40, 1)
+        self.swapped = swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = F.hardsigmoid(self.scale(x.mean((2, 3), keepdim=True)))
+        return F.relu(self.out(scale * x if self.swapped else x * scale) + x[:, :40])
+
+
+@pytest.mark.parametrize("channels, side, batch", [(72, 9, 1), (960, 7, 1), (41, 5, 1), (48, 6, 2)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_channels_are_scaled_inside_a_convolution(
+    channels: int, side: int, batch: int, swapped: bool
+) -> None:
+    model, x = Excited(channels, swapped), torch.randn(batch, channels, side, side + 1)
+    x = x.to(memory_format=torch.channels_last)
+    compiled = frozen(model, x)
+    check(compiled, model, x)
+    assert ("scaled_conv1x1" in compiled.record.kernel_source) == (batch == 1)
+    dirty = x.clone()
+    dirty[0, 3, 2, 1] = float("nan")
+    torch.testing.assert_close(compiled(dirty), model(dirty), equal_nan=True)

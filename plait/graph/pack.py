@@ -82,8 +82,12 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         made = insert_like(node, val, _plait.winograd_conv.default, x, panels, columns, padding)
     elif groups == 1 and columns >= FEW_COLUMNS:
         panels = insert(node, weight, _plait.pack_filters.default, width)
-        operator = _plait.packed_conv.default
-        made = insert_like(node, val, operator, x, panels, columns, kernel, *geometry)
+        scaled = _scaled(x) if [kernel, *geometry] == _POINTS else None
+        if scaled is not None:
+            made = insert_like(node, val, _plait.scaled_conv.default, *scaled, panels, columns)
+        else:
+            operator = _plait.packed_conv.default
+            made = insert_like(node, val, operator, x, panels, columns, kernel, *geometry)
     else:
         return
     if bias is not None:
@@ -91,6 +95,26 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         bias = insert(node, bias, aten.view.default, [columns, 1, 1])
         made = insert_like(node, val, aten.add.Tensor, made, bias)
     replace(node, made)
+
+
+_POINTS = [[1, 1], [1, 1], [0, 0], [1, 1]]
+"""Kernel, stride, padding and dilation of a convolution of points."""
+
+
+def _scaled(x: Node) -> tuple[Node, Node] | None:
+    """What an image is a product of, where one factor is a number for each channel and nobody else
+    reads it."""
+    if x.target is not aten.mul.Tensor or len(x.users) > 1:
+        return None
+    for image, scale in (x.args, x.args[::-1]):
+        if not (isinstance(image, Node) and isinstance(scale, Node)):
+            return None
+        whole, few = value_of(image), value_of(scale)
+        channels = torch.Size((1, value_of(x).shape[1], 1, 1))
+        shapes = whole.shape == value_of(x).shape and few.shape == channels
+        if shapes and whole.shape[0] == 1 and _is_f32(whole) and _is_f32(few):
+            return image, scale
+    return None
 
 
 def _is_for_winograd(x: Node, filters: Any, geometry: list[Any]) -> bool:

@@ -73,6 +73,8 @@ class Panels:
         channel. "winograd": filters of 3x3 with a row for each of 16 sums of their points and
         channel. "depthwise": a filter for each column, which sees that column of the image alone,
         with a row for each point.
+    scaled: the image, which is one and whose windows are its points, is multiplied before by a
+        number for each channel: the operand after the right matrix, which results do not load.
     """
 
     depth: int
@@ -80,6 +82,7 @@ class Panels:
     width: int
     window: Window | None = None
     form: str = "dense"
+    scaled: bool = False
 
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""
@@ -90,6 +93,8 @@ class Panels:
             return "a convolution without a window"
         if w and self.form == "winograd" and (w.kernel, w.stride, w.dilation) != _WINOGRAD:
             return "a convolution that Winograd's method does not compute"
+        if self.scaled and not (self.form == "dense" and w and w.is_point):
+            return "numbers for channels of what is no image of points"
         return "" if min(self.depth, self.columns, self.width) >= 1 else "a product of nothing"
 
 
@@ -119,7 +124,8 @@ class Product(DeviceKernel):
         can."""
         if isinstance(self.how, Panels) and n_sizes != (1 if self.how.window is None else 5):
             return "a packed product with other sizes than one has"
-        if n_operands < 2 or not self.results:
+        scaled = isinstance(self.how, Panels) and self.how.scaled
+        if n_operands < 2 + scaled or not self.results:
             return "a kernel of a product of an unknown kind"
         if outs != tuple(r.out for r in self.results):
             return "a kernel of a product that gives other results than it computes"

@@ -52,6 +52,17 @@ def packed_conv(
     return _launch(ctx, label, (x, panels), out, channels, sizes, window)
 
 
+@lower(torch.ops.plait.scaled_conv.default)
+def scaled_conv(ctx: Lowering, x: View, scale: View, panels: View, columns: int) -> View:
+    _, channels, *image = x.shape
+    assert isinstance(channels, int), "a matrix of fixed size has been packed"
+    window = Window((1, 1), (1, 1), (0, 0), (1, 1))
+    label = f"plait_scaled_conv1x1_{channels}x{columns}"
+    out = ctx.new_buffer(f32, ctx.out_shape(), _last(ctx.out_shape()), fixed=True)
+    sizes = (image[0] * image[1], *image, *image)
+    return _launch(ctx, label, (x, panels, scale), out, channels, sizes, window)
+
+
 @lower(torch.ops.plait.winograd_conv.default)
 def winograd_conv(
     ctx: Lowering, x: View, panels: View, columns: int, padding: Sequence[int]
@@ -94,19 +105,20 @@ def _padded(ctx: Lowering, x: View, padding: Sequence[int]) -> View:
 def _launch(
     ctx: Lowering,
     label: str,
-    operands: tuple[View, View],
+    operands: tuple[View, ...],
     out: str,
     depth: int,
     sizes: tuple[Size, ...],
     window: Window | None,
     form: str = "dense",
 ) -> View:
-    x, panels = operands
+    x, panels, *scale = operands
     strides = contiguous_strides(x.shape) if window is None else _last(x.shape)
     made = ctx.buffers[x.buf]
     if ctx.is_whole(x) and not made.fixed:  # it is made as it is read
         ctx.buffers[x.buf] = replace(made, strides=strides)
-    args = (tensor_arg(ctx, x, strides), tensor_arg(ctx, panels, contiguous_strides(panels.shape)))
+    others = (tensor_arg(ctx, v, contiguous_strides(v.shape)) for v in (panels, *scale))
+    args = (tensor_arg(ctx, x, strides), *others)
     columns, (_, length, width) = ctx.buffers[out].shape[1], panels.shape
     assert isinstance(columns, int) and isinstance(width, int), "panels have a fixed size"
 
@@ -118,7 +130,7 @@ def _launch(
         return i // (high * wide), j, i // wide % high, i % wide
 
     op = "plait::packed_mm" if window is None else "plait::packed_conv"
-    how = Panels(depth, columns, width, window, form)
+    how = Panels(depth, columns, width, window, form, bool(scale))
     of = (1, 1, sizes[0], columns)
     if form == "winograd":  # one row of 16 sums for four of the result
         length = 4 * depth

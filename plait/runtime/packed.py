@@ -10,6 +10,8 @@ packed once, and what packs them.
         filters as such a matrix: a row for each point of the kernel and channel
     plait::packed_conv(x, panels, columns, kernel, stride, padding, dilation) -> Tensor
         a convolution with these
+    plait::scaled_conv(x, scale, panels, columns) -> Tensor
+        one of points with these, of x times a number for each channel, [1, channels, 1, 1]
     plait::pack_winograd(filters, width) -> Tensor
         filters of 3x3 as a matrix for Winograd's method: a row for each of 16 sums of their points
         and channel
@@ -140,6 +142,10 @@ def _conv(
     return made
 
 
+def _scaled_conv(x: Tensor, scale: Tensor, panels: Tensor, columns: int) -> Tensor:
+    return _conv(x * scale, panels, columns, (1, 1), (1, 1), (0, 0), (1, 1))
+
+
 def _winograd_sums(filters: Tensor) -> Tensor:
     g = filters.new_tensor(_WINOGRAD, dtype=torch.float64)
     sums = torch.einsum("ia,jb,ocab->ijco", g, g, filters.double())
@@ -189,6 +195,12 @@ def _register() -> Any:
             f"(Tensor x, Tensor panels, int columns, int[] kernel, {geometry}",
             _conv,
             _conv,
+        ),
+        (
+            "scaled_conv",
+            "(Tensor x, Tensor scale, Tensor panels, int columns) -> Tensor",
+            _scaled_conv,
+            _scaled_conv,
         ),
         ("pack_filters", filters, _pack_filters, _fake_pack_filters),
         ("pack_winograd", filters, _pack_winograd, _fake_pack_winograd),

@@ -68,7 +68,10 @@ class Writer:
         before, call = self._call()
         epilogue = self._epilogue()
         name = f"epilogue_{hashlib.sha256(epilogue.encode()).hexdigest()[:12]}"
-        down = ", ".join(str(a.strides[0]) for a in self.tensors[2:])
+        steps = [a.strides[0] for a in self.tensors[2:]]
+        if self.packed.scaled:
+            steps[0] = 0
+        down = ", ".join(map(str, steps))
         head = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
         lines = [
             f"static const i64 down[] = {{{down}}};"
@@ -95,7 +98,8 @@ class Writer:
             if p.depth <= LONGEST_SUM * 3 // 2:
                 each = p.depth
             rows = self.given_sizes().partition(",")[0]
-            return "", f"return packed_rows({self.panels(tile, each, each)}, {rows});"
+            scaled = "true" if p.scaled else "false"
+            return "", f"return packed_rows({self.panels(tile, each, each)}, {rows}, {scaled});"
         (high, wide), side = w.kernel, 1
         if not any(w.padding) and w.dilation[1] == 1:
             wide, side = 1, wide

@@ -60,6 +60,18 @@ __attribute__((noinline)) static void fetch_results( // and rows that the epilog
   }
 }
 """
+_SCALE = """\
+__attribute__((noinline)) static void scale_lines( // times a number for each column
+    const f32** lines, i64 count, i64 tall, const f32* scale, i64 length, f32* into) {
+  for (i64 i = 0; i < count; ++i) {
+    for (i64 k = 0; k < length; k += LANES) {
+      const i64 left = length - k;
+      stn_f32(into + i * length + k, ldn_f32(lines[i] + k, left) * ldn_f32(scale + k, left), left);
+    }
+  }
+  for (i64 i = 0; i < tall; ++i) lines[i] = into + (i < count ? i : 0) * length;
+}
+"""
 # A thread has rows of its own, which are in its core's cache if it has made them, or where they are
 # few, panels. All panels go by as many rows as stay near, then by the next ones.
 _ARGUMENTS = """
@@ -94,6 +106,8 @@ JOB
     const i64 some = depth - from < each ? depth - from : each;
     const f32* lines[MOST_ROWS];
     for (i64 i = 0; i < tall; ++i) lines[i] = x + (m + (i < count ? i : 0)) * depth + from;
+    f32 products[scaled ? tall * some : 1];
+    if (scaled) scale_lines(lines, count, tall, (const f32*)bufs[2] + from, some, products);
     for (i64 n = panel * span; n < last; n += vectors * LANES) {
       const f32* const b = panels + (panel * depth + from) * span + n % span;
       const f32* const next = b + depth * span + rest % most * (some * step);
@@ -158,7 +172,7 @@ JOB
 }
 """
 _WALKS = {
-    "rows": ("i64 rows", _ROWS),
+    "rows": ("i64 rows, bool scaled", _ROWS),
     "image": (
         "i64 points_y, i64 points_z, i64 side, i64 stride_y, i64 stride_z, i64 padding_y,\n"
         "    i64 padding_z, i64 dilation_y, i64 dilation_z, const f32* zeros, i64 rows, "
@@ -197,7 +211,7 @@ def _common(isa: Isa) -> set[tuple[int, int, str]]:
 def dense_unit(isa: Isa) -> str:
     """The unit of walks, and of the sums of common tiles."""
     made = [tile_text(r, v, more, isa) for r, v, more in sorted(_common(isa))]
-    made.append(filled(_FETCH, isa))
+    made += [filled(_FETCH, isa), filled(_SCALE, isa)]
     for name, (more, body) in _WALKS.items():
         head = _BEGIN.replace("NAME", name).replace("ARGUMENTS", _ARGUMENTS + more)
         made.append(filled(head + body.replace("JOB\n", _JOB), isa))

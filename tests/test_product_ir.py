@@ -96,6 +96,13 @@ def test_what_is_wrong_is_said(kernel: Product, said: str) -> None:
         verify(program(kernel), "test")
 
 
+def test_only_points_of_an_image_are_scaled() -> None:
+    point, more = (Window((n, n), (1, 1), (0, 0), (1, 1)) for n in (1, 2))
+    assert not Panels(28, 128, 64, point, scaled=True).fault()
+    for how in (Panels(28, 128, 64, more, scaled=True), Panels(28, 128, 64, scaled=True)):
+        assert "numbers for channels" in how.fault()
+
+
 def joined(p: LoopProgram) -> LoopProgram:
     made = join_readers(p, Bodies(), in_rows=False)
     verify(made, "test")

@@ -67,11 +67,12 @@ def test_sample(suite: str, tmp_path: Path) -> None:
         "products": (
             [
                 "tests/test_products.py",
+                "tests/test_segments.py",
                 "-k",
-                "residual or parts or two or heads or odd or wait or described",
+                "residual or parts or two or heads or odd or wait or described or test_random",
                 *ALL[:2],
             ],
-            8,
+            12,
         ),
         "float8": (
             ["tests/test_float8.py", "-k", "(read_as_eager or rounded_as_eager) and e4m3fn]"],

@@ -167,6 +167,8 @@ class Lowering:
     mutations: inputs, and the values that they get after all else.
     bases: buffers that are memory of others, and of which.
     copies: of each buffer, what was copied of it, the copy, and how many operations stood before.
+    loops: what makes all of a buffer, element by element.
+    followed: buffers whose layout is free, laid out as what they are computed from.
     env: the values of nodes.
     traced: of buffers that are all of a node's value, the strides that it would have in eager.
     current, origin: the node that is lowered now (see `node`), and where it comes from.
@@ -193,6 +195,8 @@ class Lowering:
     mutations: list[tuple[str, View]] = field(default_factory=list)
     bases: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[tuple[View, View, int]]] = field(default_factory=dict)
+    loops: dict[str, Pointwise] = field(default_factory=dict)
+    followed: dict[str, Buffer] = field(default_factory=dict)
     env: dict[torch.fx.Node, Value] = field(default_factory=dict)
     traced: dict[str, tuple[Size, ...]] = field(default_factory=dict)
     current: torch.fx.Node | None = None
@@ -340,7 +344,8 @@ class Lowering:
         buf = self.new_buffer(
             dtype, shape, strides, device=self.buffers[read].device if read else None
         )
-        self.ops.append(Pointwise(buf, vars_, value, origin=self.origin))
+        self.loops[buf] = Pointwise(buf, vars_, value, origin=self.origin)
+        self.ops.append(self.loops[buf])
         return self.whole(buf)
 
     def reduction(
@@ -399,6 +404,8 @@ class Lowering:
         del self.tables.callables[mark.callables :]
         for name in list(self.buffers)[mark.buffers :]:
             del self.buffers[name]
+            self.loops.pop(name, None)
+            self.followed.pop(name, None)
         for name, made in self.copies.items():
             self.copies[name] = [c for c in made if c[1].buf in self.buffers]
 

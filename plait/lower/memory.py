@@ -185,17 +185,28 @@ def _take_strides(ctx: Lowering, x: View, target: tuple[Size, ...]) -> bool:
 def _followed(ctx: Lowering, buf: str) -> Buffer:
     """A buffer, laid out as the scheduler would if nothing else wanted it otherwise: as the largest
     tensor that its loop reads, whose own layout may still be free, too."""
-    b = ctx.buffers[buf]
-    if b.fixed or b.strides != expr.contiguous_strides(b.shape):
-        return b
-    loop = next((o for o in reversed(ctx.ops) if isinstance(o, Pointwise) and o.out == buf), None)
-    if loop is None:
-        return b
+    path: list[tuple[Buffer, Pointwise, Load]] = []
+    found = ctx.buffers[buf]
+    while found.name not in ctx.followed:
+        source = _largest_source(ctx, found)
+        if source is None:
+            break
+        path.append((found, ctx.loops[found.name], source))
+        found = ctx.buffers[source.buf]
+    found = ctx.followed.get(found.name, found)
+    for b, loop, source in reversed(path):
+        found = ctx.followed[b.name] = follow(b, loop.vars, [(found, source.index)], _number)
+    return found
+
+
+def _largest_source(ctx: Lowering, b: Buffer) -> Load | None:
+    """What a buffer of a free layout would lie as; None where nothing else decides that."""
+    loop = ctx.loops.get(b.name)
+    if loop is None or b.fixed or b.strides != expr.contiguous_strides(b.shape):
+        return None
     loads = [n.attr for n in walk((loop.body,)) if isinstance(n.attr, Load)]
     known = [(n, x) for x in loads if isinstance(n := expr.numel(ctx.buffers[x.buf].shape), int)]
-    most = max((n for n, _ in known), default=0)
-    sources = [(_followed(ctx, x.buf), x.index) for n, x in known if n == most][:1]
-    return follow(b, loop.index or loop.vars, sources, _number)
+    return max(known, key=lambda k: k[0])[1] if known else None
 
 
 def _number(n: Size) -> int:

@@ -54,7 +54,7 @@ def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
     assert not [r.wrapper_reason for r in made if r.wrapper_reason], made
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_as_eager(processes: int, tmp_path: Path) -> None:
     passes("tests.distributed_programs", processes, tmp_path / "meet")
 

@@ -248,3 +248,13 @@ def test_targets_that_are_ignored_need_no_class() -> None:
     for target in (-100, 0):
         args = torch.zeros(2, 0), torch.full((2,), target)
         assert_alike(outcome(fn, *args), outcome(at_once(fn), *args), str(target))
+
+
+@pytest.mark.parametrize("name", ["index_copy", "index_fill"])
+def test_an_index_of_an_empty_dimension_is_eagers_error(name: str) -> None:
+    """Eager has no IndexError there: it makes a view as long as the indices first."""
+    for shape, d in (((0,), 0), ((0, 3), 0), ((3, 0), 1)):
+        args = given(name, shape, d, [0, -1])
+        fn = lambda x, i, v, d=d: OPS[name](x, i, v, d)
+        want, got = outcome(fn, *args), outcome(compiled(fn), *args)
+        assert want[0] is got[0] is RuntimeError, (shape, want, got)

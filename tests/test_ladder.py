@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch.utils._sympy.functions import FloorDiv
 
 import plait
@@ -131,6 +132,21 @@ def test_a_stage_that_fails_leaves_the_graph_to_eager(
     with torch.no_grad():
         assert torch.equal(
             torch.compile(torch.sin, backend="plait", options={"wrapper": wrapper})(x), x.sin()
+        )
+
+
+def test_what_tracing_refuses_within_the_compiler_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Operators of control flow raise a class of Dynamo's: it is no word for Dynamo here."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UncapturedHigherOrderOpError("Expected carried_inputs to have the same strides")
+
+    monkeypatch.setattr(pipeline, "lower_graph", refuse)
+    with pytest.warns(UserWarning, match=r"eager runs a graph: .*UncapturedHigherOrderOpError"):
+        assert torch.equal(
+            torch.compile(torch.cos, backend="plait")(torch.ones(3)), torch.ones(3).cos()
         )
 
 

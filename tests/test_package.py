@@ -82,7 +82,7 @@ def in_new_process(code: list[str], **env: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("sizes", ["fixed", "dynamic"])
+@pytest.mark.parametrize("sizes", [pytest.param("fixed", marks=pytest.mark.slow), "dynamic"])
 def test_packages_run_without_the_compiler(tmp_path: Path, sizes: str) -> None:
     for name, program in PROGRAMS.items():
         module = made(name)

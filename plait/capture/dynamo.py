@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 import torch._dynamo.config as dynamo_config
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
@@ -131,5 +131,7 @@ def refusals() -> Counter[str]:
 
 
 def steers_dynamo(error: Exception) -> bool:
-    """Whether an exception is for Dynamo, which starts over or breaks the graph, and no failure."""
-    return isinstance(error, TorchDynamoException)
+    """Whether an exception is for Dynamo, which starts over or breaks the graph, and no failure.
+    Others of its classes are failures: those that operators of control flow raise where they are
+    traced, or a compile within this one."""
+    return isinstance(error, (RestartAnalysis, SkipFrame, ShortenTraceback))

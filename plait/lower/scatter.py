@@ -315,15 +315,22 @@ def _bound(x: View, dim: int, error: str = "IndexError", where: str = "") -> Che
     return out_of_bounds(d, x.shape[d] if x.shape else 1, error, where)
 
 
+def _view_error(x: View, dim: int) -> str:
+    """What eager raises for an index of x: where there is nothing, it fails before it looks at one,
+    in a view as long as the indices."""
+    return "RuntimeError" if x.shape and x.shape[wrap_dim(dim, len(x.shape))] == 0 else "IndexError"
+
+
 @lower(aten.index_copy.default)
 def index_copy(ctx: Lowering, x: View, dim: int, index: View, source: View) -> View:
-    check = _bound(x, dim, where="index_copy_(): ")
+    check = _bound(x, dim, _view_error(x, dim), where="index_copy_(): ")
     return _index_along(ctx, x, dim, index, source, "store", check=check)
 
 
 @lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> View:
-    return _index_along(ctx, x, dim, index, value, "store", wrap=True, check=_bound(x, dim))
+    check = _bound(x, dim, _view_error(x, dim))
+    return _index_along(ctx, x, dim, index, value, "store", wrap=True, check=check)
 
 
 @lower(aten.index_reduce.default)

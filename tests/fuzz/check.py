@@ -118,6 +118,14 @@ def check_source(
         raise Fault(found.what)
 
 
+def _outcome(run: _Run) -> Outcome:
+    try:
+        return run.outcome("plait")
+    except _ForEager:
+        run.strict = False
+        return run.outcome("plait")
+
+
 def judge(
     source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str
 ) -> Outcome:
@@ -127,10 +135,7 @@ def judge(
         )
     run = _Run(source, road, grads, inexact, device)
     try:
-        return run.outcome("plait")
-    except _ForEager:
-        run.strict = False
-        return run.outcome("plait")
+        return _outcome(run)
     except Fault as fault:
         if "InternalError" in str(fault) or str(fault).startswith("internal"):
             return Outcome("fault", str(fault))
@@ -424,7 +429,10 @@ class _Run:
                 return "declined"  # eager runs the graph, and what tracing asserted in it
             if _is_promise(got) or isinstance(got, UserError) and "dynamic_shapes" in str(got):
                 return "declined"
-            if self.strict and _is_strange_write(got):
+            loops = "UncapturedHigherOrderOpError" in str(
+                got
+            )  # what PyTorch makes of their strides
+            if self.strict and (_is_strange_write(got) or loops):
                 raise _ForEager
             raise Fault(
                 f"raises where eager runs: {where}: {type(got).__name__}: {str(got)[:1200]}"

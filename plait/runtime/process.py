@@ -96,60 +96,48 @@ def end_group(leader: int) -> None:
 def run(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> Done:
     """Runs a command to its end, or for that long. Raises OSError if it cannot be started, Stopped
     in a thread of `workers` whose block was left by an exception."""
-    return run_all([command], seconds, env)[0]
-
-
-def run_all(
-    commands: Sequence[Sequence[str]], seconds: float, env: Mapping[str, str] | None = None
-) -> list[Done]:
-    """Runs commands side by side, as many at a time as there are cores; see run."""
     children: _Children = getattr(_local, "children", None) or _Children()
-    waiting, running, made = [*commands], list[subprocess.Popen[bytes]](), list[Done]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                running.append(children.start(waiting.pop(0), env))
-            made.append(_ended(running[0], seconds, children))
-            del running[0]
-    finally:
-        for child in running:  # Ctrl-C, no memory
-            _end(child)
-            with suppress(KeyError, Stopped):
-                children.ended(child)
-    return made
-
-
-def _ended(child: subprocess.Popen[bytes], seconds: float, children: _Children) -> Done:
-    """Waits for a child."""
+    child = children.start(command, env)
     try:
         output, errors = child.communicate(timeout=seconds)
         code: int | None = child.returncode
     except subprocess.TimeoutExpired:
         output, errors, code = b"", b"", None
     finally:
-        if child.returncode is None:
-            _end(child)
+        if child.returncode is None:  # Ctrl-C, no memory
+            end_group(child.pid)
+            child.wait()
+            for pipe in (child.stdout, child.stderr):
+                if pipe is not None:
+                    pipe.close()
         if _over.is_set() and threading.current_thread() is not threading.main_thread():
             threading.Event().wait()
         children.ended(child)
     return Done(code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a child that may run, and forgets its pipes."""
-    if child.returncode is None:
-        end_group(child.pid)
-        child.wait()
-    for pipe in (child.stdout, child.stderr):
-        if pipe is not None:
-            pipe.close()
+def run_all(
+    commands: Sequence[Sequence[str]], seconds: float, env: Mapping[str, str] | None = None
+) -> list[Done]:
+    """Runs commands side by side, as many at a time as there are cores; see run."""
+    blocks: _Children | None = getattr(_local, "children", None)
+    children = blocks or _Children()
+    pool = Workers(min(len(commands), len(os.sched_getaffinity(0))), children)
+    made = [pool.submit(run, command, seconds, env) for command in commands]
+    pool.leave()
+    try:
+        return [one.result() for one in made]
+    except BaseException:
+        if blocks is None:  # else whoever left the block has stopped them, or goes on
+            children.stop()
+        raise
 
 
 class Workers:
     """Threads that wait for compilers. The end of the interpreter does not wait for them."""
 
-    def __init__(self, n: int) -> None:
-        self._children = _Children()
+    def __init__(self, n: int, children: _Children | None = None) -> None:
+        self._children = children or _Children()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name="plait-build", daemon=True) for _ in range(n)

@@ -115,9 +115,10 @@ def _functions(kernels: Sequence[Kernel], isa: Isa, verifies: bool) -> Source:
 
 
 def _shared_out(groups: Sequence[str]) -> list[str]:
-    """Translation units of groups of functions, about equally long. Their number depends on the
-    text alone, as a library's name does."""
-    n = min(MOST_UNITS, max(1, sum(map(len, groups)) // UNIT_LENGTH), max(1, len(groups)))
+    """Translation units of groups of functions, about equally long. Their number, which depends on
+    the text alone as a library's name does, is a power of two, as that of cores often is."""
+    wanted = 1 << (sum(map(len, groups)) // UNIT_LENGTH).bit_length()
+    n = min(MOST_UNITS, wanted, max(1, len(groups)))
     units: list[list[int]] = [[] for _ in range(n)]
     lengths = [0] * n
     for k in sorted(range(len(groups)), key=lambda k: -len(groups[k])):

@@ -98,14 +98,32 @@ def _batch_norm(m: Maker, x: str) -> str:
     return m.add("convolutions", text, exact="no")
 
 
+def _sampled(m: Maker, x: str) -> str:
+    """x at positions that an operand says, inside of it and a little outside: eighths, which no
+    arithmetic rounds, for behind a rounded position lie other elements."""
+    v, d = m.value(x), m.value(x).ndim - 2
+    dtype = name_of(v.dtype)
+    if d not in (2, 3) or dtype not in ("float32", "float64"):
+        return ""
+    shape = (v.shape[0], *v.shape[3:], 4, d)
+    grid = m.operand(tuple(map(str, shape)), dtype, "whole", "0", "plain")
+    mode = m.rng.choice(("bilinear", "bilinear", "nearest", "bicubic" if d == 2 else "bilinear"))
+    how = f"'{mode}', '{m.rng.choice(('zeros', 'border', 'reflection'))}', {m.rng.random() < 0.5}"
+    # Eager crashes in the gradient at positions that are no numbers.
+    text = f"F.grid_sample({x}, {grid}.nan_to_num().clamp(-2, 2) * 0.625, {how})"
+    return m.add("convolutions", text, exact="no")
+
+
 def _behind(m: Maker, x: str, before: str) -> str:
     """What comes behind a convolution. before: a tensor that may be added to it."""
     v, d = m.value(x), m.value(x).ndim - 2
     c, k = v.shape[1], m.rng.choice((2, 3))
     way = m.rng.choice(
         ("norm", "norm", "activation", "activation", "activation", "sum", "sum", "scale", "pool",
-         "average", "resize", "pad", "shuffle", "branches", "mean", "chunk", "group")
+         "average", "resize", "pad", "shuffle", "branches", "mean", "chunk", "group", "sample")
     )  # fmt: skip
+    if way == "sample":
+        return _sampled(m, x)
     if way == "norm":
         return _batch_norm(m, x)
     if way == "sum":

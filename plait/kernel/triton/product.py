@@ -62,7 +62,8 @@ class _Version:
     """A way to cut a product.
 
     warps: how many compute a tile
-    stages: of the loop; 0: as many as memory holds
+    stages: of the loop, as memory holds them; 0: as many as it holds, or, where the right matrix is
+        made, leaving room for other programs
     aligned: rows that start anywhere are written where they are aligned, by tiles of every so
         manieth row
     described: programs stay, take one tile after the other, and load by descriptors
@@ -181,9 +182,10 @@ class _Writer(Writer):
         if cut.is_large:
             return self._large()
         found = [_Version(cut)]
+        stages = _STAGES if made else 0
         if self.tunes:
             found += (
-                _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps)
+                _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
                 for rows in {cut.rows: 0, min(cut.rows, 32): 0}
                 for columns, depth, warps in _OTHERS
                 if columns <= 2 * cut.columns and (not made or depth == cut.depth)
@@ -270,7 +272,7 @@ class _Writer(Writer):
     def _stages(self, v: _Version, step: int) -> int:
         """Steps whose factors are on their way at once. step: bytes of one."""
         space, codes = shared_nbytes(self.gpu), v.cut.columns * v.cut.depth
-        if self.product.right is not None:  # of which one tile is made
+        if self.product.right is not None and not v.stages:  # of which one tile is made
             space, step = space // _CONVERTING - 2 * codes, step - codes
         return max(1, min(v.stages or _STAGES, (space - _SPARE) // step))
 

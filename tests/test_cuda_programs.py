@@ -82,13 +82,13 @@ def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def record(
-    fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode, kernels: bool = True
+    fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode, **options: bool
 ) -> CompileRecord:
     with mode, torch.no_grad():
         graph = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table())(
             *args
         )
-    cfg = Config(gpu_arch="sm_90", verify=True, kernels=kernels)
+    cfg = Config(gpu_arch="sm_90", verify=True, **options)  # type: ignore[arg-type]
     return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
 
 
@@ -532,6 +532,12 @@ def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
         p = record(fn, x, w, mode=mode).wrapper
         assert _strides(p, 50257) == {(50264, 1)}
         assert len(of(p, CallExtern)) == 1
+    mode, (x, w) = _half((2048, 1024), (20001, 1024))
+    for tuned in (False, True):
+        p = record(backward, x, w, mode=mode, autotune=tuned).wrapper
+        assert len(of(p, CallExtern)) == 2 - tuned
+        made = [i for i in p.body if isinstance(i, (Alloc, Place)) and i.shape[-1] > 20000]
+        assert made and {i.strides[0] for i in made} == {20008}
 
 
 def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(

@@ -124,10 +124,9 @@ def _large(ctx: Lowering, a: View, b: View, m: int, n: int, k: int) -> Cut | Non
     for or that is sooner."""
     if m <= _MEASURED_ROWS or m * n < _LEAST_LARGE or k < _LEAST_DEPTH:
         return None
-    if not ctx.cfg.autotune:
-        far = step_along(ctx, a, 1) == step_along(ctx, b, 0) == 1
-        if not far or not pays(ctx, a.dtype, m, n, k):
-            return None
+    far = step_along(ctx, a, 1) == step_along(ctx, b, 0) == 1
+    if not (far or ctx.cfg.autotune) or not pays(ctx, a.dtype, m, n, k):
+        return None
     return Cut(128, 128 * a.dtype.nbytes, 128 // a.dtype.nbytes)
 
 

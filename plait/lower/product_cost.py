@@ -20,13 +20,14 @@ _KERNEL_US = 1.5  # of one in a CUDA graph
 _MOST_OPS = 24  # that are followed
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def pays(ctx: Lowering, dtype: DType, m: int, n: int, k: int) -> bool:
     """Whether a product of (m, k) and (k, n) is better computed by a kernel of ours, which finishes
-    it. dtype: of factors."""
+    it. dtype: of factors. Where tuning is asked for: whether that may be."""
     if dtype == i8:  # 1024 x 4096 x 4096: 31 us against 54
+        return True
+    if ctx.cfg.autotune and not _is_uneven(ctx, n):
         return True
     later_us = 2 * m * n * k * (1 / _OUR_FLOPS_A_US - 1 / _VENDORS_FLOPS_A_US)
     return later_us < _beside_us(ctx, m, n)
@@ -36,25 +37,30 @@ def _beside_us(ctx: Lowering, m: int, n: int) -> float:
     """How long kernels take that the vendor's product needs beside it. Where rows are aligned, and
     need no copy, a kernel that finishes it costs no more than finishing in ours does."""
     nbytes, rates = m * n * ctx.out_dtype().nbytes, ctx.facts().rates
-    if n * ctx.out_dtype().nbytes % ROW_NBYTES == 0:
+    if not _is_uneven(ctx, n):
         return 0.0
     made = nbytes if leaves(ctx, lambda x: x is ctx.node) else _finished(ctx.node)
     return rates.moved_ns(nbytes + made) / 1e3 + _KERNEL_US if made else 0.0
 
 
+def _is_uneven(ctx: Lowering, n: int) -> bool:
+    """Whether rows of so many columns start anywhere."""
+    return n * ctx.out_dtype().nbytes % ROW_NBYTES != 0
+
+
 def _finished(product: Node) -> int:
     """Bytes of what pointwise operators make of a product, if nothing else reads it, and nothing
-    but the caller and other products read what they make; else 0."""
+    but the caller reads what they make; else 0. For others it has aligned rows."""
     size = value_of(product).numel()
     todo, seen, nbytes = [product], {product}, 0
     while todo:
         node = todo.pop()
-        if any(u.op == "output" or u.target in _PRODUCTS for u in node.users):
+        if any(u.op == "output" for u in node.users):
             if base_of(node) is product:
                 return 0
             nbytes += size * value_of(node).element_size()
         for user in node.users.keys() - seen:
-            if user.op == "output" or user.target in _PRODUCTS:
+            if user.op == "output":
                 continue
             value = user.meta.get("val")
             if (

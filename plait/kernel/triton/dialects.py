@@ -151,7 +151,7 @@ NVIDIA = Dialect(
     first_float8=89,
 )
 _CLAMPED = """def p_four_{kind}8(x):
-    whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.rint(x), {low}.0), {high}.0), 0.0)
+    whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.nearbyint(x), {low}.0), {high}.0), 0.0)
     return whole.to(tl.{name}8)
 """
 AMD = Dialect(
@@ -167,7 +167,7 @@ AMD = Dialect(
         "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
         "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
         "p_nearest": """def p_nearest(x):
-    return tl.where(x == x, libdevice.rint(x), 0.0).to(tl.int32)
+    return tl.where(x == x, libdevice.nearbyint(x), 0.0).to(tl.int32)
 """,
     },
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,6 +51,7 @@ def test_kernels_of_a_layer(name: str, rows: int) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_versions_of_a_large_product(
-    wrapper: str, version: str, monkeypatch: pytest.MonkeyPatch
+    wrapper: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PLAIT_CACHE_DIR", str(tmp_path))  # what was chosen is not remembered
     check_version(version, wrapper, "cuda", monkeypatch)

@@ -156,7 +156,7 @@ CASES = {
     ),
     "integers": Case(
         lambda x, w, s: (torch._int_mm((x * 999).to(torch.int8), (w * 999).to(torch.int8).t()) * s)
-        .to(torch.bfloat16), ((520, 256), (1100, 256), (1100,)), 3,
+        .to(torch.bfloat16), ((520, 256), (1104, 256), (1104,)), 3,
     ),
     "finished": Case(residual, ((136, 128), (4098, 128), (4098,), (136, 4098)), 1),
     "one column": Case(lambda x, w: (x @ w).relu(), ((130, 512), (512, 1)), 1),
@@ -191,11 +191,7 @@ def check(
     return records
 
 
-VERSIONS = (
-    r"described_product\(.*kinds=8",
-    r"described_product\(.*kinds=1",
-    r" product\(.*kinds=8",
-)
+VERSIONS = (r"described_product\(", r" product\(.*kinds=8")
 """Of the kernel of a large product, which are chosen by measuring."""
 
 

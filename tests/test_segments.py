@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.schedule.plan import kernels_of
+from plait.ir.expr import symbol
+from plait.schedule.plan import kernels_of, segment_axes
 from plait.wrapper.program import CompileRecord
 from tests.product_programs import observing
 
@@ -110,3 +111,10 @@ def test_random_programs(seed: int) -> None:
 def test_many_random_programs() -> None:
     segmented = [seed for seed in range(4, 64) if check(seed)]
     assert bool(segmented) == AS_GPU, segmented
+
+
+def test_axes_of_sizes_that_a_call_tells_are_no_segments() -> None:
+    n = symbol("n", lo=1)
+    outer, inner = (symbol(f"r{k}", extent=e) for k, e in enumerate((n, 32)))
+    assert segment_axes((outer, inner), 32) == (inner,)
+    assert segment_axes((inner, outer), 32) is None

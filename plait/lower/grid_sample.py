@@ -3,8 +3,10 @@
 The arithmetic is that of ATen's kernels for GPUs: positions in [-1, 1] are unfolded to those of
 elements, moved into the image as the padding says, and the elements around them are mixed. What
 lies outside counts as 0. The image's gradient is a scatter, as ATen's is; the positions' gradient
-sums over channels. On a CPU ATen is called: its vectors hold many positions and go through the
-channels, where a loop over results finds the same elements again for each channel.
+sums over channels. Where eager calls cuDNN, which has rules of its own for positions that are no
+finite numbers, compiled programs do, too. On a CPU ATen is called: its vectors hold many positions
+and go through the channels, where a loop over results finds the same elements again for each
+channel.
 """
 
 from __future__ import annotations
@@ -170,11 +172,6 @@ def grid_sampler(ctx: Lowering, x: View, grid: View, mode: int, padding: int, al
     return result(ctx, body)
 
 
-@lower(aten.cudnn_grid_sampler.default)
-def cudnn_grid_sampler(ctx: Lowering, x: View, grid: View) -> Any:
-    return grid_sampler(ctx, x, grid, BILINEAR, ZEROS, True)
-
-
 @lower(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def grid_sampler_backward(
     ctx: Lowering,
@@ -196,11 +193,6 @@ def grid_sampler_backward(
     image = _image_gradient(ctx, grad, x, grid, how) if output_mask[0] else None
     places = _grid_gradient(ctx, grad, x, grid, how) if output_mask[1] else None
     return image, places
-
-
-@lower(aten.cudnn_grid_sampler_backward.default)
-def cudnn_grid_sampler_backward(ctx: Lowering, x: View, grid: View, grad: View) -> Any:
-    return grid_sampler_backward(ctx, grad, x, grid, BILINEAR, ZEROS, True, (True, True))
 
 
 def _image_gradient(ctx: Lowering, grad: View, x: View, grid: View, how: _Sampler) -> View:

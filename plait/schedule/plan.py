@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from plait.ir.calls import Extern, TensorArg, UserKernel, all_programs
 from plait.ir.checks import Check
 from plait.ir.dtypes import DType
-from plait.ir.expr import Expr, Size, atom_of, compare, free_symbols, numel, symbol
+from plait.ir.expr import Expr, Size, atom_of, compare, free_symbols, symbol
 from plait.ir.loops import Alias, Assert, Buffer, Item, LoopProgram, Mutate, Node, check_of, walk
 
 
@@ -72,7 +73,9 @@ SEGMENTED = ("sum", "prod", "max", "min", "xor")
 def segment_axes(rvars: Sequence[Expr], segment: int) -> tuple[Expr, ...] | None:
     """The reduced axes that one segment has, the last ones; None where it ends inside of one."""
     for k in range(len(rvars)):
-        if numel(atom_of(v).extent or 0 for v in rvars[k:]) == segment:
+        extents = [atom_of(v).extent for v in rvars[k:]]
+        known = [n for n in extents if isinstance(n, int)]
+        if len(known) == len(extents) and prod(known) == segment:
             return tuple(rvars[k:])
     return None
 

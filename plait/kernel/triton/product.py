@@ -194,16 +194,15 @@ class _Writer(Writer):
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
-        cut, width, m = self._cut, 2 if self._is_whole else 1, self.tensors[0].shape[-2]
+        cut, width = self._cut, 2 if self._is_whole else 1
         tiles = [(*tile, True) for tile in _DESCRIBED_TILES if self._is_described()]
         tiles += ((*tile, False) for tile in _LARGE_TILES)
         found = []
         for rows, columns, depth, warps, stages, described in tiles:
             shape = replace(cut, rows=rows, columns=columns, depth=depth * width)
             v = _Version(shape, warps, stages, described=described)
-            kinds = self._kinds(shape)
             found.append(v)
-            if kinds > 1 and (m % kinds == 0 or not described):
+            if not described and self._kinds(shape) > 1:
                 found.append(replace(v, aligned=True))
         found.sort(key=lambda v: (v.cut != cut, v.described))
         return found if self.tunes else found[:1]
@@ -244,16 +243,15 @@ class _Writer(Writer):
         grid = product((batch, high, wide, cut.parts))
         constants = {
             "rows": cut.rows, "columns": cut.columns, "depth": cut.depth, "stages": stages,
-            "whole": self._is_whole, "group": _group(cut, high, k * width), "kinds": kinds,
+            "whole": self._is_whole, "group": _group(cut, high, k * width),
         }  # fmt: skip
         if v.described:
-            constants["flat"] = kinds == 1
             fits = shared_nbytes(self.gpu) // (stages * step + _FINISH_NBYTES)
             assert isinstance(grid, int), "sizes are known"
             grid = min(grid, self.around.multiprocessors * max(1, min(fits, 8 // v.warps)))
         else:
             constants |= {
-                "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
+                "kinds": kinds, "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
                 "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,

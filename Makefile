@@ -131,7 +131,7 @@ bench-gpu:
 
 # Eighty models, on the GPUs that there are or on the CPU, in pieces that add to one table: `make
 # bench-suite ARGS="--minutes 8"`. On a GPU machine as bench-gpu: `make bench-suite PY=python3
-# JOBS=16 ARGS="--minutes 8 --out FOLDER"`, and `ARGS="--merge FOLDER/suite-h100.json"` where the
+# JOBS=16 ARGS="--minutes 8 --out FOLDER"`, and `ARGS="--merge FOLDER/suite-h200.json"` where the
 # table is kept.
 bench-suite:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)

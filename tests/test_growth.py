@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.ir import expr, loops
 from plait.lower.graph import load_rules, lower_graph
 from plait.pipelines import clean_graph, run_passes, schedule
 from plait.wrapper.build import build
@@ -124,6 +125,16 @@ def compiled(graph: fx.GraphModule) -> None:
     run_passes(build(schedule(lowered.program, CFG), "graph"))
 
 
+def start_afresh() -> None:
+    """Empties what is remembered of expressions: what other tests left there is compared, too."""
+    expr.forget()
+    loops.forget()
+    for name in [n for n in sys.modules if n.startswith("plait.ir.")]:
+        for found in vars(sys.modules[name]).values():
+            if hasattr(found, "cache_clear"):
+                found.cache_clear()
+
+
 def lines_run(graph: fx.GraphModule) -> Counter[str]:
     """How many lines of each function of plait run while a graph is compiled: of a loop, once a
     turn."""
@@ -136,6 +147,7 @@ def lines_run(graph: fx.GraphModule) -> Counter[str]:
             ] += 1
         return trace if event != "call" or "/plait/" in frame.f_code.co_filename else None
 
+    start_afresh()
     before = sys.gettrace()
     sys.settrace(trace)
     try:

@@ -113,8 +113,17 @@ class FxGraph:
         # A courtesy, and operators may refuse fake tensors in any way.
         with contextlib.suppress(Exception):
             given = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = function(*given[0], **given[1])
+            if function is torch.sym_ite:
+                node.meta["val"] = self._choice(node.name, *given[0])
+            else:
+                node.meta["val"] = function(*given[0], **given[1])
         return node
+
+    def _choice(self, name: str, condition: Any, one: Any, other: Any) -> Any:
+        """A symbol for 1 or 0: as pieces of a formula, products of several take sympy seconds."""
+        if isinstance(condition, bool):
+            return one if condition else other
+        return self.fakes.symbol(name, other, one, int(bool(condition.node.hint)))
 
     def integer(self, function: Any, *args: Arg, name: str | None = None) -> Node:
         """The node of an integer, the same wherever that is used."""

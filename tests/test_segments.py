@@ -118,3 +118,19 @@ def test_axes_of_sizes_that_a_call_tells_are_no_segments() -> None:
     outer, inner = (symbol(f"r{k}", extent=e) for k, e in enumerate((n, 32)))
     assert segment_axes((outer, inner), 32) == (inner,)
     assert segment_axes((inner, outer), 32) is None
+
+
+def test_two_images_are_read_where_parts_of_a_row_say() -> None:
+    """Deformable attention: of both parts of a row a kernel loads where it reads the image."""
+
+    def levels(a: Tensor, b: Tensor, p: Tensor, w: Tensor) -> Tensor:
+        parts = [
+            F.grid_sample(x, q, align_corners=False)
+            for x, q in zip((a, b), p.split(4, 2), strict=True)
+        ]
+        return (torch.cat(parts, -1) * w).sum(-1)
+
+    x = [torch.randn(2, 3, k, k) for k in (8, 4)]
+    p, w = torch.rand(2, 6, 8, 2) * 2 - 1, torch.rand(2, 1, 6, 8)
+    compiled = torch.compile(levels, backend="plait")
+    torch.testing.assert_close(compiled(*x, p, w), levels(*x, p, w))

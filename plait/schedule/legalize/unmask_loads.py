@@ -35,6 +35,8 @@ def _unmasked(choice: Node) -> Node | None:
     if not both:
         return None
     new = {found[n]: n for found in loads for n in both}
+    if any(not new.keys().isdisjoint(walk(_places(n))) for n in walk(branches)):
+        return None  # where another load reads is held by the kernel, too: `indirect`
     yes, no = (rewrite(b, lambda n, args: new.get(n) or with_args(n, args)) for b in branches)
     return node("where", (met, yes, no))
 
@@ -44,9 +46,16 @@ def _is_under(n: Node, mask: Node) -> bool:
     return n.attr.masked and n.args[-1] in (mask, Simplifier()(mask))
 
 
+def _places(n: Node) -> tuple[Node, ...]:
+    """What the index of a load is made of; () for other nodes."""
+    if not isinstance(n.attr, Load):
+        return ()
+    return n.args[:-1] if n.attr.masked else n.args
+
+
 def _whole(n: Node) -> Node:
     """A load without its mask."""
     assert isinstance(n.attr, Load), n
     if not n.attr.masked:
         return n
-    return node("load", n.args[:-1], Load(n.attr.buf, n.attr.index, False), n.dtype)
+    return node("load", _places(n), Load(n.attr.buf, n.attr.index, False), n.dtype)

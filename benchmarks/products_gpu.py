@@ -4,22 +4,20 @@ on the device, in CUDA graphs of calls whose weights are too many for the cache.
 Groups: `gpt2` and `llama` (the widths of GPT-2 and of an 8B Llama at 1 to 4,096 rows, with bias,
 activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows), `norm`
 (a residual, and a norm of the sum), `vocabulary` (a language model's last product, whose rows start
-anywhere) and `single` (float32). Peers: eager; pair (the vendor's
-product, then one kernel of plait's); addend (the same, with a residual as the addend of the
-product); plait; plait-tuned and inductor-tuned (max-autotune); inductor.
-Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N]: N processes compile side by
-side, one at a time is timed.
+anywhere) and `single` (float32). Peers: eager; pair (the vendor's product, then one kernel of
+plait's); addend (the same, with a residual as the addend of the product); plait; plait-tuned and
+inductor-tuned (max-autotune); inductor.
+Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N] [--seconds N]: N processes
+compile side by side, one at a time is timed; rows are printed as they are done, and the table comes
+after so many seconds at the latest.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from on_device import compiled, least_us
+from on_device import Turns, compiled, least_us, rows_of, write_row
 from table import render
 from torch import Tensor
 
@@ -181,24 +179,23 @@ class Race:
 
 
 @torch.no_grad()
-def work(names: Sequence[str], peers: Sequence[str], lock: Path) -> None:
-    """Races cases, one after the other; a line of JSON each."""
-    for case in (c for cases in CASES.values() for c in cases):
-        if case.name not in names:
-            continue
+def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
+    """Compiles rows and times them, one after the other."""
+    turns = Turns(folder)
+    for case in (c for cases in CASES.values() for c in cases if c.name in names):
         race, found = Race(case), {}
         for peer in peers:
             torch.compiler.reset()
             try:
-                call = race.call(peer)
-                error = race.error(call)
-                with lock.open("w") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX)
+                with turns.compiling():
+                    call = race.call(peer)
+                    error = race.error(call)
+                with turns.timing():
                     found[peer] = (least_us(call, race.weights, CALLS), error)
             except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
                 text = f"{type(failed).__name__}: {failed}".splitlines()[0]
                 print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)
-        print(json.dumps({"name": case.name, "found": found}), flush=True)
+        write_row(folder, {"name": case.name, "found": found})
 
 
 def main() -> None:
@@ -206,6 +203,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=list(CASES))
     parser.add_argument("--peers", default="eager,pair,plait,inductor")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     peers = args.peers.split(",")
@@ -219,22 +217,16 @@ def main() -> None:
         if any(w == group or fnmatch(c.name, w) for w in args.what)
     ]
     names = list(dict.fromkeys(names))
+
+    def command(k: int, folder: str) -> list[str]:
+        mine = json.dumps(names[k :: args.jobs])
+        return [sys.executable, __file__, folder, "--peers", args.peers, "--work", mine]
+
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     rows: dict[str, dict[str, tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        lock = Path(folder) / "lock"
-        running = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(lock), "--peers", args.peers, "--work",
-                 json.dumps(names[k :: args.jobs])],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for k in range(min(args.jobs, len(names)))
-        ]  # fmt: skip
-        for process in running:
-            for line in process.communicate()[0].splitlines():
-                row = json.loads(line)
-                rows[row["name"]] = row["found"]
-    print(torch.cuda.get_device_name(), torch.__version__)
+    for done in rows_of(command, min(args.jobs, len(names)), args.seconds):
+        rows[done["name"]] = done["found"]
+        print(" | ".join(row_of(done["name"], done["found"], peers)[0]), flush=True)
     table = []
     ratios: dict[str, list[float]] = {}
     for name in names:

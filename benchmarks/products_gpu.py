@@ -183,18 +183,19 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
     """Compiles rows and times them, one after the other."""
     turns = Turns(folder)
     for case in (c for cases in CASES.values() for c in cases if c.name in names):
-        race, found = Race(case), {}
-        for peer in peers:
-            torch.compiler.reset()
-            try:
-                with turns.compiling():
+        torch.compiler.reset()
+        race = Race(case)
+        calls: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {}
+        with turns.compiling():
+            for peer in peers:
+                try:
                     call = race.call(peer)
-                    error = race.error(call)
-                with turns.timing():
-                    found[peer] = (least_us(call, race.weights, CALLS), error)
-            except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
-                text = f"{type(failed).__name__}: {failed}".splitlines()[0]
-                print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)
+                    calls[peer] = call, race.error(call)
+                except Exception as failed:  # noqa: BLE001 - a peer's, too: the row says so
+                    text = f"{type(failed).__name__}: {failed}".splitlines()[0]
+                    print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)
+        with turns.timing():
+            found = {p: (least_us(call, race.weights, CALLS), e) for p, (call, e) in calls.items()}
         write_row(folder, {"name": case.name, "found": found})
 
 

@@ -185,7 +185,7 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
     for case in (c for cases in CASES.values() for c in cases if c.name in names):
         torch.compiler.reset()
         race = Race(case)
-        calls: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {}
+        calls: dict[str, tuple[Callable[[Tensor], Any], float]] = {}
         with turns.compiling():
             for peer in peers:
                 try:

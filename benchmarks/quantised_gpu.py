@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import sys
-import types
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -92,8 +91,7 @@ class Race:
                 return target.copy_(source)
 
             return copy
-        fn = self.case.fn
-        run = compiled(types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__), peer)
+        run = compiled(self.case.fn, peer)
         run(*self.inputs[0])
         return lambda args: run(*args)
 

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ REPLAYS = 8
 
 
 def compiled(fn: Callable[..., Any], peer: str) -> Callable[..., Any]:
-    """A function by a peer: eager, a back end of torch.compile, or one with "-tuned" behind it. Each
-    peer gets code of its own: Dynamo counts the compiles of a code object, and stops."""
+    """A function by a peer: eager, a back end of torch.compile, or one with "-tuned" behind it.
+    Each peer gets code of its own: Dynamo counts the compiles of a code object, and stops."""
     if peer == "eager":
         return fn
     fn = types.FunctionType(
@@ -37,25 +37,32 @@ def compiled(fn: Callable[..., Any], peer: str) -> Callable[..., Any]:
     return torch.compile(fn, backend=backend, dynamic=False, **options)
 
 
-def least_us(call: Callable[[T], Any], given: Sequence[T], calls: int) -> float:
-    """Microseconds on the device of a call, the least mean of a recorded round of calls, which take
-    one argument after the other."""
+def least_us(
+    peers: Mapping[str, Callable[[T], Any]], given: Sequence[T], calls: int
+) -> dict[str, float]:
+    """Microseconds on the device of a call of each peer, the least mean of a recorded round of
+    calls, which take one argument after the other. The peers' rounds alternate: a device that has
+    become hot is slower for all."""
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for x in given:
-            call(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, call in peers.items():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for x in given:
+                call(x)
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=stream):
             for n in range(calls):
                 call(given[n % len(given)])
-    best = math.inf
+    best = dict.fromkeys(peers, math.inf)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(REPLAYS):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e3 / calls)
+        for name, graph in graphs.items():
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best[name] = min(best[name], begin.elapsed_time(end) * 1e3 / calls)
     return best
 
 

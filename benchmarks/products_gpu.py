@@ -195,7 +195,8 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
                     text = f"{type(failed).__name__}: {failed}".splitlines()[0]
                     print(f"{case.name}: {peer} failed: {text[:200]}", file=sys.stderr)
         with turns.timing():
-            found = {p: (least_us(call, race.weights, CALLS), e) for p, (call, e) in calls.items()}
+            us = least_us({p: call for p, (call, _) in calls.items()}, race.weights, CALLS)
+        found = {p: (us[p], error) for p, (_, error) in calls.items()}
         write_row(folder, {"name": case.name, "found": found})
 
 

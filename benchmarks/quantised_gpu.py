@@ -122,10 +122,8 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
                 p: race.error(calls[p]) for p in ("eager", "plait") if p in calls
             }
         with turns.timing():
-            found = {
-                peer: (least_us(call, race.inputs, CALLS), errors.get(peer, 0.0))
-                for peer, call in calls.items()
-            }
+            us = least_us(calls, race.inputs, CALLS)
+        found = {peer: (us[peer], errors.get(peer, 0.0)) for peer in calls}
         write_row(folder, {"name": title(row), "found": found})
 
 

@@ -86,6 +86,8 @@ class Running:
         }
         if self.case.device == "cuda":
             env |= {"CUDA_VISIBLE_DEVICES": str(self.slot), "OMP_NUM_THREADS": str(threads)}
+        else:
+            env["OMP_NUM_THREADS"] = str(cpu_threads())
         command = [sys.executable, "-m", "benchmarks.suite.worker", self.case.name]
         command += [self.case.device, *(["--small"] if self.case.small else [])]
         self.log = (self.folder / "log").open("a+")
@@ -413,12 +415,17 @@ def commit() -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def cpu_threads() -> int:
+    """Threads of a model on a CPU: few, as the processes that compile beside it have as many."""
+    return min(4, os.cpu_count() or 1)
+
+
 def devices(kind: str) -> tuple[str, int]:
     """The name of the devices, and how many there are."""
     if kind == "cpu":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        return f"CPU: {len(names)} x {names[0] if names else platform.processor()}", 1
+        return f"CPU: {cpu_threads()} x {names[0] if names else platform.processor()}", 1
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     return names[0].strip(), len(names)

@@ -29,6 +29,14 @@ def unchecked(call: Any) -> Any:
     return call
 
 
+def poison(results: Any) -> None:
+    """Leaves what is no number in the memory that allocators hand out next for results as these:
+    what a kernel does not write is seen."""
+    made = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+    for x in [torch.empty_like(x) for x in made]:
+        x.untyped_storage().fill_(255)
+
+
 def same(
     fn: Callable[..., Any],
     make: Callable[[], Sequence[Any]],

@@ -21,6 +21,7 @@ from plait.errors import RefusedKernel
 from plait.ir.calls import all_programs
 from plait.wrapper.instructions import CallPython, Launch
 from plait.wrapper.program import CompileRecord, observers
+from tests.against_eager import poison
 
 WRAPPERS = ("native", "python", "cpp", "fx")
 Mod = Callable[..., Tensor]
@@ -441,6 +442,7 @@ def check(
             )
             for seed, more in enumerate(longer):
                 given = case.inputs(device, seed, more)
+                poison((given, results(fn, given)))
                 judge(results(compiled, given), fn, given)
     finally:
         observers.reset(token)

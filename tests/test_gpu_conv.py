@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.against_eager import poison
+
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "plain": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (2, 8, 16, 16), (12, 8, 3, 3)),
     "relu": (lambda x, w, b: F.relu(F.conv2d(x, w, b, stride=2)), (2, 8, 17, 17), (12, 8, 3, 3)),
@@ -88,6 +90,7 @@ def test_forward_and_backward(name: str, last: bool, precision: str, dtype: torc
             out = f(*leaves)
             out.backward(torch.ones_like(out))
             results.append([out.detach(), *(a.grad for a in leaves)])
+            poison(results)
     finally:
         set_tf32(False)
     leaves = [a.double().requires_grad_() for a in args]

@@ -148,6 +148,9 @@ CASES = {
         lambda g, w: torch.relu(g @ w)[:, 63:], ((8192, 256), (256, 319)), 2, calls=1
     ),
     "vocabulary": Case(lambda x, w: F.linear(x, w), ((136, 136), (4099, 136)), 1),
+    "vocabulary of few rows": Case(
+        lambda x, w, b: F.linear(x, w, b), ((100, 136), (5250, 136), (5250,)), 1
+    ),
     "vocabulary of many rows": Case(
         lambda x, w, b: F.linear(x, w, b).view(8, 128, -1), ((1024, 128), (515, 128), (515,)), 1
     ),

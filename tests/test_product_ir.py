@@ -9,11 +9,22 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InternalError
-from plait.ir.calls import Extern, TensorArg, UserKernel
+from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel
 from plait.ir.checks import OUT_OF_RANGE, Bound
 from plait.ir.dtypes import bf16, f32, i8, i64
 from plait.ir.expr import Expr, symbol
-from plait.ir.loops import Buffer, Load, LoopProgram, Pointwise, arg_symbol, cast, loop_vars, node
+from plait.ir.loops import (
+    Buffer,
+    Load,
+    LoopProgram,
+    Node,
+    Pointwise,
+    arg_symbol,
+    cast,
+    const,
+    loop_vars,
+    node,
+)
 from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
@@ -28,7 +39,8 @@ P, B, I, J = (symbol(name, extent=n) for name, n in zip("pbij", (1, 1, 6, 128), 
 LOADED = node("load", (), Load(PRODUCT, ()), f32)
 UNKNOWN = node("load", (), Load("given0", ()), f32)
 RESULT = Pointwise("y", (P, B, I, J), LOADED, (I, J))
-KERNEL = Product("product.0", (RESULT,), Cut(16, 64, 128))
+MM = Operator("mm")
+KERNEL = Product("product.0", (RESULT,), Cut(16, 64, 128), operator=MM)
 
 
 def buffer(name: str, *shape: int, dtype: object = bf16) -> Buffer:
@@ -183,13 +195,64 @@ def test_versions_to_be_measured() -> None:
         for tunes in (False, True)
     )
     assert isinstance(planned, UserKernel) and isinstance(several, UserKernel)
-    assert (planned.rival_us, several.rival_us) == (None, 0)
+    assert planned.rival is None and several.rival is not None
+    assert (planned.cold, several.cold) == ((), (1,)), "weights are cold"
     launched = replace(p, ops=(replace(call_of(p), kernel=several),))
     assert read_program(program_text(launched)) == launched
     assert planned.text == several.text and planned.variants == several.variants[:1]
     calls = [(v.call, v.options) for v in several.variants]
     assert len({*calls}) == len(calls) > 4
     assert all("rows=16" in call and "gdc_wait" in call for call, _ in calls)
+
+
+def bias_of(value: Node, columns: int = 128) -> Node:
+    """A sum with a row of numbers, given0."""
+    j = symbol("j", extent=columns)
+    return value + cast(node("load", (), Load("given0", (j,)), bf16), f32)
+
+
+RELU = node("max", (bias_of(LOADED), const(0.0, f32)))
+ERF = node("erf", (bias_of(LOADED),))
+REST = LOADED + cast(node("load", (), Load("given0", (I, J)), bf16), f32)
+MADE = 6 * 128 * 2  # bytes of a result of 16 bits
+
+
+@pytest.mark.parametrize(
+    ("operator", "body", "given", "place", "nbytes"),
+    [
+        (MM, LOADED, (), (I, J), 0),
+        (MM, LOADED, (), (J, I), 2 * MADE),  # turned
+        (MM, node("tanh", (LOADED,)), (), (I, J), 2 * MADE),
+        (MM, bias_of(LOADED), (128,), (I, J), 2 * MADE + 256),
+        (Operator("addmm", 1), bias_of(LOADED), (128,), (I, J), 0),
+        (Operator("addmm", 1), ERF, (128,), (I, J), 2 * MADE + 256),
+        (Operator("addmm", 1), RELU, (128,), (I, J), 2 * MADE + 256),
+        (Operator("_addmm_activation", 1), RELU, (128,), (I, J), 0),
+        (Operator("addmm", 2), REST, (6, 128), (I, J), 0),
+    ],
+)
+def test_what_a_kernel_beside_the_operator_moves(
+    operator: Operator, body: Node, given: tuple[int, ...], place: tuple[Expr, Expr], nbytes: int
+) -> None:
+    p = program(replace(KERNEL, operator=operator))
+    sizes = tuple(6 if e is I else 128 for e in place)
+    y, more = buffer("y", *sizes), [buffer("more", *given)] if given else []
+    kernel = Product(
+        "product.0", (replace(RESULT, body=cast(body, bf16), index=place),), KERNEL.how,
+        operator=operator,
+    )  # fmt: skip
+    args = (*call_of(p).args, *(TensorArg(b.name, b.shape, b.strides, 0) for b in more))
+    call = replace(call_of(p), kernel=kernel, args=args)
+    buffers = {**p.buffers, "y": y, **{b.name: b for b in more}}
+    made = write_product(call, buffers, GPUS["sm_90"], Around(), tunes=True).kernel
+    assert isinstance(made, UserKernel) and made.rival == Rival(operator, nbytes)
+
+
+def test_results_in_float32_are_made_by_another_kernel() -> None:
+    """The vendor's has the type of its factors."""
+    p = program(KERNEL)
+    made = write_product(call_of(p), p.buffers, GPUS["sm_90"], Around(), tunes=True).kernel
+    assert isinstance(made, UserKernel) and made.rival == Rival(MM, 3 * MADE)
 
 
 @pytest.mark.parametrize(

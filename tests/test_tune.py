@@ -18,6 +18,7 @@ import tempfile
 import threading
 import warnings
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -267,24 +268,77 @@ def test_the_fastest_is_taken_and_known_to_others(
     assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
 
 
+OPERATORS = (("mm", 0, False), ("addmm", 1, False), ("addmm", 2, False),
+             ("_addmm_activation", 1, False), ("_addmm_activation", 1, True))  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "i8"])
-def test_the_operator_of_a_product_runs(dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dims", "gelu"), OPERATORS)
+def test_the_operator_of_a_product_runs(
+    name: str, dims: int, gelu: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a kernel beside it, that reads what it made."""
+    name = "_int_mm" if dtype == "i8" else name
     left, right = tune.Strided(dtype, (32, 16), (16, 1)), tune.Strided(dtype, (16, 8), (1, 16))
-    made = tune.Rival(left, right, 0).call(torch.device("cpu"))()
-    assert isinstance(made, torch.Tensor) and made.shape == (32, 8) and made.any()
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(torch, "neg", lambda x, out: moved.append((x, out)))
+    call = tune.Rival(name, left, right, dims, gelu, nbytes=4096).calls(torch.device("cpu"), 2)
+    found = []
+    for k in (0, 1):
+        call(k)
+        source, target = moved[-1]
+        assert source.nbytes == target.nbytes == 2048
+        found.append(source[: 32 * 8].clone())
+    assert not torch.equal(*found) and all(x.any() for x in found), (
+        "another matrix, the same result"
+    )
+    alone = tune.Rival(name, left, right, dims, gelu).calls(torch.device("cpu"), 1)
+    alone(0)
+    assert len(moved) == 2
 
 
 def test_an_operator_may_be_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     matrix = tune.Strided("bf16", (16, 64), (64, 1))
-    race = replace(contest(2), rival=tune.Rival(matrix, matrix, 1.5))
+    rival = tune.Rival("mm", matrix, matrix)
+    race = replace(contest(2), rival=rival)
     clock, cfg = Clock(monkeypatch, 10.0, 9.0, 5.0), Config(cache_dir=str(tmp_path))
     clock.refused.pop()
-    assert race.key not in (contest(2).key, replace(race, rival=tune.Rival(matrix, matrix, 0)).key)
+    others = (None, replace(rival, nbytes=1), replace(rival, more_us=1.5))
+    assert race.key not in {replace(race, rival=other).key for other in others}
+    assert race.key != replace(race, cold=(0,)).key
     for known in (False, True):
         (outcome,) = tune.tune([race], cfg)
         assert (outcome.choice, outcome.known) == (2, known)
         assert outcome.text(race).startswith("10.0 us, tile 0 -> 5.0 us, the operator of 3")
     assert clock.asked == 1 and len(clock.submitted) == 2
+
+
+@pytest.mark.parametrize(
+    ("us", "choice"), [((8.9, 9.0, 9.0), 2), ((9.0, 8.0, 9.0), 1), ((9.0, math.inf, 9.5), 0)]
+)
+def test_what_is_taken_without_tuning_wins_ties(
+    us: tuple[float, ...], choice: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where nothing can be measured: an operator that is called by default still is."""
+    matrix = tune.Strided("bf16", (16, 64), (64, 1))
+    race = replace(contest(2), rival=tune.Rival("mm", matrix, matrix, is_usual=True))
+    clock, cfg = Clock(monkeypatch, *us), Config(cache_dir=str(tmp_path))
+    clock.refused.pop()
+    (outcome,) = tune.tune([race], cfg)
+    assert outcome.choice == choice
+    said = "the best" if choice == 2 else f"-> {us[choice]:.1f} us, tile {choice} of 3"
+    assert outcome.text(race).startswith(f"{us[2]:.1f} us, the operator") and said in outcome.text(
+        race
+    )
+    monkeypatch.setattr(tune, "GRAPH_S", -1.0)
+    late = replace(race, labels=("a", "b"))
+    for known in (False, True):
+        (outcome,) = tune.tune([late], cfg)
+        assert (outcome.choice, outcome.known) == (2, known) and "were over" in outcome.reason
+    monkeypatch.setattr(tune, "obstacle", lambda: "not now")
+    other = replace(race, labels=("c", "d"))
+    assert tune.tune([other], cfg) == [tune.Outcome(2, reason="not now")]
+    assert clock.asked == 1
 
 
 @pytest.mark.parametrize("us", [(100.0, 98.0), (5.0, 4.8)])
@@ -493,18 +547,100 @@ def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> 
             assert waits[-1] >= end.at
             return end.at - self.at
 
-    def run(ms: float) -> None:
+    def run(ms: float, k: int) -> None:
         nonlocal now
-        now += ms
+        now += ms + (0.5 if k == 0 else 0)
+        ran.append(k)
 
     def refused(*_: object) -> None:
         raise AssertionError("all streams are waited for")
 
     monkeypatch.setattr(tune, "_event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", refused)
-    ran = {k: partial(run, ms) for k, ms in enumerate((4.0, 1.0, 3.0))}
-    assert tune._race(ran, torch.empty(8)) == pytest.approx({0: 4000.0, 1: 1000.0, 2: 3000.0})
-    assert tune._race({}, torch.empty(8)) == {}
+    ran: list[int] = []
+    runs = {k: partial(run, ms) for k, ms in enumerate((4.0, 1.0, 3.0))}
+    sweep = torch.empty(8)
+    assert tune._race(runs, sweep, 1, 0) == pytest.approx({0: 4500.0, 1: 1500.0, 2: 3500.0})
+    assert {*ran} == {0} and tune._race({}, sweep, 1, 0) == {}
+    n = len(ran)
+    runs.pop(2)
+    times = tune._race(runs, sweep, 2, 0)
+    assert times == pytest.approx({0: 4250.0, 1: 1250.0}), "the first of a row does not count"
+    assert ran[n : n + 3] == [2, 0, 1], "each with weights of its own"
+
+
+@pytest.mark.parametrize("usual", [0, 2])
+def test_a_race_takes_the_least_time(usual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work on the device makes some rounds slower; who is far behind runs a few times, except
+    for what is taken without tuning."""
+    counts = [0, 0, 0]
+
+    def a_round(runs: dict[int, object], *_: object) -> dict[int, float]:
+        for k in runs:
+            counts[k] += 1
+        busy = 50.0 if counts[1] in (1, 2) else 0.0
+        return {k: us + busy for k, us in enumerate((20.0, 10.0, 30.0)) if k in runs}
+
+    monkeypatch.setattr(tune, "_round", a_round)
+    found = tune._race(dict.fromkeys(range(3), print), torch.empty(0), 8, usual)
+    assert found == {0: 20.0, 1: 10.0, 2: 30.0}
+    assert counts == [tune.MAX_ROUNDS if k in (1, usual) else tune.FIRST_ROUNDS for k in range(3)]
+
+
+def test_times_of_versions_and_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with other weights at each launch; one that cannot be loaded takes for ever."""
+    now = 0.0
+    launched: list[tuple[str, int]] = []
+
+    class Event:
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def load(path: str, name: str, device: int, n_parameters: int) -> str:
+        assert Path(path).stat().st_size and n_parameters == 4
+        if name == "1":
+            raise RuntimeError("too many registers")
+        return name
+
+    def launch(kernel: str, pointers: list[int], sizes: tuple[int, ...], grid: int) -> None:
+        nonlocal now
+        assert (sizes, grid) == ((7,), 100)
+        launched.append((kernel, pointers[1]))
+        now += 0.002
+
+    properties = SimpleNamespace(L2_cache_size=64)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for name, value in (("_event", Event), ("load_cubin", load), ("launch_cubin", launch)):
+        monkeypatch.setattr(tune, name, value)
+    left, right = (tune.Strided("bf16", (8, 8), (8, 1)) for _ in range(2))
+    race = replace(
+        contest(2), device="cpu", sizes=(7,), cold=(1,), buffers=(tune.Scratch("bf16", 128),) * 3,
+        rival=tune.Rival("mm", left, right, more_us=5.0),
+    )  # fmt: skip
+    cubin = Cubin(b"", "s", 4, 1, 0, (0, 1), (0, 1), False, False)
+    versions = [(*race.version(k), cubin) for k in range(2)]
+    times = tune.times_us(race, versions)
+    assert times == [pytest.approx(2.0), math.inf, pytest.approx(5.0)]
+    a_round = [at for kernel, at in launched if kernel == "0"][1 : 2 + tune.CALLS]
+    assert len({*a_round}) == len(a_round) == tune.CALLS + 1
+
+
+def test_cold_buffers_are_others_at_each_launch() -> None:
+    wanted = (tune.Scratch("bf16", 64), tune.Scratch("bf16", 32), tune.Scratch("u8", 16))
+    first, second = tune._buffers(wanted, (1,), 2, torch.device("cpu"))
+    assert first[0] is second[0] and first[2] is second[2]
+    assert not torch.equal(first[1], second[1]) and first[1].any()
+    race, cache = replace(contest(2), cold=(0,)), 50 << 20
+    sizes = (64, 40 << 20, 100 << 20, 1 << 30)
+    found = [replace(race, buffers=(tune.Scratch("f32", n),)).calls(cache) for n in sizes]
+    assert found == [tune.CALLS, 4, 2, 1] and contest(2).calls(cache) == 1
 
 
 def measured(kernels: list[Kernel], cfg: Config) -> Measured:

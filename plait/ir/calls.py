@@ -139,6 +139,35 @@ class DeviceKernel:
 
 
 @dataclass(frozen=True, slots=True)
+class Operator:
+    """The operator of a product in whose place a kernel is, which the vendor's library computes.
+
+    name: `mm`, `addmm`, `_addmm_activation` or `_int_mm`
+    dims: of what it adds: 2 of a matrix, 1 of a row; 0: it adds nothing
+    gelu: what the activation is; else relu
+    is_planned: it is called, unless measuring finds the kernel faster
+    """
+
+    name: str
+    dims: int = 0
+    gelu: bool = False
+    is_planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """What may be faster than a kernel.
+
+    nbytes: that a kernel beside the operator reads and writes; 0: there is none
+    more_us: what else it takes more than the kernel does
+    """
+
+    operator: Operator
+    nbytes: int = 0
+    more_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class UserKernel(DeviceKernel):
     """A kernel that the user wrote, in the language of the device's own kernels. A launch is given
     the tensors of the call's operands, then its results, as pointers, and then its sizes.
@@ -146,14 +175,16 @@ class UserKernel(DeviceKernel):
     text: a module with the user's functions.
     pointers: the types of the pointers, as that language has them.
     variants: in which it may be compiled; they differ in time alone. Tuning chooses one.
-    rival_us: where the operator that the call names may be faster on the same operands: how many
-        microseconds more other kernels would take beside it.
+    rival: what may be faster than all of them, on the first two operands.
+    cold: operands that come from memory at each launch: weights. Others, where there are some, are
+        in the cache, for kernels before make them.
     """
 
     text: str
     pointers: tuple[str, ...]
     variants: tuple[Variant, ...]
-    rival_us: float | None = None
+    rival: Rival | None = None
+    cold: tuple[int, ...] = ()
 
     @property
     def grids(self) -> tuple[Size, ...]:

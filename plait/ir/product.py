@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.ir.calls import DeviceKernel
+from plait.ir.calls import DeviceKernel, Operator
 from plait.ir.loops import Load, Pointwise, walk
 
 PRODUCT = "product"
@@ -113,11 +113,13 @@ class Product(DeviceKernel):
     right: what makes an element of the right matrix of one that is cut, over batch, k and column;
         it loads the second operand as RIGHT, and others as results do. None: the operand is that
         matrix.
+    operator: what computes it where no kernel does, if there is one.
     """
 
     results: tuple[Pointwise, ...]
     how: Cut | Panels
     right: Pointwise | None = None
+    operator: Operator | None = None
 
     def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
         """Why it cannot be given so many operands and sizes, and these results, in words; "" if it

@@ -30,6 +30,8 @@ from plait.ir.calls import (
     ExternArg,
     ListArg,
     Number,
+    Operator,
+    Rival,
     Scalar,
     TensorArg,
     UserKernel,
@@ -261,7 +263,8 @@ def _fact(value: object, scope: Scope) -> str:
         return (
             f"UserKernel(name={value.name!r}, text={value.text!r}, pointers={value.pointers!r}, "
             f"variants={tuple_text(variants)}"
-            f"{'' if value.rival_us is None else f', rival_us={value.rival_us!r}'})"
+            f"{'' if value.rival is None else f', rival={value.rival!r}'}"
+            f"{f', cold={value.cold!r}' if value.cold else ''})"
         )
     if isinstance(value, Attention):
         return attention_text(value, scope)
@@ -271,19 +274,21 @@ def _fact(value: object, scope: Scope) -> str:
         if value.right is not None:
             loop = "\n".join(_loop_lines(value.right, scope))
             right = f", right={loop!r}"
-        return f"Product(name={value.name!r}, results={loops!r}, how={value.how}{right})"
+        operator = "" if value.operator is None else f", operator={value.operator!r}"
+        facts = f"results={loops!r}, how={value.how}{right}{operator}"
+        return f"Product(name={value.name!r}, {facts})"
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
 def _how(e: ast.expr) -> Any:
-    """What `repr` says of how a product is computed, or a constant."""
+    """What `repr` says of how a product is computed, or may be, or a constant."""
     kind = _HOW.get(word(e) or "") if isinstance(e, ast.Call) else None
     if isinstance(e, ast.Call) and kind is not None:
         return kind(**{k.arg or "": _how(k.value) for k in e.keywords})
     return ast.literal_eval(e)
 
 
-_HOW: dict[str, type] = {c.__name__: c for c in (Cut, Panels, Window)}
+_HOW: dict[str, type] = {c.__name__: c for c in (Cut, Panels, Window, Operator, Rival)}
 
 
 def _operand(a: ExternArg, scope: Scope) -> str:
@@ -462,7 +467,7 @@ class OpReader:
             each = {k.arg or "": k.value for k in one.keywords} if isinstance(one, ast.Call) else {}
             grid = self.symbols.size(each.pop("grid"))
             variants.append(Variant(**{k: ast.literal_eval(v) for k, v in each.items()}, grid=grid))
-        known = {k: ast.literal_eval(v) for k, v in facts.items()}
+        known = {k: _how(v) for k, v in facts.items()}
         return UserKernel(**known, variants=tuple(variants))
 
     def _product(self, e: ast.Call) -> Product:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from plait.ir.calls import Operator
 from plait.ir.dtypes import DType, b1, bf16, f16, f32
 from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node, loop_vars
@@ -105,15 +106,27 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
     return ctx.pointwise(shape, compute, single)
 
 
-def _made_here(ctx: Lowering, flops: Size, a: View, b: View) -> View | None:
-    """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better."""
+def _made_here(
+    ctx: Lowering, flops: Size, a: View, b: View, bias: View | None = None, gelu: bool = False
+) -> View | None:
+    """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better.
+    bias, gelu: what the operator that is lowered computes beside."""
     if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
         return _product(ctx, a, b)
     how = cut(ctx, a, b)
     if how is None and a.dtype in (f16, bf16):
         a, b = _laid_out(ctx, a, b, flops)
         how = cut(ctx, a, b)
-    return None if how is None else launch(ctx, a, b, how)
+    if how is None:
+        return None
+    name = ctx.node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    is_planned = ctx.cfg.autotune and cut(ctx, a, b, tunes=False) is None
+    if bias is None or len(a.shape) > 2:
+        operator = Operator("mm", 0, False, is_planned)
+    else:
+        is_row = len(bias.shape) == 1 or bias.shape[0] == 1
+        operator = Operator(name, 1 if is_row else 2, gelu, is_planned)
+    return launch(ctx, a, b, how, operator)
 
 
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:
@@ -168,7 +181,7 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
     if _is_unread(a, alpha) and is_small(ctx, flops, a.shape[-1]):
         return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
-    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b, bias)
     if made is not None:
         return _finished(ctx, made, bias, beta, alpha)
     if beta == alpha == 1 and _is_added_apart(ctx, bias, a):
@@ -184,7 +197,7 @@ def addmm_activation(
     use_gelu: bool = False,
 ) -> Any:  # fmt: skip
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b, bias, use_gelu)
     if made is None:
         how = {"beta": beta, "alpha": alpha, "use_gelu": use_gelu}
         return _by_aten(ctx, flops, bias, a, b, **how)

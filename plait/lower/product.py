@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable
 
 from plait.graph.refused_kernels import is_refused
-from plait.ir.calls import Extern, ExternArg
+from plait.ir.calls import Extern, ExternArg, Operator
 from plait.ir.dtypes import DType, bf16, f16, f32, i8, i32, u8
 from plait.ir.expr import Expr, Size, product, symbol
 from plait.ir.loops import Load, Pointwise, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
 from plait.lower.memory import step_along, tensor_arg
-from plait.lower.product_cost import pays
+from plait.lower.product_cost import is_uneven, pays
 
 # Measured on an H200 (benchmarks/products_gpu.py rows split), weights not in its cache.
 _FEW_ROWS = 64
@@ -75,9 +75,14 @@ def _codes(ctx: Lowering, x: View) -> int:
     return 0
 
 
-def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)) -> Cut | None:
+def cut(
+    ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16),
+    tunes: bool | None = None,
+) -> Cut | None:  # fmt: skip
     """How a kernel of ours computes a product; None where ATen does it better. dtypes: of factors
-    that it takes."""
+    that it takes. tunes: whether the two are to be measured; None: as the user says."""
+    if tunes is None:
+        tunes = ctx.cfg.autotune
     sizes = (*a.shape, b.shape[-1])
     if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in dtypes:
         return None
@@ -87,9 +92,9 @@ def cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16)
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
-    if not batch and (large := _large(ctx, a, b, m, n, k)):
+    if not batch and (large := _large(ctx, a, b, (m, n, k), tunes)):
         return large
-    most = _MEASURED_ROWS if ctx.cfg.autotune or a.dtype == i8 else _FEW_ROWS
+    most = _MEASURED_ROWS if tunes or a.dtype == i8 else _FEW_ROWS
     if _codes(ctx, b) and m <= _FEW_ROWS and n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH:
         return _cut_of_codes(math.prod(batch), m, n, k)
     return cut_of(math.prod(batch), m, n, k, most)
@@ -119,15 +124,22 @@ def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cu
     return Cut(rows, columns, depth)
 
 
-def _large(ctx: Lowering, a: View, b: View, m: int, n: int, k: int) -> Cut | None:
+def _large(ctx: Lowering, a: View, b: View, sizes: tuple[int, int, int], tunes: bool) -> Cut | None:
     """How a kernel of ours computes a product that takes all of the device, where tuning is asked
     for or that is sooner."""
-    if m <= _MEASURED_ROWS or m * n < _LEAST_LARGE or k < _LEAST_DEPTH:
+    m, n, k = sizes
+    if m <= _least_rows(ctx, a, n) or m * n < _LEAST_LARGE or k < _LEAST_DEPTH:
         return None
     far = step_along(ctx, a, 1) == step_along(ctx, b, 0) == 1
-    if not (far or ctx.cfg.autotune) or not pays(ctx, a.dtype, m, n, k):
+    if not (far or tunes) or not pays(ctx, a.dtype, sizes, tunes):
         return None
     return Cut(128, 128 * a.dtype.nbytes, 128 // a.dtype.nbytes)
+
+
+def _least_rows(ctx: Lowering, a: View, n: int) -> int:
+    """Up to how many rows tiles are small: they load the right matrix once for each row of tiles,
+    which is slow where it has many columns."""
+    return _FEW_ROWS if a.dtype != i8 and is_uneven(ctx, n) else _MEASURED_ROWS
 
 
 def _cut_of_codes(batch: int, m: int, n: int, k: int) -> Cut:
@@ -154,8 +166,9 @@ def _is_matrix(ctx: Lowering, x: View) -> bool:
     return all(s is not None and s % aligned == 0 for s in (*outer, pitch))
 
 
-def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
-    """The product, by a kernel of ours: in float32, or in int32 of factors of 8 bits."""
+def launch(ctx: Lowering, a: View, b: View, how: Cut, operator: Operator | None = None) -> View:
+    """The product, by a kernel of ours: in float32, or in int32 of factors of 8 bits. operator:
+    what may be faster."""
     given = (tensor_arg(ctx, a), tensor_arg(ctx, b))
     shape, parts = (*a.shape[:-1], b.shape[-1]), how.parts
     several = (parts,) if parts > 1 else ()
@@ -165,7 +178,9 @@ def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
     def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
         return (*v[: len(several)], *v[4 - len(shape) :])
 
-    made = call(ctx, ("aten::matmul", "product"), given, out, sizes, place, a.shape[-1], how)
+    made = call(
+        ctx, ("aten::matmul", "product"), given, out, sizes, place, a.shape[-1], how, operator
+    )
     if parts == 1:
         return made
     return ctx.reduce(shape, (parts,), "sum", lambda ops, i, r: made.load(ops, (*r, *i)))
@@ -174,16 +189,16 @@ def launch(ctx: Lowering, a: View, b: View, how: Cut) -> View:
 def call(
     ctx: Lowering, names: tuple[str, str], args: tuple[ExternArg, ...], out: str,
     sizes: tuple[Size, ...], place: Callable[[tuple[Expr, ...]], tuple[Size, ...]], k: Size,
-    how: Cut | Panels,
+    how: Cut | Panels, operator: Operator | None = None,
 ) -> View:  # fmt: skip
     """A launch that stores a product. names: of the operator and the kernel. sizes: parts, batch,
     rows and columns. place: where an element of it is stored. k: of how many numbers it is a
-    sum."""
+    sum. operator: what may be faster."""
     vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
     body = node("load", (), Load(PRODUCT, ()), ctx.buffers[out].dtype)
     result = Pointwise(out, vars_, body, place(vars_), ctx.origin)
     op, label = names
-    kernel = Product(f"{label}.{ctx.name}.{ctx.node.name}", (result,), how)
+    kernel = Product(f"{label}.{ctx.name}.{ctx.node.name}", (result,), how, None, operator)
     flops = product((2, *sizes[1:], k))
     ctx.ops.append(
         Extern(

@@ -22,12 +22,14 @@ _MOST_OPS = 24  # that are followed
 aten = torch.ops.aten
 
 
-def pays(ctx: Lowering, dtype: DType, m: int, n: int, k: int) -> bool:
+def pays(ctx: Lowering, dtype: DType, sizes: tuple[int, int, int], tunes: bool) -> bool:
     """Whether a product of (m, k) and (k, n) is better computed by a kernel of ours, which finishes
-    it. dtype: of factors. Where tuning is asked for: whether that may be."""
+    it. dtype: of factors. sizes: m, n and k. tunes: the two are measured; whether ours may be
+    better."""
     if dtype == i8:  # 1024 x 4096 x 4096: 31 us against 54
         return True
-    if ctx.cfg.autotune and not _is_uneven(ctx, n):
+    m, n, k = sizes
+    if tunes and not is_uneven(ctx, n):
         return True
     later_us = 2 * m * n * k * (1 / _OUR_FLOPS_A_US - 1 / _VENDORS_FLOPS_A_US)
     return later_us < _beside_us(ctx, m, n)
@@ -37,13 +39,13 @@ def _beside_us(ctx: Lowering, m: int, n: int) -> float:
     """How long kernels take that the vendor's product needs beside it. Where rows are aligned, and
     need no copy, a kernel that finishes it costs no more than finishing in ours does."""
     nbytes, rates = m * n * ctx.out_dtype().nbytes, ctx.facts().rates
-    if not _is_uneven(ctx, n):
+    if not is_uneven(ctx, n):
         return 0.0
     made = nbytes if leaves(ctx, lambda x: x is ctx.node) else _finished(ctx.node)
     return rates.moved_ns(nbytes + made) / 1e3 + _KERNEL_US if made else 0.0
 
 
-def _is_uneven(ctx: Lowering, n: int) -> bool:
+def is_uneven(ctx: Lowering, n: int) -> bool:
     """Whether rows of so many columns start anywhere."""
     return n * ctx.out_dtype().nbytes % ROW_NBYTES != 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from plait.ir.calls import Operator
 from plait.ir.dtypes import bf16, f32, i8
 from plait.ir.expr import Expr, Size, product
 from plait.ir.loops import Node
@@ -36,7 +37,7 @@ def int_mm(ctx: Lowering, a: View, b: View) -> Any:
     m = a.shape[0]
     more = isinstance(m, int) and m > _MORE_ROWS
     how = cut(ctx, a, b, (i8,)) if more else None
-    return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how)
+    return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how, Operator("_int_mm"))
 
 
 @lower(aten._scaled_mm.default, any_dtype=True)

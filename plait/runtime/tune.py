@@ -7,6 +7,12 @@ short, and one process of a machine measures at a time: whoever waited finds the
 processes that share the folder run the same versions and compute the same numbers, except where
 `obstacle` kept one from measuring before another did. Ranks of a process group always do
 (`runtime/ranks.py`).
+
+What is measured is what a program sees. A time is the least of several rounds, in which all
+versions take turns: others that use the device, and its clock, make some rounds slower and none
+faster. Weights come from memory, and what other kernels made is in the cache; launches follow each
+other as they do in a program. Where nothing was measured, and where there is no clear winner, what
+is taken is what it would be without tuning.
 """
 
 from __future__ import annotations
@@ -15,7 +21,6 @@ import fcntl
 import json
 import math
 import os
-import statistics
 import tempfile
 import time
 from collections import deque
@@ -37,8 +42,11 @@ from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
 # What a user waits at most is chosen; benchmarks/tuning_gpu.py shows what it buys.
 KERNEL_S = 0.1
-"""Time on the device for one kernel, all versions together, once each has run twice; two rounds are
-run at least."""
+"""Time for one kernel, all versions together; so many rounds are run at least:"""
+MIN_ROUNDS = 5
+FIRST_ROUNDS = 3
+"""Rounds after which versions run no more that are far behind."""
+FAR = 1.3
 GRAPH_S = 20.0
 """Time for the kernels of a graph: versions that are not with the compiler by then stay there as
 they are."""
@@ -46,11 +54,16 @@ AHEAD = 2
 """Kernels whose versions compile while another is measured."""
 LOCK_S = 60.0
 """How long to wait for another process that measures."""
-MAX_REPEATS = 25
+MAX_ROUNDS = 25
+CALLS = 8
+"""Launches in a row whose weights are all different, as far as these need little memory:"""
+COLD_NBYTES = 192 << 20
+SWEEPS = 4
+"""How often the cache is swept before them: meanwhile all of them are put on the stream."""
 MARGIN = 0.97
 MARGIN_US = 0.3
-"""How much faster than the first a version must be to take its place: what events cannot tell apart
-is no gain."""
+"""How much faster than what is taken without tuning a version must be to take its place: what
+events cannot tell apart is no gain."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +92,65 @@ class Strided:
 
 @dataclass(frozen=True)
 class Rival:
-    """The vendor's product of two matrices, in whose place a kernel is. more_us: what kernels take
-    that stand beside it."""
+    """The vendor's product of two matrices, in whose place a kernel is.
 
+    name: of the operator
+    dims: of what it adds: 2 of a matrix, 1 of a row; 0: it adds nothing
+    gelu: what the activation is; else relu
+    nbytes: that a kernel beside it moves; 0: there is none
+    more_us: what else it takes more than the kernel does
+    is_usual: it is taken where nothing is measured
+    """
+
+    name: str
     left: Strided
     right: Strided
-    more_us: float
+    dims: int = 0
+    gelu: bool = False
+    nbytes: int = 0
+    more_us: float = 0.0
+    is_usual: bool = False
 
-    def call(self, device: torch.device) -> Callable[[], object]:
-        """What runs it."""
-        a, b = self.left.made(device), self.right.made(device)
-        product = torch.matmul if a.is_floating_point() else torch._int_mm
-        return partial(product, a, b, out=product(a, b))
+    def calls(self, device: torch.device, n: int) -> Callable[[int], object]:
+        """What runs it, with one of n right matrices."""
+        a, rights = self.left.made(device), [self.right.made(device) for _ in range(n)]
+        shape = (*a.shape[:-1], self.right.shape[-1])
+        dtype = a.dtype if a.is_floating_point() else torch.int32
+        size, moved = math.prod(shape), self.nbytes // 2 // dtype.itemsize
+        space = torch.zeros(max(size, moved), dtype=dtype, device=device)
+        out, row = space[:size].view(shape), torch.ones(shape[-1], dtype=dtype, device=device)
+        source, target = space[:moved], torch.empty(moved, dtype=dtype, device=device)
+        product = self._product(a, row, out)
+
+        def call(k: int) -> None:
+            product(rights[k])
+            if moved:
+                torch.neg(source, out=target)
+
+        return call
+
+    def _product(
+        self, a: torch.Tensor, row: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[torch.Tensor], object]:
+        """The operator as a function of the right matrix."""
+        if self.name == "_int_mm":
+            return lambda b: torch._int_mm(a, b, out=out)
+        if self.name == "_addmm_activation":
+            called = torch.ops.aten._addmm_activation.out
+            return lambda b: called(row, a, b, use_gelu=self.gelu, out=out)
+        if self.dims == 0:
+            return lambda b: torch.matmul(a, b, out=out)
+        # ATen would copy another matrix first, which programs do not (native/core/blaslt.h).
+        added = row if self.dims == 1 else out
+        return lambda b: torch.addmm(added, a, b, out=out)
 
 
 @dataclass(frozen=True)
 class Contest:
     """Versions of one kernel. labels: what each is called. version: the job of the one at a
-    position, and how many programs it is launched with; the first is what is taken unless another
-    is faster. buffers, sizes: the arguments. device: such as 'cuda:0'. rival: comes after all
-    versions, if there is one."""
+    position, and how many programs it is launched with. buffers, sizes: the arguments. device: such
+    as 'cuda:0'. rival: comes after all versions, if there is one. cold: the buffers that are others
+    at each launch; launches follow each other then, else each finds all its memory cold."""
 
     labels: tuple[str, ...]
     version: Callable[[int], tuple[Job, int]]
@@ -106,11 +158,28 @@ class Contest:
     sizes: tuple[int, ...]
     device: str
     rival: Rival | None = None
+    cold: tuple[int, ...] = ()
 
     @property
     def n_ways(self) -> int:
         """How many times an outcome has."""
         return len(self.labels) + (self.rival is not None)
+
+    @property
+    def usual(self) -> int:
+        """The place of what is taken unless another is faster."""
+        return len(self.labels) if self.rival and self.rival.is_usual else 0
+
+    def name(self, way: int) -> str:
+        """What the one at a place is called."""
+        return (*self.labels, "the operator")[way]
+
+    def calls(self, cache_nbytes: int) -> int:
+        """Launches that follow each other, each with cold buffers of its own."""
+        nbytes = sum(self.buffers[k].nbytes for k in self.cold)
+        if not self.cold or nbytes >= 4 * cache_nbytes:
+            return 1
+        return max(2, min(CALLS, COLD_NBYTES // max(1, nbytes)))
 
     @cached_property
     def planned(self) -> tuple[Job, int]:
@@ -129,9 +198,14 @@ class Contest:
             grid,
             self.buffers,
             self.sizes,
+            self.rival,
+            self.cold,
         )
-        rival = () if self.rival is None else (repr(self.rival),)
-        return key_of((*map(repr, facts), *self.labels, *rival))
+        return key_of((*map(repr, facts), *self.labels))
+
+    def unmeasured(self, reason: str) -> Outcome:
+        """The outcome where nothing is measured."""
+        return Outcome(self.usual, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -148,11 +222,11 @@ class Outcome:
         """What came of it, for people."""
         if self.reason:
             return f"not tuned: {self.reason}"
-        best = f"{(*contest.labels, 'the operator')[self.choice]} of {len(self.us)} versions"
-        first = f"{self.us[0]:.1f} us, {contest.labels[0]}"
+        best = f"{contest.name(self.choice)} of {len(self.us)} versions"
+        first = f"{self.us[contest.usual]:.1f} us, {contest.name(contest.usual)}"
         said = (
             f"{first}: the best"
-            if self.choice == 0
+            if self.choice == contest.usual
             else f"{first} -> {self.us[self.choice]:.1f} us, {best}"
         )
         return said + (", measured before" if self.known else "")
@@ -172,11 +246,10 @@ def _agreed(contest: Contest, mine: Outcome) -> Outcome:
         return mine  # the first version: nothing is measured for devices elsewhere
     choice = ranks.first_choice(contest.key, mine.choice)
     if choice is None or not 0 <= choice < contest.n_ways:
-        return Outcome(reason="the other ranks cannot be asked")
+        return contest.unmeasured("the other ranks cannot be asked")
     if choice == mine.choice:
         return mine
-    label = (*contest.labels, "the operator")[choice]
-    return Outcome(choice, reason=f"another rank chose {label}")
+    return Outcome(choice, reason=f"another rank chose {contest.name(choice)}")
 
 
 def _tuned(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
@@ -186,11 +259,11 @@ def _tuned(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
         return [o for o in found if o]
     reason = obstacle()
     if reason:
-        return [o or Outcome(reason=reason) for o in found]
+        return [o or c.unmeasured(reason) for o, c in zip(found, contests, strict=True)]
     with _alone(store) as reason:
         found = [o or _found(c, store) for o, c in zip(found, contests, strict=True)]  # by now
         todo = [c for o, c in zip(found, contests, strict=True) if o is None]
-        made = iter([Outcome(reason=reason)] * len(todo) if reason else _measured(todo, store, cfg))
+        made = iter([c.unmeasured(reason) for c in todo] if reason else _measured(todo, store, cfg))
         return [o or next(made) for o in found]
 
 
@@ -235,7 +308,7 @@ def _measured(contests: Sequence[Contest], store: Store, cfg: Config) -> Iterato
         if submitted:
             outcome = _measure(contest, submitted.popleft())
         else:
-            outcome = Outcome(reason=f"the graph's {GRAPH_S:.0f} s were over")
+            outcome = contest.unmeasured(f"the graph's {GRAPH_S:.0f} s were over")
         facts = {"choice": outcome.choice, "us": outcome.us, "reason": outcome.reason}
         store.put(contest.key, json.dumps(facts).encode())
         yield outcome
@@ -254,10 +327,10 @@ def _measure(contest: Contest, versions: Versions) -> Outcome:
     try:
         us = times_us(contest, [(job, grid, _made(cubin)) for job, grid, cubin in versions])
     except torch.cuda.OutOfMemoryError:
-        return Outcome(reason="no memory for a copy of its tensors")
-    best = min(range(len(us)), key=us.__getitem__)
-    choice = best if us[best] < min(MARGIN * us[0], us[0] - MARGIN_US) else 0
-    return Outcome(choice, tuple(us))
+        return contest.unmeasured("no memory for a copy of its tensors")
+    best, usual = min(range(len(us)), key=us.__getitem__), us[contest.usual]
+    wins = us[best] < min(MARGIN * usual, usual - MARGIN_US)
+    return Outcome(best if wins else contest.usual, tuple(us))
 
 
 def _made(result: Future[Cubin]) -> Cubin | None:
@@ -272,14 +345,16 @@ def _found(contest: Contest, store: Store) -> Outcome | None:
     """What is known of a contest before anything is measured."""
     missing = missing_device(contest)
     if missing:
-        return Outcome(reason=missing)
+        return contest.unmeasured(missing)
     data = store.read(contest.key)
     if data is None:
         return None
     try:
         read = json.loads(data)
         us, choice, reason = tuple(map(float, read["us"])), int(read["choice"]), str(read["reason"])
-        if len(us) == (0 if reason else contest.n_ways) and 0 <= choice < max(1, len(us)):
+        if len(us) == (0 if reason else contest.n_ways) and (
+            choice == contest.usual if reason else 0 <= choice < len(us)
+        ):
             return Outcome(choice, us, known=True, reason=reason)
     except (ValueError, TypeError, KeyError):
         pass
@@ -328,18 +403,19 @@ def _locked(handle: int) -> bool:
 
 # ------------------------------------------------------------------------------------ on the device
 def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]) -> list[float]:
-    """Microseconds of each version with cold caches, infinite for one that does not run."""
+    """Microseconds of each version, infinite for one that does not run."""
     device = torch.device(contest.device)
     with (
         torch.utils._python_dispatch._disable_current_modes(),
         torch.cuda.device(device),
         torch.no_grad(),
     ):
-        buffers = _buffers(contest.buffers, device)
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        sweep = torch.empty(4 * cache, dtype=torch.int8, device=device)
-        pointers = [b.data_ptr() for b in buffers]
-        runs: dict[int, Callable[[], object]] = {}
+        calls = contest.calls(cache)
+        n_sets = calls + 1 if calls > 1 else 1
+        buffers = _buffers(contest.buffers, contest.cold, n_sets, device)
+        pointers = [[b.data_ptr() for b in of_one] for of_one in buffers]
+        runs: dict[int, Run] = {}
         with _file(
             {str(k): cubin for k, (_, _, cubin) in enumerate(versions) if cubin is not None}
         ) as path:
@@ -348,41 +424,54 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
                     continue
                 try:
                     kernel = load_cubin(
-                        path, str(k), device.index or 0, len(pointers) + len(contest.sizes)
+                        path, str(k), device.index or 0, len(pointers[0]) + len(contest.sizes)
                     )
-                    run = partial(launch_cubin, kernel, pointers, contest.sizes, grid)
-                    run()
+                    run = partial(_launch, kernel, pointers, contest.sizes, grid)
+                    run(0)
                     runs[k] = run
                 except RuntimeError:  # it wants more memory or registers than there are
                     continue
         rival = contest.rival
         if rival is not None:
-            runs[len(versions)] = rival.call(device)
-            runs[len(versions)]()  # the first call of its kind takes long
-        times = _race(runs, sweep)
+            runs[len(versions)] = rival.calls(device, n_sets)
+            runs[len(versions)](0)  # the first call of its kind takes long
+        sweep = torch.zeros(cache, dtype=torch.float32, device=device)  # four times as large
+        times = _race(runs, sweep, calls, contest.usual)
     if rival is not None and len(versions) in times:
         times[len(versions)] += rival.more_us
     return [times.get(k, math.inf) for k in range(contest.n_ways)]
 
 
+Run = Callable[[int], object]
+"""A launch, with one of several sets of cold buffers."""
+
+
+def _launch(
+    kernel: object, pointers: Sequence[Sequence[int]], sizes: Sequence[int], grid: int, k: int
+) -> None:
+    launch_cubin(kernel, pointers[k], sizes, grid)
+
+
 _FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 
 
-def _buffers(wanted: Sequence[Scratch], device: torch.device) -> list[torch.Tensor]:
+def _buffers(
+    wanted: Sequence[Scratch], cold: Sequence[int], n: int, device: torch.device
+) -> list[list[torch.Tensor]]:
+    """So many sets of buffers, which differ in those that are cold."""
     generator = torch.Generator(device)
     generator.manual_seed(0)
-    made = []
-    for b in wanted:
+
+    def made(b: Scratch) -> torch.Tensor:
         dtype = _FLOATS.get(b.dtype)
         if dtype is None:
-            made.append(torch.zeros(b.nbytes, dtype=torch.uint8, device=device))
-        else:
-            made.append(
-                torch.empty(b.nbytes // dtype.itemsize, dtype=dtype, device=device).normal_(
-                    generator=generator
-                )
-            )
-    return made
+            return torch.zeros(b.nbytes, dtype=torch.uint8, device=device)
+        empty = torch.empty(b.nbytes // dtype.itemsize, dtype=dtype, device=device)
+        return empty.normal_(generator=generator)
+
+    first = [made(b) for b in wanted]
+    more = [[made(b) if k in cold else first[k] for k, b in enumerate(wanted)] for _ in range(1, n)]
+    return [first, *more]
 
 
 @contextmanager
@@ -394,33 +483,39 @@ def _file(cubins: Mapping[str, Cubin]) -> Iterator[str]:
         yield file.name
 
 
-def _race(runs: Mapping[int, Callable[[], object]], sweep: torch.Tensor) -> dict[int, float]:
-    """The median time of each. Those that are far behind after a first round run no more; the first
-    always does."""
-    times = {k: [us] for k, us in _round(runs, sweep).items()}
-    if not times:
-        return {}
-    limit = 1.5 * min(t[0] for t in times.values())
-    left = {k: run for k, run in runs.items() if k == 0 or times[k][0] <= limit}
-    a_round = sum(times[k][0] + 50 for k in left) / 1e6
-    for _ in range(min(MAX_REPEATS, max(2, int(KERNEL_S / a_round)))):
-        for k, us in _round(left, sweep).items():
-            times[k].append(us)
-    return {k: statistics.median(t) for k, t in times.items()}
+def _race(runs: Mapping[int, Run], sweep: torch.Tensor, calls: int, usual: int) -> dict[int, float]:
+    """The least time of each. Those that are far behind after the first rounds run no more; the
+    usual one always does."""
+    times = dict.fromkeys(runs, math.inf)
+    left, end = dict(runs), time.monotonic() + KERNEL_S
+    for n in range(1, MAX_ROUNDS + 1):
+        for k, us in _round(left, sweep, calls).items():
+            times[k] = min(times[k], us)
+        if n == FIRST_ROUNDS:
+            limit = FAR * min(times.values(), default=0.0)
+            left = {k: run for k, run in runs.items() if k == usual or times[k] <= limit}
+        if n >= MIN_ROUNDS and time.monotonic() > end:
+            break
+    return times
 
 
-def _round(runs: Mapping[int, Callable[[], object]], sweep: torch.Tensor) -> dict[int, float]:
-    """Microseconds of one run of each, the cache swept before."""
+def _round(runs: Mapping[int, Run], sweep: torch.Tensor, calls: int) -> dict[int, float]:
+    """Microseconds of a run of each, the cache swept before: of one, or, after another one, of so
+    many in a row. Sweeping reads: what is written would go to memory during the runs."""
     events = {k: (_event(), _event()) for k in runs}
     for k, run in runs.items():
-        sweep.zero_()
+        for _ in range(SWEEPS if calls > 1 else 1):
+            sweep.sum()
+        if calls > 1:
+            run(calls)
         events[k][0].record()
-        run()
+        for each in range(calls):
+            run(each)
         events[k][1].record()
         last = events[k][1]
     if runs:
         last.synchronize()  # not the device: other streams may hold what ends much later
-    return {k: start.elapsed_time(end) * 1e3 for k, (start, end) in events.items()}
+    return {k: start.elapsed_time(end) * 1e3 / calls for k, (start, end) in events.items()}
 
 
 def _event() -> torch.cuda.Event:

@@ -11,11 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.devices import facts_of
-from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product, total
-from plait.ir.loops import Buffer, Load, walk
-from plait.ir.product import Cut, Product
+from plait.ir.loops import Buffer, Load, Pointwise, walk
+from plait.ir.product import PRODUCT, Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
 from plait.kernel.triton.ops import prelude_for
@@ -29,8 +28,13 @@ _CONVERTING = 3  # programs of a multiprocessor, which is busy while others wait
 _SPARE = 4 << 10  # bytes that a kernel needs beside them
 _FINISH_NBYTES = 12 << 10  # in which 4 warps turn a tile before they store it
 _KERNEL_US = 1.5  # of one that is small, in a CUDA graph
-_VENDORS_OPS = frozenset(("load", "cast", "const", "add", "mul", "max", "tanh"))
-"""Of what the vendor finishes a product with itself: a bias, and an activation."""
+_VENDORS_OPS = {
+    "mm": frozenset(("load", "cast")),
+    "_int_mm": frozenset(("load", "cast")),
+    "addmm": frozenset(("load", "cast", "add", "mul", "const")),
+    "_addmm_activation": frozenset(("load", "cast", "const", "add", "mul", "max", "tanh")),
+}
+"""Of what an operator's results are computed, those of relu and gelu too."""
 _WIDE = 64  # rows of the left factor that tensor cores want
 
 
@@ -79,7 +83,7 @@ class _Version:
 def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
     """How many rows of tiles share what they load of the right factor: as many as the cache holds
     of the left one, beside tiles of the right one."""
-    if not cut.is_large or not isinstance(high, int) or not isinstance(row_nbytes, int):
+    if not isinstance(high, int) or not isinstance(row_nbytes, int):
         return 1
     return max(1, min(high, max(_LEAST_GROUP, _GROUP_NBYTES // (cut.rows * row_nbytes))))
 
@@ -137,32 +141,49 @@ class _Writer(Writer):
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
-        rival_us = self._rival_us() if self.tunes else None
-        return UserKernel(self.product.name, text, self.pointers(), variants, rival_us)
+        rival, cold = (self._rival(), (1,)) if self.tunes else (None, ())
+        return UserKernel(self.product.name, text, self.pointers(), variants, rival, cold)
 
-    def _rival_us(self) -> float | None:
-        """How long kernels take that stand beside the vendor's product, and not beside this one, in
-        microseconds. None: the vendor has no such product."""
-        if self.product.right is not None:
+    def _rival(self) -> Rival | None:
+        """What may be faster; None: the vendor has no such product."""
+        operator, right = self.product.operator, self.product.right
+        if operator is None or right is not None:
             return None
-        results = self.product.results
-        ops = {n.op for r in results for n in walk((r.body,))}
-        if not self._cut.is_large:
-            plain = ops <= {"load", "cast"} and len(results) == 1
-            return (0 if plain else _KERNEL_US) - (_KERNEL_US if self._cut.parts > 1 else 0)
-        sizes = (product(o.shape) * self.buffers[o.buf].dtype.nbytes for o in self.outs)
-        made = [n for n in sizes if isinstance(n, int)]
-        if len(made) < len(self.outs):
-            return _KERNEL_US
-        *_, j = results[0].vars
-        odd = isinstance(e := extent(j), int) and e % _UNIT != 0
-        loads = (n.attr.index for r in results for n in walk((r.body,)) if isinstance(n.attr, Load))
-        if ops <= _VENDORS_OPS and len(results) == 1 and all(i in ((), (j,)) for i in loads):
-            moved = 2 * sum(made) if odd else 0  # to rows without gaps
-        else:
-            moved = sum(made) + max(made)  # the product is read
-        rates = facts_of(self.buffers[self.outs[0].buf].device).rates
-        return _KERNEL_US + rates.moved_ns(moved) / 1e3 if moved else 0.0
+        if self._cut.parts > 1:  # a kernel behind it adds them up
+            return Rival(operator, 0, -_KERNEL_US)
+        return Rival(operator, self._beside_nbytes(operator))
+
+    def _beside_nbytes(self, operator: Operator) -> int:
+        """Bytes that a kernel beside the operator moves; 0 if it needs none."""
+        results, (left, right, *others) = self.product.results, self.tensors
+        nodes = [n for r in results for n in walk((r.body,))]
+        given = {n.attr.buf for n in nodes if isinstance(n.attr, Load)} - {PRODUCT}
+        made = sum(map(self._nbytes, self.outs))
+        columns = right.shape[-1]
+        if (
+            len(results) == 1
+            and {n.op for n in nodes} <= _VENDORS_OPS[operator.name]
+            and len(given) <= min(operator.dims, 1)
+            and self._is_flat(results[0], self.outs[0])
+            and (self._is_whole or self.dtype(self.outs[0]) == self.dtype(left))
+        ):  # from rows that are aligned to rows without gaps
+            return 2 * made if isinstance(columns, int) and columns % _UNIT else 0
+        shape = (*left.shape[:-1], columns)
+        itself = self._nbytes(replace(left, shape=shape))
+        read = sum(map(self._nbytes, others)) - (itself if operator.dims > 1 else 0)
+        return made + itself + max(0, read)
+
+    def _nbytes(self, x: TensorArg) -> int:
+        """Bytes of a tensor; 0 where its size is not known."""
+        size = product(x.shape)
+        return size * self.buffers[x.buf].dtype.nbytes if isinstance(size, int) else 0
+
+    def _is_flat(self, r: Pointwise, out: TensorArg) -> bool:
+        """Whether a result lies as the product does, row by row without gaps."""
+        _, b, i, j = r.vars
+        m, n = extent(i), extent(j)
+        at = total(e * s for e, s in zip(r.index or (), out.strides, strict=True))
+        return at in (i * n + j, (b * m + i) * n + j)
 
     @property
     def _cut(self) -> Cut:
@@ -182,7 +203,7 @@ class _Writer(Writer):
         if cut.is_large:
             return self._large()
         found = [_Version(cut)]
-        stages = _STAGES if made else 0
+        stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
         if self.tunes:
             found += (
                 _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
@@ -190,6 +211,8 @@ class _Writer(Writer):
                 for columns, depth, warps in _OTHERS
                 if columns <= 2 * cut.columns and (not made or depth == cut.depth)
             )
+            if isinstance(m, int) and m > _WIDE and not made and cut.parts == 1:
+                found += self._large()
         return list(dict.fromkeys(found))
 
     def _large(self) -> list[_Version]:
@@ -223,10 +246,8 @@ class _Writer(Writer):
         if len(left.shape) != 2 or not isinstance(m, int) or not isinstance(n, int):
             return 1
         kinds = _UNIT // math.gcd(n, _UNIT)
-        i, j = self.product.results[0].vars[2:]
         flat = all(
-            total(e * s for e, s in zip(r.index or (), out.strides, strict=True)) == i * n + j
-            and self.buffers[out.buf].dtype.nbytes > 1
+            self._is_flat(r, out) and self.buffers[out.buf].dtype.nbytes > 1
             for r, out in zip(self.product.results, self.outs, strict=True)
         )
         far = right.strides[0] == 1 and self.product.right is None and cut.parts == 1

@@ -73,13 +73,15 @@ def contest_of(launch: UserLaunch, gpu: Gpu) -> Contest:
         buffers.append(Scratch(dtype.name, span * dtype.nbytes))
     sizes = tuple(hint(e, hints) for e in launch.sizes)
     labels = tuple(f"{v.call} with {dict(v.options)}" for v in variants)
-    more_us, rival = launch.kernel.rival_us, None
-    if more_us is not None:
+    other, rival, cold = launch.kernel.rival, None, launch.kernel.cold
+    if other is not None:
         left, right = (_seen(launch.buffers[k], launch.dtypes[k], hints) for k in range(2))
         *outer, columns = right.shape
         even = -(-columns // _EVEN) * _EVEN
-        rival = Rival(left, replace(right, shape=(*outer, even)), more_us)
-    return Contest(labels, version, tuple(buffers), sizes, launch.device, rival)
+        op, right = other.operator, replace(right, shape=(*outer, even))
+        called = (op.name, left, right, op.dims, op.gelu)
+        rival = Rival(*called, other.nbytes, other.more_us, op.is_planned)
+    return Contest(labels, version, tuple(buffers), sizes, launch.device, rival, cold)
 
 
 def _seen(a: TensorArg, dtype: DType, hints: Mapping[str, int]) -> Strided:

@@ -126,12 +126,25 @@ def summary(records: book.Records) -> str:
     return render(heads, rows)
 
 
+def shares(record: book.Record) -> str:
+    """What the vendors' kernels take of a call, in the best mode of either peer."""
+    said = []
+    for peer in ("plait", "inductor"):
+        name = min(book.times(record, peer), key=book.times(record, peer).__getitem__, default="")
+        figures = record["variants"].get(name, {})
+        if "vendors_ms" not in figures:
+            return "not known yet"
+        said.append(f"{figures['vendors_ms']:.2f} of {figures['busy_ms']:.2f}")
+    ours, theirs = said
+    return f"kernels of cuBLAS, cuDNN and PyTorch take {ours} ms here, {theirs} ms in Inductor's"
+
+
 def worst_table(records: book.Records, causes: dict[str, str]) -> str:
     rows = []
     for case in book.worst(records, 10):
         r = records[case]
         ours, theirs = number(book.best(r, "plait"), 3), number(book.best(r, "inductor"), 3)
-        cause = causes.get(case) or causes.get(case.split("/")[0], "not known yet")
+        cause = causes.get(case) or causes.get(case.split("/")[0]) or shares(r)
         rows.append([case, number(book.ratio(r), 2), ours, theirs, cause])
     return render(("", "× best", "plait ms", "Inductor ms", "cause"), rows)
 

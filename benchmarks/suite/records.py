@@ -86,14 +86,18 @@ def matching(names: Sequence[str], only: str) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-def best(record: Mapping[str, Any], peer: str) -> float | None:
-    """The best time of a peer's modes that ran, in ms."""
-    times = [
-        figures["ms"]
+def times(record: Mapping[str, Any], peer: str) -> dict[str, float]:
+    """The times of a peer's modes that ran, in ms, by their names."""
+    return {
+        name: figures["ms"]
         for name, figures in record.get("variants", {}).items()
         if name.split("-")[0] == peer and figures.get("ms")
-    ]
-    return min(times, default=None)
+    }
+
+
+def best(record: Mapping[str, Any], peer: str) -> float | None:
+    """The best time of a peer's modes that ran, in ms."""
+    return min(times(record, peer).values(), default=None)
 
 
 def error(record: Mapping[str, Any], variant: str) -> float | None:

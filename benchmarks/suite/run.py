@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -85,7 +86,7 @@ class Running:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if self.case.device == "cuda":
-            env |= {"CUDA_VISIBLE_DEVICES": str(self.slot), "OMP_NUM_THREADS": str(threads)}
+            env |= {"CUDA_VISIBLE_DEVICES": gpus()[self.slot], "OMP_NUM_THREADS": str(threads)}
         else:
             env["OMP_NUM_THREADS"] = str(cpu_threads())
         command = [sys.executable, "-m", "benchmarks.suite.worker", self.case.name]
@@ -239,7 +240,7 @@ def time_ready(ready: Sequence[Running], args: argparse.Namespace) -> None:
     """Times cases, those of one device one after the other, those of several at once."""
 
     def one_device(slot: int) -> None:
-        with lock(slot):
+        with lock("cpu" if args.device == "cpu" else gpus()[slot]):
             for case in (r for r in ready if r.slot == slot):
                 answer = case.ask("time", args.seconds, args.rounds, seconds=150)
                 for name, figures in answer.get("figures", {}).items():
@@ -257,9 +258,9 @@ def time_ready(ready: Sequence[Running], args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def lock(slot: int) -> Iterator[None]:
+def lock(name: str) -> Iterator[None]:
     """Nobody else times on this device meanwhile, of another command either."""
-    with (Path(tempfile.gettempdir()) / f"plait-suite-{slot}.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"plait-suite-{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -426,9 +427,21 @@ def devices(kind: str) -> tuple[str, int]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         return f"CPU: {cpu_threads()} x {names[0] if names else platform.processor()}", 1
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
-    return names[0].strip(), len(names)
+    return _asked()[0], len(gpus())
+
+
+def gpus() -> list[str]:
+    """The GPUs that are used, as CUDA names them: those of CUDA_VISIBLE_DEVICES, or all."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return shown.split(",") if shown else [str(k) for k in range(len(_asked()))]
+
+
+@functools.cache
+def _asked() -> list[str]:
+    """The names of all GPUs. CUDA is not asked: a context here would take memory and time."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [name.strip() for name in found.splitlines()]
 
 
 def versions() -> str:

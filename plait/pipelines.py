@@ -27,6 +27,7 @@ from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
 from plait.graph.epilogues import join_epilogues
 from plait.graph.fma import gather_products
+from plait.graph.hidden_products import find_products
 from plait.graph.items import list_items
 from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
 from plait.graph.noop import drop_noops
@@ -115,6 +116,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
     ("write out", write_out),
+    ("find products", find_products),
     ("drop no-ops", drop_noops),
     ("gather products", gather_products),
     ("fold constants", fold_constants),

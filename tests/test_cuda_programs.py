@@ -791,3 +791,22 @@ def test_operands_of_products_lie_as_what_they_are_made_of(
     assert [i.strides for i in wide] == [(512 * n, 1, n)]
     others = [i for i in of(made.wrapper, Place) + of(made.wrapper, Alloc) if i not in wide]
     assert all(math.prod(i.shape) < 4 * n * 512 for i in others)
+
+
+def test_sums_of_products_of_matrices_are_calls(compile_only: None) -> None:
+    """Of a state space model written in PyTorch: scores, what they weigh, states, and gradients of
+    scores."""
+
+    def step(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = (c.unsqueeze(2) * b.unsqueeze(1)).sum(-1)
+        weighed = (scores.unsqueeze(-1) * x.unsqueeze(1)).sum(2)
+        states = (b.unsqueeze(-2) * x.unsqueeze(-1)).sum(1)
+        spread = scores.unsqueeze(-1).expand(-1, -1, -1, -1, c.shape[-1])
+        of_b = (spread * c.unsqueeze(2)).sum([1], True)
+        of_c = (spread * b.unsqueeze(1)).sum([2], True)
+        return weighed, states, of_b.squeeze(1), of_c.squeeze(2)
+
+    mode, args = fakes((8, 128, 16, 64), (8, 128, 16, 64), (8, 128, 16, 32))
+    made = record(step, *args, mode=mode)
+    assert [i.op for i in of(made.wrapper, CallExtern)] == ["aten::bmm"] * 5
+    assert "sum" not in "".join(i.kernel for i in of(made.wrapper, Launch))

@@ -11,7 +11,7 @@ from tests.test_quantised import FEW, MANY, check, check_codes
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("sizes", [FEW, (40, 128, 256), MANY], ids=["few", "some", "many"])
 def test_as_eager(name: str, sizes: tuple[int, int, int]) -> None:
     check(name, sizes, "cuda", "native", torch.bfloat16)
 

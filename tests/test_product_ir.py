@@ -299,18 +299,18 @@ def test_cuts(sizes: tuple[int, int, int, int], cut: Cut | None) -> None:
 
 
 # ------------------------------------------------------------------------------ made right matrices
-def converted(*, returned: bool = False, checked: bool = False) -> LoopProgram:
+def converted(*, returned: bool = False, checked: bool = False, group: int = 128) -> LoopProgram:
     """x (6, 256) @ w (256, 128) = y, where w is codes that a loop makes bfloat16 and scales by
-    groups of 128. returned: the program gives w back, too. checked: a check is made on the way."""
+    groups. returned: the program gives w back, too. checked: a check is made on the way."""
     p = program(KERNEL)
-    codes, scale = buffer("codes", 256, 128, dtype=i8), buffer("scale", 2, 128)
+    codes, scale = buffer("codes", 256, 128, dtype=i8), buffer("scale", 256 // group, 128)
     k, j = loop_vars("i", (256, 128))
     code = node("load", (), Load("codes", (k, j)), i8)
     if checked:
         place = node("bounded", (cast(code, i64),), Bound(128, OUT_OF_RANGE), i64)
         code = node("load", (place,), Load("codes", (k, arg_symbol(0, 128))), i8)
-    group = cast(node("load", (), Load("scale", (k // 128, j)), bf16), f32)
-    loop = Pointwise("w", (k, j), cast(cast(code, f32) * group, bf16))
+    scale_of = cast(node("load", (), Load("scale", (k // group, j)), bf16), f32)
+    loop = Pointwise("w", (k, j), cast(cast(code, f32) * scale_of, bf16))
     buffers = {**p.buffers, "codes": codes, "scale": scale}
     given = ("x", "codes", "scale")
     w = p.buffers["w"]
@@ -329,6 +329,20 @@ def test_a_matrix_is_made_as_it_is_loaded() -> None:
     assert isinstance(text, UserKernel)
     assert "def right_tile(b, step, j, j_inside, right, given)" in text.text
     assert "tl.load(given[0] + (j + " in text.text, "a scale a step, not one an element"
+
+
+def test_a_scale_of_a_group_is_loaded_once() -> None:
+    """Of a step of 128 codes that share one by 32: four for each column, which are spread."""
+    p = join_operands(converted(group=32), Bodies())
+    made = write_product(call_of(p), p.buffers, GPUS["sm_90"], Around(), tunes=True).kernel
+    assert isinstance(made, UserKernel)
+    (function,) = re.findall(r"def right_tile.*?return", made.text, re.DOTALL)
+    assert "q32 = tl.arange(0, 4)[None, :]" in function
+    assert len(re.findall(r"tl\.load\(given\[0\] \+ [^\n]*q32", function)) == 1
+    assert "// 32" not in function and function.count("p_spread(") == 1
+    assert "def p_spread(" in made.text
+    turned = {"turned=True" in v.call for v in made.variants}
+    assert turned == {False, True}, "both are measured"
 
 
 @pytest.mark.parametrize("how", ["returned", "checked"])

@@ -74,6 +74,12 @@ def test_as_eager(name: str) -> None:
     check(name, FEW, "cpu", "python" if AS_GPU else "native", torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["mxfp8 weights", "mxfp4 weights"])
+def test_more_rows(name: str) -> None:
+    """Of which tiles of codes that share scales are multiplied transposed, or not."""
+    check(name, (40, 128, 256), "cpu", "python" if AS_GPU else "native", torch.bfloat16)
+
+
 @pytest.mark.skipif(AS_GPU, reason="the interpreter has one target")
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])

@@ -23,10 +23,22 @@ from plait.ir.expr import (
     fold,
     free_symbols,
     product,
+    substitute,
     symbol,
     total,
 )
-from plait.ir.loops import Load, Node, Pointwise, check_of, is_arg, substitute_vars, walk
+from plait.ir.loops import (
+    Load,
+    Node,
+    Pointwise,
+    check_of,
+    exprs_of,
+    is_arg,
+    node,
+    substitute_vars,
+    walk,
+    with_args,
+)
 from plait.ir.ops import OPS
 from plait.ir.product import PRODUCT, RIGHT
 from plait.ir.rules import Simplifier
@@ -86,10 +98,11 @@ def results_of(
 def operand_of(
     right: Pointwise, stored: TensorArg, given: Sequence[TensorArg], sizes: Mapping[str, str],
     depth: int, edge: bool, float8: bool,
-) -> str:  # fmt: skip
+) -> tuple[str, bool]:  # fmt: skip
     """The function that makes a tile of a right matrix, columns by a step along k, of what lies in
-    memory. stored: the operand. depth: of a step. edge: columns may lie outside of the matrix. Its
-    parameters: the batch, the step, positions in a step, columns, and which lie inside.
+    memory, and whether an element there is two of the tile. stored: the operand. depth: of a step.
+    edge: columns may lie outside of the matrix. Its parameters: the batch, the step, columns, and
+    which lie inside.
 
     Where two elements that follow each other along k are parts of one in memory, a position is that
     of a pair."""
@@ -103,6 +116,9 @@ def operand_of(
     bodies = [at(2, 0), at(2, 1)]
     if len({frozenset(n for n in walk((b,)) if _is_stored(n)) for b in bodies}) > 1:
         bodies = [at(1, 0)]
+    length = depth // len(bodies)
+    grouped = [_in_groups(b, length) for b in bodies]
+    bodies = [b for b, _ in grouped]
     inside = {"j": "j_inside"} if edge else {}
     written = _Function(given, sizes, False, positions="qj", inside=inside, stored=stored)
     written.float8 = float8
@@ -111,12 +127,59 @@ def operand_of(
         signs = any(n.op in ("copysign", "signbit") for n in walk(bodies))
         written.forms = {} if signs else {"p_of_": "p_number_of_"}
     values = [written.value(b) for b in bodies]
-    shape = f"[j.shape[0], {depth // len(bodies)}]"
+    shape = f"[j.shape[0], {length}]"
     tiles = [f"tl.broadcast_to({v}, {shape})" for v in values]
     result = f"tl.interleave({', '.join(tiles)})" if len(tiles) > 1 else tiles[0]
-    constant = f"q = tl.arange(0, {depth // len(bodies)})[None, :]"
+    sizes_of = {"q": length} | {f"q{g}": length // g for _, some in grouped for g in some}
+    constants = [f"{name} = tl.arange(0, {n})[None, :]" for name, n in sizes_of.items()]
     head = "@triton.jit\ndef right_tile(b, step, j, j_inside, right, given):"
-    return "\n    ".join([head, constant, *written.lines, f"return {result}"])
+    lines = [head, *constants, *written.lines, f"return {result}"]
+    return "\n    ".join(lines), len(tiles) > 1
+
+
+_SPREAD = "spread"
+"""The operator of a node whose argument has one element for so many that follow each other along k:
+these are its elements."""
+
+
+def _in_groups(body: Node, length: int) -> tuple[Node, list[int]]:
+    """A formula of positions q, which are so many, where what only the group of a position decides,
+    such as a scale of every 32 elements, is loaded and computed once a group. The groups' sizes: of
+    32 positions, q32 is a group."""
+    q = symbol("q", extent=length)
+    simplify, each, made = Simplifier(), dict[Node, int](), dict[Node, Node]()
+    groups: dict[int, None] = {}
+    for n in walk((body,)):
+        own = [_group_of(e, q, length) for e in exprs_of(n)]
+        found = {g for g in (*own, *(each[a] for a in n.args)) if g}
+        each[n] = 0 if not found else found.pop() if len(found) == 1 else 1
+
+    def spread(n: Node) -> Node:
+        g = each[n]
+        if g < 2 or not any(isinstance(x.attr, Load) for x in walk((n,))):
+            return made[n]
+        groups[g] = None
+        inner = substitute_vars(n, {atom_of(q): symbol(f"q{g}", extent=length // g) * g})
+        return node(_SPREAD, (simplify(inner),), g, n.dtype)
+
+    for n in walk((body,)):
+        args = n.args if each[n] != 1 else tuple(spread(a) for a in n.args)
+        made[n] = with_args(n, args)
+    return spread(body), list(groups)
+
+
+def _group_of(e: Size, q: Expr, length: int) -> int:
+    """How many positions that follow each other have one value of an expression; 0: all have."""
+    if not isinstance(e, Expr) or atom_of(q) not in free_symbols(e):
+        return 0
+    g = length // 2
+    while g > 1:
+        inside = symbol("r", extent=g)
+        at = substitute(e, {atom_of(q): symbol("u", extent=length // g) * g + inside})
+        if atom_of(inside) not in free_symbols(at):
+            return g
+        g //= 2
+    return 1
 
 
 def _is_stored(n: Node) -> bool:
@@ -236,6 +299,8 @@ class _Function:
             return cast(self._short(n.args[0]) if short else args[0], n.args[0].dtype, n.dtype)
         if n.op == "bitcast":
             return bitcast(args[0], n.dtype)
+        if n.op == _SPREAD:
+            return f"p_spread({args[0]}, {n.attr})"
         assert n.op == "const" and isinstance(n.attr, (bool, int, float)), n
         return literal(n.attr, n.dtype)
 

@@ -184,6 +184,11 @@ _FUNCTIONS: dict[str, str] = dict((
     _binary("p_min_last", "tl.where((a < b) | (a != a), a, b)"),
     _binary("p_fmax", "tl.where((a > b) | (b != b), a, b)"),
     _binary("p_fmin", "tl.where((a < b) | (b != b), a, b)"),
+    # Each element of a row so many times.
+    ("p_spread", """def p_spread(x, each: tl.constexpr):
+    y = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each])
+    return tl.reshape(y, [x.shape[0], x.shape[1] * each])
+"""),
     # The element along an axis where a mask is set, to its last bit.
     ("p_at", """def p_at(a, mask, axis: tl.constexpr):
     bits = a.to(tl.int64 if a.dtype.primitive_bitwidth == 64 else tl.int32, bitcast=True)

@@ -71,6 +71,7 @@ class _Version:
     aligned: rows that start anywhere are written where they are aligned, by tiles of every so
         manieth row
     described: programs stay, take one tile after the other, and load by descriptors
+    turned: tiles are computed transposed
     """
 
     cut: Cut
@@ -78,6 +79,7 @@ class _Version:
     stages: int = 0
     aligned: bool = False
     described: bool = False
+    turned: bool = False
 
 
 def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
@@ -111,10 +113,16 @@ def write_product(
 
 @dataclass
 class _Writer(Writer):
-    """One kernel of a product. tunes: it is to be measured in several versions."""
+    """One kernel of a product.
+
+    tunes: it is to be measured in several versions
+    lies: planned tiles are computed transposed: Triton has no other way to multiply by a matrix of
+        which two elements are one in memory
+    """
 
     around: Around = Around()
     tunes: bool = False
+    lies: bool = False
 
     @property
     def product(self) -> Product:
@@ -128,15 +136,16 @@ class _Writer(Writer):
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
         finish, checks = results_of(self.product.results, given, self.outs, names)
-        sizes, versions = (product(batch), m, n, k), self._versions()
-        if any(v.aligned for v in versions):
-            finish += f"\n\n{results_of(self.product.results, given, self.outs, names, True)[0]}"
-        variants = tuple(self._variant(v, sizes, checks) for v in versions)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
         made = ""
         if right is not None:
             float8, edge = dialect.converts_float8(self.gpu), self.tunes or n % cut.columns != 0
-            made = operand_of(right, stored, given, names, cut.depth, edge, float8)
+            made, pairs = operand_of(right, stored, given, names, cut.depth, edge, float8)
+            self.lies = pairs and cut.columns >= _WIDE
+        sizes, versions = (product(batch), m, n, k), self._versions()
+        if any(v.aligned for v in versions):
+            finish += f"\n\n{results_of(self.product.results, given, self.outs, names, True)[0]}"
+        variants = tuple(self._variant(v, sizes, checks) for v in versions)
         prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
@@ -202,18 +211,26 @@ class _Writer(Writer):
         cut, made = self._cut, self.product.right is not None
         if cut.is_large:
             return self._large()
-        found = [_Version(cut)]
+        found = [self._small(cut)]
         stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
+        many = isinstance(m, int) and m > _WIDE and not made and cut.parts == 1
         if self.tunes:
             found += (
-                _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
-                for rows in {cut.rows: 0, min(cut.rows, 32): 0}
+                self._small(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
+                for rows in {cut.rows: 0, cut.rows if many else min(cut.rows, 32): 0}
                 for columns, depth, warps in _OTHERS
                 if columns <= 2 * cut.columns and (not made or depth == cut.depth)
             )
-            if isinstance(m, int) and m > _WIDE and not made and cut.parts == 1:
+            if many:
                 found += self._large()
+            if made:
+                found += [replace(v, turned=True) for v in found if v.cut.columns >= _WIDE]
         return list(dict.fromkeys(found))
+
+    def _small(self, cut: Cut, warps: int = 4, stages: int = 0) -> _Version:
+        """A way to cut it into tiles of few rows: tensor cores want many."""
+        turned = cut.columns >= _WIDE and (self.lies or cut.rows < _WIDE)
+        return _Version(cut, warps, stages, turned=turned)
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
@@ -272,7 +289,7 @@ class _Writer(Writer):
             grid = min(grid, self.around.multiprocessors * max(1, min(fits, 8 // v.warps)))
         else:
             constants |= {
-                "kinds": kinds, "turned": cut.rows < _WIDE <= cut.columns, "parts": cut.parts,
+                "kinds": kinds, "turned": v.turned, "parts": cut.parts,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
                 "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,

@@ -4,8 +4,10 @@
 // recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
 // operators for CUDA tensors. An image is text: "symbol parameters static".
 // Graphs have conditional nodes, as the kernel that decides on them knows them. Other
-// kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others
-// are handed to the function that fake_on_launch names.
+// kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. "less"
+// (x, y, n, shift): y[i] -= x[i], of the address y << shift and the lower half of n. All others are
+// handed to the function that fake_on_launch names. aten::neg is no kernel; aten::negative is some,
+// as fake_negative says.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -25,6 +27,7 @@
 
 namespace {
 using plait::cuda::CopyParams;
+using plait::cuda::FillParams;
 using Words = std::vector<uint64_t>;
 
 struct Image {
@@ -35,10 +38,15 @@ struct Node {
   const Image* image = nullptr;  // a kernel
   Words words;
   CopyParams copy{};
-  std::function<void()> call;  // an operator's
+  FillParams fill{};
+  std::function<void()> call{};  // an operator's
+  const Node* before = nullptr;
+  std::vector<void*> addresses{};
+  bool enabled = true;
 };
 struct Graph {
   std::vector<std::unique_ptr<Node>> nodes;
+  const Node* last = nullptr;
 };
 std::map<uint64_t, bool> conditions;
 std::vector<Graph*> outer;  // of the body that is recorded
@@ -64,7 +72,12 @@ using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z
 OnLaunch on_launch = nullptr;
 
 void run(const Node& n) {
+  if (!n.enabled) return;
   if (n.call) return n.call();
+  if (n.fill.to) {
+    std::memset(n.fill.to, static_cast<int>(n.fill.value), n.fill.width);
+    return;
+  }
   if (!n.image) {
     std::memcpy(n.copy.to.device, n.copy.from.device, n.copy.nbytes);
     return;
@@ -72,12 +85,17 @@ void run(const Node& n) {
   const auto at = [&](size_t k) { return reinterpret_cast<float*>(n.words[k]); };
   if (n.image->symbol == "k")
     for (uint64_t i = 0; i < n.words[2]; ++i) at(1)[i] = 2 * at(0)[i] + 1;
-  else
+  else if (n.image->symbol == "less") {
+    auto* y = reinterpret_cast<float*>(n.words[1] << n.words[3]);
+    for (uint32_t i = 0; i < static_cast<uint32_t>(n.words[2]); ++i) y[i] -= at(0)[i];
+  } else
     for (uint64_t i = 0; i < n.words[3]; ++i) at(2)[i] = at(0)[i] + at(1)[i];
 }
 void put(Node n) {
   if (!recorded) return run(n);
+  n.before = recorded->last;
   recorded->nodes.push_back(std::make_unique<Node>(std::move(n)));
+  recorded->last = recorded->nodes.back().get();
 }
 Words words_of(const Image& image, void** parameters) {
   Words words(image.parameters);
@@ -113,6 +131,8 @@ void give_back(Block b) {
 struct Allocator : c10::Allocator {
   static void release(void* context) {
     const std::unique_ptr<Block> b(static_cast<Block*>(context));
+    c10::reportMemoryUsageToProfiler(b->data, -static_cast<int64_t>(b->nbytes), 0, 0,
+                                     {c10::kCUDA, 0});
     if (b->pool == 0) std::memset(b->data, 0xff, b->nbytes);
     give_back(*b);
   }
@@ -140,6 +160,7 @@ struct Allocator : c10::Allocator {
       give_back({b.pool, b.segment, b.nbytes - n, b.data + n});
       b.nbytes = n;
     }
+    c10::reportMemoryUsageToProfiler(b.data, static_cast<int64_t>(b.nbytes), 0, 0, device);
     return {b.data, new Block(b), release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -221,6 +242,54 @@ at::Tensor neg(const at::Tensor& x) {
   at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {});
   return neg_out(x, y);
 }
+// An operator of kernels, whose memory and parameters are as `how` says.
+enum How : int { plain, spaced, brought, packed, odd, over_freed };
+int negative_how = plain, odd_number = 0;
+const Image less_image{"less", 4};
+void put_less(const void* x, void* y, int64_t k, uint64_t shift = 0, uint64_t high = 0) {
+  Node n;
+  n.image = &less_image;
+  n.words = {reinterpret_cast<uint64_t>(x), reinterpret_cast<uint64_t>(y) >> shift,
+             static_cast<uint64_t>(k) | high << 32, shift};
+  put(std::move(n));
+}
+void put_zeros(void* y, size_t nbytes) {
+  Node n;
+  n.fill = {y, 0, 0, 1, nbytes, 1};
+  put(std::move(n));
+}
+at::Tensor negative(const at::Tensor& x) {
+  const size_t nbytes = x.nbytes();
+  const auto empty = [&] { return empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {}); };
+  const auto data = [](const at::Tensor& t) { return t.unsafeGetTensorImpl()->mutable_data(); };
+  const void* from = x.unsafeGetTensorImpl()->data();
+  at::Tensor freed = negative_how == over_freed ? empty() : at::Tensor();
+  if (freed.defined()) put_zeros(data(freed), nbytes);
+  freed.reset();
+  at::Tensor y = empty();
+  put_zeros(data(y), nbytes);
+  if (negative_how == spaced) {  // y -= (0 - (0 - x))
+    at::Tensor one = empty(), two = empty();
+    put_zeros(data(one), nbytes), put_zeros(data(two), nbytes);
+    put_less(from, data(one), x.numel());
+    put_less(data(one), data(two), x.numel());
+    put_less(data(two), data(y), x.numel());
+    return y;
+  }
+  if (negative_how == brought) {
+    at::Tensor one = empty();
+    put_zeros(data(one), nbytes);
+    put_less(from, data(one), x.numel());
+    Node n;
+    n.copy.from.memory_type = n.copy.to.memory_type = 2;
+    n.copy.from.device = data(one), n.copy.to.device = data(y), n.copy.nbytes = nbytes;
+    put(std::move(n));
+    return y;
+  }
+  put_less(from, data(y), x.numel(), negative_how == packed ? 4 : 0,
+           negative_how == odd ? static_cast<uint64_t>(++odd_number) : 0);
+  return y;
+}
 at::Tensor to_gpu(const at::Tensor& x) {
   at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {});
   std::memcpy(y.unsafeGetTensorImpl()->mutable_data(), x.const_data_ptr(), x.nbytes());
@@ -238,6 +307,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("lt.Scalar", less);
   m.impl("neg", neg);
+  m.impl("negative", negative);
   m.impl("neg.out", neg_out);
 }
 TORCH_LIBRARY(fake_gpu, m) {
@@ -266,6 +336,7 @@ int64_t fake_own_nbytes() { return own.nbytes; }
 int64_t fake_shared_nbytes() { return shared.nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
 void fake_on_launch(OnLaunch f) { on_launch = f; }
+void fake_negative(int how) { negative_how = how; }
 void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
 void fake_stream(int number) { stream = number; }
 // Pairs of streams since the last call, a digit each: one that waits, and what for.
@@ -340,8 +411,8 @@ int cuStreamGetCaptureInfo_v2(void*, int* status, uint64_t*, void** graph, const
   static const void* last;
   *status = 1;
   *graph = recorded;
-  *n = recorded->nodes.empty() ? 0 : 1;
-  last = *n ? recorded->nodes.back().get() : nullptr;
+  last = recorded->last;
+  *n = last ? 1 : 0;
   *nodes = &last;
   return 0;
 }
@@ -367,7 +438,39 @@ int cuGraphAddNode_v2(void** node, void*, const void*, const void*, size_t,
   *node = recorded->nodes.back().get();
   return 0;
 }
-int cuStreamUpdateCaptureDependencies(void*, const void*, size_t, unsigned) { return 0; }
+int cuStreamUpdateCaptureDependencies(void*, const Node** last, size_t n, unsigned) {
+  recorded->last = n ? *last : nullptr;
+  return 0;
+}
+int cuGraphNodeGetType(const Node* node, int* type) {
+  *type = node->call ? 3 : node->image ? 0 : node->fill.to ? 2 : 1;
+  return 0;
+}
+int cuGraphNodeGetDependencies_v2(const Node* node, const Node** before, void*, size_t* n) {
+  *n = node->before ? 1 : 0;
+  if (*n) *before = node->before;
+  return 0;
+}
+int cuGraphKernelNodeGetParams_v2(Node* node, plait::cuda::NodeParams* p) {
+  node->addresses.clear();
+  for (uint64_t& word : node->words) node->addresses.push_back(&word);
+  p->function = reinterpret_cast<plait::cuda::Function>(const_cast<Image*>(node->image));
+  p->parameters = node->addresses.data();
+  return 0;
+}
+int cuFuncGetParamInfo(const Image* image, size_t index, size_t* offset, size_t* nbytes) {
+  if (index >= image->parameters) return 1;
+  *offset = 8 * index;
+  *nbytes = 8;
+  return 0;
+}
+int cuKernelGetParamInfo(const Image* image, size_t index, size_t* offset, size_t* nbytes) {
+  return cuFuncGetParamInfo(image, index, offset, nbytes);
+}
+int cuGraphMemsetNodeGetParams(const Node* node, FillParams* p) {
+  *p = node->fill;
+  return 0;
+}
 int cuStreamBeginCaptureToGraph(void*, void* graph, const void*, const void*, size_t, int) {
   outer.push_back(std::exchange(recorded, static_cast<Graph*>(graph)));
   return 0;
@@ -395,6 +498,14 @@ int cuGraphMemcpyNodeGetParams(void* node, CopyParams* p) {
 int cuGraphExecMemcpyNodeSetParams(void* exec, void* node, const CopyParams* p, void*) {
   if (refuses_copies) return 1;
   node_of(exec, node).copy = *p;
+  return 0;
+}
+int cuGraphExecMemsetNodeSetParams(void* exec, void* node, const FillParams* p, void*) {
+  node_of(exec, node).fill = *p;
+  return 0;
+}
+int cuGraphNodeSetEnabled(void* exec, void* node, unsigned yes) {
+  node_of(exec, node).enabled = yes != 0;
   return 0;
 }
 int cuGraphLaunch(void* exec, void*) {

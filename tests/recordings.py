@@ -167,6 +167,41 @@ def test_results_of_operators_are_copied_and_their_memory_is_used_again(make: Ma
     assert nbytes() == (0, 2 * 4 * N)  # a and c, b and d
 
 
+MOVED = """\
+a = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('k', (x, a), (s0,), (a,), 1)
+b, = call('aten::negative', may_keep=False)(a)
+c = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('k', (y, c), (s0,), (c,), 1)
+d, = call('aten::negative', may_keep=False)(c)
+return (b, d)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "n_direct"),
+    [("plain", 2), ("spaced", 2), ("brought", 2), ("packed", 0), ("odd", 0), ("over_freed", 0)],
+)
+@pytest.mark.parametrize("n", [N, 1000, 300_000])
+def test_results_of_operators_are_written_where_they_belong(
+    make: Make, how: str, n_direct: int, n: int
+) -> None:
+    """Wherever an operator is told nothing of where they lie but their addresses."""
+    gpu.fake_negative(["plain", "spaced", "brought", "packed", "odd", "over_freed"].index(how))
+    program, held = make(MOVED), []
+    for k in range(6):
+        x, y = ramp(n, k), ramp(n, 7 * k)
+        held.append((x, y, program(n, n, here(x), here(y))))
+    for x, y, (b, d) in held:
+        assert torch.equal(there(b), -(2 * x + 1)) and torch.equal(there(d), -(2 * y + 1))
+    assert len({t.data_ptr() for *_, got in held for t in got}) == 12
+    counts = stats(program)
+    assert counts["recorded"] == 1 and counts["replayed"] == 4
+    assert counts["results_direct"] == n_direct and counts["results_copied"] == 2 - n_direct
+    assert sum(counts["why_copied"].values()) == 2 - n_direct
+    assert all(why.startswith("aten::negative: ") for why in counts["why_copied"])
+
+
 def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
     program = make(CHAIN + "v = view(b, f32[3] @ (1,), s1)\nreturn (d, v)\n")
     for k in range(5):

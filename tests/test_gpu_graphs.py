@@ -198,6 +198,34 @@ def test_gradients_of_weights_are_written_where_the_caller_has_them(
     assert counts["results_copied"] == 0 and counts["replayed"] >= 3, counts
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_filters_are_those_of_runs_without_graphs(
+    programs: list[Program], dtype: torch.dtype
+) -> None:
+    """Wherever they are written, and while earlier ones are held."""
+    convolutions = [
+        nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 96, 1, bias=False),
+        nn.Conv2d(96, 64, 3, padding=1, groups=4), nn.Conv2d(64, 256, 3, stride=2, padding=1),
+    ]  # fmt: skip
+    model = nn.Sequential(*(part for c in convolutions for part in (c, nn.GELU())))
+    model.to(CUDA, dtype)
+    parameters = list(model.parameters())
+    compiled, plain = graphs(model), torch.compile(model, backend="plait")
+    held = []
+    for k in range(6):
+        x = torch.randn(8, 64, 28, 28, device=CUDA).to(dtype)
+        trash = torch.full((1 << (16 + k),), 7.0, device=CUDA)
+        held.append((x, torch.autograd.grad(compiled(x).square().sum(), parameters), trash))
+    n_compiled = len(programs)
+    for x, grads, _ in held:
+        want = torch.autograd.grad(plain(x).square().sum(), parameters)
+        for a, b in zip(grads, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+    assert len({a.data_ptr() for _, grads, _ in held for a in grads}) == 6 * len(parameters)
+    for p in programs[:n_compiled]:
+        assert not stats(p)["refused"] and stats(p)["replayed"] >= 3, stats(p)
+
+
 def test_large_results_of_the_last_operators_are_made_beside_a_recording(
     programs: list[Program],
 ) -> None:

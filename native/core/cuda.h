@@ -87,6 +87,14 @@ struct CopyParams {
   size_t nbytes, height, depth;
 };
 
+// As CUDA_MEMSET_NODE_PARAMS.
+struct FillParams {
+  void* to;
+  size_t pitch;
+  uint32_t value, element_nbytes;
+  size_t width, height;
+};
+
 // As CUgraphNodeParams of a conditional node. condition: what cuGraphConditionalHandleCreate gave.
 // bodies: where the driver says which graphs they are.
 struct ConditionalParams {
@@ -123,6 +131,12 @@ class Driver {
       return;
     check(retain_context(&context, device), "cuDevicePrimaryCtxRetain");
     check(set_context(context), "cuCtxSetCurrent");
+  }
+
+  void* context() const {  // the current one
+    void* found = nullptr;
+    check(current_context(&found), "cuCtxGetCurrent");
+    return found;
   }
 
   // The entry point of a name; null if the driver has none.
@@ -164,9 +178,11 @@ class Driver {
   int (*nodes_before)(GraphNode, GraphNode*, void* edges, size_t*) = nullptr;
   int (*parameter_of_kernel)(void*, size_t, size_t*, size_t*) = nullptr;
   int (*enable_node)(GraphExec, GraphNode, unsigned) = nullptr;
+  int (*fill_node)(GraphNode, FillParams*) = nullptr;
+  int (*set_fill_node)(GraphExec, GraphNode, const FillParams*, void* context) = nullptr;
   bool moves_results() const {
     return node_type && kernel_node && nodes_before && parameter && parameter_of_kernel &&
-           enable_node && after;
+           enable_node && fill_node && set_fill_node && after;
   }
   int (*launch_graph)(GraphExec, Stream);
   int (*copy)(void*, const void*, size_t, Stream);

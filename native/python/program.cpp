@@ -311,6 +311,10 @@ Ref graph_stats(const Graphs& g) {
                                 {"results_direct", c.results_direct},
                                 {"bypassed", c.bypassed}})
     put(d.get(), name, PyLong_FromLongLong(n));
+  Ref why = Ref::check(PyDict_New());
+  for (const auto& [reason, n] : c.why_copied)
+    put(why.get(), reason.c_str(), PyLong_FromLongLong(n));
+  put(d.get(), "why_copied", why.release());
   Ref refused = Ref::check(PyDict_New());
   for (size_t k = 0; k < g.partitions.size(); ++k) {
     std::string why = g.partitions[k].refused;

@@ -74,20 +74,13 @@ c10::Stream stream_of(const Accelerator& gpu, size_t depth) {
   }
 }
 
-void* current_context() {
-  void* context = nullptr;
-  const cuda::Driver& driver = cuda::Driver::machine();
-  driver.check(driver.current_context(&context), "cuCtxGetCurrent");
-  return context;
-}
-
 }  // namespace
 
 ConditionalNode::ConditionalNode(const Accelerator& gpu, size_t depth)
     : gpu_(gpu), stream_(stream_of(gpu, depth)) {
   const cuda::Driver& driver = cuda::Driver::machine();
   driver.check(
-      driver.make_condition(&handle_, recorded_on(gpu.stream()).graph, current_context(), 0, 0),
+      driver.make_condition(&handle_, recorded_on(gpu.stream()).graph, driver.context(), 0, 0),
       "cuGraphConditionalHandleCreate");
 }
 
@@ -120,7 +113,7 @@ void ConditionalNode::record(cuda::ConditionalParams::Kind kind,
   const cuda::Driver& driver = cuda::Driver::machine();
   const cuda::Stream outer = gpu_.stream();
   const Recorded before = recorded_on(outer);
-  cuda::ConditionalParams params{.condition = handle_, .kind = kind, .context = current_context()};
+  cuda::ConditionalParams params{.condition = handle_, .kind = kind, .context = driver.context()};
   cuda::GraphNode node = nullptr;
   driver.check(driver.add_node(&node, before.graph, before.last, nullptr, before.n_last, &params),
                "cuGraphAddNode");

@@ -1,34 +1,49 @@
 // native/torch/moved_results.h: results of operators that a recording writes where the caller wants
 // them, call by call, with no copy.
 //
-// The kernels of a product get the address of its result as they get any other number. To find it,
-// a product is recorded twice, with its result in two places: a word of a parameter that differs by
-// as much as the places do is that address. Where a word may hold it in another way, or something
-// that is no kernel is recorded, the result is copied out of the recording instead. What was
-// recorded the second time never runs.
+// The kernels of an operator get the address of its result as they get any other number. To find
+// it, the operator is recorded twice, with its results and what it needs in between in two places;
+// torch's allocator says where. A word that names the same byte of a result both times is an
+// address in it, one that names the same byte of other memory of the operator is that one's. Where
+// another word differs, or nodes are recorded that cannot be told another place, the result is
+// copied out of the recording instead. What was recorded the first time never runs.
 #pragma once
+
+#include <map>
 
 #include "frame.h"
 #include "recordings.h"
 
 namespace plait {
 
-// Products that are being recorded.
+struct RecordedCall;
+class MovedResult;
+
+// Operators that are being recorded.
 class MovedResults {
  public:
-  // The number of the export that a step makes and nothing but a check of its strides needs after
-  // it, if its launches may be told where it lies; -1 for others.
-  static int32_t made_by(const Frame& f, const PartitionInfo& p, int32_t at);
-  // Runs the step, which makes an export. False: the result is to be copied.
-  bool record(Frame& f, const Step& step, SlotId result);
-  // The launches of the step that was recorded last.
-  std::vector<MovedLaunch> take() { return std::move(launches_); }
+  // The numbers of the exports that a step makes and nothing but a check of their strides needs
+  // after it, if nodes may be told where they lie.
+  static std::vector<size_t> made_by(const Frame& f, const PartitionInfo& p, int32_t at);
+  // Runs the step, which makes these exports.
+  void record(Frame& f, const PartitionInfo& p, int32_t at, const std::vector<size_t>& exports);
+  // The nodes that write an export of the step recorded last; none: it is to be copied.
+  std::vector<MovedNode> take(size_t an_export);
+  // What else was to move is copied.
+  void forget() { moved_.clear(); }
+  // Why results of operators are copied, and how many.
+  const std::map<std::string, int64_t>& copied() const { return copied_; }
   // Once the recording can run: what was recorded twice runs once.
   void finish(cuda::GraphExec exec) const;
 
  private:
-  std::vector<MovedLaunch> launches_;
-  std::vector<cuda::GraphNode> again_;
+  void leave(const RecordedCall& call, cuda::GraphNode first, cuda::Stream stream);
+  void settle(const ExternCall& c, const std::vector<size_t>& exports,
+              std::vector<MovedResult>& results);
+
+  std::map<size_t, std::vector<MovedNode>> moved_;  // by export
+  std::map<std::string, int64_t> copied_;
+  std::vector<cuda::GraphNode> away_;
 };
 
 // From its next launch on, a recording writes a result to its room. False: it did before.

@@ -85,11 +85,11 @@ void keeping(const Host& host, void* capture, const F& f) {
   host.keep_allocations(capture, false);
 }
 
-// Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
-// nothing touches after step `at`, unless others share their memory; at the end, all that are left.
-// direct: an export that the launches of `moved` bring themselves.
+// Copies results for the caller into `rooms` (by export), or has the nodes that `moved` knows write
+// them there, and lets go of where they lay: those that nothing touches after step `at`, unless
+// others share their memory; at the end, all that are left.
 void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
-               Recording& r, int32_t direct, MovedResults& moved) {
+               Recording& r, MovedResults& moved) {
   const bool at_end = at == p.last;
   std::vector<std::pair<const c10::StorageImpl*, int32_t>> brought;
   for (size_t k = 0; k < p.exports.size(); ++k) {
@@ -107,11 +107,12 @@ void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::Da
     if (same == brought.end()) {
       e.copy = static_cast<int32_t>(r.copies.size());
       brought.emplace_back(memory, e.copy);
-      if (static_cast<int32_t>(k) != direct)
+      std::vector<MovedNode> nodes = moved.take(k);
+      if (nodes.empty())
         r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
       else
         r.copies.push_back(
-            {.nbytes = memory->nbytes(), .room = std::move(rooms[k]), .launches = moved.take()});
+            {.nbytes = memory->nbytes(), .room = std::move(rooms[k]), .moved = std::move(nodes)});
     } else {
       e.copy = same->second;
     }
@@ -132,6 +133,23 @@ void note_death(const Frame& f, const PartitionInfo& p, SlotId s, const Recordin
     if (p.imports[i].slot == s && !at.apart[i]) dead.dies(static_cast<int32_t>(i), own);
 }
 
+// Records a step whose results `moved` exports may be written where the caller wants them, with the
+// checks of their strides: their steps.
+std::vector<int32_t> record_moved(Frame& f, const PartitionInfo& p, int32_t at,
+                                  const std::vector<size_t>& exports, MovedResults& moved) {
+  std::vector<int32_t> checked;
+  moved.record(f, p, at, exports);
+  for (size_t k : exports) {
+    const PartitionInfo::Export& made = p.exports[k];
+    if (made.last == at) continue;
+    const void* here = is_on_gpu(f.own(made.slot)) ? memory_of(f.own(made.slot)) : nullptr;
+    run_step(f, f.code.steps[static_cast<size_t>(made.last)], false);
+    checked.push_back(made.last);
+    if (here && memory_of(f.own(made.slot)) != here) moved.take(k);  // a copy that has the strides
+  }
+  return checked;
+}
+
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
 void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
@@ -139,9 +157,9 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
   DeadMemory dead(r, DeviceRecordings::of(f.code.gpu->device()).all);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
-  int32_t checked = -1;  // a step that ran with the one before it
+  std::vector<int32_t> checked;  // steps that ran with one before them
   for (int32_t at = p.first; at < p.last; ++at) {
-    if (at == checked) continue;
+    if (std::find(checked.begin(), checked.end(), at) != checked.end()) continue;
     const Step& s = f.code.steps[static_cast<size_t>(at)];
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
@@ -151,17 +169,11 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     }
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(f, p, r, s.a))
       continue;
-    int32_t moves = MovedResults::made_by(f, p, at);
-    if (moves >= 0) {
-      const PartitionInfo::Export& made = p.exports[static_cast<size_t>(moves)];
-      if (!moved.record(f, s, made.slot)) moves = -1;
-      if (moves >= 0 && made.last != at) {
-        const void* here = memory_of(f.own(made.slot));
-        run_step(f, f.code.steps[static_cast<size_t>(checked = made.last)], false);
-        if (memory_of(f.own(made.slot)) != here) moves = -1;  // a copy that has the strides
-      }
-    } else if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
+    std::vector<size_t> moves;
+    if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
       keeping(f.code.host, capture, [&] { run_step(f, s, false); });
+    } else if (!(moves = MovedResults::made_by(f, p, at)).empty()) {
+      checked = record_moved(f, p, at, moves, moved);
     } else {
       f.dead_memory = &dead;
       run_step(f, s, false);
@@ -169,10 +181,12 @@ void capture_steps(Frame& f, const PartitionInfo& p, void* capture,
     }
     if (s.kind == StepKind::launch)
       note_launch(f, p, f.code.grid_launches[static_cast<size_t>(s.a)], r);
-    bring_out(f, p, at, rooms, r, moves, moved);
-    if (checked > at) bring_out(f, p, checked, rooms, r, moves, moved);
+    bring_out(f, p, at, rooms, r, moved);
+    if (moves.empty()) continue;
+    for (int32_t k : checked) bring_out(f, p, k, rooms, r, moved);
+    moved.forget();
   }
-  bring_out(f, p, p.last, rooms, r, -1, moved);
+  bring_out(f, p, p.last, rooms, r, moved);
 }
 
 // Imports that are read from copies, and what the frame had in their place.
@@ -219,6 +233,7 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   }
   MovedResults moved;
   capture_steps(f, p, capture, rooms, r, moved);
+  r.why_copied = moved.copied();
   drop_arena(f);
   const Host::Captured made = host.end_capture(capture);
   r.exec = made.exec;
@@ -290,8 +305,9 @@ bool record(Graphs& graphs, Frame& f, size_t partition, Recordings& at, bool dri
   keep_results(f, p, *r);
   ++graphs.counts.recorded;
   const auto copied = std::count_if(r->copies.begin(), r->copies.end(),
-                                    [](const Recording::Copy& c) { return c.launches.empty(); });
+                                    [](const Recording::Copy& c) { return c.moved.empty(); });
   graphs.counts.results_copied += copied;
+  for (const auto& [why, n] : r->why_copied) graphs.counts.why_copied[why] += n;
   graphs.counts.results_direct += p.n_direct + static_cast<int64_t>(r->copies.size()) - copied;
   DeviceRecordings::of(f.code.gpu->device()).all.push_back(r.get());
   at.all.push_back(std::move(r));

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "core/cuda.h"
+#include "told_node.h"
 
 namespace plait {
 
@@ -28,18 +28,13 @@ struct RecordedLaunch {
   bool changed = false;
 };
 
-// A launch of an operator's inside a recording that writes a result for the caller, with the
-// parameters that it has now.
-struct MovedLaunch {
+// A node inside a recording that writes a result for the caller.
+struct MovedNode {
   struct Use {
     size_t word;
     uint64_t delta;  // from where the result begins
   };
-  cuda::GraphNode node = nullptr;
-  cuda::NodeParams params{};
-  std::vector<uint64_t> words;
-  std::vector<size_t> first;  // word, by parameter
-  size_t nbytes = 0;          // of all parameters, where they are one block
+  ToldNode told;
   std::vector<Use> uses;
 };
 
@@ -60,14 +55,14 @@ struct Recording {
     size_t nbytes = 0;
     int32_t copy = -1;  // of `copies`
   };
-  // Brings a result to the caller. node: of a copy; none for an empty result, nor where the
-  // launches that write it are told where. room: for the next launch. now: where it is brought.
+  // Brings a result to the caller. node: of a copy; none for an empty result, nor where those that
+  // write it are told where (moved). room: for the next launch. now: where it is brought.
   struct Copy {
     cuda::GraphNode node = nullptr;
     cuda::CopyParams params{};
     size_t nbytes = 0;
     c10::DataPtr room;
-    std::vector<MovedLaunch> launches;
+    std::vector<MovedNode> moved;
     const void* now = nullptr;
   };
   // Memory of others that serves its temporaries: that of an import, once it is dead.
@@ -93,7 +88,8 @@ struct Recording {
   std::vector<Import> imports;
   std::vector<Export> exports;  // as in PartitionInfo
   std::vector<Copy> copies;
-  std::vector<int64_t> values;  // as in PartitionInfo
+  std::map<std::string, int64_t> why_copied;  // results of operators that might be written directly
+  std::vector<int64_t> values;                // as in PartitionInfo
   std::vector<Lent> lent;
   std::vector<const Recording*> lenders;
   bool orphaned = false;  // a lender has gone
@@ -125,6 +121,7 @@ struct PartitionState {
 struct GraphCounts {
   int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0,
           results_direct = 0, bypassed = 0;
+  std::map<std::string, int64_t> why_copied;  // as in Recording
 };
 
 struct Graphs {

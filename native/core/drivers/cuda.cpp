@@ -65,6 +65,8 @@ void find_entries(Driver& d) {
     d.find(d.nodes_before, "cuGraphNodeGetDependencies_v2");
     d.find(d.parameter_of_kernel, "cuKernelGetParamInfo");
     d.find(d.enable_node, "cuGraphNodeSetEnabled");
+    d.find(d.fill_node, "cuGraphMemsetNodeGetParams");
+    d.find(d.set_fill_node, "cuGraphExecMemsetNodeSetParams");
   }
   d.need(d.set_node, "cuGraphExecKernelNodeSetParams_v2");
   d.need(d.copy_node, "cuGraphMemcpyNodeGetParams");

@@ -60,6 +60,7 @@ from plait.schedule.layout import settle_layouts, unaligned
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
+from plait.schedule.pair_products import pair_products
 from plait.schedule.plan import (
     Form,
     Kernel,
@@ -239,6 +240,8 @@ def schedule(
     ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
     plan = log("make plan", make_plan, grouping, ordered, names)
     plan = log("split by size", split_by_size, plan, names)
+    # Before memory is planned: what the first of a pair is given is needed for longer.
+    plan = log("pair products", pair_products, plan)
     plan = log("plan memory", plan_memory, plan, cfg)
     nested = tuple(schedule(p, cfg, log, names) for p in program.programs)
     final = replace(plan.program, programs=tuple(n.program for n in nested))

@@ -177,6 +177,51 @@ def test_other_instructions(isa: str) -> None:
     check(frozen(model, x, options={"isa": isa}), model, x)
 
 
+class Passing(nn.Module):
+    """A product of what another one makes of many rows, and rows that both start from."""
+
+    def __init__(self, depth: int, between: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(depth, between), nn.Linear(between, depth, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("shape", [(1030, 20, 770), (1600, 37, 530)])
+def test_rows_are_passed_on(isa: str, shape: tuple[int, int, int]) -> None:
+    """From one product to the next, by threads, whose shares no tile divides."""
+    from tests.kernel_tools import usable_isas
+
+    if isa not in [i.name for i in usable_isas()]:
+        pytest.skip(f"this machine has no {isa}")
+    rows, *sizes = shape
+    model, x = Passing(*sizes), torch.randn(rows, sizes[0])
+    compiled = frozen(model, x, options={"isa": isa})
+    assert [len(s.made) for s in compiled.record.plan.steps] == [2], "one launch"
+    check(compiled, model, x)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_are_passed_on_where_nothing_else_reads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    monkeypatch.setattr("plait.schedule.pair_products.MIN_ROWS", 1)
+    monkeypatch.setattr("plait.schedule.pair_products.MIN_NBYTES", 0)
+    model = Block()
+    x, y = torch.randn(3, 20, 48), torch.randn(20, 1)
+    options = {"small_matmul_flops": 0, "wrapper": target, "cache_dir": str(tmp_path)}
+    options["finite_asserts"] = True  # what nothing reads afterwards is nobody's
+    compiled = frozen(model, x, y, options=options)
+    steps = [s for s in compiled.record.plan.steps if isinstance(s, Extern)]
+    assert sorted(len(s.made) for s in steps) == [1, 1, 2], "`gate` is returned"
+    with torch.no_grad():
+        for _ in range(2):
+            for got, wanted in zip(compiled(x, y), model(x, y), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 WINOGRAD = {  # depth, columns, padding, image
     "even": (32, 48, 1, (2, 8, 8)),
     "odd": (37, 50, 1, (2, 9, 7)),

@@ -25,7 +25,7 @@ from plait.ir.loops import (
     loop_vars,
     node,
 )
-from plait.ir.product import PRODUCT, Cut, Panels, Product, Window
+from plait.ir.product import PRODUCT, Cut, Pair, Panels, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.kernel.triton.dialects import GPUS
@@ -89,6 +89,28 @@ def test_text_of_a_packed_one_reads_back() -> None:
         p = replace(p, ops=(replace(call, args=(*call.args, *range(n))),))
         verify(p, "test")
         assert read_program(program_text(p)) == p
+
+
+def test_a_pair_reads_back_and_what_is_wrong_with_it_is_said() -> None:
+    middle = Pointwise("m", (P, B, I, J), LOADED, (I, J))
+    first = Product("one", (middle,), Panels(256, 128, 64))
+    second = Product("two", (RESULT,), Panels(128, 128, 64))
+    p = program(KERNEL)
+    panels = TensorArg("w", (256, 128), (128, 1), 0)
+    pair = Pair("both", first, second, 2)
+    args = (*call_of(p).args, panels, 6)
+    buffers = {**p.buffers, "m": buffer("m", 6, 128, dtype=f32)}
+    call = replace(call_of(p), outs=("m", "y"), args=args, kernel=pair)
+    p = replace(p, ops=(call,), buffers=buffers)
+    verify(p, "test")
+    assert read_program(program_text(p)) == p
+    for wrong, said in (
+        (replace(pair, second=KERNEL), "no two products"),
+        (replace(pair, operands=1), "unknown kind"),
+        (replace(pair, second=first), "other results"),
+    ):
+        with pytest.raises(InternalError, match=said):
+            verify(replace(p, ops=(replace(call, kernel=wrong),)), "test")
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,40 @@ class Product(DeviceKernel):
             if PRODUCT in loaded or not isinstance(self.how, Cut):
                 return "a kernel of a product that makes its right matrix of itself, or of panels"
         return self.how.fault()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(DeviceKernel):
+    """Two products with packed weights in one launch: rows that the first has made are the left
+    operand of the second while they are in a core's cache. Its operands: the first's, and the
+    second's but for that one; its size: rows. Its results: the first's, which holds no more than
+    what rows are passed on in, and the second's.
+
+    first, second: of rows.
+    operands: so many are the first's.
+    """
+
+    first: Product
+    second: Product
+    operands: int
+
+    def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
+        """As of a product."""
+        both = self.first, self.second
+        if len(outs) != 2 or any(not is_of_rows(p) for p in both):
+            return "a pair of what are no two products of rows"
+        counts = self.operands, n_operands - self.operands + 1
+        return next(
+            (
+                fault
+                for p, n, out in zip(both, counts, outs, strict=True)
+                if (fault := p.fault(n, n_sizes, (out,)))
+            ),
+            "",
+        )
+
+
+def is_of_rows(p: Product) -> bool:
+    """Whether a product has packed weights, multiplies the rows of a matrix, and gives one."""
+    packed = isinstance(p.how, Panels) and p.how.window is None and p.how.form == "dense"
+    return packed and len(p.results) == 1

@@ -71,7 +71,7 @@ from plait.ir.loops import (
     Scan,
     Scatter,
 )
-from plait.ir.product import Cut, Panels, Product, Window
+from plait.ir.product import Cut, Pair, Panels, Product, Window
 
 
 def program_text(p: LoopProgram) -> str:
@@ -277,6 +277,9 @@ def _fact(value: object, scope: Scope) -> str:
         operator = "" if value.operator is None else f", operator={value.operator!r}"
         facts = f"results={loops!r}, how={value.how}{right}{operator}"
         return f"Product(name={value.name!r}, {facts})"
+    if isinstance(value, Pair):
+        both = f"first={_fact(value.first, scope)}, second={_fact(value.second, scope)}"
+        return f"Pair(name={value.name!r}, {both}, operands={value.operands})"
     return scope.size(value) if isinstance(value, Expr) else repr(value)
 
 
@@ -452,6 +455,8 @@ class OpReader:
             return read_attention(e, self.symbols)
         if default is None and isinstance(e, ast.Call) and word(e) == "Product":
             return self._product(e)
+        if default is None and isinstance(e, ast.Call) and word(e) == "Pair":
+            return self._pair(e)
         try:
             value = ast.literal_eval(e)
         except ValueError:
@@ -480,6 +485,14 @@ class OpReader:
             raise wrong(e, "a product of loops that are not pointwise")
         right = pointwise[-1] if len(loops) > len(results) else None
         return Product(**facts, results=pointwise[: len(results)], right=right)
+
+    def _pair(self, e: ast.Call) -> Pair:
+        of = {k.arg: k.value for k in e.keywords}
+        first, second = of.get("first"), of.get("second")
+        if not (isinstance(first, ast.Call) and isinstance(second, ast.Call)):
+            raise wrong(e, "a pair of products")
+        name, operands = (ast.literal_eval(of[k]) for k in ("name", "operands"))
+        return Pair(name, self._product(first), self._product(second), operands)
 
     def operand(self, e: ast.expr) -> ExternArg:
         """An operand of a call or an output of the program."""

@@ -20,7 +20,7 @@ from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
 from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols
 from plait.ir.ops import CHECKED, OPS, SPECIAL
-from plait.ir.product import Product
+from plait.ir.product import Pair, Product
 from plait.ir.reductions import REDUCTIONS
 
 # Ops that may stand on half types: they move values and do not compute.
@@ -228,7 +228,7 @@ def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
     elif isinstance(kernel, Attention):
         if fault := kernel.fault(n_tensors, len(op.outs)):
             raise _Fault(fault)
-    elif isinstance(kernel, Product):
+    elif isinstance(kernel, (Pair, Product)):
         if fault := kernel.fault(n_tensors, len(op.args) - n_tensors, op.outs):
             raise _Fault(fault)
     else:

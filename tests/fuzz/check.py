@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plait
 from plait.errors import InputError, InternalError, PlaitError, Unsupported, UserError
 from plait.graph import pack
+from plait.schedule import pair_products
 from plait.wrapper.program import CompileRecord, observers
 from tests.fuzz.program import Program, Road
 from tests.fuzz.traced import found_sizes, traced_strides
@@ -299,6 +300,8 @@ class _Run:
             if r.freeze:  # what is small is packed too
                 options["small_matmul_flops"] = 0
                 pack.FEW_COLUMNS = 1
+                pair_products.MIN_ROWS = 1
+                pair_products.MIN_NBYTES = 0
             made = plait.compile(
                 f, tuple(example), self._shapes(example), options=options, freeze=r.freeze
             )

@@ -144,7 +144,7 @@ class DepthwiseWriter(Writer):
         some = self._results_at_once()
         numbers = some, p.columns, *w.kernel, *w.stride, *w.padding, *w.dilation
         told = ", ".join(map(str, numbers))
-        return "", f"return packed_depthwise(each_{some}x2, {told}, {self.given_sizes()});"
+        return "", f"packed_depthwise(each_{some}x2, {told}, {self.given_sizes()})"
 
     def _results_at_once(self) -> int:
         """As many as the row of results has, or divide it well."""

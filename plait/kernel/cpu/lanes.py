@@ -25,9 +25,10 @@ def lane_values(v: Values, e: Size) -> Parts:
     )
 
 
-def lane_loop(v: Values) -> str:
-    """A loop over the lanes of the present vector."""
-    return f"for (i64 k = 0; k < {'n' if v.tail else v.lanes}; ++k) "
+def lane_loop(v: Values, unrolled: bool = False) -> str:
+    """A loop over the lanes of the present vector. unrolled: what it does is short."""
+    unroll = f'_Pragma("GCC unroll {v.lanes}") ' if unrolled and not v.tail else ""
+    return f"{unroll}for (i64 k = 0; k < {'n' if v.tail else v.lanes}; ++k) "
 
 
 def lane_guard(v: Values, mask: Node | None, depth: int) -> str:

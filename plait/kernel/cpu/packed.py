@@ -18,15 +18,16 @@ from plait.ir.calls import TensorArg
 from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
-from plait.ir.product import PRODUCT, Panels
+from plait.ir.product import PRODUCT, Pair, Panels, Product
 from plait.kernel.cpu.expr import Parts, literal, vector_node
 from plait.kernel.cpu.packed_shared import LONGEST_SUM, NEAR_NBYTES, indented, most_rows
 from plait.runtime.toolchain import Isa
 
 KERNEL = "PACKED_KERNEL"
 """Stands for the symbol in a text."""
+_HEAD = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
 OWN = "// of one kernel\n"
-"""Between the text of an epilogue and that of a kernel."""
+"""Behind the text of an epilogue; that of a kernel comes last."""
 _A_TILE = 1.5
 """What loading a panel costs, in rows."""
 
@@ -55,32 +56,50 @@ def tile_of(p: Panels, rows: Size | None, isa: Isa) -> Tile:
 
 @dataclass
 class Writer:
-    """One kernel. body: of its result. tensors, sizes: its operands."""
+    """One kernel. body: of its result. tensors, sizes: its operands. rows: of a call, as text,
+    where they are not all."""
 
     packed: Panels
     body: Node
     tensors: Sequence[TensorArg]
     sizes: Sequence[Size]
     isa: Isa
+    rows: str = ""
 
     def text(self) -> str:
         """The epilogue and the function."""
-        before, call = self._call()
-        epilogue = self._epilogue()
-        name = f"epilogue_{hashlib.sha256(epilogue.encode()).hexdigest()[:12]}"
+        name, epilogue = self.epilogue()
+        before, known, call = self.call("tid, nthreads, bufs", name)
+        return f"{epilogue}{OWN}{before}{_HEAD} {{\n{indented([known, f'return {call};'])}}}\n"
+
+    def steps(self) -> list[Size]:
+        """How far the rows of what results load lie apart; 0 where all rows load the same."""
         steps = [a.strides[0] for a in self.tensors[2:]]
-        if self.packed.scaled:
-            steps[0] = 0
-        down = ", ".join(map(str, steps))
-        head = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
-        lines = [
-            f"static const i64 down[] = {{{down}}};"
-            if down
-            else "const i64* const down = nullptr;",
-            call.replace("(", f"(tid, nthreads, bufs, {len(self.tensors) - 2}, down, {name}, ", 1),
-        ]
-        own = f"{before}{head} {{\n{indented(lines)}}}\n"
-        return f"static void {name}{epilogue}{OWN}{own}"
+        return [0, *steps[1:]] if self.packed.scaled else steps
+
+    def call(self, to: str, epilogue: str) -> tuple[str, str, str]:
+        """What calls the walk. to: what a kernel is given. Before it what stands before the
+        function, and in it."""
+        before, call = self._call()
+        down = ", ".join(map(str, self.steps()))
+        known = f"static const i64 down[] = {{{down}}};" if down else "const i64* down = nullptr;"
+        args = f"({to}, {len(self.tensors) - 2}, down, {epilogue}, "
+        return before, known, call.replace("(", args, 1)
+
+    def rows_at(self, places: Sequence[int | None]) -> str:
+        """The buffers from `row` on. places: of them; None: `rows`, which begin there."""
+        steps = [self.packed.depth, 0, *self.steps(), self.packed.columns]
+        texts = []
+        for place, step in zip(places, steps, strict=True):
+            at = f"bufs[{place}]" if place is not None else "rows"
+            texts.append(f"(f32*){at} + row * {step}" if step and place is not None else at)
+        return ", ".join(texts)
+
+    def epilogue(self) -> tuple[str, str]:
+        """Its name and text."""
+        text = self._epilogue()
+        name = f"epilogue_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return name, f"static void {name}{text}"
 
     def given_sizes(self) -> str:
         """The sizes, as arguments."""
@@ -97,9 +116,9 @@ class Writer:
             each = -(-p.depth // -(-p.depth // LONGEST_SUM))
             if p.depth <= LONGEST_SUM * 3 // 2:
                 each = p.depth
-            rows = self.given_sizes().partition(",")[0]
+            rows = self.rows or self.given_sizes().partition(",")[0]
             scaled = "true" if p.scaled else "false"
-            return "", f"return packed_rows({self.panels(tile, each, each)}, {rows}, {scaled});"
+            return "", f"packed_rows({self.panels(tile, each, each)}, {rows}, {scaled})"
         (high, wide), side = w.kernel, 1
         if not any(w.padding) and w.dilation[1] == 1:
             wide, side = 1, wide
@@ -113,8 +132,8 @@ class Writer:
             before = f"static const f32 {zeros}[{p.depth}] = {{}};\n"
         geometry = ", ".join(map(str, (*w.stride, *w.padding, *w.dilation)))
         return before, (
-            f"return packed_image({self.panels(tile, each, p.depth, each < stretches)}, {high}, "
-            f"{wide}, {side}, {geometry}, {zeros}, {self.given_sizes()});"
+            f"packed_image({self.panels(tile, each, p.depth, each < stretches)}, {high}, "
+            f"{wide}, {side}, {geometry}, {zeros}, {self.given_sizes()})"
         )
 
     def panels(self, tile: Tile, each: int, deep: int, adds: bool = False) -> str:
@@ -182,3 +201,37 @@ class Writer:
         if self.packed.columns % self.isa.lanes == 0:
             return f"ld_f32({place} + at)"
         return f"ldn_f32({place} + at, columns - at)"
+
+
+def pair_text(pair: Pair, tensors: Sequence[TensorArg], rows: int, isa: Isa) -> str:
+    """The epilogues and the function of two products. Of some rows at a time, those that the first
+    makes lie where all others of this thread did."""
+    assert isinstance(pair.first.how, Panels), pair
+    columns, n = pair.first.how.columns, len(tensors)
+    tall = tile_of(pair.first.how, rows, isa).rows
+    some = max(1, NEAR_NBYTES // (4 * columns) // tall) * tall
+    between = TensorArg(pair.first.results[0].out, (rows, columns), (columns, 1), 0)
+    first = _part(pair.first, tensors[: pair.operands], (some,), isa)
+    second = _part(pair.second, (between, *tensors[pair.operands :]), (some,), isa)
+    lines = [
+        f"const i64 begin = {rows} * tid / nthreads, end = {rows} * (tid + 1) / nthreads;",
+        "for (i64 row = begin, count; row < end; row += count) {",
+        f"count = end - row < {some} ? end - row : {some};",
+        f"f32* const rows = (f32*)bufs[{n}] + begin * {columns};",
+    ]
+    texts = []
+    for part, places in (
+        (first, [*range(pair.operands), None]),
+        (second, [None, *range(pair.operands, n), n + 1]),
+    ):
+        name, epilogue = part.epilogue()
+        _, known, call = part.call("0, 1, b", name)
+        texts.append(epilogue)
+        lines += ["{", f"void* const b[] = {{{part.rows_at(places)}}};", known, f"{call};", "}"]
+    lines += ["}", "return 0;"]
+    return OWN.join((*texts, f"{_HEAD} {{\n{indented(lines)}}}\n"))
+
+
+def _part(p: Product, tensors: Sequence[TensorArg], sizes: Sequence[Size], isa: Isa) -> Writer:
+    assert isinstance(p.how, Panels), p
+    return Writer(p.how, p.results[0].body, tensors, sizes, isa, rows="count")

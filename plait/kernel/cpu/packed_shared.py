@@ -88,21 +88,28 @@ __attribute__((noinline)) static i64 packed_NAME(ARGUMENTS) {
   const i64 own = apart ? blocks * (tid + 1) / nthreads - first : blocks;
   const i64 begin = apart ? 0 : all * tid / nthreads;
   const i64 end = apart ? own * n_panels : all * (tid + 1) / nthreads;
+  if (begin >= end) return 0;
+  const i64 few = rows / blocks, more = rows % blocks; // so many blocks have a row more
 """
-_JOB = """\
-    const i64 part = job / (near * n_panels), rest = job % (near * n_panels);
-    const i64 left = own - part * near, most = left < near ? left : near;
-    const i64 panel = rest / most, block = first + part * near + rest % most;
-    const i64 step = most > 1 ? (span - 1 + most) / most : 0;
-    const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;
+_JOBS = """\
+  i64 part = begin / (near * n_panels), rest = begin % (near * n_panels);
+  i64 most = own - part * near < near ? own - part * near : near;
+  i64 panel = rest / most, nth = rest % most;
+  for (i64 job = begin; job < end; ++job, ++nth) {
+    if (nth == most) {
+      nth = 0;
+      if (++panel == n_panels) panel = 0, ++part;
+      most = own - part * near < near ? own - part * near : near;
+    }
+    const i64 block = first + part * near + nth, step = most > 1 ? (span - 1 + most) / most : 0;
+    const i64 m = block * few + (block < more ? block : more), count = few + (block < more);
     const i64 last = (panel + 1) * span < columns ? (panel + 1) * span : columns;
 """
 # each: so many numbers of long rows are multiplied for all tiles before the next ones; until the
 # last ones the result holds sums. A tile's rows that there are not are its first one.
 _ROWS = """\
-  for (i64 from = 0; from < depth; from += each)
-  for (i64 job = begin; job < end; ++job) {
-JOB
+  for (i64 from = 0; from < depth; from += each) {
+JOBS
     const i64 some = depth - from < each ? depth - from : each;
     const f32* lines[MOST_ROWS];
     for (i64 i = 0; i < tall; ++i) lines[i] = x + (m + (i < count ? i : 0)) * depth + from;
@@ -110,7 +117,7 @@ JOB
     if (scaled) scale_lines(lines, count, tall, (const f32*)bufs[2] + from, some, products);
     for (i64 n = panel * span; n < last; n += vectors * LANES) {
       const f32* const b = panels + (panel * depth + from) * span + n % span;
-      const f32* const next = b + depth * span + rest % most * (some * step);
+      const f32* const next = b + depth * span + nth * (some * step);
       if (far) fetch_results(bufs, given, down, m, count, n, vectors, columns);
       vf32 sums[TILE];
       make(lines, 1, some, b, span, next, step, sums);
@@ -126,6 +133,7 @@ JOB
         finish(bufs, down, sums, vectors, count, m, n, vectors, columns);
     }
   }
+  }
   return 0;
 }
 """
@@ -133,14 +141,15 @@ JOB
 # `side` points that lie side by side are one. each: so many stretches at a time, whose sums are
 # added up. zeros: what lies beyond the image.
 _IMAGE = """\
-  for (i64 job = begin; job < end; ++job) {
-JOB
-    i64 image = m / (high * wide), y_ = m / wide % high, z_ = m % wide;
-    i64 y[MOST_ROWS], z[MOST_ROWS], at[MOST_ROWS];
+JOBS
+    i64 y_ = m / wide, z_ = m % wide, image = y_ / high;
+    y_ -= image * high;
+    i64 y[MOST_ROWS], z[MOST_ROWS];
+    const f32* at[MOST_ROWS];
     for (i64 i = 0; i < tall; ++i) {
       y[i] = y_ * stride_y - padding_y;
       z[i] = z_ * stride_z - padding_z;
-      at[i] = (image * height + y[i]) * width + z[i];
+      at[i] = x + ((image * height + y[i]) * width + z[i]) * depth;
       if (i + 1 >= count || ++z_ < wide) continue;
       z_ = 0;
       if (++y_ == high) y_ = 0, ++image;
@@ -149,15 +158,18 @@ JOB
     const f32* lines[stretches * MOST_ROWS];
     const f32** line = lines;
     for (i64 j = 0; j < points_y; ++j)
-      for (i64 k = 0; k < points_z; ++k)
-        for (i64 i = 0; i < tall; ++i) {
-          const i64 down_ = j * dilation_y, right = k * dilation_z;
+      for (i64 k = 0; k < points_z; ++k) {
+        const i64 down_ = j * dilation_y, right = k * dilation_z;
+        const i64 from = (down_ * width + right) * depth;
+        for (i64 i = 0; i < tall && !zeros; ++i) *line++ = at[i] + from;
+        for (i64 i = 0; i < tall && zeros; ++i) {
           const bool within = (u64)(y[i] + down_) < (u64)height && (u64)(z[i] + right) < (u64)width;
-          *line++ = within || !zeros ? x + (at[i] + down_ * width + right) * depth : zeros;
+          *line++ = within ? at[i] + from : zeros;
         }
+      }
     for (i64 n = panel * span; n < last; n += vectors * LANES) {
       const f32* b = panels + panel * deep * span + n % span;
-      const f32* const next = b + deep * span + rest % most * (deep * step);
+      const f32* const next = b + deep * span + nth * (deep * step);
       if (far) fetch_results(bufs, given, down, m, count, n, vectors, columns);
       vf32 sums[TILE];
       for (i64 k = 0; k < stretches; k += each) {
@@ -214,7 +226,7 @@ def dense_unit(isa: Isa) -> str:
     made += [filled(_FETCH, isa), filled(_SCALE, isa)]
     for name, (more, body) in _WALKS.items():
         head = _BEGIN.replace("NAME", name).replace("ARGUMENTS", _ARGUMENTS + more)
-        made.append(filled(head + body.replace("JOB\n", _JOB), isa))
+        made.append(filled(head + body.replace("JOBS\n", _JOBS), isa))
     return "".join((TYPES, *map(as_global, made)))
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
-from plait.ir.expr import Expr
-from plait.ir.product import Panels, Product
+from plait.ir.calls import DeviceKernel, Extern, TensorArg, UserKernel, Variant
+from plait.ir.expr import Expr, Size
+from plait.ir.product import Pair, Panels, Product
 from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts, depthwise_unit
-from plait.kernel.cpu.packed import OWN, Writer
+from plait.kernel.cpu.packed import OWN, Writer, pair_text
 from plait.kernel.cpu.packed_shared import dense_unit, walk_texts
 from plait.kernel.cpu.prelude import definitions
 from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
@@ -29,14 +29,25 @@ _WRITERS: dict[str, type[Writer]] = {
 
 def write_packed(call: Extern, isa: Isa) -> Extern:
     """The call, of a kernel whose text is known."""
-    assert isinstance(call.kernel, Product) and isinstance(call.kernel.how, Panels), call
-    (result,) = call.kernel.results
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
-    text = _WRITERS[call.kernel.how.form](call.kernel.how, result.body, tensors, sizes, isa).text()
-    pointers = ("*fp32",) * (len(tensors) + 1)
+    text = _text(call.kernel, tensors, sizes, isa)
+    pointers = ("*fp32",) * (len(tensors) + len(call.outs))
+    assert call.kernel is not None, call
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
+
+
+def _text(
+    kernel: DeviceKernel | None, tensors: Sequence[TensorArg], sizes: Sequence[Size], isa: Isa
+) -> str:
+    if isinstance(kernel, Pair):
+        (rows,) = sizes
+        assert isinstance(rows, int), kernel
+        return pair_text(kernel, tensors, rows, isa)
+    assert isinstance(kernel, Product) and isinstance(kernel.how, Panels), kernel
+    (result,) = kernel.results
+    return _WRITERS[kernel.how.form](kernel.how, result.body, tensors, sizes, isa).text()
 
 
 def takes(launch: UserLaunch) -> tuple[int, int]:
@@ -53,8 +64,8 @@ def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
         group = [text for text in texts if re.search(rf"\bpacked_(?:{walks})\(", text)]
         if group:
             parts = [text.split(OWN) for text in group]
-            epilogues = dict.fromkeys(epilogue for epilogue, _ in parts)
-            functions = (*shared(group, isa), *epilogues, *(own for _, own in parts))
+            epilogues = dict.fromkeys(epilogue for part in parts for epilogue in part[:-1])
+            functions = (*shared(group, isa), *epilogues, *(part[-1] for part in parts))
             made.append(f"namespace packed_{form} {{\n{''.join(functions)}}}\n")
             units.append(shared_unit(_UNIT_OF.get(form, "dense"), isa))
     return (*made, *dict.fromkeys(units))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from plait.ir.dtypes import DType, b1
 from plait.ir.expr import Size
 from plait.kernel.cpu.expr import Parts, mask_part, memory, n_parts, scalar_op, stored, vector_op
@@ -98,4 +100,5 @@ def _lane_store(v: Values, s: Store, offset: Size) -> None:
         value = f"({value} != 0)"
     guard = lane_guard(v, s.mask, depth)
     target = f"{p}[{index.replace('LANE', 'k')}]"
-    v.line(f"{lane_loop(v)}{guard}{{ {_element_store(v, s, target, value)} }}")
+    copied = s.mode == "store" and not guard and not re.search(r"[/%?]", target)
+    v.line(f"{lane_loop(v, copied)}{guard}{{ {_element_store(v, s, target, value)} }}")

@@ -208,7 +208,7 @@ class WinogradWriter(Writer):
         near = min(MOST_BLOCKS, max(1, (NEAR_NBYTES >> 2) // _room(p.depth, tile.rows)))
         numbers = tile.rows, tile.vectors, p.width, near, *w.padding, p.depth, p.columns
         told = ", ".join(map(str, numbers))
-        return "", f"return packed_winograd({tile}, {told}, {self.given_sizes()});"
+        return "", f"packed_winograd({tile}, {told}, {self.given_sizes()})"
 
     def _n_tiles(self) -> int | None:
         """The tiles of all images; None where that is not known."""

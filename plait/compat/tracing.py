@@ -195,6 +195,15 @@ def size_hints(shape_env: Any) -> dict[str, int]:
     return {s.name: int(v) for s, v in known.items() if isinstance(v, int | sympy.Integer)}
 
 
+@contextmanager
+def beside(x: torch.Tensor) -> Iterator[None]:
+    """Inside, operators make fake tensors like x, a fake tensor. torch does not remember them: its
+    key takes longer than the result, above all where the sizes are symbols."""
+    assert isinstance(x, fake_tensor.FakeTensor), x
+    with x.fake_mode as mode, fake_tensor.disable_fake_tensor_cache(mode):
+        yield
+
+
 class Fakes:
     """Fake tensors whose sizes are symbols of our own names. What is found out about them binds
     nobody."""

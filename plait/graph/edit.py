@@ -105,7 +105,7 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
         new = before.graph.call_function(target, (source, *args), kwargs)
     new.meta = source_meta(before)
     given: Any = torch.fx.node.map_arg((source, *args), value_of)
-    with given[0].fake_mode:
+    with compat.tracing.beside(given[0]):
         new.meta["val"] = target(*given, **kwargs)
     return new
 

@@ -229,14 +229,14 @@ class _Plan:
         for k in at:
             x, source = given[k], node.args[k]
             assert isinstance(source, Node), source
-            with x.fake_mode:
+            with compat.tracing.beside(x):
                 if (lies_last if k == at[-1] else is_last)(x):
                     args[k] = x.unsqueeze(2) if x.dim() == 3 else x
                     continue
                 args[k] = self.copied[source] if source in self.copied else _turned(x)
             turns.append((k, source))
         is_line = given[at[-1]].dim() == 3
-        with args[0].fake_mode:
+        with compat.tracing.beside(args[0]):
             if all(type(n) is int for k in at for n in given[k].shape):
                 now: Any = node.target(*(_widened(node, args) if is_line else args))  # type: ignore[operator]
             else:  # torch would ask for guards; that the layout is so is checked at run time
@@ -259,7 +259,7 @@ class _Plan:
             return args[0][args[1]]
         assert isinstance(node.target, OpOverload), node.target
         tensors = [v for n in node.all_input_nodes if isinstance(v := self.value(n), torch.Tensor)]
-        with tensors[0].fake_mode:  # type: ignore[attr-defined]
+        with compat.tracing.beside(tensors[0]):
             if order := self._order_of_copy(node):
                 self.steps[node].order = order
                 back = [order.index(d) for d in range(len(order))]

@@ -278,11 +278,9 @@ class Lowering:
         """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard:
         what sizes are does not become a condition of the program."""
         meta = self.out_meta(k)
-        strides = meta.stride()
-        numbers = all(type(s) is int for s in strides)  # mostly: torch's question takes longer
-        if numbers and strides == expr.contiguous_strides(to_sizes(meta.shape)):
-            return None
-        return None if is_contiguous_or_false(meta) else to_sizes(strides)
+        row_major = expr.contiguous_strides(to_sizes(meta.shape))
+        strides = to_sizes(meta.stride())  # mostly they are equal: torch's question takes longer
+        return None if strides == row_major or is_contiguous_or_false(meta) else strides
 
     # ---- buffers
     def new_buffer(

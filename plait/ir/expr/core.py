@@ -28,7 +28,7 @@ class Atom:
     text.
     """
 
-    __slots__ = ("kind", "name", "lo", "hi", "extent", "a", "b", "key", "_hash", "_bounds")
+    __slots__ = ("kind", "name", "lo", "hi", "extent", "a", "b", "key", "_hash", "_bounds", "_expr")
 
     def __init__(
         self, kind: str, key: str, name: str = "", lo: Bound = -INF, hi: Bound = INF,
@@ -37,15 +37,18 @@ class Atom:
         self.kind, self.key, self.name = kind, key, name
         self.lo, self.hi, self.extent = lo, hi, extent
         self.a, self.b = a, b
-        self._hash = hash((kind, key, lo, hi, a, b))  # symbols of one name differ in range
+        self._hash = hash((kind, key, lo, hi, extent, a, b))  # symbols of one name differ in range
         self._bounds: tuple[Bound, Bound] | None = None
+        self._expr: Expr | None = None
 
     @property
     def expr(self) -> Expr:
         """The expression that is this atom."""
-        found = intern(0, (((self,), 1),))
-        assert isinstance(found, Expr), "it has a term"
-        return found
+        if self._expr is None:
+            found = intern(0, (((self,), 1),))
+            assert isinstance(found, Expr), "it has a term"
+            self._expr = found
+        return self._expr
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,9 +75,11 @@ Terms: TypeAlias = tuple[tuple[Mono, int], ...]
 
 
 class Expr:
-    """An integer expression that is no constant: const + sum(coefficient * product of atoms)."""
+    """An integer expression that is no constant: const + sum(coefficient * product of atoms).
 
-    __slots__ = ("const", "terms", "_hash", "_key", "_bounds", "_free")
+    symbol: the symbol that it is, or None if it is anything else."""
+
+    __slots__ = ("const", "terms", "symbol", "_hash", "_key", "_bounds", "_free", "_nonneg")
 
     def __init__(self, const: int, terms: Terms) -> None:
         self.const, self.terms = const, terms
@@ -82,6 +87,10 @@ class Expr:
         self._key: str | None = None
         self._bounds: tuple[Bound, Bound] | None = None
         self._free: frozenset[Atom] | None = None
+        self._nonneg: bool | None = None
+        (mono, c), *others = terms
+        is_atom = const == 0 and not others and c == 1 and len(mono) == 1
+        self.symbol = mono[0] if is_atom and mono[0].kind == "sym" else None
 
     def __hash__(self) -> int:
         return self._hash
@@ -115,15 +124,6 @@ class Expr:
         if self._key is None:
             self._key = expr_text(self, lambda a: a.key)
         return self._key
-
-    @property
-    def symbol(self) -> Atom | None:
-        """The symbol that this expression is, or None if it is anything else."""
-        if self.const == 0 and len(self.terms) == 1:
-            (mono, c) = self.terms[0]
-            if c == 1 and len(mono) == 1 and mono[0].kind == "sym":
-                return mono[0]
-        return None
 
 
 def atom_of(e: Expr) -> Atom:

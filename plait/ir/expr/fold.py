@@ -105,10 +105,13 @@ def coefficient(e: Size, var: Atom) -> Size | None:
     out: Size = 0
     for mono, c in e.terms:
         n = mono.count(var)
-        rest = tuple(a for a in mono if a != var)
-        if n > 1 or any(a.kind != "sym" and var in free_symbols(a.expr) for a in rest):
+        if n > 1:
             return None
+        for a in mono:
+            if a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b)):
+                return None
         if n:
+            rest = tuple([a for a in mono if a != var])
             out = out + (from_terms(0, {rest: c}) if rest else c)
     return out
 

@@ -77,10 +77,13 @@ def may_be_zero(e: Size) -> bool:
 
 def known_nonneg(e: Size) -> bool:
     """True only if e >= 0 for every value of its symbols within their ranges."""
-    if isinstance(e, int) or bounds(e)[0] >= 0:
-        return bounds(e)[0] >= 0
-    low = _lower(e)
-    return low is not None and _nonneg_polynomial(low)
+    if isinstance(e, int):
+        return e >= 0
+    if e._nonneg is None:
+        e._nonneg = bounds(e)[0] >= 0 or (
+            (low := _lower(e)) is not None and _nonneg_polynomial(low)
+        )
+    return e._nonneg
 
 
 def _extent(a: Atom) -> Size | None:

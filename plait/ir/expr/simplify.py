@@ -15,7 +15,7 @@ from plait.runtime.functions import FUNCTIONS
 
 
 def _mono_key(mono: Mono) -> tuple[str, ...]:
-    return tuple(a.key for a in mono)
+    return (mono[0].key,) if len(mono) == 1 else tuple([a.key for a in mono])
 
 
 def from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
@@ -23,11 +23,17 @@ def from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
     items = [(m, c) for m, c in acc.items() if c]
     if len(items) > 1:
         items.sort(key=lambda t: _mono_key(t[0]))
-    terms = tuple(items)
-    if len(terms) > 1 and any(a.kind == "mod" for m, _ in terms for a in m):
-        joined = _join_div_mod(const, terms)
-        if joined is not None:
-            return joined
+    return _ordered_terms(const, tuple(items))
+
+
+def _ordered_terms(const: int, terms: Terms) -> Size:
+    """The same of terms in order."""
+    if len(terms) > 1:
+        for mono, _ in terms:
+            for atom in mono:
+                if atom.kind == "mod":
+                    joined = _join_div_mod(const, terms)
+                    return intern(const, terms) if joined is None else joined
     return intern(const, terms)
 
 
@@ -72,10 +78,18 @@ def add(a: Size, b: Size) -> Size:
         return b if a == 0 else intern(b.const + a, b.terms)
     if isinstance(b, int):
         return a if b == 0 else intern(a.const + b, a.terms)
+    return _sum(a, b, 1)
+
+
+def _sum(a: Expr, b: Expr, times: int) -> Size:
+    """a + times * b."""
     acc = dict(a.terms)
     for m, c in b.terms:
-        acc[m] = acc.get(m, 0) + c
-    return from_terms(a.const + b.const, acc)
+        acc[m] = acc.get(m, 0) + c * times
+    const = a.const + b.const * times
+    if len(acc) > len(a.terms):
+        return from_terms(const, acc)
+    return _ordered_terms(const, tuple([(m, c) for m, c in acc.items() if c]))
 
 
 def mul(a: Size, b: Size) -> Size:
@@ -373,7 +387,9 @@ def contiguous_strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
 
 
 def _sub(a: Size, b: Size) -> Size:
-    return add(a, mul(b, -1))
+    if isinstance(a, int) or isinstance(b, int):
+        return add(a, mul(b, -1))
+    return _sum(a, b, -1)
 
 
 Expr.__add__ = Expr.__radd__ = add

@@ -10,7 +10,7 @@ it uses. No header is included and nothing is linked: functions of SLEEF and lib
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from plait.ir.dtypes import DTYPES
 from plait.ir.ops import OPS
@@ -189,7 +189,7 @@ def prelude_for(text: str, isa: Isa, unit: int = 0, units: int = 1) -> str:
     used = _used(text, isa)
     init = "".join(f" *(void**)&{name} = table[{k}];" for name, k in places.items() if name in used)
     names = [f"plait_init{k or ''}" for k in range(units)]
-    lines = [definitions(text, isa)]
+    lines = [_defined(used, isa)]
     if unit == 0:
         lines += [f'extern "C" void {name}(void* const* table);' for name in names[1:]]
         init += "".join(f" {name}(table);" for name in names[1:])
@@ -199,8 +199,11 @@ def prelude_for(text: str, isa: Isa, unit: int = 0, units: int = 1) -> str:
 
 def definitions(text: str, isa: Isa) -> str:
     """The part of the prelude that text needs."""
+    return _defined(_used(text, isa), isa)
+
+
+def _defined(used: set[str], isa: Isa) -> str:
     table, _ = _table(isa)
-    used = _used(text, isa)
     needed = (body for name, body in table.items() if name in used)
     return "\n".join((_TYPES, _vector_types(isa), *needed))
 
@@ -208,16 +211,24 @@ def definitions(text: str, isa: Isa) -> str:
 def _used(text: str, isa: Isa) -> set[str]:
     """The names of the prelude that text needs."""
     table, _ = _table(isa)
-    todo = [w for w in dict.fromkeys(re.findall(r"\w+", text)) if w in table]
+    todo = [*table.keys() & set(re.findall(r"\w+", text))]
     used: set[str] = set()
     while todo:
         name = todo.pop()
         if name not in used:
             used.add(name)
-            todo.extend(w for w in re.findall(r"\w+", table[name]) if w in table)
+            todo.extend(_mentioned(name, isa))
     return used
 
 
+@cache
+def _mentioned(name: str, isa: Isa) -> frozenset[str]:
+    """The names of the prelude in a definition."""
+    table, _ = _table(isa)
+    return frozenset(table.keys() & set(re.findall(r"\w+", table[name])))
+
+
+@lru_cache(maxsize=8)
 def _vector_types(isa: Isa) -> str:
     """v<type>: one register's worth of lanes (all lanes for narrow types), h<type>: half of the
     lanes."""

@@ -21,7 +21,7 @@ from plait.kernel.triton.tiles import (
     BUSY,
     Tile,
     column_vector,
-    held_tile,
+    held_tiles,
     plan_tile,
     power,
     vector_unit,
@@ -131,8 +131,7 @@ def tiles_by_length(linear: LinearKernel, hints: Mapping[str, int], busy: int = 
     first = max(power(hint(length, hints)), LEAST)
     rows = hint(trip_count(linear.vars), hints)
     lengths = [n for n in (first // 4, first, 2 * first, 4 * first, 16 * first) if n >= LEAST]
-    found = ((n, held_tile(linear, n, rows, busy)) for n in lengths)
-    held = {n: tile for n, tile in found if tile is not None}
+    held = held_tiles(linear, lengths, rows, busy)
     every = {n: tile for n, tile in held.items() if n <= 4 * first}
     pick = total(compare("lt", n, length) for n in every)
     size, times = _terms(length)

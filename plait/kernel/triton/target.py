@@ -70,8 +70,12 @@ class TritonTarget(Target):
     ) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
-        tiles = {key: _tiles(k, key.busy) for key, k in distinct.items()}
-        forms = {key: _tiles_by_size(k, key.busy, tiles[key][0]) for key, k in distinct.items()}
+        spaces = {key: _space(k) for key, k in distinct.items()}
+        tiles = {key: _tiles(k, spaces[key], key.busy) for key, k in distinct.items()}
+        forms = {
+            key: _tiles_by_size(k, spaces[key], key.busy, tiles[key][0])
+            for key, k in distinct.items()
+        }
         contests: dict[tuple[Key, int], Contest] = {}
         for key, k in distinct.items():
             if len(tiles[key]) > 1:
@@ -105,12 +109,14 @@ class TritonTarget(Target):
         """A module a kernel. choices: tiles other than the planned ones."""
         keys, distinct, symbols = _distinct(kernels, unaligned, machines)
         taken = set(symbols.values())
+        spaces = {key: _space(k, verifies) for key, k in distinct.items()}
         tiles = {
-            key: _tiles_by_size(k, key.busy, choices.get(k.name)) for key, k in distinct.items()
+            key: _tiles_by_size(k, spaces[key], key.busy, choices.get(k.name))
+            for key, k in distinct.items()
         }
         made = {
             key: [
-                _unit(k, symbol, key, tile, verifies)
+                _unit(k, symbol, key, tile, verifies, spaces[key])
                 for symbol, tile in tiles[key].named(symbols[key], taken)
             ]
             for key, k in distinct.items()
@@ -228,10 +234,15 @@ def busy_of(device: str, cfg: Config) -> int:
 
 
 def _unit(
-    kernel: Kernel, symbol: str, key: Key, tile: Tile | None, verifies: bool = False
+    kernel: Kernel,
+    symbol: str,
+    key: Key,
+    tile: Tile | None,
+    verifies: bool = False,
+    linear: LinearKernel | None = None,
 ) -> TritonKernel:
     return replace(
-        emit_kernel(kernel, symbol, tile, verifies, key.gpu, key.busy), aligned=key.aligned
+        emit_kernel(kernel, symbol, tile, verifies, key.gpu, key.busy, linear), aligned=key.aligned
     )
 
 
@@ -261,17 +272,19 @@ def emit_kernel(
     verifies: bool = False,
     gpu: Gpu = GPUS["sm_80"],
     busy: int = BUSY,
+    linear: LinearKernel | None = None,
 ) -> TritonKernel:
     """The module of one kernel. tile: other than the one planned for a device that `busy` programs
-    fill. verifies: what was decided is checked before it is printed. Raises Unsupported where
-    points collide in a way that Triton has no atomic for."""
+    fill. verifies: what was decided is checked before it is printed. linear: the kernel over one
+    index, where it is known. Raises Unsupported where points collide in a way that Triton has no
+    atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
         if not isinstance(s, Store) or s.mode in ("store", "sum"):
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
-    linear = _space(kernel, verifies)
+    linear = linear or _space(kernel, verifies)
     tile = tile or _planned(kernel, linear, busy)
     sizes = [f"s{k}" for k in range(len(kernel.sizes))]
     names = (
@@ -322,20 +335,21 @@ def _planned(kernel: Kernel, linear: LinearKernel, busy: int) -> Tile:
     return share_tile(linear, share) if kernel.parts else plan_tile(linear, busy)
 
 
-def _tiles(kernel: Kernel, busy: int) -> tuple[Tile, ...]:
+def _tiles(kernel: Kernel, linear: LinearKernel, busy: int) -> tuple[Tile, ...]:
     """Those that are worth measuring: of parts, blocks are shares."""
-    linear = _space(kernel)
     return (_planned(kernel, linear, busy),) if kernel.parts else candidates(linear, busy)
 
 
-def _tiles_by_size(kernel: Kernel, busy: int, chosen: Tile | Tiles | None) -> Tiles:
+def _tiles_by_size(
+    kernel: Kernel, linear: LinearKernel, busy: int, chosen: Tile | Tiles | None
+) -> Tiles:
     """The tiles that a kernel is written with; None stands for the planned one. chosen: those that
     measuring found, the one for any size, or None."""
     if isinstance(chosen, Tiles):
         return chosen
     if all(isinstance(extent(r), int) for r in kernel.rvars):
         return Tiles(0, (chosen,))
-    found = tiles_by_length(_space(kernel), kernel.hint_of, busy)
+    found = tiles_by_length(linear, kernel.hint_of, busy)
     return replace(found, tiles=(*found.tiles[:-1], chosen))
 
 

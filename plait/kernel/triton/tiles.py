@@ -8,7 +8,7 @@ and element sizes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plait.devices import DEVICES
@@ -140,12 +140,16 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
 
 
-def held_tile(linear: LinearKernel, length: int, rows: int, busy: int) -> Tile | None:
-    """The tile of a reduction whose blocks hold rows up to a length as a whole, or None where that
-    saves nothing. rows: how many there are, about."""
+def held_tiles(
+    linear: LinearKernel, lengths: Sequence[int], rows: int, busy: int
+) -> dict[int, Tile]:
+    """Lengths of rows -> the tile of a reduction whose blocks hold rows up to that as a whole,
+    where that saves anything. rows: how many there are, about."""
     f = _rows_of(linear, _unit_strides(linear), busy)
-    f = replace(f, length=length, known=True, rows=rows)
-    return _held(f) if f.again and not f.column and _is_held(f) else None
+    if not f.again or f.column:
+        return {}
+    found = (replace(f, length=n, known=True, rows=rows) for n in lengths)
+    return {f.length: _held(f) for f in found if _is_held(f)}
 
 
 def vector_unit(linear: LinearKernel) -> int:

@@ -9,7 +9,7 @@ order: the same bits at each run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg, Operator
@@ -92,12 +92,24 @@ def cut(
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
-    if not batch and (large := _large(ctx, a, b, (m, n, k), tunes)):
+    usual = _usual(ctx, a, b, batch, (m, n, k))
+    if usual is not None or not tunes:
+        return usual
+    if not batch and (large := _large(ctx, a, b, (m, n, k), True)):
         return large
-    most = _MEASURED_ROWS if tunes or a.dtype == i8 else _FEW_ROWS
+    return cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if batch else m)
+
+
+def _usual(
+    ctx: Lowering, a: View, b: View, batch: Sequence[int], sizes: tuple[int, int, int]
+) -> Cut | None:
+    """How a kernel of ours computes a product where nothing is measured. sizes: m, n and k."""
+    m, n, k = sizes
+    if not batch and (large := _large(ctx, a, b, sizes, False)):
+        return large
     if _codes(ctx, b) and m <= _FEW_ROWS and n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH:
         return _cut_of_codes(math.prod(batch), m, n, k)
-    return cut_of(math.prod(batch), m, n, k, most)
+    return cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if a.dtype == i8 else _FEW_ROWS)
 
 
 def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cut | None:

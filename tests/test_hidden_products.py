@@ -14,7 +14,7 @@ from plait import compat
 from plait.devices import facts_of
 from plait.graph import hidden_products
 from plait.graph.dead import drop_dead
-from tests.against_eager import compiled
+from tests.against_eager import compiled, same
 
 aten = torch.ops.aten
 PRODUCTS = {aten.bmm.default, aten.mm.default}
@@ -224,6 +224,20 @@ def test_gradients() -> None:
     for a, b in zip(gm(x, y), fn(x, y), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
         assert a.stride() == b.stride()
+
+
+def test_views_of_the_sum() -> None:
+    """They lie in memory as views of eager's sum do."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = rows(x, y)
+        return made, made.diagonal(4), made[1, 3:, 2:]
+
+    args = torch.randn(4, 64, 48), torch.randn(4, 80, 48)
+    assert traced(rows, *args)[1] == 1
+    run = same(fn, lambda: [x.clone() for x in args])
+    got, want = run(*args), fn(*args)
+    assert [x.storage_offset() for x in got] == [x.storage_offset() for x in want]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from plait.devices import Facts, facts_of
 from plait.graph.conv_cost import hint
-from plait.graph.edit import aten, insert, insert_like, same_size, value_of
+from plait.graph.edit import aten, insert, insert_like, replace, same_size, value_of
 from plait.graph.memory_format import laid_out_as
 from plait.graph.streams import stream_of
 
@@ -234,9 +234,7 @@ def _replace(p: _Product) -> None:
     dims = (*p.batch, *p.rows, *p.columns)
     made = _reshaped(node, made, p.sizes(dims))
     made = _as_summed(p, made, dims)
-    made = laid_out_as(node, made, value_of(node))
-    node.replace_all_uses_with(made, propagate_meta=False)
-    node.graph.erase_node(node)
+    replace(node, laid_out_as(node, made, value_of(node)))
 
 
 def _matrix(p: _Product, x: Node, rows: tuple[int, ...], columns: tuple[int, ...]) -> Node:

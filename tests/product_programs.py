@@ -218,6 +218,17 @@ def check_version(version: str, wrapper: str, device: str, monkeypatch: pytest.M
 
 
 @contextmanager
+def multiplying(precision: str) -> Iterator[None]:
+    """Factors in float32 are rounded as this says."""
+    how = torch.backends.cuda.matmul
+    before, how.fp32_precision = how.fp32_precision, precision
+    try:
+        yield
+    finally:
+        how.fp32_precision = before
+
+
+@contextmanager
 def observing(records: list[CompileRecord]) -> Iterator[None]:
     """Programs that are compiled inside are added to records."""
     before = observers.get()

@@ -9,7 +9,7 @@ import torch
 
 from tests.flex_programs import WRAPPERS
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, VERSIONS, check, check_version
+from tests.product_programs import CASES, VERSIONS, check, check_version, multiplying
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -23,14 +23,16 @@ def test_every_target(wrapper: str, name: str) -> None:
     check(CASES[name], wrapper, "cuda", on_gpu=wrapper != "fx")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["layer", "layer of relu"])
+LAYERS = [(name, t) for name in ("layer", "layer of relu") for t in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*LAYERS, ("layer of relu", torch.float32)])
 def test_a_layer_is_one_kernel(name: str, dtype: torch.dtype) -> None:
     """Activation included; what is no number stays none."""
     fn = CASES[name].fn
     x, w, b = (torch.randn(s, device="cuda").to(dtype) for s in ((256, 256), (512, 256), (512,)))
     x[3, 5], x[7, 9] = torch.nan, torch.inf
-    with torch.no_grad():
+    with torch.no_grad(), multiplying("tf32"):
         compiled = torch.compile(fn, backend="plait")
         found, eager = compiled(x, w, b), fn(x, w, b)
         activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]

@@ -15,7 +15,7 @@ from plait.config import Config
 from plait.runtime.tune import Contest, Outcome
 from plait.wrapper.instructions import CallExtern
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, VERSIONS, Case, check, check_version
+from tests.product_programs import CASES, VERSIONS, Case, check, check_version, multiplying
 
 NEIGHBOURS = ("wait", "launch_dependents")
 AS_GPU = "TRITON_INTERPRET" in os.environ or "PLAIT_GPU_ARCH" in os.environ
@@ -66,6 +66,17 @@ def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) 
     )
     (call,) = [i for i in record.wrapper.body if isinstance(i, CallExtern)]
     assert call.op.partition(".")[0] == op
+
+
+@pytest.mark.skipif(not AS_GPU, reason="counts what a GPU launches")
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("name", ["layer of relu", "layer"])
+def test_layers_in_float32(name: str, precision: str) -> None:
+    """Relu is the vendor's where TF32 is allowed, gelu never is; a bias is added by a kernel."""
+    one = name == "layer of relu" and precision == "tf32"
+    layer = replace(CASES[name], dtype=torch.float32, launches=0 if one else 1)
+    with multiplying(precision):
+        check(layer, "python", "cpu", True)
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

@@ -1,5 +1,6 @@
 """What the vendor's library computes of a product before it stores it, as one call on a GPU: relu,
-and gelu by tanh (also written out), after a bias, or the sum with a residual.
+and gelu by tanh (also written out), after a bias, or the sum with a residual. In float32 relu
+alone, where TF32 is allowed.
 
 Eager rounds to 16 bits in between. Of relu that makes no difference, of the others the result is
 nearer to the exact one. A product that another operator reads, such as a gradient, stays. What the
@@ -23,8 +24,8 @@ _MOVES = (
     aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.unsqueeze.default,
 )  # fmt: skip
 """Views with each element once."""
-_ALIGNED = 8
-"""Columns: of others the executor cuts a product into parts, which have no activation."""
+_ALIGNED = 16
+"""Bytes of a row: of others the executor cuts a product into parts, which have no activation."""
 _FEW_ROWS = 64  # up to which kernels of plait take in what follows (lower/product.py)
 
 
@@ -38,16 +39,27 @@ def join_epilogues(gm: GraphModule) -> int:
 def _is_layer(node: Node) -> bool:
     """Whether a product has a bias for each column, and may have an activation."""
     bias, made = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
-    if node.kwargs or made.dtype not in (torch.float16, torch.bfloat16) or bias.dim() != 1:
+    if node.kwargs or not (_is_short(made) or _is_tf32(made)) or bias.dim() != 1:
         return False
-    aligned = type(bias.shape[0]) is int and bias.shape[0] % _ALIGNED == 0
+    aligned = type(bias.shape[0]) is int and bias.shape[0] * bias.itemsize % _ALIGNED == 0
     return facts_of(made.device).streams and bias.dtype == made.dtype and aligned
+
+
+def _is_short(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _is_tf32(x: torch.Tensor) -> bool:
+    """Whether the user lets factors be rounded to 10 bits. Kernels that multiply all of them are
+    slow where they finish the product, too."""
+    return x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _join_activation(node: Node) -> bool:
     """Whether all that reads a layer, behind views, is an activation, which it then has."""
     last = _behind_views(node)
-    gelu, relu = _gelu_of(last), _only_reader(last, aten.relu.default)
+    gelu = _gelu_of(last) if _is_short(value_of(node)) else None  # it is not that exact
+    relu = _only_reader(last, aten.relu.default)
     end = gelu or relu
     if end is None or not same_layout(value_of(end), value_of(last)):
         return False
@@ -111,7 +123,7 @@ def _gelu_of(x: Node) -> Node | None:
 def _is_long(node: Node) -> bool:
     """Whether a product is the vendor's to compute."""
     made = value_of(node)
-    if made.dtype not in (torch.float16, torch.bfloat16) or not facts_of(made.device).streams:
+    if not _is_short(made) or not facts_of(made.device).streams:
         return False
     return type(made.shape[0]) is int and made.shape[0] > _FEW_ROWS and _lies_in_order(made)
 

@@ -26,6 +26,7 @@ from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
 from plait.graph.epilogues import join_epilogues
+from plait.graph.few_rows import add_few_rows
 from plait.graph.fma import gather_products
 from plait.graph.hidden_products import find_products
 from plait.graph.items import list_items
@@ -122,6 +123,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("gather products", gather_products),
     ("fold constants", fold_constants),
     ("merge common", merge_common),
+    ("add few rows", add_few_rows),
     ("join epilogues", join_epilogues),  # after all that may leave a product one reader
     ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users
 )

@@ -110,11 +110,11 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
     return new
 
 
-def insert_like(before: Node, val: Any, target: OpOverload, *args: Any) -> Node:
-    """A new node target(*args) before another one, with a value like val: no fake tensor has to go
+def insert_like(before: Node, val: Any, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    """A new node target(...) before another one, with a value like val: no fake tensor has to go
     through the operator."""
     with before.graph.inserting_before(before):
-        new = before.graph.call_function(target, args)
+        new = before.graph.call_function(target, args, kwargs)
     new.meta = {**source_meta(before), "val": val}
     return new
 

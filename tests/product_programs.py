@@ -141,6 +141,13 @@ CASES = {
     ),
     "layer of odd rows": Case(layer, ((300, 264), (1003, 264), (1003,)), 1, calls=1),
     "layer that two read": Case(read_twice, ((150, 256), (192, 256), (192,)), 1, calls=1),
+    "layer of some rows": Case(
+        residual, ((2, 80, 128), (448, 128), (448,), (2, 80, 448)), 1
+    ),
+    "layers of some rows": Case(
+        lambda x, w, b, v: torch.tanh(F.linear(F.gelu(F.linear(x, w, b)), v)),
+        ((160, 128), (448, 128), (448,), (448, 448)), 2,
+    ),
     "layer of few rows": Case(layer, ((2, 8, 256), (192, 256), (192,)), 1),
     "few uneven columns": Case(lambda g, x: g.t() @ x, ((1 << 16, 160), (1 << 16, 63)), 2),
     "uneven columns": Case(lambda g, x: g.t() @ x, ((8192, 256), (8192, 319)), 2, calls=1),

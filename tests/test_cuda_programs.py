@@ -535,7 +535,7 @@ def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
     mode, (x, w) = _half((2048, 1024), (20001, 1024))
     for tuned in (False, True):
         p = record(backward, x, w, mode=mode, autotune=tuned).wrapper
-        assert len(of(p, CallExtern)) == 2 - tuned
+        assert len(of(p, CallExtern)) == 2, "what cannot be measured is as without tuning"
         made = [i for i in p.body if isinstance(i, (Alloc, Place)) and i.shape[-1] > 20000]
         assert made and {i.strides[0] for i in made} == {20008}
 
@@ -628,7 +628,9 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
     )
     before = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
     try:
-        for precision, bias_op in (("tf32", "aten::addmm.out"), ("ieee", "aten::mm.out")):
+        for precision, bias_op in (
+            ("tf32", "aten::_addmm_activation"), ("ieee", "aten::mm.out"),
+        ):  # fmt: skip
             cuda.matmul.fp32_precision = cudnn.conv.fp32_precision = precision
             p = record(lambda x, w, b: F.linear(x, w, b).relu(), x, w, b, mode=mode).wrapper
             assert [i.op for i in of(p, CallExtern)] == [bias_op]

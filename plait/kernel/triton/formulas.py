@@ -98,11 +98,10 @@ def results_of(
 def operand_of(
     right: Pointwise, stored: TensorArg, given: Sequence[TensorArg], sizes: Mapping[str, str],
     depth: int, edge: bool, float8: bool,
-) -> tuple[str, bool]:  # fmt: skip
+) -> str:  # fmt: skip
     """The function that makes a tile of a right matrix, columns by a step along k, of what lies in
-    memory, and whether an element there is two of the tile. stored: the operand. depth: of a step.
-    edge: columns may lie outside of the matrix. Its parameters: the batch, the step, columns, and
-    which lie inside.
+    memory. stored: the operand. depth: of a step. edge: columns may lie outside of the matrix. Its
+    parameters: the batch, the step, columns, and which lie inside.
 
     Where two elements that follow each other along k are parts of one in memory, a position is that
     of a pair."""
@@ -133,8 +132,7 @@ def operand_of(
     sizes_of = {"q": length} | {f"q{g}": length // g for _, some in grouped for g in some}
     constants = [f"{name} = tl.arange(0, {n})[None, :]" for name, n in sizes_of.items()]
     head = "@triton.jit\ndef right_tile(b, step, j, j_inside, right, given):"
-    lines = [head, *constants, *written.lines, f"return {result}"]
-    return "\n    ".join(lines), len(tiles) > 1
+    return "\n    ".join([head, *constants, *written.lines, f"return {result}"])
 
 
 _SPREAD = "spread"

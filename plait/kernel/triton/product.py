@@ -50,10 +50,11 @@ _LARGE_TILES = (
 """Rows, columns and depth of their tiles, warps and stages that are worth measuring. Depth is of
 numbers of 16 bits."""
 _DESCRIBED_TILES = (
-    (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4),
+    (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 3),
     (128, 128, 64, 8, 4),
 )  # fmt: skip
 """The same of programs that load by descriptors."""
+_NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
     (64, 128, 4), (32, 128, 4), (128, 128, 4), (64, 256, 4), (32, 256, 4), (64, 128, 8),
     (128, 64, 4), (128, 128, 8),
@@ -71,7 +72,6 @@ class _Version:
     aligned: rows that start anywhere are written where they are aligned, by tiles of every so
         manieth row
     described: programs stay, take one tile after the other, and load by descriptors
-    turned: tiles are computed transposed
     """
 
     cut: Cut
@@ -79,7 +79,6 @@ class _Version:
     stages: int = 0
     aligned: bool = False
     described: bool = False
-    turned: bool = False
 
 
 def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
@@ -113,16 +112,10 @@ def write_product(
 
 @dataclass
 class _Writer(Writer):
-    """One kernel of a product.
-
-    tunes: it is to be measured in several versions
-    lies: planned tiles are computed transposed: Triton has no other way to multiply by a matrix of
-        which two elements are one in memory
-    """
+    """One kernel of a product. tunes: it is to be measured in several versions."""
 
     around: Around = Around()
     tunes: bool = False
-    lies: bool = False
 
     @property
     def product(self) -> Product:
@@ -140,8 +133,7 @@ class _Writer(Writer):
         made = ""
         if right is not None:
             float8, edge = dialect.converts_float8(self.gpu), self.tunes or n % cut.columns != 0
-            made, pairs = operand_of(right, stored, given, names, cut.depth, edge, float8)
-            self.lies = pairs and cut.columns >= _WIDE
+            made = operand_of(right, stored, given, names, cut.depth, edge, float8)
         sizes, versions = (product(batch), m, n, k), self._versions()
         if any(v.aligned for v in versions):
             finish += f"\n\n{results_of(self.product.results, given, self.outs, names, True)[0]}"
@@ -211,26 +203,19 @@ class _Writer(Writer):
         cut, made = self._cut, self.product.right is not None
         if cut.is_large:
             return self._large()
-        found = [self._small(cut)]
+        found = [_Version(cut)]
         stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
         many = isinstance(m, int) and m > _WIDE and not made and cut.parts == 1
         if self.tunes:
             found += (
-                self._small(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
+                _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
                 for rows in {cut.rows: 0, cut.rows if many else min(cut.rows, 32): 0}
                 for columns, depth, warps in _OTHERS
                 if columns <= 2 * cut.columns and (not made or depth == cut.depth)
             )
             if many:
                 found += self._large()
-            if made:
-                found += [replace(v, turned=True) for v in found if v.cut.columns >= _WIDE]
         return list(dict.fromkeys(found))
-
-    def _small(self, cut: Cut, warps: int = 4, stages: int = 0) -> _Version:
-        """A way to cut it into tiles of few rows: tensor cores want many."""
-        turned = cut.columns >= _WIDE and (self.lies or cut.rows < _WIDE)
-        return _Version(cut, warps, stages, turned=turned)
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
@@ -244,7 +229,10 @@ class _Writer(Writer):
             found.append(v)
             if not described and self._kinds(shape) > 1:
                 found.append(replace(v, aligned=True))
-        found.sort(key=lambda v: (v.cut != cut, v.described))
+        n = self.tensors[1].shape[-1]
+        # Where each number is written by itself, the next tile's loads should be under way.
+        slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
+        found.sort(key=lambda v: (v.cut != cut, v.described != slow))
         return found if self.tunes else found[:1]
 
     def _is_described(self) -> bool:
@@ -288,11 +276,13 @@ class _Writer(Writer):
             assert isinstance(grid, int), "sizes are known"
             grid = min(grid, self.around.multiprocessors * max(1, min(fits, 8 // v.warps)))
         else:
+            made = self.product.right is not None
+            turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
             constants |= {
-                "kinds": kinds, "turned": v.turned, "parts": cut.parts,
+                "kinds": kinds, "turned": turned, "parts": cut.parts,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
-                "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,
+                "depth_edge": k % cut.depth != 0, "made": made,
             }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,

@@ -187,7 +187,7 @@ def test_the_compiler_is_small() -> None:
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie, 1,700 weights as constants and what
-    # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 950
+    # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,010
     # products on GPUs, 410 factors of 8 and 4 bits,
     # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
     # where operands of products lie, 60 results of norms that backward passes make again,
@@ -195,7 +195,7 @@ def test_the_compiler_is_small() -> None:
     # results of operators that a recording writes where the caller wants them, 180 sums that are
     # products, 190 rows that one product on a CPU passes on to the next, 70
     # sums of few rows of large tables.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 57_900
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 57_930
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -71,6 +71,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
+    scatter = torch.ops.aten.as_strided_scatter.default
+    table[scatter] = partial(_scattered_apart, table.get(scatter))
     norm = torch.ops.aten.native_layer_norm_backward.default
     table[norm] = partial(_layer_norm_backward, table[norm])
     table = {op: run if _fills(op) else partial(_unless_float8, run) for op, run in table.items()}
@@ -97,6 +99,16 @@ def _layer_norm_backward(run: Callable[..., Any], grad: torch.Tensor, *given: An
     x, shape, mean, rstd, *others = given
     wide = torch.promote_types(x.dtype, torch.float32)
     return run(grad, x, shape, mean.to(wide), rstd.to(wide), *others)
+
+
+def _scattered_apart(
+    run: Callable[..., Any] | None, x: torch.Tensor, *given: Any, **named: Any
+) -> Any:
+    """run: a decomposition, or None. Of an expanded tensor eager scatters into a copy whose
+    elements lie apart; traced, those of the copy overlap as those of x."""
+    if not any(isinstance(s, int) and s == 0 for s in x.stride()):
+        return NotImplemented if run is None else run(x, *given, **named)
+    return torch.ops.aten.as_strided_scatter(x.clone(), *given, **named)
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

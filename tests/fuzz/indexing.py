@@ -188,7 +188,7 @@ def part(m: Maker) -> str:
         return ""
     x, d, bound, shape = found
     dtype = name_of(m.value(x).dtype)
-    x = f"{x}.contiguous()"
+    spread, x = x, f"{x}.contiguous()"
     rest = tuple(n for k, n in enumerate(shape) if k != d)
     k = m.integer(0, 3) if m.rng.random() < 0.5 else m.rng.choice(("0", "-1"))
     way = m.rng.randrange(4)
@@ -200,6 +200,10 @@ def part(m: Maker) -> str:
         text = f"torch.slice_scatter({x}, {like}, {d}, {k}, {end})"
     elif way == 2 and len(shape) == 2:
         text = f"torch.diagonal_scatter({x}, {_written(m, (m.rng.choice(shape),), dtype)})"
+    elif way == 2:  # of a copy whose elements lie apart
+        text = f"torch.as_strided_scatter({spread}.expand(2, {', '.join(['-1'] * len(shape))}), "
+        text += f"{_written(m, ('2',), dtype)}, (2,), (1,), 0)"
+        return m.add("parts", text)
     else:
         at = m.operand(shape, "bool", "bool")
         text = (

@@ -52,6 +52,34 @@ def test_the_faster_one_is_taken(rival: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+@pytest.mark.parametrize(
+    ("name", "rival"),
+    [
+        ("layer", ("_addmm_activation", 1, True, 0, True)),
+        ("layer of relu", ("_addmm_activation", 1, False, 0, True)),
+        ("sum", ("addmm", 2, False, 0, True)),
+        ("sum of fewer rows", ("mm", 0, False, 2 * (80 + 80 + 40) * 192, True)),
+        ("layer of few rows", ("_addmm_activation", 1, True, 0, False)),
+        ("plain", ("mm", 0, False, 0, False)),
+    ],
+)
+def test_what_is_raced(
+    name: str, rival: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator that is called without tuning, which stays where nothing is measured."""
+    seen: list[Contest] = []
+
+    def tuned(contests: list[Contest], cfg: Config) -> list[Outcome]:
+        seen.extend(c for c in contests if c.rival)
+        return [c.unmeasured("not now") for c in contests]
+
+    monkeypatch.setattr("plait.kernel.triton.target.tune", tuned)
+    (record,) = check(CASES[name], "python", "cpu", True, autotune=True)
+    found = {(r.name, r.dims, r.gelu, r.nbytes, r.is_usual) for c in seen if (r := c.rival)}
+    assert found == {rival} and all(c.cold == (1,) for c in seen), record.tuned
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
 @pytest.mark.parametrize(("before", "op"), [(False, "aten::mm"), (True, "aten::addmm")])
 def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) -> None:
     """Its factors would live until then; the kernel that makes the other tensor adds."""

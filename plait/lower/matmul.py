@@ -107,10 +107,11 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
 
 
 def _made_here(
-    ctx: Lowering, flops: Size, a: View, b: View, bias: View | None = None, gelu: bool = False
-) -> View | None:
+    ctx: Lowering, flops: Size, a: View, b: View, bias: View | None = None,
+    gelu: bool | None = None,
+) -> View | None:  # fmt: skip
     """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better.
-    bias, gelu: what the operator that is lowered computes beside."""
+    bias, gelu: what the operator that is lowered computes beside: gelu or relu, or nothing."""
     if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
         return _product(ctx, a, b)
     how = cut(ctx, a, b)
@@ -119,13 +120,13 @@ def _made_here(
         how = cut(ctx, a, b)
     if how is None:
         return None
-    name = ctx.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     is_planned = ctx.cfg.autotune and cut(ctx, a, b, tunes=False) is None
     if bias is None or len(a.shape) > 2:
         operator = Operator("mm", 0, False, is_planned)
     else:
         is_row = len(bias.shape) == 1 or bias.shape[0] == 1
-        operator = Operator(name, 1 if is_row else 2, gelu, is_planned)
+        name = "addmm" if gelu is None else "_addmm_activation"
+        operator = Operator(name, 1 if is_row else 2, bool(gelu), is_planned)
     return launch(ctx, a, b, how, operator)
 
 

@@ -208,7 +208,9 @@ def _pinned(s: sympy.Symbol, env: Any) -> int:
     Tracing replaces only what is found to be equal to a number."""
     found = None if env is None else compat.tracing.backed_values(env).get(s)
     n = int(found) if isinstance(found, int | sympy.Integer) else 0
-    return n if n > 1 and _holds(sf.FloorDiv(s, n), 1, env) and _holds(sf.Mod(s, n), 0, env) else 0
+    if n <= 1 or not any(g.expr.has(sf.FloorDiv) and g.expr.has(s) for g in env.guards):
+        return 0  # mostly: to make a quotient takes longer
+    return n if _holds(sf.FloorDiv(s, n), 1, env) and _holds(sf.Mod(s, n), 0, env) else 0
 
 
 def _by_factors(e: Any, env: Any) -> sympy.Basic:

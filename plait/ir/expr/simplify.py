@@ -104,7 +104,10 @@ def mul(a: Size, b: Size) -> Size:
             return a
         if b == 0:
             return 0
-        return intern(a.const * b, tuple((m, c * b) for m, c in a.terms))
+        return intern(a.const * b, tuple([(m, c * b) for m, c in a.terms]))
+    if not a.const and not b.const and len(a.terms) == len(b.terms) == 1:
+        ((m1, c1),), ((m2, c2),) = a.terms, b.terms
+        return intern(0, ((tuple(sorted(m1 + m2, key=lambda t: t.key)), c1 * c2),))
     acc: dict[Mono, int] = {}
     for m1, c1 in (((), a.const), *a.terms):
         for m2, c2 in (((), b.const), *b.terms):

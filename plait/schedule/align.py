@@ -302,7 +302,8 @@ def align(
         if not host.rvars:
             return None
         targets = [(host.vars, guest.vars), (host.rvars, guest.rvars)]
-        if any(_differ(h, g) for h, g in targets):
+        differ = [numel(map(extent, h)) - numel(map(extent, g)) for h, g in targets]
+        if any(isinstance(d, int) and d for d in differ):
             return None
     else:
         n = numel(extent(v) for v in guest.vars)
@@ -329,12 +330,6 @@ def align(
     host_env = {atom_of(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
     guest_env = {atom_of(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
     return Alignment(IterationSpace(vars_, rvars), host_env, guest_env, full)
-
-
-def _differ(a: Sequence[Expr], b: Sequence[Expr]) -> bool:
-    """Whether two lists of axes are known to have different numbers of points."""
-    points, others = numel(map(extent, a)), numel(map(extent, b))
-    return isinstance(points, int) and isinstance(others, int) and points != others
 
 
 def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:

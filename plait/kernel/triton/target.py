@@ -73,10 +73,7 @@ class TritonTarget(Target):
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
         spaces = {key: _space(k) for key, k in distinct.items()}
         tiles = {key: _tiles(k, spaces[key], key) for key, k in distinct.items()}
-        forms = {
-            key: _tiles_by_size(k, spaces[key], key.busy, tiles[key][0])
-            for key, k in distinct.items()
-        }
+        forms = {x: _tiles_by_size(k, spaces[x], x.busy, tiles[x][0]) for x, k in distinct.items()}
         contests: dict[tuple[Key, int], Contest] = {}
         for key, k in distinct.items():
             if len(tiles[key]) > 1:

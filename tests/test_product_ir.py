@@ -30,7 +30,7 @@ from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.product import Around, write_product
-from plait.lower.product import cut_of
+from plait.lower.product import cut_of, medium_cut
 from plait.schedule.deps import Bodies
 from plait.schedule.join_operands import join_operands
 from plait.schedule.join_readers import join_readers
@@ -318,6 +318,20 @@ def test_who_waits_comes_beside(gpu: str, waits: bool, columns: int, released: b
 )
 def test_cuts(sizes: tuple[int, int, int, int], cut: Cut | None) -> None:
     assert cut_of(*sizes) == cut
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ((4096, 768), Cut(128, 128, 64)),
+        ((1024, 768), Cut(64, 128, 64)),
+        ((128, 3072), Cut(64, 64, 128)),
+        ((128, 768), Cut(32, 64, 128)),
+        ((80, 192), None),
+    ],
+)
+def test_cuts_of_some_rows(sizes: tuple[int, int], cut: Cut | None) -> None:
+    assert medium_cut(*sizes) == cut
 
 
 # ------------------------------------------------------------------------------ made right matrices

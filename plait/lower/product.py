@@ -38,8 +38,11 @@ _STEPS = 2  # of a program, at least
 _LONG = 8192
 """Terms of a sum from which on a program alone on its multiprocessor has more on the way by longer
 steps: 16 x 4096 x 14336 takes 54 µs instead of 56 (H100)."""
-_MEDIUM = (64, 128, 64), (64, 64, 128), (32, 64, 128)  # rows, columns and depth of tiles
-_MEDIUM_TILES = 72
+_MEDIUM = (
+    (128, 128, 64, 132), (64, 128, 64, 72), (64, 64, 128, 72), (32, 64, 128, 32),
+)  # fmt: skip
+"""Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
+idle that smaller ones do not."""
 _ALIGNED = 16  # bytes that rows start at multiples of
 _CONVERTING = 512  # programs that convert codes: benchmarks/quantised_gpu.py
 _FAR = 24  # ops before a product that may unpack its matrix
@@ -114,15 +117,15 @@ def _usual(
     found = cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if a.dtype == i8 else _FEW_ROWS)
     if found or batch or a.dtype == i8 or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
         return found
-    return _medium(m, n) if finishes_sooner(ctx, sizes) else None
+    return medium_cut(m, n) if finishes_sooner(ctx, sizes) else None
 
 
-def _medium(m: int, n: int) -> Cut | None:
+def medium_cut(m: int, n: int) -> Cut | None:
     """Tiles as large as leave few multiprocessors idle; None where the smallest ones leave most."""
-    cuts = [Cut(*tile) for tile in _MEDIUM]
-    tiles = [-(-m // c.rows) * -(-n // c.columns) for c in cuts]
-    many = (c for c, n_tiles in zip(cuts, tiles, strict=True) if n_tiles >= _MEDIUM_TILES)
-    return next(many, cuts[-1] if tiles[-1] >= _FEW_TILES else None)
+    for rows, columns, depth, least in _MEDIUM:
+        if -(-m // rows) * -(-n // columns) >= least:
+            return Cut(rows, columns, depth)
+    return None
 
 
 def cut_of(batch: int, m: int, n: int, k: int, most_rows: int = _FEW_ROWS) -> Cut | None:

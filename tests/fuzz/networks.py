@@ -260,6 +260,39 @@ def _product(m: Maker, x: str, lead: tuple[str, ...], depth: int, columns: int, 
     return f"{x} @ {b}"
 
 
+SPREAD = (
+    "({a}[:, :, None] * {b}[:, None]).sum(-1)",
+    "({a}[:, :, None] * {b}[:, None]).sum((-1,), True)",
+    "({a}.mT[..., None] * {b}.mT[:, :, None]).sum(1)",
+    "({b}[:, None] * {a}[:, :, None]).sum(3)",
+    "({a}.permute(1, 0, 2)[:, None] * {b}.permute(1, 0, 2)).sum(3)",
+    "({a}[:, :, None].expand(-1, -1, {b}.shape[1], -1) * {b}[:, None]).sum(-1, keepdim=True)",
+    "({a}[:, :, None] * {b}[:, None]).float().sum(-1)",
+    "({a}[:, :, None] * {b}[:, None]).sum(-1, dtype=torch.float64)",
+    "({a}[0, :, None] * {b}).sum((0, 2))",
+    "({a}[:, :, None] * {b}[:, None]).sum((0, 3))",
+    "({a}[:, :, None] * {b}[:1, None]).sum(-1)",
+    "({a}[:, :, None] * {b}[:, None] * 0.5).sum(-1)",
+    "({a}[0, :, None] * {b}[0]).sum(-1)",
+)
+
+
+def written_out(m: Maker) -> str:
+    """A product of matrices as an elementwise product and its sum, and what reads it."""
+    sizes = (*m.calls[0].sizes, "1", "2", "7", "16", "33")
+    batch, depth = m.rng.choice((*m.calls[0].sizes, "1", "3")), m.rng.choice(sizes)
+    dtype, values = _float(m), m.rng.choice(("whole", "normal", "special"))
+    layouts = ("plain", "plain", "transposed", "stepped", "expanded")
+    a = m.operand((batch, m.rng.choice(sizes), depth), dtype, values, "0", m.rng.choice(layouts))
+    a = _before(m, a) if m.rng.random() < 0.5 else a
+    other = _dtype(m, a) if m.rng.random() < 0.85 else m.rng.choice(("int64", "bool", "float64"))
+    b = m.operand((batch, m.rng.choice(sizes), depth), other, "", "0", m.rng.choice(layouts))
+    x = m.add("products", m.rng.choice(SPREAD).format(a=a, b=b), exact="whole")
+    if x and m.rng.random() < 0.3:
+        return m.add("views", f"{x}{m.rng.choice(('.diagonal(1)', '[1:]', '.mT', '[..., 1:]'))}")
+    return _activated(m, x) if x and m.rng.random() < 0.6 else x
+
+
 # -------------------------------------------------------------------------------- concatenations
 def concatenation(m: Maker) -> str:
     """A long one, of parts that are computed, and several readers."""
@@ -320,5 +353,5 @@ def reduction(m: Maker) -> str:
 
 
 MAKERS: tuple[tuple[float, Callable[[Maker], str]], ...] = (
-    (4, network), (4, products), (2, concatenation), (2, reduction),
+    (4, network), (4, products), (2, written_out), (2, concatenation), (2, reduction),
 )  # fmt: skip

@@ -390,9 +390,7 @@ def contiguous_strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
 
 
 def _sub(a: Size, b: Size) -> Size:
-    if isinstance(a, int) or isinstance(b, int):
-        return add(a, mul(b, -1))
-    return _sum(a, b, -1)
+    return _sum(a, b, -1) if isinstance(a, Expr) and isinstance(b, Expr) else add(a, mul(b, -1))
 
 
 Expr.__add__ = Expr.__radd__ = add

@@ -203,8 +203,7 @@ def definitions(text: str, isa: Isa) -> str:
 
 
 def _defined(used: set[str], isa: Isa) -> str:
-    table, _ = _table(isa)
-    needed = (body for name, body in table.items() if name in used)
+    needed = (body for name, body in _table(isa)[0].items() if name in used)
     return "\n".join((_TYPES, _vector_types(isa), *needed))
 
 

@@ -19,6 +19,7 @@ from plait import compat
 from plait.config import Config
 from plait.errors import UserError
 from plait.graph.bags import write_out_bags
+from plait.graph.biases import split_biases
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.convolutions import CONVOLUTIONS
@@ -180,6 +181,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     ("save random", save_random),
     *CONVOLUTIONS,
     ("remake norm results", remake_norm_results),
+    ("split biases", split_biases),  # after it: what is made again reads what convolutions make
     ("split log_softmax", split_log_softmax),
     ("narrow pool indices", narrow_pool_indices),
     ("list items", list_items),

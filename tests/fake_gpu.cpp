@@ -5,7 +5,7 @@
 // operators for CUDA tensors. An image is text: "symbol parameters static".
 // Graphs have conditional nodes, as the kernel that decides on them knows them. Other
 // kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. "less"
-// (x, y, n, shift): y[i] -= x[i], of the address y << shift and the lower half of n. All others are
+// (x, y, n, shift, note): y[i] -= x[i], of the address y << shift. All others are
 // handed to the function that fake_on_launch names. aten::neg is no kernel; aten::negative is some,
 // as fake_negative says.
 #include <ATen/EmptyTensor.h>
@@ -42,7 +42,6 @@ struct Node {
   std::function<void()> call{};  // an operator's
   const Node* before = nullptr;
   std::vector<void*> addresses{};
-  bool enabled = true;
 };
 struct Graph {
   std::vector<std::unique_ptr<Node>> nodes;
@@ -72,7 +71,6 @@ using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z
 OnLaunch on_launch = nullptr;
 
 void run(const Node& n) {
-  if (!n.enabled) return;
   if (n.call) return n.call();
   if (n.fill.to) {
     std::memset(n.fill.to, static_cast<int>(n.fill.value), n.fill.width);
@@ -87,7 +85,7 @@ void run(const Node& n) {
     for (uint64_t i = 0; i < n.words[2]; ++i) at(1)[i] = 2 * at(0)[i] + 1;
   else if (n.image->symbol == "less") {
     auto* y = reinterpret_cast<float*>(n.words[1] << n.words[3]);
-    for (uint32_t i = 0; i < static_cast<uint32_t>(n.words[2]); ++i) y[i] -= at(0)[i];
+    for (uint64_t i = 0; i < n.words[2]; ++i) y[i] -= at(0)[i];
   } else
     for (uint64_t i = 0; i < n.words[3]; ++i) at(2)[i] = at(0)[i] + at(1)[i];
 }
@@ -243,14 +241,16 @@ at::Tensor neg(const at::Tensor& x) {
   return neg_out(x, y);
 }
 // An operator of kernels, whose memory and parameters are as `how` says.
-enum How : int { plain, spaced, brought, packed, odd, over_freed };
-int negative_how = plain, odd_number = 0;
-const Image less_image{"less", 4};
-void put_less(const void* x, void* y, int64_t k, uint64_t shift = 0, uint64_t high = 0) {
+enum How : int { plain, spaced, brought, numbered, packed, pointed, over_freed };
+int negative_how = plain;
+uint64_t number = 0;
+constexpr uint64_t table = uint64_t{1} << 60;  // on the host, one may think
+const Image less_image{"less", 5};
+void put_less(const void* x, void* y, int64_t k, uint64_t shift = 0, uint64_t note = 0) {
   Node n;
   n.image = &less_image;
   n.words = {reinterpret_cast<uint64_t>(x), reinterpret_cast<uint64_t>(y) >> shift,
-             static_cast<uint64_t>(k) | high << 32, shift};
+             static_cast<uint64_t>(k), shift, note};
   put(std::move(n));
 }
 void put_zeros(void* y, size_t nbytes) {
@@ -286,8 +286,10 @@ at::Tensor negative(const at::Tensor& x) {
     put(std::move(n));
     return y;
   }
-  put_less(from, data(y), x.numel(), negative_how == packed ? 4 : 0,
-           negative_how == odd ? static_cast<uint64_t>(++odd_number) : 0);
+  const uint64_t note = negative_how == pointed    ? table + 4096 * ++number
+                        : negative_how == numbered ? 0x1e3779b97f4a7 * ++number
+                                                   : 0;
+  put_less(from, data(y), x.numel(), negative_how == packed ? 4 : 0, note);
   return y;
 }
 at::Tensor to_gpu(const at::Tensor& x) {
@@ -504,9 +506,12 @@ int cuGraphExecMemsetNodeSetParams(void* exec, void* node, const FillParams* p, 
   node_of(exec, node).fill = *p;
   return 0;
 }
-int cuGraphNodeSetEnabled(void* exec, void* node, unsigned yes) {
-  node_of(exec, node).enabled = yes != 0;
-  return 0;
+int cuGraphDestroyNode(void* node) {
+  return std::erase_if(recorded->nodes, [&](const auto& n) { return n.get() == node; }) ? 0 : 1;
+}
+int cuPointerGetAttribute(unsigned* type, int, uint64_t address) {
+  *type = 2;
+  return address >= table ? 0 : 1;
 }
 int cuGraphLaunch(void* exec, void*) {
   for (const auto& [key, n] : static_cast<Exec*>(exec)->nodes) run(n);

@@ -177,12 +177,13 @@ class Driver {
   int (*kernel_node)(GraphNode, NodeParams*) = nullptr;
   int (*nodes_before)(GraphNode, GraphNode*, void* edges, size_t*) = nullptr;
   int (*parameter_of_kernel)(void*, size_t, size_t*, size_t*) = nullptr;
-  int (*enable_node)(GraphExec, GraphNode, unsigned) = nullptr;
+  int (*destroy_node)(GraphNode) = nullptr;
+  int (*pointer_attribute)(void*, int, uint64_t address) = nullptr;
   int (*fill_node)(GraphNode, FillParams*) = nullptr;
   int (*set_fill_node)(GraphExec, GraphNode, const FillParams*, void* context) = nullptr;
   bool moves_results() const {
     return node_type && kernel_node && nodes_before && parameter && parameter_of_kernel &&
-           enable_node && fill_node && set_fill_node && after;
+           destroy_node && pointer_attribute && fill_node && set_fill_node && after;
   }
   int (*launch_graph)(GraphExec, Stream);
   int (*copy)(void*, const void*, size_t, Stream);

@@ -30,10 +30,11 @@ struct Host {
   void (*call_python)(Frame&, const PythonCall&, const Operands&);  // with the GIL held
   c10::IValue (*to_ivalue)(void* object);                           // with the GIL held
   // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
-  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
-  // keep(): whether what is allocated from now on is the recording's own.
+  // recorded, stop() the one before it; these and end() throw std::runtime_error. abort() after a
+  // failure. keep(): whether what is allocated from now on is the recording's own.
   void* (*begin_capture)(int device);
   void (*keep_allocations)(void* capture, bool kept);
+  void (*stop_capture)(void* capture);  // from now on nodes may be taken out of it
   Captured (*end_capture)(void* capture);
   void (*abort_capture)(void* capture);
   void (*replay)(void* capture);  // with new random numbers for torch's operators

@@ -56,8 +56,8 @@ bool is_profiled() {
          c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
 }
 
-// The nodes that follow `first` (null: from the start) up to `last`, each behind the one before it;
-// nothing if they are no such chain, or one cannot be told anything.
+// The nodes that follow `first` up to `last`, each behind the one before it; nothing if they are no
+// such chain, or one cannot be told anything.
 std::optional<std::vector<ToldNode>> chain(GraphNode first, GraphNode last) {
   const Driver& driver = Driver::machine();
   std::vector<ToldNode> found;
@@ -68,9 +68,8 @@ std::optional<std::vector<ToldNode>> chain(GraphNode first, GraphNode last) {
     GraphNode before[2] = {};
     uint64_t edges[2] = {};
     size_t n = 2;
-    if (driver.nodes_before(node, before, edges, &n) != 0 || n > 1) return std::nullopt;
-    if (n == 0 && first) return std::nullopt;
-    node = n == 0 ? nullptr : before[0];
+    if (driver.nodes_before(node, before, edges, &n) != 0 || n != 1) return std::nullopt;
+    node = before[0];
   }
   std::reverse(found.begin(), found.end());
   return found;
@@ -100,7 +99,14 @@ int32_t block_of(const std::vector<Extent>& blocks, const Extent& memory) {
   return found;
 }
 
-// Whether two numbers that the nodes of one product get are as far apart as the places of its
+// Whether a kernel could read memory there.
+bool is_address(uint64_t a) {
+  constexpr int kMemoryType = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+  unsigned type = 0;
+  return Driver::machine().pointer_attribute(&type, kMemoryType, a) == 0;
+}
+
+// Whether two numbers that the nodes of one operator get are as far apart as the places of its
 // result, or that distance shifted: they may hold where it lies in a way that is not known here.
 bool may_hold_place(uint64_t a, uint64_t b, uint64_t distance) {
   const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
@@ -116,7 +122,7 @@ bool may_hold_place(uint64_t a, uint64_t b, uint64_t distance) {
 // A result of an operator that was recorded twice: here, where it runs, and there.
 class MovedResult {
  public:
-  // tolerant: what else the nodes get may differ, as something of the host's does.
+  // tolerant: what else differs is no table that says where the result lies.
   MovedResult(const RecordedCall& here, const RecordedCall& there, const at::Tensor& own,
               const at::Tensor& other, bool tolerant)
       : here_(here),
@@ -130,14 +136,16 @@ class MovedResult {
 
   std::string why;               // it cannot move; empty: it can
   std::vector<MovedNode> nodes;  // that write it
-  // Whether other memory of the operator lies as far away from where it lay.
-  bool moves_alike = false;
+  bool again = false;            // it may once more is known
 
  private:
   std::string find_nodes() {
-    if (block_ < 0 || block_ != block_of(there_.blocks, other_) || own_.first == other_.first ||
-        here_.blocks.size() != there_.blocks.size())
+    const bool same_requests = here_.blocks.size() == there_.blocks.size();
+    if (block_ < 0 || !same_requests || block_ != block_of(there_.blocks, other_) ||
+        own_.first == other_.first) {
+      again = !same_requests;  // a library took memory that it keeps
       return "it lies in memory that serves others";
+    }
     for (size_t k = 0; k < here_.nodes->size(); ++k) {
       const ToldNode &ours = (*here_.nodes)[k], &theirs = (*there_.nodes)[k];
       if (!ours.is_like(theirs)) return "its kernels depend on where it lies";
@@ -147,21 +155,24 @@ class MovedResult {
         if (own_.has(a) && b - other_.first == a - own_.first)
           node.uses.push_back({i, a - own_.first});
         else if (is_elsewhere(a, b) && b - a == other_.first - own_.first)
-          moves_alike = true;  // that memory, or just behind the result
+          again = true;  // that memory, or just behind the result
         else if (!is_elsewhere(a, b) && may_depend(a, b))
           return "what its kernels are told is not known to be an address: word " +
                  std::to_string(i) + " of node " + std::to_string(k);
       }
       if (!node.uses.empty()) nodes.push_back(std::move(node));
     }
-    if (moves_alike) return "other memory lies at the same distance from it each time";
+    if (again) return "other memory lies at the same distance from it each time";
     return nodes.empty() ? "no node is told where it lies" : "";
   }
 
-  // Whether a word may say where the result lies, though not as an address in it.
+  // Whether a word may say where the result lies, though not as an address in it: in another way,
+  // or by what lies at its address.
   bool may_depend(uint64_t a, uint64_t b) const {
-    return own_.has(a) || other_.has(b) ||
-           (a != b && (!tolerant_ || may_hold_place(a, b, other_.first - own_.first)));
+    if (own_.has(a) || other_.has(b)) return true;
+    if (a == b) return false;
+    return may_hold_place(a, b, other_.first - own_.first) ||
+           (!tolerant_ && (is_address(a) || is_address(b)));
   }
   // Whether it is an address in other memory that the operator asked for.
   bool is_elsewhere(uint64_t a, uint64_t b) const {
@@ -260,11 +271,11 @@ void MovedResults::record(Frame& f, const PartitionInfo& p, int32_t at,
     copied_[c.name + ": " + why] += static_cast<int64_t>(exports.size());
   };
   const Recorded before = recorded_on(f.stream);
-  if (before.n_last > 1 || is_profiled()) {
+  if (before.n_last != 1 || is_profiled()) {
     run_step(f, step, false);
-    return copy_all("it is profiled, or follows several nodes");
+    return copy_all("it is profiled, or does not follow one node");
   }
-  const GraphNode first = before.n_last == 1 ? before.last[0] : nullptr;
+  const GraphNode first = before.last[0];
   RecordedCall there = record_call(f, step, first);
   std::vector<at::Tensor> away = made_of(f, p, exports);
   if (!there.nodes || !std::all_of(away.begin(), away.end(), is_on_gpu))
@@ -283,9 +294,9 @@ void MovedResults::record(Frame& f, const PartitionInfo& p, int32_t at,
     std::vector<MovedResult> results;
     for (size_t i = 0; i < exports.size(); ++i)
       results.emplace_back(here, there, own[i], away[i], is_product(c));
-    const bool alike = std::any_of(results.begin(), results.end(),
-                                   [](const MovedResult& r) { return r.moves_alike; });
-    if (!alike || again == kMostAgain) return settle(c, exports, results);
+    const bool unsure =
+        std::any_of(results.begin(), results.end(), [](const MovedResult& r) { return r.again; });
+    if (!unsure || again == kMostAgain) return settle(c, exports, results);
     there = std::move(here);
     away = std::move(own);
   }
@@ -295,8 +306,7 @@ void MovedResults::record(Frame& f, const PartitionInfo& p, int32_t at,
 void MovedResults::leave(const RecordedCall& call, GraphNode first, cuda::Stream stream) {
   for (const ToldNode& node : *call.nodes) away_.push_back(node.node);
   const Driver& driver = Driver::machine();
-  driver.check(driver.after(stream, &first, first ? 1 : 0, kAfterThese),
-               "cuStreamUpdateCaptureDependencies");
+  driver.check(driver.after(stream, &first, 1, kAfterThese), "cuStreamUpdateCaptureDependencies");
 }
 
 void MovedResults::settle(const ExternCall& c, const std::vector<size_t>& exports,
@@ -326,10 +336,9 @@ std::vector<MovedNode> MovedResults::take(size_t an_export) {
   return nodes;
 }
 
-void MovedResults::finish(cuda::GraphExec exec) const {
+void MovedResults::leave_out() const {
   const Driver& driver = Driver::machine();
-  for (GraphNode node : away_)
-    driver.check(driver.enable_node(exec, node, 0), "cuGraphNodeSetEnabled");
+  for (GraphNode node : away_) driver.check(driver.destroy_node(node), "cuGraphDestroyNode");
 }
 
 bool move_result(cuda::GraphExec exec, Recording::Copy& c) {

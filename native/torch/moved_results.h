@@ -6,7 +6,7 @@
 // torch's allocator says where. A word that names the same byte of a result both times is an
 // address in it, one that names the same byte of other memory of the operator is that one's. Where
 // another word differs, or nodes are recorded that cannot be told another place, the result is
-// copied out of the recording instead. What was recorded the first time never runs.
+// copied out of the recording instead. What was recorded the first time is taken out of it.
 #pragma once
 
 #include <map>
@@ -33,8 +33,8 @@ class MovedResults {
   void forget() { moved_.clear(); }
   // Why results of operators are copied, and how many.
   const std::map<std::string, int64_t>& copied() const { return copied_; }
-  // Once the recording can run: what was recorded twice runs once.
-  void finish(cuda::GraphExec exec) const;
+  // Once nothing more is recorded: what was recorded again and again runs once.
+  void leave_out() const;
 
  private:
   void leave(const RecordedCall& call, cuda::GraphNode first, cuda::Stream stream);

@@ -235,6 +235,8 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   capture_steps(f, p, capture, rooms, r, moved);
   r.why_copied = moved.copied();
   drop_arena(f);
+  host.stop_capture(capture);
+  moved.leave_out();
   const Host::Captured made = host.end_capture(capture);
   r.exec = made.exec;
   r.nbytes = made.nbytes;
@@ -242,7 +244,6 @@ void capture_partition(Frame& f, const PartitionInfo& p, const Recordings& at, R
   shared.nbytes = made.shared;
   shared.limit = made.limit;
   const cuda::Driver& driver = cuda::Driver::machine();
-  moved.finish(r.exec);
   for (Recording::Copy& c : r.copies) {
     if (c.node) driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
     move_result(r.exec, c);

@@ -29,7 +29,7 @@ def remake_norm_results(joint: GraphModule) -> int:
     found = list(filter(_may_remake, norms))
     if not found:
         return 0
-    forward = _forward(joint.graph)
+    forward = forward_nodes(joint.graph)
     return sum(_remake(n, forward) for n in found)
 
 
@@ -45,7 +45,7 @@ def _may_remake(norm: Node) -> bool:
     return exact and (of_batch or all(type(n) is int for n in x.shape))
 
 
-def _forward(graph: Graph) -> set[Node]:
+def forward_nodes(graph: Graph) -> set[Node]:
     """What results that depend on no gradient are computed from."""
     late = {n for n in graph.find_nodes(op="placeholder") if compat.autograd.is_tangent(n)}
     for n in graph.nodes:
@@ -62,7 +62,7 @@ def _forward(graph: Graph) -> set[Node]:
 def _remake(norm: Node, forward: Set[Node]) -> bool:
     results: dict[Any, Node] = {u.args[1]: u for u in norm.users}
     readers = [u for u in results[0].users if u not in forward]
-    if not readers or not all(map(_is_elementwise, readers)):
+    if not readers or not all(map(is_elementwise, readers)):
         return False
     x, weight, bias = norm.args[:3]
     assert isinstance(x, Node), "tensors are nodes"
@@ -96,6 +96,6 @@ def _remake(norm: Node, forward: Set[Node]) -> bool:
     return True
 
 
-def _is_elementwise(node: Node) -> bool:
+def is_elementwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or node.target in (aten._to_copy.default, *_GRADIENTS)

@@ -120,11 +120,17 @@ class Capture:
         torch._C._cuda_releasePool(self._device, pool.id)
         self._pool = pool
 
+    def stop(self) -> None:
+        """Ends the recording: from now on nodes may be taken out of it. Raises RuntimeError where
+        something in it could not be recorded."""
+        self._end()
+
     def end(self) -> tuple[int, int, int, int]:
-        """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of
+        """Makes the recording ready to run, and ends it before if need be. Returns its cudaGraphExec_t, the bytes of its own memory and of
         what it shares with others, and how many all recordings of the device may hold. Raises
         RuntimeError where something in it could not be recorded."""
-        self._end()
+        if self._records:
+            self._end()
         self._graph.instantiate()
         limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
         return self._graph.raw_cuda_graph_exec(), self._kept.nbytes(), self._shared.nbytes(), limit

@@ -64,7 +64,8 @@ void find_entries(Driver& d) {
     d.find(d.kernel_node, "cuGraphKernelNodeGetParams_v2");
     d.find(d.nodes_before, "cuGraphNodeGetDependencies_v2");
     d.find(d.parameter_of_kernel, "cuKernelGetParamInfo");
-    d.find(d.enable_node, "cuGraphNodeSetEnabled");
+    d.find(d.destroy_node, "cuGraphDestroyNode");
+    d.find(d.pointer_attribute, "cuPointerGetAttribute");
     d.find(d.fill_node, "cuGraphMemsetNodeGetParams");
     d.find(d.set_fill_node, "cuGraphExecMemsetNodeSetParams");
   }

@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import InternalError
 from plait.ir import loops
-from plait.ir.attention import Attention, Formula
+from plait.ir.attention import Attention, Formula, HostAttention
 from plait.ir.calls import Extern, TensorArg, UserKernel
 from plait.ir.dtypes import b1, bf16, f32, i64
 from plait.ir.expr import contiguous_strides, symbol
@@ -57,6 +57,23 @@ def test_text_reads_back() -> None:
     p = program(KERNEL)
     verify(p, "test")
     assert read_program(program_text(p)) == p
+
+
+def test_text_of_one_on_a_host_reads_back_and_what_is_wrong_with_it_is_said() -> None:
+    p = program(KERNEL, 1)
+    (call,) = p.ops
+    assert isinstance(call, Extern)
+    call = replace(call, args=call.args[:3], kernel=HostAttention("heads", True, 0.1))
+    p = replace(p, ops=(call,))
+    verify(p, "test")
+    assert read_program(program_text(p)) == p
+    turned = replace(call.args[2], strides=(1, 2, 8, 640))
+    for args, said in (
+        (call.args[:2], "other operands"),
+        ((*call.args[:2], turned), "does not lie"),
+    ):
+        with pytest.raises(InternalError, match=said):
+            verify(replace(p, ops=(replace(call, args=args),)), "test")
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,88 @@ def test_rows_are_passed_on_where_nothing_else_reads_them(
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+class Heads(nn.Module):
+    """Attention of what one product makes. Large queries: few keys count."""
+
+    def __init__(self, heads: int, depth: int, causal: bool, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.sizes, self.causal, self.mask = (3, heads, depth), causal, mask
+        self.all = nn.Linear(24, 3 * heads * depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.all(x).unflatten(-1, self.sizes).permute(2, 0, 3, 1, 4)
+        q, k, v = made * torch.tensor([9.0, 1.0, 1.0], dtype=x.dtype).view(3, 1, 1, 1, 1)
+        y = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal)
+        return y.transpose(1, 2).flatten(2)
+
+
+def kernels_of_attention(compiled: Callable[..., Tensor]) -> int:
+    steps = compiled.record.plan.steps
+    named = (s.kernel.name for s in steps if isinstance(s, Extern) and s.kernel is not None)
+    return sum(name.startswith("plait_attention") for name in named)
+
+
+ATTENTION = {  # heads, depth, rows, batch, causal
+    "few rows": (2, 16, 5, 3, True),
+    "odd rows": (3, 48, 130, 2, False),
+    "one head": (1, 80, 77, 1, True),
+    "wide": (2, 128, 200, 1, False),
+    "long": (1, 32, 512, 2, True),
+    "one row": (2, 112, 1, 2, False),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, isa: str) -> None:
+    from tests.kernel_tools import usable_isas
+
+    if isa not in [i.name for i in usable_isas()]:
+        pytest.skip(f"this machine has no {isa}")
+    heads, depth, rows, batch, causal = ATTENTION[name]
+    model, x = Heads(heads, depth, causal), torch.randn(batch, rows, 24)
+    compiled = frozen(model, x, options={"isa": isa, "small_matmul_flops": 0})
+    assert kernels_of_attention(compiled) == 1
+    check(compiled, model, x)
+    x[0, rows // 2] = float("nan")
+    made = compiled(x).isnan()
+    assert made[0, rows // 2 :].all(), "who sees it is no number"
+    assert not (made & ~model(x).isnan()).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_of_all_targets(target: str) -> None:
+    model, x = Heads(3, 32, True), torch.randn(2, 40, 24)
+    compiled = frozen(model, x, options={"wrapper": target, "small_matmul_flops": 0})
+    assert kernels_of_attention(compiled) == 1
+    check(compiled, model, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(2, 3, 21, 21), (2, 1, 21, 21), (1, 3, 1, 21), (21, 21)])
+@pytest.mark.parametrize("numbers", [True, False])
+def test_masks_of_attention(shape: tuple[int, ...], numbers: bool) -> None:
+    """Numbers that are added, and queries that see no key."""
+    seen = torch.rand(shape) < 0.7
+    seen[..., -1, :] = False
+    mask = torch.randn(shape).masked_fill(~seen, float("-inf")) if numbers else seen
+    model, x = Heads(3, 32, False, mask), torch.randn(2, 21, 24)
+    compiled = frozen(model, x, options={"small_matmul_flops": 0})
+    assert kernels_of_attention(compiled) == 1
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("depth", "rows"), [(20, 6), (16, 520)])
+def test_attention_that_is_no_kernel_of_ours(depth: int, rows: int) -> None:
+    model, x = Heads(2, depth, True), torch.randn(1, rows, 24)
+    compiled = frozen(model, x, options={"small_matmul_flops": 0})
+    assert kernels_of_attention(compiled) == 0
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 WINOGRAD = {  # depth, columns, padding, image
     "even": (32, 48, 1, (2, 8, 8)),
     "odd": (37, 50, 1, (2, 9, 7)),

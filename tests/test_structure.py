@@ -195,8 +195,8 @@ def test_the_compiler_is_small() -> None:
     # results of operators that a recording writes where the caller wants them, 180 sums that are
     # products, 190 rows that one product on a CPU passes on to the next, 70
     # sums of few rows of large tables, 200 rows
-    # that clusters of programs hold.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 58_150
+    # that clusters of programs hold, 270 attention on a CPU.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 58_425
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.ir.body_text import Body, BodyReader, params_text
-from plait.ir.calls import DeviceKernel
+from plait.ir.calls import DeviceKernel, TensorArg
 from plait.ir.expr import Expr
 from plait.ir.expr.text import Scope, SymbolReader, tuple_text, wrong
 from plait.ir.loops import Load, Node, walk
@@ -132,6 +132,29 @@ FORMULAS = ("score", "gradient", "mask")
 
 
 # --------------------------------------------------------------------------------------------- text
+@dataclass(frozen=True, slots=True)
+class HostAttention(DeviceKernel):
+    """A kernel of attention of short rows on a host, in float32. Its operands: queries, keys and
+    values, of batches, heads, rows and numbers, which lie side by side; maybe what is added to
+    scores, which are many or 1 along batches, heads and queries. All sizes are known.
+
+    causal: a query sees keys up to its own number.
+    scale: of scores.
+    """
+
+    causal: bool
+    scale: float
+
+    def fault(self, operands: Sequence[TensorArg], n_results: int) -> str:
+        """Why it cannot be given these, in words; "" if it can."""
+        if len(operands) not in (3, 4) or n_results != 1:
+            return "attention on a host with other operands than it takes"
+        sizes = [n for a in operands for n in (*a.shape, *a.strides)]
+        if not all(isinstance(n, int) for n in sizes) or any(a.strides[-1] != 1 for a in operands):
+            return "attention on a host of what does not lie as it takes it"
+        return ""
+
+
 def attention_text(a: Attention, scope: Scope) -> str:
     """A kernel as an expression that `read_attention` reads."""
     facts = [f"name={a.name!r}", f"gives={a.gives!r}"]

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
 from plait.devices import facts_of
-from plait.ir.attention import Attention, attention_text, read_attention
+from plait.ir.attention import Attention, HostAttention, attention_text, read_attention
 from plait.ir.body_text import (
     Body,
     BodyReader,
@@ -455,6 +455,8 @@ class OpReader:
             return read_attention(e, self.symbols)
         if default is None and isinstance(e, ast.Call) and word(e) == "Product":
             return self._product(e)
+        if default is None and isinstance(e, ast.Call) and word(e) == "HostAttention":
+            return HostAttention(**{k.arg or "": ast.literal_eval(k.value) for k in e.keywords})
         if default is None and isinstance(e, ast.Call) and word(e) == "Pair":
             return self._pair(e)
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from plait.errors import InternalError
 from plait.ir import loops as ir
-from plait.ir.attention import Attention
+from plait.ir.attention import Attention, HostAttention
 from plait.ir.calls import DeviceKernel, Extern, ExternArg, Number, TensorArg, UserKernel
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
@@ -221,8 +221,12 @@ def _extern(known: _Known, op: Extern) -> None:
 
 
 def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
-    n_tensors = sum(isinstance(a, TensorArg) for a in op.args)
-    if isinstance(kernel, UserKernel):
+    tensors = [a for a in op.args if isinstance(a, TensorArg)]
+    n_tensors = len(tensors)
+    if isinstance(kernel, HostAttention):
+        if fault := kernel.fault(tensors, len(op.outs)):
+            raise _Fault(fault)
+    elif isinstance(kernel, UserKernel):
         if n_tensors + len(op.outs) != len(kernel.pointers) or not kernel.variants:
             raise _Fault(f"a launch of {kernel.name} with other tensors than it takes")
     elif isinstance(kernel, Attention):

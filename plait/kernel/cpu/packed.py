@@ -25,7 +25,8 @@ from plait.runtime.toolchain import Isa
 
 KERNEL = "PACKED_KERNEL"
 """Stands for the symbol in a text."""
-_HEAD = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
+HEAD = f'extern "C" i64 {KERNEL}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms)'
+"""Of a function."""
 OWN = "// of one kernel\n"
 """Behind the text of an epilogue; that of a kernel comes last."""
 _A_TILE = 1.5
@@ -70,7 +71,7 @@ class Writer:
         """The epilogue and the function."""
         name, epilogue = self.epilogue()
         before, known, call = self.call("tid, nthreads, bufs", name)
-        return f"{epilogue}{OWN}{before}{_HEAD} {{\n{indented([known, f'return {call};'])}}}\n"
+        return f"{epilogue}{OWN}{before}{HEAD} {{\n{indented([known, f'return {call};'])}}}\n"
 
     def steps(self) -> list[Size]:
         """How far the rows of what results load lie apart; 0 where all rows load the same."""
@@ -229,7 +230,7 @@ def pair_text(pair: Pair, tensors: Sequence[TensorArg], rows: int, isa: Isa) -> 
         texts.append(epilogue)
         lines += ["{", f"void* const b[] = {{{part.rows_at(places)}}};", known, f"{call};", "}"]
     lines += ["}", "return 0;"]
-    return OWN.join((*texts, f"{_HEAD} {{\n{indented(lines)}}}\n"))
+    return OWN.join((*texts, f"{HEAD} {{\n{indented(lines)}}}\n"))
 
 
 def _part(p: Product, tensors: Sequence[TensorArg], sizes: Sequence[Size], isa: Isa) -> Writer:

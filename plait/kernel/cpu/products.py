@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from plait.ir.attention import HostAttention
 from plait.ir.calls import DeviceKernel, Extern, TensorArg, UserKernel, Variant
 from plait.ir.expr import Expr, Size
 from plait.ir.product import Pair, Panels, Product
 from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts, depthwise_unit
+from plait.kernel.cpu.heads import heads_text, heads_texts
 from plait.kernel.cpu.packed import OWN, Writer, pair_text
 from plait.kernel.cpu.packed_shared import dense_unit, walk_texts
 from plait.kernel.cpu.prelude import definitions
@@ -27,11 +29,14 @@ _WRITERS: dict[str, type[Writer]] = {
 }  # fmt: skip
 
 
-def write_packed(call: Extern, isa: Isa) -> Extern:
-    """The call, of a kernel whose text is known."""
+def write_packed(call: Extern, outs: Sequence[Sequence[Size]], isa: Isa) -> Extern:
+    """The call, of a kernel whose text is known. outs: strides of results."""
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
-    text = _text(call.kernel, tensors, sizes, isa)
+    if isinstance(call.kernel, HostAttention):
+        text = heads_text(call.kernel, tensors, outs[0], isa)
+    else:
+        text = _text(call.kernel, tensors, sizes, isa)
     pointers = ("*fp32",) * (len(tensors) + len(call.outs))
     assert call.kernel is not None, call
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
@@ -73,7 +78,7 @@ def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
 
 _FORMS: dict[str, tuple[str, Callable[[Sequence[str], Isa], list[str]]]] = {
     "dense": ("rows|image", walk_texts), "winograd": ("winograd", winograd_texts),
-    "depthwise": ("depthwise", depthwise_texts),
+    "depthwise": ("depthwise", depthwise_texts), "heads": ("heads", heads_texts),
 }  # fmt: skip
 _UNIT_OF = {"depthwise": "depthwise"}
 

@@ -61,7 +61,8 @@ class CppTarget(Target):
 
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a product with its text."""
-        return write_packed(call, machines[device_of(plan, call)])
+        outs = [plan.buffers[o].strides for o in call.made]
+        return write_packed(call, outs, machines[device_of(plan, call)])
 
     def emit_users(
         self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices

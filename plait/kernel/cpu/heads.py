@@ -1,0 +1,221 @@
+"""Attention of short rows as C++: scores of some queries at a time stay in a core's cache.
+
+Comes in: the operands of a `HostAttention`. Goes out: the text of a function, which calls what all
+such functions share: tiles of the products (`packed_shared.py`), of queries with a copy of the keys
+that lies as the columns of a matrix do, and of weights with values where they lie. Threads share
+heads, or parts of their queries where heads are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.ir.attention import HostAttention
+from plait.ir.calls import TensorArg
+from plait.ir.dtypes import f32
+from plait.ir.expr import Size
+from plait.kernel.cpu.expr import literal
+from plait.kernel.cpu.packed import HEAD, OWN, Tile
+from plait.kernel.cpu.packed_shared import filled, indented, most_rows, walk_texts
+from plait.runtime.toolchain import Isa
+
+_SCORES = 8192
+"""So many scores of a head are computed before their values are needed: 32 KiB."""
+_FEWEST = 24
+"""Queries at a time, at least."""
+_MOST_VECTORS = 5
+"""In a row of a tile."""
+_ROOM = 1 << 16
+"""Numbers in a thread's memory: for keys, up to half of it, and for scores."""
+
+_MEMORY = f"""\
+static thread_local f32 heads_memory[{_ROOM}] __attribute__((aligned(64)));
+"""
+_TURN = """\
+static void turn_keys( // LANES keys, of so many in all, and as many numbers of each
+    const f32* keys, i64 step, i64 count, f32* into, i64 span) {
+ROWS
+}
+"""
+_SOFTMAX = """\
+static f32 weigh( // scores of a query, of which the first `seen` count; gives 1 / their sum
+    f32* p, const f32* mask, i64 seen, i64 all) {
+  const vf32 least = splat_f32(-__builtin_inff());
+  vf32 best = least, sum = splat_f32(0.0f);
+  for (i64 j = 0; j < seen; j += LANES) {
+    const i64 left = seen - j;
+    vf32 x = ld_f32(p + j);
+    if (mask) x += ldn_f32(mask + j, left);
+    if (left < LANES) x = lanes_below(left) ? x : least;
+    if (mask || left < LANES) st_f32(p + j, x);
+    best = x > best ? x : best;
+  }
+  f32 most = h_max_f32(best);
+  if (most == -__builtin_inff()) most = 0.0f; // no key counts: the result is 0, as ATen's is
+  const vf32 top = splat_f32(most);
+  i64 j = 0;
+  for (; j < seen; j += LANES) {
+    const vf32 x = m_exp_f32(ld_f32(p + j) - top);
+    st_f32(p + j, x);
+    sum += x;
+  }
+  for (; j < all; j += LANES) st_f32(p + j, splat_f32(0.0f));
+  const f32 of = h_sum_f32(sum);
+  return of == 0.0f ? 1.0f : 1.0f / of;
+}
+"""
+_FETCH = """\
+static void fetch_rows( // of the next head, and those that will be written
+    const f32* x, const i64* q, const f32* y, const i64* k, const f32* z, const i64* v,
+    const f32* results, const i64* out, i64 from, i64 count, i64 depth) {
+  for (i64 i = from; i < from + count; ++i)
+    for (i64 d = 0; d < depth; d += LINE) {
+      __builtin_prefetch(x + i * q[2] + d, 0, 2);
+      __builtin_prefetch(y + i * k[2] + d, 0, 2);
+      __builtin_prefetch(z + i * v[2] + d, 0, 2);
+      __builtin_prefetch(results + i * out[2] + d, 1);
+    }
+}
+"""
+# q, k, v, add, out: how far batches, heads and rows lie apart, `add` of what is added to scores.
+# score, mix: tiles of both products.
+_WALK = """\
+__attribute__((noinline)) static i64 packed_heads(
+    i64 tid, i64 nthreads, void* const* bufs, tile* score, i64 tall, i64 vectors, tile* mix,
+    i64 high, i64 wide, f32 scale, bool causal, i64 batch, i64 heads, i64 rows, i64 keys, i64 depth,
+    const i64* q, const i64* k, const i64* v, const i64* add, const i64* out) {
+  const f32* const mask = add ? (const f32*)bufs[3] : nullptr;
+  const i64 span = vectors * LANES, padded = (keys + span - 1) / span * span;
+  const i64 able = SCORES / padded, limit = causal && able > 4 * tall ? 4 * tall : able;
+  const i64 least = limit > FEWEST ? limit : FEWEST, most = least < rows ? least : rows;
+  const i64 n_heads = batch * heads, wanted = (4 * nthreads + n_heads - 1) / n_heads;
+  const i64 blocks = (rows + most - 1) / most;
+  const i64 parts = n_heads >= 4 * nthreads ? 1 : wanted < blocks ? wanted : blocks;
+  f32 *const turned = heads_memory, *const p = heads_memory + padded * depth;
+  const i64 last = n_heads * parts * (tid + 1) / nthreads;
+  for (i64 unit = n_heads * parts * tid / nthreads, had = -1; unit < last; ++unit) {
+    const i64 head = unit / parts, part = unit % parts, b = head / heads, h = head % heads;
+    const f32* const queries = (const f32*)bufs[0] + b * q[0] + h * q[1];
+    const f32* const values = (const f32*)bufs[2] + b * v[0] + h * v[1];
+    f32* const results = (f32*)bufs[add ? 4 : 3] + b * out[0] + h * out[1];
+    const i64 then = unit + 1 < last ? (unit + 1) / parts : head, bn = then / heads;
+    const f32* const q_next = (const f32*)bufs[0] + bn * q[0] + then % heads * q[1];
+    const f32* const k_next = (const f32*)bufs[1] + bn * k[0] + then % heads * k[1];
+    const f32* const v_next = (const f32*)bufs[2] + bn * v[0] + then % heads * v[1];
+    for (i64 j = 0; j < padded && head != had; j += LANES) {
+      const f32* const own = (const f32*)bufs[1] + b * k[0] + h * k[1] + j * k[2];
+      f32* const into = turned + j / span * span * depth + j % span;
+      for (i64 d = 0; d < depth; d += LANES)
+        turn_keys(own + d, k[2], keys - j, into + d * span, span);
+    }
+    had = head;
+    const i64 end = blocks * (part + 1) / parts;
+    for (i64 block = blocks * part / parts; block < end; ++block) {
+      const i64 m = rows * block / blocks, count = rows * (block + 1) / blocks - m;
+      const i64 seen = causal && m + count < keys ? m + count : keys;
+      vf32 sums[TILE];
+      const f32* lines[MOST_ROWS];
+      f32 shares[count];
+      for (i64 n = 0; n < seen; n += span)
+        for (i64 i = 0; i < count; i += tall) {
+          const i64 some = count - i < tall ? count - i : tall;
+          for (i64 r = 0; r < tall; ++r) lines[r] = queries + (m + i + (r < some ? r : 0)) * q[2];
+          if (n == 0) fetch_rows(q_next, q, k_next, k, v_next, v, results, out, m + i, some, depth);
+          const f32* const panel = turned + n * depth;
+          score(lines, 1, depth, panel, span, panel, 0, sums);
+          for (i64 r = 0; r < some; ++r)
+            for (i64 c = 0; c < vectors; ++c)
+              st_f32(p + (i + r) * padded + n + c * LANES, sums[r * vectors + c] * scale);
+        }
+      for (i64 i = 0; i < count; ++i) {
+        const i64 own = causal && m + i + 1 < keys ? m + i + 1 : keys;
+        const f32* const given = mask ? mask + b * add[0] + h * add[1] + (m + i) * add[2] : nullptr;
+        shares[i] = weigh(p + i * padded, given, own, seen);
+      }
+      for (i64 i = 0; i < count; i += high) {
+        const i64 some = count - i < high ? count - i : high;
+        for (i64 r = 0; r < high; ++r) lines[r] = p + (i + (r < some ? r : 0)) * padded;
+        for (i64 n = 0; n < depth; n += wide * LANES) {
+          mix(lines, 1, seen, values + n, v[2], values + n, 0, sums);
+          for (i64 r = 0; r < some; ++r) {
+            f32* const into = results + (m + i + r) * out[2] + n;
+            for (i64 c = 0; c < wide; ++c)
+              st_f32(into + c * LANES, sums[r * wide + c] * shares[i + r]);
+          }
+        }
+      }
+    }
+  }
+  return 0;
+}
+"""
+
+
+def heads_text(
+    kernel: HostAttention, tensors: Sequence[TensorArg], out: Sequence[Size], isa: Isa
+) -> str:
+    """The function. out: strides of the result."""
+    q, k, v, *mask = tensors
+    batch, heads, rows, depth = q.shape
+    keys = k.shape[2]
+    assert isinstance(depth, int) and isinstance(keys, int), q
+    score, mix = _tile(keys, isa, True), _tile(depth, isa, False)
+    steps = {name: a.strides for name, a in zip("qkv", (q, k, v), strict=True)}
+    for a in mask:
+        own = [0 if n == 1 else s for n, s in zip(a.shape, a.strides, strict=True)]
+        steps["add"] = (*[0] * (4 - len(own)), *own)
+    steps["out"] = tuple(out)
+    lines = [
+        f"static const i64 {name}[] = {{{', '.join(map(str, s[:3]))}}};"
+        for name, s in steps.items()
+    ]
+    numbers = f"{batch}, {heads}, {rows}, {keys}, {depth}"
+    causal = "true" if kernel.causal else "false"
+    lines.append(
+        f"return packed_heads(tid, nthreads, bufs, {score}, {score.rows}, {score.vectors}, {mix}, "
+        f"{mix.rows}, {mix.vectors}, {literal(kernel.scale, f32)}, {causal}, {numbers}, q, k, v, "
+        f"{'add' if mask else 'nullptr'}, out);"
+    )
+    return f"{OWN}{HEAD} {{\n{indented(lines)}}}\n"
+
+
+def _tile(columns: int, isa: Isa, padded: bool) -> Tile:
+    """The tile that wastes fewest columns, or none."""
+    able = most_rows(isa)
+    n = -(-columns // isa.lanes)
+    fitting = [v for v in able if padded or n % v == 0]
+    vectors = min(fitting, key=lambda v: (-(-n // v) * v, -able[v] * v))
+    return Tile(able[vectors], vectors)
+
+
+def heads_texts(texts: Sequence[str], isa: Isa) -> list[str]:
+    """What such functions share."""
+    numbers = {"SCORES": _SCORES, "FEWEST": _FEWEST}
+    walk = _WALK
+    for name, number in numbers.items():
+        walk = walk.replace(name, str(number))
+    turn = _TURN.replace("ROWS", indented(_turned(isa)).rstrip("\n"))
+    own = (filled(t, isa) for t in (_MEMORY, turn, _SOFTMAX, _FETCH, walk))
+    return [*walk_texts(texts, isa), *own]
+
+
+def _turned(isa: Isa) -> list[str]:
+    """A square of numbers, whose rows are exchanged with columns: pairs of rows exchange halves of
+    their blocks of 2, 4, 8, ... lanes."""
+    n = isa.lanes
+    lines = [f"vf32 r{i} = {{}};" for i in range(n)]
+    lines += [f"if (count > {i}) r{i} = ld_f32(keys + {i} * step);" for i in range(n)]
+    names = [f"r{i}" for i in range(n)]
+    step = 1
+    while step < n:
+        low = [x if x & step == 0 else n + x - step for x in range(n)]
+        high = [x + step if x & step == 0 else n + x for x in range(n)]
+        for i in range(n):
+            if i & step == 0:
+                a, b = names[i], names[i + step]
+                for name, lanes in ((f"{a}_", low), (f"{b}_", high)):
+                    told = ", ".join(map(str, lanes))
+                    lines.append(f"const vf32 {name} = __builtin_shufflevector({a}, {b}, {told});")
+        names = [f"{x}_" for x in names]
+        step *= 2
+    return [*lines, *(f"st_f32(into + {i} * span, {x});" for i, x in enumerate(names))]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import plait.graph.conv_cost as conv_cost
 import plait.graph.memory_format as memory_format
 from plait import compat
 from plait.devices import facts_of
@@ -26,7 +27,8 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pass takes a CPU for a GPU on which every convolution gains."""
-    monkeypatch.setattr(memory_format, "facts_of", lambda device: facts_of("cuda"))
+    for module in (memory_format, conv_cost):
+        monkeypatch.setattr(module, "facts_of", lambda device: facts_of("cuda"))
     monkeypatch.setattr(memory_format, "gain_ns", lambda node: 1.0)
     monkeypatch.setattr(memory_format, "copy_ns", lambda source, x: 0.0)
     yield

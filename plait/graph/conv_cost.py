@@ -1,5 +1,4 @@
-"""What a convolution gains on a GPU from channels-last operands, and what the copies cost that make
-them.
+"""What a convolution gains from channels-last operands, and what the copies cost that make them.
 
 Of rows, cuDNN turns every operand, convolves, and turns the result back: that is what is gained.
 Exceptions are kernels that it has for one layout only. The numbers are those of an H200 with cuDNN
@@ -16,9 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from plait.devices import facts_of
 from plait.graph.edit import aten, value_of
 
 BYTES_A_NS = 1300.0  # of a tensor that is read in one layout and written in another
+HOST_BYTES_A_NS = 10.0  # the same of a core: benchmarks/conv_cpu.py
+HOST_PRODUCTS_A_NS = 700.0
+"""What a core loses channels-last: its kernels for windows of many channels are slower there."""
 LAUNCH_NS = 2000.0
 FEW_CHANNELS = 4
 """Of float32, gradients of inputs with so few channels on a side have kernels for rows only."""
@@ -94,11 +97,21 @@ class Convolution:
     def is_oddly_grouped(self) -> bool:
         """Whether its groups have numbers of channels for which cuDNN has no channels-last kernel:
         it turns and pads them, which takes twice the time."""
-        if _is(1, self.groups) or self.is_depthwise:
+        if _is(1, self.groups) or self.is_depthwise or self.is_on_host:
             return False
         filters = hint(self.result.shape[1] if self.transposed else self.weight.shape[0])
         widths = hint(self.weight.shape[1]), filters // max(hint(self.groups), 1)
         return any(n & (n - 1) for n in widths)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether a CPU computes it."""
+        return facts_of(self.x.device).is_host
+
+    @property
+    def is_of_patches(self) -> bool:
+        """Whether its windows lie side by side."""
+        return not self.is_point and self.window == self.stride
 
     @property
     def is_depthwise(self) -> bool:
@@ -123,6 +136,8 @@ def convolution_of(node: Node) -> Convolution:
 def gain_ns(node: Node) -> float:
     """How much sooner a convolution is done with channels-last operands."""
     c = convolution_of(node)
+    if c.is_on_host:
+        return _host_gain_ns(c)
     if c.is_point and not c.transposed:
         return _product_gain_ns(c)
     if c.is_depthwise:
@@ -138,6 +153,16 @@ def gain_ns(node: Node) -> float:
         else:
             gain += _moved_ns(c, False) / (2 if single else 1)
     return gain
+
+
+def _host_gain_ns(c: Convolution) -> float:
+    ns = (nbytes_of(c.x) + nbytes_of(c.result)) / HOST_BYTES_A_NS
+    if c.is_point:
+        return ns / 2
+    if c.is_of_patches and not c.transposed:
+        return -ns
+    products = prod(map(hint, (*c.result.shape, *c.weight.shape[1:])))
+    return ns - products / HOST_PRODUCTS_A_NS if _is(1, c.groups) else ns
 
 
 def _moved_ns(c: Convolution, scatters: bool) -> float:
@@ -179,7 +204,8 @@ def copy_ns(source: Node, x: torch.Tensor) -> float:
     """What a copy of a value in another layout costs: less where a kernel of ours makes it, which
     then writes what the copy would have read."""
     apart = source.op == "placeholder" or source.target is aten.convolution.default
-    return LAUNCH_NS + nbytes_of(x) / BYTES_A_NS if apart else nbytes_of(x) / BYTES_A_NS / 2
+    ns = nbytes_of(x) / (HOST_BYTES_A_NS if facts_of(x.device).is_host else BYTES_A_NS)
+    return LAUNCH_NS + ns if apart else ns / 2
 
 
 def most_taps(window: Sequence[Any]) -> int:

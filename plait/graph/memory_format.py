@@ -1,5 +1,7 @@
-"""Convolutions on a GPU get channels-last operands where that is faster for the graph as a whole:
-tensor cores want channels innermost, and cuDNN would otherwise turn every operand and every result.
+"""Convolutions get channels-last operands where that is faster for the graph as a whole: tensor
+cores, and oneDNN's kernels on a CPU, want channels innermost, and the vendor's library would
+otherwise turn operands and results. On a CPU only where nothing is trained: some gradients take
+three times as long then.
 
 A plan says what would change if every convolution got them: which operands would be copied, which
 values computed from the results would keep their layout, and which would have to be given eager's
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,15 +41,17 @@ _RAW = frozenset(
 _MERGES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _ROWS = torch.contiguous_format
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_HOSTS_DTYPES = (torch.float32, torch.bfloat16)
 _DECIDED = "layout_decided"
 """In the meta of a convolution: halves of a joint graph are not asked again."""
 
 
 def channels_last(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many operands it copied."""
-    if not any(is_candidate(n) for n in gm.graph.nodes):
+    found = {n for n in gm.graph.nodes if is_candidate(n)} | _of_host(gm.graph)
+    if not found:
         return 0
-    plan = _Plan(gm.graph)
+    plan = _Plan(gm.graph, found)
     accepted = plan.regions_that_gain()
     for node in plan.convolutions:
         node.meta[_DECIDED] = True
@@ -65,6 +69,21 @@ def is_candidate(node: Node) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16) or (
         x.dtype == torch.float32 and rounds_float32()
     )
+
+
+def _of_host(graph: Graph) -> set[Node]:
+    """The convolutions of images that oneDNN computes, of a graph that computes no gradients."""
+    nodes = [n for n in graph.nodes if n.target in _CONVOLUTIONS]
+    if not nodes or not (torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()):
+        return set()
+    if any(n.target is aten.convolution_backward.default for n in nodes):
+        return set()
+    return {n for n in nodes if not n.meta.get(_DECIDED) and _is_hosts(value_of(n.args[0]))}
+
+
+def _is_hosts(x: torch.Tensor) -> bool:
+    """Whether oneDNN convolves an image."""
+    return x.dim() == 4 and facts_of(x.device).is_host and x.dtype in _HOSTS_DTYPES
 
 
 def rounds_float32() -> bool:
@@ -166,12 +185,13 @@ _NOTHING = _Step()
 
 
 class _Plan:
-    """now: nodes with a new layout -> their values; several results are met again where one is
-    picked.
+    """found: the convolutions that may have another layout.
+    now: nodes with a new layout -> their values; several results are met again where one is picked.
     copied: operands -> the values of their channels-last copies.
     costs: (node, ns) of what is gained (negative) and paid in the node's region."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, found: Set[Node]) -> None:
+        self.found = found
         self.now: dict[Node, Any] = {}
         self.steps: defaultdict[Node, _Step] = defaultdict(_Step)
         self.copied: dict[Node, torch.Tensor] = {}
@@ -179,7 +199,7 @@ class _Plan:
         self.convolutions: list[Node] = []
         self.costs: list[tuple[Node, float]] = []
         self._restored: set[Node] = set()
-        self._demanded = _demanded(graph)
+        self._demanded = _demanded(graph, found)
         for node in graph.nodes:
             if node.op == "output":
                 self._restore_inputs(node)
@@ -198,7 +218,7 @@ class _Plan:
         return self.now.get(node, value_of(node))
 
     def _visit(self, node: Node) -> None:
-        chosen = is_candidate(node)
+        chosen = node in self.found
         stays = chosen and convolution_of(node).is_oddly_grouped
         if stays:
             self.convolutions.append(node)
@@ -226,7 +246,7 @@ class _Plan:
         at = _CONVOLUTIONS[node.target]
         given: Any = torch.fx.node.map_arg(node.args, self.value)
         args, turns = list(given), []
-        for k in at:
+        for k in at[:-1] if facts_of(given[at[0]].device).is_host else at:
             x, source = given[k], node.args[k]
             assert isinstance(source, Node), source
             with compat.tracing.beside(x):
@@ -302,11 +322,11 @@ def _seen_of(node: Node) -> Any:
     return inside
 
 
-def _demanded(graph: Graph) -> set[Node]:
+def _demanded(graph: Graph, convolutions: Set[Node]) -> set[Node]:
     """Values that a convolution reads, itself or through operators on each element by itself."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        if is_candidate(node):
+        if node in convolutions:
             found.update(node.args[k] for k in _CONVOLUTIONS[node.target][:-1])
         elif node in found and torch.Tag.pointwise in getattr(node.target, "tags", ()):
             found.update(n for n in node.all_input_nodes if _same_sizes(n, node))

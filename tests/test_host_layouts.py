@@ -1,0 +1,117 @@
+"""Channels-last convolutions on a CPU: where they gain, in inference, with the layouts of eager's
+results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import plait.graph.memory_format as memory_format
+from plait import compat
+from plait.wrapper.instructions import AssertSizeStride
+from plait.wrapper.program import CompileRecord
+from tests.product_programs import observing
+
+aten = torch.ops.aten
+
+
+class Bottleneck(nn.Module):
+    """A block of MobileNetV2: a point, a filter a channel, a point, and a residual."""
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        wide = 4 * channels
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide),
+            nn.ReLU6(), nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+        self.adds = stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x) if self.adds else self.layers(x)
+
+
+def lasts(fn: Callable[..., Any], *args: Tensor) -> list[bool]:
+    """Whether each convolution reads channels-last images after the pass."""
+    gm = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table(), "fake")(
+        *args
+    )
+    memory_format.channels_last(gm)
+    gm.recompile()
+    for a, b in zip(gm(*args), fn(*args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert a.stride() == b.stride()
+    found = [n for n in gm.graph.nodes if n.target is aten.convolution.default]
+    return [memory_format.is_last(n.args[0].meta["val"]) for n in found]
+
+
+X, W = torch.randn(2, 16, 40, 40), torch.randn(16, 16, 3, 3)
+
+
+def two(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (F.conv2d(F.conv2d(x, w).relu(), w).mean((2, 3)),)
+
+
+def test_several_in_a_row_gain() -> None:
+    assert (
+        lasts(lambda x, w: (F.conv2d(F.conv2d(x, w).relu(), w).mean((2, 3)),), X, W) == [True] * 2
+    )
+
+
+def test_one_alone_does_not() -> None:
+    """Two copies cost more than it gains."""
+    assert lasts(lambda x, w: (F.conv2d(x, w),), X, W) == [False]
+
+
+def test_patches_stay() -> None:
+    """oneDNN takes twice as long for those of channels-last images."""
+    w = torch.randn(32, 16, 8, 8)
+    assert lasts(lambda x, w: (F.conv2d(x.relu(), w, stride=8).flatten(2),), X, w) == [False]
+
+
+def test_training_stays() -> None:
+    def step(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        y = F.conv2d(F.conv2d(x, w).relu(), w)
+        size = [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
+        return y, aten.convolution_backward.default(grad, x, w, None, *size)[1]
+
+    assert lasts(step, X, W, torch.randn(2, 16, 38, 38)) == [False] * 2
+
+
+def test_not_without_onednn() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert lasts(two, X, W) == [False] * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model(dtype: torch.dtype, dynamic: bool) -> None:
+    """As near to float64 as eager is, for other sizes too; nothing is turned between layers."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 3, 2, 1), Bottleneck(16), Bottleneck(16, 2), Bottleneck(16))
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
+    records: list[CompileRecord] = []
+    torch.compiler.reset()
+    with observing(records), torch.no_grad():
+        compiled = torch.compile(model.to(dtype), backend="plait", dynamic=dynamic)
+        for batch, size in ((2, 64), (3, 48)) if dynamic else ((2, 64), (2, 64)):
+            x = torch.randn(batch, 3, size, size)
+            found, eager = compiled(x.to(dtype)), model(x.to(dtype))
+            exact = model.double()(x.to(dtype).double())
+            model.to(dtype)
+            off, limit = ((y.double() - exact).abs().max() for y in (found, eager))
+            unit = torch.finfo(dtype).eps * exact.abs().max()
+            assert found.stride() == eager.stride() and off <= 1.5 * limit + 2 * unit
+    made = [
+        i.strides[1]
+        for i in records[0].wrapper.body
+        if isinstance(i, AssertSizeStride) and "aten.convolution" in i.origin
+    ]
+    assert made == [1] * 10

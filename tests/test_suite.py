@@ -144,6 +144,16 @@ def test_what_is_open(
     assert book.is_open(None, now, changed, wanted)
 
 
+def test_modes_of_other_commands_stay() -> None:
+    """Those of the same program, with the same torch and on the same device."""
+    old = {"spec": "a", "torch": "2", "device": "d", "variants": {"plait": 1, "eager": 2}}
+    new = old | {"variants": {"plait-max": 3, "eager": 4}}
+    assert book.with_others(old, new)["variants"] == {"plait": 1, "eager": 4, "plait-max": 3}
+    assert book.with_others(None, new) is new
+    for key in ("spec", "torch", "device"):
+        assert book.with_others(old | {key: "b"}, new) is new
+
+
 def test_ratios_are_of_the_best_modes() -> None:
     rows = table()
     assert book.ratio(rows["bert/infer/bfloat16"]) == 2.0

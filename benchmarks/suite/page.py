@@ -16,16 +16,15 @@ from benchmarks.table import render
 CAUSES = Path(__file__).parent / "causes.json"
 DOCS = book.ROOT / "docs"
 LEGEND = f"""\
-Times are ms of the best call, CUDA graphs (mode "reduce-overhead") after the stroke,
-max-autotune after a second one where a model is named for it. × best: the best time of
-Inductor's modes over the best of plait's; × eager: eager's time over it. first s: the first
-call in default mode, plait / Inductor, with caches that are empty and beside other processes
-that compile, so that only their ratio says something. MiB: memory of a call at its peak,
-default mode and graphs (with what a recording keeps): plait / Inductor. error: distance from
-the truth (float64; float32 where the model cannot run in it) as a multiple of eager's, the
-worst of the modes: plait / Inductor; right is what stays below {book.RIGHT:g}. kernels: what the
-device runs in a call, eager / plait / Inductor, default mode. A pass is a row whose modes of plait
-all ran and were right."""
+Times are ms of the best call, CUDA graphs (mode "reduce-overhead") after the stroke, max-autotune,
+of a command of its own, after a second one where a model is named for it. × best: the best time of
+Inductor's modes over the best of plait's; × eager: eager's time over it. first s: the first call in
+default mode, plait / Inductor, with caches that are empty and beside other processes that compile,
+so that only their ratio says something. MiB: memory of a call at its peak, default mode and graphs
+(with what a recording keeps): plait / Inductor. error: distance from the truth (float64; float32
+where the model cannot run in it) as a multiple of eager's, the worst of the modes: plait /
+Inductor; right is what stays below {book.RIGHT:g}. kernels: what the device runs in a call, eager /
+plait / Inductor, default mode. A pass is a row whose modes of plait all ran and were right."""
 HEADS = (
     "", "of", "eager", "plait", "Inductor", "× best", "× eager", "first s", "MiB", "graphs MiB",
     "error", "kernels", "breaks",

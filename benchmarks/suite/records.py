@@ -59,6 +59,15 @@ def merge(old: Records, new: Records) -> Records:
     }
 
 
+def with_others(old: Record | None, new: Record) -> Record:
+    """A record with the modes that it lacks and an older one of the same program has: max-autotune
+    is measured by a command of its own."""
+    if old is None or any(old[key] != new[key] for key in ("spec", "torch", "device")):
+        return new
+    others = {name: f for name, f in old["variants"].items() if name not in new["variants"]}
+    return {**new, "variants": {**new["variants"], **others}}
+
+
 def sources(root: Path = ROOT) -> str:
     """A digest of what plait is made of."""
     digest = hashlib.sha256()

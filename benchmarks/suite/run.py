@@ -279,6 +279,7 @@ class Sweep:
             "device": device,
         }
         self.new: book.Records = {}
+        self.have = book.read(book.path(device, args.results))
         self.kernels: dict[str, Figures] = {}  # what takes longest, to find causes with
         per_slot = -(-args.together // args.slots)
         self.close_at = now() + 60 * args.minutes - 20 - 6 * per_slot
@@ -360,7 +361,7 @@ class Sweep:
             say(f"{record['case']}: no memory beside others; once more at the end")
             self.again.append(case.case)
             return
-        self.new[record["case"]] = record
+        self.new[record["case"]] = record = book.with_others(self.have.get(record["case"]), record)
         r = book.ratio(record)
         say(f"{record['case']}: {f'{r:.2f} x' if r else 'no ratio'}, {record['seconds']} s")
         for name, figures in record["variants"].items():
@@ -379,7 +380,7 @@ def wanted(case: Case, args: argparse.Namespace) -> tuple[str, ...]:
     """The variants of a case, but eager."""
     if case.device == "cpu":
         return ON_CPU
-    return VARIANTS + (TUNED if args.autotune and case.model.tuned else ())
+    return TUNED if args.autotune else VARIANTS
 
 
 def choose(args: argparse.Namespace, device: str) -> list[Case]:
@@ -464,7 +465,11 @@ def arguments() -> argparse.Namespace:
     add("--failed", action="store_true", help="also what failed")
     add("--worst", type=int, default=0, help="only the worst N rows, once more")
     add("--again", action="store_true", help="whatever was measured before")
-    add("--autotune", action="store_true", help="models that are named for it, by max-autotune too")
+    add(
+        "--autotune",
+        action="store_true",
+        help="max-autotune alone, of models that are named for it",
+    )
     add("--limit", type=float, default=240, help="seconds that a variant may take to be ready")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=0.1, help="length of a round of one variant")

@@ -47,6 +47,7 @@ from plait.wrapper.instructions import (
     Launch,
     Partition,
     Place,
+    Return,
     TensorInput,
     View,
     WrapperProgram,
@@ -812,3 +813,24 @@ def test_sums_of_products_of_matrices_are_calls(compile_only: None) -> None:
     made = record(step, *args, mode=mode)
     assert [i.op for i in of(made.wrapper, CallExtern)] == ["aten::bmm"] * 5
     assert "sum" not in "".join(i.kernel for i in of(made.wrapper, Launch))
+
+
+@pytest.mark.parametrize("replaced", ["activation", "patches"])
+def test_views_of_what_a_pass_replaced_share_its_memory(compile_only: None, replaced: str) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        made = aten.relu(aten.addmm(b, x, w))
+        return made, aten.slice.Tensor(made, 0, 1, 100)
+
+    def embedded(x: torch.Tensor, w: torch.Tensor) -> Any:
+        made = aten.convolution(x, w, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
+        return made, aten.slice.Tensor(made, 0, 1, 100)
+
+    fn, shapes = {
+        "activation": (layer, [(128, 256), (256, 512), (512,)]),
+        "patches": (embedded, [(8, 3, 32, 32), (256, 3, 4, 4)]),
+    }[replaced]
+    mode, args = fakes(*shapes, dtype=torch.bfloat16)
+    program = record(fn, *args, mode=mode).wrapper
+    whole, part = of(program, Return)[0].values
+    (view,) = (i for i in of(program, View) if i.name == part.name)
+    assert (view.base, view.offset) == (whole.name, math.prod(view.shape[1:]))

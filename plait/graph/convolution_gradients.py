@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
 from plait.graph.conv_cost import Convolution, convolution_of
-from plait.graph.edit import aten, insert, source_meta, value_of
+from plait.graph.edit import aten, insert, replace, source_meta, value_of
 from plait.graph.long_groups import LEAST_TAPS
 from plait.graph.memory_format import is_candidate, laid_out_as
 
@@ -131,8 +131,7 @@ def _sum_bias(node: Node) -> None:
 def _take(node: Node, k: int, made: Node) -> None:
     """Hands the users of one gradient another value; the others are still those of the operator."""
     for user in [u for u in node.users if u.args[1] == k]:
-        user.replace_all_uses_with(made, propagate_meta=False)
-        node.graph.erase_node(user)
+        replace(user, made)
     wanted = [w and n != k for n, w in enumerate(node.args[10])]  # type: ignore[arg-type]
     node.update_arg(10, wanted)
     node.meta["val"] = tuple(v if w else None for v, w in zip(value_of(node), wanted, strict=True))

@@ -67,8 +67,7 @@ def _join_activation(node: Node) -> bool:
     assert isinstance(bias, Node), "tensors are nodes"
     replace(end, last)
     made = insert(node, bias, aten._addmm_activation.default, *factors, use_gelu=gelu is not None)
-    node.replace_all_uses_with(made, propagate_meta=False)
-    node.graph.erase_node(node)
+    replace(node, made)
     return True
 
 

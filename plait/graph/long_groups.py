@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.graph.conv_cost import convolution_of, hint
-from plait.graph.edit import aten, insert, value_of
+from plait.graph.edit import aten, insert, replace, value_of
 from plait.graph.memory_format import is_candidate, rounds_float32
 
 LEAST_TAPS = 32
@@ -29,8 +29,7 @@ def widen_long_groups(gm: GraphModule) -> int:
                 args[k] = insert(node, x, aten._to_copy.default, dtype=torch.float32)
         made = insert(node, args[0], node.target, *args[1:])
         made = insert(node, made, aten._to_copy.default, dtype=value_of(node).dtype)
-        node.replace_all_uses_with(made, propagate_meta=False)
-        node.graph.erase_node(node)
+        replace(node, made)
     return len(found)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.graph.conv_cost import BYTES_A_NS, FEW_CHANNELS, Convolution, convolution_of, hint
-from plait.graph.edit import aten, insert, value_of
+from plait.graph.edit import aten, insert, replace, value_of
 from plait.graph.memory_format import is_candidate, laid_out_as
 
 MOST_CHANNELS = 16
@@ -140,7 +140,7 @@ def _forward(node: Node) -> None:
     c = convolution_of(node)
     points = _points(node, x, c)
     made = insert(node, points, node.target, _filters(node, weight), bias, *_of_points(c))  # type: ignore[arg-type]
-    _replace(node, laid_out_as(node, made, value_of(node)))
+    replace(node, laid_out_as(node, made, value_of(node)))
 
 
 def _backward(node: Node) -> None:
@@ -166,10 +166,5 @@ def _backward(node: Node) -> None:
                 picked = insert(user, picked, aten.slice.Tensor, 1, 0, patch)
             picked = insert(user, picked, aten.reshape.default, list(c.weight.shape))
             picked = laid_out_as(user, picked, value_of(user))
-        _replace(user, picked)
-    node.graph.erase_node(node)
-
-
-def _replace(node: Node, by: Node) -> None:
-    node.replace_all_uses_with(by, propagate_meta=False)
+        replace(user, picked)
     node.graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
 from plait.graph.conv_cost import convolution_of
-from plait.graph.edit import aten, insert, value_of
+from plait.graph.edit import aten, insert, replace, value_of
 from plait.graph.memory_format import lies_last
 
 LEAST_CHANNELS = 64
@@ -68,8 +68,7 @@ def _replace(node: Node, rows: Node) -> None:
     sizes = [n if type(n) is int else -1 for n in (shape[0], *shape[2:], shape[1])]
     image = insert(node, rows, aten.view.default, sizes)
     image = insert(node, image, aten.permute.default, [0, rank - 1, *range(1, rank - 1)])
-    node.replace_all_uses_with(image, propagate_meta=False)
-    node.graph.erase_node(node)
+    replace(node, image)
 
 
 def _matrix(before: Node, weight: Node) -> Node:

@@ -303,7 +303,7 @@ def positions(
     """Positions of extremes over the middle axis: of ties, of NaNs, of nothing but infinities; what
     is wrong, or ""."""
     (c, i), (r,) = loop_vars("i", (shape[0], shape[2])), loop_vars("r", (shape[1],))
-    x = node("load", (), Load("x", (c, r, i)), d)
+    x = cast(node("load", (), Load("x", (c, r, i)), d), f32 if d == bf16 else d)
     outs = {"least": "argmin", "most": "argmax"}
     stmts: list[Stmt] = [Reduce(n, kind, x) for n, kind in outs.items()]
     stmts += [Store(n, (c, i), node("acc", (), n, i64), False) for n in outs]
@@ -311,10 +311,13 @@ def positions(
     args = (strided("x", d, shape), *(strided(n, i64, result) for n in outs))
     kernel = Kernel("positions", (c, i), (r,), tuple(stmts), args, tuple(outs), ())
     data = np.random.default_rng(5).integers(-9, 9, shape).astype(np.int64 if d == i64 else "f4")
-    if d == f32:
+    if d != i64:
         data[0, :, :] = np.inf
         data[1, :, 0] = -np.inf
-        data[1, shape[1] // 2 :: 7, -1] = np.nan
+        data[1, shape[1] // 2 :: 7, -1] = -np.nan
+        data[1, ::3, 1 % shape[2]] = -0.0
+    if d == bf16:
+        data = (data.view(np.uint32) >> 16).astype(np.uint16)
     mine, want = (
         {"x": data.ravel(), **{n: np.zeros(shape[0] * shape[2], np.int64) for n in outs}}
         for _ in range(2)
@@ -418,7 +421,7 @@ def main() -> None:
         ]
         jobs += [
             partial(positions, shape, d, runner)
-            for d in (f32, i64)
+            for d in (f32, i64, bf16)
             for shape in ((2, 300, 17), (2, 300, 1), (2, 20003, 1))
         ]
         jobs += [partial(column_softmax, shape, runner) for shape in ((2, 2100, 20), (2, 2048, 64))]

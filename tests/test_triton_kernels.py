@@ -104,7 +104,7 @@ def test_random_kernels_in_the_interpreter(first: int, n: int, gpu: str) -> None
 
 
 @needs_triton
-@pytest.mark.parametrize("every, n", [(25, 5), pytest.param(1, 106, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every, n", [(25, 5), pytest.param(1, 109, marks=pytest.mark.slow)])
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter(every: int, n: int) -> None:
     assert f"{n} reductions, 0 wrong" in run(
         "-m", "tests.gpu_rows", str(every), TRITON_INTERPRET="1"

@@ -249,7 +249,7 @@ ATTENTION = {  # heads, depth, rows, batch, causal
     "one head": (1, 80, 77, 1, True),
     "wide": (2, 128, 200, 1, False),
     "long": (1, 32, 512, 2, True),
-    "one row": (2, 112, 1, 2, False),
+    "two rows": (2, 112, 2, 2, False),
 }
 
 
@@ -296,7 +296,7 @@ def test_masks_of_attention(shape: tuple[int, ...], numbers: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("depth", "rows"), [(20, 6), (16, 520)])
+@pytest.mark.parametrize(("depth", "rows"), [(20, 6), (16, 520), (16, 1)])
 def test_attention_that_is_no_kernel_of_ours(depth: int, rows: int) -> None:
     model, x = Heads(2, depth, True), torch.randn(1, rows, 24)
     compiled = frozen(model, x, options={"small_matmul_flops": 0})

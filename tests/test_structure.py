@@ -195,8 +195,9 @@ def test_the_compiler_is_small() -> None:
     # results of operators that a recording writes where the caller wants them, 180 sums that are
     # products, 190 rows that one product on a CPU passes on to the next, 70
     # sums of few rows of large tables, 40 biases that are split off, 200 rows
-    # that clusters of programs hold, 270 attention on a CPU.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 58_480
+    # that clusters of programs hold, 270 attention on a CPU,
+    # 20 layouts of convolutions on a CPU.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 58_500
 
 
 def imports(path: Path, package: str) -> set[str]:

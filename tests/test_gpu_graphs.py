@@ -223,7 +223,7 @@ def test_gradients_of_filters_are_those_of_runs_without_graphs(
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
     assert len({a.data_ptr() for _, grads, _ in held for a in grads}) == 6 * len(parameters)
     for p in programs[:n_compiled]:
-        assert not stats(p)["refused"] and stats(p)["replayed"] >= 3, stats(p)
+        assert not stats(p)["refused"] and stats(p)["replayed"] >= 2, stats(p)
 
 
 def test_large_results_of_the_last_operators_are_made_beside_a_recording(

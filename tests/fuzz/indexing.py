@@ -201,7 +201,9 @@ def part(m: Maker) -> str:
     elif way == 2 and len(shape) == 2:
         text = f"torch.diagonal_scatter({x}, {_written(m, (m.rng.choice(shape),), dtype)})"
     elif way == 2:  # of a copy whose elements lie apart
-        text = f"torch.as_strided_scatter({spread}.expand(2, {', '.join(['-1'] * len(shape))}), "
+        whole = ", ".join(["-1"] * len(shape))
+        # PyTorch differentiates none but of contiguous tensors.
+        text = f"torch.as_strided_scatter({spread}.detach().expand(2, {whole}), "
         text += f"{_written(m, ('2',), dtype)}, (2,), (1,), 0)"
         return m.add("parts", text)
     else:

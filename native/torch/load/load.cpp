@@ -63,8 +63,11 @@ void load(Code& code) {
   if (code.constants.size() != static_cast<size_t>(code.plan.n_constants))
     throw LoadError("the program wants " + std::to_string(code.plan.n_constants) +
                     " constants and got " + std::to_string(code.constants.size()));
+  // The older question raises where the user asked by the newer flags, of any device.
+  const at::Float32Precision rounded =
+      at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   code.full_precision =
-      at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+      rounded != at::Float32Precision::BF16 && rounded != at::Float32Precision::TF32;
   load_programs(code);
   Constants constants = fold_constants(code);
   name_slots(code);

@@ -33,6 +33,7 @@ using Words = std::vector<uint64_t>;
 struct Image {
   std::string symbol;
   size_t parameters;
+  size_t parameter_nbytes = 8;  // 0: not known
 };
 struct Node {
   const Image* image = nullptr;  // a kernel
@@ -373,7 +374,7 @@ int cuModuleLoadData(void** module, const void* image) {
   }
   if (std::sscanf(static_cast<const char*>(image), "%63s %zu", symbol, &parameters) != 2)
     return 200;
-  *module = new Image{symbol, parameters};
+  *module = new Image{symbol, parameters, 0};
   return 0;
 }
 int cuModuleUnload(void*) { return 0; }
@@ -463,7 +464,7 @@ int cuGraphKernelNodeGetParams_v2(Node* node, plait::cuda::NodeParams* p) {
 int cuFuncGetParamInfo(const Image* image, size_t index, size_t* offset, size_t* nbytes) {
   if (index >= image->parameters) return 1;
   *offset = 8 * index;
-  *nbytes = 8;
+  *nbytes = image->parameter_nbytes;
   return 0;
 }
 int cuKernelGetParamInfo(const Image* image, size_t index, size_t* offset, size_t* nbytes) {

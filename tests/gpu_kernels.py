@@ -23,7 +23,6 @@ from plait.ir.dtypes import f32
 from plait.ir.expr import evaluate
 from plait.ir.loops import Load, loop_vars, node
 from plait.kernel.null.run import run_kernel
-from plait.kernel.target import Choices
 from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.runtime.generated import GpuKernel
@@ -37,9 +36,9 @@ DEVICE = "cuda:0"
 class OnDevice:
     """Kernels on a GPU, with the interface of kernel_tools.Loaded."""
 
-    def __init__(self, kernels: Sequence[Kernel], choices: Choices | None = None) -> None:
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
         target, cfg = TritonTarget(), Config.from_env()
-        self.source = emitted(target, [_moved(k) for k in kernels], cfg, choices)
+        self.source = emitted(target, [_moved(k) for k in kernels], cfg)
         self.pack = str(target.build(self.source, cfg).path)
 
     def __call__(

@@ -143,8 +143,7 @@ def _interpret(pipeline: Any) -> None:
             folder = Path(_folder.name) / str(len(_packs))
             folder.mkdir()
             _packs[pack] = {
-                unit.name: interpreted(unit.name, unit.text, folder, getattr(unit, "cluster", 1))
-                for unit in source.units
+                unit.name: interpreted(unit.name, unit.text, folder) for unit in source.units
             }
             built[kind] = Built(pack, False)
         return built

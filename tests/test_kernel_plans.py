@@ -18,8 +18,7 @@ from plait.kernel.cpu.plan_body import BodyPlan, plan_body, verify_body
 from plait.kernel.cpu.share_work import Share, Unit, faults_of_sharing
 from plait.kernel.triton import plan_body as triton
 from plait.kernel.triton.choose_accumulators import Accumulation
-from plait.kernel.triton.layout import Layout
-from plait.kernel.triton.tiles import plan_tile, shared_tile
+from plait.kernel.triton.tiles import plan_tile
 from plait.kernel.triton.verify_body import faults_of_body
 from plait.schedule.legalize import legalize
 from plait.schedule.legalize.drop_picks import drop_picks
@@ -101,14 +100,13 @@ def test_points_that_run_in_order_stay_on_a_thread() -> None:
 
 
 # ------------------------------------------------------------------------------------------- Triton
-def triton_plan(kernel: Kernel, cluster: int = 1) -> triton.BodyPlan:
+def triton_plan(kernel: Kernel) -> triton.BodyPlan:
     linear = drop_picks(legalize(kernel))
-    tile = (shared_tile(linear, cluster) if cluster > 1 else None) or plan_tile(linear)
-    return triton.plan_body(linear, tile, "tl.int64", {"s0": "s0"})
+    return triton.plan_body(linear, plan_tile(linear), "tl.int64", {"s0": "s0"})
 
 
-def softmax(n: Size, cluster: int = 1) -> triton.BodyPlan:
-    """Long rows in two passes, or held by a cluster. They begin anywhere, if n is known."""
+def softmax(n: Size) -> triton.BodyPlan:
+    """Long rows in two passes. They begin anywhere, if n is known."""
     (i,), (r,) = loop_vars("i", (3,)), loop_vars("r", (n,))
     x, peak = node("load", (), Load("x", (i, r)), f32), node("acc", (), "peak", f32)
     power = node("exp", (node("sub", (x, peak)),))
@@ -121,7 +119,7 @@ def softmax(n: Size, cluster: int = 1) -> triton.BodyPlan:
     )
     rows, peaks = Buffer("x", f32, (3, n), (n, 1)), strided("peaks", f32, (3,))
     buffers = (rows, replace(rows, name="out"), peaks)
-    return triton_plan(Kernel("k", (i,), (r,), stmts, buffers, ("out", "peaks"), ()), cluster)
+    return triton_plan(Kernel("k", (i,), (r,), stmts, buffers, ("out", "peaks"), ()))
 
 
 def bend(plan: triton.BodyPlan, k: int, **damage: Any) -> triton.BodyPlan:
@@ -169,22 +167,6 @@ def test_damaged_walks_along_rows_are_seen() -> None:
     ordered = [replace(a, how=Accumulation.MEAN) for a in plan.passes[0].accumulators]
     faults = faults_of_body(bend(plan, 0, accumulators=tuple(ordered)))
     assert "walks from before rows, whose points must stay in order" in faults
-
-
-def test_damaged_parts_of_rows_are_seen() -> None:
-    plan = softmax(50_257, 8)
-    tile = plan.layout.tile
-    assert (tile.cluster, tile.groups[-1].block, plan.exchange is not None) == (7, 8192, True)
-    assert faults_of_body(plan) == []
-    damaged = [replace(plan, exchange=None)]
-    damaged += [
-        replace(plan, layout=Layout(plan.layout.linear, t))
-        for t in (replace(tile, cluster=6), replace(tile, cluster=8), replace(tile, looped=True))
-    ]
-    for bad in damaged:
-        assert any("part" in f for f in faults_of_body(bad)), bad.layout.tile
-    # The last part could not tell both numbers.
-    assert softmax(6 * 8192 + 1, 8).layout.tile.cluster == 1
 
 
 def test_damaged_loads_and_stores_are_seen() -> None:

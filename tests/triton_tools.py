@@ -6,10 +6,8 @@ TRITON_INTERPRET=1 before Triton is imported to use `Runner`.
 
 from __future__ import annotations
 
-import re
-import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from plait.ir.calls import unpack_grid
 from plait.ir.expr import evaluate
 from plait.kernel.triton.dialects import GPUS, NVIDIA
 from plait.kernel.triton.target import emit_kernel
-from plait.kernel.triton.tiles import Tile
 from plait.runtime.cubin import Gpu
 from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel
@@ -98,64 +95,7 @@ def _like(x: core.tensor, kind: core.dtype) -> core.dtype:
     return core.block_type(kind, x.type.shape) if x.type.is_block() else kind
 
 
-class Cluster:
-    """The programs of a cluster: each runs until it waits for the others, then the next one."""
-
-    running: Cluster
-
-    def __init__(self, function: Callable[..., None], n: int, args: Sequence[object]) -> None:
-        self.function, self.args = function, args
-        self.turns = [threading.Semaphore(0) for _ in range(n)]
-        self.met, self.now = threading.Semaphore(0), 0
-        self.error: BaseException | None = None
-        self.done = [False] * n
-
-    def run(self) -> None:
-        """Runs all to their ends."""
-        Cluster.running, builder = self, interpreter.interpreter_builder
-        n, cluster = len(self.turns), builder.grid_idx[0]
-        threads = [threading.Thread(target=self._program, args=(k,)) for k in range(n)]
-        for t in threads:
-            t.start()
-        while not all(self.done):
-            for self.now in range(n):
-                builder.grid_idx = (cluster * n + self.now, 0, 0)
-                self.turns[self.now].release()
-                self.met.acquire()
-        for t in threads:
-            t.join()
-        if self.error is not None:
-            raise self.error
-
-    def _program(self, k: int) -> None:
-        self.turns[k].acquire()
-        try:
-            self.function(*self.args)
-        except BaseException as error:  # noqa: BLE001  (it is raised where the cluster runs)
-            self.error = self.error or error
-        self.done[k] = True
-        self.met.release()
-
-    def meet(self) -> None:
-        """Waits for the other programs."""
-        k = self.now
-        self.met.release()
-        self.turns[k].acquire()
-        if self.error is not None:
-            raise RuntimeError("another program of the cluster has failed")
-
-
-def _in_clusters(name: str, text: str, n: int) -> str:
-    """The text of a module, with a kernel `together` a program of which runs a cluster of others'
-    programs."""
-    found = re.search(rf"def {name}\((.*?)\):", text)
-    assert found, text
-    call = f"run_cluster({name}, {n}, ({found[1]},))"
-    return f"{text}\n\n@triton.jit\ndef together({found[1]}):\n    {call}\n"
-
-
 INSTRUCTIONS = {
-    "p_meet": lambda part: Cluster.running.meet(),
     "p_ex2": lambda x: tl.exp2(x),
     "p_rcp": lambda x: 1.0 / x,
     "p_low_half": lambda x: x.to(tl.int16),
@@ -261,15 +201,9 @@ tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
 class Runner:
     """Kernels run by Triton's interpreter, with the interface of kernel_tools.Loaded."""
 
-    def __init__(
-        self,
-        kernels: list[Kernel],
-        folder: Path,
-        gpu: Gpu = GPUS["sm_80"],
-        tiles: Mapping[str, Tile | None] | None = None,
-    ) -> None:
-        self.folder, tiles = folder, tiles or {}
-        self.made = {k.name: emit_kernel(k, k.name, tiles.get(k.name), gpu=gpu) for k in kernels}
+    def __init__(self, kernels: list[Kernel], folder: Path, gpu: Gpu = GPUS["sm_80"]) -> None:
+        self.folder = folder
+        self.made = {k.name: emit_kernel(k, k.name, gpu=gpu) for k in kernels}
 
     def __call__(
         self,
@@ -279,24 +213,22 @@ class Runner:
         threads: int = 1,
     ) -> int:
         made = self.made[kernel.name]
-        function = interpreted(made.name, made.text, self.folder, made.cluster)
+        function = interpreted(made.name, made.text, self.folder)
         args = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]
         grid = evaluate(made.grid, sizes or {})
         return launch(function, args, [(sizes or {})[str(s)] for s in kernel.sizes], grid)
 
 
-def interpreted(name: str, text: str, folder: Path, cluster: int = 1) -> Callable[..., None]:
-    """The kernel of a module, with a libdevice. cluster: programs that wait for one another; then
-    it is launched with the number of clusters."""
-    module = load_module(name, text if cluster == 1 else _in_clusters(name, text, cluster), folder)
+def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
+    """The kernel of a module, with a libdevice."""
+    module = load_module(name, text, folder)
     module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
-    module.run_cluster = lambda fn, n, args: Cluster(fn, n, args).run()  # type: ignore[attr-defined]
     # Loops count in Python's integers here; a constant cannot be what these are divided by.
     core.constexpr.__rmod__ = lambda c, n: core.constexpr(n % c.value)
     for helper, body in INSTRUCTIONS.items() if NVIDIA.library in text else ():
         if hasattr(module, helper):
             setattr(module, helper, body)
-    function: Callable[..., None] = getattr(module, name if cluster == 1 else "together")
+    function: Callable[..., None] = getattr(module, name)
     return function
 
 

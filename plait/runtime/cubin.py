@@ -73,8 +73,7 @@ class Job:
     of each argument. aligned: positions of pointers that are multiples of 16. checks: it holds
     run-time checks, which are compiled in with debug=True. early: it may start before what is ahead
     of it in its stream has ended, for which it waits (programmatic dependent launch). options: what
-    the compiler is told beside, or in the place of that. cluster: so many programs that follow each
-    other run at one time; what a launch is given is the number of clusters."""
+    the compiler is told beside, or in the place of that."""
 
     name: str
     text: str
@@ -86,7 +85,6 @@ class Job:
     checks: bool = False
     early: bool = False
     options: tuple[tuple[str, bool | int | str | None], ...] = ()
-    cluster: int = 1
 
     def frame(self) -> str:
         """The job as a worker reads it, with what this process's environment tells the compiler."""
@@ -98,7 +96,7 @@ class Job:
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),
             "target": self.gpu[:3], "aligned": list(self.aligned), "options": options,
-            "env": compiler_variables(), "image": self.gpu.image, "cluster": self.cluster,
+            "env": compiler_variables(), "image": self.gpu.image,
         }  # fmt: skip
         return json.dumps(facts, sort_keys=True)
 

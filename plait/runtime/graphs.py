@@ -126,9 +126,10 @@ class Capture:
         self._end()
 
     def end(self) -> tuple[int, int, int, int]:
-        """Makes the recording ready to run, and ends it before if need be. Returns its cudaGraphExec_t, the bytes of its own memory and of
-        what it shares with others, and how many all recordings of the device may hold. Raises
-        RuntimeError where something in it could not be recorded."""
+        """Makes the recording ready to run, and ends it before if need be. Returns its
+        cudaGraphExec_t, the bytes of its own memory and of what it shares with others, and how many
+        all recordings of the device may hold. Raises RuntimeError where something in it could not
+        be recorded."""
         if self._records:
             self._end()
         self._graph.instantiate()

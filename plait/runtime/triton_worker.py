@@ -80,9 +80,7 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     )
     image = made.asm[job["image"]]
     text = image if isinstance(image, bytes) else image.encode() + b"\0"  # as the driver wants it
-    facts = facts_of(made.metadata)
-    facts["num_ctas"] *= job["cluster"]  # of which the compiler need not know
-    return facts, text
+    return facts_of(made.metadata), text
 
 
 def facts_of(m: Any) -> dict[str, Any]:

@@ -39,8 +39,6 @@ class BodyPrinter:
         if self.tile.column_programs:
             self._walk()
         else:
-            if self.plan.exchange:
-                self._load_all()
             for p in self.plan.passes:
                 (self._looped if self.tile.looped else self._held)(p)
             self.values.piece = Piece()
@@ -52,8 +50,6 @@ class BodyPrinter:
         """Which block this program is, and the indices of its points."""
         index_type, groups = self.plan.index_type, self.tile.groups
         lines: list[str] = []
-        if self.tile.cluster > 1:
-            lines += [f"part = pid % {self.tile.cluster}", f"pid = pid // {self.tile.cluster}"]
         pids = {"x": "pid"}
         if len(self.tile.outer) == 2 or self.tile.programs:
             x = next(g for g in self.tile.outer if g.name == "x")
@@ -67,9 +63,6 @@ class BodyPrinter:
             if g.name == self.layout.along and (self.tile.looped or self.tile.column_programs):
                 lines.append(f"{g.name}base = {span}")
             elif g.name == "r":
-                if self.tile.cluster > 1:
-                    lines.append(f"rbase = {span}")
-                    span = f"part * {g.block} + rbase"
                 lines += [f"r = {span}", *self._mask_of(g)]
             else:
                 at = f"({pids[g.name]}) * {g.block} + {span}"
@@ -85,15 +78,8 @@ class BodyPrinter:
 
     # --------------------------------------------------------------------------------------- passes
     def _held(self, p: RowPass) -> None:
-        """A pass of a block that holds whole rows, which stay in registers, or parts of them."""
+        """A pass of a block that holds whole rows, which stay in registers."""
         self._block(p, Piece())
-        self.lines.merge()
-
-    def _load_all(self) -> None:
-        """All loads: what parts of rows tell each other lies where something may be read."""
-        self.lines.enter()
-        for n in self.plan.loads:
-            self.values.value(n)
         self.lines.merge()
 
     def _looped(self, p: RowPass) -> None:
@@ -170,8 +156,6 @@ class BodyPrinter:
     def _points_of(self, p: RowPass) -> None:
         for a in p.accumulators:
             (self.reductions.step if self.tile.looped else self.reductions.whole)(a)
-        if self.plan.exchange and p.stores:
-            self.lines.add("p_meet(part)", True)  # all have read what parts told
         for s in p.stores:
             if s.store.mode == "sum":
                 self._add_to_sum(s.store)

@@ -29,8 +29,6 @@ class Dialect:
     release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
-    first_clusters: the first of those with clusters, programs that run at one time and can wait for
-        one another, or None.
     """
 
     library: str
@@ -42,7 +40,6 @@ class Dialect:
     release: str = ""
     first_early: int | None = None
     first_float8: int | None = None
-    first_clusters: int | None = None
 
     @property
     def head(self) -> str:
@@ -62,14 +59,6 @@ class Dialect:
     def converts_float8(self, gpu: Gpu) -> bool:
         """Whether there are instructions that make floats of 8 bits and take them apart."""
         return _is_since(self.first_float8, gpu)
-
-    def largest_cluster(self, gpu: Gpu) -> int:
-        """Programs of a cluster, at most; 1 where there are none."""
-        return _MOST_PROGRAMS if _is_since(self.first_clusters, gpu) else 1
-
-
-_MOST_PROGRAMS = 8
-"""What every GPU that has clusters has room for."""
 
 
 def _is_since(first: int | None, gpu: Gpu) -> bool:
@@ -141,13 +130,6 @@ NVIDIA = Dialect(
             f"p_four_{kind}8": _FOUR_INTEGERS.format(kind=kind, asm=asm, name=name)
             for kind, asm, name in (("i", "s", "int"), ("u", "u", "uint"))
         },
-        # All that programs of a cluster did before is seen by all of them afterwards.
-        "p_meet": """def p_meet(part):
-    return tl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; "
-        "mov.b32 $0, $1;", "=r,r", [part.to(tl.int32)], tl.int32, False, 1,
-    )
-""",
         "p_nearest": """def p_nearest(x):
     return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
 """,
@@ -167,7 +149,6 @@ NVIDIA = Dialect(
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
     first_float8=89,
-    first_clusters=90,
 )
 _CLAMPED = """def p_four_{kind}8(x):
     whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.nearbyint(x), {low}.0), {high}.0), 0.0)

@@ -320,26 +320,6 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_to_e4m3_or_nan", """def p_to_e4m3_or_nan(x):
     return tl.where(tl.abs(x) > 464.0, 0x7F, p_to_e4m3(x)).to(tl.uint8) | p_sign_bit(x)
 """),
-    # Of a block of one element.
-    ("p_number", """def p_number(x):
-    return tl.sum(tl.sum(x, 1), 0)
-"""),
-    # A word in the place of elements with so many bits.
-    *((f"p_tell_{32 // bits}", f"""def p_tell_{32 // bits}(p, at, step, x, mask):
-    p = p.to(tl.pointer_type(tl.int{bits}))
-    word = x.to(tl.int32, bitcast=True)
-""" + "".join(
-        f"    tl.store(p + at + {k} * step, (word >> {bits * k}).to(tl.int{bits}), mask)\n"
-        for k in range(32 // bits)
-    )) for bits in (32, 16, 8)),
-    *((f"p_told_{32 // bits}", f"""def p_told_{32 // bits}(p, at, step, mask):
-    p = p.to(tl.pointer_type(tl.int{bits}))
-    word = tl.full(at.shape, 0, tl.int32)
-""" + "".join(
-        f"    piece = tl.load(p + at + {k} * step, mask, other=0, cache_modifier='.cg')\n"
-        f"    word |= (piece.to(tl.int32) & {(1 << bits) - 1 if bits < 32 else -1}) << {bits * k}\n"
-        for k in range(32 // bits)
-    ) + "    return word\n") for bits in (32, 16, 8)),
     ("p_exp_below", """def p_exp_below(x, peak):
     return tl.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),

@@ -20,7 +20,6 @@ from plait.kernel.triton.choose_accumulators import (
     choose_accumulators,
 )
 from plait.kernel.triton.choose_forms import Form, choose_forms
-from plait.kernel.triton.clusters import Exchange, exchange_of
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.load_ahead import loads_ahead
 from plait.kernel.triton.passes import Passes, plan_passes
@@ -64,7 +63,6 @@ class BodyPlan:
     last: what is stored after all passes.
     loads, forms: of the nodes that are loads, or have another form than their op's.
     guarded: nodes that need rows which have points.
-    exchange: how the programs that hold rows together tell each other of their parts.
     """
 
     layout: Layout
@@ -75,7 +73,6 @@ class BodyPlan:
     loads: Mapping[Node, Access]
     forms: Mapping[Node, Form]
     guarded: frozenset[Node]
-    exchange: Exchange | None = None
 
 
 def plan_body(
@@ -99,7 +96,6 @@ def plan_body(
         loads,
         choose_forms(layout, float8),
         guarded,
-        exchange_of(linear) if tile.cluster > 1 else None,
     )
 
 

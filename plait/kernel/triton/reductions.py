@@ -7,7 +7,6 @@ from plait.ir.reductions import REDUCTIONS
 from plait.kernel.triton.choose_accumulators import Accumulation, Accumulator
 from plait.kernel.triton.ops import TYPES, combiner, literal, render
 from plait.kernel.triton.passes import offset_from, scale_of
-from plait.kernel.triton.tiles import power
 from plait.kernel.triton.values import Values
 from plait.schedule.plan import Reduce
 
@@ -21,7 +20,6 @@ class Reductions:
     begun: reduction -> the variables that accumulate it.
     lanes: reduction -> its accumulator after the loop, one value a lane.
     seen: how many blocks of its row a program has seen.
-    told: elements that a part of rows has told of so far.
     """
 
     def __init__(self, values: Values) -> None:
@@ -29,7 +27,6 @@ class Reductions:
         self.begun: dict[str, tuple[str, ...]] = {}
         self.lanes: dict[str, str] = {}
         self.seen = ""
-        self.told = 0
 
     # ------------------------------------------------------------------------------- of whole rows
     def whole(self, a: Accumulator) -> None:
@@ -46,40 +43,7 @@ class Reductions:
             block = self._block(s)
             position = self._position() if a.is_arg else ""
             text = self.lines.define(self._reduced(s, block, position, inner=True), True, "a")
-            text = self._of_cluster(s, text) if self.values.plan.exchange else text
         self.values.results[s.name] = text
-
-    def _of_cluster(self, s: Reduce, part: str) -> str:
-        """The result of rows, of those of their parts, which the programs that hold them tell each
-        other: a number at the first results of each part."""
-        values, tile, exchange = self.values, self.layout.tile, self.values.plan.exchange
-        assert exchange is not None, s
-        points, n, pieces = tile.groups[-1].block, tile.cluster, exchange.pieces
-        memory, mask = values.pointer(exchange.buf), values.mask(self.layout.rows)
-        row = values.offset(exchange.offset, self.layout.rows, whole=True)
-        # Of one row, numbers (see `_scan`).
-        one, kind = self._is_one_row(), TYPES[s.value.dtype.name]
-        programs = f"tl.arange(0, {power(n)}).to({values.plan.index_type})"
-        programs = self.lines.define(programs + ("" if one else "[None, :]"), True, "i")
-        if one:
-            row = self.lines.define(f"p_number({row})", True, "i")
-            part = self.lines.define(f"p_number({part})", True)
-        at = "{0} + ({1} * {2} + {3}) * {4}"
-        mine, every = (
-            at.format(row, k, points, self.told, exchange.step) for k in ("part", programs)
-        )
-        self.told += pieces
-        self.lines.add("tl.debug_barrier()", True)  # what lies there has been loaded
-        whole = " & ".join(mask) or "None"
-        self.lines.add(f"p_tell_{pieces}({memory}, {mine}, {exchange.step}, {part}, {whole})", True)
-        self.lines.add("p_meet(part)", True)
-        known = " & ".join([f"({programs} < {n})", *mask])
-        word = f"p_told_{pieces}({memory}, {every}, {exchange.step}, {known})"
-        told = f"tl.where({known}, {word}.to({kind}, bitcast=True), {_first(s)})"
-        parts = self.lines.define(told, True)
-        text = f"tl.reduce({parts}, 0, {combiner(s.kind, s.value.dtype)})"
-        text = text if one else self._reduced(s, parts, "", inner=True)
-        return self.lines.define(text, True, "a")
 
     def _of_segments(self, s: Reduce) -> str:
         """The result of each point's segment. Segments lie in their row as a whole, or outside."""

@@ -62,9 +62,8 @@ class TritonTarget(Target):
         triton_version()
 
     def machines(self, devices: Set[str], cfg: Config) -> Machines:
-        """What each GPU is, how many programs fill it, and how many are a cluster at most: none
-        for PyTorch's operator of Triton kernels, which launches programs alone."""
-        return {d: (gpu_of(d, cfg), busy_of(d, cfg), cluster_of(d, cfg)) for d in devices}
+        """What each GPU is, and how many programs fill it."""
+        return {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in devices}
 
     def measure(
         self, kernels: Sequence[Kernel], unaligned: Unaligned, machines: Machines, cfg: Config
@@ -72,7 +71,7 @@ class TritonTarget(Target):
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
         spaces = {key: _space(k) for key, k in distinct.items()}
-        tiles = {key: _tiles(k, spaces[key], key) for key, k in distinct.items()}
+        tiles = {key: _tiles(k, spaces[key], key.busy) for key, k in distinct.items()}
         forms = {x: _tiles_by_size(k, spaces[x], x.busy, tiles[x][0]) for x, k in distinct.items()}
         contests: dict[tuple[Key, int], Contest] = {}
         for key, k in distinct.items():
@@ -136,7 +135,7 @@ class TritonTarget(Target):
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a kernel of attention, or of a product, with its text."""
         device = device_of(plan, call)
-        gpu, busy = machines[device][:2]
+        gpu, busy = machines[device]
         if isinstance(call.kernel, Product):
             anywhere, each = unaligned(plan), facts_of(device).programs
             factors = [a for a in call.args if isinstance(a, TensorArg)][:2]
@@ -206,7 +205,6 @@ class Key(NamedTuple):
     device: str
     gpu: Gpu
     busy: int
-    cluster: int = 1
 
 
 def _distinct(
@@ -230,12 +228,6 @@ def busy_of(device: str, cfg: Config) -> int:
         return BUSY
     found = torch.cuda.get_device_properties(device)
     return facts_of(device).busy(found.multi_processor_count)
-
-
-def cluster_of(device: str, cfg: Config) -> int:
-    """How many programs of a kernel can wait for one another."""
-    gpu = gpu_of(device, cfg)
-    return 1 if cfg.wrapper == "fx" else DIALECTS[gpu.backend].largest_cluster(gpu)
 
 
 def _unit(
@@ -295,9 +287,7 @@ def emit_kernel(
     names = (
         {LENGTH: LENGTH} if kernel.parts else dict(zip(map(str, kernel.sizes), sizes, strict=True))
     )
-    # Of columns, offsets in 64 bits are known to differ by constants, which are part of a load.
-    is_wide = tile.cluster > 1 or _is_wide(linear, tile)
-    index_type = "tl.int64" if is_wide else "tl.int32"
+    index_type = "tl.int64" if _is_wide(linear, tile) else "tl.int32"
     dialect = DIALECTS[gpu.backend]
     plan = plan_body(linear, tile, index_type, names, dialect.converts_float8(gpu))
     if verifies and (faults := faults_of_body(plan)):
@@ -328,7 +318,7 @@ def emit_kernel(
     warps = max(tile.num_warps * WARP // gpu.lanes, 1)
     job = (symbol, text, signature, gpu, warps, tile.num_stages)
     grid = kernel.sizes[-1] if kernel.parts else tile.grid
-    return TritonKernel(*job, checks=checks, early=early, grid=grid, cluster=tile.cluster)
+    return TritonKernel(*job, checks=checks, early=early, grid=grid)
 
 
 def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:
@@ -342,11 +332,9 @@ def _planned(kernel: Kernel, linear: LinearKernel, busy: int) -> Tile:
     return share_tile(linear, share) if kernel.parts else plan_tile(linear, busy)
 
 
-def _tiles(kernel: Kernel, linear: LinearKernel, key: Key) -> tuple[Tile, ...]:
+def _tiles(kernel: Kernel, linear: LinearKernel, busy: int) -> tuple[Tile, ...]:
     """Those that are worth measuring: of parts, blocks are shares."""
-    if kernel.parts:
-        return (_planned(kernel, linear, key.busy),)
-    return candidates(linear, key.busy, key.cluster)
+    return (_planned(kernel, linear, busy),) if kernel.parts else candidates(linear, busy)
 
 
 def _tiles_by_size(

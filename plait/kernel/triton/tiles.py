@@ -17,7 +17,6 @@ from plait.ir.dtypes import DType
 from plait.ir.expr import Atom, Size
 from plait.ir.loops import Node, index_exprs, walk
 from plait.ir.reductions import REDUCTIONS
-from plait.kernel.triton.clusters import exchange_of, n_elements
 from plait.kernel.triton.passes import plan_passes
 from plait.schedule.legalize.linear import LinearKernel, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Store, column_programs
@@ -47,14 +46,6 @@ WALK_AHEAD = 1 << 14
 of rows."""
 MAX_WARPS = 32
 """Warps that a block may have."""
-SHARED_ROW = 8192
-"""Points of the part of a row that a program of a cluster holds, at least."""
-SHARED_COLUMNS = 16384
-"""Points of the parts of columns that one holds."""
-SHARED_EACH = 64
-"""Those of a thread."""
-LINE_NBYTES = 64
-"""Bytes of neighbouring columns, at least, of a block that holds parts of them."""
 BUSY = DEVICES["cuda"].busy(DEVICES["cuda"].multiprocessors)
 """Programs that fill the device that kernels are for where it is not at hand."""
 TILE = 64
@@ -91,9 +82,8 @@ class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
     looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a
     program has one point. spread: neighbouring points are those of neighbouring threads, not of
-    one. unit: the size that tells how long rows are is a multiple of it. cluster: so many programs
-    hold a row together, each a part of it. Where programs walk along x, their blocks hold whole
-    rows."""
+    one. unit: the size that tells how long rows are is a multiple of it. Where programs walk along
+    x, their blocks hold whole rows."""
 
     groups: tuple[Group, ...]
     looped: bool
@@ -102,7 +92,6 @@ class Tile:
     programs: Group | None = None
     spread: bool = False
     unit: int = 1
-    cluster: int = 1
 
     @property
     def column_programs(self) -> int:
@@ -121,7 +110,7 @@ class Tile:
 
     @property
     def grid(self) -> Size:
-        """The number of programs, or of clusters."""
+        """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
         return self.column_programs or expr.product(
             (count, *(expr.ceildiv(g.points, g.block) for g in self.outer))
@@ -161,30 +150,6 @@ def held_tiles(
         return {}
     found = (replace(f, length=n, known=True, rows=rows) for n in lengths)
     return {f.length: _held(f) for f in found if _is_held(f)}
-
-
-def shared_tile(linear: LinearKernel, cluster: int, busy: int = BUSY) -> Tile | None:
-    """The tile of a reduction whose rows or columns, too long for a program to hold and read more
-    than once, are held by clusters, or None where they cannot be. cluster: programs of one, at
-    most."""
-    f = _rows_of(linear, _unit_strides(linear), busy)
-    exchange = exchange_of(linear) if cluster > 1 and linear.rvars else None
-    if exchange is None or not f.known or not f.again or _is_held(f):
-        return None
-    r, held = power(-(-f.length // cluster)), max(len(f.held), 1)
-    if f.column:
-        r = max(r, SHARED_COLUMNS // TILE // 2)
-        x = min(f.widest, SHARED_COLUMNS // power(held) // r)
-        if x * max((d.nbytes for d in f.held), default=4) < LINE_NBYTES:
-            return None
-    else:
-        r, x = max(r, SHARED_ROW), 1
-        if r * held > PERSISTENT_POINTS:
-            return None
-    n = -(-f.length // r)
-    if n == 1 or f.length - (n - 1) * r < n_elements(linear, exchange):
-        return None
-    return f.tile(x, r, False, _warps(x * r * held, SHARED_EACH if f.column else 32), n)
 
 
 def vector_unit(linear: LinearKernel) -> int:
@@ -254,7 +219,7 @@ class _Rows:
         """Results of a block that holds columns as a whole."""
         return _column_width(self, TILE if self.narrow else TILE // 2)
 
-    def tile(self, x: int, r: int, looped: bool, num_warps: int, cluster: int = 1) -> Tile:
+    def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
         """The tile with blocks of x results and r points of each."""
         if looped and self.known and self.computed:
             r = min(r, power(self.length) // 2)  # Triton takes a loop of one turn as none
@@ -264,7 +229,6 @@ class _Rows:
             looped,
             num_warps,
             programs=self.programs,
-            cluster=cluster,
         )
 
 

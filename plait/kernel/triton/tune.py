@@ -8,17 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 
-from plait.kernel.triton.tiles import (
-    BUSY,
-    MAX_WARPS,
-    Tile,
-    longest_segment,
-    plan_tile,
-    power,
-    shared_tile,
-)
+from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, longest_segment, plan_tile, power
 from plait.schedule.legalize.linear import LinearKernel
 
 # Bounds on what is measured, not results of measuring: benchmarks/tuning_gpu.py
@@ -30,13 +21,11 @@ MAX_ROW = 1 << 16
 """The longest row that is tried as one block."""
 
 
-def candidates(linear: LinearKernel, busy: int = BUSY, cluster: int = 1) -> tuple[Tile, ...]:
-    """The planned tile first, then up to MAX_TILES - 1 others. busy: programs that fill the device.
-    cluster: programs that can wait for one another, at most."""
+def candidates(linear: LinearKernel, busy: int = BUSY) -> tuple[Tile, ...]:
+    """The planned tile first, then up to MAX_TILES - 1 others. busy: programs that fill the
+    device."""
     first = plan_tile(linear, busy)
     others = _reductions(first) if linear.rvars else _pointwise(first)
-    if shared := shared_tile(linear, cluster, busy):
-        others = chain(_shared(shared), others)
     least = longest_segment(linear)
     fitting = (t for t in others if _fits(t) and t.groups[-1].block >= least)
     return tuple(dict.fromkeys((first, *fitting)))[:MAX_TILES]
@@ -47,8 +36,7 @@ def describe(tile: Tile) -> str:
     size = " x ".join(f"{g.name} {g.block}" for g in tile.groups)
     loop = " looped" if tile.looped else ""
     stages = f", {tile.num_stages} stages" if tile.num_stages > 1 else ""
-    cluster = f", clusters of {tile.cluster}" if tile.cluster > 1 else ""
-    return f"{size}{loop} on {tile.num_warps} warps{stages}{cluster}"
+    return f"{size}{loop} on {tile.num_warps} warps{stages}"
 
 
 def _pointwise(first: Tile) -> Iterator[Tile]:
@@ -90,15 +78,6 @@ def _reductions(first: Tile) -> Iterator[Tile]:
         for pieces in (2, 4):
             piece = _sized(first, (rows, whole // pieces), True)
             yield from (piece, _on_warps(piece, piece.num_warps // 2))
-
-
-def _shared(shared: Tile) -> Iterator[Tile]:
-    """Rows that programs hold together: on more warps, and more of them where they are columns."""
-    yield from (shared, _on_warps(shared, 2 * shared.num_warps))
-    x, r = (g.block for g in shared.groups)
-    if x > 1:
-        wide = _sized(shared, (2 * x, r), False)
-        yield from (wide, _on_warps(wide, 2 * wide.num_warps))
 
 
 def _with_warps(tile: Tile) -> Iterator[Tile]:

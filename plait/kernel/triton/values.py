@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.ir.checks import Bound
 from plait.ir.dtypes import i64
-from plait.ir.expr import Expr, Size, coefficient, free_symbols, product, substitute
+from plait.ir.expr import Expr, Size, free_symbols, product
 from plait.ir.loops import Load, Node, check_of
 from plait.ir.ops import OPS
 from plait.kernel.triton.choose_accesses import BlockStore
@@ -179,21 +179,9 @@ class Values:
         text, start = self.indices.expr(e), self.piece.start
         if start is not None and e == start.offset + self.layout.linear.rvars[0].expr:
             text = f"{self._starts[start][0]} + along"
-        if self.plan.exchange:
-            text = self._in_part(e, text)
         if self.layout.dims_of_index(e) == dims and (dims or not whole):
             return f"({text})"
         return f"({text} + tl.full({self.layout.shape(dims)}, 0, {self.plan.index_type}))"
-
-    def _in_part(self, e: Size, text: str) -> str:
-        """An offset within a part of a row, of where the part begins: loads then differ by
-        constants."""
-        r, (a,) = self.layout.tile.groups[-1], self.layout.linear.rvars
-        step = coefficient(e, a)
-        if not isinstance(step, int) or step == 0:
-            return text
-        begin = self.indices.expr(substitute(e, {a: 0}))
-        return f"({begin} + part * {r.block * step}) + {step} * rbase"
 
     def lead(self, start: RowStart) -> str:
         """How many elements before its row a program's first block begins."""

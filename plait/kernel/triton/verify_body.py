@@ -11,7 +11,6 @@ from plait.ir.expr import bounds
 from plait.ir.loops import Load, walk
 from plait.kernel.triton.choose_accesses import Access
 from plait.kernel.triton.choose_accumulators import IN_ORDER, Accumulation, Accumulator
-from plait.kernel.triton.clusters import exchange_of, n_elements
 from plait.kernel.triton.plan_body import BodyPlan, RowPass
 from plait.kernel.triton.split_rows import Span
 from plait.schedule.legalize.linear import extent, stmt_nodes
@@ -20,7 +19,7 @@ from plait.schedule.plan import Reduce, Stmt
 
 def faults_of_body(plan: BodyPlan) -> list[str]:
     """The rules that a plan breaks."""
-    rules = (_order, _accumulators, _spans, _parts, _loads_ahead, _values, _stores)
+    rules = (_order, _accumulators, _spans, _loads_ahead, _values, _stores)
     return [fault for rule in rules for fault in rule(plan)]
 
 
@@ -96,24 +95,6 @@ def _spans(plan: BodyPlan) -> Iterator[str]:
         ordered = any(a.how in IN_ORDER for a in p.accumulators)
         if start and (ordered or math.prod(g.block for g in plan.layout.tile.outer) > 1):
             yield "walks from before rows, whose points must stay in order"
-
-
-def _parts(plan: BodyPlan) -> Iterator[str]:
-    """Programs that hold rows together hold all of their points, each as many as it needs to tell
-    what they are reduced to."""
-    linear, tile = plan.layout.linear, plan.layout.tile
-    want = exchange_of(linear) if tile.cluster > 1 else None
-    if plan.exchange != want or (tile.cluster > 1) != (plan.exchange is not None):
-        yield f"tells of parts of rows by {plan.exchange}"
-    elif want is not None:
-        r, n = tile.groups[-1], tile.cluster
-        rest = r.points - (n - 1) * r.block
-        if (
-            tile.looped
-            or not isinstance(rest, int)
-            or not n_elements(linear, want) <= rest <= r.block
-        ):
-            yield f"cuts rows of {r.points} points in {n} parts of {r.block}"
 
 
 def _values(plan: BodyPlan) -> Iterator[str]:

@@ -135,7 +135,7 @@ def shares(record: book.Record) -> str:
             return "not known yet"
         said.append(f"{figures['vendors_ms']:.2f} of {figures['busy_ms']:.2f}")
     ours, theirs = said
-    return f"kernels of cuBLAS, cuDNN and PyTorch take {ours} ms here, {theirs} ms in Inductor's"
+    return f"kernels of libraries and of PyTorch take {ours} ms here, {theirs} ms in Inductor's"
 
 
 def worst_table(records: book.Records, causes: dict[str, str]) -> str:

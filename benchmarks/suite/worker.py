@@ -44,8 +44,8 @@ MIB = 2**20
 WARM_CALLS = 4  # a mode may record its second or third call
 MOST_SECONDS = 20.0  # after them no round of timing starts
 PROFILED = 3  # calls of which the least times count: others work beside them
-VENDORS = re.compile(r"::|cutlass|cudnn|nvjet|gemm|^sm\d\d|splitK|flash")
-"""Kernels of cuBLAS, cuDNN and PyTorch by their names."""
+VENDORS = re.compile(r"::|cutlass|cudnn|nvjet|gemm|^sm\d\d|splitK|flash|_c1_k1_|fft|^mem")
+"""Kernels of NVIDIA's libraries and of PyTorch, and copies, by their names."""
 
 
 class Program(nn.Module):

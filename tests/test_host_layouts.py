@@ -90,8 +90,15 @@ def test_not_without_onednn() -> None:
         assert lasts(two, X, W) == [False] * 2
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model(dtype: torch.dtype, dynamic: bool) -> None:
     """As near to float64 as eager is, for other sizes too; nothing is turned between layers."""
     torch.manual_seed(0)

@@ -8,9 +8,11 @@ import json
 import math
 import os
 import subprocess
+import sys
 import tempfile
 import time
 import types
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,3 +132,22 @@ def rows_of(
                 time.sleep(0.2)
         for process in running:
             process.kill()
+
+
+def raced(
+    script: str, names: Sequence[str], args: Namespace, row_of: Callable[[str, Any], Sequence[str]]
+) -> dict[str, Any]:
+    """What processes of a script find of rows, by their names: of those that are done in time. Each
+    is printed as it is done. args: peers, separated by commas, jobs and seconds. row_of: the cells
+    of a row."""
+
+    def command(k: int, folder: str) -> list[str]:
+        mine = json.dumps(names[k :: args.jobs])
+        return [sys.executable, script, folder, "--peers", args.peers, "--work", mine]
+
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    found = {}
+    for row in rows_of(command, min(args.jobs, len(names)), args.seconds):
+        found[row["name"]] = row["found"]
+        print(" | ".join(row_of(row["name"], row["found"])), flush=True)
+    return found

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from on_device import Turns, compiled, least_us, rows_of, write_row
+from on_device import Turns, compiled, least_us, raced, write_row
 from table import render
 from torch import Tensor
 
@@ -182,7 +182,8 @@ class Race:
 def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
     """Compiles rows and times them, one after the other."""
     turns = Turns(folder)
-    for case in (c for cases in CASES.values() for c in cases if c.name in names):
+    known = {c.name: c for cases in CASES.values() for c in cases}  # some are in two groups
+    for case in (known[name] for name in names):
         torch.compiler.reset()
         race = Race(case)
         calls: dict[str, tuple[Callable[[Tensor], Any], float]] = {}
@@ -219,16 +220,7 @@ def main() -> None:
         if any(w == group or fnmatch(c.name, w) for w in args.what)
     ]
     names = list(dict.fromkeys(names))
-
-    def command(k: int, folder: str) -> list[str]:
-        mine = json.dumps(names[k :: args.jobs])
-        return [sys.executable, __file__, folder, "--peers", args.peers, "--work", mine]
-
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    rows: dict[str, dict[str, tuple[float, float]]] = {}
-    for done in rows_of(command, min(args.jobs, len(names)), args.seconds):
-        rows[done["name"]] = done["found"]
-        print(" | ".join(row_of(done["name"], done["found"], peers)[0]), flush=True)
+    rows = raced(__file__, names, args, lambda name, row: row_of(name, row, peers)[0])
     table = []
     ratios: dict[str, list[float]] = {}
     for name in names:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_device import Turns, compiled, least_us, rows_of, write_row
+from on_device import Turns, compiled, least_us, raced, write_row
 from quantised import CASES, Random, distance, in_float64
 from table import render
 from torch import Tensor
@@ -127,24 +127,6 @@ def work(names: Sequence[str], peers: Sequence[str], folder: Path) -> None:
         write_row(folder, {"name": title(row), "found": found})
 
 
-def raced(
-    names: Sequence[str], peers: Sequence[str], jobs: int, seconds: float
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Times and errors of each row's peers: of those that are done after so many seconds. Prints
-    each."""
-
-    def command(k: int, folder: str) -> list[str]:
-        mine = json.dumps(names[k::jobs])
-        return [sys.executable, __file__, folder, "--peers", ",".join(peers), "--work", mine]
-
-    found = {}
-    for row in rows_of(command, min(jobs, len(names)), seconds):
-        found[row["name"]] = row["found"]
-        cells, _ = row_of(row["name"], row["found"], peers)
-        print(" | ".join(cells), flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=list(ROWS))
@@ -164,8 +146,7 @@ def main() -> None:
     }
     names = [name for some in chosen.values() for name in some]
     peers = args.peers.split(",")
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    found = raced(names, peers, args.jobs, args.seconds)
+    found = raced(__file__, names, args, lambda name, row: row_of(name, row, peers)[0])
     table, ratios = [], []
     for group, some in chosen.items():
         better = []

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.devices import facts_of
 from plait.graph import biases, norm_results
 from plait.graph.biases import split_biases
 from plait.wrapper.instructions import CallExtern, Literal, Return
 from plait.wrapper.program import CompileRecord
-from tests.product_programs import observing
+from tests.test_capture_norm_results import trained
 
 SIDE = 7
 
@@ -23,23 +23,6 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes take a CPU for a GPU."""
     for module in (biases, norm_results):
         monkeypatch.setattr(module, "facts_of", lambda device: facts_of("cuda"))
-
-
-def trained(model: nn.Module, x: Tensor) -> list[CompileRecord]:
-    """Of a model whose results and gradients are those of eager."""
-    eager, records = copy.deepcopy(model), list[CompileRecord]()
-    torch.compiler.reset()
-    with observing(records):
-        y = torch.compile(model, backend="plait")(x)
-        y.square().sum().backward()
-    want = eager(x)
-    want.square().sum().backward()
-    torch.testing.assert_close(y, want)
-    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
-    for c, d in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(c, d)
-    return records
 
 
 def saves_convolutions(records: list[CompileRecord]) -> bool:

@@ -23,9 +23,8 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_results, "facts_of", lambda device: facts_of("cuda"))
 
 
-def saved(model: nn.Module, x: Tensor) -> int:
-    """How many images with the channels of the norm are saved for the backward pass, whose
-    gradients are those of eager."""
+def trained(model: nn.Module, x: Tensor) -> list[CompileRecord]:
+    """Of a model whose results and gradients are those of eager."""
     eager, records = copy.deepcopy(model), list[CompileRecord]()
     torch.compiler.reset()
     with observing(records):
@@ -38,6 +37,13 @@ def saved(model: nn.Module, x: Tensor) -> int:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
     for c, d in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(c, d)
+    return records
+
+
+def saved(model: nn.Module, x: Tensor) -> int:
+    """How many images with the channels of the norm are saved for the backward pass, whose
+    gradients are those of eager."""
+    records = trained(model, x)
     (backward,) = (r for r in records if r.kind == "backward")
     given = [i.shape for i in backward.wrapper.inputs if isinstance(i, TensorInput)]
     return sum(shape[1:] == (CHANNELS, SIDE, SIDE) for shape in given)

@@ -48,7 +48,9 @@ _DECIDED = "layout_decided"
 
 def channels_last(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many operands it copied."""
-    found = {n for n in gm.graph.nodes if is_candidate(n)} | _of_host(gm.graph)
+    find = gm.graph.find_nodes
+    nodes = [n for t in _CONVOLUTIONS for n in find(op="call_function", target=t)]
+    found = {n for n in nodes if is_candidate(n)} | _of_host(nodes)
     if not found:
         return 0
     plan = _Plan(gm.graph, found)
@@ -71,14 +73,14 @@ def is_candidate(node: Node) -> bool:
     )
 
 
-def _of_host(graph: Graph) -> set[Node]:
-    """The convolutions of images that oneDNN computes, of a graph that computes no gradients."""
-    nodes = [n for n in graph.nodes if n.target in _CONVOLUTIONS]
+def _of_host(nodes: Sequence[Node]) -> set[Node]:
+    """The convolutions of images that oneDNN computes, of a graph that computes no gradients.
+    nodes: its convolutions and their gradients."""
     if not nodes or not (torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()):
         return set()
     if any(n.target is aten.convolution_backward.default for n in nodes):
         return set()
-    return {n for n in nodes if not n.meta.get(_DECIDED) and _is_hosts(value_of(n.args[0]))}
+    return {n for n in nodes if not n.meta.get(_DECIDED) and _is_hosts(value_of(n.args[0]))}  # type: ignore[arg-type]
 
 
 def _is_hosts(x: torch.Tensor) -> bool:

@@ -65,8 +65,8 @@ class Config:
     strict: bool = flag(
         False,
         doc=(
-            "raise an error where else an unknown operator runs as Python, a rule that has a bug "
-            "is passed over, a size is specialised, or eager runs"
+            "raise an error where else an unknown higher-order operator runs as Python, a rule "
+            "that has a bug is passed over, a size is specialised, or eager runs"
         ),
         in_key=False,
     )

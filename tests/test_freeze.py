@@ -296,7 +296,7 @@ def test_masks_of_attention(shape: tuple[int, ...], numbers: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("depth", "rows"), [(20, 6), (16, 520), (16, 1)])
+@pytest.mark.parametrize(("depth", "rows"), [(20, 6), (16, 520), (16, 1), (4608, 7)])
 def test_attention_that_is_no_kernel_of_ours(depth: int, rows: int) -> None:
     model, x = Heads(2, depth, True), torch.randn(1, rows, 24)
     compiled = frozen(model, x, options={"small_matmul_flops": 0})

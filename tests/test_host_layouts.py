@@ -122,3 +122,19 @@ def test_a_model(dtype: torch.dtype, dynamic: bool) -> None:
         if isinstance(i, AssertSizeStride) and "aten.convolution" in i.origin
     ]
     assert made == [1] * 10
+
+
+def test_windows_of_any_size() -> None:
+    """What it costs to turn a filter is no reason to compile anew for one of another size."""
+    torch.compiler.reset()
+    records: list[CompileRecord] = []
+    with observing(records), torch.no_grad():
+        compiled = torch.compile(lambda x, w: F.conv2d(x, w, stride=2).relu(), backend="plait")
+        for side in (3, 2):
+            w = torch.randn(16, 16, side, side)
+            for d in (2, 3):
+                torch._dynamo.mark_dynamic(w, d)
+            torch.testing.assert_close(
+                compiled(X, w), F.conv2d(X, w, stride=2).relu(), rtol=1e-4, atol=1e-4
+            )
+    assert len(records) == 1

@@ -111,7 +111,7 @@ class Convolution:
     @property
     def is_of_patches(self) -> bool:
         """Whether its windows lie side by side."""
-        return not self.is_point and self.window == self.stride
+        return not self.is_point and [*map(hint, self.window)] == [*map(hint, self.stride)]
 
     @property
     def is_depthwise(self) -> bool:
@@ -147,7 +147,7 @@ def gain_ns(node: Node) -> float:
     gain = _moved_ns(c, not c.transposed) if c.wanted[0] else 0.0
     if c.wanted[1]:
         single = c.x.dtype == torch.float32
-        if not _is(1, c.groups) and c.weight.shape[1] < NARROW_CHANNELS:
+        if not _is(1, c.groups) and hint(c.weight.shape[1]) < NARROW_CHANNELS:
             operands = prod(map(hint, c.x.shape)) + prod(map(hint, c.result.shape))
             gain -= 0.0 if single else operands / NARROW_ELEMENTS_A_NS
         else:

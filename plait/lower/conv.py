@@ -25,8 +25,8 @@ from plait.lower.extern import call_extern
 from plait.lower.memory import tensor_arg
 
 aten = torch.ops.aten
-_MOST_KEYS, _MOST_NUMBERS = 512, 1 << 15
-"""Of keys, a copy of which has to stay near."""
+_MOST_KEYS, _MOST_NUMBERS, _WIDEST = 512, 1 << 15, 16
+"""Of keys, a copy of which has to stay near: in vectors of so many numbers, at most."""
 
 
 @lower(aten.convolution.default)
@@ -162,7 +162,8 @@ def _host_attention(
     if not all(isinstance(n, int) and n > 0 for n in sizes) or k.shape != v.shape:
         return None
     assert isinstance(keys, int) and isinstance(depth, int), k
-    if keys > _MOST_KEYS or keys * depth > _MOST_NUMBERS or depth % 16:
+    copied = -(-keys // _WIDEST) * _WIDEST * depth
+    if keys > _MOST_KEYS or copied > _MOST_NUMBERS or depth % _WIDEST:
         return None
     by = depth**-0.5 if scale is None else float(scale)
     name = f"plait_attention.{ctx.name}.{node.name}"

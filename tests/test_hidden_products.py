@@ -98,6 +98,11 @@ SHAPES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "whole numbers": (rows, (X, torch.randint(-3, 3, (3, 11, 20)))),
     "wider": (lambda x, y: (x[:, :, None] * y[:, None]).sum(-1, dtype=torch.float64), (X, Y)),
     "float64": (rows, (X.double(), Y.double())),
+    "mean": (lambda x, y: (x[:, :, None] * y[:, None]).mean(-1), (X, Y)),
+    "mean of two dimensions": (
+        lambda x, y: (x[:, :, :, None] * y[:, :, None]).mean((1, -1), keepdim=True),
+        (torch.randn(4, 5, 9, 6), torch.randn(4, 5, 11, 6).mT.clone().mT),
+    ),
 }  # fmt: skip
 
 
@@ -132,6 +137,7 @@ def test_infinities_and_nothing(any_size: None) -> None:
     check(rows, x, y)
     nothing = check(rows, X[:, :, :0], Y[:, :, :0])
     assert not nothing(X[:, :, :0], Y[:, :, :0]).any()
+    check(SHAPES["mean"][0], X[:, :, :0], Y[:, :, :0])  # no numbers
 
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -204,6 +210,11 @@ def test_a_gpu(any_size: None, as_on_a_gpu: None) -> None:
     (product,) = (n for n in gm.graph.nodes if n.target in PRODUCTS)
     assert product.meta["val"].dtype == torch.bfloat16
     assert traced(rows, X, Y)[1] == 1
+    # A mean rounds once: what is divided by a power of two does, too.
+    mean = lambda x, y: (x[:, :, None] * y[:, None]).mean(-1)
+    for depth, found in ((20, 0), (16, 1)):
+        x, y = (t[..., :depth].bfloat16() for t in (X, Y))
+        assert traced(mean, x, y)[1] == found
     torch.use_deterministic_algorithms(True)
     try:
         assert traced(rows, X.double(), Y.double())[1] == 0

@@ -1,4 +1,5 @@
-"""Products of matrices that a program writes as an elementwise product and its sum, as products.
+"""Products of matrices that a program writes as an elementwise product and its sum, or mean, as
+products.
 
 `(a[:, :, None] * b[:, None]).sum(-1)` multiplies rows of a by rows of b: a varies along dimensions
 where b is spread, b along others, and both along those of the sum. A loop reads both operands for
@@ -61,7 +62,7 @@ _CORE = _Rates(loop=6.0, product=40.0, moved=8.0, call_ns=1500.0)
 class _Product:
     """A sum of products of two operands, and what its dimensions are.
 
-    node: the sum. factors: the operands. made: the elementwise product's fake value
+    node: the sum, or mean. factors: the operands. made: the elementwise product's fake value
     compute: the dtype that the product is computed in
     batch, rows, columns, depth: dimensions along which both operands vary, only the first, only the
         second; both, and the sum adds them up. The others have one element.
@@ -75,6 +76,7 @@ class _Product:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     depth: tuple[int, ...]
+    count: int = 1
 
     def sizes(self, dims: tuple[int, ...]) -> list[Any]:
         """The sizes of these dimensions."""
@@ -83,7 +85,8 @@ class _Product:
 
 def find_products(gm: GraphModule) -> int:
     """Changes the graph in place; returns how many sums are products from now on."""
-    sums = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    targets = (aten.sum.dim_IntList, aten.mean.dim)
+    sums = [n for t in targets for n in gm.graph.find_nodes(op="call_function", target=t)]
     found = [p for p in map(_product, sums) if p is not None and _pays(p)]
     for p in found:
         _replace(p)
@@ -104,6 +107,9 @@ def _product(node: Node) -> _Product | None:
         return None
     along = [_varying(x, made) for x in (a, b)]
     summed = _dims(node, made.dim())
+    count = prod(made.shape[d] for d in summed) if node.target is aten.mean.dim else 1
+    if not _divides(count, compute):
+        return None
     if along[0] is None or along[1] is None:
         return None
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}
@@ -120,7 +126,13 @@ def _product(node: Node) -> _Product | None:
         if sum(type(made.shape[d]) is not int for d in dims) > 1:
             return None  # a view finds one size by itself
     parts = (tuple(batch), tuple(rows), tuple(columns), tuple(depth))
-    return _Product(node, (a, b), made, compute, *parts)
+    return _Product(node, (a, b), made, compute, *parts, count)
+
+
+def _divides(count: Any, compute: torch.dtype) -> bool:
+    """Whether a sum of this dtype is divided by a count as exactly as a mean is, which rounds once:
+    by powers of two in half precision."""
+    return type(count) is int and (compute not in _HALF or count & (count - 1) == 0)
 
 
 def _summed(node: Node) -> Node | None:
@@ -229,6 +241,8 @@ def _replace(p: _Product) -> None:
     node, (a, b) = p.node, p.factors
     left, right = _matrix(p, a, p.rows, p.depth), _matrix(p, b, p.depth, p.columns)
     made = insert(node, left, aten.bmm.default if p.batch else aten.mm.default, right)
+    if p.count != 1:
+        made = insert(node, made, aten.div.Tensor, p.count)
     if p.compute != value_of(node).dtype:
         made = insert(node, made, aten._to_copy.default, dtype=value_of(node).dtype)
     dims = (*p.batch, *p.rows, *p.columns)

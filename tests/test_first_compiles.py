@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = """
@@ -62,7 +62,5 @@ def test_eight_threads_compile_first(imported: str, rounds: int, tmp_path: Path)
     """They look the back end up, load it and compile at once, and share a cache that is empty."""
     code = textwrap.dedent(ROUNDS).format(imported=imported, rounds=rounds)
     env = {**os.environ, "PLAIT_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
-    )
+    done = warm.run("-c", code, env=env, timeout=600)  # torch is there, and nothing of plait
     assert done.returncode == 0, done.stderr[-4000:]

@@ -103,16 +103,14 @@ def compare_peaks(
     return "; ".join(lines)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=pytest.mark.slow if n in MODELS and n not in ("gpt2", "resnet") else []
-        )
-        for n in CASES
-    ],
-)
-@pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
+PEAKS = [
+    pytest.param(n, mode, id=f"{what}-{n}", marks=SLOW if n in MODELS and not often else [])
+    for n in CASES
+    for what, mode, often in (("inference", infer, n == "resnet"), ("training", step, n == "gpt2"))
+]
+
+
+@pytest.mark.parametrize("name, mode", PEAKS)
 def test_peak(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
     make, data = CASES[name]
     record_property("peak", compare_peaks(make, mode, data()))

@@ -29,6 +29,7 @@ class Rates:
     min_along, min_across: points side by side in memory, or not, that a partial result is worth
     align_along, align_across: what the first point of a part is a multiple of, where it can be
     fewer_across, more_across: how far parts of equal length may be fewer or more than aimed at
+    vector_nbytes: bytes of a vector, whose address must be a multiple of that; 0: of any address
     column_programs: programs that each sum the columns of a part of the rows; 0: none do
     column_min_rows: the fewest rows of a part
     column_max_row: the longest row of a tensor whose columns they sum
@@ -57,6 +58,7 @@ class Rates:
     align_across: int
     fewer_across: int
     more_across: int
+    vector_nbytes: int
     column_programs: int
     column_min_rows: int
     column_max_row: int
@@ -132,7 +134,7 @@ _CORE = Rates(
     cycles_a_ns=45.0, cache_bytes_a_ns=90.0, far_bytes_a_ns=36.0, cache_nbytes=1 << 20,
     launch_ns=110.0, split_nbytes=1 << 20, unit_nbytes=0, min_units=8, units=16,
     narrow_units=16, neighbours=64, min_along=1024, min_across=1024, align_along=1,
-    align_across=1, fewer_across=1, more_across=4, column_programs=0,
+    align_across=1, fewer_across=1, more_across=4, vector_nbytes=0, column_programs=0,
     column_min_rows=0, column_max_row=0, column_points=0, column_min_nbytes=0,
     min_outer=4, short_row=0, tiny_nbytes=4096,
 )  # fmt: skip
@@ -142,7 +144,7 @@ _HOPPER = Rates(
     cycles_a_ns=20000.0, cache_bytes_a_ns=5000.0, far_bytes_a_ns=3000.0, cache_nbytes=32 << 20,
     launch_ns=2500.0, split_nbytes=1 << 19, unit_nbytes=1 << 18, min_units=256, units=1024,
     narrow_units=512, neighbours=64, min_along=4096, min_across=128, align_along=64,
-    align_across=32, fewer_across=2, more_across=2, column_programs=512,
+    align_across=32, fewer_across=2, more_across=2, vector_nbytes=16, column_programs=512,
     column_min_rows=8, column_max_row=8192, column_points=1 << 20, column_min_nbytes=2 << 20,
     min_outer=128, short_row=1 << 14, tiny_nbytes=1 << 20,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from plait.schedule.verify import verify_plan
 
 NUMPY = {
     "b1": np.bool_,
+    "f16": np.float16,
     "f32": np.float32,
     "f64": np.float64,
     "i64": np.int64,

@@ -360,3 +360,23 @@ def test_casts_to_integers_wrap_at_every_size(src: torch.dtype, name: str, isa: 
         x.tolist(), alone, want, many.to(dtype)[::16].tolist(), strict=True
     ):
         assert a != b or have == a, value
+
+
+def softmax_rows(x: torch.Tensor) -> torch.Tensor:
+    """Five rows of numbers, four with a part, or all, that is no number or infinite."""
+    x[1, : x.shape[1] // 2] = -math.inf
+    x[2], x[3, 7], x[4, -7] = -math.inf, math.nan, math.inf
+    return x
+
+
+@pytest.mark.parametrize("length", [1 << 18, 300007])
+def test_softmax_of_rows_in_parts(length: int) -> None:
+    """Few rows are cut; a part of minus infinities adds nothing, a row of them is NaN."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return F.softmax(x, 1), F.log_softmax(x * 2, 1), torch.logsumexp(x - 1, 1)
+
+    x = softmax_rows(torch.randn(5, length))
+    exact = fn(x.double())
+    for got, want, true in zip(torch.compile(fn, backend="plait")(x), fn(x), exact, strict=True):
+        assert extremes.right(got, want, true).all()

@@ -30,6 +30,15 @@ def extremes() -> Tensor:
     return x.expand(10, 10)
 
 
+def columns(dtype: torch.dtype) -> Tensor:
+    """More than the cache holds, in rows of an odd length; columns whose parts, or all, are no
+    number or infinite."""
+    x = r(16, 4096, 1023, dtype=dtype)
+    x[:, ::4, 3], x[:, 1:, 4], x[:, :, 5] = -torch.inf, -torch.inf, -torch.inf
+    x[:, 77, 6], x[:, 4095, 7] = torch.nan, torch.inf
+    return x
+
+
 def moved(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     """The model without dropout, its float64 twin and an input, on the GPU."""
     model, exact, x = build(name)
@@ -237,6 +246,12 @@ CASES: dict[str, tuple[Any, Any]] = {
     "pointwise": (lambda x, y: F.gelu(x + y) * 2, lambda: (r(64, 33), r(33))),
     "transposed": (lambda x, y: x.t() + y, lambda: (r(130, 70), r(70, 130))),
     "softmax": (lambda x: F.softmax(x, -1), lambda: (r(37, 1000),)),
+    "softmax of columns": (lambda x: F.softmax(x, 1), lambda: (columns(torch.float32),)),
+    "softmax of narrow columns": (
+        lambda x: (F.softmax(x, 1), x.sum(1), x.amax(1)),
+        lambda: (columns(torch.bfloat16),),
+    ),
+    "softmax of few rows": (lambda x: F.softmax(x, -1), lambda: (r(3, 1 << 20),)),
     "long rows": (lambda x: F.log_softmax(x, -1), lambda: (r(5, 50257),)),
     "norm": (lambda x, w, b: F.layer_norm(x, (256,), w, b), lambda: (r(64, 256), r(256), r(256))),
     "sums of rows and columns": (

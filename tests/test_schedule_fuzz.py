@@ -53,7 +53,7 @@ class Fuzzer:
 
     def shape(self) -> tuple[Size, ...]:
         return self.rng.choice(
-            [(4, self.n), (2, 3, 4), (self.n,), (6, 4), (self.n, 4), (1, 4), (4, 1, 6), ()]
+            [(4, self.n), (2, 8, 5), (self.n,), (6, 4), (2, 8, 5), (1, 4), (4, 1, 6), ()]
         )
 
     def pick(self) -> View:
@@ -157,6 +157,33 @@ class Fuzzer:
                 return o.tanh(o.sub(self.load(o, x, p), s))
 
             self.add(self.b.pointwise(x.shape, epilogue))
+
+    def softmax(self) -> None:
+        """The maximum along axes, and sums of exponentials below it."""
+        x = self.rng.choice([self.pick(), self.tensors[0]])
+        axes = sorted(self.rng.sample(range(len(x.shape)), self.rng.randint(0, len(x.shape))))
+        if len(x.shape) == 3 and self.rng.random() < 0.7:
+            axes = [1]
+        keep = [k for k in range(len(x.shape)) if k not in axes]
+        shape, inner = tuple(x.shape[k] for k in keep), tuple(x.shape[k] for k in axes)
+
+        def at(o: Record, p: Point) -> L.Node:
+            point = dict(zip([*keep, *axes], p, strict=True))
+            return self.load(o, x, tuple(point[k] for k in range(len(x.shape))))
+
+        peak = self.b.reduce(shape, inner, "max", lambda o, *p: at(o, p))
+
+        def below(o: Record, *p: Size) -> L.Node:
+            return o.exp(o.sub(at(o, p), o.load(peak, *p[: len(keep)])))
+
+        total = self.b.reduce(shape, inner, "sum", below)
+        self.add(self.rng.choice([str(peak), str(total)]))
+        self.add(
+            self.b.pointwise(
+                (*shape, *inner),
+                lambda o, *p: o.truediv(below(o, *p), o.load(total, *p[: len(keep)])),
+            )
+        )
 
     def cat(self) -> None:
         x = self.pick()
@@ -273,6 +300,8 @@ class Fuzzer:
             self.reduce,
             self.extern,
             self.cat,
+            self.softmax,
+            self.softmax,
         ]
         steps += [self.pad, self.gather, self.scatter, self.scan]
         for _ in range(self.rng.randint(2, 14)):
@@ -321,9 +350,11 @@ def test_random_programs(block: int) -> None:
     assert made < 0.8 * loops, "hardly anything was fused"
 
 
-@pytest.mark.parametrize("units, aligned, first", [(2, 1, 1000), (6, 2, 2000)])
+@pytest.mark.parametrize(
+    "units, aligned, least, first", [(2, 1, 50, 1000), (6, 2, 50, 2000), (2, 1, 0, 3000)]
+)
 def test_random_programs_with_every_reduction_split(
-    units: int, aligned: int, first: int, monkeypatch: pytest.MonkeyPatch
+    units: int, aligned: int, least: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = {
         "split_nbytes": 0,
@@ -331,7 +362,10 @@ def test_random_programs_with_every_reduction_split(
         "min_across": 1,
         "units": units,
         "narrow_units": units,
-        "min_units": 50,
+        "min_units": least,
+        "unit_nbytes": 0,
+        "vector_nbytes": 16,
+        "cache_nbytes": 0,
         "align_along": aligned,
         "align_across": aligned,
     }

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from plait.config import Config
-from plait.ir.dtypes import DType, b1, bf16, f32
+from plait.devices import DEVICES
+from plait.ir.dtypes import DType, b1, bf16, f16, f32
 from plait.ir.expr import Size, evaluate, numel
 from plait.ir.loops import LoopProgram
 from plait.pipelines import schedule
@@ -352,3 +353,69 @@ def test_on_a_gpu_slices_of_large_tensors_are_tiny() -> None:
     b.output(*(row(b.input(65536, 64)) for _ in range(n)))
     (kernel,) = kernels(schedule(on_gpu(b), CFG))
     assert len(kernel.outs) == n
+
+
+def softmax(b: Builder, x: str, shape: tuple[int, ...], axis: int) -> str:
+    """Along an axis: the maximum, the sum of exponentials below it, and the quotients."""
+    keep = [k for k in range(len(shape)) if k != axis]
+    outer = tuple(shape[k] for k in keep)
+
+    def at(o, p):  # type: ignore[no-untyped-def]
+        point = dict(zip([*keep, axis], p, strict=True))
+        return o.cast(o.load(x, *(point[k] for k in range(len(shape)))), f32)
+
+    def below(o, *p):  # type: ignore[no-untyped-def]
+        return o.exp(o.sub(at(o, p), o.load(peak, *p[:-1])))
+
+    peak = str(b.reduce(outer, (shape[axis],), "max", lambda o, *p: at(o, p)))
+    total = str(b.reduce(outer, (shape[axis],), "sum", below))
+    order = [*keep, axis]
+
+    def quotient(o, *p):  # type: ignore[no-untyped-def]
+        q = tuple(p[k] for k in order)
+        return o.truediv(below(o, *q), o.load(total, *q[:-1]))
+
+    return b.pointwise(shape, quotient)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("shape, axis", [((1, 1 << 20), 1), ((2, 300007), 1), ((1 << 17, 16), 0)])
+def test_a_maximum_and_the_sum_below_it_are_cut_together(
+    shape: tuple[int, ...], axis: int, device: str
+) -> None:
+    """Both of a part while it is near: what is reduced is read twice in all."""
+    b = Builder()
+    x = b.input(*shape)
+    b.output(softmax(b, x, shape, axis))
+    program = b.program()
+    buffers = {n: replace(v, device=device) for n, v in program.buffers.items()}
+    program = replace(program, buffers=buffers)
+    plan = schedule(program, CFG)
+    check(plan, program)
+    assert [len([s for s in k.stmts if isinstance(s, Reduce)]) for k in kernels(plan)] == [2, 2, 0]
+
+
+@pytest.mark.parametrize("dtype, lanes", [(f32, 4), (f16, 8)])
+def test_on_a_gpu_columns_that_begin_anywhere_are_parts_by_lanes(
+    dtype: DType, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many rows beside each other begin at a vector, as long as their number has no rest."""
+    gpu = DEVICES["cuda"]
+    small = replace(gpu.rates, cache_nbytes=1 << 10, min_units=1, split_nbytes=0, unit_nbytes=0)
+    monkeypatch.setitem(DEVICES, "cuda", replace(gpu, rates=small))
+    for rows, found in ((1024, [2 * lanes * 127, 2 * 127]), (1022, [2 * 127])):
+        b = Builder()
+        x = b.input(2, rows, 127, dtype=dtype)
+        b.output(softmax(b, x, (2, rows, 127), 1))
+        program = on_gpu(b)
+        plan = schedule(program, CFG)
+        check(plan, program)
+        reduced = [k for k in kernels(plan) if any(isinstance(s, Reduce) for s in k.stmts)]
+        assert [numel(map(extent, k.vars)) for k in reduced] == found
+    b = Builder()
+    x = b.input(2, 1024, 127, dtype=dtype)
+    b.output(b.reduce((2, 127), (1024,), "sum", lambda o, n, c, r: o.cast(o.load(x, n, r, c), f32)))
+    program = on_gpu(b)
+    plan = schedule(program, CFG)
+    check(plan, program)
+    assert len(kernels(plan)) == (1 if dtype == f32 else 2)

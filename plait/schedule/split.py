@@ -7,16 +7,15 @@ results a second, short one combines. What it takes to be worth a second kernel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from plait.devices import Rates, facts_of
 from plait.ir import expr
-from plait.ir.dtypes import DType, i64
 from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Size
-from plait.ir.layouts import flat_index, follow
+from plait.ir.layouts import flat_index
 from plait.ir.loops import (
     Buffer,
     Load,
@@ -25,30 +24,16 @@ from plait.ir.loops import (
     Op,
     Pointwise,
     Reduction,
-    arg_symbol,
-    cast,
-    const,
     index_exprs,
-    integer,
     loop_vars,
     node,
     substitute_vars,
     walk,
 )
-from plait.ir.record import inline
 from plait.ir.reductions import REDUCTIONS
 from plait.schedule.cost import Hints, buffer_nbytes, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the
-    extent of the next, or 1 where that one stays."""
-
-    whole: int
-    chunks: Size = 1
-    rest: Size = 1
+from plait.schedule.stages import Cut, Stages
 
 
 def split_reductions(
@@ -59,26 +44,59 @@ def split_reductions(
     buffers = dict(program.buffers)
     ops: list[Op] = []
     column_sums: dict[str, Reduction] = {}
+    below = _sums_below(program)
+    peaks: dict[str, Stages] = {}
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
     if any(facts_of(b.device).rates.column_programs for b in buffers.values()):
         rows, results = _of_rows(program, bodies)
     for op in program.ops:
-        if isinstance(op, Reduction) and _asks_rows(op, bodies, results):
+        if not isinstance(op, Reduction):
+            ops.append(op)
+            continue
+        if peak := peaks.get(below.get(loop_outs(op)[0], "")):
+            ops += peak.below(op)
+            continue
+        if _asks_rows(op, bodies, results):
             value, op = _valued(op, buffers)
             ops.append(value)
-        found = (
-            _chunks(op, buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
-        )
+        is_peak = loop_outs(op)[0] in below.values()
+        found = _chunks(op, buffers, bodies, program.hints, rows, is_peak)
         if found is None:
             ops.append(op)
             continue
         cut, parts, columns = found
-        first, *rest = _Split(cut, parts, buffers, program.hints).ops()
+        stages = Stages(cut, parts, buffers, program.hints)
+        first, *rest = stages.ops()
         ops += (first, *rest)
-        if columns and isinstance(first, Reduction) and isinstance(op, Reduction):
+        if is_peak:
+            peaks[loop_outs(op)[0]] = stages
+        if columns and isinstance(first, Reduction):
             column_sums[loop_outs(first)[0]] = replace(op, outs=first.outs)
     return replace(program, ops=tuple(ops), buffers=buffers), column_sums
+
+
+def _sums_below(program: LoopProgram) -> dict[str, str]:
+    """Sums of exp(x - m), where m is the maximum of x over the same axes, with that maximum."""
+    maxima = {
+        loop_outs(op)[0]: op for op in program.ops if isinstance(op, Reduction) and op.kind == "max"
+    }
+    found: dict[str, str] = {}
+    for op in program.ops:
+        if not isinstance(op, Reduction) or op.kind != "sum" or op.body.op != "exp":
+            continue
+        (less,) = op.body.args
+        if less.op != "sub" or less.args[1].op != "load":
+            continue
+        value, peak = less.args[0], load_of(less.args[1])
+        first = maxima.get(peak.buf)
+        if (
+            first is not None
+            and peak.index == op.vars
+            and (first.vars, first.rvars, first.body) == (op.vars, op.rvars, value)
+        ):
+            found[loop_outs(op)[0]] = peak.buf
+    return found
 
 
 def _of_rows(program: LoopProgram, bodies: Bodies) -> tuple[set[tuple[str, int]], dict[str, int]]:
@@ -128,9 +146,10 @@ def _chunks(
     bodies: Bodies,
     hints: Hints,
     rows: Set[tuple[str, int]],
+    is_peak: bool,
 ) -> tuple[Reduction, Cut, bool] | None:
     """A reduction, perhaps over fewer axes, how it is cut, and whether as a sum of columns,
-    or None where it stays whole."""
+    or None where it stays whole. is_peak: it is the maximum that exponentials are summed below."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -150,7 +169,8 @@ def _chunks(
     if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units):
         return None
     if units >= kind.min_units:
-        return None
+        lanes = None if along else _lanes(op, buffers, found, kind, hints, is_peak)
+        return None if lanes is None else (op, lanes, False)
     least, aligned = (
         (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
     )
@@ -183,6 +203,44 @@ def _column_cut(op: Reduction, nbytes: int, row: int, kind: Rates, hints: Hints)
         equal = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
         want = min(equal, key=lambda d: abs(d - want), default=want)
     return Cut(0, want, expr.ceildiv(size, want))
+
+
+def _lanes(
+    op: Reduction,
+    buffers: Mapping[str, Buffer],
+    loads: tuple[Node, ...],
+    kind: Rates,
+    hints: Hints,
+    is_peak: bool,
+) -> Cut | None:
+    """A part for each of so many neighbouring rows that they are as long as a number of vectors:
+    where rows of results begin in the middle of vectors, each element is a load of its own. That
+    gains where elements are short, or all is read again unless the sum below it is cut too."""
+    (r, *more), size = op.rvars, extent(op.rvars[0])
+    if more or not isinstance(size, int) or not kind.vector_nbytes or REDUCTIONS[op.kind].extreme:
+        return None
+    lanes, moved = 1, 0
+    for n in loads:
+        b, load = buffers[load_of(n).buf], load_of(n)
+        flat = flat_index(b, load.index)
+        step = expr.coefficient(flat, expr.atom_of(r))
+        if step == 0:
+            continue
+        columns = [v for v in op.vars if expr.is_contiguous(flat, expr.atom_of(v))]
+        if load.masked or len(columns) != 1 or not isinstance(step, int):
+            return None
+        column = columns[0]
+        begin = expr.substitute(flat, {expr.atom_of(r): 0, expr.atom_of(column): 0})
+        if step != extent(column) or begin % (kind.vector_nbytes // b.dtype.nbytes) != 0:
+            return None
+        part = kind.vector_nbytes // math.gcd(step * b.dtype.nbytes, kind.vector_nbytes)
+        lanes, moved = max(lanes, part), moved + buffer_nbytes(b, hints)
+        if b.dtype.nbytes > 2 and not is_peak:
+            return None
+    enough = moved >= (2 if is_peak else 4) * kind.cache_nbytes
+    if lanes == 1 or not enough or size % lanes or size // lanes < kind.min_across:
+        return None
+    return Cut(0, lanes=lanes)
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -258,122 +316,3 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
         if any(expr.is_contiguous(flat, expr.atom_of(v)) for v in op.vars):
             return False
     return True
-
-
-class _Split:
-    """One reduction in two stages. Partial results have the axes of chunks first."""
-
-    def __init__(self, op: Reduction, parts: Cut, buffers: dict[str, Buffer], hints: Hints) -> None:
-        self.op, self.parts, self.buffers = op, parts, buffers
-        self.row = REDUCTIONS[op.kind]
-        sizes = tuple(extent(v) for v in op.rvars)
-        self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
-        if parts.chunks != 1:
-            self.chunks, inner = (*self.chunks, parts.chunks), (parts.rest, *inner[1:])
-        outer = tuple(extent(v) for v in op.vars)
-        self.shape = (*self.chunks, *outer)
-        self.first_vars, self.first_rvars = loop_vars("i", self.shape), loop_vars("r", inner)
-        self.vars = loop_vars("i", outer)
-        self.value = self._first_value()
-        loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
-        free = Buffer("", self.value.dtype, self.shape, expr.contiguous_strides(self.shape))
-        sources = [(buffers[x.buf], x.index) for x in loads]
-        self.strides = follow(free, self.first_vars, sources, partial(hint, hints=hints)).strides
-
-    def _first_value(self) -> Node:
-        """The body over the first stage's variables."""
-        chunk, outer = self.first_vars[: len(self.chunks)], self.first_vars[len(self.chunks) :]
-        producer = {"body": (self.op.vars + self.op.rvars, self.op.body)}
-        dtype = self.op.body.dtype
-        if self.parts.chunks == 1:
-            return inline(
-                node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer
-            )
-        at = chunk[-1] * self.parts.rest + self.first_rvars[0]
-        index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
-        size = extent(self.op.rvars[self.parts.whole])
-        if self.parts.chunks * self.parts.rest == size:
-            return inline(node("load", (), Load("body", index), dtype), producer)
-        inside = node("lt", (integer(at), integer(size)))
-        value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)
-        return node("where", (inside, value, const(self.row.identity(dtype), dtype)))
-
-    def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
-        stem = loop_outs(self.op)[0]
-        name = f"{stem}_{suffix}"
-        strides = self.strides if shape == self.shape else expr.contiguous_strides(shape)
-        self.buffers[name] = Buffer(name, dtype, shape, strides, self.buffers[stem].device)
-        return name
-
-    def first(self, kind: str, outs: tuple[str | None, ...]) -> Reduction:
-        return Reduction(outs, self.first_vars, self.first_rvars, kind, self.value, self.op.origin)
-
-    def second(self, kind: str, outs: tuple[str | None, ...], partial: str) -> Reduction:
-        """Combines partial results over the chunks."""
-        rvars = loop_vars("r", self.chunks)
-        dtype = self.buffers[partial].dtype
-        value = node("load", (), Load(partial, (*rvars, *self.vars)), dtype)
-        return Reduction(outs, self.vars, rvars, kind, value, self.op.origin)
-
-    def pointwise(self, out: str, value: Node) -> Pointwise:
-        return Pointwise(out, self.vars, value, origin=self.op.origin)
-
-    def at(self, buf: str) -> Node:
-        """A result of the second stage."""
-        return node("load", (), Load(buf, self.vars), self.buffers[buf].dtype)
-
-    def ops(self) -> list[Op]:
-        if self.op.kind == "welford":
-            return self._welford()
-        if self.row.extreme:
-            return self._position()
-        partial = self.buffer("part", self.value.dtype, self.shape)
-        return [
-            self.first(self.op.kind, (partial,)),
-            self.second(self.op.kind, self.op.outs, partial),
-        ]
-
-    def _position(self) -> list[Op]:
-        """The chunk with the best value, then the position in it."""
-        kind = self.op.kind
-        best = self.buffer("part", self.value.dtype, self.shape)
-        place = self.buffer("place", i64, self.shape)
-        chunk = self.buffer("chunk", i64, self.shape[len(self.chunks) :])
-        at = Load(place, (arg_symbol(0, self.chunks[0]), *self.vars))
-        inside = node("load", (self.at(chunk),), at, i64)
-        before = node(
-            "mul", (self.at(chunk), integer(expr.numel(extent(v) for v in self.first_rvars)))
-        )
-        (out,) = self.op.outs
-        assert out is not None, "an unused extreme was not dropped"
-        return [
-            self.first(self.row.extreme, (best,)),
-            self.first(kind, (place,)),
-            self.second(kind, (chunk,), best),
-            self.pointwise(out, node("add", (before, inside))),
-        ]
-
-    def _welford(self) -> list[Op]:
-        """Means of equal chunks: the deviations inside of the chunks, and of their means from the
-        whole."""
-        dtype = self.value.dtype
-        mean, m2, count = self.op.outs
-        means = self.buffer("means", dtype, self.shape)
-        inside = self.buffer("inside", dtype, self.shape)
-        total = self.buffer("total", dtype, self.shape[len(self.chunks) :])
-        between = self.buffer("between", dtype, self.shape[len(self.chunks) :])
-        if mean is None:
-            mean = self.buffer("mean", dtype, self.shape[len(self.chunks) :])
-        n = integer(expr.numel(extent(v) for v in self.first_rvars))
-        ops: list[Op] = [
-            self.first("welford", (means, inside, None)),
-            self.second("welford", (mean, between, None), means),
-            self.second("sum", (total,), inside),
-        ]
-        if m2 is not None:
-            spread = node("mul", (self.at(between), cast(n, dtype)))
-            ops.append(self.pointwise(m2, node("add", (self.at(total), spread))))
-        if count is not None:
-            points = integer(expr.numel(extent(v) for v in self.op.rvars))
-            ops.append(self.pointwise(count, cast(points, dtype)))
-        return ops

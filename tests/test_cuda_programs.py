@@ -629,9 +629,7 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
     )
     before = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
     try:
-        for precision, bias_op in (
-            ("tf32", "aten::_addmm_activation"), ("ieee", "aten::mm.out"),
-        ):  # fmt: skip
+        for precision, bias_op in (("tf32", "aten::addmm.out"), ("ieee", "aten::mm.out")):
             cuda.matmul.fp32_precision = cudnn.conv.fp32_precision = precision
             p = record(lambda x, w, b: F.linear(x, w, b).relu(), x, w, b, mode=mode).wrapper
             assert [i.op for i in of(p, CallExtern)] == [bias_op]

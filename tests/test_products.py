@@ -100,11 +100,24 @@ def test_a_product_does_not_wait_for_what_it_is_added_to(before: bool, op: str) 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 @pytest.mark.parametrize("name", ["layer of relu", "layer"])
 def test_layers_in_float32(name: str, precision: str) -> None:
-    """Relu is the vendor's where TF32 is allowed, gelu never is; a bias is added by a kernel."""
-    one = name == "layer of relu" and precision == "tf32"
-    layer = replace(CASES[name], dtype=torch.float32, launches=0 if one else 1)
+    """What follows is a kernel's: the vendor's relu loses NaNs, its gelu is not that exact."""
+    layer = replace(CASES[name], dtype=torch.float32, launches=1)
     with multiplying(precision):
         check(layer, "python", "cpu", True)
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+def test_the_operator_of_an_activation_keeps_nans() -> None:
+    """In float32 as well, in which some of the vendor's kernels do not."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch._addmm_activation(b, x, w, beta=0.5)
+
+    (record,) = check(
+        Case(fn, ((150, 256), (256, 192), (192,)), 1, torch.float32, calls=1), "python", "cpu", True
+    )
+    (call,) = [i for i in record.wrapper.body if isinstance(i, CallExtern)]
+    assert call.op.partition(".")[0] == "aten::addmm"
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

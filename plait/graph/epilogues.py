@@ -1,6 +1,5 @@
-"""What the vendor's library computes of a product before it stores it, as one call on a GPU: relu,
-and gelu by tanh (also written out), after a bias, or the sum with a residual. In float32 relu
-alone, where TF32 is allowed.
+"""What the vendor's library computes of a product of half precision before it stores it, as one
+call on a GPU: relu, and gelu by tanh (also written out), after a bias, or the sum with a residual.
 
 Eager rounds to 16 bits in between. Of relu that makes no difference, of the others the result is
 nearer to the exact one. A product that another operator reads, such as a gradient, stays. What the
@@ -39,26 +38,21 @@ def join_epilogues(gm: GraphModule) -> int:
 def _is_layer(node: Node) -> bool:
     """Whether a product has a bias for each column, and may have an activation."""
     bias, made = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
-    if node.kwargs or not (_is_short(made) or _is_tf32(made)) or bias.dim() != 1:
+    if node.kwargs or not _is_short(made) or bias.dim() != 1:
         return False
     aligned = type(bias.shape[0]) is int and bias.shape[0] * bias.itemsize % _ALIGNED == 0
     return facts_of(made.device).streams and bias.dtype == made.dtype and aligned
 
 
 def _is_short(x: torch.Tensor) -> bool:
+    """Of float32 relu loses NaNs (lower/matmul.py), and gelu is not that exact."""
     return x.dtype in (torch.float16, torch.bfloat16)
-
-
-def _is_tf32(x: torch.Tensor) -> bool:
-    """Whether the user lets factors be rounded to 10 bits. Kernels that multiply all of them are
-    slow where they finish the product, too."""
-    return x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _join_activation(node: Node) -> bool:
     """Whether all that reads a layer, behind views, is an activation, which it then has."""
     last = _behind_views(node)
-    gelu = _gelu_of(last) if _is_short(value_of(node)) else None  # it is not that exact
+    gelu = _gelu_of(last)
     relu = _only_reader(last, aten.relu.default)
     end = gelu or relu
     if end is None or not same_layout(value_of(end), value_of(last)):

@@ -198,11 +198,18 @@ def addmm_activation(
     use_gelu: bool = False,
 ) -> Any:  # fmt: skip
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b, bias, use_gelu)
-    if made is None:
-        how = {"beta": beta, "alpha": alpha, "use_gelu": use_gelu}
-        return _by_aten(ctx, flops, bias, a, b, **how)
-    x = _finished(ctx, made, bias, beta, alpha)
+    # Some of cuBLASLt's kernels give 0 for relu of a NaN in float32.
+    apart = a.dtype == f32 and not use_gelu and ctx.facts().streams and ctx.cfg.kernels
+    joined = None if apart else use_gelu
+    made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b, bias, joined)
+    how = {"beta": beta, "alpha": alpha}
+    if made is not None:
+        x = _finished(ctx, made, bias, beta, alpha)
+    elif apart:
+        val = ctx.node.meta["val"]
+        x = call_op(ctx, aten.addmm.default, (bias, a, b), how, val, flops=flops)
+    else:
+        return _by_aten(ctx, flops, bias, a, b, **how, use_gelu=use_gelu)
     return elementwise(ctx, gelu_tanh if use_gelu else relu, (x,))
 
 

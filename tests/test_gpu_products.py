@@ -10,6 +10,7 @@ import torch
 from tests.flex_programs import WRAPPERS
 from tests.layer_programs import KERNELS, case
 from tests.product_programs import CASES, VERSIONS, check, check_version, multiplying
+from tests.rotary_programs import ROTARY
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -49,6 +50,11 @@ def test_a_layer_keeps_nans(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_of_a_layer(name: str, rows: int) -> None:
     check(case(name, rows), "native", "cuda", on_gpu=True)
+
+
+@pytest.mark.parametrize("name", list(ROTARY))
+def test_columns_in_pairs_and_parts(name: str) -> None:
+    check(ROTARY[name], "native", "cuda", on_gpu=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

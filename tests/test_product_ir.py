@@ -25,7 +25,7 @@ from plait.ir.loops import (
     loop_vars,
     node,
 )
-from plait.ir.product import PRODUCT, Cut, Pair, Panels, Product, Window
+from plait.ir.product import PARTNER, PRODUCT, Cut, Pair, Panels, Part, Product, Window
 from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.kernel.triton.dialects import GPUS
@@ -81,6 +81,16 @@ def test_text_reads_back() -> None:
     assert read_program(program_text(p)) == p
 
 
+BESIDE = replace(RESULT, body=node("load", (), Load(PARTNER, ()), f32))
+PAIRS = replace(KERNEL, results=(BESIDE,), half=16, parts=(Part(32, 32, 64),))
+
+
+def test_text_of_pairs_and_parts_reads_back() -> None:
+    p = program(PAIRS)
+    verify(p, "test")
+    assert read_program(program_text(p)) == p
+
+
 def test_text_of_a_packed_one_reads_back() -> None:
     window = Window((3, 3), (1, 1), (1, 0), (1, 1))
     for how, n in ((Panels(256, 128, 64), 1), (Panels(28, 128, 64, window), 5)):
@@ -123,6 +133,13 @@ def test_a_pair_reads_back_and_what_is_wrong_with_it_is_said() -> None:
         (replace(KERNEL, results=(replace(RESULT, out="z"),)), "other results"),
         (replace(KERNEL, results=(replace(RESULT, index=None),)), "no operand"),
         (replace(KERNEL, results=(replace(RESULT, body=UNKNOWN),)), "no operand"),
+        (replace(PAIRS, half=0), "no operand"),
+        (replace(PAIRS, half=24), "other pairs"),
+        (replace(PAIRS, how=Cut(128, 128, 64)), "does not compute"),
+        (replace(PAIRS, how=Panels(256, 128, 64)), "other sizes"),
+        (replace(PAIRS, parts=(None, None)), "other parts"),
+        (replace(PAIRS, parts=(Part(48, 32, 64),)), "other columns"),
+        (replace(PAIRS, parts=(Part(0, 32, 96),)), "other columns"),
     ],
 )
 def test_what_is_wrong_is_said(kernel: Product, said: str) -> None:

@@ -16,6 +16,7 @@ from plait.runtime.tune import Contest, Outcome
 from plait.wrapper.instructions import CallExtern
 from tests.layer_programs import KERNELS, case
 from tests.product_programs import CASES, VERSIONS, Case, check, check_version, multiplying
+from tests.rotary_programs import ROTARY
 
 NEIGHBOURS = ("wait", "launch_dependents")
 AS_GPU = "TRITON_INTERPRET" in os.environ or "PLAIT_GPU_ARCH" in os.environ
@@ -31,6 +32,12 @@ def test_as_eager(name: str) -> None:
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_of_a_layer(name: str, rows: int) -> None:
     check(case(name, rows), "python", "cpu", on_gpu=True)
+
+
+@pytest.mark.skipif(not AS_GPU, reason="counts what a GPU launches")
+@pytest.mark.parametrize("name", list(ROTARY))
+def test_columns_in_pairs_and_parts(name: str) -> None:
+    check(ROTARY[name], "python", "cpu", on_gpu=True)
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

@@ -15,6 +15,8 @@ from plait.ir.loops import Load, Pointwise, walk
 PRODUCT = "product"
 """What results load of the product: an element in float32, or in int32 where the factors are
 integers of 8 bits, of no dimension."""
+PARTNER = "partner"
+"""The same of the element beside it in a pair: of columns that are `Product.half` apart."""
 _LARGE_ROWS = 128
 RIGHT = "right"
 """What the elements of a right matrix load of the second operand."""
@@ -54,6 +56,21 @@ class Window:
     def is_point(self) -> bool:
         """Whether every point of the image is met once, by itself."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Columns of a product that one of its results goes over: j, where first <= j % period < first
+    + length. In groups of `period` columns each head has its query, its key and its value."""
+
+    first: int
+    length: int
+    period: int
+
+    def fault(self, columns: int) -> str:
+        """What is wrong with it, in words; "" if nothing is. columns: of the product."""
+        inside = 0 <= self.first and 1 <= self.length and self.first + self.length <= self.period
+        return "" if inside and columns % self.period == 0 else "a part of other columns"
 
 
 _WINOGRAD = (3, 3), (1, 1), (1, 1)
@@ -105,8 +122,8 @@ class Product(DeviceKernel):
     packed: rows of the result; of an image the height and width, then those of the result, each
     row of which is one of its points.
 
-    results: a loop for each result of the launch, over part, batch, row and column of the product,
-        which it loads as PRODUCT.
+    results: loops over part, batch, row and column of the product, which they load as PRODUCT. A
+        result of the launch is made by one of them, or a piece of it by each of several.
     how: into which tiles it is cut, and parts of the sum over k, each of which is a product of its
         own; or how the right matrix is packed. What a packed one stores, it stores in rows, one
         after the other, and it loads in rows: `given0` at [row, column].
@@ -114,12 +131,23 @@ class Product(DeviceKernel):
         it loads the second operand as RIGHT, and others as results do. None: the operand is that
         matrix.
     operator: what computes it where no kernel does, if there is one.
+    half: columns are in groups of 2 * half, and each of the first half of a group makes a pair with
+        the one half further on: rotary embeddings mix the two. Results load an element's PARTNER
+        too, and one program computes both. 0: there are no pairs.
+    parts: the columns that each of the results goes over, where that is not all of them for each;
+        None: all.
     """
 
     results: tuple[Pointwise, ...]
     how: Cut | Panels
     right: Pointwise | None = None
     operator: Operator | None = None
+    half: int = 0
+    parts: tuple[Part | None, ...] = ()
+
+    def part_of(self, result: Pointwise) -> Part | None:
+        """The columns that a result goes over; None: all."""
+        return self.parts[self.results.index(result)] if self.parts else None
 
     def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
         """Why it cannot be given so many operands and sizes, and these results, in words; "" if it
@@ -129,9 +157,12 @@ class Product(DeviceKernel):
         scaled = isinstance(self.how, Panels) and self.how.scaled
         if n_operands < 2 + scaled or not self.results:
             return "a kernel of a product of an unknown kind"
-        if outs != tuple(r.out for r in self.results):
+        if outs != tuple(dict.fromkeys(r.out for r in self.results)):
             return "a kernel of a product that gives other results than it computes"
+        if fault := self._fault_of_columns():
+            return fault
         known = {PRODUCT, *(f"given{k}" for k in range(n_operands - 2))}
+        known |= {PARTNER} if self.half else set()
         for r in self.results:
             loaded = {n.attr.buf for n in walk((r.body,)) if isinstance(n.attr, Load)}
             if len(r.vars) != 4 or r.index is None or loaded - known:
@@ -140,9 +171,23 @@ class Product(DeviceKernel):
             loaded = {n.attr.buf for n in walk((self.right.body,)) if isinstance(n.attr, Load)}
             if len(self.right.vars) != 3 or loaded - known - {RIGHT}:
                 return "a kernel of a product whose right matrix loads what is no operand"
-            if PRODUCT in loaded or not isinstance(self.how, Cut):
+            if loaded & {PRODUCT, PARTNER} or not isinstance(self.how, Cut):
                 return "a kernel of a product that makes its right matrix of itself, or of panels"
         return self.how.fault()
+
+    def _fault_of_columns(self) -> str:
+        """What is wrong with pairs and parts of columns, in words; "" if nothing is."""
+        if not (self.half or self.parts):
+            return ""
+        last = self.results[0].vars[-1].symbol
+        columns = last.extent if last else None
+        if not (isinstance(columns, int) and isinstance(self.how, Cut) and not self.how.is_large):
+            return "a kernel of a product with pairs or parts that it does not compute"
+        if self.half < 0 or (self.half and columns % (2 * self.half)):
+            return "a kernel of a product with other pairs than it has columns"
+        if len(self.parts) not in (0, len(self.results)):
+            return "a kernel of a product with other parts than results"
+        return next((f for p in self.parts if p and (f := p.fault(columns))), "")
 
 
 @dataclass(frozen=True, slots=True)

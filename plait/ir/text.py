@@ -71,7 +71,7 @@ from plait.ir.loops import (
     Scan,
     Scatter,
 )
-from plait.ir.product import Cut, Pair, Panels, Product, Window
+from plait.ir.product import Cut, Pair, Panels, Part, Product, Window
 
 
 def program_text(p: LoopProgram) -> str:
@@ -275,7 +275,9 @@ def _fact(value: object, scope: Scope) -> str:
             loop = "\n".join(_loop_lines(value.right, scope))
             right = f", right={loop!r}"
         operator = "" if value.operator is None else f", operator={value.operator!r}"
-        facts = f"results={loops!r}, how={value.how}{right}{operator}"
+        half = f", half={value.half}" if value.half else ""
+        half += f", parts={value.parts!r}" if value.parts else ""
+        facts = f"results={loops!r}, how={value.how}{right}{operator}{half}"
         return f"Product(name={value.name!r}, {facts})"
     if isinstance(value, Pair):
         both = f"first={_fact(value.first, scope)}, second={_fact(value.second, scope)}"
@@ -288,10 +290,12 @@ def _how(e: ast.expr) -> Any:
     kind = _HOW.get(word(e) or "") if isinstance(e, ast.Call) else None
     if isinstance(e, ast.Call) and kind is not None:
         return kind(**{k.arg or "": _how(k.value) for k in e.keywords})
+    if isinstance(e, ast.Tuple):
+        return tuple(map(_how, e.elts))
     return ast.literal_eval(e)
 
 
-_HOW: dict[str, type] = {c.__name__: c for c in (Cut, Panels, Window, Operator, Rival)}
+_HOW: dict[str, type] = {c.__name__: c for c in (Cut, Panels, Part, Window, Operator, Rival)}
 
 
 def _operand(a: ExternArg, scope: Scope) -> str:

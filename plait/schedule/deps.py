@@ -137,7 +137,7 @@ class Uses:
     """Who touches the buffers of a program, by the places of its ops.
 
     readers, makers: of each buffer. changed: updates in place, by what stands for the memory.
-    shared: buffers that the caller gets, or that share memory with others.
+    aliased: buffers that share memory with others. shared: these, and what the caller gets.
     """
 
     def __init__(self, program: ir.LoopProgram, bodies: Bodies) -> None:
@@ -145,7 +145,8 @@ class Uses:
         self.makers: dict[str, list[int]] = {}
         self.changed: dict[str, list[int]] = {}
         self._memory, self._fences = memory_roots(program.ops), ir.fences(program.ops)
-        self.shared = {*program.returned, *self._memory, *self._memory.values()}
+        self.aliased = {*self._memory, *self._memory.values()}
+        self.shared = {*program.returned, *self.aliased}
         for k, op in enumerate(program.ops):
             for name in reads(op, bodies):
                 self.readers.setdefault(name, []).append(k)

@@ -3,7 +3,11 @@ was computed, and the product itself never reaches memory.
 
 Comes in: loops in normal form. A product gives way to the loops only if all that read it are
 pointwise and go over its elements once, in any shape. It is computed where the first of them
-stands. What a device's kernels can take in, says `devices.Products`: on one that stores in rows,
+stands. On a GPU, in kernels of small tiles, loops may also mix an element with its partner in a
+pair of columns, as rotary embeddings do, and go over a part of the columns, such as queries; what
+others read is stored beside what they make then.
+
+What a device's kernels can take in, says `devices.Products`: on one that stores in rows,
 loops are taken before they are inlined, and layouts that are free follow the product; on others
 they are inlined first as far as that pays, and layouts are settled.
 """
@@ -27,7 +31,6 @@ from plait.ir.expr import (
     free_symbols,
     product,
     substitute,
-    total,
 )
 from plait.ir.layouts import flat_index
 from plait.ir.loops import (
@@ -37,6 +40,7 @@ from plait.ir.loops import (
     Node,
     Op,
     Pointwise,
+    const,
     exprs_of,
     is_arg,
     node,
@@ -46,10 +50,11 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.ops import OPS
-from plait.ir.product import Panels, Product
+from plait.ir.product import Cut, Panels, Part, Product
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
 from plait.schedule.deps import Bodies, Uses, extent, load_of, roots
+from plait.schedule.product_elements import inverted, of_partner, pairs_of
 
 
 def join_readers(program: LoopProgram, bodies: Bodies, in_rows: bool) -> LoopProgram:
@@ -69,6 +74,10 @@ class _Reader:
     views: what it loads beside the product, as matrices with the product's rows and columns; None:
         it loads anything
     buffers: with layouts that become fixed
+    body: of one that loads anything, over the variables of the product
+    half: how far the columns of a pair are apart, of which it mixes elements; 0: it mixes none
+    partners: its loads of the other element of a pair
+    part: the columns of the product that it goes over; None: all
     """
 
     op: int
@@ -76,6 +85,10 @@ class _Reader:
     at: dict[Atom, Size]
     views: Mapping[Load, TensorArg] | None = None
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    body: Node | None = None
+    half: int = 0
+    partners: frozenset[Node] = frozenset()
+    part: Part | None = None
 
 
 class _Joiner:
@@ -103,22 +116,30 @@ class _Joiner:
         todo = list(call.kernel.results)
         while todo:
             own = todo.pop()
-            if own.out in self.uses.shared:
+            stays = self._stays(own.out)
+            if stays and (self.in_rows or own.out in self.uses.changed):
                 continue
             if self.in_rows:
                 self._gather(own.out, able)
-            readers = self._readers(k, call, own, able)
+            readers = self._readers(k, call, own, able, stays)
             if readers:
                 for r in readers:
                     self.ops[r.op] = None
                     self.buffers |= r.buffers
                 self.ops[k] = None
                 k = readers[0].op
-                call, made = self._joined(call, own, readers)
+                call, made = self._joined(call, own, readers, stays)
                 self.ops[k] = call
                 self.uses.makers |= {o: [k] for o in call.made}
-                del self.buffers[own.out]
-                todo += made
+                if not stays:
+                    del self.buffers[own.out]
+                whole = [r.out for r, p in zip(made, readers, strict=True) if p.part is None]
+                todo += (r for r in made if whole.count(r.out) == 1)
+
+    def _stays(self, out: str) -> bool:
+        """Whether others than loops need a result."""
+        readers = (self.ops[k] for k in self.uses.readers.get(out, ()))
+        return out in self.uses.shared or any(isinstance(op, Extern) for op in readers)
 
     def _gather(self, out: str, able: Products) -> None:
         """Puts readers of a buffer into another one that alone reads them: x * sigmoid(x) is two at
@@ -151,13 +172,21 @@ class _Joiner:
             if first in places:
                 places[:] = sorted({*places, last} - {first})
 
-    def _readers(self, k: int, call: Extern, own: Pointwise, able: Products) -> list[_Reader]:
-        """All that read a result, if it can give way to them."""
-        out, n_others = own.out, len(call.made) - 1
+    def _readers(
+        self, k: int, call: Extern, own: Pointwise, able: Products, stays: bool
+    ) -> list[_Reader]:
+        """All loops that read a result, if the kernel can do what they do. stays: the result is
+        stored too."""
+        out, n_others = own.out, len(call.made) - (not stays)
         places = self.uses.readers.get(out, [])
-        if not 0 < len(places) <= able.results - n_others:
+        if stays:
+            places = [p for p in places if not isinstance(self.ops[p], Extern)]
+        made = {getattr(self.ops[p], "out", None) for p in places}
+        if not 0 < len(made) <= able.results - n_others:
             return []
         first = places[0]
+        if out in self.uses.aliased or (stays and self.uses.readers[out][0] < first):
+            return []
         if not self.uses.may_move(needs(call), k, first):
             return []
         if any(at < first for o in call.made if o != out for at in self.uses.readers.get(o, ())):
@@ -166,7 +195,7 @@ class _Joiner:
         given = {*needs(call)}
         for place in places:
             loop = self.ops[place]
-            if not isinstance(loop, Pointwise) or self._is_piece(loop):
+            if not isinstance(loop, Pointwise) or self._is_piece(loop, places):
                 return []
             others = {*self.bodies.of(roots(loop)).bufs} - {out}
             late = any(self.uses.makers.get(name, [-1])[-1] >= first for name in others)
@@ -179,13 +208,17 @@ class _Joiner:
                 return []
             given |= others
             found.append(reader)
-        return found if len(given) <= able.given else []
+        halves = {call.kernel.half, *(r.half for r in found)} - {0}  # type: ignore[union-attr]
+        if stays and not any(r.half for r in found):
+            return []
+        return found if len(given) <= able.given and len(halves) < 2 else []
 
-    def _is_piece(self, loop: Pointwise) -> bool:
-        """Whether a loop is one of several that make a buffer, or makes what a kernel of a product
-        does not store."""
+    def _is_piece(self, loop: Pointwise, places: Sequence[int] = ()) -> bool:
+        """Whether a loop is one of several that make a buffer, not all of which are at these
+        places, or makes what a kernel of a product does not store."""
         b = self.buffers[loop.out]
-        return loop.index is not None or loop.out in self.uses.changed or b.dtype == b1
+        apart = self.in_rows or not {*places}.issuperset(self.uses.makers[loop.out])
+        return (loop.index is not None and apart) or loop.out in self.uses.changed or b.dtype == b1
 
     def _reader(
         self, place: int, loop: Pointwise, call: Extern, own: Pointwise, able: Products
@@ -194,23 +227,45 @@ class _Joiner:
         kernels take in."""
         assert own.index is not None and isinstance(call.kernel, Product), call
         facts, b = self.bodies.of(roots(loop)), self.buffers[own.out]
-        if facts.checks or any(load_of(n).masked for n in facts.loads) or facts.size > able.nodes:
+        if facts.checks or facts.size > able.nodes:
             return None
-        places = {load_of(n).index for n in facts.loads if load_of(n).buf == own.out}
-        if len(places) != 1:
-            return None
-        index = places.pop()
+        loads = [load_of(n) for n in facts.loads if load_of(n).buf == own.out]
         if not isinstance(call.kernel.how, Panels):
-            at = _inverted(loop.vars, index, own.index, b.shape)
-            return None if at is None else _Reader(place, loop, at)
+            return self._of_columns(place, loop, call.kernel, own)
+        masked = any(load_of(n).masked for n in facts.loads)
+        if masked or len({load.index for load in loads}) != 1:
+            return None
+        index = loads[0].index
         # It is stored in rows, one after the other.
         *_, i, j = own.vars
         flat, columns = flat_index(b, index), call.kernel.how.columns
-        at = _inverted(loop.vars, (flat,), (i * columns + j,), (product(b.shape),))
+        found = inverted(loop.vars, (flat,), (i * columns + j,), (product(b.shape),))
         steps = {atom_of(v): coefficient(flat, atom_of(v)) for v in loop.vars}
-        if at is None:
+        if found is None:
             return None
-        return self._in_rows(_Reader(place, loop, at), own, steps, columns)  # type: ignore[arg-type]
+        return self._in_rows(_Reader(place, loop, found[0]), own, steps, columns)  # type: ignore[arg-type]
+
+    def _of_columns(
+        self, place: int, loop: Pointwise, kernel: Product, own: Pointwise
+    ) -> _Reader | None:
+        """A reader of a product that is cut; None where it loads the product at other places than
+        its own and that of its partner in a pair."""
+        assert own.index is not None, own
+        shape, known = self.buffers[own.out].shape, isinstance(extent(own.vars[-1]), int)
+        small = known and isinstance(kernel.how, Cut) and not kernel.how.is_large
+        loads = [n for n in self.bodies.of(roots(loop)).loads if load_of(n).buf == own.out]
+        for index in dict.fromkeys(load_of(n).index for n in loads):
+            found = inverted(loop.vars, index, own.index, shape, own.vars[-1] if small else None)
+            if found is None:
+                continue
+            at, part = found
+            body = substitute_vars(loop.body, at)
+            loads = [n for n in walk((body,)) if n.op == "load" and load_of(n).buf == own.out]
+            pairs = pairs_of(kernel, own, part, loads, self.simplify)
+            if pairs is not None:
+                half, partners = pairs
+                return _Reader(place, loop, at, body=body, half=half, partners=partners, part=part)
+        return None
 
     def _in_rows(
         self, r: _Reader, own: Pointwise, steps: Mapping[Atom, Size], columns: int
@@ -240,19 +295,27 @@ class _Joiner:
         return replace(r, views=views, buffers=buffers)
 
     def _joined(
-        self, call: Extern, own: Pointwise, readers: Sequence[_Reader]
+        self, call: Extern, own: Pointwise, readers: Sequence[_Reader], stays: bool
     ) -> tuple[Extern, list[Pointwise]]:
-        """The call with results of these readers in place of one, and those results."""
+        """The call with results of these readers in place of one, or beside it, and those
+        results."""
         assert isinstance(call.kernel, Product), call
         given = [a for a in call.args if isinstance(a, TensorArg)]
         made = [self._result(own, r, given) for r in readers]
-        results = (*(r for r in call.kernel.results if r is not own), *made)
-        outs = tuple(r.out for r in results)
+        kept = [r for r in call.kernel.results if stays or r is not own]
+        parts: tuple[Part | None, ...] = (
+            *map(call.kernel.part_of, kept),
+            *(r.part for r in readers),
+        )
+        results = (*kept, *made)
+        outs = tuple(dict.fromkeys(r.out for r in results))
         origin = tuple(dict.fromkeys((*call.origin, *(o for r in made for o in r.origin))))
         sizes: Sequence[ExternArg] = [a for a in call.args if not isinstance(a, TensorArg)]
         if not isinstance(call.kernel.how, Panels):
             sizes = _symbols(results, given, [self.buffers[o].strides for o in outs])
-        kernel = replace(call.kernel, results=results)
+        half = max((r.half for r in readers), default=0) or call.kernel.half
+        parts = parts if any(parts) else ()
+        kernel = replace(call.kernel, results=results, half=half, parts=parts)
         joined = replace(call, outs=outs, args=(*given, *sizes), kernel=kernel, origin=origin)
         return joined, made
 
@@ -276,41 +339,17 @@ class _Joiner:
             if n.op != "load":
                 return with_args(n, args)
             load = load_of(n)
-            return own.body if load.buf == own.out else node("load", args, named(load), n.dtype)
+            if load.buf != own.out:
+                return node("load", args, named(load), n.dtype)
+            value = of_partner(own, r.half) if n in r.partners else own.body
+            if load.masked:
+                return node("where", (args[-1], value, const(0, n.dtype)))
+            return value
 
-        body = r.loop.body if r.views is not None else substitute_vars(r.loop.body, r.at)
-        index = tuple(substitute(v, r.at) for v in r.loop.vars)
+        body = r.loop.body if r.body is None else r.body
+        index = tuple(substitute(e, r.at) for e in r.loop.index or r.loop.vars)
         body = self.simplify(rewrite(body, renamed))
         return Pointwise(r.loop.out, own.vars, body, index, r.loop.origin)
-
-
-def _inverted(
-    vars_: Sequence[Expr], index: Sequence[Size], to: Sequence[Size], shape: Sequence[Size]
-) -> dict[Atom, Size] | None:
-    """Variables over those of `to`, where index, over the variables, is the same element of a
-    tensor of this shape: each number in it has some of them as digits. None where it has not."""
-    found: dict[Atom, Size] = {atom_of(v): 0 for v in vars_ if extent(v) == 1}
-    vars_ = [v for v in vars_ if extent(v) != 1]
-    for e, t, n in zip((substitute(e, found) for e in index), to, shape, strict=True):
-        weights = [(v, coefficient(e, atom_of(v))) for v in vars_]
-        digits = [(v, w) for v, w in weights if w != 0]
-        if any(w is None for _, w in digits) or any(atom_of(v) in found for v, _ in digits):
-            return None
-        if total(v * w for v, w in digits if w is not None) != e:
-            return None
-        step: Size = 1
-        left = list(digits)
-        while left:
-            v = next((v for v, w in left if w == step), None)
-            if v is None:
-                return None
-            left = [(x, w) for x, w in left if x is not v]
-            digit = t // step
-            found[atom_of(v)] = digit % extent(v) if left else digit
-            step = step * extent(v)
-        if step != n:
-            return None
-    return found if all(atom_of(v) in found for v in vars_) else None
 
 
 def _symbols(

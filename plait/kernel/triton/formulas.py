@@ -40,14 +40,14 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.ops import OPS
-from plait.ir.product import PRODUCT, RIGHT
+from plait.ir.product import PARTNER, PRODUCT, RIGHT, Part, Product
 from plait.ir.rules import Simplifier
 from plait.kernel.triton.choose_forms import Form, codec, exactly_rounded
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 from plait.schedule.deps import extent
 
-VALUES = ("score", "grad", PRODUCT)
+VALUES = ("score", "grad", PRODUCT, PARTNER)
 INSIDE = {"i": "i_inside", "j": "j_inside"}
 _LIMIT = 2**31
 
@@ -79,7 +79,7 @@ def additions_of(
 
 
 def results_of(
-    results: Sequence[Pointwise], given: Sequence[TensorArg], outs: Sequence[TensorArg],
+    kernel: Product, given: Sequence[TensorArg], outs: Sequence[TensorArg],
     sizes: Mapping[str, str], aligned: bool = False,
 ) -> tuple[str, bool]:  # fmt: skip
     """The function that computes results of a tile of a product and writes them, and whether it
@@ -87,9 +87,12 @@ def results_of(
     columns lie inside, and the first of each row is written to a multiple of 16 bytes."""
     inside = {"i": "i_inside"} if aligned else INSIDE
     written = _Function(given, sizes, False, inside=inside)
-    for k, (r, out) in enumerate(zip(results, outs, strict=True)):
-        written.write(r, f"outs[{k}]", out, aligned)
-    params = (PRODUCT, "p", "b", "i", "j", "i_inside", "j_inside", "given", "outs")
+    places = {out.buf: k for k, out in enumerate(outs)}
+    for r in kernel.results:
+        k = places[r.out]
+        written.go_over(kernel.part_of(r), r.vars[-1])
+        written.write(r, f"outs[{k}]", outs[k], aligned)
+    params = (PRODUCT, PARTNER, "p", "b", "i", "j", "i_inside", "j_inside", "given", "outs")
     name = "finish_aligned" if aligned else "finish"
     head = f"@triton.jit\ndef {name}({', '.join(params)}):"
     return "\n    ".join([head, *written.lines]), written.checks
@@ -246,6 +249,18 @@ class _Function:
         self.lines.append(
             f"tl.atomic_add(added[{addition.to}] + {at}, {x}, {inside}, sem='relaxed')"
         )
+
+    def go_over(self, part: Part | None, j: Expr) -> None:
+        """What follows is of these columns alone."""
+        inside = INSIDE["j"]
+        if part is not None:
+            inside = f"inside{len(self.lines)}"
+            at = self._expr(j % part.period, ())
+            low, high = f"({at} >= {part.first})", f"({at} < {part.first + part.length})"
+            self.lines.append(f"{inside} = {INSIDE['j']} & {low} & {high}")
+        if self.inside.get("j", inside) != inside:  # loads have other conditions
+            self.inside = {**self.inside, "j": inside}
+            self._names.clear()
 
     def write(self, r: Pointwise, to: str, out: TensorArg, aligned: bool = False) -> None:
         """Writes a result of a tile. to: the pointer. aligned: as of results_of."""

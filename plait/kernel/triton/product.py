@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel, Variant
 from plait.ir.expr import Size, ceildiv, product, total
 from plait.ir.loops import Buffer, Load, Pointwise, walk
-from plait.ir.product import PRODUCT, Cut, Product
+from plait.ir.product import PARTNER, PRODUCT, Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
 from plait.kernel.triton.ops import prelude_for
@@ -128,7 +128,7 @@ class _Writer(Writer):
         left, stored, *given = self.tensors
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
-        finish, checks = results_of(self.product.results, given, self.outs, names)
+        finish, checks = results_of(self.product, given, self.outs, names)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
         made = ""
         if right is not None:
@@ -136,7 +136,7 @@ class _Writer(Writer):
             made = operand_of(right, stored, given, names, cut.depth, edge, float8)
         sizes, versions = (product(batch), m, n, k), self._versions()
         if any(v.aligned for v in versions):
-            finish += f"\n\n{results_of(self.product.results, given, self.outs, names, True)[0]}"
+            finish += f"\n\n{results_of(self.product, given, self.outs, names, True)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
         prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
@@ -158,7 +158,7 @@ class _Writer(Writer):
         """Bytes that a kernel beside the operator moves; 0 if it needs none."""
         results, (left, right, *others) = self.product.results, self.tensors
         nodes = [n for r in results for n in walk((r.body,))]
-        given = {n.attr.buf for n in nodes if isinstance(n.attr, Load)} - {PRODUCT}
+        given = {n.attr.buf for n in nodes if isinstance(n.attr, Load)} - {PRODUCT, PARTNER}
         made = sum(map(self._nbytes, self.outs))
         columns = right.shape[-1]
         if (
@@ -281,7 +281,7 @@ class _Writer(Writer):
             made = self.product.right is not None
             turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
             constants |= {
-                "kinds": kinds, "turned": turned, "parts": cut.parts,
+                "kinds": kinds, "turned": turned, "parts": cut.parts, "half": self.product.half,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
                 "depth_edge": k % cut.depth != 0, "made": made,

@@ -30,4 +30,4 @@ def described_product(
             sums = tl.dot(x, y.T, sums, out_dtype=kind)
         i = row + tl.arange(0, rows)[:, None]
         j = column + tl.arange(0, columns)[None, :]
-        finish(sums, 0, 0, i, j, i < m, j < n, given, outs)
+        finish(sums, sums, 0, 0, i, j, i < m, j < n, given, outs)

@@ -12,6 +12,8 @@ kinds: 1, or, where rows of the result start anywhere, how many of them differ i
     has every so manieth row, and its columns begin where these rows are aligned: up to 7 columns
     further to the left for other rows. The right matrix has columns far apart then
 turned: tiles are computed transposed: tensor cores want many rows, and take few columns
+half: columns c and c + half make a pair, for the first half of each 2 * half. The first half of a
+    tile's columns is one of some pairs, the other what is beside them; 0: there are no pairs
 parts: programs that share a walk
 row_edge, column_edge, depth_edge: the last tile, or step, may be larger than what is left
 stages: of the loop
@@ -67,12 +69,28 @@ def are_aligned(outs):
 
 
 @triton.jit
+def first_of_pair(q, half: tl.constexpr):
+    """The first column of pair q."""
+    return q // half * (2 * half) + q % half
+
+
+@triton.jit
+def finish_pairs(sums, half: tl.constexpr, p, h, i, j, n, i_inside, given, outs):
+    """Finishes a tile of pairs: each half, with the other beside it. j: first columns."""
+    rows: tl.constexpr = sums.shape[0]
+    near: tl.constexpr = sums.shape[1] // 2
+    one, other = tl.split(tl.permute(tl.reshape(sums, (rows, 2, near)), (0, 2, 1)))
+    finish(one, other, p, h, i, j, i_inside, j < n, given, outs)
+    finish(other, one, p, h, i, j + half, i_inside, j < n, given, outs)
+
+
+@triton.jit
 def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
     stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, group: tl.constexpr,
-    kinds: tl.constexpr,
+    kinds: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
@@ -84,7 +102,13 @@ def product(
     h = t // (wide * high)
     row, column = tile_at(t % (wide * high), wide, high, group)
     i, j, d = tl.arange(0, rows), tl.arange(0, columns), tl.arange(0, depth)
-    column *= columns
+    if half > 0:
+        near: tl.constexpr = columns // 2
+        pair = column * near
+        column = first_of_pair(pair, half)
+        j = first_of_pair(pair + j % near, half) + j // near * half - column
+    else:
+        column *= columns
     if kinds > 1:
         which = row % kinds
         row = row // kinds * (rows * kinds) + which
@@ -139,11 +163,15 @@ def product(
         y_at += depth * right_strides[1]
     if turned:
         sums = tl.trans(sums)
-    i, j = row + i[:, None], column + j[None, :]
-    if kinds > 1:
+    i = row + i[:, None]
+    j = column + j[None, :]
+    if half > 0:
+        q = first_of_pair(pair + tl.arange(0, near)[None, :], half)
+        finish_pairs(sums, half, part, h, i, q, n, i < m, given, outs)
+    elif kinds > 1:
         if (column >= 0) & (column + columns <= n) & are_aligned(outs):
-            finish_aligned(sums, part, h, i, j, i < m, j < n, given, outs)
+            finish_aligned(sums, sums, part, h, i, j, i < m, j < n, given, outs)
         else:
-            finish(sums, part, h, i, j, i < m, (j >= 0) & (j < n), given, outs)
+            finish(sums, sums, part, h, i, j, i < m, (j >= 0) & (j < n), given, outs)
     else:
-        finish(sums, part, h, i, j, i < m, j < n, given, outs)
+        finish(sums, sums, part, h, i, j, i < m, j < n, given, outs)

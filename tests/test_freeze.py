@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._subclasses import FakeTensorMode
 
 import plait
-from plait.compat.fake_shapes import norms_known
+from plait.compat.fake_shapes import short_shapes
 from plait.errors import InputError
 from plait.ir.calls import Extern
 from plait.runtime.toolchain import NEXT_UNIT
@@ -505,6 +506,19 @@ def test_explain_tells_of_copies() -> None:
     assert "second copy of weights in the order of kernels (0.3 MiB)" in text, text
 
 
+def test_the_end_of_the_interpreter_waits_for_weights_that_are_packed() -> None:
+    code = """
+import plait, torch
+import plait.capture.export as export
+def leave(*_): raise SystemExit(3)
+export._compiled = leave
+layers = [torch.nn.Linear(1024, 1024) for _ in range(12)]
+plait.compile(torch.nn.Sequential(*layers), (torch.randn(8, 1024),), freeze=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+
+
 # ----------------------------------------------------------------------------------------- packages
 @torch.no_grad()
 def test_package_in_a_fresh_process(tmp_path: Path) -> None:
@@ -587,28 +601,30 @@ def test_kernels_are_compiled_in_several_units(
     check(compiled, model, x)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 3, 5), (2, 4, 3, 5), (1, 4, 1, 5), (0, 4, 3, 3)])
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 3, 5), (2, 4, 3, 5), (1, 4, 1, 5), (1, 4, 1, 1), (0, 4, 3, 3)]
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("weights", [0, 2])
-def test_norms_have_the_shapes_of_the_steps_they_are_made_of(
-    shape: tuple[int, ...], layout: torch.memory_format, weights: int
+def test_short_shapes_are_those_of_the_steps_that_operators_are_made_of(
+    shape: tuple[int, ...], layout: torch.memory_format
 ) -> None:
     def shapes() -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
         FakeTensorMode.cache_clear()
         with FakeTensorMode():
             whole = torch.empty(shape).to(memory_format=layout)
-            found = []
-            for x in (whole, torch.empty((*shape, 2))[..., 1], whole[1:]):
-                given = [torch.empty(4) if k < weights else None for k in range(2)]
-                statistics = torch.empty(4), torch.empty(4)
-                made = norm(x, *given, *statistics, 0.1, 1e-5)
-                found += [(t.shape, t.stride(), t.dtype) for t in made]
-            return found
+            made: list[Tensor] = []
+            for x in (whole, torch.empty((*shape, 2))[..., 1], whole[1:], whole.bfloat16()):
+                for weights in (0, 2):
+                    given = [torch.empty(4) if k < weights else None for k in range(2)]
+                    made += norm(x, *given, torch.empty(4), torch.empty(4), 0.1, 1e-5)
+                made += [F.hardswish(x), F.hardsigmoid(x)]
+            return [(t.shape, t.stride(), t.dtype) for t in made]
 
     norm = torch.ops.aten._native_batch_norm_legit_no_training.default
-    wanted = shapes()
-    with norms_known:
+    wanted, steps = shapes(), dict(decomposition_table)
+    with short_shapes:
         assert shapes() == wanted
+        assert decomposition_table == steps, "others may read it meanwhile"
 
 
 @pytest.mark.parametrize("activation", [F.hardswish, F.hardsigmoid])

@@ -20,6 +20,7 @@ from torch.fx import Node
 from plait import compat
 from plait.capture.owners import Owners
 from plait.capture.trace import Traced
+from plait.compat.fake_shapes import short_shapes
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import InputError
@@ -68,7 +69,8 @@ def frozen(traced: Traced, cfg: Config) -> Frozen:
     }
     small_flops = cfg.small_matmul_flops if cfg.kernels else None
     weights = {node: state[k][1] for node, k in sources.items()}
-    folded = fold_weights(traced.graph, weights, small_flops)
+    with short_shapes:
+        folded = fold_weights(traced.graph, weights, small_flops)
     kept = [k for k, node in enumerate(inputs) if node not in folded.frozen]
     for node in folded.frozen:
         traced.graph.graph.erase_node(node)

@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 
 from plait.compat.decompositions import inference_table
-from plait.compat.fake_shapes import norms_known
+from plait.compat.fake_shapes import short_shapes
 from plait.compat.kernel_calls import kernels_traced
 from plait.compat.loops import rounds_counted
 from plait.compat.questions import Question, exporting
@@ -201,7 +201,7 @@ def export_graph(
     known = _learnt(shape_env) if turned else {}
     try:
         context = tracing(TracingContext(env.mode))
-        with env.mode, context, exporting, norms_known, kernels_traced(), rounds_counted:
+        with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted:
             graph, signature = aot_export_module(
                 flat, inputs, trace_joint=False, decompositions=inference_table()
             )

@@ -2,17 +2,16 @@
 
 `correct` puts in shape functions of our own: for packed sequences and FlexAttention in all
 versions, for what counts and finds (`unique`, `bincount`) in torch 2.11 and 2.12. Inside
-`norms_known` that of batch norms with given statistics is a short one.
+`short_shapes` those of batch norms with given statistics and of some activations are short ones.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table, meta_table
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
@@ -81,33 +80,50 @@ def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_fi
     return x.new_empty((rows, *x.shape[2:])), lengths.new_empty((steps,), dtype=torch.int64)
 
 
-_NORM = aten._native_batch_norm_legit_no_training.default
-_long: Any = decomposition_table[_NORM]
-
-
-@functools.wraps(_long)  # torch goes by its name
-def _short(x: torch.Tensor, *given: Any) -> Any:
-    """The shapes of a batch norm, without those of twelve steps that it could be made of, which
-    take an eighth of the time to trace a network of convolutions."""
-    statistics = [t for t in given[:4] if t is not None]
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether x is an image on a CPU that lies as new memory would, channels innermost or not."""
     if x.dim() != 4 or not x.is_cpu or x.dtype != torch.float32:
-        return _long(x, *given)
-    n, channels, *sides = x.shape
-    sizes = (channels, *sides)
-    if not all(isinstance(k, int) and k > 1 for k in sizes) or not isinstance(n, int) or n == 0:
-        return _long(x, *given)
-    kinds = {(t.shape, t.dtype, t.device) for t in statistics}
-    if kinds != {((channels,), x.dtype, x.device)}:
-        return _long(x, *given)
-    high, wide = sides
+        return False
+    if not all(isinstance(k, int) and k > 0 for k in x.shape):
+        return False
+    _, channels, high, wide = x.shape
     area = high * wide
     inner = (area, wide, 1), (1, wide * channels, channels)
-    if x.stride() not in [(channels * area, *strides) for strides in inner]:
-        return _long(x, *given)
-    return torch.empty_like(x), x.new_empty((0,)), x.new_empty((0,))
+    return x.stride() in [(channels * area, *strides) for strides in inner]
 
 
-norms_known = Shared(
-    lambda: decomposition_table.update({_NORM: _short}),
-    lambda: decomposition_table.update({_NORM: _long}),
-)
+def _norm(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:
+    """Of a batch norm with given statistics."""
+    kinds = {(t.shape, t.dtype, t.device) for t in given[:4] if t is not None}
+    with mode:
+        if not _is_plain(x) or kinds != {(x.shape[1:2], x.dtype, x.device)}:
+            return decomposition_table[op](x, *given)
+        return torch.empty_like(x), x.new_empty((0,)), x.new_empty((0,))
+
+
+def _activation(mode: Any, op: Any, x: torch.Tensor) -> Any:
+    with mode:
+        return torch.empty_like(x) if _is_plain(x) else decomposition_table[op](x)
+
+
+_SHORT: dict[Any, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_no_training.default: _norm,
+    aten.hardswish.default: _activation, aten.hardsigmoid.default: _activation,
+}  # fmt: skip
+_TABLES = fake_impls.op_implementations_dict, meta_table  # what is in the second one goes first
+
+
+def _put_short() -> None:
+    for table in _TABLES:
+        table.update(_SHORT)
+
+
+def _take_short() -> None:
+    for table in _TABLES:
+        for op in _SHORT:
+            del table[op]
+
+
+short_shapes = Shared(_put_short, _take_short)
+"""Shapes without those of up to twelve steps that an operator could be made of, which take a fifth
+of the time to trace a network of convolutions."""

@@ -132,7 +132,7 @@ def fold_weights(
             made[str(constant.target)] = recipe.copied(node)
             node.replace_all_uses_with(constant, propagate_meta=False)
     recipe.graph.output(list(made.values()))
-    pool = Workers(1)
+    pool = Workers(1, daemon=False)
     ready = pool.submit(_pack, list(packed.values()), recipe.values(weights))
     pool.leave()
     return Folded(frozenset(frozen), recipe.graph, tuple(made), tuple(packed), ready)
@@ -254,6 +254,7 @@ def _fold_norms(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
         made = _with_weights(before, scaled, rounded)
         for first in list(norm.users):
             replace(first, made)
+        gm.graph.erase_node(norm)  # passes that follow would compute its layout
 
 
 def _weights_of(node: Node) -> tuple[int, int | None, int] | None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, insert_like, replace, value_of
-from plait.runtime.packed import DEEPEST, panel_width
+from plait.graph.edit import aten, insert_like, replace, value_of
+from plait.runtime.packed import DEEPEST, PACKED_SHAPES, panel_width
 
 _plait: Any = torch.ops.plait
 FEW_COLUMNS = 16
@@ -56,7 +57,8 @@ def _pack_product(node: Node, known: Set[Node], small_flops: int) -> None:
     small = isinstance(rows, int) and 2 * rows * depth * columns <= small_flops
     if small or depth < 2 or columns < FEW_COLUMNS or rows == 0:
         return
-    panels, val = insert(node, matrix, _plait.pack.default, panel_width(columns)), value_of(node)
+    panels = _packed(node, _plait.pack.default, matrix, panel_width(columns))
+    val = value_of(node)
     made = insert_like(node, val, _plait.packed_mm.default, a, panels, columns)
     for addend in bias:
         made = insert_like(node, val, aten.add.Tensor, made, addend)
@@ -75,13 +77,13 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
     geometry: list[Any] = [stride, padding, dilation]
     width, val = panel_width(columns), value_of(node)
     if groups == columns and depth == 1:
-        points = insert(node, weight, _plait.pack_points.default)
+        points = _packed(node, _plait.pack_points.default, weight)
         made = insert_like(node, val, _plait.depthwise_conv.default, x, points, *geometry)
     elif groups == 1 and _is_for_winograd(x, filters, geometry):
-        panels = insert(node, weight, _plait.pack_winograd.default, width)
+        panels = _packed(node, _plait.pack_winograd.default, weight, width)
         made = insert_like(node, val, _plait.winograd_conv.default, x, panels, columns, padding)
     elif groups == 1 and columns >= FEW_COLUMNS:
-        panels = insert(node, weight, _plait.pack_filters.default, width)
+        panels = _packed(node, _plait.pack_filters.default, weight, width)
         scaled = _scaled(x) if [kernel, *geometry] == _POINTS else None
         if scaled is not None:
             made = insert_like(node, val, _plait.scaled_conv.default, *scaled, panels, columns)
@@ -92,9 +94,18 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
         return
     if bias is not None:
         assert isinstance(bias, Node), node
-        bias = insert(node, bias, aten.view.default, [columns, 1, 1])
+        with value_of(bias).fake_mode:  # torch remembers such views
+            seen = value_of(bias).view(columns, 1, 1)
+        bias = insert_like(node, seen, aten.view.default, bias, [columns, 1, 1])
         made = insert_like(node, val, aten.add.Tensor, made, bias)
     replace(node, made)
+
+
+def _packed(before: Node, packs: Any, weight: Node, *width: int) -> Node:
+    """What packs a weight."""
+    with compat.tracing.beside(value_of(weight)):
+        val = PACKED_SHAPES[packs](value_of(weight), *width)
+    return insert_like(before, val, packs, weight, *width)
 
 
 _POINTS = [[1, 1], [1, 1], [0, 0], [1, 1]]

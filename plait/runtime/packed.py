@@ -241,3 +241,10 @@ FILLS: dict[Any, Callable[..., Any]] = {
     _PLAIT.pack_points.default: lambda out, filters: out.copy_(_pack_points(filters)),
 }
 """What packs, into memory that is there. out: a tensor like the operator's result."""
+PACKED_SHAPES: dict[Any, Callable[..., Tensor]] = {
+    _PLAIT.pack.default: _fake_pack,
+    _PLAIT.pack_filters.default: _fake_pack_filters,
+    _PLAIT.pack_winograd.default: _fake_pack_winograd,
+    _PLAIT.pack_points.default: _fake_pack_points,
+}
+"""Memory for what these make."""

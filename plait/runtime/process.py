@@ -134,13 +134,15 @@ def run_all(
 
 
 class Workers:
-    """Threads that wait for compilers. The end of the interpreter does not wait for them."""
+    """Threads that wait for compilers. The end of the interpreter waits for them only where they
+    are no `daemon`, which threads that run torch's operators must not be: such a one, woken in an
+    operator after the end, would be unwound through C++ that lets nothing pass."""
 
-    def __init__(self, n: int, children: _Children | None = None) -> None:
+    def __init__(self, n: int, children: _Children | None = None, daemon: bool = True) -> None:
         self._children = children or _Children()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name="plait-build", daemon=True) for _ in range(n)
+            threading.Thread(target=self._work, name="plait-build", daemon=daemon) for _ in range(n)
         ]
         for thread in self._threads:
             thread.start()

@@ -323,6 +323,29 @@ def test_a_found_size_of_1_is_not_squeezed_as_another(dims: tuple[Any, ...], tar
             run(torch.tensor([0.0, 1.0, 0.0]))
 
 
+@pytest.mark.parametrize("way", ["compile", "direct"])
+def test_writes_to_positions(way: str) -> None:
+    """Each of several is a view of one tensor; of a number there is one."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, columns = torch.where(x > 0)
+        rows.cumsum_(0)
+        columns[1:].add_(rows[1:])
+        (one,) = x[0, 0].nonzero(as_tuple=True)
+        one.neg_().sub_(1)
+        return rows, columns, one, columns.view(torch.int32)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch._dynamo.reset()
+        if way == "compile":
+            run = torch.compile(fn, backend="plait", fullgraph=True, options={"strict": True})
+        else:
+            run = plait.compile(fn, (torch.ones(3, 4),))
+        for x in (torch.randn(3, 4), -torch.ones(3, 4), torch.zeros(3, 4)):
+            for got, want in zip(run(x), fn(x), strict=True):
+                assert torch.equal(got, want) and (not got.numel() or got.stride() == want.stride())
+
+
 def test_few_where_many_were_traced() -> None:
     x, y = torch.randn(100_000), torch.randn(100_000)
     run = plait.compile(lambda x, y: x[x > -99] * y, (x, y))

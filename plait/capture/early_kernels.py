@@ -21,8 +21,11 @@ from plait.compat.shared import Shared
 
 Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
 _EARLY = frozenset((AUTOGRAD, COMPOSITE))
-_OTHER_WHILE_TRACED = (torch.ops.aten.max_pool1d.default,)
-"""Operators whose own decomposition in C++ asks whether they are traced, and takes more then."""
+_aten = torch.ops.aten
+_POSITIONS = (_aten.where.default, _aten.nonzero_numpy.default)
+_OTHER_WHILE_TRACED = (_aten.max_pool1d.default, *_POSITIONS)
+"""Operators whose own decomposition in C++ asks whether they are traced, and takes more then, or
+gives views that cannot be written."""
 
 
 @cache
@@ -61,7 +64,15 @@ def _set_kernels(op: Any, kernels: Kernels) -> None:
         op._dispatch_cache.clear()
 
 
+def _positions(x: torch.Tensor) -> list[torch.Tensor]:
+    """Where x is not 0. A write to what `unbind` gives asks for its size as a number."""
+    found = (x if x.dim() else x.unsqueeze(0)).nonzero()
+    return [found.select(1, d) for d in range(found.shape[1])]
+
+
 def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
+    if op in _POSITIONS:
+        return {COMPOSITE: _positions}
     kernels = recurrent.kernels_of(op, whole(op, kernels))
     around = compat.decompositions.CHECKS.get(op)
     if around is None:

@@ -125,6 +125,9 @@ ROTARY = {
     "a part between groups": Case(
         lambda x, w, c, s: a_part(heads(x, w, 64), c, s, 24), (X, W, A, A), 4
     ),
+    "pieces alike": Case(
+        lambda x, w, c, s: a_part(heads(x, w, 24), c, s, 8), (X, (144, D), (5, 8), (5, 8)), 1
+    ),
     "one matrix": Case(one_matrix, (X, (256, D), A, A), 1),
     "two angles": Case(two_angles, (X, W, A, A, (5, 16), (5, 16)), 3),
     "read otherwise": Case(read_otherwise, (X, W, A, A, (D, D)), 2),

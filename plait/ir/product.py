@@ -145,9 +145,10 @@ class Product(DeviceKernel):
     half: int = 0
     parts: tuple[Part | None, ...] = ()
 
-    def part_of(self, result: Pointwise) -> Part | None:
-        """The columns that a result goes over; None: all."""
-        return self.parts[self.results.index(result)] if self.parts else None
+    @property
+    def pieces(self) -> list[tuple[Pointwise, Part | None]]:
+        """Results with the columns that each goes over. Two that differ in these may be equal."""
+        return list(zip(self.results, self.parts or (None,) * len(self.results), strict=True))
 
     def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
         """Why it cannot be given so many operands and sizes, and these results, in words; "" if it

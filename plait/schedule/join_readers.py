@@ -302,12 +302,9 @@ class _Joiner:
         assert isinstance(call.kernel, Product), call
         given = [a for a in call.args if isinstance(a, TensorArg)]
         made = [self._result(own, r, given) for r in readers]
-        kept = [r for r in call.kernel.results if stays or r is not own]
-        parts: tuple[Part | None, ...] = (
-            *map(call.kernel.part_of, kept),
-            *(r.part for r in readers),
-        )
-        results = (*kept, *made)
+        kept = [piece for piece in call.kernel.pieces if stays or piece[0] is not own]
+        parts = (*(part for _, part in kept), *(r.part for r in readers))
+        results = (*(r for r, _ in kept), *made)
         outs = tuple(dict.fromkeys(r.out for r in results))
         origin = tuple(dict.fromkeys((*call.origin, *(o for r in made for o in r.origin))))
         sizes: Sequence[ExternArg] = [a for a in call.args if not isinstance(a, TensorArg)]

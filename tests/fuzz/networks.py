@@ -260,6 +260,63 @@ def _product(m: Maker, x: str, lead: tuple[str, ...], depth: int, columns: int, 
     return f"{x} @ {b}"
 
 
+TURNED = (
+    "torch.cat([-{x}[..., {n}:], {x}[..., :{n}]], -1)",
+    "torch.cat([{x}[..., {n}:], -{x}[..., :{n}]], -1)",
+    "torch.stack([-{x}[..., 1::2], {x}[..., ::2]], -1).flatten(-2)",
+    "{x}.unflatten(-1, (2, {n})).flip(-2).flatten(-2)", "{x}.roll({n}, -1)", "{x}.flip(-1)",
+    "torch.cat([{x}[..., {n}:] * 2, {x}[..., {n}:]], -1)", "{x}.roll(1, -1)",
+)  # fmt: skip
+"""Columns of which each is beside another, which is in most of them its partner in a pair."""
+GATES = (
+    "F.silu({x}.chunk(2, -1)[0]) * {x}.chunk(2, -1)[1]", "{x}[..., ::2] * {x}[..., 1::2].tanh()",
+    "torch.cat([{x}.chunk(2, -1)[1].relu(), {x}.chunk(2, -1)[0]], -1)", "F.glu({x}, -1)",
+)  # fmt: skip
+
+
+def heads(m: Maker) -> str:
+    """A product with a head in each group of columns, a part of which is mixed in pairs, as by a
+    rotary embedding, or opens the other part."""
+    half, count = m.rng.choice((1, 2, 4, 5, 8, 16)), m.rng.choice((1, 2, 3, 4))
+    first = m.rng.choice((0, 0, 0, half, 2 * half, 3))
+    width = first + 2 * half + m.rng.choice((0, 0, 0, 2 * half, 3, 8))
+    count = max(count, -(-64 // width))
+    depth, rows = m.rng.choice((128, 136)), m.rng.choice((*m.calls[0].sizes, "1", "3", "16"))
+    lead = tuple(m.rng.choice(("1", "2")) for _ in range(m.rng.choice((0, 0, 1))))
+    dtype = m.rng.choices(("bfloat16", "float16", "float32"), (4, 2, 1))[0]
+    x = m.operand((*lead, rows, str(depth)), dtype, m.rng.choice(("whole", "normal")), "0", "plain")
+    w = weight(m, (count * width, depth), dtype)
+    bias = weight(m, (count * width,), dtype) if m.rng.random() < 0.4 else "None"
+    y = m.add("products", f"F.linear({x}, {w}, {bias})", exact="whole")
+    y = m.add("views", f"{y}.unflatten(-1, ({count}, {width}))") if y else ""
+    if y and m.rng.random() < 0.5:
+        y = m.add("views", f"{y}.transpose(-2, -3)")
+    for _ in range(m.rng.choice((1, 1, 1, 2)) if y else 0):
+        made = _mixed(m, y, first, half)
+    if y and m.rng.random() < 0.2:
+        m.add("products", f"{y}.sum(-1)", exact="whole")
+    return made if y else ""
+
+
+def _mixed(m: Maker, y: str, first: int, half: int) -> str:
+    """A part of a head's columns, mixed, and the rest of them as they are, or gone."""
+    last, width, dtype = first + 2 * half, m.value(y).shape[-1], _dtype(m, y)
+    x = y
+    if width > 2 * half:
+        x = m.add("views", f"{y}[..., {first}:{last}]")
+    if m.rng.random() < 0.25:
+        return m.add("products", m.rng.choice(GATES).format(x=x), exact="no") if x else ""
+    turned = m.add("views", m.rng.choice(TURNED).format(x=x, n=half)) if x else ""
+    cos, sin = (m.other(x, dtype) for _ in range(2)) if x else ("", "")
+    if not (turned and cos and sin):
+        return ""
+    made = m.add("products", f"{x} * {cos} + {turned} * {sin}", exact="whole")
+    if not made or x == y or m.rng.random() < 0.3:
+        return _activated(m, made) if made else ""
+    parts = f"{y}[..., :{first}], {made}, {y}[..., {last}:]"
+    return m.add("concatenations", f"torch.cat([{parts}], -1)")
+
+
 SPREAD = (
     "({a}[:, :, None] * {b}[:, None]).sum(-1)",
     "({a}[:, :, None] * {b}[:, None]).sum((-1,), True)",
@@ -353,5 +410,5 @@ def reduction(m: Maker) -> str:
 
 
 MAKERS: tuple[tuple[float, Callable[[Maker], str]], ...] = (
-    (4, network), (4, products), (2, written_out), (2, concatenation), (2, reduction),
+    (4, network), (4, products), (2, heads), (2, written_out), (2, concatenation), (2, reduction),
 )  # fmt: skip

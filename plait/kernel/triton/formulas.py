@@ -88,9 +88,9 @@ def results_of(
     inside = {"i": "i_inside"} if aligned else INSIDE
     written = _Function(given, sizes, False, inside=inside)
     places = {out.buf: k for k, out in enumerate(outs)}
-    for r in kernel.results:
+    for r, part in kernel.pieces:
         k = places[r.out]
-        written.go_over(kernel.part_of(r), r.vars[-1])
+        written.go_over(part, r.vars[-1])
         written.write(r, f"outs[{k}]", outs[k], aligned)
     params = (PRODUCT, PARTNER, "p", "b", "i", "j", "i_inside", "j_inside", "given", "outs")
     name = "finish_aligned" if aligned else "finish"

@@ -598,7 +598,7 @@ def test_short_rows_are_not_padded(compile_only: None) -> None:
 
 
 def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None) -> None:
-    mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
+    mode, (x, w, b) = fakes((4096, 1024), (1024, 1024), (1024,))
 
     def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, w, b))
@@ -621,7 +621,7 @@ def test_a_reduction_of_nothing_reads_nothing(compile_only: None) -> None:
 
 def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> None:
     """Where these were used, torch refuses to answer for the older ones."""
-    mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
+    mode, (x, w, b) = fakes((4096, 1024), (1024, 1024), (1024,))
     (image, filters), cuda, cudnn = (
         fakes((2, 8, 16, 16), (8, 8, 3, 3))[1],
         torch.backends.cuda,
@@ -637,6 +637,27 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
             assert bool(of(p, Launch)) == (precision == "tf32")  # an operand with its channels last
     finally:
         cuda.matmul.fp32_precision, cudnn.conv.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "then", "raced"),
+    [(4096, 512, F.silu, True), (4096, 4096, torch.t, False), (128, 4096, torch.t, True)],
+)
+def test_long_products_that_nothing_follows_are_not_raced(
+    rows: int, depth: int, then: Any, raced: bool, compile_only: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Kernels of ours measure better than they are, when a device has to spare power."""
+    seen: list[Any] = []
+
+    def tuned(contests: list[Any], cfg: Config) -> list[Any]:
+        seen.extend(c for c in contests if c.rival)
+        return [c.unmeasured("not now") for c in contests]
+
+    monkeypatch.setattr("plait.kernel.triton.target.tune", tuned)
+    mode, (x, w) = fakes((rows, depth), (6144, depth), dtype=torch.bfloat16)
+    record(lambda x, w: then(F.linear(x, w)), x, w, mode=mode, autotune=True)
+    assert bool(seen) == raced
 
 
 def test_products_of_what_is_moved_need_no_copy(compile_only: None) -> None:

@@ -262,6 +262,7 @@ MADE = 6 * 128 * 2  # bytes of a result of 16 bits
         (MM, LOADED, (), (I, J), 0),
         (MM, LOADED, (), (J, I), 2 * MADE),  # turned
         (MM, node("tanh", (LOADED,)), (), (I, J), 2 * MADE),
+        (Operator("mm", is_followed=True), node("tanh", (LOADED,)), (), (I, J), 0),
         (MM, bias_of(LOADED), (128,), (I, J), 2 * MADE + 256),
         (Operator("addmm", 1), bias_of(LOADED), (128,), (I, J), 0),
         (Operator("addmm", 1), ERF, (128,), (I, J), 2 * MADE + 256),

@@ -68,6 +68,7 @@ def test_the_faster_one_is_taken(rival: bool, monkeypatch: pytest.MonkeyPatch) -
         ("sum of fewer rows", ("mm", 0, False, 2 * (80 + 80 + 40) * 192, True)),
         ("layer of few rows", ("_addmm_activation", 1, True, 0, False)),
         ("plain", ("mm", 0, False, 0, False)),
+        ("norm", ("mm", 0, False, 0, False)),  # its kernel adds the residual
     ],
 )
 def test_what_is_raced(
@@ -111,6 +112,17 @@ def test_layers_in_float32(name: str, precision: str) -> None:
     layer = replace(CASES[name], dtype=torch.float32, launches=1)
     with multiplying(precision):
         check(layer, "python", "cpu", True)
+
+
+@pytest.mark.skipif(not AS_GPU, reason="counts what a GPU launches")
+@pytest.mark.parametrize(("rows", "precision", "one"), [(12, "tf32", True), (80, "ieee", False)])
+def test_chains_in_float32(rows: int, precision: str, one: bool) -> None:
+    """One kernel, where factors may be rounded."""
+    shapes = ((rows, 256), (128, 256), (128,), (rows, 128))
+    chain = Case(CASES["residual"].fn, shapes, 1, torch.float32, calls=0 if one else 1)
+    with multiplying(precision):
+        (record,) = check(chain, "python", "cpu", True)
+    assert ("precision='tf32'" in record.kernel_source) == one
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

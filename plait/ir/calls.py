@@ -146,12 +146,14 @@ class Operator:
     dims: of what it adds: 2 of a matrix, 1 of a row; 0: it adds nothing
     gelu: what the activation is; else relu
     is_planned: it is called, unless measuring finds the kernel faster
+    is_followed: kernels that there are anyway compute what it leaves
     """
 
     name: str
     dims: int = 0
     gelu: bool = False
     is_planned: bool = False
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,18 @@ RIGHT = "right"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is shared by programs: rows and columns of a tile, how far a step walks along
-    k, and in how many parts of k each tile is computed."""
+    """How a product is shared by programs.
+
+    rows, columns: of a tile. depth: how far a step walks along k
+    parts: of k, in which each tile is computed
+    tf32: factors in float32 are rounded to 10 bits
+    """
 
     rows: int
     columns: int
     depth: int
     parts: int = 1
+    tf32: bool = False
 
     @property
     def is_large(self) -> bool:

@@ -7,6 +7,7 @@ bias and activation fuse with them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from plait.lower.extern import call_extern, call_op
 from plait.lower.pointwise import relu
 from plait.lower.pointwise_nn import gelu_tanh
 from plait.lower.product import cut, is_vector, launch
+from plait.lower.product_cost import is_followed
 
 aten = torch.ops.aten
 
@@ -120,13 +122,15 @@ def _made_here(
         how = cut(ctx, a, b)
     if how is None:
         return None
-    is_planned = ctx.cfg.autotune and cut(ctx, a, b, tunes=False) is None
-    if bias is None or len(a.shape) > 2:
-        operator = Operator("mm", 0, False, is_planned)
-    else:
+    operator = Operator(
+        "mm",
+        is_planned=ctx.cfg.autotune and cut(ctx, a, b, tunes=False) is None,
+        is_followed=is_followed(ctx.node),
+    )
+    if bias is not None and len(a.shape) == 2:
         is_row = len(bias.shape) == 1 or bias.shape[0] == 1
         name = "addmm" if gelu is None else "_addmm_activation"
-        operator = Operator(name, 1 if is_row else 2, bool(gelu), is_planned)
+        operator = replace(operator, name=name, dims=1 if is_row else 2, gelu=bool(gelu))
     return launch(ctx, a, b, how, operator)
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
 
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg, Operator
@@ -19,7 +22,7 @@ from plait.ir.loops import Load, Pointwise, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
 from plait.lower.memory import step_along, tensor_arg
-from plait.lower.product_cost import finishes_sooner, is_uneven, pays
+from plait.lower.product_cost import finishes_sooner, is_uneven, may_pay, pays
 
 # Measured on an H200 (benchmarks/products_gpu.py rows split), weights not in its cache.
 _FEW_ROWS = 64
@@ -43,6 +46,8 @@ _MEDIUM = (
 )  # fmt: skip
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
+_EXACT_ROWS = 0  # of factors in float32 that are not rounded
+_LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
 _CONVERTING = 512  # programs that convert codes: benchmarks/quantised_gpu.py
 _FAR = 24  # ops before a product that may unpack its matrix
@@ -81,13 +86,24 @@ def _codes(ctx: Lowering, x: View) -> int:
 
 
 def cut(
-    ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16),
+    ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...] = (f16, bf16, f32),
     tunes: bool | None = None,
 ) -> Cut | None:  # fmt: skip
     """How a kernel of ours computes a product; None where ATen does it better. dtypes: of factors
     that it takes. tunes: whether the two are to be measured; None: as the user says."""
-    if tunes is None:
-        tunes = ctx.cfg.autotune
+    found = _cut(ctx, a, b, dtypes, ctx.cfg.autotune if tunes is None else tunes)
+    if found is None or a.dtype != f32:
+        return found
+    # As many bytes a step.
+    return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=is_rounded(ctx))
+
+
+def is_rounded(ctx: Lowering) -> bool:
+    """Whether the user lets factors in float32 be rounded to 10 bits."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _cut(ctx: Lowering, a: View, b: View, dtypes: tuple[DType, ...], tunes: bool) -> Cut | None:
     sizes = (*a.shape, b.shape[-1])
     if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in dtypes:
         return None
@@ -97,9 +113,13 @@ def cut(
     if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
     *batch, m, k, n = known
+    if a.dtype == f32 and m > _EXACT_ROWS and not is_rounded(ctx):
+        return None
     usual = _usual(ctx, a, b, batch, (m, n, k))
     if usual is not None or not tunes:
         return usual
+    if not batch and a.dtype != i8 and not may_pay(ctx, (m, n, k)):
+        return None
     if not batch and (large := _large(ctx, a, b, (m, n, k), True)):
         return large
     return cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if batch else m)
@@ -112,10 +132,11 @@ def _usual(
     m, n, k = sizes
     if not batch and (large := _large(ctx, a, b, sizes, False)):
         return large
-    if _codes(ctx, b) and m <= _FEW_ROWS and n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH:
+    is_wide = n >= _LEAST_COLUMNS and k >= _LEAST_DEPTH
+    if is_wide and m <= _FEW_ROWS and a.dtype != f32 and _codes(ctx, b):
         return _cut_of_codes(math.prod(batch), m, n, k)
     found = cut_of(math.prod(batch), m, n, k, _MEASURED_ROWS if a.dtype == i8 else _FEW_ROWS)
-    if found or batch or a.dtype == i8 or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+    if found or batch or a.dtype == i8 or not is_wide:
         return found
     return medium_cut(m, n) if finishes_sooner(ctx, sizes) else None
 
@@ -161,6 +182,8 @@ def _large(ctx: Lowering, a: View, b: View, sizes: tuple[int, int, int], tunes: 
     far = step_along(ctx, a, 1) == step_along(ctx, b, 0) == 1
     if not (far or tunes) or not pays(ctx, a.dtype, sizes, tunes):
         return None
+    if a.dtype == f32:
+        return Cut(128, 128, 64) if tunes else None
     if a.dtype != i8 and m <= _MEASURED_ROWS:  # of 128 rows: 31 us instead of 35 (H200)
         return Cut(128, 128, 64)
     return Cut(128, 128 * a.dtype.nbytes, 128 // a.dtype.nbytes)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from plait.graph.edit import base_of, is_view, value_of
-from plait.ir.dtypes import DType, i8
+from plait.ir.dtypes import DType, f32, i8
 from plait.lower.align_rows import ROW_NBYTES, leaves
 from plait.lower.core import Lowering
 
@@ -29,6 +29,9 @@ _FEW_CHEAP_FLOPS = 1.3e9
 Programs are too few to hide much more: 256 x 3072 x 768 with gelu is the vendor's."""
 _SHORT_FLOPS, _SHORT_DEPTH = 5e9, 1024
 """The same of short sums: 4096 x 768 x 768 takes 12.0 us instead of 13.6."""
+_BRIEF_FLOPS, _BRIEF_ROWS = 2e10, 128
+"""Up to which the device keeps its clock. Kernels of ours that take longer measure well and are
+slow in a program, where it must spare power: 4096 x 6144 x 4096 takes 287 us instead of 270."""
 _MOST_OPS = 24  # that are followed
 
 aten = torch.ops.aten
@@ -41,6 +44,12 @@ _PRODUCTS = frozenset((
     aten.baddbmm.default,
 ))  # fmt: skip
 """Operators that read what a kernel stored."""
+_NORMS = frozenset((
+    aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.var.correction,
+    aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default,
+    aten.amax.default, aten.amin.default,
+))  # fmt: skip
+"""Operators whose kernels take in what is done to rows before."""
 
 
 def pays(ctx: Lowering, dtype: DType, sizes: tuple[int, int, int], tunes: bool) -> bool:
@@ -49,11 +58,28 @@ def pays(ctx: Lowering, dtype: DType, sizes: tuple[int, int, int], tunes: bool) 
     better."""
     if dtype == i8:  # 1024 x 4096 x 4096: 31 us against 54
         return True
-    m, n, k = sizes
+    m, n, _ = sizes
     if tunes and not is_uneven(ctx, n):
+        return may_pay(ctx, sizes)
+    return _later_us(sizes) < _beside_us(ctx, m, n)
+
+
+def may_pay(ctx: Lowering, sizes: tuple[int, int, int]) -> bool:
+    """Whether the two are to be measured."""
+    m, n, k = sizes
+    if is_uneven(ctx, n) or m <= _BRIEF_ROWS or 2 * m * n * k <= _BRIEF_FLOPS:
         return True
-    later_us = 2 * m * n * k * (1 / _OUR_FLOPS_A_US - 1 / _VENDORS_FLOPS_A_US)
-    return later_us < _beside_us(ctx, m, n)
+    if not _finished(ctx.node, _PRODUCTS)[0]:
+        return False
+    # What the vendor's stores, another kernel loads.
+    nbytes = 2 * m * n * ctx.out_dtype().nbytes
+    return _later_us(sizes) < ctx.facts().rates.moved_ns(nbytes) / 1e3 + _KERNEL_US
+
+
+def _later_us(sizes: tuple[int, int, int]) -> float:
+    """How much longer a long product takes by a kernel of ours."""
+    m, n, k = sizes
+    return 2 * m * n * k * (1 / _OUR_FLOPS_A_US - 1 / _VENDORS_FLOPS_A_US)
 
 
 def _beside_us(ctx: Lowering, m: int, n: int) -> float:
@@ -73,7 +99,7 @@ def finishes_sooner(ctx: Lowering, sizes: tuple[int, int, int]) -> bool:
     m, n, k = sizes
     if k > _MOST_DEPTH or is_uneven(ctx, n):
         return False
-    flops = 2 * m * n * k
+    flops = 2 * m * n * k * (2 if ctx.out_dtype() == f32 else 1)  # half as fast
     if flops > (_FEW_CHEAP_FLOPS if k > _SHORT_DEPTH else _SHORT_FLOPS):
         return False
     nbytes, ops = _finished(ctx.node, _PRODUCTS)
@@ -112,6 +138,19 @@ def _finished(product: Node, others: Set[object] = frozenset()) -> tuple[int, li
         if len(seen) > _MOST_OPS:
             return 0, []
     return nbytes, [n for n in seen if n is not product and not is_view(n)]
+
+
+def is_followed(product: Node) -> bool:
+    """Whether kernels of norms read what is made of a product: they make it themselves."""
+    todo, seen = [product], {product}
+    while todo and len(seen) <= _MOST_OPS:
+        for user in todo.pop().users.keys() - seen:
+            if user.target in _NORMS:
+                return True
+            if _is_pointwise(user):
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 def _is_pointwise(node: Node) -> bool:

@@ -11,8 +11,8 @@ processes that share the folder run the same versions and compute the same numbe
 What is measured is what a program sees. A time is the least of several rounds, in which all
 versions take turns: others that use the device, and its clock, make some rounds slower and none
 faster. Weights come from memory, and what other kernels made is in the cache; launches follow each
-other as they do in a program. Where nothing was measured, and where there is no clear winner, what
-is taken is what it would be without tuning.
+other in a recording, as they do in a program. Where nothing was measured, and where there is no
+clear winner, what is taken is what it would be without tuning.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from plait.errors import ToolchainError, warn_once
 from plait.runtime import ranks
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
+from plait.runtime.graphs import Capture
 from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
 # What a user waits at most is chosen; benchmarks/tuning_gpu.py shows what it buys.
@@ -58,9 +59,10 @@ MAX_ROUNDS = 25
 CALLS = 8
 """Launches in a row whose weights are all different, as far as these need little memory:"""
 COLD_NBYTES = 192 << 20
-SWEEPS, MOST_SWEEPS = 4, 64
-"""How often the cache is swept before them: meanwhile all of them are put on the stream. More often
-where the host is busy and that takes longer: what waits for the host is not measured."""
+MOST_SWEEPS = 64
+"""How often the cache is swept before a measurement, which is put on the stream meanwhile: once,
+and more often where the host is busy and that takes longer: what waits for the host is not
+measured."""
 MARGIN = 0.97
 MARGIN_US = 0.3
 """How much faster than what is taken without tuning a version must be to take its place: what
@@ -411,8 +413,8 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
         torch.cuda.device(device),
         torch.no_grad(),
     ):
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        calls = contest.calls(cache)
+        cache_nbytes = torch.cuda.get_device_properties(device).L2_cache_size
+        calls = contest.calls(cache_nbytes)
         n_sets = calls + 1 if calls > 1 else 1
         buffers = _buffers(contest.buffers, contest.cold, n_sets, device)
         pointers = [[b.data_ptr() for b in of_one] for of_one in buffers]
@@ -428,15 +430,13 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
                         path, str(k), device.index or 0, len(pointers[0]) + len(contest.sizes)
                     )
                     run = partial(_launch, kernel, pointers, contest.sizes, grid)
-                    run(0)
-                    runs[k] = run
+                    runs[k] = _prepared(run, calls, device)
                 except RuntimeError:  # it wants more memory or registers than there are
                     continue
         rival = contest.rival
         if rival is not None:
-            runs[len(versions)] = rival.calls(device, n_sets)
-            runs[len(versions)](0)  # the first call of its kind takes long
-        sweep = torch.zeros(cache, dtype=torch.float32, device=device)  # four times as large
+            runs[len(versions)] = _prepared(rival.calls(device, n_sets), calls, device)
+        sweep = torch.zeros(cache_nbytes, dtype=torch.float32, device=device)  # four times as large
         times = _race(runs, sweep, calls, contest.usual)
     if rival is not None and len(versions) in times:
         times[len(versions)] += rival.more_us
@@ -445,6 +445,37 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
 
 Run = Callable[[int], object]
 """A launch, with one of several sets of cold buffers."""
+
+
+def _prepared(run: Run, calls: int, device: torch.device) -> Run:
+    """What is measured: one launch, or several in a row, with other sets. With a further set it is
+    a launch alone."""
+    run(0)  # the first call of its kind takes long
+    if calls == 1:
+        return run
+    replay = _recorded(run, calls, device)
+    return lambda k: run(k) if k == calls else replay()
+
+
+def _recorded(run: Run, calls: int, device: torch.device) -> Callable[[], object]:
+    """So many launches as one: the host's time for each does not count, and the device goes from
+    one to the next as in programs that are recorded."""
+
+    def row() -> None:
+        for each in range(calls):
+            run(each)
+
+    try:
+        capture = Capture(device.index or 0)
+    except RuntimeError:  # not with this allocator
+        return row
+    try:
+        row()
+        capture.end()
+    except BaseException:
+        capture.abort()
+        raise
+    return capture.replay
 
 
 def _launch(
@@ -493,15 +524,15 @@ class _Times:
     sweeps: before each round
     """
 
-    sweeps: int
     us: float = math.inf
     late_us: float = math.inf
+    sweeps: int = 1
 
 
 def _race(runs: Mapping[int, Run], sweep: torch.Tensor, calls: int, usual: int) -> dict[int, float]:
     """The least time of each. Those that are far behind after the first rounds run no more; the
     usual one always does."""
-    times = {k: _Times(SWEEPS if calls > 1 else 1) for k in runs}
+    times = {k: _Times() for k in runs}
     left, end = dict(runs), time.monotonic() + KERNEL_S
     for n in range(1, MAX_ROUNDS + 1):
         _round(left, sweep, calls, times)
@@ -520,8 +551,8 @@ def _race(runs: Mapping[int, Run], sweep: torch.Tensor, calls: int, usual: int) 
 def _round(
     runs: Mapping[int, Run], sweep: torch.Tensor, calls: int, times: Mapping[int, _Times]
 ) -> None:
-    """Measures a run of each, the cache swept before: one, or, after another one, so many in a row.
-    Sweeping reads: what is written would go to memory during the runs."""
+    """Measures a run of each, the cache swept before: of one launch, or, after another one, of so
+    many. Sweeping reads: what is written would go to memory during the runs."""
     events = {k: (_event(), _event()) for k in runs}
     late = set()
     for k, run in runs.items():
@@ -531,8 +562,7 @@ def _round(
         if calls > 1:
             run(calls)
         start.record()
-        for each in range(calls):
-            run(each)
+        run(0)
         stop.record()
         if start.query():  # type: ignore[no-untyped-call]
             late.add(k)

@@ -29,6 +29,7 @@ class Dialect:
     release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
+    tf32: products of float32 may round their factors to 10 bits.
     """
 
     library: str
@@ -40,6 +41,7 @@ class Dialect:
     release: str = ""
     first_early: int | None = None
     first_float8: int | None = None
+    tf32: bool = False
 
     @property
     def head(self) -> str:
@@ -149,6 +151,7 @@ NVIDIA = Dialect(
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
     first_float8=89,
+    tf32=True,
 )
 _CLAMPED = """def p_four_{kind}8(x):
     whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.nearbyint(x), {low}.0), {high}.0), 0.0)

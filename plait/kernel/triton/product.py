@@ -56,10 +56,11 @@ _DESCRIBED_TILES = (
 """The same of programs that load by descriptors."""
 _NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
-    (64, 128, 4), (32, 128, 4), (128, 128, 4), (64, 256, 4), (32, 256, 4), (64, 128, 8),
-    (128, 64, 4), (128, 128, 8),
+    (64, 256, 4), (32, 256, 4), (128, 256, 4), (64, 512, 4), (32, 512, 4), (64, 256, 8),
+    (128, 128, 4), (128, 256, 8),
 )  # fmt: skip
-"""Columns and depth of tiles, and warps, that were the best of some shape on an H200."""
+"""Columns of tiles, bytes of a step along k of numbers of 16 bits and more, and warps, that were
+the best of some shape on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,8 @@ class _Writer(Writer):
             return None
         if self._cut.parts > 1:  # a kernel behind it adds them up
             return Rival(operator, 0, -_KERNEL_US)
+        if operator.is_followed:
+            return Rival(operator)
         return Rival(operator, self._beside_nbytes(operator))
 
     def _beside_nbytes(self, operator: Operator) -> int:
@@ -197,6 +200,11 @@ class _Writer(Writer):
         """Whether factors are integers of 8 bits."""
         return self.dtype(self.tensors[0]) == "i8"
 
+    @property
+    def _factor_nbytes(self) -> int:
+        """Bytes of a number of a factor."""
+        return self.buffers[self.tensors[0].buf].dtype.nbytes
+
     def _versions(self) -> list[_Version]:
         """Ways to cut it: as planned, then others that are worth measuring. The right matrix is
         made a step of one depth at a time."""
@@ -210,7 +218,8 @@ class _Writer(Writer):
             found += (
                 _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
                 for rows in {cut.rows: 0, cut.rows if many else min(cut.rows, 32): 0}
-                for columns, depth, warps in _OTHERS
+                for columns, nbytes, warps in _OTHERS
+                for depth in (nbytes // max(2, self._factor_nbytes),)
                 if columns <= 2 * cut.columns and (not made or depth == cut.depth)
             )
             if many:
@@ -219,12 +228,12 @@ class _Writer(Writer):
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
-        cut, width = self._cut, 2 if self._is_whole else 1
+        cut, nbytes = self._cut, self._factor_nbytes
         tiles = [(*tile, True) for tile in _DESCRIBED_TILES if self._is_described()]
         tiles += ((*tile, False) for tile in _LARGE_TILES)
         found = []
         for rows, columns, depth, warps, stages, described in tiles:
-            shape = replace(cut, rows=rows, columns=columns, depth=depth * width)
+            shape = replace(cut, rows=rows, columns=columns, depth=2 * depth // nbytes)
             v = _Version(shape, warps, stages, described=described)
             found.append(v)
             if not described and self._kinds(shape) > 1:
@@ -256,12 +265,13 @@ class _Writer(Writer):
             for r, out in zip(self.product.results, self.outs, strict=True)
         )
         far = right.strides[0] == 1 and self.product.right is None and cut.parts == 1
-        return kinds if flat and far and m >= kinds * cut.rows else 1
+        short = self._factor_nbytes == 2
+        return kinds if flat and far and short and m >= kinds * cut.rows else 1
 
     def _variant(self, v: _Version, sizes: Sequence[Size], checks: bool) -> Variant:
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
         (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
-        width, kinds = (1 if self._is_whole else 2), self._kinds(cut) if v.aligned else 1
+        width, kinds = self._factor_nbytes, self._kinds(cut) if v.aligned else 1
         step = (cut.rows + cut.columns) * cut.depth * width
         high = ceildiv(m, cut.rows * kinds) * kinds
         wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
@@ -269,9 +279,10 @@ class _Writer(Writer):
         many = isinstance(m, int) and m > _WIDE
         shared = many and isinstance(grid, int) and grid > self.around.multiprocessors
         stages = self._stages(v, step, 2 if shared else 1)
-        constants = {
+        constants: dict[str, int | str] = {
             "rows": cut.rows, "columns": cut.columns, "depth": cut.depth, "stages": stages,
-            "whole": self._is_whole, "group": _group(cut, high, k * width),
+            "whole": self._is_whole, "precision": "tf32" if cut.tf32 and dialect.tf32 else "ieee",
+            "group": _group(cut, high, k * width),
         }  # fmt: skip
         if v.described:
             fits = shared_nbytes(self.gpu) // (stages * step + _FINISH_NBYTES)
@@ -302,7 +313,8 @@ class _Writer(Writer):
         multiprocessor, which are to find room."""
         space, codes = shared_nbytes(self.gpu), v.cut.columns * v.cut.depth
         if self.product.right is not None and not v.stages:  # of which one tile is made
-            space, step = space // _CONVERTING - 2 * codes, step - codes
+            width = self._factor_nbytes
+            space, step = space // _CONVERTING - width * codes, step - (width - 1) * codes
         elif not v.stages:  # 2048 x 768 x 768 takes 7.7 us so, and 10.2 with one (H200)
             space //= programs
         return max(1, min(v.stages or _STAGES, (space - _SPARE) // step))
@@ -315,7 +327,7 @@ class _Writer(Writer):
         few = all(isinstance(n, int) and n <= _BRIEF_NBYTES for n in factors)
         return [dialect.release] if self.around.waits and few else []
 
-    def _arguments(self, sizes: Sequence[Size], constants: Mapping[str, int]) -> str:
+    def _arguments(self, sizes: Sequence[Size], constants: Mapping[str, int | str]) -> str:
         """What the template's function is called with."""
         n_given = len(self.tensors) - 2
         given = [f"p{at + 2}" for at in range(n_given)]

@@ -19,6 +19,7 @@ row_edge, column_edge, depth_edge: the last tile, or step, may be larger than wh
 stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
+precision: of factors in float32
 """
 
 import triton
@@ -89,8 +90,8 @@ def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
-    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, group: tl.constexpr,
-    kinds: tl.constexpr, half: tl.constexpr,
+    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, precision: tl.constexpr,
+    group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
@@ -141,7 +142,7 @@ def product(
                 y = tile_of(
                     y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
                 )
-            sums = tl.dot(y, x, sums, out_dtype=kind)
+            sums = tl.dot(y, x, sums, input_precision=precision, out_dtype=kind)
         else:
             x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
             if made:
@@ -158,7 +159,7 @@ def product(
                     depth_edge,
                     column_edge,
                 )
-            sums = tl.dot(x, y, sums, out_dtype=kind)
+            sums = tl.dot(x, y, sums, input_precision=precision, out_dtype=kind)
         x_at += depth * left_strides[2]
         y_at += depth * right_strides[1]
     if turned:

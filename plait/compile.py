@@ -117,10 +117,12 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     return Program(loaded, loaded.boxed, record)
 
 
-def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Artifacts]:
+def compile_texts(
+    captured: Captured, cfg: Config, log: PassLog | None = None
+) -> tuple[WrapperProgram, Artifacts]:
     """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
-    loaded, so the graph may be for a machine that is not this one."""
-    log = PassLog(cfg, captured.name, VERIFIERS)
+    loaded, so the graph may be for a machine that is not this one. log: one that is read later."""
+    log = log or PassLog(cfg, captured.name, VERIFIERS)
     lowered, made = _kernels(captured, cfg, log)
     wrapper = _wrap(captured, lowered, made.plan, cfg, log)
     show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)

@@ -3,7 +3,7 @@ through the pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -199,6 +199,36 @@ def test_what_stands_between_convolutions_copies_nothing(name: str) -> None:
 
     gm, n = turned(fn, X, W, V)
     assert n == 3 and len(moves(gm)) == n + 1  # the image and two filters; the result goes back
+
+
+@pytest.mark.parametrize(
+    "second", [lambda y: y.relu(), lambda y: y.permute(0, 1, 3, 2).contiguous()]
+)
+def test_a_concatenation_of_any_size_lies_as_torchs_does(second: Callable[..., Tensor]) -> None:
+    """What its strides are is not asked of torch, which takes long to compare symbols."""
+
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = F.conv2d(x, w, padding=1)
+        return F.conv2d(torch.cat([y, second(y)], 1)[:, ::2], v)
+
+    table = compat.decompositions.decomposition_table()
+    gm = make_fx(torch.func.functionalize(fn), table, "symbolic")(X, W, V)
+    assert memory_format.channels_last(gm)
+    (cat,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    laid_out = [
+        torch.empty_strided(*map(numbers, (t.shape, t.stride()))) for t in vals(cat.args[0])
+    ]
+    assert torch.cat(laid_out, 1).stride() == numbers(cat.meta["val"].stride())
+    gm.recompile()
+    torch.testing.assert_close(gm(X, W, V), fn(X, W, V), rtol=1e-4, atol=1e-4)
+
+
+def numbers(sizes: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(conv_cost.hint, sizes))
+
+
+def vals(nodes: Iterable[Any]) -> list[Tensor]:
+    return [n.meta["val"] for n in nodes]
 
 
 def test_frozen_filters_are_turned_once() -> None:

@@ -286,6 +286,8 @@ class _Plan:
                 self.steps[node].order = order
                 back = [order.index(d) for d in range(len(order))]
                 return args[0].permute(order).clone(memory_format=_ROWS).permute(back)
+            if node.target is aten.cat.default and (now := _joined(node, args[0])) is not None:
+                return now
             return node.target(*args, **kwargs)
 
     def _order_of_copy(self, node: Node) -> tuple[int, ...]:
@@ -313,6 +315,18 @@ class _Plan:
                 if base not in self._restored:
                     self._restored.add(base)
                     self.costs.append((source, copy_ns(base, value_of(base))))
+
+
+def _joined(node: Node, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A concatenation of images of symbolic sizes: it lies channels-last if all of them do. torch
+    would compare every two of their strides, which can take longer than all else of a compile."""
+    old = value_of(node)
+    is_image = [x.dim() in _FORMATS and any(hint(n) != 1 for n in x.shape[2:]) for x in tensors]
+    if all(type(n) is int for n in old.shape) or not all(is_image):
+        return None
+    if all(map(is_last, tensors)):
+        return _turned(old)
+    return old if _lies_in(old, range(old.dim())) else None
 
 
 def _seen_of(node: Node) -> Any:

@@ -78,8 +78,8 @@ def programs(rows: int) -> dict[str, tuple[Program, Sizes]]:
     }
 
 
-# Launches where products are kernels of ours, and beside the vendor's calls. A rotation reads a
-# product at two places, and a norm reads all of a row: they are kernels of their own.
+# Launches where products are kernels of ours, and beside the vendor's calls. A rotation of few rows
+# is part of the product, a norm, which reads all of a row, is a kernel of its own.
 KERNELS = {
     "swiglu": (3, 1), "geglu": (3, 1), "residual and norm": (2, 1), "llama's heads": (3, 1),
     "neox's heads": (1, 2), "neox's branches": (2, 2),

@@ -12,7 +12,7 @@ from plait.errors import InternalError
 from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel
 from plait.ir.checks import OUT_OF_RANGE, Bound
 from plait.ir.dtypes import bf16, f32, i8, i64
-from plait.ir.expr import Expr, symbol
+from plait.ir.expr import Expr, Size, symbol
 from plait.ir.loops import (
     Buffer,
     Load,
@@ -69,7 +69,7 @@ def call_of(p: LoopProgram) -> Extern:
     return call
 
 
-def reader(out: str, sizes: tuple[int, ...], row: object, column: Expr, more: object) -> Pointwise:
+def reader(out: str, sizes: tuple[int, ...], row: object, column: Size, more: object) -> Pointwise:
     """out = y[row, column] + more, of loops over these sizes."""
     y = node("load", (), Load("y", (row, column)), f32)  # type: ignore[arg-type]
     return Pointwise(out, loop_vars("i", sizes), cast(y + more, bf16))  # type: ignore[operator]
@@ -171,6 +171,61 @@ def test_a_loop_in_another_shape_is_taken_in() -> None:
     (result,) = call.kernel.results
     assert result.out == "z" and result.index == (I // 3, I % 3, J)
     assert [a.buf for a in call.args if isinstance(a, TensorArg)] == ["x", "w", "rest"]
+
+
+def beside(out: str, sizes: tuple[int, ...], column: Size, other: object, at: object) -> Pointwise:
+    """A loop that mixes columns of y: other[at] is where the condition is not false."""
+    row = loop_vars("i", sizes)[0]
+    loaded = Load("y", (row, other), at is not None)  # type: ignore[arg-type]
+    y = node("load", () if at is None else (at,), loaded, f32)  # type: ignore[arg-type]
+    return reader(out, sizes, row, column, y)
+
+
+def test_pairs_of_columns() -> None:
+    """Each column beside its partner, in either half of a head, in all columns or a part."""
+    _, h, d = loop_vars("i", (6, 4, 8))
+    at, left = 32 * h + d, node("lt", (node("index", (), d, i64), const(4, i64)))
+    right = node("le", (const(4, i64), node("index", (), d, i64)))
+    sizes, half = (6, 4, 8), loop_vars("i", (6, 64))[1]
+    for loop, apart, part in (
+        (beside("z", sizes, at, at + 4, left), 4, Part(0, 8, 32)),
+        (beside("z", sizes, at, at - 4, right), 4, Part(0, 8, 32)),
+        (beside("z", sizes, at + 24, at + 28, left), 4, Part(24, 8, 32)),
+        (beside("z", (6, 64), half, half + 64, None), 64, Part(0, 64, 128)),
+        (beside("z", (6, 64), half + 64, half, None), 64, Part(64, 64, 128)),
+        (beside("z", (6, 64), 2 * half, 2 * half + 1, None), 1, Part(0, 1, 2)),
+    ):
+        (call,) = joined(program(KERNEL, loop)).ops
+        assert isinstance(call, Extern) and isinstance(call.kernel, Product)
+        assert (call.kernel.half, call.kernel.parts) == (apart, (part,))
+
+
+def test_columns_that_make_no_pairs_stay_apart() -> None:
+    """Without the condition there is none beside, or another than the partner; tiles of large
+    products load other columns."""
+    _, h, d = loop_vars("i", (6, 4, 8))
+    at, left = 32 * h + d, node("lt", (node("index", (), d, i64), const(4, i64)))
+    sizes, large_ = (6, 4, 8), replace(KERNEL, how=Cut(128, 128, 64))
+    for kernel, loop in (
+        (KERNEL, beside("z", sizes, at, at + 4, None)),
+        (KERNEL, beside("z", sizes, at + 4, at + 8, left)),
+        (KERNEL, beside("z", sizes, at, at + 3, left)),
+        (KERNEL, beside("z", sizes, at, 31 - at, left)),
+        (large_, beside("z", sizes, at, at + 4, left)),
+        (replace(KERNEL, half=8), beside("z", sizes, at, at + 4, left)),
+    ):
+        p = program(kernel, loop)
+        assert join_readers(p, Bodies(), in_rows=False).ops == p.ops
+
+
+def test_what_others_read_is_stored_beside_what_is_mixed() -> None:
+    _, h, d = loop_vars("i", (6, 4, 8))
+    at, left = 32 * h + d, node("lt", (node("index", (), d, i64), const(4, i64)))
+    p = program(KERNEL, beside("z", (6, 4, 8), at, at + 4, left))
+    p = replace(p, outputs=(*p.outputs, TensorArg("y", (6, 128), (128, 1), 0)))
+    (call,) = joined(p).ops
+    assert isinstance(call, Extern) and isinstance(call.kernel, Product)
+    assert call.outs == ("y", "z") and call.kernel.parts == (None, Part(0, 8, 32))
 
 
 def test_what_is_no_permutation_stays() -> None:
@@ -417,12 +472,12 @@ WIDE = Cut(128, 256, 64)
 
 
 def large(
-    m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE
+    m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE, half: int = 0
 ) -> UserKernel:
     """All versions of a large product with columns of w far apart."""
     out = tuple(symbol(name, extent=e) for name, e in zip("pbij", (1, 1, m, n), strict=True))
-    result = Pointwise("y", out, cast(LOADED, bf16), out[2:])
-    kernel = Product("product.2", (result,), cut)
+    result = Pointwise("y", out, cast(BESIDE.body if half else LOADED, bf16), out[2:])
+    kernel = Product("product.2", (result,), cut, half=half)
     x, y = buffer("x", m, 256), buffer("y", m, n)
     w = replace(buffer("w", 256, n), strides=(1, 256))
     args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
@@ -431,6 +486,14 @@ def large(
     made = write_product(call, buffers, GPUS[gpu], around, tunes=True).kernel
     assert isinstance(made, UserKernel)
     return made
+
+
+def test_pairs_are_in_tiles_that_load_them_together() -> None:
+    """Neither descriptors nor tiles of rows of one alignment do."""
+    for n, half in ((512, 16), (513 * 2, 9)):
+        made = large(2048, n, cut=Cut(64, 64, 128), half=half)
+        assert len(made.variants) > 4 and all(f"half={half}," in v.call for v in made.variants)
+        assert "def described" not in made.text and "def finish_aligned" not in made.text
 
 
 def test_rows_that_start_anywhere_are_written_aligned() -> None:

@@ -250,7 +250,8 @@ class _Writer(Writer):
         far = len(left.shape) == 2 and left.strides[1] == right.strides[0] == 1
         known = all(isinstance(n, int) for n in (*left.shape, *right.shape))
         able = DIALECTS[self.gpu.backend].has_descriptors(self.gpu) and self._cut.parts == 1
-        return able and far and known and self.around.aligned and self.product.right is None
+        plain = self.product.right is None and not self.product.half
+        return able and far and known and self.around.aligned and plain
 
     def _kinds(self, cut: Cut) -> int:
         """How many rows of the results follow each other that differ in alignment, where tiles can
@@ -258,6 +259,8 @@ class _Writer(Writer):
         left, right = self.tensors[:2]
         m, n = left.shape[-2], extent(self.product.results[0].vars[-1])
         if len(left.shape) != 2 or not isinstance(m, int) or not isinstance(n, int):
+            return 1
+        if self.product.half or self.product.parts:
             return 1
         kinds = _UNIT // math.gcd(n, _UNIT)
         flat = all(

@@ -154,6 +154,20 @@ def test_sizes_of_0(name: str) -> None:
                 compare(fn, at_once(fn), args, f"{shape}, dimension {d}, {key}")
 
 
+def test_values_of_another_rank() -> None:
+    """Eager does not look at them where it writes nothing."""
+
+    def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> Tensors:
+        mean = x.scatter_reduce(0, i, v, "mean", include_self=False)
+        product = x.scatter(1, i, v, reduce="multiply")
+        return x.scatter(0, i, v), x.scatter_add(1, i, v), mean, product
+
+    x, none = torch.randn(4, 3), torch.zeros(0, 3, dtype=torch.int64)
+    run = compiled(fn, options={"strict": True})
+    for shape in ((3,), (2, 2, 2), ()):
+        torch.testing.assert_close(run(x, none, torch.ones(shape)), (x, x, x, x))
+
+
 SMOOTH = [name for name in TABLE if name not in ("scatter, multiplied", "index_reduce amax False")]
 
 

@@ -108,7 +108,8 @@ def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str)
     flat, index = at_least_1d(x), at_least_1d(index)
     src = at_least_1d(src) if isinstance(src, View) else src
     d = wrap_dim(dim, len(flat.shape))
-    if len(index.shape) != len(flat.shape):  # eager allows it where nothing is written
+    given = [v for v in (index, src) if isinstance(v, View)]
+    if any(len(v.shape) != len(flat.shape) for v in given):  # eager's where nothing is written
         return copy(ctx, x)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:

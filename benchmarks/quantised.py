@@ -379,8 +379,8 @@ CASES: dict[str, Case] = {
     "routing": Case(
         route, lambda r, m, n, k: [r.normal(m, k), r.normal(EXPERTS, k)], steps=(7, 2)
     ),
-    "experts": Case(experts, _experts, steps=(12, 4)),
-    "experts, added": Case(experts_added, _experts, steps=(13, 4)),
+    "experts": Case(experts, _experts, steps=(12, 4), few=(14, 1)),
+    "experts, added": Case(experts_added, _experts, steps=(13, 4), few=(14, 1)),
 }  # fmt: skip
 
 

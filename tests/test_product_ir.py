@@ -129,6 +129,8 @@ def test_a_pair_reads_back_and_what_is_wrong_with_it_is_said() -> None:
         (replace(KERNEL, results=()), "unknown kind"),
         (replace(KERNEL, how=Cut(16, 48, 128)), "unknown kind"),
         (replace(KERNEL, how=Cut(16, 64, 128, 0)), "unknown kind"),
+        (replace(KERNEL, how=Cut(16, 64, 128, matrices=-1)), "unknown kind"),
+        (replace(KERNEL, how=Cut(16, 64, 128, matrices=4)), "unknown kind"),  # without ends
         (replace(KERNEL, how=Panels(256, 128, 64)), "other sizes"),
         (replace(KERNEL, results=(replace(RESULT, out="z"),)), "other results"),
         (replace(KERNEL, results=(replace(RESULT, index=None),)), "no operand"),

@@ -13,9 +13,18 @@ from torch import Tensor
 
 from plait.config import Config
 from plait.runtime.tune import Contest, Outcome
-from plait.wrapper.instructions import CallExtern
+from plait.wrapper.instructions import CallExtern, Launch
+from plait.wrapper.program import CompileRecord
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, VERSIONS, Case, check, check_version, multiplying
+from tests.product_programs import (
+    CASES,
+    VERSIONS,
+    Case,
+    check,
+    check_version,
+    multiplying,
+    observing,
+)
 from tests.rotary_programs import ROTARY
 
 NEIGHBOURS = ("wait", "launch_dependents")
@@ -123,6 +132,39 @@ def test_chains_in_float32(rows: int, precision: str, one: bool) -> None:
     with multiplying(precision):
         (record,) = check(chain, "python", "cpu", True)
     assert ("precision='tf32'" in record.kernel_source) == one
+
+
+ENDS = ((3, 3, 9, 14), (0, 0, 0, 20), (20, 20, 20, 20), (0, 0, 0, 0))
+"""Of rows of four matrices, of 20 rows: a matrix may have none, and what is behind the last end is
+nobody's."""
+
+
+@pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")
+@pytest.mark.parametrize("lies", ["nt", "nn"])
+def test_matrices_with_rows_of_their_own(lies: str) -> None:
+    def fn(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        gate, y = torch._grouped_mm(x, w, offs=ends).chunk(2, -1)
+        mine = torch.arange(len(x), device=x.device)[:, None] < ends[-1]
+        return torch.where(mine, F.silu(gate) * y, 0.0)
+
+    records: list[CompileRecord] = []
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="plait", options={"wrapper": "python"})
+    x, w = torch.randn(20, 128).bfloat16(), torch.randn(4, 256, 128).bfloat16() / 11
+    w = w.mT if lies == "nt" else w.mT.clone()
+    with observing(records), torch.no_grad():
+        for ends in ENDS:
+            found, begin = compiled(x, w, torch.tensor(ends, dtype=torch.int32)), 0
+            for end, matrix in zip(ends, w.double(), strict=True):
+                gate, y = (x[begin:end].double() @ matrix).chunk(2, -1)
+                torch.testing.assert_close(
+                    found[begin:end].double(), F.silu(gate) * y, atol=0.02, rtol=0.02
+                )
+                begin = end
+            assert not found[begin:].any()
+    (record,) = records
+    body = record.wrapper.body
+    assert [sum(isinstance(i, k) for i in body) for k in (Launch, CallExtern)] == [1, 0]
 
 
 @pytest.mark.skipif(not AS_GPU, reason="of a GPU's products")

@@ -29,6 +29,9 @@ class Cut:
     rows, columns: of a tile. depth: how far a step walks along k
     parts: of k, in which each tile is computed
     tf32: factors in float32 are rounded to 10 bits
+    matrices: so many right matrices are multiplied each by some rows of the left one, which follow
+        those of the matrix before: the first thing that results may load says where they end.
+        Rows behind the last end are the last one's. 0: each row by each matrix
     """
 
     rows: int
@@ -36,6 +39,7 @@ class Cut:
     depth: int
     parts: int = 1
     tf32: bool = False
+    matrices: int = 0
 
     @property
     def is_large(self) -> bool:
@@ -45,7 +49,9 @@ class Cut:
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""
         powers = all(n >= 16 and n & (n - 1) == 0 for n in (self.rows, self.columns, self.depth))
-        return "" if self.parts >= 1 and powers else "a kernel of a product of an unknown kind"
+        one = self.parts == 1 or not self.matrices
+        known = powers and one and min(self.parts, self.matrices + 1) >= 1
+        return "" if known else "a kernel of a product of an unknown kind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +166,8 @@ class Product(DeviceKernel):
         can."""
         if isinstance(self.how, Panels) and n_sizes != (1 if self.how.window is None else 5):
             return "a packed product with other sizes than one has"
-        scaled = isinstance(self.how, Panels) and self.how.scaled
-        if n_operands < 2 + scaled or not self.results:
+        more = self.how.scaled if isinstance(self.how, Panels) else self.how.matrices != 0
+        if n_operands < 2 + more or not self.results:
             return "a kernel of a product of an unknown kind"
         if outs != tuple(dict.fromkeys(r.out for r in self.results)):
             return "a kernel of a product that gives other results than it computes"

@@ -29,7 +29,7 @@ _TRANSFORMS = ("_fft_c2c", "_fft_c2r", "_fft_r2c")
 _RECURRENT = ("mkldnn_rnn_layer",)
 _PRODUCTS = (
     aten.addbmm.default, aten._trilinear.default,
-    aten._grouped_mm.default, aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype,
+    aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype,
 )  # fmt: skip
 # plait reads their size off the result.
 _DATA_DEPENDENT = (

@@ -239,6 +239,31 @@ def launch(ctx: Lowering, a: View, b: View, how: Cut, operator: Operator | None 
     return ctx.reduce(shape, (parts,), "sum", lambda ops, i, r: made.load(ops, (*r, *i)))
 
 
+def launch_grouped(ctx: Lowering, a: View, b: View, ends: View) -> View | None:
+    """The product of rows up to each of the ends, which ascend, by a matrix of their own: in
+    float32. None where ATen does it better: of few rows each matrix is read once, by all of
+    them."""
+    known = [n for n in (*a.shape, *b.shape) if isinstance(n, int)]
+    if not (ctx.facts().streams and ctx.cfg.kernels) or (len(a.shape), len(b.shape)) != (2, 3):
+        return None
+    if a.dtype not in (f16, bf16) or b.dtype != a.dtype or len(known) < 5 or 0 in known:
+        return None
+    (m, k), (matrices, _, n) = known[:2], known[2:]
+    if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b) or m > _FEW_ROWS:
+        return None
+    how = cut_of(matrices, m, n, k)
+    if how is None or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+        return None
+    given = (tensor_arg(ctx, a), tensor_arg(ctx, b), tensor_arg(ctx, ends, (1,)))
+    out = ctx.new_buffer(f32, (m, n), None, True)
+    how, sizes = replace(how, parts=1, matrices=matrices), (1, 1, m, n)
+    return call(ctx, ("aten::_grouped_mm", "rows_product"), given, out, sizes, _rows, k, how)
+
+
+def _rows(v: tuple[Expr, ...]) -> tuple[Size, ...]:
+    return v[2:]
+
+
 def call(
     ctx: Lowering, names: tuple[str, str], args: tuple[ExternArg, ...], out: str,
     sizes: tuple[Size, ...], place: Callable[[tuple[Expr, ...]], tuple[Size, ...]], k: Size,

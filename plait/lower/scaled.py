@@ -23,7 +23,7 @@ from plait.lower.elementwise import broadcast
 from plait.lower.extern import call_op
 from plait.lower.float8 import converted
 from plait.lower.library import by_library
-from plait.lower.product import cut, launch
+from plait.lower.product import cut, launch, launch_grouped
 
 aten = torch.ops.aten
 
@@ -38,6 +38,19 @@ def int_mm(ctx: Lowering, a: View, b: View) -> Any:
     more = isinstance(m, int) and m > _MORE_ROWS
     how = cut(ctx, a, b, (i8,)) if more else None
     return by_library(ctx, a, b) if how is None else launch(ctx, a, b, how, Operator("_int_mm"))
+
+
+@lower(aten._grouped_mm.default, any_dtype=True)
+def grouped_mm(
+    ctx: Lowering, a: View, b: View, ends: View | None = None, bias: View | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    made = None if ends is None or bias is not None else launch_grouped(ctx, a, b, ends)
+    if made is None:
+        return by_library(ctx, a, b, ends, bias, out_dtype)
+    out = ctx.out_dtype()
+    body = lambda ops, i: ops.cast(made.load(ops, i), out)
+    return ctx.pointwise(ctx.out_shape(), out, body, ctx.out_strides())
 
 
 @lower(aten._scaled_mm.default, any_dtype=True)

@@ -59,7 +59,7 @@ class _Joiner:
             if not isinstance(op, Extern) or not isinstance(op.kernel, Product):
                 continue
             how, place = op.kernel.how, self._maker(k, op)
-            if not isinstance(how, Cut) or how.is_large or place is None:
+            if not isinstance(how, Cut) or how.is_large or how.matrices or place is None:
                 continue  # many tiles would make the same part of it
             if (joined := self._joined(op, op.kernel, how, place)) is not None:
                 self.ops[place], self.ops[k] = None, joined

@@ -128,6 +128,7 @@ class _Writer(Writer):
         """The template with constants and formulas before it."""
         left, stored, *given = self.tensors
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
+        batch = [self._cut.matrices] if self._cut.matrices else batch
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
         finish, checks = results_of(self.product, given, self.outs, names)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
@@ -214,7 +215,7 @@ class _Writer(Writer):
         found = [_Version(cut)]
         stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
         many = isinstance(m, int) and m > _WIDE and not made and cut.parts == 1
-        if self.tunes:
+        if self.tunes and not cut.matrices:  # whose ends nobody knows
             found += (
                 _Version(replace(cut, rows=rows, columns=columns, depth=depth), warps, stages)
                 for rows in {cut.rows: 0, cut.rows if many else min(cut.rows, 32): 0}
@@ -296,6 +297,7 @@ class _Writer(Writer):
             turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
             constants |= {
                 "kinds": kinds, "turned": turned, "parts": cut.parts, "half": self.product.half,
+                "matrices": cut.matrices,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
                 "depth_edge": k % cut.depth != 0, "made": made,

@@ -20,6 +20,8 @@ stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
 precision: of factors in float32
+matrices: so many right matrices have rows of their own, up to the ends that given begins with; 0:
+    each has all
 """
 
 import triton
@@ -91,7 +93,7 @@ def product(
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
     stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, precision: tl.constexpr,
-    group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr,
+    group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr, matrices: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
@@ -120,6 +122,10 @@ def product(
     steps = tl.cdiv(tl.cdiv(k, depth), parts)
     first = part * steps * depth
     last = tl.minimum(k, first + steps * depth)
+    if matrices > 0:  # without rows of its own, a program has nothing to walk along
+        begin = tl.load(given[0] + h - 1, h > 0, other=0)
+        end = tl.where(h == matrices - 1, m, tl.load(given[0] + h))
+        last = tl.where(tl.maximum(begin, row) < tl.minimum(end, row + rows), last, first)
     x_at = at_tile(left, h, row, first, left_strides)
     y_at = at_tile(right, h, first, column, right_strides)
     if kinds > 1:  # columns outside are never stored
@@ -166,13 +172,16 @@ def product(
         sums = tl.trans(sums)
     i = row + i[:, None]
     j = column + j[None, :]
+    inside = i < m
+    if matrices > 0:
+        inside = inside & (i >= begin) & (i < end)
     if half > 0:
         q = first_of_pair(pair + tl.arange(0, near)[None, :], half)
-        finish_pairs(sums, half, part, h, i, q, n, i < m, given, outs)
+        finish_pairs(sums, half, part, h, i, q, n, inside, given, outs)
     elif kinds > 1:
         if (column >= 0) & (column + columns <= n) & are_aligned(outs):
-            finish_aligned(sums, sums, part, h, i, j, i < m, j < n, given, outs)
+            finish_aligned(sums, sums, part, h, i, j, inside, j < n, given, outs)
         else:
-            finish(sums, sums, part, h, i, j, i < m, (j >= 0) & (j < n), given, outs)
+            finish(sums, sums, part, h, i, j, inside, (j >= 0) & (j < n), given, outs)
     else:
-        finish(sums, sums, part, h, i, j, i < m, j < n, given, outs)
+        finish(sums, sums, part, h, i, j, inside, j < n, given, outs)

@@ -3,10 +3,11 @@ on the device, in CUDA graphs of calls whose weights are too many for the cache.
 
 Groups: `gpt2` and `llama` (the widths of GPT-2 and of an 8B Llama at 1 to 4,096 rows, with bias,
 activation, residual or gate), `split` (few results of long sums), `rows` (64 and 256 rows), `norm`
-(a residual, and a norm of the sum), `vocabulary` (a language model's last product, whose rows start
-anywhere) and `single` (float32). Peers: eager; pair (the vendor's product, then one kernel of
-plait's); addend (the same, with a residual as the addend of the product); plait; plait-tuned and
-inductor-tuned (max-autotune); inductor.
+(a residual, and a norm of the sum), `pairs` (a rotary embedding, or a gate of the same matrix),
+`vocabulary` (a language model's last product, whose rows start anywhere) and `single` (float32).
+Peers: eager; pair (the vendor's product, then one kernel of plait's); addend (the same, with a
+residual as the addend of the product); plait; plait-tuned and inductor-tuned (max-autotune);
+inductor.
 Usage: products_gpu.py [GROUPS or NAMES...] [--peers LIST] [--jobs N] [--seconds N]: N processes
 compile side by side, one at a time is timed; rows are printed as they are done, and the table comes
 after so many seconds at the latest.
@@ -63,6 +64,19 @@ def normed(y: Tensor) -> tuple[Tensor, Tensor]:
     return y, F.rms_norm(y, y.shape[-1:])
 
 
+def rotary(y: Tensor, angles: Tensor) -> Tensor:
+    """Of heads of 128 columns."""
+    heads, cos, sin = y.view(len(y), -1, 128), angles[:, None, :128], angles[:, None, 128:256]
+    a, b = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-b, a), -1) * sin
+
+
+def halves(y: Tensor, rest: Tensor) -> Tensor:
+    """A gate and what it opens, of one matrix."""
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 SUMS: dict[str, Program] = {"add": lambda y: y, "norm": normed}
 """After a product with a residual."""
 BIASED: dict[str, Program] = {
@@ -79,6 +93,8 @@ PLAIN: dict[str, Program] = {
     "add": lambda y, rest: rest + y,
     "norm": lambda y, rest: normed(rest + y),
     "float": lambda y, rest: y.float(),
+    "rotary": rotary,
+    "halves": halves,
 }
 
 
@@ -118,6 +134,11 @@ def _cases() -> dict[str, list[Case]]:
         "norm": [
             Case(m, n, k, "nt", then) for m in (128, 1024, 4096) for then in ("add", "norm")
             for n, k in ((768, 768), (768, 3072), (4096, 4096))
+        ],
+        "pairs": [
+            Case(m, n, k, "nt", then) for m in (1, 16, 64)
+            for n, k, then in ((4096, 4096, "rotary"), (1024, 4096, "rotary"),
+                               (2048, 2048, "rotary"), (16384, 3072, "halves"))
         ],
         "vocabulary": [
             Case(m, n, k, "nt", then) for m in (128, 512, 1024, 2048)

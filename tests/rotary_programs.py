@@ -110,6 +110,9 @@ def _of(how: object, rows: int = 10, n: int = 32, columns: int = D) -> Case:
 X, W, A = (2, 5, D), (D, D), (5, 32)
 ROTARY = {
     "halves": _of(rotated),
+    "long sums": Case(
+        lambda x, w, c, s: rotated(heads(x, w, 32), c, s), ((2, 5, 2048), (D, 2048), A, A), 3
+    ),
     "turned back": _of(turned_back),
     "many rows of a tile": _of(rotated, 64, 64),
     "odd halves": _of(rotated, 6, 10, 130),

@@ -7,8 +7,10 @@ operands, long chains, many chains side by side, one concatenation of many parts
 products, an optimiser's step over many parameters. The time is that of the thread that compiles,
 from an ATen graph to the encoded program and the texts of its kernels; nothing is built. The last
 column is the quotient of the last size and the one before it: 1 is linear. Stages that take less
-than 2 % have no line. --gpu compiles for an sm_90 (torch must be built for CUDA; no GPU is needed).
---profile FILE keeps what cProfile finds of the largest graph.
+than 2 % have no line. Python looks for no garbage meanwhile: it would do so in any stage.
+
+--gpu compiles for an sm_90 (torch must be built for CUDA; no GPU is needed). --profile FILE keeps
+what cProfile finds of the largest graph.
 """
 
 from __future__ import annotations
@@ -129,12 +131,16 @@ def stages(
     gm = fx.GraphModule(torch.nn.Module(), g.graph)
     log = CpuLog(cfg, f"{pattern}_{n}")
     gc.collect()
-    with profile or nullcontext():
-        start = time.thread_time()
-        program, _ = compile_texts(Captured(gm, log.name, "inference"), cfg, log)
-        compiled = time.thread_time()
-        encode(program)
-        end = time.thread_time()
+    gc.disable()
+    try:
+        with profile or nullcontext():
+            start = time.thread_time()
+            program, _ = compile_texts(Captured(gm, log.name, "inference"), cfg, log)
+            compiled = time.thread_time()
+            encode(program)
+            end = time.thread_time()
+    finally:
+        gc.enable()
     found = {name: ms / 1e3 for name, ms in log.times_ms.items()}
     return {**found, "encode": end - compiled, "all": end - start}
 

@@ -120,6 +120,8 @@ def test_deviations_of_equal_numbers_are_zero(dtype: torch.dtype) -> None:
         torch._dynamo.reset()
         run = torch.compile(lambda x: fn(x)[:2] + fn(x)[3:], backend="plait", dynamic=False)
         assert not any(map(torch.any, run(middles[:, None].repeat(1, n)))), n
+        if n not in (7, 1031):  # a gradient of short rows and one of long ones
+            continue
         x = torch.full((3, n), 0.3, dtype=dtype).requires_grad_()
         found = torch.compile(fn, backend="plait", dynamic=False)(x)
         (gradient,) = torch.autograd.grad(found, x, [torch.ones_like(y) for y in found])

@@ -67,8 +67,9 @@ DLPACK = {
 DTYPES = (*("u1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"), *SCALARS)
 
 
-def build(*args: str | Path) -> None:
-    subprocess.run([*FLAGS, *map(str, args)], check=True, timeout=300, input=LAUNCHER, text=True)
+def build(*args: str | Path, unit: str = LAUNCHER) -> None:
+    """unit: what "-" names."""
+    subprocess.run([*FLAGS, *map(str, args)], check=True, timeout=300, input=unit, text=True)
 
 
 class Memory:
@@ -811,8 +812,9 @@ needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside 
 @needs_triton
 def test_specializes_as_triton(tmp_path: Path) -> None:
     rules = [SRC / f"{part}.cpp" for part in ("arguments", "signature", "specialize")]
-    sources = (HERE / "native_specialize.cpp", *rules)
-    build("-shared", "-fPIC", "-o", tmp_path / "libspecialize.so", *sources)
+    unit = "".join(f'#include "{file}"\n' for file in (HERE / "native_specialize.cpp", *rules))
+    library = tmp_path / "libspecialize.so"
+    build("-O0", "-shared", "-fPIC", "-o", library, "-x", "c++", "-", unit=unit)
     in_triton("specializes_as_triton", tmp_path)
 
 

@@ -24,8 +24,10 @@ B = torch.randn(64)
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass takes a CPU for a GPU that multiplies float32 as it convolves it."""
+    if "on_a_cpu" in request.node.name:
+        return
     monkeypatch.setattr(point_convolutions, "facts_of", lambda device: facts_of("cuda"))
     monkeypatch.setattr(point_convolutions, "_has_tensor_cores", lambda dtype: True)
 
@@ -86,3 +88,47 @@ def test_backward() -> None:
 )
 def test_others_stay(fn: Callable[..., Any]) -> None:
     assert replaced(fn, X, W)[1] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_all_points_are_products_on_a_cpu(batch: int, last: bool) -> None:
+    """Of few channels, with biases, in either layout; the results lie as a convolution's."""
+    form = LAST if last else torch.contiguous_format
+    x = torch.randn(batch, 6, 5, 7).to(memory_format=form)
+    w, b = torch.randn(10, 6, 1, 1), torch.randn(10)
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return F.conv2d(x, w), F.conv2d(x, w, b).relu()
+
+    assert on_a_cpu(fn, x, w, b) == 2
+
+
+def test_what_stays_on_a_cpu() -> None:
+    """Strides, groups, gaps between rows, other types; and where the user lets products round more
+    than convolutions."""
+    x, w = torch.randn(2, 6, 5, 7), torch.randn(10, 6, 1, 1)
+    assert on_a_cpu(lambda x, w: (F.conv2d(x, w, stride=2),), x, w) == 0
+    assert on_a_cpu(lambda x, w: (F.conv2d(x, w[:, :3], groups=2),), x, w) == 0
+    assert on_a_cpu(lambda x, w: (F.conv2d(x[..., :4], w),), x, w) == 0
+    assert on_a_cpu(lambda x, w: (F.conv2d(x, w),), x.double(), w.double()) == 0
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert on_a_cpu(lambda x, w: (F.conv2d(x, w),), x, w) == 0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def on_a_cpu(fn: Callable[..., Any], *args: Tensor) -> int:
+    """How many convolutions the pass replaces, whose results are checked."""
+    gm = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table(), "fake")(
+        *args
+    )
+    n = point_convolutions.multiply_points(gm)
+    gm.graph.lint()
+    gm.recompile()
+    for a, b in zip(gm(*args), fn(*args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert a.stride() == b.stride()
+    return n

@@ -3,7 +3,9 @@ results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import random
+from collections.abc import Callable, Set
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import plait.graph.memory_format as memory_format
 from plait import compat
+from plait.graph.min_cut import Network
 from plait.wrapper.instructions import AssertSizeStride
 from plait.wrapper.program import CompileRecord
 from tests.product_programs import observing
@@ -76,6 +79,48 @@ def test_patches_stay() -> None:
     assert lasts(lambda x, w: (F.conv2d(x.relu(), w, stride=8).flatten(2),), X, w) == [False]
 
 
+def test_some_stay() -> None:
+    """Large filters of small images, which oneDNN turns twice for channels-last ones, stay in rows
+    next to small ones of large images: between them lies the smallest value."""
+    small, wide, large = W, torch.randn(512, 16, 3, 3), torch.randn(512, 512, 3, 3) / 64
+
+    def fn(x: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> tuple[Tensor, ...]:
+        for _ in range(4):
+            x = F.conv2d(x, small, padding=1).relu()
+        y = F.conv2d(F.max_pool2d(x, 20), wide, padding=1).relu()
+        y = y + F.conv2d(F.conv2d(y, large, padding=1).relu(), large, padding=1)
+        return (y.relu().mean((2, 3)),)
+
+    assert lasts(fn, X, small / 12, wide / 12, large) == [True] * 4 + [False] * 3
+
+
+def test_a_cut_costs_least() -> None:
+    net = Network()
+    for a, b, cost in (("s", "a", 9), ("a", "b", 2), ("a", "c", 3), ("c", "b", 9), ("b", "t", 6)):
+        net.add(a, b, cost)
+    assert net.sources_side("s", "t") == {"s", "a"}
+    net.add("c", "a")  # who has a has c
+    net.add("a", "c")
+    assert net.sources_side("s", "t") == {"s", "a", "c", "b"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_of_random_networks(seed: int) -> None:
+    """What is left of each edge belongs to the cut that costs least of all."""
+    rng = random.Random(seed)
+    nodes = range(7)
+    edges = {p: rng.choice((0, 1, 2.5, 7)) for p in itertools.permutations(nodes, 2)}
+    net = Network()
+    for (a, b), cost in edges.items():
+        net.add(a, b, cost)
+
+    def costs(side: Set[Any]) -> float:
+        return sum(cost for (a, b), cost in edges.items() if a in side and b not in side)
+
+    sides = [{0, *some} for n in nodes for some in itertools.combinations(range(1, 6), n)]
+    assert costs(net.sources_side(0, 6)) == min(map(costs, sides))
+
+
 def test_training_stays() -> None:
     def step(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         y = F.conv2d(F.conv2d(x, w).relu(), w)
@@ -100,7 +145,8 @@ def test_not_without_onednn() -> None:
     ],
 )
 def test_a_model(dtype: torch.dtype, dynamic: bool) -> None:
-    """As near to float64 as eager is, for other sizes too; nothing is turned between layers."""
+    """As near to float64 as eager is, for other sizes too; nothing is turned between layers. In
+    float32 points are products, where one size at most is unknown."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 16, 3, 2, 1), Bottleneck(16), Bottleneck(16, 2), Bottleneck(16))
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
@@ -121,7 +167,7 @@ def test_a_model(dtype: torch.dtype, dynamic: bool) -> None:
         for i in records[0].wrapper.body
         if isinstance(i, AssertSizeStride) and "aten.convolution" in i.origin
     ]
-    assert made == [1] * 10
+    assert made == [1] * (10 if dynamic or dtype == torch.bfloat16 else 4)
 
 
 def test_windows_of_any_size() -> None:

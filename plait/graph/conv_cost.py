@@ -20,8 +20,11 @@ from plait.graph.edit import aten, value_of
 
 BYTES_A_NS = 1300.0  # of a tensor that is read in one layout and written in another
 HOST_BYTES_A_NS = 10.0  # the same of a core: benchmarks/conv_cpu.py
-HOST_PRODUCTS_A_NS = 700.0
-"""What a core loses channels-last: its kernels for windows of many channels are slower there."""
+HOST_GROUPED_A_NS = 6.0  # of images whose channels are convolved in groups
+HOST_SCATTERED_A_NS = 1.5  # of transposed convolutions, whose kernels for rows are slow
+HOST_FILTERS_A_NS = 4.0
+"""What a core loses channels-last, in bytes of filters: those are turned twice there at each call,
+of rows once."""
 LAUNCH_NS = 2000.0
 FEW_CHANNELS = 4
 """Of float32, gradients of inputs with so few channels on a side have kernels for rows only."""
@@ -156,13 +159,14 @@ def gain_ns(node: Node) -> float:
 
 
 def _host_gain_ns(c: Convolution) -> float:
-    ns = (nbytes_of(c.x) + nbytes_of(c.result)) / HOST_BYTES_A_NS
-    if c.is_point:
-        return ns / 2
-    if c.is_of_patches and not c.transposed:
-        return -ns
-    products = prod(map(hint, (*c.result.shape, *c.weight.shape[1:])))
-    return ns - products / HOST_PRODUCTS_A_NS if _is(1, c.groups) else ns
+    images, filters = nbytes_of(c.x) + nbytes_of(c.result), nbytes_of(c.weight)
+    if c.is_point and not c.transposed:  # a product in either layout
+        return 0.0
+    if c.is_depthwise:
+        return images / HOST_BYTES_A_NS
+    grouped = not _is(1, c.groups)
+    rate = HOST_GROUPED_A_NS if grouped else HOST_BYTES_A_NS
+    return images / (HOST_SCATTERED_A_NS if c.transposed else rate) - filters / HOST_FILTERS_A_NS
 
 
 def _moved_ns(c: Convolution, scatters: bool) -> float:

@@ -28,6 +28,7 @@ from plait import compat
 from plait.devices import facts_of
 from plait.graph.conv_cost import convolution_of, copy_ns, gain_ns, hint
 from plait.graph.edit import aten, insert, is_view, same_size, source_meta, value_of
+from plait.graph.min_cut import Network
 
 _CONVOLUTIONS: dict[
     Any, tuple[int, ...]
@@ -39,7 +40,7 @@ _RAW = frozenset(
     {aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default}
 )
 _MERGES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-_ROWS = torch.contiguous_format
+_ROWS, _LAST = torch.contiguous_format, torch.channels_last
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HOSTS_DTYPES = (torch.float32, torch.bfloat16)
 _DECIDED = "layout_decided"
@@ -54,6 +55,8 @@ def channels_last(gm: GraphModule) -> int:
     if not found:
         return 0
     plan = _Plan(gm.graph, found)
+    if kept := _kept_in_rows(plan):
+        plan = _Plan(gm.graph, found, kept)
     accepted = plan.regions_that_gain()
     for node in plan.convolutions:
         node.meta[_DECIDED] = True
@@ -114,6 +117,11 @@ def lies_last(x: torch.Tensor) -> bool:
     """Whether elements lie without gaps, channels innermost: a filter that is a point does so in
     eager's layout, too."""
     return _lies_in(x, (0, *range(2, x.dim()), 1))
+
+
+def lies_in_rows(x: torch.Tensor) -> bool:
+    """Whether elements lie without gaps in the order of their dimensions."""
+    return _lies_in(x, range(x.dim()))
 
 
 def _lies_in(x: torch.Tensor, order: Sequence[int]) -> bool:
@@ -190,10 +198,11 @@ class _Plan:
     """found: the convolutions that may have another layout.
     now: nodes with a new layout -> their values; several results are met again where one is picked.
     copied: operands -> the values of their channels-last copies.
-    costs: (node, ns) of what is gained (negative) and paid in the node's region."""
+    costs: (node, ns) of what is gained (negative) and paid in the node's region.
+    kept: nodes that stay in eager's layout, convolutions and others."""
 
-    def __init__(self, graph: Graph, found: Set[Node]) -> None:
-        self.found = found
+    def __init__(self, graph: Graph, found: Set[Node], kept: Set[Node] = frozenset()) -> None:
+        self.found, self.kept = found, kept
         self.now: dict[Node, Any] = {}
         self.steps: defaultdict[Node, _Step] = defaultdict(_Step)
         self.copied: dict[Node, torch.Tensor] = {}
@@ -221,8 +230,8 @@ class _Plan:
 
     def _visit(self, node: Node) -> None:
         chosen = node in self.found
-        stays = chosen and convolution_of(node).is_oddly_grouped
-        if stays:
+        stays = node in self.kept or (chosen and convolution_of(node).is_oddly_grouped)
+        if stays and chosen:
             self.convolutions.append(node)
         inputs = [n for n in node.all_input_nodes if n in self.now]
         if not chosen and not inputs:
@@ -327,6 +336,52 @@ def _joined(node: Node, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if all(map(is_last, tensors)):
         return _turned(old)
     return old if _lies_in(old, range(old.dim())) else None
+
+
+def _kept_in_rows(plan: _Plan) -> set[Node]:
+    """What a CPU had better leave in rows of a plan whose convolutions gain in one place and lose
+    in another: a cut of the graph, through whatever costs least to copy. Empty: nothing."""
+    gains = {n: gain_ns(n) for n in plan.convolutions if convolution_of(n).is_on_host}
+    if len(gains) < len(plan.convolutions) or not min(gains.values()) < 0 < max(gains.values()):
+        return set()
+    free = set(plan.now) | set(gains)
+    net = Network()
+    for node, gain in gains.items():
+        net.add(*((_LAST, node) if gain > 0 else (node, _ROWS)), abs(gain))
+    users: defaultdict[Node, list[Any]] = defaultdict(list)  # of values: who takes them as they lie
+    for node in plan.found | plan.now.keys() | plan.steps.keys():
+        step = plan.steps.get(node, _NOTHING)
+        turned = [node.args[k] for k in step.turns]
+        for x in node.all_input_nodes:
+            if x in plan.now or x in turned:
+                users[x].append(node if node in free else _ROWS)
+    for x, readers in users.items():
+        _add_copies(net, x if x in free else _ROWS, x, readers)
+    last = net.sources_side(_LAST, _ROWS)
+    kept = {n for n in free if n not in last}
+    return kept if gains.keys() - kept else set()
+
+
+def _add_copies(net: Network, lies: Any, x: Node, readers: Sequence[Any]) -> None:
+    """Readers that lie otherwise than a value share a copy of it; views always lie as it does.
+    lies: the value's node in the net."""
+    value = value_of(x)
+    bound = [r for r in readers if not isinstance(value, torch.Tensor) or _is_view_of(r, x)]
+    for reader in bound:
+        net.add(lies, reader)
+        net.add(reader, lies)
+    others = [r for r in readers if r not in bound]
+    if others:
+        cost = copy_ns(x, value)
+        net.add((x, "last"), lies, cost)
+        net.add(lies, (x, "rows"), cost)
+    for reader in others:
+        net.add(reader, (x, "last"))
+        net.add((x, "rows"), reader)
+
+
+def _is_view_of(reader: Any, x: Node) -> bool:
+    return isinstance(reader, Node) and is_view(reader) and reader.args[0] is x
 
 
 def _seen_of(node: Node) -> Any:

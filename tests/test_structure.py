@@ -194,7 +194,8 @@ def test_the_compiler_is_small() -> None:
     # rows and codes of 8 bits, 370 results of operators that a recording writes where the caller
     # wants them, 180 sums that are products, 190 rows that one product on a CPU passes on to the
     # next, 70 sums of few rows of large tables, 40 biases that are split off, 270 attention on a
-    # CPU, 140 layouts and products of convolutions on a CPU, 260 pairs and parts of columns of products.
+    # CPU, 140 layouts and products of convolutions on a CPU, 260 pairs and parts of columns of
+    # products.
     assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in library) <= 6_500
     # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 250 control flow as programs,
     # 700 operators on lists of tensors, launches of many of them and steps of optimizers that are

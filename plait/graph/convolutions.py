@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch.fx import GraphModule
 
@@ -19,3 +20,11 @@ CONVOLUTIONS: tuple[tuple[str, Callable[[GraphModule], int]], ...] = (
     ("channels last", channels_last),
     ("multiply points", multiply_points),  # of images whose channels are innermost now
 )
+BEFORE_PACKING: tuple[Callable[[GraphModule], int], ...] = (
+    split_gradients,
+    widen_long_groups,
+    unfold_patches,
+    partial(channels_last, packs=True),
+    partial(multiply_points, packs=True),
+)
+"""The same where a CPU's convolutions are going to read packed filters, channels-last."""

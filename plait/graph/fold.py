@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.graph.constants import compute, settled
-from plait.graph.convolutions import CONVOLUTIONS
+from plait.graph.convolutions import BEFORE_PACKING, CONVOLUTIONS
 from plait.graph.dead import drop_dead
 from plait.graph.edit import (
     aten,
@@ -92,8 +92,9 @@ def fold_weights(
     and still has users has become a constant for these as well. small_flops: weights are packed for
     kernels, of products with more than that many; None: they are not."""
     _fold_norms(gm, weights)
-    for _, run in CONVOLUTIONS:  # what they copy of filters is folded
-        run(gm)
+    plain = [run for _, run in CONVOLUTIONS]
+    for run in plain if small_flops is None else BEFORE_PACKING:
+        run(gm)  # what they copy of filters is folded
     if small_flops is not None:
         pack_weights(gm, _known(gm, weights).keys(), small_flops)
     known = _known(gm, weights)

@@ -7,7 +7,8 @@ A plan says what would change if every convolution got them: which operands woul
 values computed from the results would keep their layout, and which would have to be given eager's
 again, because they leave the graph or go to an operator that reads raw memory, or to a convolution
 of groups that cuDNN would turn back. The plan falls into regions that share nothing; a region is
-carried out if its convolutions gain more than its copies cost (`conv_cost`). No value changes. Runs
+carried out if its convolutions gain more than its copies cost (`conv_cost`). On a CPU a region in
+which some gain and others lose is cut where that costs least (`min_cut`). No value changes. Runs
 on a joint graph before it is split, so that both halves agree on the layout of what is saved; the
 copies of filters are saved too.
 """
@@ -47,15 +48,16 @@ _DECIDED = "layout_decided"
 """In the meta of a convolution: halves of a joint graph are not asked again."""
 
 
-def channels_last(gm: GraphModule) -> int:
-    """Changes the graph in place; returns how many operands it copied."""
+def channels_last(gm: GraphModule, packs: bool = False) -> int:
+    """Changes the graph in place; returns how many operands it copied. packs: a CPU's convolutions
+    will read packed filters, so that none is better in rows."""
     find = gm.graph.find_nodes
     nodes = [n for t in _CONVOLUTIONS for n in find(op="call_function", target=t)]
     found = {n for n in nodes if is_candidate(n)} | _of_host(nodes)
     if not found:
         return 0
     plan = _Plan(gm.graph, found)
-    if kept := _kept_in_rows(plan):
+    if kept := set() if packs else _kept_in_rows(plan):
         plan = _Plan(gm.graph, found, kept)
     accepted = plan.regions_that_gain()
     for node in plan.convolutions:
@@ -347,7 +349,8 @@ def _kept_in_rows(plan: _Plan) -> set[Node]:
     free = set(plan.now) | set(gains)
     net = Network()
     for node, gain in gains.items():
-        net.add(*((_LAST, node) if gain > 0 else (node, _ROWS)), abs(gain))
+        net.add(_LAST, node, max(gain, 0.0))
+        net.add(node, _ROWS, max(-gain, 0.0))
     users: defaultdict[Node, list[Any]] = defaultdict(list)  # of values: who takes them as they lie
     for node in plan.found | plan.now.keys() | plan.steps.keys():
         step = plan.steps.get(node, _NOTHING)

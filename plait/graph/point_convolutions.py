@@ -25,9 +25,12 @@ LEAST_SUMMED = 128
 """Fewer channels of results or of operands: cuDNN has better kernels (benchmarks/conv_gpu.py)."""
 
 
-def multiply_points(gm: GraphModule) -> int:
-    """Changes the graph in place; returns how many convolutions it replaced."""
+def multiply_points(gm: GraphModule, packs: bool = False) -> int:
+    """Changes the graph in place; returns how many convolutions it replaced. packs: those of a CPU
+    will read packed filters."""
     found = [n for n in gm.graph.nodes if n.target in _REPLACE and _is_product(n)]
+    if packs:
+        found = [n for n in found if not convolution_of(n).is_on_host]
     for node in found:
         _REPLACE[node.target](node)
     return len(found)
@@ -120,7 +123,9 @@ def _forward_in_rows(node: Node, x: Node, weight: Node, bias: Any) -> None:
     batch, channels, *_ = value_of(x).shape
     matrix, shape = _matrix(node, weight), value_of(node).shape
     if batch == 1:
-        made = insert(node, matrix, aten.mm.default, insert(node, x, aten.view.default, [channels, -1]))
+        made = insert(
+            node, matrix, aten.mm.default, insert(node, x, aten.view.default, [channels, -1])
+        )
     else:
         matrix = insert(node, matrix, aten.expand.default, [batch, *value_of(matrix).shape])
         images = insert(node, x, aten.view.default, [batch, channels, -1])

@@ -212,7 +212,7 @@ def test_the_compiler_is_small() -> None:
     # sums of few rows of large tables, 40 biases that are split off, 200 rows
     # that clusters of programs hold, 270 attention on a CPU,
     # 140 layouts and products of convolutions on a CPU, 260 pairs and parts of columns of products.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 58_860
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 59_000
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -352,7 +352,8 @@ def _kept_in_rows(plan: _Plan) -> set[Node]:
         net.add(_LAST, node, max(gain, 0.0))
         net.add(node, _ROWS, max(-gain, 0.0))
     users: defaultdict[Node, list[Any]] = defaultdict(list)  # of values: who takes them as they lie
-    for node in plan.found | plan.now.keys() | plan.steps.keys():
+    concerned = plan.found | plan.now.keys() | plan.steps.keys()
+    for node in [n for n in plan.convolutions[0].graph.nodes if n in concerned]:
         step = plan.steps.get(node, _NOTHING)
         turned = [node.args[k] for k in step.turns]
         for x in node.all_input_nodes:

@@ -165,10 +165,11 @@ def main() -> None:
     if args.against is None:
         parser.error("--against CHECKOUT is missing")
     before, after = [], []
-    for _ in range(args.rounds):
+    for k in range(args.rounds):
         before.append(measured(args.against, args.corpus, only))
         after.append(measured(Path.cwd(), args.corpus, only))
-    found = Comparison(least(before), least(after))
+        found = Comparison(least(before), least(after))
+        print(f"round {k + 1}: {found.lines(worst=0)[0]}", file=sys.stderr, flush=True)
     print("\n".join(found.lines(args.worst)))
     sys.exit(bool(found.ratios) and found.of_sums > args.limit)
 

@@ -307,9 +307,13 @@ def _mixed(m: Maker, y: str, first: int, half: int) -> str:
     if m.rng.random() < 0.25:
         return m.add("products", m.rng.choice(GATES).format(x=x), exact="no") if x else ""
     turned = m.add("views", m.rng.choice(TURNED).format(x=x, n=half)) if x else ""
-    cos, sin = (m.other(x, dtype) for _ in range(2)) if x else ("", "")
-    if not (turned and cos and sin):
+    shape = m.shape_of(x) if turned else None
+    if shape is None:
         return ""
+    cos, sin = (
+        m.operand(tuple("1" if m.rng.random() < 0.3 else n for n in shape), dtype, values)
+        for values in ("normal", m.rng.choice(("whole", "normal")))
+    )
     made = m.add("products", f"{x} * {cos} + {turned} * {sin}", exact="whole")
     if not made or x == y or m.rng.random() < 0.3:
         return _activated(m, made) if made else ""

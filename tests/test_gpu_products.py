@@ -9,7 +9,7 @@ import torch
 
 from tests.flex_programs import WRAPPERS
 from tests.layer_programs import KERNELS, case
-from tests.product_programs import CASES, VERSIONS, check, check_version, multiplying
+from tests.product_programs import CASES, VERSIONS, Case, check, check_version, multiplying
 from tests.rotary_programs import ROTARY
 
 
@@ -44,6 +44,14 @@ def test_a_layer_keeps_nans(name: str, dtype: torch.dtype) -> None:
     n_kernels = len([n for n in names if "mem" not in n.lower()])
     assert n_kernels == 1 or (dtype == torch.float32 and n_kernels == 2), names
     assert torch.equal(found.isnan(), eager.isnan()) and found[3].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_chains_in_float32(rows: int) -> None:
+    """Factors are rounded as the vendor's are, not cut off."""
+    shapes = ((rows, 512), (128, 512), (128,), (rows, 128))
+    with multiplying("tf32"):
+        check(Case(CASES["residual"].fn, shapes, 1, torch.float32), "native", "cuda", True)
 
 
 @pytest.mark.parametrize("rows", [8, 72])

@@ -100,6 +100,9 @@ INSTRUCTIONS = {
     "p_rcp": lambda x: 1.0 / x,
     "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
+    "p_tf32": lambda x: (
+        ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    ),
     **{
         f"p_{name}_{kind}": _to_code(dtype) for name in ("one", "four")
         for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))

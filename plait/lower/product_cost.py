@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from plait.graph.edit import base_of, is_view, value_of
-from plait.ir.dtypes import DType, f32, i8
+from plait.ir.dtypes import DType, i8
 from plait.lower.align_rows import ROW_NBYTES, leaves
 from plait.lower.core import Lowering
 
@@ -65,12 +65,15 @@ def pays(ctx: Lowering, dtype: DType, sizes: tuple[int, int, int], tunes: bool) 
 
 
 def may_pay(ctx: Lowering, sizes: tuple[int, int, int]) -> bool:
-    """Whether the two are to be measured."""
+    """Whether the two are to be measured: where nothing finishes a product of many rows, the
+    vendor's is better."""
     m, n, k = sizes
-    if is_uneven(ctx, n) or m <= _BRIEF_ROWS or 2 * m * n * k <= _BRIEF_FLOPS:
+    if is_uneven(ctx, n) or m <= _BRIEF_ROWS:
         return True
     if not _finished(ctx.node, _PRODUCTS)[0]:
         return False
+    if 2 * m * n * k <= _BRIEF_FLOPS:
+        return True
     # What the vendor's stores, another kernel loads.
     nbytes = 2 * m * n * ctx.out_dtype().nbytes
     return _later_us(sizes) < ctx.facts().rates.moved_ns(nbytes) / 1e3 + _KERNEL_US
@@ -99,7 +102,7 @@ def finishes_sooner(ctx: Lowering, sizes: tuple[int, int, int]) -> bool:
     m, n, k = sizes
     if k > _MOST_DEPTH or is_uneven(ctx, n):
         return False
-    flops = 2 * m * n * k * (2 if ctx.out_dtype() == f32 else 1)  # half as fast
+    flops = 2 * m * n * k
     if flops > (_FEW_CHEAP_FLOPS if k > _SHORT_DEPTH else _SHORT_FLOPS):
         return False
     nbytes, ops = _finished(ctx.node, _PRODUCTS)

@@ -29,7 +29,6 @@ class Dialect:
     release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
-    tf32: products of float32 may round their factors to 10 bits.
     """
 
     library: str
@@ -41,7 +40,6 @@ class Dialect:
     release: str = ""
     first_early: int | None = None
     first_float8: int | None = None
-    tf32: bool = False
 
     @property
     def head(self) -> str:
@@ -132,6 +130,13 @@ NVIDIA = Dialect(
             f"p_four_{kind}8": _FOUR_INTEGERS.format(kind=kind, asm=asm, name=name)
             for kind, asm, name in (("i", "s", "int"), ("u", "u", "uint"))
         },
+        # Tensor cores cut off what they are given.
+        "p_tf32": """def p_tf32(x):
+    bits = tl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1
+    )
+    return bits.to(tl.float32, bitcast=True)
+""",
         "p_nearest": """def p_nearest(x):
     return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
 """,
@@ -151,7 +156,6 @@ NVIDIA = Dialect(
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
     first_float8=89,
-    tf32=True,
 )
 _CLAMPED = """def p_four_{kind}8(x):
     whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.nearbyint(x), {low}.0), {high}.0), 0.0)

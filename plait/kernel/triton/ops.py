@@ -262,6 +262,7 @@ _FUNCTIONS: dict[str, str] = dict((
 """),
     ("p_low_half", _OF_THE_DIALECT),  # of integers: arithmetic of 16 bits is done in 32
     ("p_as_bf16", _OF_THE_DIALECT),
+    ("p_tf32", _OF_THE_DIALECT),
     ("p_sign_bit", """def p_sign_bit(x):
     return ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
 """),

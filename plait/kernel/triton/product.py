@@ -140,7 +140,8 @@ class _Writer(Writer):
         if any(v.aligned for v in versions):
             finish += f"\n\n{results_of(self.product, given, self.outs, names, True)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
-        prelude = prelude_for(f"{finish}\n{made}", dialect.instructions)
+        rounds = "p_tf32" if self._rounds else ""
+        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions)
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
@@ -200,6 +201,11 @@ class _Writer(Writer):
     def _is_whole(self) -> bool:
         """Whether factors are integers of 8 bits."""
         return self.dtype(self.tensors[0]) == "i8"
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether factors in float32 are rounded."""
+        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions
 
     @property
     def _factor_nbytes(self) -> int:
@@ -269,8 +275,7 @@ class _Writer(Writer):
             for r, out in zip(self.product.results, self.outs, strict=True)
         )
         far = right.strides[0] == 1 and self.product.right is None and cut.parts == 1
-        short = self._factor_nbytes == 2
-        return kinds if flat and far and short and m >= kinds * cut.rows else 1
+        return kinds if flat and far and m >= kinds * cut.rows else 1
 
     def _variant(self, v: _Version, sizes: Sequence[Size], checks: bool) -> Variant:
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
@@ -285,8 +290,7 @@ class _Writer(Writer):
         stages = self._stages(v, step, 2 if shared else 1)
         constants: dict[str, int | str] = {
             "rows": cut.rows, "columns": cut.columns, "depth": cut.depth, "stages": stages,
-            "whole": self._is_whole, "precision": "tf32" if cut.tf32 and dialect.tf32 else "ieee",
-            "group": _group(cut, high, k * width),
+            "whole": self._is_whole, "group": _group(cut, high, k * width),
         }  # fmt: skip
         if v.described:
             fits = shared_nbytes(self.gpu) // (stages * step + _FINISH_NBYTES)
@@ -297,7 +301,7 @@ class _Writer(Writer):
             turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
             constants |= {
                 "kinds": kinds, "turned": turned, "parts": cut.parts, "half": self.product.half,
-                "matrices": cut.matrices,
+                "matrices": cut.matrices, "precision": "tf32" if self._rounds else "ieee",
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
                 "depth_edge": k % cut.depth != 0, "made": made,

@@ -14,7 +14,7 @@ import triton.language as tl
 def described_product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, whole: tl.constexpr,
-    precision: tl.constexpr, group: tl.constexpr,
+    group: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = tl.int32 if whole else tl.float32
     x_tiles = tl.make_tensor_descriptor(left, [m, k], [left_strides[1], 1], [rows, depth])
@@ -27,7 +27,7 @@ def described_product(
         for step in tl.range(0, tl.cdiv(k, depth), num_stages=stages):
             x = x_tiles.load([row, step * depth])
             y = y_tiles.load([column, step * depth])
-            sums = tl.dot(x, y.T, sums, input_precision=precision, out_dtype=kind)
+            sums = tl.dot(x, y.T, sums, out_dtype=kind)
         i = row + tl.arange(0, rows)[:, None]
         j = column + tl.arange(0, columns)[None, :]
         finish(sums, sums, 0, 0, i, j, i < m, j < n, given, outs)

@@ -19,7 +19,7 @@ row_edge, column_edge, depth_edge: the last tile, or step, may be larger than wh
 stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
-precision: of factors in float32
+precision: of factors in float32: "tf32" with the function p_tf32 before this text, which rounds them
 matrices: so many right matrices have rows of their own, up to the ends that given begins with; 0:
     each has all
 """
@@ -148,6 +148,8 @@ def product(
                 y = tile_of(
                     y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
                 )
+            if precision == "tf32":
+                x, y = p_tf32(x), p_tf32(y)
             sums = tl.dot(y, x, sums, input_precision=precision, out_dtype=kind)
         else:
             x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
@@ -165,6 +167,8 @@ def product(
                     depth_edge,
                     column_edge,
                 )
+            if precision == "tf32":
+                x, y = p_tf32(x), p_tf32(y)
             sums = tl.dot(x, y, sums, input_precision=precision, out_dtype=kind)
         x_at += depth * left_strides[2]
         y_at += depth * right_strides[1]

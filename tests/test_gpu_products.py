@@ -46,10 +46,9 @@ def test_a_layer_keeps_nans(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(found.isnan(), eager.isnan()) and found[3].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [3, 40])
-def test_chains_in_float32(rows: int) -> None:
+def test_chains_in_float32() -> None:
     """Factors are rounded as the vendor's are, not cut off."""
-    shapes = ((rows, 512), (128, 512), (128,), (rows, 128))
+    shapes = ((16, 768), (3072, 768), (3072,), (16, 3072))
     with multiplying("tf32"):
         check(Case(CASES["residual"].fn, shapes, 1, torch.float32), "native", "cuda", True)
 

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from plait import compat
 from plait.devices import facts_of
 from plait.graph.conv_cost import convolution_of, copy_ns, gain_ns, hint
-from plait.graph.edit import aten, insert, is_view, same_size, source_meta, value_of
+from plait.graph.edit import aten, insert, insert_like, is_view, same_size, source_meta, value_of
 from plait.graph.min_cut import Network
 
 _CONVOLUTIONS: dict[
@@ -185,12 +185,14 @@ class _Step:
     restores: values that it takes in eager's layout
     order: the dimensions of a copy, outermost first; () for other nodes
     is_line: it is a convolution of sequences
+    wide: its results as pictures of height 1
     """
 
     turns: list[int] = field(default_factory=list)
     restores: list[Node] = field(default_factory=list)
     order: tuple[int, ...] = ()
     is_line: bool = False
+    wide: Any = None
 
 
 _NOTHING = _Step()
@@ -274,14 +276,14 @@ class _Plan:
                 now: Any = node.target(*(_widened(node, args) if is_line else args))  # type: ignore[operator]
             else:  # torch would ask for guards; that the layout is so is checked at run time
                 now = _all_turned(value_of(node))
-            now = _narrowed(now) if is_line else now
+            wide, now = (now, _narrowed(now)) if is_line else (None, now)
         for k, source in turns:
             if source not in self.copied:
                 self.copied[source] = args[k]
                 self.costs.append((node, copy_ns(source, given[k])))
             self.regions.join(source, node)  # who shares a copy is in the same region
         if turns or is_line:
-            self.steps[node] = _Step([k for k, _ in turns], is_line=is_line)
+            self.steps[node] = _Step([k for k, _ in turns], is_line=is_line, wide=wide)
         self.costs.append((node, -gain_ns(node)))
         return now
 
@@ -479,7 +481,7 @@ class _Change:
             if node in self.plan.now:
                 node.meta["val"] = self.plan.now[node]
             if step.is_line:
-                self._widen(node)
+                self._widen(node, step.wide)
         return len(self.copies)
 
     def _turn(self, node: Node, operands: Sequence[int]) -> None:
@@ -489,8 +491,10 @@ class _Change:
             assert isinstance(source, Node), source
             if source not in self.copies:
                 wide = self._wide(node, source)
-                last = _FORMATS[value_of(wide).dim()]
-                self.copies[source] = insert(node, wide, aten.clone.default, memory_format=last)
+                copy, last = self.plan.copied[source], _FORMATS[value_of(wide).dim()]
+                self.copies[source] = insert_like(
+                    node, copy, aten.clone.default, wide, memory_format=last
+                )
             if k == _CONVOLUTIONS[node.target][-1]:
                 self.copies[source].meta["recompute"] = compat.tracing.MUST_SAVE
             node.update_arg(k, self.copies[source])
@@ -511,14 +515,14 @@ class _Change:
         node.target = aten.permute.default
         node.args, node.kwargs = (new, [order.index(d) for d in range(len(order))]), {}
 
-    def _widen(self, node: Node) -> None:
+    def _widen(self, node: Node, results: Any) -> None:
         """Makes a convolution of sequences one of pictures of height 1, whose results are seen as
         sequences."""
         args = list(node.args)
         for k in _CONVOLUTIONS[node.target]:
             args[k] = self._wide(node, node.args[k])  # type: ignore[arg-type]
         args = _widened(node, args)
-        new = insert(node, args[0], node.target, *args[1:])  # type: ignore[arg-type]
+        new = insert_like(node, results, node.target, *args)  # type: ignore[arg-type]
         if node.target is aten.convolution.default:
             node.target, node.args = aten.squeeze.dim, (new, 2)
             return

@@ -184,14 +184,12 @@ class _Step:
     turns: numbers of operands that it takes channels-last copies of
     restores: values that it takes in eager's layout
     order: the dimensions of a copy, outermost first; () for other nodes
-    is_line: it is a convolution of sequences
-    wide: its results as pictures of height 1
+    wide: of a convolution of sequences, the results as pictures of height 1
     """
 
     turns: list[int] = field(default_factory=list)
     restores: list[Node] = field(default_factory=list)
     order: tuple[int, ...] = ()
-    is_line: bool = False
     wide: Any = None
 
 
@@ -283,7 +281,7 @@ class _Plan:
                 self.costs.append((node, copy_ns(source, given[k])))
             self.regions.join(source, node)  # who shares a copy is in the same region
         if turns or is_line:
-            self.steps[node] = _Step([k for k, _ in turns], is_line=is_line, wide=wide)
+            self.steps[node] = _Step([k for k, _ in turns], wide=wide)
         self.costs.append((node, -gain_ns(node)))
         return now
 
@@ -480,7 +478,7 @@ class _Change:
             self._turn(node, step.turns)
             if node in self.plan.now:
                 node.meta["val"] = self.plan.now[node]
-            if step.is_line:
+            if step.wide is not None:
                 self._widen(node, step.wide)
         return len(self.copies)
 
@@ -491,10 +489,9 @@ class _Change:
             assert isinstance(source, Node), source
             if source not in self.copies:
                 wide = self._wide(node, source)
-                copy, last = self.plan.copied[source], _FORMATS[value_of(wide).dim()]
-                self.copies[source] = insert_like(
-                    node, copy, aten.clone.default, wide, memory_format=last
-                )
+                copy = self.plan.copied[source]
+                last = {"memory_format": _FORMATS[copy.dim()]}
+                self.copies[source] = insert_like(node, copy, aten.clone.default, wide, **last)
             if k == _CONVOLUTIONS[node.target][-1]:
                 self.copies[source].meta["recompute"] = compat.tracing.MUST_SAVE
             node.update_arg(k, self.copies[source])

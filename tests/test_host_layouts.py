@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import plait
 import plait.graph.memory_format as memory_format
 from plait import compat
 from plait.graph.min_cut import Network
@@ -184,3 +185,13 @@ def test_windows_of_any_size() -> None:
                 compiled(X, w), F.conv2d(X, w, stride=2).relu(), rtol=1e-4, atol=1e-4
             )
     assert len(records) == 1
+
+
+def test_any_number_of_images() -> None:
+    """Of 16 and more torch may take another kernel: no reason for a program of up to 15."""
+    model, batch = nn.Conv2d(16, 8, 3).eval(), torch.export.Dim("batch", max=400)
+    compiled = plait.compile(model, (torch.randn(2, 16, 9, 9),), dynamic_shapes=({0: batch},))
+    with torch.no_grad():
+        for n in (1, 15, 40):
+            x = torch.randn(n, 16, 9, 9)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)

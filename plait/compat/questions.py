@@ -147,6 +147,18 @@ def _is_the_program(frame: FrameType | None) -> bool:
     return frame is None
 
 
+_select: Any = torch._C._select_conv_backend
+
+
+def _selected(*args: Any, **kwargs: Any) -> Any:
+    """Which kernel of torch's convolves: another for 16 images and more. Nothing but the layout of
+    a result follows from it, at which a program looks when it runs, so no guard is left."""
+    x = args[0] if args else kwargs["input"]
+    env = x.fake_mode.shape_env
+    with env.suppress_guards() if env is not None else contextlib.nullcontext():
+        return _select(*args, **kwargs)
+
+
 _CONDITIONS = {
     "eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge,
 }  # fmt: skip
@@ -155,6 +167,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
     (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
     (_lazy_graph_module, "_use_lazy_graph_module_flag", True),
+    (torch._C, "_select_conv_backend", _selected),
 ]  # fmt: skip
 _BEFORE = [getattr(owner, name) for owner, name, _ in _CHANGES]
 
@@ -166,5 +179,5 @@ def _set(values: Sequence[Any]) -> None:
 
 exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
 """Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at
-values. Stacks are short, questions about sizes are noted, and of a graph no Python is made, which
-has no word for `aten.random.from`."""
+values. Stacks are short, questions about sizes are noted, those of convolutions leave no guard, and
+of a graph no Python is made, which has no word for `aten.random.from`."""

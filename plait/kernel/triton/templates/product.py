@@ -19,7 +19,7 @@ row_edge, column_edge, depth_edge: the last tile, or step, may be larger than wh
 stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
-precision: of factors in float32: "tf32" with the function p_tf32 before this text, which rounds them
+precision: of float32 factors: "tf32" with the function p_tf32 before this text, which rounds them
 matrices: so many right matrices have rows of their own, up to the ends that given begins with; 0:
     each has all
 """

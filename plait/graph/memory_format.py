@@ -344,7 +344,9 @@ def _kept_in_rows(plan: _Plan) -> set[Node]:
     """What a CPU had better leave in rows of a plan whose convolutions gain in one place and lose
     in another: a cut of the graph, through whatever costs least to copy. Empty: nothing."""
     gains = {n: gain_ns(n) for n in plan.convolutions if convolution_of(n).is_on_host}
-    if len(gains) < len(plan.convolutions) or not min(gains.values()) < 0 < max(gains.values()):
+    if not gains or len(gains) < len(plan.convolutions):
+        return set()
+    if not min(gains.values()) < 0 < max(gains.values()):
         return set()
     free = set(plan.now) | set(gains)
     net = Network()

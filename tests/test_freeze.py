@@ -83,6 +83,11 @@ CONVOLUTIONS = {
     "depthwise, odd": (nn.Conv2d(37, 37, (3, 2), 1, (1, 1), 2, 37), (3, 37, 9, 5)),
     "depthwise, wide": (nn.Conv2d(64, 64, 3, groups=64, bias=False), (1, 64, 8, 9)),
     "depthwise, long rows": (nn.Conv2d(16, 16, 7, 1, 3, groups=16), (1, 16, 9, 60)),
+    "depthwise, 5 wide": (nn.Conv2d(56, 56, 5, 1, 2, groups=56), (2, 56, 9, 31)),
+    "depthwise, 5 of rows": (
+        nn.Conv2d(144, 144, (3, 5), (2, 1), (2, 2), (2, 1), 144),
+        (1, 144, 8, 7),
+    ),
     "depthwise, blocks": (nn.Conv2d(200, 200, 3, 1, 1, groups=200), (2, 200, 14, 13)),
     "depthwise, small": (nn.Conv2d(136, 136, 5, 2, 2, groups=136), (2, 136, 3, 4)),
     "grouped": (nn.Conv2d(24, 48, 3, padding=1, groups=3), (2, 24, 6, 6)),

@@ -33,6 +33,12 @@ _A_TILE = 1.5
 """What loading a panel costs, in rows."""
 
 
+# benchmarks/packed_cpu.py: the rows of "minilm up", the blocks of "minilm down" and "gpt2 down".
+_NEAR_NBYTES, _FEWEST_BLOCKS = NEAR_NBYTES // 2, 8
+"""Of rows that meet a panel one after the other; and so many blocks of long rows, if NEAR_NBYTES
+twice have room for them."""
+
+
 @dataclass
 class Tile:
     """What one pass over a panel computes: rows by vectors of columns."""
@@ -119,7 +125,7 @@ class Writer:
                 each = p.depth
             rows = self.rows or self.given_sizes().partition(",")[0]
             scaled = "true" if p.scaled else "false"
-            return "", f"packed_rows({self.panels(tile, each, each)}, {rows}, {scaled})"
+            return "", f"packed_rows({self.panels(tile, each)}, {rows}, {scaled})"
         (high, wide), side = w.kernel, 1
         if not any(w.padding) and w.dilation[1] == 1:
             wide, side = 1, wide
@@ -133,27 +139,30 @@ class Writer:
             before = f"static const f32 {zeros}[{p.depth}] = {{}};\n"
         geometry = ", ".join(map(str, (*w.stride, *w.padding, *w.dilation)))
         return before, (
-            f"packed_image({self.panels(tile, each, p.depth, each < stretches)}, {high}, "
+            f"packed_image({self.panels(tile, each, each < stretches)}, {high}, "
             f"{wide}, {side}, {geometry}, {zeros}, {self.given_sizes()})"
         )
 
-    def panels(self, tile: Tile, each: int, deep: int, adds: bool = False) -> str:
-        """What is known of tiles and panels, as arguments. deep: numbers of a row that are
-        multiplied for all tiles before the next ones. adds: sums are added to others."""
-        p = self.packed
-        near = max(1, NEAR_NBYTES // (4 * deep * tile.rows))
+    def panels(self, tile: Tile, each: int, adds: bool = False) -> str:
+        """What is known of tiles and panels, as arguments. adds: sums are added to others."""
+        p, block = self.packed, 4 * self.packed.depth * tile.rows
+        near = max(1, _NEAR_NBYTES // block, min(_FEWEST_BLOCKS, 2 * NEAR_NBYTES // block))
+        if p.window is not None and not p.window.is_point:
+            near = max(1, NEAR_NBYTES // block)
         add = f"{tile}_more" if adds else "nullptr"
         numbers = tile.rows, tile.vectors, p.width, near, each, p.depth, p.columns
         return f"{tile}, {add}, {', '.join(map(str, numbers))}"
 
     def _epilogue(self) -> str:
         """What follows the name of the epilogue: a row after the other."""
-        out = len(self.tensors)
+        out, lanes = len(self.tensors), self.isa.lanes
         lines = [f"const f32* const g{k - 2} = (const f32*)bufs[{k}];" for k in range(2, out)]
         lines += [
             f"f32* const out = (f32*)bufs[{out}];",
+            f"const i64 left = (columns - n + {lanes - 1}) / {lanes};",
+            "const i64 n_vectors = left < vectors ? left : vectors;",
             "for (i64 i = 0; i < count; ++i, ++row, sums += apart) {",
-            f"for (i64 v = 0, at = n; v < vectors && at < columns; ++v, at += {self.isa.lanes}) {{",
+            f"for (i64 v = 0, at = n; v < n_vectors; ++v, at += {lanes}) {{",
         ]
         known: dict[Node, Parts] = {}
         value = "sums[v]"

@@ -18,7 +18,7 @@ LONGEST_SUM = 512
 """So many products are added up one after the other, about as many as vendors' libraries do."""
 # Registers, rows by columns of vectors, that left none to be spilled and were fastest on an AVX-512
 # machine with 2 cores: benchmarks/packed_cpu.py.
-MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 10, 1: 12}
+MOST_ROWS = {5: 5, 4: 6, 3: 8, 2: 8, 1: 12}
 FEW_REGISTERS = {1: 8, 2: 5}
 """The same of machines with 16 vector registers."""
 LARGEST_TILE = max(vectors * rows for vectors, rows in MOST_ROWS.items())
@@ -105,34 +105,30 @@ _JOBS = """\
     const i64 m = block * few + (block < more ? block : more), count = few + (block < more);
     const i64 last = (panel + 1) * span < columns ? (panel + 1) * span : columns;
 """
-# each: so many numbers of long rows are multiplied for all tiles before the next ones; until the
-# last ones the result holds sums. A tile's rows that there are not are its first one.
+# each: so many numbers of long rows are multiplied before the next ones, whose sums are added. A
+# tile's rows that there are not are its first one.
 _ROWS = """\
-  for (i64 from = 0; from < depth; from += each) {
 JOBS
-    const i64 some = depth - from < each ? depth - from : each;
     const f32* lines[MOST_ROWS];
-    for (i64 i = 0; i < tall; ++i) lines[i] = x + (m + (i < count ? i : 0)) * depth + from;
-    f32 products[scaled ? tall * some : 1];
-    if (scaled) scale_lines(lines, count, tall, (const f32*)bufs[2] + from, some, products);
+    for (i64 i = 0; i < tall; ++i) lines[i] = x + (m + (i < count ? i : 0)) * depth;
+    f32 products[scaled ? tall * depth : 1];
+    if (scaled) scale_lines(lines, count, tall, (const f32*)bufs[2], depth, products);
     for (i64 n = panel * span; n < last; n += vectors * LANES) {
-      const f32* const b = panels + (panel * depth + from) * span + n % span;
-      const f32* const next = b + depth * span + nth * (some * step);
+      const f32* const b = panels + panel * depth * span + n % span;
+      const f32* const next = b + depth * span + nth * (depth * step);
       if (far) fetch_results(bufs, given, down, m, count, n, vectors, columns);
       vf32 sums[TILE];
-      make(lines, 1, some, b, span, next, step, sums);
-      for (i64 i = 0; i < count && each < depth; ++i) {
-        for (i64 v = 0, at = n; v < vectors && at < columns; ++v, at += LANES) {
-          f32* const place = (f32*)bufs[2 + given] + (m + i) * columns + at;
-          vf32& sum = sums[i * vectors + v];
-          if (from) sum += ldn_f32(place, columns - at);
-          if (from + some < depth) stn_f32(place, sum, columns - at);
-        }
+      make(lines, 1, each, b, span, next, step, sums);
+      for (i64 from = each; from < depth; from += each) {
+        const f32* rest[MOST_ROWS];
+        for (i64 i = 0; i < tall; ++i) rest[i] = lines[i] + from;
+        vf32 more[TILE];
+        make(rest, 1, depth - from < each ? depth - from : each, b + from * span, span,
+             next + from * step, step, more);
+        for (i64 k = 0; k < tall * vectors; ++k) sums[k] += more[k];
       }
-      if (from + some == depth)
-        finish(bufs, down, sums, vectors, count, m, n, vectors, columns);
+      finish(bufs, down, sums, vectors, count, m, n, vectors, columns);
     }
-  }
   }
   return 0;
 }

@@ -201,7 +201,7 @@ def test_the_compiler_is_small() -> None:
     # 700 operators on lists of tensors, launches of many of them and steps of optimizers that are
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
-    # 50 gradients of loops, 210 looking where arguments lie, 1,700 weights as constants and what
+    # 50 gradients of loops, 210 looking where arguments lie, 1,740 weights as constants and what
     # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,010
     # products on GPUs, 410 factors of 8 and 4 bits,
     # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
@@ -213,7 +213,7 @@ def test_the_compiler_is_small() -> None:
     # that clusters of programs hold, 270 attention on a CPU,
     # 140 layouts and products of convolutions on a CPU, 260 pairs and parts of columns of products,
     # 10 kernels of convolutions, of which no guard is left.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 59_010
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 59_060
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -34,7 +34,7 @@ _A_TILE = 1.5
 
 
 # benchmarks/packed_cpu.py: the rows of "minilm up", the blocks of "minilm down" and "gpt2 down".
-_NEAR_NBYTES, _FEWEST_BLOCKS = NEAR_NBYTES // 2, 8
+_NEAR_NBYTES, _FEWEST_BLOCKS = NEAR_NBYTES // 2, 10
 """Of rows that meet a panel one after the other; and so many blocks of long rows, if NEAR_NBYTES
 twice have room for them."""
 

@@ -152,7 +152,7 @@ def builds(args: list[str], at_least: int, n_cubins: int, gpu: str, folder: Path
 @needs_triton
 @pytest.mark.parametrize("gpu", ["sm_100", "gfx942"])
 def test_sample_builds(gpu: str, tmp_path: Path) -> None:
-    builds(["tests/test_models.py", "-k", "step and bert"], 1, 12, gpu, tmp_path)
+    builds(["tests/test_models.py", *ALL[:2], "-k", "step and bert"], 1, 12, gpu, tmp_path)
 
 
 @needs_triton

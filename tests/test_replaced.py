@@ -419,6 +419,7 @@ def test_what_was_replaced_is_let_go() -> None:
     old = weakref.ref(module.weight)
     module.weight = fresh(4, 4)
     call(X)
+    gc.collect()
     assert old() is None
     module_ref, call_ref = weakref.ref(module), weakref.ref(call.record)  # type: ignore[attr-defined]
     module.call = call  # type: ignore[assignment]  # a cycle

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,13 +24,15 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._library import custom_ops
+from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx import Graph, GraphModule, graph_module
+from torch.fx import Graph, GraphModule, Proxy, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.checkpoint import CheckpointPolicy
@@ -311,3 +314,29 @@ def trace_values(
     captured graphs are made of. spelled: decompositions besides."""
     with untraced_operators():
         return make_fx(fn, {**decomposition_table(), **spelled}, "symbolic")(*values)
+
+
+_tracing_again = threading.RLock()
+
+
+@contextmanager
+def proxies_for_graphs() -> Iterator[None]:
+    """While torch.fx makes a graph of code: `cond` and loops, which ask first whether they are
+    given tensors and numbers, take its proxies too."""
+    hop = torch.ops.higher_order
+    kinds: set[Any] = {type(op) for op in (hop.cond, hop.while_loop, hop.while_loop_stack_output)}
+    with _tracing_again:
+        own = {kind: kind.__call__ for kind in kinds}
+
+        def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+            traced = any(isinstance(x, Proxy) for x in tree_leaves((args, kwargs)))
+            known = HigherOrderOperator.__call__ if traced else own[type(op)]
+            return known(op, *args, **kwargs)
+
+        try:
+            for kind in kinds:
+                kind.__call__ = call
+            yield
+        finally:
+            for kind, known in own.items():
+                kind.__call__ = known

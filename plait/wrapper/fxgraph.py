@@ -9,6 +9,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import isfunction
 from typing import Any, assert_never
 
 import torch
@@ -22,6 +23,7 @@ from plait.errors import InternalError
 from plait.ir.dtypes import DTYPES
 from plait.ir.expr import Atom, Expr, Size, fold, free_symbols
 from plait.lower.dtypes import TO_TORCH
+from plait.runtime import generated
 from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Artifacts
@@ -38,11 +40,15 @@ _COMPARISONS = ("eq", "ne", "lt", "le")
 
 class _Retracer(Tracer):
     """Makes the graph again that a pickled module's code is of: torch.fx itself would run what
-    makes a tensor out of numbers only, and all calls would get the same one."""
+    makes a tensor out of numbers only, and all calls would get the same one; and what plait calls
+    between operators."""
+
+    def __init__(self) -> None:
+        super().__init__(autowrap_functions=tuple(filter(isfunction, vars(generated).values())))
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
         """The graph of root's code."""
-        with _Recorded(self):
+        with _Recorded(self), compat.tracing.proxies_for_graphs():
             return super().trace(root, concrete_args)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import keyword
+import operator
 import re
 from typing import Any, assert_never
 
@@ -323,7 +324,7 @@ def _condition(g: FxGraph, program: int) -> Node:
             value = bool(value)
         elif not isinstance(value.meta.get("val"), torch.Tensor):
             with module.graph.inserting_before(end):
-                value = module.graph.call_function(bool, (value,))
+                value = module.graph.call_function(operator.ne, (value, 0))
         end.args = (value,)
         module.recompile()
         g.root.add_module(name, module)

@@ -36,6 +36,7 @@ from plait.graph.noop import drop_noops
 from plait.graph.norm_results import remake_norm_results
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
+from plait.graph.rows import join_rows
 from plait.graph.softmax import split_log_softmax
 from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
@@ -119,6 +120,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     # After it: what nobody reads need not be made. Before those that clean what it makes.
     ("write out", write_out),
+    ("join rows", join_rows),
     ("find products", find_products),
     ("drop no-ops", drop_noops),
     ("gather products", gather_products),

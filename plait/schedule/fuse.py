@@ -274,13 +274,21 @@ class _Fuser:
                     gain[c] = gain.get(c, 0) + nbytes
         return sorted(gain, key=lambda c: (-gain[c], -c))
 
+    def _written(self, x: _Node, y: _Node) -> int:
+        """How many buffers both would write as one kernel: what others read, or is returned."""
+        names = x.writes.keys() | y.writes.keys()
+        inside = x.members.keys() | y.members.keys()
+        return sum(
+            name in self.kept or not inside.issuperset(self.readers.get(name, ())) for name in names
+        )
+
     # ---- one pair
     def _fuse(self, a: int, b: int) -> Fused | Reason:
         """Fuses groups a and b if that is legal and sane."""
         x, y = self.nodes[a], self.nodes[b]
         if self._device(x) != self._device(y):
             return Reason("they run on different devices")
-        why = _limits(x, y, self.cfg) or self._between(a, b)
+        why = _limits(x, y, self.cfg, self._written(x, y)) or self._between(a, b)
         if why is not None:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
@@ -429,8 +437,9 @@ class _Fuser:
                 todo += self.users[u]
 
 
-def _limits(x: _Node, y: _Node, cfg: Config) -> Reason | None:
-    """A Reason if both together are too much for a kernel, or one changes what the other reads."""
+def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int) -> Reason | None:
+    """A Reason if both together are too much for a kernel, or one changes what the other reads.
+    n_writes: the buffers that both would write."""
     for n, other in ((x, y), (y, x)):
         for name, w in n.writes.items():
             touched = name in other.reads or name in other.writes
@@ -445,7 +454,6 @@ def _limits(x: _Node, y: _Node, cfg: Config) -> Reason | None:
     most = MAX_TINY if tiny else cfg.max_fusion_reads
     if n_reads > most:
         return Reason(f"would read {n_reads} buffers, limit {most}")
-    n_writes = len(x.writes.keys() | y.writes.keys())
     most = MAX_TINY if tiny else MAX_WRITES
     if n_writes > most:
         return Reason(f"would write {n_writes} buffers, limit {most}")

@@ -31,6 +31,7 @@ from plait.schedule.segments import segments_of
 # measuring. Distances are chosen for the peak of memory (tests/test_memory.py).
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
+MAX_STEPS = 300  # operations of one that makes more than that, and writes less: compilers are slow
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MAX_DISTANCE = (
@@ -457,8 +458,9 @@ def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int) -> Reason | None:
     most = MAX_TINY if tiny else MAX_WRITES
     if n_writes > most:
         return Reason(f"would write {n_writes} buffers, limit {most}")
-    if x.size + y.size > MAX_NODES:
-        return Reason(f"would hold {x.size + y.size} operations, limit {MAX_NODES}")
+    most = MAX_NODES if len(x.writes.keys() | y.writes.keys()) <= most else MAX_STEPS
+    if x.size + y.size > most:
+        return Reason(f"would hold {x.size + y.size} operations, limit {most}")
     return None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.compat.decompositions import decomposition_table
 from plait.compat.loops import positions_found, rounds_counted
+from plait.compat.shared import Shared
 from plait.compat.user_kernels import own_analysis
 
 P = ParamSpec("P")
@@ -316,27 +316,27 @@ def trace_values(
         return make_fx(fn, {**decomposition_table(), **spelled}, "symbolic")(*values)
 
 
-_tracing_again = threading.RLock()
+_OF_GRAPHS: tuple[Any, ...] = (
+    torch.ops.higher_order.cond,
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.while_loop_stack_output,
+)
+_calls: dict[Any, Any] = {type(op): type(op).__call__ for op in _OF_GRAPHS}
 
 
-@contextmanager
-def proxies_for_graphs() -> Iterator[None]:
-    """While torch.fx makes a graph of code: `cond` and loops, which ask first whether they are
-    given tensors and numbers, take its proxies too."""
-    hop = torch.ops.higher_order
-    kinds: set[Any] = {type(op) for op in (hop.cond, hop.while_loop, hop.while_loop_stack_output)}
-    with _tracing_again:
-        own = {kind: kind.__call__ for kind in kinds}
+def _call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    traced = any(isinstance(x, Proxy) for x in tree_leaves((args, kwargs)))
+    known = HigherOrderOperator.__call__ if traced else _calls[type(op)]
+    return known(op, *args, **kwargs)
 
-        def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-            traced = any(isinstance(x, Proxy) for x in tree_leaves((args, kwargs)))
-            known = HigherOrderOperator.__call__ if traced else own[type(op)]
-            return known(op, *args, **kwargs)
 
-        try:
-            for kind in kinds:
-                kind.__call__ = call
-            yield
-        finally:
-            for kind, known in own.items():
-                kind.__call__ = known
+def _set_calls(calls: Mapping[Any, Any]) -> None:
+    for kind, call in calls.items():
+        kind.__call__ = call
+
+
+proxies_for_graphs = Shared(
+    lambda: _set_calls(dict.fromkeys(_calls, _call)), lambda: _set_calls(_calls)
+)
+"""While torch.fx makes a graph of code: `cond` and loops, which ask first whether they are given
+tensors and numbers, take its proxies too."""

@@ -194,6 +194,11 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether a tensor has known sizes and strides, and is contiguous."""
+    return all(type(n) is int for n in (*x.shape, *x.stride())) and x.is_contiguous()
+
+
 def same_layout(a: Any, b: Any) -> bool:
     """Whether two fake tensors have equal dtype, device, sizes, strides and offset, known
     statically."""

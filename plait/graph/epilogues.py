@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
-from plait.graph.edit import aten, base_of, insert, replace, same_layout, value_of
+from plait.graph.edit import aten, base_of, insert, is_contiguous, replace, same_layout, value_of
 
 _MOVES = (
     aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.unsqueeze.default,
@@ -118,12 +118,7 @@ def _is_long(node: Node) -> bool:
     made = value_of(node)
     if not _is_short(made) or not facts_of(made.device).streams:
         return False
-    return type(made.shape[0]) is int and made.shape[0] > _FEW_ROWS and _lies_in_order(made)
-
-
-def _lies_in_order(x: torch.Tensor) -> bool:
-    """Whether a tensor of known sizes is contiguous."""
-    return all(type(n) is int for n in (*x.shape, *x.stride())) and x.is_contiguous()
+    return type(made.shape[0]) is int and made.shape[0] > _FEW_ROWS and is_contiguous(made)
 
 
 def _join_residual(node: Node) -> bool:
@@ -139,7 +134,7 @@ def _join_residual(node: Node) -> bool:
     if end.target is not aten.add.Tensor or end.kwargs or not isinstance(rest, Node):
         return False
     value = value_of(last)
-    if not (_lies_in_order(value) and same_layout(value_of(end), value)):
+    if not (is_contiguous(value) and same_layout(value_of(end), value)):
         return False
     if not same_layout(value_of(rest), value) or not _goes_unread(end):
         return False

@@ -337,7 +337,7 @@ def _joined(node: Node, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     if all(map(is_last, tensors)):
         return _turned(old)
-    return old if _lies_in(old, range(old.dim())) else None
+    return old if lies_in_rows(old) else None
 
 
 def _kept_in_rows(plan: _Plan) -> set[Node]:

@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import aten, base_of, insert, insert_like, is_view, replace, value_of, written
+from plait.graph.edit import (
+    aten,
+    base_of,
+    insert,
+    insert_like,
+    is_contiguous,
+    is_view,
+    replace,
+    value_of,
+    written,
+)
 
 _ROW = aten.select_scatter.default
 
@@ -70,21 +79,20 @@ def _dim(node: Node) -> int:
 def _rows(end: Node) -> list[Node] | None:
     """What each row is in the end, in their order; None if one is as it was before the chain, or
     something else reads what lies between, or the result does not lie as a concatenation does."""
-    made: Any = value_of(end)
-    size = made.shape[_dim(end)]
-    if not isinstance(size, int) or size < 2 or not _is_plain(made):
+    made, dim = value_of(end), _dim(end)
+    if not is_contiguous(made) or made.shape[dim] < 2:
         return None
+    size, shape = made.shape[dim], [*made.shape[:dim], *made.shape[dim + 1 :]]
     rows: dict[int, Node] = {}
     node: Any = end
     last: Node | None = None
-    while isinstance(node, Node) and node.target is _ROW and _dim(node) == _dim(end):
+    while isinstance(node, Node) and node.target is _ROW and _dim(node) == dim:
         if last is not None and list(node.users) != [last]:
             return None
         _, row, _, at = node.args
         if not isinstance(row, Node) or not isinstance(at, int) or not -size <= at < size:
             return None
         value = value_of(row)
-        shape = [*made.shape[: _dim(end)], *made.shape[_dim(end) + 1 :]]
         if value.dtype != made.dtype or value.device != made.device or [*value.shape] != shape:
             return None
         rows.setdefault(at % size, row)  # the last that was written stays
@@ -92,8 +100,3 @@ def _rows(end: Node) -> list[Node] | None:
         if len(rows) == size:
             return [rows[k] for k in range(size)]
     return None
-
-
-def _is_plain(made: torch.Tensor) -> bool:
-    """Whether a tensor has known sizes and lies row by row."""
-    return all(isinstance(s, int) for s in made.shape) and made.is_contiguous()

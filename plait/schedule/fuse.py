@@ -10,7 +10,7 @@ refusal is a Reason.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -208,7 +208,7 @@ class _Fuser:
         touched += [
             (name, [w.index])
             for name, w in node.writes.items()
-            if name in self.kept or not all(r in node.members for r in self.readers.get(name, ()))
+            if self._leaves(name, node.members.keys())
         ]
         moved = 0
         for name, places in touched:
@@ -279,9 +279,11 @@ class _Fuser:
         """How many buffers both would write as one kernel: what others read, or is returned."""
         names = x.writes.keys() | y.writes.keys()
         inside = x.members.keys() | y.members.keys()
-        return sum(
-            name in self.kept or not inside.issuperset(self.readers.get(name, ())) for name in names
-        )
+        return sum(self._leaves(name, inside) for name in names)
+
+    def _leaves(self, name: str, inside: Set[int]) -> bool:
+        """Whether a buffer that these ops make is read by others, or returned."""
+        return name in self.kept or not all(r in inside for r in self.readers.get(name, ()))
 
     # ---- one pair
     def _fuse(self, a: int, b: int) -> Fused | Reason:

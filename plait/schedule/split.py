@@ -45,6 +45,7 @@ def split_reductions(
     ops: list[Op] = []
     column_sums: dict[str, Reduction] = {}
     below = _sums_below(program)
+    maxima = {*below.values()}
     peaks: dict[str, Stages] = {}
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
@@ -60,7 +61,7 @@ def split_reductions(
         if _asks_rows(op, bodies, results):
             value, op = _valued(op, buffers)
             ops.append(value)
-        is_peak = loop_outs(op)[0] in below.values()
+        is_peak = loop_outs(op)[0] in maxima
         found = _chunks(op, buffers, bodies, program.hints, rows, is_peak)
         if found is None:
             ops.append(op)

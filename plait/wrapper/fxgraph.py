@@ -48,7 +48,7 @@ class _Retracer(Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
         """The graph of root's code."""
-        with _Recorded(self), compat.tracing.proxies_for_graphs():
+        with _Recorded(self), compat.tracing.proxies_for_graphs:
             return super().trace(root, concrete_args)
 
 

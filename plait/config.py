@@ -72,6 +72,16 @@ class Config:
     )
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
+    cache_mb: int = flag(
+        512,
+        doc="MiB of each kind of what is kept there above which what was used longest ago goes",
+        in_key=False,
+    )
+    build_once: bool = flag(
+        True,
+        doc="processes and threads that want the same kernels at once wait for one that builds",
+        in_key=False,
+    )
     trust: str = flag(
         "",
         doc=(

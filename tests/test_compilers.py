@@ -64,7 +64,7 @@ def build(cfg: Config) -> int:
 
 
 def stored(folder: Path) -> list[Path]:
-    return [p for p in (folder / "cache").rglob("*") if p.is_file()]
+    return [p for p in (folder / "cache").rglob("*") if p.is_file() and p.name != "lock"]
 
 
 JUNK = {

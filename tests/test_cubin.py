@@ -29,7 +29,7 @@ from plait.errors import ToolchainError
 from plait.runtime import cubin_pool, triton_worker
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job
 from plait.runtime.cubin_pool import CubinPool, pool, start_early
-from plait.runtime.store import CacheWarning
+from plait.runtime.store import CUBINS, CacheWarning, Store
 from plait.runtime.toolchain import ToolchainFailed
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +108,35 @@ def subnormal_numbers_are_kept(folder: Path) -> None:
         )
         assert found <= own.get(call, set()), (call, found)
     pool.stop()
+
+
+def ranks_share_jobs(folder: Path) -> None:
+    """What one process compiles is no work for the others, who do the rest meanwhile."""
+    cfg, compiled = Config(cache_dir=str(folder)), list[str]()
+    jobs = [replace(JOB, text=f"{TEXT}# {k}\n") for k in range(6)]
+    compile_, pools = cubin_pool._Process.compile, [CubinPool(1) for _ in range(3)]
+
+    def counted(process: cubin_pool._Process, task: cubin_pool._Task) -> Cubin:
+        compiled.append(task.key)
+        return compile_(process, task)
+
+    with (
+        patch.object(cubin_pool._Process, "compile", counted),
+        Store.of(cfg, CUBINS).turn(jobs[0].key()),  # as another process that is at this job
+    ):
+        results = [p.submit(jobs, cfg) for p in pools]
+        others = [[r.result(timeout=60) for r in of_one[1:]] for of_one in results]
+        assert others[0] == others[1] == others[2] and not any(r[0].done() for r in results)
+        pools[2].stop()  # it waits no longer: whoever waits for it is told
+        with pytest.raises(ToolchainError, match="the pool was stopped"):
+            results[2][0].result(timeout=60)
+        assert len(compiled) == 6
+    with patch.object(cubin_pool._Process, "compile", counted):
+        first, second = (of_one[0].result(timeout=60) for of_one in results[:2])
+    assert first == second and sorted({*compiled}) == sorted(compiled[:5] + [jobs[0].key()])
+    assert len(compiled) == 7
+    for p in pools:
+        p.stop()
 
 
 def refused_source(folder: Path) -> None:
@@ -420,7 +449,7 @@ CASES = {
     f.__name__: f
     for f in (
         second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used,
-        refused_source, killed_worker_is_replaced, killed_server_is_replaced,
+        ranks_share_jobs, refused_source, killed_worker_is_replaced, killed_server_is_replaced,
         deadly_job_is_tried_twice, stop_ends_a_job, subnormal_numbers_are_kept,
         stopped_pool_starts_again, no_orphans, forked_child_compiles, starts_early_beside_a_gpu,
         no_process_can_be_started, what_a_thread_meets_is_raised, variables_of_the_compiler_count,

@@ -186,21 +186,6 @@ def test_the_compiler_is_small() -> None:
     # 700 operators on lists of tensors, launches of many of them and steps of optimizers that are
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
-    # 50 gradients of loops, 210 looking where arguments lie, 1,700 weights as constants and what
-    # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,010
-    # products on GPUs, 410 factors of 8 and 4 bits,
-    # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40 where
-    # operands of products lie, 60 results of norms that backward passes make again, 400 segments of
-    # rows and codes of 8 bits, 370 results of operators that a recording writes where the caller
-    # wants them, 180 sums that are products, 190 rows that one product on a CPU passes on to the
-    # next, 70 sums of few rows of large tables, 40 biases that are split off, 270 attention on a
-    # CPU, 140 layouts and products of convolutions on a CPU, 260 pairs and parts of columns of
-    # products.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in library) <= 6_500
-    # 160 of them are AMD's GPUs: a dialect of Triton, and a driver; 250 control flow as programs,
-    # 700 operators on lists of tensors, launches of many of them and steps of optimizers that are
-    # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
-    # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie, 1,740 weights as constants and what
     # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,010
     # products on GPUs, 410 factors of 8 and 4 bits,
@@ -213,8 +198,8 @@ def test_the_compiler_is_small() -> None:
     # the sums below them and parts by lanes, 270 attention on a CPU, 90 rows written one by one, 30
     # modules of torch.fx with branches and loops that are read from a file, 140 layouts and
     # products of convolutions on a CPU, 260 pairs and parts of columns of products, 10 kernels of
-    # convolutions, of which no guard is left.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 59_200
+    # convolutions, of which no guard is left, 120 processes that wait for one that builds.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 59_320
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -7,15 +7,11 @@ processes that have Triton (see test_triton_kernels.py): `python -m tests.test_t
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,7 +38,7 @@ from plait.kernel.triton.tune import MAX_TILES, candidates, describe
 from plait.runtime import tune
 from plait.runtime.cubin import SM_90, Cubin, Job, pack
 from plait.runtime.load import LoadError
-from plait.runtime.store import CacheWarning, Store
+from plait.runtime.store import TUNED, CacheWarning, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
@@ -407,7 +403,6 @@ def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
     now = iter(range(1000))  # a second each time it is asked
     monkeypatch.setattr(tune, "GRAPH_S", 6.5)
-    monkeypatch.setattr(tune, "_locked", lambda handle: True)
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     contests = [contest(2, f"text {n}") for n in range(20)]
     outcomes = tune.tune(contests, cfg)
@@ -483,53 +478,14 @@ def test_other_ranks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------------------- lock
-def test_a_filesystem_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    Clock(monkeypatch, 10.0, 9.0)
-    monkeypatch.setattr(fcntl, "flock", refused)
-    assert tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))[0].choice == 1
-
-
-def test_a_child_does_not_keep_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    Clock(monkeypatch, 10.0, 9.0)
-    children: list[subprocess.Popen[bytes]] = []
-
-    def times_us(*_: object) -> list[float]:
-        (lock,) = (
-            p.resolve()
-            for p in Path("/proc/self/fd").iterdir()
-            if p.resolve() == tmp_path / "tuned" / "lock"
-        )
-        handle = next(int(p.name) for p in Path("/proc/self/fd").iterdir() if p.resolve() == lock)
-        children.append(
-            subprocess.Popen(["sleep", "60"], pass_fds=(handle,))
-        )  # has what a forked child has
-        return [10.0, 9.0]
-
-    monkeypatch.setattr(tune, "times_us", times_us)
-    tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))
-    with (tmp_path / "tuned" / "lock").open("r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            children[0].kill()
-            children[0].wait()
-
-
 def test_the_wait_for_another_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
     monkeypatch.setattr(tune, "LOCK_S", 0.4, raising=False)
-    (tmp_path / "tuned").mkdir()
-    with (tmp_path / "tuned" / "lock").open("w+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.warns(UserWarning, match="waits for another process"):
+    with Store.of(cfg, TUNED).turn(""):
+        with pytest.warns(UserWarning, match="waits for another process that measures"):
             (outcome,) = tune.tune([contest(2)], cfg)
         assert "another process" in outcome.reason and clock.asked == 0
-        threading.Timer(0.2, fcntl.flock, (file, fcntl.LOCK_UN)).start()
-        monkeypatch.setattr(tune, "LOCK_S", 20.0)
-        assert tune.tune([contest(2)], cfg)[0].choice == 1
+    assert tune.tune([contest(2)], cfg)[0].choice == 1
 
 
 def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from plait.config import Config
 from plait.errors import warn_once
 from plait.runtime.process import Workers
-from plait.runtime.store import Built, CacheWarning, Store, in_scratch, key_of
+from plait.runtime.store import LIBRARIES, OBJECTS, Built, CacheWarning, Store, in_scratch, key_of
 from plait.runtime.toolchain import (
     NEXT_UNIT,
     SHARED,
@@ -26,6 +26,7 @@ from plait.runtime.toolchain import (
     find_toolchain,
     flaw_of,
 )
+from plait.runtime.trust import Entry
 
 
 def cache_key(source: str, toolchain: Toolchain) -> str:
@@ -40,24 +41,29 @@ def get_or_build(
 
     Raises ToolchainError if the compiler refuses it, ToolchainMissing if no compiler works or
     nothing can be written, ToolchainFailed if a compiler that works makes no library of it."""
-    store = Store.of(cfg, "kernels", ".so")
+    store = Store.of(cfg, LIBRARIES)
     key = cache_key(source, toolchain)
-    found = store.find(key)
-    if found is not None:
-        flaw = flaw_of(found.name, symbols)
+
+    def find() -> Entry | None:
+        found = store.find(key)
+        flaw = flaw_of(found.name, symbols) if found is not None else ""
         if not flaw:
-            return Built(found, True)
+            return found
         warn_once(
             f"plait builds a cache entry in {store.folder} again that does not load ({flaw})",
             CacheWarning,
         )
+        return None
 
-    units = source.split(NEXT_UNIT)
-    own = NEXT_UNIT.join(u for u in units if not u.startswith(SHARED))
-    try:
+    def make() -> Entry:
+        units = source.split(NEXT_UNIT)
+        own = NEXT_UNIT.join(u for u in units if not u.startswith(SHARED))
         objects = [object_of(u, toolchain, cfg) for u in units if u.startswith(SHARED)]
         data = _built(own, toolchain, cfg, "kernels.so", symbols, objects)
-        return Built(store.put(key, data), False)
+        return store.put(key, data)
+
+    try:
+        return Built(*store.once(key, find, make))
     except ToolchainFailed:
         raise
     except (
@@ -98,12 +104,14 @@ def object_of(unit: str, toolchain: Toolchain, cfg: Config) -> bytes:
         future = _objects.setdefault(key, Future())
     if mine:
         try:
-            store = Store.of(cfg, "kernels", ".o")
-            found = store.read(key)
-            if found is None:
-                found = _built(unit, toolchain, cfg, "unit.o")
-                store.put(key, found)
-            future.set_result(found)
+            store = Store.of(cfg, OBJECTS)
+
+            def make() -> bytes:
+                made = _built(unit, toolchain, cfg, "unit.o")
+                store.put(key, made)
+                return made
+
+            future.set_result(store.once(key, lambda: store.read(key), make)[0])
         except BaseException as error:
             future.set_exception(error)
             raise

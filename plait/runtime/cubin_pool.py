@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import queue
 import shutil
@@ -17,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +32,8 @@ from plait.config import Config
 from plait.errors import RefusedKernel, ToolchainError
 from plait.runtime import cubin
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job, pack, read_exactly
-from plait.runtime.process import end_group
-from plait.runtime.store import Built, Store, key_of
+from plait.runtime.process import end_group, pause
+from plait.runtime.store import CUBINS, PACKS, WAIT_S, Built, Store, key_of
 from plait.runtime.toolchain import ToolchainFailed
 
 DEVICE = Path("/dev/nvidiactl")
@@ -43,6 +45,8 @@ SERVER_IDLE_S = 600.0
 """How long the process that they are forked from does without any."""
 STOP_S = 2.0
 """How long that process may take to end when told to."""
+POLL_S = 0.005
+"""How often a job is looked at that another process is at."""
 
 
 class _Server:
@@ -180,8 +184,14 @@ def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
 
 @dataclass(frozen=True)
 class _Task:
-    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the
-    store. seconds: that it may take."""
+    """A job under way.
+
+    name: of its kernel
+    frame: what a worker reads
+    key: of its entry in the store
+    seconds: that it may take
+    until: the time up to which another process that is at the same job is waited for
+    """
 
     name: str
     frame: str
@@ -189,6 +199,7 @@ class _Task:
     store: Store
     seconds: int
     result: Future[Cubin] = field(default_factory=Future)
+    until: float = math.inf
 
 
 def _n_workers() -> int:
@@ -227,7 +238,7 @@ class CubinPool:
 
     def submit(self, jobs: Sequence[Job], cfg: Config) -> list[Future[Cubin]]:
         """The same, not waited for."""
-        store = Store.of(cfg, "cubins", ".cubin")
+        store = Store.of(cfg, CUBINS)
         return [self._submit(job, store, cfg.compiler_seconds) for job in jobs]
 
     def _submit(self, job: Job, store: Store, seconds: int) -> Future[Cubin]:
@@ -255,16 +266,38 @@ class CubinPool:
         """The life of a thread. Whatever happens to a task, whoever waits for it is told."""
         process = _Process(partial(self._fork, jobs, gpu))
         while (task := self._next(jobs)) is not None:
-            try:
+            turn = task.store.turn(task.key, 0) if task.store.waits else nullcontext(True)
+            with turn as mine:
+                put_off = not mine and self._put_off(task, jobs)
+                if not put_off:
+                    self._finish(task, process)
+            if put_off:
+                pause(POLL_S)
+        process.close()
+
+    def _put_off(self, task: _Task, jobs: queue.SimpleQueue[_Task | None]) -> bool:
+        """Whether others come first, since another process is at this one."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= task.until or jobs is not self._jobs:  # it was stopped: no more are taken
+                return False
+            jobs.put(replace(task, until=min(task.until, now + WAIT_S)))
+        return True
+
+    def _finish(self, task: _Task, process: _Process) -> None:
+        try:
+            found = task.store.read(task.key)  # by now
+            if found is None:
                 made = process.compile(task)
                 task.store.put(task.key, made.to_bytes())  # whoever asks from now on finds it
-                tell = partial(task.result.set_result, made)
-            except BaseException as error:  # noqa: BLE001  (raised where the result is wanted)
-                tell = partial(task.result.set_exception, error)
-            with self._lock:
-                del self._pending[task.key]
-            tell()
-        process.close()
+            else:
+                made = Cubin.from_bytes(found)
+            tell = partial(task.result.set_result, made)
+        except BaseException as error:  # noqa: BLE001  (raised where the result is wanted)
+            tell = partial(task.result.set_exception, error)
+        with self._lock:
+            del self._pending[task.key]
+        tell()
 
     def _next(self, jobs: queue.SimpleQueue[_Task | None]) -> _Task | None:
         """The next task; None where there is none for long, or the pool was stopped."""
@@ -306,7 +339,7 @@ class CubinPool:
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
     """The file with all kernels, each under its job's name. Raises ToolchainError for the first
     that Triton refuses."""
-    store = Store.of(cfg, "kernels", ".cubins")
+    store = Store.of(cfg, PACKS)
     key = key_of([f"pack {cubin.PACK_VERSION}", *(f"{job.name} {job.key()}" for job in jobs)])
     found = store.find(key)
     if found is not None:

@@ -12,6 +12,7 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -78,6 +79,11 @@ class _Children:
             if self._stopped:
                 raise Stopped
 
+    def check(self) -> None:
+        """Raises Stopped if no other child would start."""
+        if self._stopped:
+            raise Stopped
+
     def stop(self) -> None:
         """Ends all that run; no other starts."""
         with self._lock:
@@ -110,10 +116,27 @@ def run(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = 
             for pipe in (child.stdout, child.stderr):
                 if pipe is not None:
                     pipe.close()
-        if _over.is_set() and threading.current_thread() is not threading.main_thread():
-            threading.Event().wait()
+        _stay()
         children.ended(child)
     return Done(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+
+
+def pause(seconds: float) -> None:
+    """Sleeps, for whoever waits for the child of another process. Raises Stopped as run does."""
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(seconds)
+    else:
+        _over.wait(seconds)
+        _stay()
+    children: _Children | None = getattr(_local, "children", None)
+    if children is not None:
+        children.check()
+
+
+def _stay() -> None:
+    """Ends no more in a thread that the end of the interpreter finds here; see _stop_all."""
+    if _over.is_set() and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
 
 
 def run_all(

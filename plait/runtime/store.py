@@ -6,7 +6,8 @@ keeps it. Entries are checked when read, and what is handed out is the open file
 damaged one is reported missing, with a warning. The checksum has no key: it finds accidents. What
 keeps attackers out is whose the folder and its files are (`trust.py`). The folder is kept below a
 size by dropping what was used longest ago. Where it cannot be written or is not trusted, or lies
-where libraries cannot be loaded from, entries go to a folder of this process.
+where libraries cannot be loaded from, entries go to a folder of this process. Of processes that
+want an entry at the same time one builds it, and the others wait (`turns.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,14 +31,16 @@ import plait
 from plait.config import Config
 from plait.errors import warn_once
 from plait.runtime.trust import NOBODY_ELSE, Entry, Library, Trust, Untrusted, trust_of
+from plait.runtime.turns import turn
 
 T = TypeVar("T")
 
-# Chosen, not measured.
-MAX_BYTES = 512 << 20
-"""Size of a folder above which old entries are dropped."""
+# Chosen, not measured: far above what a build takes.
+WAIT_S = 60.0
+"""How long to wait for another process that builds the same entry."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MAGIC = b"plait-so-1"
+_NEW = ".new-"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
 
 
@@ -51,6 +55,59 @@ def key_of(parts: Iterable[str]) -> str:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of entries. No two have both folder and suffix in common.
+
+    name: for people
+    folder: below the cache's
+    suffix: of their files, such as '.so'
+    doc: what they are
+    """
+
+    name: str
+    folder: str
+    suffix: str
+    doc: str
+
+
+LIBRARIES = Kind("libraries", "kernels", ".so", "kernels and programs in C++")
+OBJECTS = Kind("objects", "kernels", ".o", "what many libraries have in common")
+PACKS = Kind("packs", "kernels", ".cubins", "the GPU kernels of a graph")
+CUBINS = Kind("cubins", "cubins", ".cubin", "single GPU kernels")
+TUNED = Kind("tuned", "tuned", ".json", "which version of a GPU kernel is fastest")
+KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file in a store. used: when it was last, in seconds since 1970."""
+
+    path: Path
+    nbytes: int
+    used: float
+
+    @property
+    def is_entry(self) -> bool:
+        """Else it is being written, or whoever wrote it was killed."""
+        return not self.path.name.startswith(_NEW)
+
+
+def drop_oldest(files: Iterable[Listed], max_bytes: int) -> list[Listed]:
+    """Removes the files used longest ago until the others have at most max_bytes, and gives those
+    removed. Other processes may do so at the same time; what is somebody else's to remove stays."""
+    files = sorted(files, key=lambda f: (f.used, f.path.name))
+    total, dropped = sum(f.nbytes for f in files), []
+    for file in files:
+        if total <= max_bytes:
+            break
+        with suppress(PermissionError):
+            file.path.unlink(missing_ok=True)
+            dropped.append(file)
+            total -= file.nbytes
+    return dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +133,68 @@ def content(entry: Entry) -> bytes:
     return entry.read()[:-_TRAILER]
 
 
+def sealed(data: bytes) -> bytes:
+    """An entry's file."""
+    return data + _MAGIC + hashlib.sha256(data).digest()
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """What an entry's file holds; None if it is damaged."""
+    body = data[:-_TRAILER]
+    return body if data[-_TRAILER:] == _MAGIC + hashlib.sha256(body).digest() else None
+
+
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as
-    '.so'. trust: whose files are taken."""
+    """Entries of one kind.
+
+    folder: '~' stands for the home folder
+    suffix: of their files, such as '.so'
+    trust: whose files are taken
+    max_bytes: above which old entries are dropped
+    waits: for another process that builds the same entry
+    """
 
     folder: Path
     suffix: str
     trust: Trust = NOBODY_ELSE
+    max_bytes: int = Config.cache_mb << 20
+    waits: bool = False
 
     @staticmethod
-    def of(cfg: Config, kind: str, suffix: str) -> Store:
+    def of(cfg: Config, kind: Kind) -> Store:
         """The entries of one kind in the folder that cfg names."""
-        return Store(Path(cfg.cache_dir) / kind, suffix, trust_of(cfg.trust))
+        assert kind in KINDS, f"{kind} is no row of KINDS"
+        folder = Path(cfg.cache_dir) / kind.folder
+        mb, waits = cfg.cache_mb, cfg.build_once
+        return Store(folder, kind.suffix, trust_of(cfg.trust), mb << 20, waits)
 
     def find(self, key: str) -> Entry | None:
         """The file of an entry (its content, then the checksum), or None; a damaged entry, or one
         that others could have written, counts as missing."""
         try:
-            path = self._path(key)
-            if not _may_load(path):
+            if not _may_load(self.path(key)):
                 return None
-            self.trust.check_folder(path.parent)
-            found = self.trust.open(path)
-            data = found.read()
+            found = self.open(key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Untrusted as error:
             self.reject(error)
             return None
         except OSError:
-            data = b""
-        body, trailer = data[:-_TRAILER], data[-_TRAILER:]
-        if trailer != _MAGIC + hashlib.sha256(body).digest():
             warn_once(f"plait builds a damaged cache entry in {self.folder} again", CacheWarning)
             return None
         _touch(found)
+        return found
+
+    def open(self, key: str) -> Entry:
+        """The file of an entry, which is no use of it. Raises Untrusted, FileNotFoundError,
+        NotADirectoryError, and OSError for a damaged one."""
+        path = self.path(key)
+        self.trust.check_folder(path.parent)
+        found = self.trust.open(path)
+        if unsealed(found.read()) is None:
+            raise OSError(errno.EIO, "its checksum is wrong")
         return found
 
     def read(self, key: str) -> bytes | None:
@@ -123,10 +206,7 @@ class Store:
         """Writes an entry and gives its file. A folder that cannot be used is a warning, and an
         error (OSError) only if no other folder of this machine can be."""
         try:
-            path = self._path(key)
-            make_folder(path.parent)
-            self.trust.check_folder(path.parent)
-            made = _write(path, data)
+            made = self.write(key, data)
         except Untrusted as error:
             self.reject(error)
         except OSError as error:
@@ -138,7 +218,7 @@ class Store:
         else:
             # Looking through the folder takes time: one build in sixteen does.
             if key.startswith("0"):
-                self.trim(MAX_BYTES)
+                drop_oldest(self.files(), self.max_bytes)
             return made
         return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))
 
@@ -150,24 +230,47 @@ class Store:
         )
         warn_once(text, CacheWarning)
 
-    def trim(self, max_bytes: int) -> None:
-        """Drops the entries used longest ago until the folder holds at most max_bytes. Other
-        processes may do so at the same time."""
-        entries: list[tuple[float, int, Path]] = []
-        for path in self.folder.expanduser().glob(f"*/*{self.suffix}"):
-            try:
-                facts = path.lstat()
-            except FileNotFoundError:
-                continue
-            entries.append((facts.st_mtime, facts.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries, key=lambda e: (e[0], e[2].name)):
-            if total <= max_bytes:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
+    def write(self, key: str, data: bytes) -> Entry:
+        """Writes an entry and gives its file. Raises Untrusted, OSError."""
+        path = self.path(key)
+        make_folder(path.parent)
+        self.trust.check_folder(path.parent)
+        return _write(path, data)
 
-    def _path(self, key: str) -> Path:
+    def once(self, key: str, find: Callable[[], T | None], make: Callable[[], T]) -> tuple[T, bool]:
+        """What find gives, or else what make does, which has to write the entry: of processes that
+        want it at once, one makes it. And whether it was found."""
+        found = find()
+        if found is None:
+            with self.turn(key) if self.waits else nullcontext():
+                found = find()  # by now
+                if found is None:
+                    return make(), False
+        return found, True
+
+    def turn(
+        self, key: str, seconds: float = WAIT_S, doing: str = "builds the same kernels"
+    ) -> AbstractContextManager[bool]:
+        """For a block that one process or thread runs at a time for a key; see turns.turn."""
+        try:
+            folder = self.folder.expanduser()
+            make_folder(folder)
+            self.trust.check_folder(folder)
+        except (OSError, RuntimeError):  # there may be no home
+            return nullcontext(True)
+        return turn(folder / "lock", key + self.suffix, seconds, doing)
+
+    def files(self) -> list[Listed]:
+        """All that lies in the folder, in no order."""
+        found = []
+        for path in self.folder.expanduser().glob(f"*/*{self.suffix}"):
+            with suppress(FileNotFoundError):
+                facts = path.lstat()
+                found.append(Listed(path, facts.st_size, facts.st_mtime))
+        return found
+
+    def path(self, key: str) -> Path:
+        """Where an entry lies. Raises FileNotFoundError where there is no home."""
         try:
             return self.folder.expanduser() / key[:2] / f"{key}{self.suffix}"
         except RuntimeError as error:
@@ -210,14 +313,14 @@ def _may_load(path: Path) -> bool:
 def _write(path: Path, data: bytes) -> Entry:
     if not _may_load(path):
         raise PermissionError(errno.EACCES, "mounted noexec")
-    fresh = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
+    fresh = path.with_name(f"{_NEW}{secrets.token_hex(8)}{path.suffix}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     entry = Entry(path, os.open(fresh, flags, 0o755 if path.suffix == ".so" else 0o644))
     try:
         mode = os.fstat(entry.file).st_mode
         if mode & _OTHERS:  # a folder's own rules may say more than the mode above and the umask
             os.fchmod(entry.file, mode & ~_OTHERS)
-        rest = memoryview(data + _MAGIC + hashlib.sha256(data).digest())
+        rest = memoryview(sealed(data))
         while rest:
             rest = rest[os.write(entry.file, rest) :]
         if path.is_dir() and not path.is_symlink():  # whoever made it, it is no entry

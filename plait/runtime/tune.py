@@ -17,16 +17,14 @@ clear winner, what is taken is what it would be without tuning.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -39,7 +37,7 @@ from plait.runtime import ranks
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
 from plait.runtime.graphs import Capture
-from plait.runtime.store import CacheWarning, Store, key_of, make_folder
+from plait.runtime.store import TUNED, CacheWarning, Store, key_of
 
 # What a user waits at most is chosen; benchmarks/tuning_gpu.py shows what it buys.
 KERNEL_S = 0.1
@@ -256,14 +254,15 @@ def _agreed(contest: Contest, mine: Outcome) -> Outcome:
 
 
 def _tuned(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
-    store = Store.of(cfg, "tuned", ".json")
+    store = Store.of(cfg, TUNED)
     found = [_found(c, store) for c in contests]
     if None not in found:
         return [o for o in found if o]
     reason = obstacle()
     if reason:
         return [o or c.unmeasured(reason) for o, c in zip(found, contests, strict=True)]
-    with _alone(store) as reason:
+    with store.turn("", LOCK_S, "measures GPU kernels") as alone:
+        reason = "" if alone else f"another process has measured for {LOCK_S:.0f} s"
         found = [o or _found(c, store) for o, c in zip(found, contests, strict=True)]  # by now
         todo = [c for o, c in zip(found, contests, strict=True) if o is None]
         made = iter([c.unmeasured(reason) for c in todo] if reason else _measured(todo, store, cfg))
@@ -363,45 +362,6 @@ def _found(contest: Contest, store: Store) -> Outcome | None:
         pass
     warn_once(f"plait tunes a kernel again: an entry in {store.folder} is damaged", CacheWarning)
     return None
-
-
-@contextmanager
-def _alone(store: Store) -> Iterator[str]:
-    """No other process of this machine measures inside, unless the store's folder cannot be written
-    or has no locks. Gives a reason not to measure if another does for too long."""
-    try:
-        folder = store.folder.expanduser()
-        make_folder(folder)
-        store.trust.check_folder(folder)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(folder / "lock", flags, 0o644)
-    except (OSError, RuntimeError):  # there may be no home
-        yield ""
-        return
-    try:
-        yield "" if _locked(handle) else f"another process has measured for {LOCK_S:.0f} s"
-    finally:
-        with suppress(OSError):
-            # Closing is not enough: a child that was forked inside has it open.
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    """Takes the lock of an open file. False if another process has it for LOCK_S."""
-    start = time.monotonic()
-    while (waited := time.monotonic() - start) < LOCK_S:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waited > LOCK_S / 4:
-                warn_once("plait waits for another process that measures GPU kernels")
-            time.sleep(0.05)
-        except OSError:
-            return True  # a filesystem without locks
-        else:
-            return True
-    return False
 
 
 # ------------------------------------------------------------------------------------ on the device

@@ -20,8 +20,8 @@ NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fal
 # Tests start some hundred processes of Python, which import the same files: they are compiled once.
 KEEP   := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-programs bench-peers \
-	bench-gpu bench-suite bench-jit lint format clean
+.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-first bench-programs \
+	bench-peers bench-gpu bench-suite bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 # The extension needs torch alone: it is built while other packages are loaded.
@@ -114,6 +114,11 @@ corpus: env
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)
 
+# First calls of fresh processes, with empty and with warm caches, against Inductor's: `make
+# bench-first ARGS="--only tf6 --rounds 3"`; on a GPU machine after `make test-gpu`, with PY=python3.
+bench-first: $(if $(filter $(VENV)/%,$(PY)),env)
+	$(NO_HUB) $(PY) -m benchmarks.first $(ARGS)
+
 # Programs that are no models, against eager and Inductor: `make bench-programs ARGS=control`.
 bench-programs: env
 	$(NO_HUB) $(PY) benchmarks/programs_race.py $(ARGS)
@@ -121,7 +126,7 @@ bench-programs: env
 bench-peers: env $(STAMPS)/peer-ort $(STAMPS)/peer-openvino
 	$(NO_HUB) $(PY) benchmarks/run.py --peers $(ARGS)
 
-# GROUP: launch, first, models, train, kernels or programs, each a few minutes. As test-gpu, with
+# GROUP: launch, models, train, kernels or programs, each a few minutes. As test-gpu, with
 # transformers, torchvision and scikit-build-core: `make bench-gpu GROUP=launch PY=python3 JOBS=16`
 bench-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)

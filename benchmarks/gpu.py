@@ -1,17 +1,16 @@
 """`make bench-gpu`: plait, eager and Inductor on one GPU, in groups of a few minutes each.
 
-Every peer runs every program in a process of its own (gpu_worker.py). In the groups `launch` and
-`first` the first calls are made one process at a time, and their times count; in the others they
-are made at once. Then the processes are timed in turn, round after round. A full run of a group
-writes benchmarks/results/gpu-GROUP.json and .md; one with --only, --race or --quick prints, and
-writes with --out NAME.
+Every peer runs every program in a process of its own (gpu_worker.py). In the group `launch` the
+first calls are made one process at a time, and their times count; in the others they are made at
+once (first.py measures first calls). Then the processes are timed in turn, round after round. A
+full run of a group writes benchmarks/results/gpu-GROUP.json and .md; one with --only, --race or
+--quick prints, and writes with --out NAME.
 Usage: gpu.py GROUP [--only CASES] [--race PEERS] [--cpp] [--profile] [--quick] [--out NAME]
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import runpy
 import subprocess
 import sys
@@ -24,15 +23,15 @@ from pathlib import Path
 
 from claims import MIB
 from gpu_claims import check_gpu_claims
+from machine import machine
 from models import GPU_CASES, Case
 from peers import GPU_PEERS, Peer
-from run import Process, Result, chosen, machine, say, write
+from run import Process, Result, chosen, say, write
 from table import claims_table, render
 
 LEGEND = """\
-first, warm: the first call of a process, with fresh caches and with those of an earlier process, \
-everything imported
-and every library loaded before the clock starts; call: among calls that follow each other, \
+first: the first call of a process, with fresh caches, everything imported and every library \
+loaded before the clock starts; call: among calls that follow each other, \
 by CUDA events; CPU: what
 the calling thread takes while the device has room in its queue; own: of that, \
 above Dynamo's guards; kernels, busy:
@@ -43,18 +42,15 @@ the allocator holds for that; error: distance from the float64 result, as a mult
 
 @dataclass(frozen=True)
 class Group:
-    """alone: first calls are made one at a time. warm: and once more with the caches that they
-    left. batch: calls between two waits for the device where CPU time is measured. together:
-    programs whose processes live at once. own: programs where plait's own part of the CPU time is
-    measured."""
+    """alone: first calls are made one at a time. batch: calls between two waits for the device
+    where CPU time is measured. together: programs whose processes live at once. own: programs where
+    plait's own part of the CPU time is measured."""
 
     cases: tuple[str, ...]
     peers: tuple[str, ...]
     alone: bool = False
-    warm: bool = False
     batch: int = 1
     together: int = 2
-    steady: bool = True
     own: tuple[str, ...] = ()
 
 
@@ -76,7 +72,6 @@ GROUPS = {
         together=4,
         own=("chain", "sum128", "gate"),
     ),
-    "first": Group(("gpt2-8", "gpt2"), ("plait", "inductor"), alone=True, warm=True, steady=False),
     "models": Group(("gpt2-8", "gpt2", "bert", "resnet50", "vit", "tf6"), ALL, together=3),
     "train": Group(("gpt2-train", "bert-train", "resnet50-train", "vit-train"), ALL),
 }
@@ -100,40 +95,28 @@ def race(
 ) -> Result:
     """All figures of some programs: {case: {peer: {...}}}."""
     results: Result = {case.name: {} for case in cases}
-    workers = begin(group, cases, peers, results, folder, "first_s")
-    if group.steady:
-        for number in range(args.rounds):
-            say(f"{', '.join(results)}: round {number + 1} of {args.rounds}")
-            for (case, peer), process in workers.items():
-                figures = process.ask("time", args.seconds, group.batch)
-                if case in group.own and peer in ("plait", "plait-graphs"):
-                    figures |= process.ask("own", group.batch)
-                for key, value in figures.items():
-                    results[case][peer].setdefault(f"{key}_rounds", []).append(value)
+    workers = begin(group, cases, peers, results, folder)
+    for number in range(args.rounds):
+        say(f"{', '.join(results)}: round {number + 1} of {args.rounds}")
         for (case, peer), process in workers.items():
-            say(f"{case}: {peer}, memory and error")
-            finish(results[case][peer], process, GPU_PEERS[peer], args.profile or group.alone)
+            figures = process.ask("time", args.seconds, group.batch)
+            if case in group.own and peer in ("plait", "plait-graphs"):
+                figures |= process.ask("own", group.batch)
+            for key, value in figures.items():
+                results[case][peer].setdefault(f"{key}_rounds", []).append(value)
+    for (case, peer), process in workers.items():
+        say(f"{case}: {peer}, memory and error")
+        finish(results[case][peer], process, GPU_PEERS[peer], args.profile or group.alone)
     for process in workers.values():
         process.stop()
-    if group.warm:
-        again = begin(
-            group, cases, [p for p in peers if p.name != "eager"], results, folder, "warm_s"
-        )
-        for process in again.values():
-            process.stop()
     return results
 
 
 def begin(
-    group: Group,
-    cases: Iterable[Case],
-    peers: Iterable[Peer],
-    results: Result,
-    folder: Path,
-    key: str,
+    group: Group, cases: Iterable[Case], peers: Iterable[Peer], results: Result, folder: Path
 ) -> Workers:
-    """Processes that have made their first calls; the time goes into results under this key. Those
-    that failed are ended."""
+    """Processes that have made their first calls; their times go into results. Those that failed
+    are ended."""
     # As many compile at once as the group has processes: each with a few compilers of its own.
     env = {} if group.alone else {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
     pairs = [(case, peer) for case in cases for peer in peers if peer.trains or not case.train]
@@ -148,7 +131,7 @@ def begin(
         ready[name] = answer
     for (case, peer), answer in ready.items():
         into = results[case].setdefault(peer, {})
-        times = {key: answer.pop("first_s", None), f"{key}_stages": answer.pop("stages", None)}
+        times = {key: answer.pop(key, None) for key in ("first_s", "stages")}
         into |= (times if group.alone else {}) | {k: v for k, v in answer.items() if k not in into}
         if "failed" in answer:
             say(f"{case}: {peer} failed: {answer['failed']}")
@@ -193,7 +176,6 @@ def case_table(case: Case, peers: Result) -> str:
     heads = (
         "",
         "first s",
-        "warm s",
         "call µs",
         "CPU µs",
         "own µs",
@@ -213,7 +195,6 @@ def case_table(case: Case, peers: Result) -> str:
         us, error = r.get("us"), r.get("error")
         cells = (
             (r.get("first_s") if peer not in ("eager", "guards") else None, 2),
-            (r.get("warm_s"), 2),
             (us, 1),
             (r.get("host_us"), 1),
             (r.get("own_us"), 1),
@@ -235,10 +216,9 @@ def case_table(case: Case, peers: Result) -> str:
             f"plait: {plait['launches']} kernels of its own, {plait['calls']} calls of "
             f"PyTorch's{bare}"
         )
-    for key, text in (("first_s_stages", "first call"), ("warm_s_stages", "warm call")):
-        if stages := plait.get(key):
-            parts = ", ".join(f"{name} {s:.2f}" for name, s in stages.items() if s >= 0.005)
-            notes.append(f"plait's {text}, s: {parts}")
+    if stages := plait.get("stages"):
+        parts = ", ".join(f"{name} {s:.2f}" for name, s in stages.items() if s >= 0.005)
+        notes.append(f"plait's first call, s: {parts}")
     if top := plait.get("top"):
         notes += [f"- {us:8.1f} µs, {times:.0f} x {name[:100]}" for name, times, us in top[:12]]
     return "\n".join([f"## {case.name}: {case.about}", "", render(heads, rows), "", *notes])
@@ -283,13 +263,9 @@ def main() -> None:
         "peer",
     )
 
-    facts = machine()
-    about = {k: facts[k] for k in ("date", "commit", "torch") if facts[k]}
-    about |= {
-        "command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}",
-        "python": platform.python_version(),
-    }
-    about |= gpu()
+    facts = machine(f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}")
+    wanted = ("date", "commit", "torch", "command", "python")
+    about = {k: facts[k] for k in wanted if facts[k]} | gpu()
     print("\n".join(f"- {k}: {v}" for k, v in about.items()), flush=True)
     start = time.monotonic()
     results: Result = {}

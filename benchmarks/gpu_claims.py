@@ -66,12 +66,6 @@ def _launch(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]
             )
 
 
-def _first(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
-    for case in r.results:
-        yield f"{case}, first call, cold caches", r.get(case, "plait", "first_s"), 4.5, "s"
-        yield f"{case}, first call, warm caches", r.get(case, "plait", "warm_s"), 2.8, "s"
-
-
 def _steady(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]:
     ratios = []
     for case in r.results:
@@ -109,4 +103,4 @@ def _steady(r: Results) -> Iterator[tuple[str, float | None, float | None, str]]
             )
 
 
-GOALS = {"launch": _launch, "first": _first, "models": _steady, "train": _steady}
+GOALS = {"launch": _launch, "models": _steady, "train": _steady}

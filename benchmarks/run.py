@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -23,14 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from claims import check_claims
+from machine import ROOT, machine
 from models import CASES, Case
 from peers import PEERS, Peer
 from table import LEGEND, case_table, claims_table
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 Result = dict[str, Any]
 
 COMPILES = (
@@ -152,37 +149,6 @@ def say(text: str) -> None:
     print("" if sys.stderr.isatty() else "\n", end="", file=sys.stderr, flush=True)
 
 
-def machine() -> Result:
-    """What was measured on what."""
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    asked = [
-        "git",
-        "--git-dir",
-        str(ROOT / ".git"),
-        "rev-parse",
-        "--short",
-        "HEAD",
-    ]  # not a folder's around a copy
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + shlex.join(["benchmarks/run.py", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
-        "cpu": f"{len(names)} x {names[0] if names else platform.processor()}",
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "compiler": compiler.stdout.splitlines()[0] if compiler.stdout else "none",
-        "load_before": os.getloadavg()[0],
-    }
-
-
 def chosen(text: str, known: dict[str, Any], what: str) -> list[Any]:
     names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
     unknown = [name for name in names if name not in known]
@@ -208,7 +174,7 @@ def main() -> None:
     if not args.race and not args.peers:
         peers = [peer for peer in peers if not peer.python]
 
-    about = machine()
+    about = machine("python " + shlex.join(["benchmarks/run.py", *sys.argv[1:]]))
     results: Result = {}
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
         for case in cases:

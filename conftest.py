@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from plait.capture import dynamo
+from plait.capture.recompiles import of_process
 from plait.runtime import cubin_pool
 from plait.wrapper.program import Program
 from tests import other_torch
@@ -243,6 +244,7 @@ def _fresh() -> Iterator[None]:
     error here."""
     torch._dynamo.reset()
     dynamo.left_to_eager.clear()
+    of_process.found.clear()
     _seed()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield

@@ -32,6 +32,7 @@ from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
 from plait.capture.program import compile_captured
+from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph
 from plait.capture.writes import check_writes
@@ -39,7 +40,7 @@ from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
-from plait.log import KERNELS, PassLog
+from plait.log import KERNELS, STAGES, PassLog
 from plait.pipelines import split_joint
 from plait.wrapper.program import Target
 from plait.wrapper.watch import watcher
@@ -57,15 +58,19 @@ def plait_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     target: Target | None = None,
+    recompiles: Recompiles = of_process,
 ) -> Callable[..., Any]:
     """Compiles one graph for torch.compile(backend="plait", mode=..., options=...).
 
-    target: what makes programs run, in place of that of the option 'wrapper'. What cannot be
-    compiled goes down the ladder (`ladder.py`). Raises UserError for an unknown mode or option;
-    every error of plait reaches the user unwrapped.
+    target: what makes programs run, in place of that of the option 'wrapper'. recompiles: the list
+    that is told of this compile if Dynamo compiles again. What cannot be compiled goes down the
+    ladder (`ladder.py`). Raises UserError for an unknown mode or option; every error of plait
+    reaches the user unwrapped.
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
+        if again := recompiles.note():
+            PassLog(cfg, "").note(STAGES, f"compiled again: {again.line}")
         # Graphs of compiled autograd take lists.
         if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
             return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from plait.capture import dynamo
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
+from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.runtime.graphs import refusals
@@ -46,16 +47,17 @@ def explain(
     Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.explain")
     if record := record_of(fn):
-        return _shown(
-            [record], [], "compiled by plait.compile before, not run again", details, quiet
-        )
+        note = "compiled by plait.compile before, not run again"
+        return _shown([record], [], of_process, note, details, quiet)
     records: list[CompileRecord] = []
     breaks: list[str] = []
+    recompiles = Recompiles()
+    recompiles.found.extend(of_process.found)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if why := dynamo.graph_break(gm):
             breaks.append(why)
-        return plait_backend(gm, inputs, options=options, mode=mode)
+        return plait_backend(gm, inputs, options=options, mode=mode, recompiles=recompiles)
 
     refused = dynamo.refusals()
     original = (
@@ -71,17 +73,22 @@ def explain(
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
-            _shown(records, breaks, note, details, quiet)
+            _shown(records, breaks, recompiles, note, details, quiet)
         raise
     why = ", ".join(dynamo.refusals() - refused) or "there are no operations on tensors"
     if "RNN, GRU, or LSTM" in why:
         why += "; torch._dynamo.config.allow_rnn = True lets it (docs/use.md)"
     note = "" if records else f"Dynamo captured no graph: {why}"
-    return _shown(records, breaks, note, details, quiet)
+    return _shown(records, breaks, recompiles, note, details, quiet)
 
 
 def _shown(
-    records: Sequence[CompileRecord], breaks: Sequence[str], note: str, details: bool, quiet: bool
+    records: Sequence[CompileRecord],
+    breaks: Sequence[str],
+    recompiles: Recompiles,
+    note: str,
+    details: bool,
+    quiet: bool,
 ) -> Report:
     given_up = [
         f"{name}, part {k}: {why}"
@@ -89,7 +96,12 @@ def _shown(
         for k, why in sorted(parts.items())
     ]
     report = Report(
-        tuple(records), tuple(breaks), note, tuple(given_up), tuple(dynamo.left_to_eager)
+        tuple(records),
+        tuple(breaks),
+        note,
+        tuple(given_up),
+        tuple(dynamo.left_to_eager),
+        tuple(r.line for r in recompiles.found),
     )
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))

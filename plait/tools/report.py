@@ -36,13 +36,16 @@ class Report:
     given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were
     none, and why.
     left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled
-    too often."""
+    too often.
+    recompiles: what Dynamo compiled again in this process, the guards that failed, and what would
+    avoid it; the last ones, in order."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
     note: str = ""
     given_up: tuple[str, ...] = ()
     left_to_eager: tuple[str, ...] = ()
+    recompiles: tuple[str, ...] = ()
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:
@@ -81,6 +84,7 @@ class Report:
         lines += _section("sizes taken for numbers: others compile anew", self._steps("specialise"))
         lines += _section("operators written out as others", self._steps("operators"))
         lines += _section("graph breaks", self.breaks)
+        lines += _section("compiled again in this process", self.recompiles[-MANY:])
         lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
         lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))

@@ -14,6 +14,7 @@ from pathlib import Path
 import plait
 
 COMMANDS = {
+    "cache": "what lies in the folder of caches: list, verify, prune, export, import",
     "info": "what is in a package, or in a pack of kernels",
     "replay": "record what compiles were given and made, make it again, compare",
     "pack": "compile Triton functions ahead, for C++ programs without Python",

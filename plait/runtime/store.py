@@ -16,6 +16,7 @@ import atexit
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -46,6 +47,9 @@ _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
 
 class CacheWarning(UserWarning):
     """A cache entry was damaged, or the cache folder cannot be used."""
+
+
+KEY = re.compile("[0-9a-f]{64}")
 
 
 def key_of(parts: Iterable[str]) -> str:
@@ -103,7 +107,7 @@ def drop_oldest(files: Iterable[Listed], max_bytes: int) -> list[Listed]:
     for file in files:
         if total <= max_bytes:
             break
-        with suppress(PermissionError):
+        with suppress(PermissionError, IsADirectoryError):
             file.path.unlink(missing_ok=True)
             dropped.append(file)
             total -= file.nbytes

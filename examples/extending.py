@@ -1,5 +1,5 @@
-"""A library with operators, a graph pass, a kernel target and a kind of device of its own, behind
-plait:
+"""A library with operators, a graph pass, a kernel target, a kind of device and an object store of
+its own, behind plait:
 
     python examples/extending.py
 
@@ -8,8 +8,10 @@ Everything is registered from outside of plait's tree. The program runs as eager
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import tempfile
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,6 +122,27 @@ def kernels_for_a_new_device() -> str:
     return made.sources["mtia"].text
 
 
+# ---------------------------------------------------------------------------------- an object store
+class Shelf:
+    """Keeps what is built for as long as the process lives, for all folders of caches."""
+
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, url: str) -> None: ...
+
+    def get(self, name: str) -> bytes | None:
+        return self.kept.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        self.kept[name] = data
+
+    def list(self) -> Iterable[str]:
+        return self.kept
+
+
+extend.remote_cache("shelf", Shelf)
+
+
 def model(x: torch.Tensor) -> torch.Tensor:
     return soft_mean(soft_step(x + 1, 0.5).neg().neg()) * 2
 
@@ -128,11 +151,14 @@ def main() -> None:
     x = torch.randn(64, 1000)
     before = extend.kernel_target("cpu", Counted())
     try:
-        got = torch.compile(model, backend="plait")(x)
+        with tempfile.TemporaryDirectory() as folder:
+            mine = {"cache_dir": folder, "cache_remote": "shelf://here"}
+            got = torch.compile(model, backend="plait", options={**mine})(x)
     finally:
         extend.kernel_target("cpu", before)
     torch.testing.assert_close(got, model(x))
     plait.explain(model, x)
+    print(f"{len(Shelf.kept)} on the shelf")
     print(kernels_for_a_new_device())
     print(f"{Counted.kernels} kernel")
 

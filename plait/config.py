@@ -77,6 +77,14 @@ class Config:
         doc="MiB of each kind of what is kept there above which what was used longest ago goes",
         in_key=False,
     )
+    cache_remote: str = flag(
+        "",
+        doc=(
+            "URL of an object store that shares built kernels: what it holds is run, so only those "
+            "whom you trust may write to it"
+        ),
+        in_key=False,
+    )
     build_once: bool = flag(
         True,
         doc="processes and threads that want the same kernels at once wait for one that builds",

@@ -1,5 +1,5 @@
 """The doors for code outside the tree: a lowering, a decomposition, a graph pass, a kernel target,
-a kind of device.
+a kind of device, an object store for what is built.
 
 Each registers for the process, before anything that needs it is compiled; what is compiled already
 stays as it is. A mistake raises UserError where it is made. `examples/extending.py` goes through
@@ -8,6 +8,7 @@ all of them; CONTRIBUTING.md tells how the same is done inside the tree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from plait.kernel.targets import TARGETS
 from plait.lower import core
 from plait.lower.graph import load_rules
 from plait.pipelines import ADDED, GRAPH, GraphPass
+from plait.runtime.remote import SCHEMES, Remote
 
 Rule = Callable[..., Any]
 MACHINES = frozenset(facts.machine for facts in DEVICES.values())
@@ -132,6 +134,19 @@ def kernel_target(kind: str, target: Target) -> Target:
     return before
 
 
+def remote_cache(scheme: str, open_: Callable[[str], Remote]) -> None:
+    """Makes `open_` what opens the URLs of a scheme for the option `cache_remote`: "mine" for
+    mine://host/folder. It is given the whole URL.
+
+    Raises UserError for what is no scheme, and for one that is taken.
+    """
+    if not re.fullmatch("[a-z][a-z0-9+.-]*", scheme):
+        raise UserError(f"{scheme!r} is no scheme of a URL", hint="'mine' for mine://host/folder")
+    if scheme in SCHEMES:
+        raise UserError(f"a second kind of cache for {scheme}://")
+    SCHEMES[scheme] = open_
+
+
 def _check_table(target: Target) -> None:
     wrong = {*OPS, *SPECIAL} ^ set(target.table)
     if wrong:
@@ -141,4 +156,4 @@ def _check_table(target: Target) -> None:
         )
 
 
-__all__ = ["decomposition", "device", "graph_pass", "kernel_target", "lowering"]
+__all__ = ["decomposition", "device", "graph_pass", "kernel_target", "lowering", "remote_cache"]

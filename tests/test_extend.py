@@ -37,6 +37,7 @@ def test_the_example_is_one_kernel() -> None:
     process of its own: what it registers stays."""
     done = warm.run(EXAMPLE, env=os.environ)
     assert done.returncode == 0, done.stderr
+    assert "1 on the shelf" in done.stdout
     assert "-> 1 kernel, 0 calls of PyTorch's own operators" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 kernel"
     assert "def plait_softmax_" in done.stdout

@@ -7,7 +7,8 @@ damaged one is reported missing, with a warning. The checksum has no key: it fin
 keeps attackers out is whose the folder and its files are (`trust.py`). The folder is kept below a
 size by dropping what was used longest ago. Where it cannot be written or is not trusted, or lies
 where libraries cannot be loaded from, entries go to a folder of this process. Of processes that
-want an entry at the same time one builds it, and the others wait (`turns.py`).
+want an entry at the same time one builds it, and the others wait (`turns.py`). Entries may lie in
+an object store besides (`remote.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import plait
 from plait.config import Config
 from plait.errors import warn_once
 from plait.runtime.trust import NOBODY_ELSE, Entry, Library, Trust, Untrusted, trust_of
 from plait.runtime.turns import turn
+
+if TYPE_CHECKING:
+    from plait.runtime.remote import Mirror
 
 T = TypeVar("T")
 
@@ -157,6 +161,7 @@ class Store:
     trust: whose files are taken
     max_bytes: above which old entries are dropped
     waits: for another process that builds the same entry
+    remote: where else entries are looked for, and written
     """
 
     folder: Path
@@ -164,18 +169,26 @@ class Store:
     trust: Trust = NOBODY_ELSE
     max_bytes: int = Config.cache_mb << 20
     waits: bool = False
+    remote: Mirror | None = None
 
     @staticmethod
     def of(cfg: Config, kind: Kind) -> Store:
         """The entries of one kind in the folder that cfg names."""
         assert kind in KINDS, f"{kind} is no row of KINDS"
         folder = Path(cfg.cache_dir) / kind.folder
-        mb, waits = cfg.cache_mb, cfg.build_once
-        return Store(folder, kind.suffix, trust_of(cfg.trust), mb << 20, waits)
+        mb, waits, remote = cfg.cache_mb, cfg.build_once, None
+        if cfg.cache_remote:
+            from plait.runtime.remote import mirror_of  # few use it
+
+            remote = mirror_of(cfg.cache_remote)
+        return Store(folder, kind.suffix, trust_of(cfg.trust), mb << 20, waits, remote)
 
     def find(self, key: str) -> Entry | None:
         """The file of an entry (its content, then the checksum), or None; a damaged entry, or one
         that others could have written, counts as missing."""
+        return self._find(key) or self._fetch(key)
+
+    def _find(self, key: str) -> Entry | None:
         try:
             if not _may_load(self.path(key)):
                 return None
@@ -190,6 +203,19 @@ class Store:
             return None
         _touch(found)
         return found
+
+    def _fetch(self, key: str) -> Entry | None:
+        """An entry that lies elsewhere, as one of ours."""
+        data = None if self.remote is None else self.remote.get(self._place(key))
+        if self.remote is None or data is None:
+            return None
+        body = unsealed(data)
+        if body is None:
+            warn_once(f"plait builds a damaged entry of {self.remote.url} again", CacheWarning)
+            return None
+        with suppress(OSError):  # no folder of this machine can be written
+            return self._keep(key, body)
+        return None
 
     def open(self, key: str) -> Entry:
         """The file of an entry, which is no use of it. Raises Untrusted, FileNotFoundError,
@@ -209,6 +235,11 @@ class Store:
     def put(self, key: str, data: bytes) -> Entry:
         """Writes an entry and gives its file. A folder that cannot be used is a warning, and an
         error (OSError) only if no other folder of this machine can be."""
+        if self.remote is not None:
+            self.remote.put(self._place(key), sealed(data))
+        return self._keep(key, data)
+
+    def _keep(self, key: str, data: bytes) -> Entry:
         try:
             made = self.write(key, data)
         except Untrusted as error:
@@ -272,6 +303,10 @@ class Store:
                 facts = path.lstat()
                 found.append(Listed(path, facts.st_size, facts.st_mtime))
         return found
+
+    def _place(self, key: str) -> str:
+        """Of an entry, below the folder of caches."""
+        return f"{self.folder.name}/{key[:2]}/{key}{self.suffix}"
 
     def path(self, key: str) -> Path:
         """Where an entry lies. Raises FileNotFoundError where there is no home."""

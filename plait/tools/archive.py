@@ -27,13 +27,20 @@ from plait.runtime.trust import Trust
 
 _COMMENT = b"entries of a cache of plait, format 1, sha256 "
 _NO_DIGEST = b"0" * 64
-_PLACE = re.compile(rf"(\w+)/([0-9a-f]{{2}})/({KEY.pattern})(\.\w+)")
+_PLACE = re.compile(rf"\w+/([0-9a-f]{{2}})/({KEY.pattern})\.\w+")
 _BLOCK = 1 << 20
 
 
 def place_of(kind: Kind, key: str) -> str:
     """Where an entry lies below the folder of caches: its name in an archive."""
     return f"{kind.folder}/{key[:2]}/{key}{kind.suffix}"
+
+
+def kind_of(place: str) -> Kind | None:
+    """Of the entry that lies there; None for what is none."""
+    match = _PLACE.fullmatch(place)
+    kinds = [k for k in KINDS if match and place_of(k, match[2]) == place]
+    return kinds[0] if kinds else None
 
 
 def write_archive(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
@@ -103,15 +110,14 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Archive:
             raise UserError(f"{path} is damaged: the checksum of {place_of(kind, key)} is wrong")
         return data
 
-    members = []
+    members: list[tuple[Kind, str]] = []
     for info in archive.infolist():
-        name, match = info.filename, _PLACE.fullmatch(info.filename)
-        kinds = [k for k in KINDS if match and (k.folder, k.suffix) == match.group(1, 4)]
-        if match is None or not kinds or place_of(kinds[0], match[3]) != name:
+        name, kind = info.filename, kind_of(info.filename)
+        if kind is None:
             raise UserError(f"{path} holds {name!r}, which is no entry of a cache")
         if info.compress_type != zipfile.ZIP_DEFLATED:
             raise UserError(f"{path} holds {name!r} compressed in another way than plait does")
-        members.append((kinds[0], match[3]))
-    for kind, key in members:
-        read(kind, key)
+        members.append((kind, Path(name).stem))
+    for member in members:
+        read(*member)
     return Archive(tuple(members), read)

@@ -29,9 +29,10 @@ from pathlib import Path
 
 from plait.config import Config
 from plait.errors import UserError
+from plait.runtime.remote import mirror_of
 from plait.runtime.store import KEY, KINDS, Kind, Listed, Store, drop_oldest
 from plait.runtime.trust import Entry, trust_of
-from plait.tools.archive import open_archive, place_of, write_archive
+from plait.tools.archive import kind_of, open_archive, place_of, write_archive
 
 UNFINISHED_S = 3600.0
 """Age of a file from which on nobody writes it any more: whoever did was killed."""
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     listed = commands.add_parser("list", help="kinds of entries")
     listed.add_argument("--json", action="store_true", help="as data, times in seconds since 1970")
+    listed.add_argument(
+        "--remote", action="store_true", help="of the object store, no more than names"
+    )
     verified = commands.add_parser("verify", help="check checksums and owners")
     verified.add_argument("--remove", action="store_true", help="remove what fails")
     pruned = commands.add_parser("prune", help="remove what was used longest ago")
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         cfg = Config.from_env()
         if given.command == "list":
-            print(_list(cfg, given.json))
+            print(_list_remote(cfg) if given.remote else _list(cfg, given.json))
         elif given.command == "verify":
             sys.exit(verify(cfg, given.remove))
         elif given.command == "prune":
@@ -140,6 +144,14 @@ def _list(cfg: Config, as_json: bool) -> str:
     if unfinished:
         lines.append(_line("unfinished", unfinished) + "  being written, or whoever did was killed")
     return "\n".join(lines)
+
+
+def _list_remote(cfg: Config) -> str:
+    if not cfg.cache_remote:
+        raise UserError("no object store is named", hint="PLAIT_CACHE_REMOTE=s3://bucket/folder")
+    found = Counter(kind_of(name) for name in mirror_of(cfg.cache_remote).list())
+    lines = [f"{kind.name:10} {found[kind]:7}  {kind.doc}" for kind in KINDS]
+    return "\n".join(["kind       entries", *lines, f"{'others':10} {found[None]:7}"])
 
 
 def _facts(files: Sequence[Listed]) -> dict[str, float | None]:

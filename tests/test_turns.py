@@ -15,11 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from plait.compile import compile_texts
 from plait.config import Config
 from plait.errors import ToolchainError
+from plait.graph.captured import Captured
 from plait.runtime.cache import cache_key, get_or_build
-from plait.runtime.store import LIBRARIES, CacheWarning, Store
+from plait.runtime.store import LIBRARIES, CacheWarning, Store, sealed
 from plait.runtime.toolchain import Toolchain, find_toolchain
 from plait.runtime.turns import turn
 
@@ -180,6 +185,67 @@ def test_whoever_waited_in_vain_builds(tmp_path: Path, compiles: list[str]) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not get_or_build(SOURCE, find_toolchain(cfg), cfg).hit
+
+
+def failing(code: int) -> Callable[..., int]:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half is left, others do not wait, and each has what it built."""
+    store, key, write = Store(tmp_path / "tuned", ".json", waits=True), "0" * 64, os.write
+
+    def full(file: int, data: bytes) -> int:
+        if Path(f"/proc/self/fd/{file}").resolve().is_relative_to(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.warns(CacheWarning, match=r"cannot write kernels .*No space left on device"):
+        made, hit = store.once(key, lambda: store.find(key), lambda: store.put(key, b"{}"))
+    assert not hit and made.read() == sealed(b"{}") and not store.files()
+    assert is_free(tmp_path / "tuned" / "lock", f"{key}.json")
+
+
+def test_a_folder_to_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is found, and nobody waits for what cannot be written."""
+    store = Store(tmp_path / "tuned", ".json", waits=True)
+    there = store.put("0" * 64, b"{}").path
+    open_ = os.open
+
+    def read_only(path: str, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_CREAT | os.O_RDWR) and Path(path).is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", read_only)
+    for name in ("utime", "mkdir"):
+        monkeypatch.setattr(os, name, failing(errno.EROFS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.read("0" * 64) == b"{}" and store.read("1" * 64) is None
+        with store.turn("1" * 64) as first, store.turn("1" * 64) as second:
+            assert first and second
+    with pytest.warns(CacheWarning, match=r"cannot write kernels .*Read-only file system"):
+        made = store.put("1" * 64, b"[]")
+    assert made.read() == sealed(b"[]") and [f.path for f in store.files()] == [there]
+
+
+def test_ranks_want_the_same_kernels() -> None:
+    """Neither a device's number nor a graph's name is part of what is built."""
+
+    def jobs(device: str, name: str) -> object:
+        with FakeTensorMode():
+            x = torch.empty(64, 1000, device=device)
+            graph = make_fx(lambda x: (x.softmax(-1), x.exp().sum(0)), tracing_mode="fake")(x)
+        captured = Captured(graph, name, "inference")
+        return compile_texts(captured, Config(gpu_arch="sm_90"))[1].sources["cuda"].units
+
+    first = jobs("cuda:0", "forward_0")
+    assert first and first == jobs("cuda:3", "forward_7")
 
 
 @pytest.mark.stress

@@ -204,18 +204,12 @@ def _remove(path: Path) -> bool:
 def prune(cfg: Config, max_bytes: int | None, seconds: float | None) -> None:
     """Removes what was used longest ago, of all kinds: all that was not used for so long, then as
     much as leaves at most max_bytes; and what nobody finished."""
-    files = []
-    for store in stores(cfg).values():
-        if store.folder.expanduser().exists():
-            store.trust.check_folder(store.folder.expanduser())
-        files += store.files()
-    now = time.time()
-    old = [
-        f for f in files if now - f.used > (UNFINISHED_S if not f.is_entry else seconds or math.inf)
-    ]
+    files = [f for store in stores(cfg).values() for f in store.files()]
+    limit, now = math.inf if seconds is None else seconds, time.time()
+    old = {f for f in files if now - f.used > (limit if f.is_entry else UNFINISHED_S)}
     dropped = drop_oldest(old, -1)
     if max_bytes is not None:
-        dropped += drop_oldest([f for f in files if f not in dropped and f.is_entry], max_bytes)
+        dropped += drop_oldest([f for f in files if f not in old and f.is_entry], max_bytes)
     print(f"{len(dropped)} of {len(files)} files removed, {_mib(dropped).strip()}")
 
 

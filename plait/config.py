@@ -98,6 +98,14 @@ class Config:
         ),
         in_key=False,
     )
+    warm_start: bool = flag(
+        False,
+        doc=(
+            "keep what torch.compile came to, and take it in the next process, without a trace, "
+            "where all that the trace relied on is the same"
+        ),
+        in_key=False,
+    )
     wrapper: str = flag(
         "native",
         doc="what runs the program: the native executor, generated Python or C++, or an FX graph",

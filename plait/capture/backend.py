@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from plait import _native, compat
 from plait.capture import ladder
 from plait.capture.aliases import (
+    Argument,
     check_bases,
     dynamo_views,
     input_views,
@@ -35,7 +36,10 @@ from plait.capture.program import compile_captured
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph
+from plait.capture.warm.frames import start_warm
+from plait.capture.warm.graphs import Kept, backward_text, keep_backward, keep_graph, kept_here
 from plait.capture.writes import check_writes
+from plait.compat.frame_facts import NotKept
 from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
@@ -47,6 +51,7 @@ from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
 watch_limits()
+start_warm()
 compat.tracing.write_joint_graphs()
 _serial = itertools.count()  # makes graph names unique within the process
 
@@ -117,6 +122,7 @@ class _OneGraph:
         self.written: Sequence[bool] = ()  # of each argument, whether calls write it
         self.has_bases = False  # AOTAutograd joins arguments that share memory
         self.watcher = watcher()  # of the backward graph too, which is compiled later
+        self.kept = kept_here()  # what is left for the next process; None: nothing
 
     @property
     def name(self) -> str:
@@ -151,10 +157,39 @@ class _OneGraph:
         call = wrapped if self.program is None else made.around(self.program, wrapped)
         if not isinstance(gm, GraphModule):
             return call
+        n_ops = ladder.n_calls(gm)
+        eager = partial(
+            ladder.eager_at_calls, ladder.at_first_call(gm), self.name, self.kind, self.cfg, n_ops
+        )
+        arguments = None
         if any(self.written):
             arguments = shared_arguments(example_inputs, self.written, self.has_bases)
-            call = ladder.kept_apart(call, gm, self.name, self.kind, self.cfg, arguments)
-        return ladder.with_tangents(call, gm, self.name, self.kind, self.cfg)
+            call = ladder.kept_apart(call, eager, arguments)
+        if self.kept is not None:
+            self._keep(gm, made, arguments)
+        return ladder.with_tangents(call, eager)
+
+    def _keep(
+        self,
+        gm: GraphModule,
+        made: DirectGraph | TrainingGraph,
+        arguments: Sequence[Argument] | None,
+    ) -> None:
+        """For the next process."""
+        assert self.kept is not None, "nobody asked for it"
+        with self.kept.reasons():
+            if self.taken or self.watcher is not None or self.kept.program is None:
+                raise NotKept("a graph that eager runs, whose sizes were specialised, or watched")
+            around = made.data() | {"kind": self.kind, "n_ops": ladder.n_calls(gm)}
+            if isinstance(made, TrainingGraph):
+                backward, donated = made.backward_graph()
+                if take_objects(backward):
+                    raise NotKept("a backward pass that gives objects")
+                name = f"backward_{self.serial}"
+                captured = Captured(backward, name, "backward", donated_inputs=donated)
+                self.kept.pieces["backward"] = backward_text(captured, self.cfg)
+                around["name"] = self.kept.name
+            keep_graph(self.kept, gm, around, arguments)
 
     def partition(
         self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
@@ -202,6 +237,7 @@ class _OneGraph:
             n_results=n_results,
             wrapper_reason=made.reason,
             input_views=views,
+            kept=self.kept,
         )
         return self.program.boxed
 
@@ -214,7 +250,12 @@ class _OneGraph:
         def compiled(taken: ladder.Steps) -> Program:
             graph = came.module() if taken else gm
             objects = take_objects(graph)
-            program = self._program(graph, "backward", donated_inputs=donated, taken=taken)
+            kept = None if self.kept is None or objects or taken else Kept()
+            program = self._program(
+                graph, "backward", donated_inputs=donated, taken=taken, kept=kept
+            )
+            if self.kept is not None and kept is not None:
+                keep_backward(self.kept.name, donated, kept, self.cfg)
             return with_objects(program, objects)
 
         def by_eager(taken: ladder.Steps) -> Program:
@@ -237,6 +278,7 @@ class _OneGraph:
         wrapper_reason: str = "",
         input_views: Mapping[int, InputView] | None = None,
         taken: ladder.Steps = (),
+        kept: Kept | None = None,
     ) -> Program:
         captured = Captured(
             gm,
@@ -250,4 +292,7 @@ class _OneGraph:
             watcher=self.watcher,
             ladder=(*self.taken, *taken),
         )
-        return compile_captured(captured, self.cfg, self.target)
+        target = self.target
+        if target is None and kept is not None and self.cfg.wrapper == "native":
+            target = kept.target
+        return compile_captured(captured, self.cfg, target)

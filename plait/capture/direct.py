@@ -8,7 +8,7 @@ epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from plait import _native, compat
 from plait.capture.aliases import offset_in, repeats_memory, same_bits
+from plait.compat.frame_facts import NotKept
 from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
@@ -61,6 +62,19 @@ class DirectGraph:
             return program.call
         todo = self._epilogue
         return _native.Direct(call, wrapped, todo.results, todo.marks, self._wrapper_first)
+
+    def data(self) -> dict[str, Any]:
+        """What `around` puts around the program, for another process. Raises NotKept."""
+        if self.reason or self._wrapper_first:
+            raise NotKept(self.reason or "operators that are not PyTorch's own")
+        todo = self._epilogue
+        how = "program" if self._bare else "direct"
+        return {"how": how, "results": todo.results, "marks": marks_data(todo.marks)}
+
+
+def marks_data(marks: Sequence[compat.autograd.Mark]) -> list[list[Any]]:
+    """Marks of dynamic dimensions as plain data."""
+    return [[k, name, sorted(dims)] for k, name, dims in marks]
 
 
 def calls_custom_ops(gm: GraphModule) -> bool:

@@ -129,58 +129,74 @@ def whole_graph(
 ) -> Callable[..., Any]:
     """Dynamo's graph as the callable that Dynamo gets: autograd differentiates what it does."""
     if not isinstance(gm, GraphModule):
-        observe(_record(name, kind, gm.gm, taken))
+        observe(_record(name, kind, n_calls(gm.gm), taken))
         return lambda flat: gm.forward(*flat)
-    observe(_record(name, kind, gm, taken))
+    observe(_record(name, kind, n_calls(gm), taken))
     return run_by_eager(gm)
 
 
-def with_tangents(
-    call: Callable[..., Any], gm: GraphModule, name: str, kind: GraphKind, cfg: Config
-) -> Callable[..., Any]:
-    """call, which is what Dynamo's graph gm was compiled to, for arguments without forward-mode
-    tangents. Eager takes those that carry one: AOTAutograd traces no tangents and Dynamo guards on
-    none. Under the option 'strict' they are Unsupported."""
-    eager = _eager_at_calls(
-        gm, name, kind, cfg, "an argument carries a tangent of forward-mode differentiation",
-        hint="torch.func.jvp inside the compiled function",
-    )  # fmt: skip
-    return _native.Tangents(call, eager, *forward_mode_level())
-
-
-def kept_apart(
-    call: Callable[..., Any],
-    gm: GraphModule,
-    name: str,
-    kind: GraphKind,
-    cfg: Config,
-    arguments: Sequence[Argument],
-) -> Callable[..., Any]:
-    """The same for arguments that share no memory, or do as when they were traced, where one of
-    them is written. Eager takes the others: AOTAutograd takes for apart what was so when it traced,
-    and some views that are not, and Dynamo guards on few."""
-    eager = _eager_at_calls(
-        gm, name, kind, cfg, "an argument that is written shares memory with another one, as none "
-        "did when it was traced",
-        hint="a copy of one of them",
-    )  # fmt: skip
-    return _native.Apart(call, eager, tuple(arguments))
-
-
-def _eager_at_calls(
-    gm: GraphModule, name: str, kind: GraphKind, cfg: Config, reason: str, hint: str
-) -> Callable[..., Any]:
-    """Dynamo's graph for single calls: their arguments are not what it was compiled for."""
-    step = Fallback("eager", "the graph", reason)
+def at_first_call(gm: GraphModule) -> Callable[..., Any]:
+    """Dynamo's graph by eager, made ready when it is first called: that changes the graph."""
     run: Callable[..., Any] | None = None
 
     def eager(*args: Any) -> Any:
         nonlocal run
+        run = run or run_by_eager(gm)
+        return run(*args)
+
+    return eager
+
+
+EagerAtCalls = Callable[[str, str], Callable[..., Any]]
+"""(why, what else to do) -> Dynamo's graph for single calls, as `eager_at_calls` makes it."""
+
+
+def with_tangents(call: Callable[..., Any], eager: EagerAtCalls) -> Callable[..., Any]:
+    """call, which is what Dynamo's graph was compiled to, for arguments without forward-mode
+    tangents. Eager takes those that carry one: AOTAutograd traces no tangents and Dynamo guards on
+    none. Under the option 'strict' they are Unsupported."""
+    by_eager = eager(
+        "an argument carries a tangent of forward-mode differentiation",
+        "torch.func.jvp inside the compiled function",
+    )
+    return _native.Tangents(call, by_eager, *forward_mode_level())
+
+
+def kept_apart(
+    call: Callable[..., Any], eager: EagerAtCalls, arguments: Sequence[Argument]
+) -> Callable[..., Any]:
+    """The same for arguments that share no memory, or do as when they were traced, where one of
+    them is written. Eager takes the others: AOTAutograd takes for apart what was so when it traced,
+    and some views that are not, and Dynamo guards on few."""
+    by_eager = eager(
+        "an argument that is written shares memory with another one, as none did when it was "
+        "traced",
+        "a copy of one of them",
+    )
+    return _native.Apart(call, by_eager, tuple(arguments))
+
+
+def eager_at_calls(
+    run: Callable[..., Any],
+    name: str,
+    kind: GraphKind,
+    cfg: Config,
+    n_ops: int,
+    reason: str,
+    hint: str,
+) -> Callable[..., Any]:
+    """run, which is Dynamo's graph by eager, for single calls: their arguments are not what it was
+    compiled for."""
+    step = Fallback("eager", "the graph", reason)
+    told = False
+
+    def eager(*args: Any) -> Any:
+        nonlocal told
         if cfg.strict:
             raise Unsupported(reason, hint=hint)
-        if run is None:
-            run = run_by_eager(gm)
-            observe(_record(name, kind, gm, (step,)))
+        if not told:
+            told = True
+            observe(_record(name, kind, n_ops, (step,)))
             _tell(PassLog(cfg, name), step)
         return run(*args)
 
@@ -212,7 +228,7 @@ def backward_graph(gm: GraphModule, name: str, taken: Steps, native: bool, cfg: 
     """A program that interprets a backward graph. native: an executor's program is wanted, for
     graphs that take sizes and tensors only."""
     program = _one_call(gm, name)
-    record = _record(name, "backward", gm, taken, program)
+    record = _record(name, "backward", n_calls(gm), taken, program)
     runner = Interpreter(gm)
     runner.extra_traceback = False  # errors are eager's own
 
@@ -252,9 +268,8 @@ def _one_call(gm: GraphModule, name: str) -> ins.WrapperProgram:
 
 
 def _record(
-    name: str, kind: GraphKind, gm: Any, taken: Steps, program: ins.WrapperProgram | None = None
+    name: str, kind: GraphKind, n_ops: int, taken: Steps, program: ins.WrapperProgram | None = None
 ) -> CompileRecord:
-    calls = ("call_function", "call_method", "call_module")
     empty = LoopProgram((), {}, {}, (), (), {})
     return CompileRecord(
         name=name,
@@ -262,9 +277,15 @@ def _record(
         target="eager",
         plan=Plan(empty, (), (), {}, MemoryPlan()),
         wrapper=program or ins.WrapperProgram(name, (), (ins.Return(()),)),
-        aten_ops=sum(n.op in calls for n in gm.graph.nodes),
+        aten_ops=n_ops,
         ladder=taken,
     )
+
+
+def n_calls(gm: Any) -> int:
+    """How many operators a graph calls."""
+    calls = ("call_function", "call_method", "call_module")
+    return sum(n.op in calls for n in gm.graph.nodes)
 
 
 # --------------------------------------------------------------- gradients that kernels cannot read

@@ -10,7 +10,7 @@ tensors (batched, of a subclass, dual) find the backward graph run by operators.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 from plait import _native, compat
-from plait.capture.direct import calls_custom_ops
+from plait.capture.direct import calls_custom_ops, marks_data
 from plait.capture.ladder import AsItCame
+from plait.compat.frame_facts import NotKept
 from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
@@ -102,23 +103,37 @@ class TrainingGraph:
         callable."""
         if self.reason:
             return wrapped
-        facts = self._facts
-        call: Any = forward.call
-        return _native.Training(
-            call,
+        return native_training(
+            forward.call,
             wrapped,
-            compat.tracing.untraced(self._at_first_use),
-            compat.tracing.untraced(self._interpreter(lambda: self._backward_graph)),
-            facts.differentiable,
-            facts.n_saved,
-            facts.n_sizes,
-            facts.tangents,
-            [(i, self._sources[i]) for i in facts.wants_grad],
-            facts.nondeterministic,
-            facts.marks,
-            compat.autograd.autograd_switches(),
+            self._at_first_use,
+            self._interpreter(lambda: self._backward_graph),
+            self._data(),
+            self._facts.marks,
             self._wrapper_first,
         )
+
+    def _data(self) -> dict[str, Any]:
+        facts = self._facts
+        return {
+            "differentiable": facts.differentiable,
+            "n_saved": facts.n_saved,
+            "n_sizes": facts.n_sizes,
+            "tangents": facts.tangents,
+            "wants_grad": [(i, self._sources[i]) for i in facts.wants_grad],
+            "nondeterministic": facts.nondeterministic,
+        }
+
+    def data(self) -> dict[str, Any]:
+        """What `around` puts around the programs, for another process. Raises NotKept."""
+        if self.reason or self._wrapper_first:
+            raise NotKept(self.reason or "operators that are not PyTorch's own")
+        marks = marks_data(self._facts.marks)
+        return {"how": "training", "donated": self._donated, "marks": marks, **self._data()}
+
+    def backward_graph(self) -> tuple[GraphModule, tuple[int, ...]]:
+        """A copy of the backward graph, and its donated inputs."""
+        return AsItCame(self._backward_graph).module(), self._donated
 
     def _at_first_use(self, may_overwrite: bool) -> _native.Program:
         """The backward program, in the thread of a backward pass."""
@@ -127,6 +142,33 @@ class TrainingGraph:
             call = self.backward(graph, self._donated if may_overwrite else ()).call
         assert isinstance(call, _native.Program), call
         return call
+
+
+def native_training(
+    forward: Any,
+    wrapped: Callable[..., Any],
+    at_first_use: Callable[[bool], _native.Program],
+    interpret: Interpret,
+    data: Mapping[str, Any],
+    marks: Sequence[compat.autograd.Mark],
+    wrapper_first: bool = False,
+) -> Callable[..., Any]:
+    """The native node. data: what `TrainingGraph.data` tells of the graph."""
+    return _native.Training(
+        forward,
+        wrapped,
+        compat.tracing.untraced(at_first_use),
+        compat.tracing.untraced(interpret),
+        data["differentiable"],
+        data["n_saved"],
+        data["n_sizes"],
+        [t if isinstance(t, str) else (tuple(t[0]), tuple(t[1])) for t in data["tangents"]],
+        [(i, sources) for i, sources in data["wants_grad"]],
+        data["nondeterministic"],
+        marks,
+        compat.autograd.autograd_switches(),
+        wrapper_first,
+    )
 
 
 def _by_kind(program: Interpret, interpret: Interpret) -> Interpret:

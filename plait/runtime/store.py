@@ -86,7 +86,9 @@ OBJECTS = Kind("objects", "kernels", ".o", "what many libraries have in common")
 PACKS = Kind("packs", "kernels", ".cubins", "the GPU kernels of a graph")
 CUBINS = Kind("cubins", "cubins", ".cubin", "single GPU kernels")
 TUNED = Kind("tuned", "tuned", ".json", "which version of a GPU kernel is fastest")
-KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED)
+STARTS = Kind("starts", "warm", ".frame", "what came of compiled functions, for warm starts")
+BACKWARDS = Kind("backward programs", "warm", ".backward", "of warm starts")
+KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED, STARTS, BACKWARDS)
 
 
 @dataclass(frozen=True, slots=True)

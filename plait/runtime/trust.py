@@ -133,6 +133,10 @@ class Entry:
     def __str__(self) -> str:
         return str(self.path)
 
+    def used(self) -> float:
+        """When it was last asked for, in seconds since 1970."""
+        return os.fstat(self.file).st_mtime
+
     def read(self) -> bytes:
         """All of the file."""
         return os.pread(self.file, os.fstat(self.file).st_size, 0)

@@ -1,0 +1,64 @@
+"""What is kept of a compiled frame, as bytes: a header in JSON and named pieces of bytes behind
+it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.compat.frame_facts import Guarded, NotKept, Traced
+
+_MAGIC = b"PLAITWRM"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled frame.
+
+    prints: of each of traced's guards, what it relies on. same: of each guard of a tensor, the
+    first that is of the same one. named: module, path and print of what the trace ran that no guard
+    leads to. graph: its graph as `graphs.py` writes it, None if it has none. pieces: the bytes that
+    graph names."""
+
+    traced: Traced
+    prints: Sequence[str]
+    same: Sequence[int]
+    named: Sequence[tuple[str, str, str]]
+    graph: Mapping[str, Any] | None
+    pieces: Mapping[str, bytes]
+
+
+def to_bytes(entry: Entry) -> bytes:
+    """The entry as `from_bytes` reads it."""
+    traced = {**vars(entry.traced), "guards": [list(vars(g).values()) for g in entry.traced.guards]}
+    pieces = {**entry.pieces, "code": traced.pop("code")}
+    header = {
+        "traced": traced,
+        "prints": entry.prints,
+        "same": entry.same,
+        "named": entry.named,
+        "graph": entry.graph,
+        "pieces": [[name, len(data)] for name, data in pieces.items()],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    sizes = VERSION.to_bytes(8, "little") + len(text).to_bytes(8, "little")
+    return _MAGIC + sizes + text + b"".join(pieces.values())
+
+
+def from_bytes(data: bytes) -> Entry:
+    """Raises NotKept for what is no entry of this version."""
+    if data[:8] != _MAGIC or int.from_bytes(data[8:16], "little") != VERSION:
+        raise NotKept("an entry of another version")
+    at = 24 + int.from_bytes(data[16:24], "little")
+    header = json.loads(data[24:at])
+    pieces: dict[str, bytes] = {}
+    for name, size in header["pieces"]:
+        pieces[name] = data[at : at + size]
+        at += size
+    traced = header["traced"]
+    traced["guards"] = [Guarded(*row) for row in traced["guards"]]
+    made = Traced(**traced, code=pieces.pop("code"))
+    return Entry(made, header["prints"], header["same"], header["named"], header["graph"], pieces)

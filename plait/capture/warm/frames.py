@@ -1,0 +1,290 @@
+"""Dynamo asks here before it compiles a frame: the entry of an earlier process is put in place, or
+what the compile comes to is kept for the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import plait
+from plait.capture.program import collector_paused
+from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
+from plait.capture.warm.graphs import Kept, graph_again, keeping
+from plait.capture.warm.prints import Prints, named_function
+from plait.compat import frame_facts, frames
+from plait.compat.frame_facts import NotKept, Traced, Values, named
+from plait.compat.frames import Frame
+from plait.config import Config
+from plait.log import STAGES, PassLog
+from plait.runtime.store import STARTS, Store, key_of
+from plait.runtime.toolchain import detect_isa
+from plait.wrapper.program import observers
+from plait.wrapper.watch import watcher
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a frame. how: "warm", "kept" for the next process, or why neither."""
+
+    function: str
+    how: str
+
+
+outcomes: deque[Outcome] = deque(maxlen=1000)
+"""Of the last frames of this process that could start warm."""
+SLOTS = 8
+"""Entries of one key: of a function and arguments of some kinds, with other values."""
+NAME = "plait_backend"
+
+
+@cache
+def start_warm() -> None:
+    """From now on Dynamo asks."""
+    frames.watch_frames(_on_frame)
+
+
+def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
+    with collector_paused():
+        return _started(frame, compile_frame)
+
+
+def _started(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
+    cfg = _config_of(frame)
+    if cfg is None:
+        return compile_frame()
+    log = PassLog(cfg, frame.code.co_name)
+    store = Store.of(cfg, STARTS)
+    try:
+        key = _key(frame, cfg)
+    except NotKept as why:
+        log.note(STAGES, f"{log.name}: no warm start: {why}")
+        return compile_frame()
+    for slot in range(SLOTS):
+        data = store.read(_slot(key, slot))
+        if data is None:
+            break
+        try:
+            result = _put_in_place(frame, from_bytes(data), cfg)
+        except Exception as why:
+            if cfg.strict and not isinstance(why, NotKept):
+                raise
+            log.note(STAGES, f"{log.name}: entry {slot} is not taken: {type(why).__name__}: {why}")
+        else:
+            outcomes.append(Outcome(frame.code.co_name, "warm"))
+            log.note(STAGES, f"{log.name}: starts warm")
+            return result
+    with keeping(cfg.strict) as kept:
+        result = _compiled(frame, compile_frame, kept, lambda entry: _keep(store, key, entry))
+    outcome = f"is not kept: {kept.reason}" if kept.reason else "is kept for the next process"
+    outcomes.append(Outcome(frame.code.co_name, kept.reason or "kept"))
+    log.note(STAGES, f"{log.name}: {outcome}")
+    return result
+
+
+def _config_of(frame: Frame) -> Config | None:
+    """The configuration of a frame that is ours and that entries serve."""
+    backend = frame.backend
+    own = getattr(backend, "compiler_fn", None)
+    if getattr(own, "__module__", "") != "plait.capture.backend" or not frame.plain:
+        return None
+    options: Mapping[str, Any] = getattr(backend, "kwargs", {})
+    cfg = Config.from_env().with_options(options.get("options"), options.get("mode"))
+    usual = cfg.wrapper == "native" and not cfg.debug_dir
+    if not cfg.warm_start or not usual or observers.get() or watcher() is not None:
+        return None
+    return cfg if frames.is_ordinary_state() else None
+
+
+def _slot(key: str, slot: int) -> str:
+    return key_of((key, str(slot)))
+
+
+def _keep(store: Store, key: str, entry: Entry) -> None:
+    """In the first free place, or that of the oldest."""
+    data = to_bytes(entry)
+    found = [store.find(_slot(key, k)) for k in range(SLOTS)]
+    ages = [-1.0 if f is None else f.used() for f in found]
+    store.put(_slot(key, ages.index(min(ages))), data)
+
+
+# ------------------------------------------------------------------------------------ keys
+def _key(frame: Frame, cfg: Config) -> str:
+    """What an entry is looked up by: all that decides which programs a trace can lead to, but for
+    values. Raises NotKept."""
+    prints = Prints()
+    closure = {k: prints.kind_of(v) for k, v in sorted(frame.locals.items())}
+    return key_of(
+        (
+            str(VERSION),
+            _versions(),
+            _machine(),
+            prints.code(frame.code),
+            json.dumps(closure),
+            json.dumps(frames.ambient_state()),
+            json.dumps(flags()),
+            frames.settings(),
+            str((frame.whole, frame.backend.dynamic)),
+            json.dumps((cfg.key(), cfg.strict)),
+            detect_isa(cfg.isa).name,
+        )
+    )
+
+
+@cache
+def _versions() -> str:
+    """plait's own files, torch, Python."""
+    digest = hashlib.blake2b()
+    home = Path(plait.__file__).parent
+    for path in sorted((*home.rglob("*.py"), *home.rglob("*.so"))):
+        digest.update(str(path.relative_to(home)).encode() + path.read_bytes())
+    return f"{digest.hexdigest()} {torch.__version__} {torch.version.git_version} {sys.version}"
+
+
+def _machine() -> str:
+    gpus = [str(torch.cuda.get_device_properties(k)) for k in range(torch.cuda.device_count())]
+    return f"{platform.machine()} {gpus}"
+
+
+_FLAGS = (
+    "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.enabled", "backends.cudnn.allow_tf32", "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic", "backends.cudnn.fp32_precision",
+    "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32",
+    "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision", "backends.fp32_precision",
+    "backends.mha.get_fastpath_enabled", "backends.cuda.flash_sdp_enabled",
+    "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.math_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled", "get_float32_matmul_precision", "get_num_threads",
+    "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
+    "utils.deterministic.fill_uninitialized_memory", "distributed.is_initialized",
+)  # fmt: skip
+
+
+def flags() -> dict[str, str]:
+    """Settings of torch that a trace or a lowering may read without a guard."""
+    found = {}
+    for path in _FLAGS:
+        value: Any = torch
+        try:
+            for name in path.split("."):
+                value = getattr(value, name)
+            found[path] = str(value() if callable(value) else value)
+        except (AttributeError, RuntimeError) as error:  # another version of torch; no such build
+            found[path] = type(error).__name__
+    if found["distributed.is_initialized"] == "True":
+        found["ranks"] = f"{torch.distributed.get_rank()} {torch.distributed.get_world_size()}"
+    return found
+
+
+# ------------------------------------------------------------------------------------ keeping
+def _compiled(
+    frame: Frame, compile_frame: Callable[[], Any], kept: Kept, keep: Callable[[Entry], None]
+) -> Any:
+    """What the compiler makes of the frame, kept if it can be."""
+    entries: list[Entry] = []
+
+    def on_traced(code: types.CodeType, graph: Any) -> Callable[..., None]:
+        entries.clear()
+        if code is frame.code:
+            with kept.reasons():
+                entries.append(_entry(frame, graph))
+
+        def on_guarded(python: Sequence[str], told: Sequence[str]) -> None:
+            sizes = python, told
+            entries[:] = [replace(e, traced=replace(e.traced, sizes=sizes)) for e in entries]
+
+        return on_guarded
+
+    with frames.traced_frames(on_traced):
+        result = compile_frame()
+    with kept.reasons():
+        graphs = [kind for e in entries for kind, _ in e.traced.installed.values()]
+        if not kept.reason and (not entries or graphs.count("graph") != kept.n_graphs):
+            raise NotKept("several graphs, or none")
+        if not kept.reason:
+            made = replace(entries[0], graph=kept.data, pieces=kept.pieces)
+            keep(replace(made, traced=frame_facts.with_code(made.traced, result)))
+    return result
+
+
+def _entry(frame: Frame, graph: Any) -> Entry:
+    """The entry of a frame, without its graph and code."""
+    traced = frame_facts.written(graph)
+    values = Values(traced, frame.globals, frame.locals)
+    prints = Prints()
+    told = _prints(traced, values, prints)
+    prints.code(frame.code)
+    return Entry(
+        traced, told, _same(traced, values), _named(graph.tracing_context.traced_code, prints),
+        None, {},
+    )  # fmt: skip
+
+
+def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
+    found = []
+    layouts = {source: layout for source, *layout in traced.layouts}
+    for g in traced.guards:
+        stands = "" if g.kind in frame_facts.STATE_KINDS else values[g.source]
+        more = frame_facts.arguments(g, values)
+        if g.kind == "TENSOR_MATCH":
+            more["layout"] = layouts.get(g.source)
+        found.append(prints.of(g.kind, stands, more))
+    return found
+
+
+def _same(traced: Traced, values: Values) -> list[int]:
+    tensors = [values[g.source] for g in traced.guards if g.kind == "TENSOR_MATCH"]
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
+
+
+def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
+    """What the trace ran and no guard leads to. Raises NotKept for what has no name."""
+    found = []
+    modules = {str(getattr(m, "__file__", "")): m for m in list(sys.modules.values())}
+    for code in dict.fromkeys(codes):
+        if code in prints.codes:
+            continue
+        where = named_function(code, modules)
+        if where is not None:
+            found.append((*where, prints.identity(named(*where))))
+        if code not in prints.codes:
+            raise NotKept(f"the code of {code.co_qualname}, which nothing names")
+    return found
+
+
+# ------------------------------------------------------------------------------------ starting
+def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
+    """What Dynamo gets for the frame. Raises NotKept where something is not what it was."""
+    traced = entry.traced
+    values = Values(traced, frame.globals, frame.locals)
+    prints = Prints()
+    for g, told, now in zip(
+        traced.guards, entry.prints, _prints(traced, values, prints), strict=True
+    ):
+        if told != now:
+            raise NotKept(f"{values.name(g.source)} is another one ({g.kind})")
+    if unmet := values.unmet(traced.sizes[0]):
+        raise NotKept(f"{unmet} does not hold")
+    if _same(traced, values) != list(entry.same):
+        raise NotKept("other tensors are the same one")
+    for module, path, told in entry.named:
+        value = named(module, path)
+        if value is None or prints.identity(value) != told:
+            raise NotKept(f"{module}.{path} is another one")
+    graph = None if entry.graph is None else graph_again(entry.graph, entry.pieces, cfg)
+    frames.remember_sizes(frame, traced, values)
+    return frames.put_in_place(frame, traced, values, graph)

@@ -1,0 +1,216 @@
+"""Warm starts: what is put around programs, and that a second start needs no compiler.
+
+A new process is played: Dynamo forgets all, functions and modules are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from plait.capture.warm import frames
+
+OPTIONS = {"warm_start": True, "strict": True}
+
+
+@pytest.fixture
+def started(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Gives what became of the frames since it was last asked: "warm", "kept" or why not."""
+    monkeypatch.setenv("PLAIT_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    frames.outcomes.clear()
+
+    def since() -> list[str]:
+        found = [o.how for o in frames.outcomes]
+        frames.outcomes.clear()
+        return found
+
+    yield since
+    torch._dynamo.reset()
+
+
+def made(text: str, **names: Any) -> dict[str, Any]:
+    """What a text defines, as a new process would have it."""
+    torch._dynamo.reset()
+    scope: dict[str, Any] = {"torch": torch, "__name__": "a_users_module", **names}
+    exec(text, scope)
+    return scope
+
+
+def both(
+    text: str, started: Callable[[], list[str]], *args: Any, **options: Any
+) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The function f of a text and its compiled form, in a process and the next one; the second
+    one starts warm."""
+    for how in ("kept", "warm"):
+        f = made(text)["f"]
+        yield f, torch.compile(f, backend="plait", options={**OPTIONS, **options})
+        assert started() == [how]
+
+
+PLAIN = "def f(x, y):\n    return (x * y).relu().sum(1), y + 1"
+
+
+def test_a_program_of_its_own(started: Callable[[], list[str]]) -> None:
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    for f, g in both(PLAIN, started):
+        for _ in range(2):
+            torch.testing.assert_close(g(x, y), f(x, y))
+
+
+def test_views_and_written_arguments(started: Callable[[], list[str]]) -> None:
+    text = "def f(x, y):\n    x.mul_(2)\n    return x[1:], y.t(), y, x + y"
+    for f, g in both(text, started):
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        x2, y2 = x.clone(), y.clone()
+        got, want = g(x, y), f(x2, y2)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(x, x2)
+        assert got[0]._base is x and got[2] is y
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_training(started: Callable[[], list[str]], retained: bool) -> None:
+    text = "def f(x, w):\n    return torch.tanh(x @ w).sum(), w.exp()"
+    for f, g in both(text, started):
+        x = torch.randn(6, 4, requires_grad=True)
+        w = torch.randn(4, 3, requires_grad=True)
+        grads = []
+        for call in (f, g):
+            loss = call(x, w)[0]
+            if retained:
+                torch.autograd.grad(loss, (x, w), retain_graph=True)
+            grads.append(torch.autograd.grad(loss, (x, w)))
+        torch.testing.assert_close(*grads)
+
+
+def test_gradients_that_kernels_cannot_read(started: Callable[[], list[str]]) -> None:
+    text = "def f(x):\n    return x.sin() * x"
+    x, v = torch.randn(3, requires_grad=True), torch.eye(3)
+    for f, g in both(text, started, strict=False):
+        got, want = (
+            torch.autograd.grad(call(x), x, v, is_grads_batched=True)[0] for call in (g, f)
+        )
+        torch.testing.assert_close(got, want)
+
+
+def test_eager_takes_tangents(started: Callable[[], list[str]]) -> None:
+    from torch.autograd import forward_ad
+
+    x, t = torch.randn(5), torch.randn(5)
+    for f, g in both("def f(x):\n    return (x.sin() * 2, x > 0)", started, strict=False):
+        g(x)
+        with forward_ad.dual_level():
+            got, want = (
+                forward_ad.unpack_dual(call(forward_ad.make_dual(x, t))[0]) for call in (g, f)
+            )
+        torch.testing.assert_close(got.primal, want.primal)
+        if got.tangent is not None:
+            torch.testing.assert_close(got.tangent, want.tangent)
+
+
+def test_sizes_that_vary(started: Callable[[], list[str]]) -> None:
+    text = "def f(x, n):\n    return (x * n).sum(0) + x.shape[0]"
+    for want in (["kept", "kept"], ["warm", "warm"]):
+        f = made(text)["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS)
+        for n in (5, 6, 7, 9):
+            torch.testing.assert_close(g(torch.ones(n, 3), 2), f(torch.ones(n, 3), 2))
+        assert started() == want
+        torch.testing.assert_close(g(torch.ones(1, 3), 2), f(torch.ones(1, 3), 2))
+        assert started() == [want[0]]
+
+
+def test_two_models_of_one_class(started: Callable[[], list[str]]) -> None:
+    """One entry serves both: they run the same code with weights of their own."""
+    for how in (["kept", "warm"], ["warm", "warm"]):
+        torch._dynamo.reset()
+        nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        fast = [torch.compile(n, backend="plait", options=OPTIONS) for n in nets]
+        x = torch.randn(2, 4)
+        for _ in range(2):
+            for n, g in zip(nets, fast, strict=True):
+                torch.testing.assert_close(g(x), n(x))
+        assert started() in (how, how[:1])
+
+
+def test_guards_hold_after_a_warm_start(started: Callable[[], list[str]]) -> None:
+    """What changes in the process is seen as after a compile."""
+    text = "k = 2\ndef f(x):\n    return x * k + d['a']\nd = {'a': 1.0}"
+    for how in ("kept", "warm"):
+        scope = made(text)
+        f = scope["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS)
+        x = torch.ones(3)
+        assert g(x).tolist() == f(x).tolist() == [3, 3, 3] and started() == [how]
+        scope["k"] = 5
+        assert g(x).tolist() == [6, 6, 6]
+        scope["d"]["a"] = 2.0
+        assert g(x).tolist() == [7, 7, 7]
+        started()
+        assert "kept" not in started()
+        with torch.no_grad():
+            assert g(x.double()).dtype == torch.float64
+        started()
+
+
+BREAK = """
+def f(x):
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+"""
+COND = """
+def f(x):
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(BREAK, "a graph break"), (COND, "operators that are not PyTorch's own")],
+    ids=["break", "cond"],
+)
+def test_what_is_not_kept(text: str, why: str, started: Callable[[], list[str]]) -> None:
+    """Each with its reason."""
+    f = made(text)["f"]
+    g = torch.compile(f, backend="plait", options=OPTIONS)
+    torch.testing.assert_close(g(torch.ones(3)), f(torch.ones(3)))
+    assert why in started()
+
+
+def test_damaged_entries_are_compiled_again(
+    started: Callable[[], list[str]], tmp_path: Any
+) -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    for _, g in both(PLAIN, started):
+        g(x, y)
+    (entry,) = tmp_path.glob("warm/*/*.frame")
+    data = entry.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:40] + b"\0" + data[41:], b""):
+        entry.write_bytes(damaged)
+        f = made(PLAIN)["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS)
+        torch.testing.assert_close(g(x, y), f(x, y))
+        assert started() == ["kept"]
+
+
+def test_kernels_that_are_gone(started: Callable[[], list[str]], tmp_path: Any) -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    for _, g in both(PLAIN, started):
+        g(x, y)
+    for library in tmp_path.glob("kernels/*/*.so"):
+        library.unlink()
+    f = made(PLAIN)["f"]
+    g = torch.compile(f, backend="plait", options=OPTIONS)
+    torch.testing.assert_close(g(x, y), f(x, y))
+    assert started() == ["kept"]
+
+
+def test_constants(started: Callable[[], list[str]]) -> None:
+    text = "def f(x):\n    return x + torch.tensor([1.0, 2.0, 3.0]), torch.arange(3)"
+    x = torch.randn(3)
+    for f, g in both(text, started):
+        torch.testing.assert_close(g(x), f(x))

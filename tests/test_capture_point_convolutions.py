@@ -93,15 +93,17 @@ def test_others_stay(fn: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_all_points_are_products_on_a_cpu(batch: int, last: bool) -> None:
-    """Of few channels, with biases, in either layout; the results lie as a convolution's."""
+    """Of few channels, with biases, in either layout; the results lie as a convolution's. Images of
+    one channel lie both ways."""
     form = LAST if last else torch.contiguous_format
-    x = torch.randn(batch, 6, 5, 7).to(memory_format=form)
-    w, b = torch.randn(10, 6, 1, 1), torch.randn(10)
 
     def fn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return F.conv2d(x, w), F.conv2d(x, w, b).relu()
 
-    assert on_a_cpu(fn, x, w, b) == 2
+    for channels, filters in ((6, 10), (1, 3), (3, 1)):
+        x = torch.randn(batch, channels, 5, 7).to(memory_format=form)
+        w, b = torch.randn(filters, channels, 1, 1), torch.randn(filters)
+        assert on_a_cpu(fn, x, w, b) == 2
 
 
 def test_what_stays_on_a_cpu() -> None:

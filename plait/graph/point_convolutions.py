@@ -103,7 +103,8 @@ def _matrix(before: Node, weight: Node) -> Node:
 def _forward(node: Node) -> None:
     x, weight, bias = node.args[:3]
     assert isinstance(x, Node) and isinstance(weight, Node), "tensors are nodes"
-    if not lies_last(value_of(x)):
+    # With one channel images lie both ways: the result says which is meant.
+    if not all(map(lies_last, (value_of(x), value_of(node)))):
         _forward_in_rows(node, x, weight, bias)
         return
     turned = insert(node, _matrix(node, weight), aten.permute.default, [1, 0])

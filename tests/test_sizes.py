@@ -190,6 +190,8 @@ def test_symbols_of_one_name_with_other_ranges_are_others() -> None:
 n, k = symbol("s0", lo=2), symbol("s1", lo=1)
 q = symbol("i5", extent=2) * 16 + symbol("i6", extent=16)  # in [0, 32)
 i, j, r = symbol("i0", extent=8), symbol("i1", extent=n), symbol("r0", extent=n * 4)
+third = (n + 1) // 3 + 1
+inside = symbol("r1", extent=third * 16)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,8 @@ i, j, r = symbol("i0", extent=8), symbol("i1", extent=n), symbol("r0", extent=n 
         ((i * n + j) % n, j),
         (i // 8, 0),
         (i % 8, i),
+        (inside // (third * 2) // 8, 0),
+        (inside % (third * 16), inside),
         (n * k * 6 // (n * 2), k * 3),
         (r // 2 // 2, r // 4),
         (r % 8 % 4, r % 4),

@@ -103,9 +103,6 @@ def _lower(e: Expr) -> Size | None:
                 changed = True
                 last = int(min(ext - 1, atom_bounds(a)[1])) if isinstance(ext, int) else ext - 1
                 term = term * (0 if c > 0 else last)
-            elif a.kind == "div" and others_nonneg and c > 0 and atom_bounds(a)[0] >= 0:
-                changed = True
-                term = term * int(atom_bounds(a)[0])
             else:
                 term = term * a.expr
         out = out + term

@@ -31,7 +31,13 @@ from plait.graph.few_rows import add_few_rows
 from plait.graph.fma import gather_products
 from plait.graph.hidden_products import find_products
 from plait.graph.items import list_items
-from plait.graph.joint import drop_bags, save_old_values, save_random, widen_logsumexp
+from plait.graph.joint import (
+    drop_bags,
+    save_compared,
+    save_old_values,
+    save_random,
+    widen_logsumexp,
+)
 from plait.graph.noop import drop_noops
 from plait.graph.norm_results import remake_norm_results
 from plait.graph.pool_indices import narrow_pool_indices
@@ -191,6 +197,7 @@ JOINT: tuple[tuple[str, GraphPass], ...] = (
     ("drop bags", drop_bags),
     ("widen logsumexp", widen_logsumexp),
     ("merge common", merge_common),
+    ("save compared", save_compared),
     ("save old values", save_old_values),  # last: of the nodes that there are in the end
 )
 

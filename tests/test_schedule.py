@@ -418,6 +418,21 @@ def test_a_size_that_divides_by_zero_at_the_plausible_value() -> None:
     assert hint(s * 100 // (s % 64), {"s": 3}) == 100
 
 
+@pytest.mark.parametrize("compares", [True, False])
+def test_what_is_compared_is_made_once(compares: bool) -> None:
+    """A value that costs little is made again by each reader, unless one compares it with what
+    another makes of it."""
+    b = Builder()
+    x = b.input(64, 64)
+    y = b.map("mul", x, x)
+    top = b.extern((64,), b.reduce((64,), (64,), "max", lambda o, i, r: o.load(y, i, r)))
+    op = "eq" if compares else "lt"
+    same = b.pointwise((64, 64), lambda o, i, j: apply(op, o.load(y, i, j), o.load(top, i)))
+    b.output(same)
+    made = kernels(plan_of(b))
+    assert len(made) == 2 and (y in made[0].outs) is compares
+
+
 def test_every_step_that_gives_loops_is_verified() -> None:
     found = []
 

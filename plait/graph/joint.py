@@ -6,11 +6,15 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, replace
+from plait.graph.edit import aten, base_of, insert, replace, value_of
+from plait.graph.norm_results import forward_nodes
+
+MOST_STEPS = 16
+"""Nodes that are looked at between a value and what is compared with it: a bound on time."""
 
 
 def save_random(joint: GraphModule) -> None:
@@ -23,6 +27,39 @@ def save_random(joint: GraphModule) -> None:
         ):
             for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
                 kept.meta["recompute"] = compat.tracing.MUST_SAVE
+
+
+def save_compared(joint: GraphModule) -> None:
+    """What is compared with one of its own elements, as by the gradient of `amax`, is saved: made
+    again by another kernel it may differ in the last bit, and no element would be equal."""
+    found = []
+    for node in joint.graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+        for x, other in (node.args, reversed(node.args)):
+            x = _exact_source(x)
+            if x.all_input_nodes and value_of(x).is_floating_point():
+                found += [x] * _comes_of(other, x)
+    forward = forward_nodes(joint.graph) if found else set()
+    for x in found:
+        if x in forward and "recompute" not in x.meta:
+            x.meta["recompute"] = compat.tracing.MUST_SAVE
+
+
+def _exact_source(node: Node) -> Node:
+    """What a value is made of by views, and by what is exact in every kernel."""
+    while (node := base_of(node)).target in (aten.abs.default, aten.neg.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _comes_of(node: Node, source: Node) -> bool:
+    """Whether a value is made of another in a few steps."""
+    seen, todo = {node}, [node]
+    while todo and len(seen) < MOST_STEPS:
+        if source in (inputs := todo.pop().all_input_nodes):
+            return True
+        todo += [n for n in inputs if n not in seen]
+        seen.update(inputs)
+    return False
 
 
 def drop_bags(joint: GraphModule) -> None:

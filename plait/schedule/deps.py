@@ -31,7 +31,8 @@ def node_cost(n: ir.Node) -> float:
 class Facts(NamedTuple):
     """What a body does at one point. loads: its load nodes, each once; bufs: what they load, each
     once; indices: its index nodes. cost: cycles of its arithmetic, loads left out. checks: it holds
-    a run-time check. size: number of nodes."""
+    a run-time check. size: number of nodes. equalities: comparisons of two floats, neither of which
+    is a constant."""
 
     loads: tuple[ir.Node, ...]
     bufs: tuple[str, ...]
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
     cost: float
     checks: bool
     size: int
+    equalities: tuple[ir.Node, ...]
 
 
 class Bodies:
@@ -61,6 +63,7 @@ def _facts(roots: tuple[ir.Node, ...]) -> Facts:
     cost = 0.0
     checks = False
     size = 0
+    equalities: list[ir.Node] = []
     for n in ir.walk(roots):
         size += 1
         if n.op == "load":
@@ -68,10 +71,17 @@ def _facts(roots: tuple[ir.Node, ...]) -> Facts:
             continue
         if n.op == "index":
             indices.append(n)
+        elif n.op in ("eq", "ne") and _is_of_two_floats(n):
+            equalities.append(n)
         checks = checks or n.op in CHECKED
         cost += node_cost(n)
     bufs = tuple(dict.fromkeys([load_of(n).buf for n in loads]))
-    return Facts(tuple(loads), bufs, tuple(indices), cost, checks, size)
+    return Facts(tuple(loads), bufs, tuple(indices), cost, checks, size, tuple(equalities))
+
+
+def _is_of_two_floats(n: ir.Node) -> bool:
+    a, b = n.args
+    return a.dtype.is_float and a is not b and "const" not in (a.op, b.op)
 
 
 def roots(loop: ir.Loop) -> tuple[ir.Node, ...]:

@@ -18,7 +18,19 @@ from plait.config import Config
 from plait.devices import facts_of
 from plait.ir.calls import Extern
 from plait.ir.effects import defines, updates
-from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, fences, node
+from plait.ir.loops import (
+    Load,
+    Loop,
+    LoopProgram,
+    Node,
+    Op,
+    Pointwise,
+    Scatter,
+    cast,
+    fences,
+    node,
+    walk,
+)
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
@@ -141,9 +153,17 @@ class _Inliner:
         facts = self.bodies.of((loop.body,))
         readers = self.readers.get(loop.out, [])
         allowed = [r for r in readers if self._may(k, facts, r)]
+        if len(readers) > 1 and any(map(self._is_compared, readers)):
+            return []
         if loop.out in self.pinned or len(allowed) < len(readers):
             return [r.op for r in allowed if self._is_copy(loop, facts, r)]
         return [r.op for r in allowed] if self._pays(k, loop, facts, readers) else []
+
+    def _is_compared(self, reader: _ReadingLoop) -> bool:
+        """Whether a reader compares a value with another float, which may be made of it: made again
+        by another kernel it may differ in the last bit."""
+        equalities = self.facts[reader.op].equalities
+        return bool(equalities) and not set(reader.loads).isdisjoint(walk(equalities))
 
     def _may(self, k: int, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether a loop can go into a reader at all."""

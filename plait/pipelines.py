@@ -56,6 +56,7 @@ from plait.lower.control_flow import graphs_within
 from plait.lower.graph import Lowered
 from plait.schedule.assemble import make_plan
 from plait.schedule.by_size import split_by_size
+from plait.schedule.dedup import Shared
 from plait.schedule.deps import Bodies
 from plait.schedule.deps import drop_dead as drop_dead_loops
 from plait.schedule.fuse import fuse
@@ -82,7 +83,7 @@ from plait.schedule.plan import (
     launching_devices,
     user_launch,
 )
-from plait.schedule.share_lengths import Shared, share_lengths
+from plait.schedule.share_lengths import share_lengths
 from plait.schedule.split import split_reductions
 from plait.schedule.split_readers import split_readers
 from plait.schedule.verify import verify_plan

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from plait.ir.expr import Expr, atom_of, substitute
 from plait.ir.loops import Load, Node, walk
 from plait.schedule.legalize.linear import stmt_nodes
 from plait.schedule.plan import Kernel, Reduce
@@ -23,11 +25,39 @@ def symbol_for(name: str, taken: set[str]) -> str:
 
 LENGTH = "length"
 """The symbol of a length that is an argument, see `share_lengths.py`."""
+OFFSET = "offset"
+"""Begins the symbol of a place in a buffer that is an argument, see `share_offsets.py`."""
 
 
-def part_length(number: int) -> str:
-    """The symbol of the length of a kernel's part."""
-    return f"{LENGTH}{number}"
+def offset(number: int) -> str:
+    """The symbol of the place with this number."""
+    return f"{OFFSET}{number}_"
+
+
+def part_size(name: str, number: int) -> str:
+    """The symbol of a length or a place of a kernel's part."""
+    return f"{name}{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A kernel that is written in the place of one of the plan.
+
+    kernel: whose last sizes are lengths, or places in buffers.
+    lengths: their values.
+    """
+
+    kernel: Kernel
+    lengths: tuple[int, ...]
+
+    def given(self, k: Kernel) -> tuple[Expr, ...]:
+        """The symbols of what launches give this one besides the sizes of the plan's kernel."""
+        return self.kernel.sizes[len(k.sizes) :]
+
+    def launched(self, k: Kernel) -> Kernel:
+        """The kernel of the plan, which is known by now, with what launches give this one."""
+        values = dict(zip(map(atom_of, self.given(k)), self.lengths, strict=True))
+        return replace(k, lengths=self.lengths, grid=substitute(k.grid, values))
 
 
 def part_end(number: int) -> str:
@@ -51,8 +81,13 @@ def _places(kernel: Kernel) -> tuple[dict[str, int], dict[str, int]]:
 def _operands(
     part: Kernel, number: int, names: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    own = (part_length(number) if str(s) == LENGTH else str(s) for s in part.sizes)
+    own = (_own(str(s), number) for s in part.sizes)
     return tuple([names[b.name] for b in part.args]), tuple([sizes[s] for s in own])
+
+
+def _own(name: str, number: int) -> str:
+    is_given = name == LENGTH or name.startswith(OFFSET)
+    return part_size(name, number) if is_given else name
 
 
 def structure(kernel: Kernel) -> object:

@@ -10,40 +10,22 @@ element of a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from plait.devices import facts_of
-from plait.ir.expr import Expr, Size, atom_of, contiguous_strides, numel, substitute, symbol, total
+from plait.ir.expr import Size, contiguous_strides, numel, symbol, total
 from plait.ir.layouts import flat_index
 from plait.ir.loops import Buffer, Load, Node, check_of, node, rewrite, walk, with_args
-from plait.schedule.dedup import LENGTH, part_end, part_length, structure
+from plait.schedule.dedup import LENGTH, Shared, part_end, part_size, structure
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, Stmt, Store, stmt_roots
+from plait.schedule.share_offsets import share_offsets
 
 LEAST = 8  # lengths for which a kernel is shared: with a length that is known it is a little faster
 UNIT = 16  # elements: a length that is a multiple of it stays one, for vectors
 MAX_LENGTH = 2**31 - 2**16  # a position has 32 bits then, behind the end too
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A kernel that is written in the place of one of the plan.
-
-    kernel: whose last sizes are lengths.
-    lengths: their values.
-    """
-
-    kernel: Kernel
-    lengths: tuple[int, ...]
-
-    def launched(self, k: Kernel) -> Kernel:
-        """The kernel of the plan, which is known by now, with what launches give this one."""
-        values = dict(
-            zip(map(atom_of, self.kernel.sizes[len(k.sizes) :]), self.lengths, strict=True)
-        )
-        return replace(k, lengths=self.lengths, grid=substitute(k.grid, values))
 
 
 def share_lengths(kernels: Sequence[Kernel]) -> Mapping[str, Shared]:
@@ -61,6 +43,8 @@ def share_lengths(kernels: Sequence[Kernel]) -> Mapping[str, Shared]:
     for some in alike.values():
         if len({_length(k) for k in some}) >= LEAST:
             found |= _shared(some)
+    rest = [k for whole in kernels for k in whole.nests if k.name not in found]
+    found |= share_offsets(rest)
     return {k.name: both for k in kernels if (both := _with_parts(k, found)) is not None}
 
 
@@ -177,20 +161,24 @@ def _accesses(k: Kernel, nodes: Iterable[Node]) -> Iterator[tuple[Buffer, tuple[
 
 
 def _with_parts(k: Kernel, found: Mapping[str, Shared]) -> Shared | None:
-    """What is written for a kernel that shares, or whose parts do: each of these has a length of
-    its own, and an end if all are alike."""
+    """What is written for a kernel that shares, or whose parts do: each of these has a length, or
+    places, of its own, and an end if all are alike."""
     if not k.parts:
         return found.get(k.name)
     if not any(p.name in found for p in k.parts):
         return None
+    shared = [(at, p, found[p.name]) for at, p in enumerate(k.parts) if p.name in found]
     parts = tuple(found[p.name].kernel if p.name in found else p for p in k.parts)
-    shared = [at for at, p in enumerate(k.parts) if p.name in found]
-    values = {part_length(at): found[k.parts[at].name].lengths[0] for at in shared}
+    values = {
+        part_size(str(s), at): value
+        for at, p, made in shared
+        for s, value in zip(made.given(p), made.lengths, strict=True)
+    }
     if k.alike:
         share = facts_of(k.device).share
         ends = accumulate(-(-_length(p) // share) for p in k.parts)
         values |= {part_end(at): end for at, end in enumerate(ends)}
-    sizes: tuple[Expr, ...] = tuple(symbol(name, lo=1) for name in values)
+    sizes = tuple(symbol(name, lo=min(1, value)) for name, value in values.items())
     lengths = tuple(values.values())
     kernel = replace(k, parts=parts, sizes=(*k.sizes, *sizes), hints=(*k.hints, *lengths))
     return Shared(kernel, lengths)

@@ -15,7 +15,7 @@ from plait.ir import interp
 from plait.ir.expr import Size, atom_of, evaluate, substitute
 from plait.ir.interp import Array, Evaluation, Memory
 from plait.ir.loops import Buffer, check_of
-from plait.schedule.dedup import LENGTH, part_length
+from plait.schedule.dedup import part_operands
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel, Reduce, column_programs, part_of
 
@@ -50,10 +50,10 @@ def run_kernel(
     """Runs a kernel on flat arrays, by name of buffer. Returns k where kernel.checks[k - 1] failed,
     else 0."""
     checked = 0
+    values = [(sizes or {})[str(s)] for s in kernel.sizes]
     for number, nest in enumerate(kernel.nests):
-        given = dict(sizes or {})
-        if (own := part_length(number)) in given:
-            given[LENGTH] = given[own]
+        places = part_operands(kernel, number)[1] if kernel.parts else range(len(values))
+        given = {str(s): values[k] for s, k in zip(nest.sizes, places, strict=True)}
         if failed := _run_nest(nest, arrays, given, wide):
             return checked + failed
         checked += len(nest.checks)

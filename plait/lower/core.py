@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +67,7 @@ class View:
 
     def at(self, point: Index) -> tuple[Size, ...]:
         """The buffer's index for logical index `point`."""
-        env = {v.symbol: e for v, e in zip(self.vars, point, strict=True) if v.symbol is not None}
-        return tuple(expr.substitute(e, env) for e in self.index)
+        return _index_at(self.vars, self.index, tuple(point))
 
     def load(self, ops: Recorder, point: Index) -> Node:
         """Records the load of element `point`. Of nothing it is 0: whatever leads there, such as
@@ -84,6 +84,14 @@ class View:
         """A view of this view: its element v is element fn(v) of self."""
         vars_ = loop_vars("v", shape)
         return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
+
+
+@lru_cache(1 << 13)  # models of equal blocks ask the same again and again
+def _index_at(
+    vars_: tuple[Expr, ...], index: tuple[Size, ...], point: tuple[Size, ...]
+) -> tuple[Size, ...]:
+    env = {v.symbol: e for v, e in zip(vars_, point, strict=True) if v.symbol is not None}
+    return tuple(expr.substitute(e, env) for e in index)
 
 
 Value = (

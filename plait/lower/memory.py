@@ -8,6 +8,7 @@ find them, or make a copy that has them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -65,21 +66,22 @@ def _called(
     return ctx.whole(out)
 
 
-def _linear(ctx: Lowering, x: View) -> tuple[list[Size], Size] | None:
-    """The strides and the offset with which x's index counts elements of its buffer, or None."""
-    rest = flat = expr.total(
-        e * s for e, s in zip(x.index, ctx.buffers[x.buf].strides, strict=True)
-    )
+@lru_cache(1 << 12)
+def _linear(
+    vars_: tuple[Expr, ...], index: tuple[Size, ...], buffer_strides: tuple[Size, ...]
+) -> tuple[tuple[Size, ...], Size] | None:
+    """The strides and the offset with which an index counts elements of its buffer, or None."""
+    rest = flat = expr.total(e * s for e, s in zip(index, buffer_strides, strict=True))
     strides: list[Size] = []
-    for v in x.vars:
+    for v in vars_:
         k = expr.coefficient(flat, expr.atom_of(v))
         if k is None:
             return None
         strides.append(k)
         rest = rest - v * k
-    if any(v.symbol in expr.free_symbols(rest) for v in x.vars):
+    if any(v.symbol in expr.free_symbols(rest) for v in vars_):
         return None
-    return strides, rest
+    return tuple(strides), rest
 
 
 def strided(ctx: Lowering, x: View) -> TensorArg | None:
@@ -93,10 +95,11 @@ def strided(ctx: Lowering, x: View) -> TensorArg | None:
 
 def _described(ctx: Lowering, x: View) -> TensorArg | None:
     """The same of its buffer as it is laid out now."""
-    found = ([*ctx.buffers[x.buf].strides], 0) if ctx.is_whole(x) else _linear(ctx, x)
+    lies = ctx.buffers[x.buf].strides
+    found = (lies, 0) if ctx.is_whole(x) else _linear(x.vars, x.index, lies)
     if found is None:
         return None
-    strides, rest = found
+    strides, rest = [*found[0]], found[1]
     # A dimension of size 1 has a variable that is always 0: give it a stride that keeps
     # contiguity checks happy.
     for d in range(len(strides) - 1, -1, -1):

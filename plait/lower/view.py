@@ -8,6 +8,7 @@ dimensions of equal size, and only within a group is it taken apart by division 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -34,8 +35,9 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------ reshape
+@lru_cache(1 << 12)
 def reshape_index(
-    old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]
+    old: tuple[Size, ...], new: tuple[Size, ...], at: tuple[Size, ...]
 ) -> tuple[Size, ...]:
     """The index into shape `old` of the element that is at index `at` of shape `new` (same number
     of elements, row-major)."""

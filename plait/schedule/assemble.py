@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from plait.ir.calls import Extern
 from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Expr, free_symbols
 from plait.ir.layouts import flat_index
 from plait.ir.loops import LoopProgram, Mutate, Node, Scan, Scatter, index_exprs, walk
-from plait.schedule.axes import AxisUse, choose_axes
+from plait.schedule.axes import Axes, AxisUse, choose_axes
 from plait.schedule.batch import batch
 from plait.schedule.deps import load_of, memory_roots, read_for_symbols, roots
 from plait.schedule.group import Group, Member, is_ordered, moved, statements
@@ -30,12 +31,12 @@ def make_plan(grouping: Grouping, ordered: Sequence[ScheduleNode], names: Names)
     ordered = [_without_unneeded(u, needed) for u in ordered]
     targets = {op.source: op.target for op in program.ops if isinstance(op, Mutate)}
     made: list[list[Step]] = []
+    maker = partial(_KernelMaker, grouping=grouping, targets=targets, chosen={})
     for node in ordered:
         if isinstance(node.item, Group):
-            made.append([_KernelMaker(node, grouping, targets).kernel(names)])
+            made.append([maker(node).kernel(names)])
         elif isinstance(node.item, HorizontalGroup):
-            nodes = node.item.nodes
-            made.append([_KernelMaker(u, grouping, targets).kernel(names) for u in nodes])
+            made.append([maker(u).kernel(names) for u in node.item.nodes])
         else:
             step = node.item
             assert isinstance(step, Step), step
@@ -59,11 +60,18 @@ def _without_unneeded(node: ScheduleNode, needed: set[str]) -> ScheduleNode:
 
 
 class _KernelMaker:
-    """Turns one group into a kernel. targets: the inputs whose new values buffers are."""
+    """Turns one group into a kernel. targets: the inputs whose new values buffers are. chosen: the
+    axes of kernels before it, by what they were chosen for: many are alike."""
 
-    def __init__(self, node: ScheduleNode, grouping: Grouping, targets: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        node: ScheduleNode,
+        grouping: Grouping,
+        targets: Mapping[str, str],
+        chosen: dict[object, Axes],
+    ) -> None:
         assert isinstance(node.item, Group), node.item
-        self.targets = targets
+        self.targets, self.chosen = targets, chosen
         self.node, self.group = node, node.item
         self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
         self.facts = [grouping.bodies.of(roots(m.loop)) for m in self.group.members]
@@ -88,9 +96,10 @@ class _KernelMaker:
     def kernel(self, names: Names) -> Kernel:
         """The kernel, on the best axes."""
         g = self.group
-        axes = choose_axes(
-            g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)), self.hints
-        )
+        asked = g.vars, g.rvars, tuple(self._accesses()), any(map(is_ordered, g.members))
+        axes = self.chosen.get(asked)
+        if axes is None:
+            axes = self.chosen[asked] = choose_axes(*asked, self.hints)
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
         stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.node.writes]

@@ -185,12 +185,13 @@ def openvino(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     return call
 
 
+PLAIT = ("plait.capture.backend", "plait.compile")
 INDUCTOR = ("torch._dynamo", "torch.export", "torch._inductor.compile_fx")
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("eager", eager),
-        Peer("plait", plait(), modules=("plait.capture.backend",)),
+        Peer("plait", plait(), modules=PLAIT),
         Peer(
             "plait.compile",
             plait_compile,
@@ -235,7 +236,7 @@ GPU_PEERS = {
     peer.name: peer
     for peer in (
         Peer("eager", eager),
-        Peer("plait", plait(), modules=("plait.capture.backend",)),
+        Peer("plait", plait(), modules=PLAIT),
         Peer(
             "plait.compile",
             plait_compile,
@@ -243,7 +244,7 @@ GPU_PEERS = {
             trains=False,
             modules=("plait.capture.export",),
         ),
-        Peer("plait-graphs", plait("reduce-overhead"), modules=("plait.capture.backend",)),
+        Peer("plait-graphs", plait("reduce-overhead"), modules=PLAIT),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("inductor", inductor(), modules=GPU_MODULES),
         Peer("inductor-cpp", inductor(cpp_wrapper=True), modules=GPU_MODULES),

@@ -1,4 +1,5 @@
-"""Compiling and running, training included, loads nothing of the compiler that PyTorch ships.
+"""Compiling and running, training included, loads nothing of the compiler that PyTorch ships; and
+nothing of plait's own compiler is loaded before the first graph.
 
 The exceptions are torch's own doing and are stated here: `torch.cond`, `flex_attention`, user
 Triton kernels and compiled optimiser steps.
@@ -98,3 +99,23 @@ def test_the_check_would_find_them() -> None:
     code = "import sys, torch._inductor.ir\nprint([m for m in sys.argv[1:] if m in sys.modules])"
     done = warm.run("-c", code, *FORBIDDEN, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert "torch._inductor.ir" in done.stdout, done.stderr
+
+
+LOOKED_UP = """
+import sys, torch, plait
+def own():
+    return {m for m in sys.modules if m.startswith("plait.")}
+assert not own(), own()
+fn = torch.compile(lambda x: x + 1, backend="plait")
+compiler = {"plait.compile", "plait.pipelines", "plait.ir.loops", "plait.lower.core"}
+rooms = ("plait.schedule.", "plait.kernel.")
+print(sorted(m for m in own() if m in compiler or m.startswith(rooms)))
+fn(torch.ones(3))
+assert compiler < own()
+"""
+
+
+def test_the_compiler_is_loaded_by_the_first_graph() -> None:
+    done = warm.run("-c", LOOKED_UP, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -2,8 +2,8 @@
 
 AOTAutograd makes one inference graph, or a forward and a backward graph, each compiled by
 `plait.compile`. Where what its own callable does around them can be done natively (`direct.py`,
-`training.py`), Dynamo gets a native callable. Loading this module loads the whole compiler, so that
-the first call pays for compiling only: `backend="plait"` is looked up when torch.compile is called.
+`training.py`), Dynamo gets a native callable. Loading this module, when `backend="plait"` is looked
+up, does not load the compiler: the first graph does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
-from plait.capture.program import compile_captured
+from plait.capture.program import compile_captured, load_compiler
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph
@@ -40,13 +40,11 @@ from plait.capture.warm.frames import start_warm
 from plait.capture.warm.graphs import Kept, backward_text, keep_backward, keep_graph, kept_here
 from plait.capture.writes import check_writes
 from plait.compat.frame_facts import NotKept
-from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
 from plait.log import KERNELS, STAGES, PassLog
-from plait.pipelines import split_joint
-from plait.wrapper.program import Target
+from plait.wrapper.program import Program, Target
 from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
@@ -137,6 +135,7 @@ class _OneGraph:
     def compile(
         self, gm: compat.tracing.DynamoGraph, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
+        load_compiler()
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             check_writes(gm)  # on the graph as it came
@@ -194,6 +193,8 @@ class _OneGraph:
     def partition(
         self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
+        from plait.pipelines import split_joint
+
         forward, backward = split_joint(self.cfg, joint, joint_inputs, **kwargs)
         self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward

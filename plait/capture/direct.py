@@ -18,9 +18,9 @@ from torch.fx import GraphModule
 from plait import _native, compat
 from plait.capture.aliases import offset_in, repeats_memory, same_bits
 from plait.compat.frame_facts import NotKept
-from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
+from plait.wrapper.program import Program
 
 _TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
 

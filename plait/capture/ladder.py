@@ -35,11 +35,9 @@ from plait.graph.captured import GraphKind
 from plait.graph.edit import output_of
 from plait.ir.dtypes import opaque
 from plait.ir.expr import symbol
-from plait.ir.loops import LoopProgram
 from plait.log import STAGES, PassLog
 from plait.lower import symbols
 from plait.lower.dtypes import device_name
-from plait.schedule.plan import MemoryPlan, Plan
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Artifacts, CompileRecord, Program, observe
 from plait.wrapper.targets import TARGETS
@@ -270,6 +268,10 @@ def _one_call(gm: GraphModule, name: str) -> ins.WrapperProgram:
 def _record(
     name: str, kind: GraphKind, n_ops: int, taken: Steps, program: ins.WrapperProgram | None = None
 ) -> CompileRecord:
+    # The compiler's: where the program is from an earlier process, nobody has loaded them.
+    from plait.ir.loops import LoopProgram
+    from plait.schedule.plan import MemoryPlan, Plan
+
     empty = LoopProgram((), {}, {}, (), (), {})
     return CompileRecord(
         name=name,

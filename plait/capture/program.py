@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 import plait.graph.fits  # noqa: F401 - with strides.py, puts its checks into the table
-from plait.compile import Program, compile_graph
 from plait.config import Config
 from plait.errors import InternalError, PlaitError, raised_at, warn_once
 from plait.graph.captured import Captured
 from plait.log import PassLog
 from plait.runtime.toolchain import ToolchainMissing
-from plait.wrapper.program import Target
+from plait.wrapper.program import Program, Target
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +54,20 @@ def roomy(fn: Callable[P, T]) -> Callable[P, T]:
 
     call.__code__ = call.__code__.replace(co_stacksize=_ROOM)
     return wraps(fn)(call)
+
+
+def load_compiler() -> None:
+    """Before the first graph is traced, and not sooner: where programs come from an earlier process
+    nothing is compiled."""
+    with collector_paused():
+        import_module("plait.compile")
+
+
+def compile_graph(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
+    """`plait.compile.compile_graph`, loaded when it is called."""
+    from plait.compile import compile_graph
+
+    return compile_graph(captured, cfg, target)
 
 
 def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:

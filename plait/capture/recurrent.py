@@ -2,7 +2,7 @@
 
 How many steps a packed sequence has, and how many rows each of them, is known when the program
 runs; torch's decompositions take a layer apart into its steps. Where that number is not known, and
-no gradient is taken, a layer stays whole (`lower/recurrent.py`).
+no gradient is taken, a layer stays whole (`runtime/layers.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from plait.compat.shared import Shared
-from plait.lower.recurrent import LAYERS, WHOLE, is_packed
+from plait.runtime.layers import LAYERS, WHOLE, is_packed
 
 Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
 _aten = torch.ops.aten

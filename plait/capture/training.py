@@ -21,10 +21,10 @@ from plait import _native, compat
 from plait.capture.direct import calls_custom_ops, marks_data
 from plait.capture.ladder import AsItCame
 from plait.compat.frame_facts import NotKept
-from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
 from plait.lower.symbols import is_ragged
+from plait.wrapper.program import Program
 
 CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
 Interpret = Callable[[list[Any]], tuple[Any, ...]]

@@ -34,6 +34,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from plait.runtime import generated
+from plait.runtime.operators import register_fake
 from plait.runtime.source import executed
 
 _outer: ContextVar[generated.Keys | None] = ContextVar("plait_fx_outer", default=None)
@@ -145,7 +146,7 @@ def _register() -> Any:
         for lazy in ("Conjugate", "Negative"):
             # Kernels are handed values by `generated`.
             library.impl(name, torch.library.fallthrough_kernel, lazy)
-        torch.library.register_fake(f"plait::{name}", lambda *args, **kwargs: None, lib=library)
+        register_fake(library, name, lambda *args, **kwargs: None)
         has_side_effect(getattr(torch.ops.plait, name).default)
     return library
 

@@ -38,6 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.runtime.operators import register_fake
+
 _COSTS = {48: 1.0, 64: 1.03, 80: 1.06, 32: 1.1, 16: 1.3}
 """Widths of panels, and what a column costs in one: narrow ones load more a product."""
 
@@ -228,7 +230,7 @@ def _register() -> Any:
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"plait::{name}", fake, lib=library)
+        register_fake(library, name, fake)
     return library
 
 

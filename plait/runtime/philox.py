@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from plait.errors import UserError
+from plait.runtime.operators import register_fake
 
 _M32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -150,7 +151,7 @@ def _register() -> Any:
     checked = "(Tensor x, float low, float high, str message) -> Tensor"
     library.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
     library.impl("seed", _seed, "CompositeExplicitAutograd")
-    torch.library.register_fake("plait::seed", _fake_seed, lib=library)
+    register_fake(library, "seed", _fake_seed)
     for name, schema, run, fake in (
         ("philox_uniform", floats, _uniform, _fake_float),
         ("philox_normal", floats, _normal, _fake_float),
@@ -159,7 +160,7 @@ def _register() -> Any:
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"plait::{name}", fake, lib=library)
+        register_fake(library, name, fake)
     return library
 
 

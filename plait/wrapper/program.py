@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import Fallback
-from plait.kernel.target import Source
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
-from plait.schedule.plan import Plan
 from plait.wrapper import instructions as ins
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.walk import used
+
+if TYPE_CHECKING:  # a program that is loaded needs neither
+    from plait.kernel.target import Source
+    from plait.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import plait
 from plait.capture.program import collector_paused
 from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
-from plait.capture.warm.prints import Prints, named_function
+from plait.capture.warm.prints import IMMUTABLE, Prints, named_function, shadowed_names
 from plait.compat import frame_facts, frames
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
+from plait.compat.torch_functions import torch_functions
 from plait.config import Config
 from plait.log import STAGES, PassLog
 from plait.runtime.store import STARTS, Store, key_of
@@ -130,6 +131,8 @@ def _key(frame: Frame, cfg: Config) -> str:
             _versions(),
             _machine(),
             prints.code(frame.code),
+            str(shadowed_names(frame.code, frame.globals)),
+            torch_functions(),
             json.dumps(closure),
             json.dumps(frames.ambient_state()),
             json.dumps(flags()),
@@ -246,9 +249,12 @@ def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
 
 
 def _same(traced: Traced, values: Values) -> list[int]:
-    tensors = [values[g.source] for g in traced.guards if g.kind == "TENSOR_MATCH"]
+    """Of each guard of an object that can change, the first that is of the same object."""
     first: dict[int, int] = {}
-    return [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
+    held = [values[g.source] for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
+    return [
+        first.setdefault(id(x), k) for k, x in enumerate(held) if not isinstance(x, IMMUTABLE)
+    ]
 
 
 def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
@@ -280,7 +286,7 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     if unmet := values.unmet(traced.sizes[0]):
         raise NotKept(f"{unmet} does not hold")
     if _same(traced, values) != list(entry.same):
-        raise NotKept("other tensors are the same one")
+        raise NotKept("other objects are the same one")
     for module, path, told in entry.named:
         value = named(module, path)
         if value is None or prints.identity(value) != told:

@@ -7,6 +7,9 @@ a function and a class all of their code, of other things what a guard of that k
 
 from __future__ import annotations
 
+import _abc
+import abc
+import builtins
 import enum
 import functools
 import hashlib
@@ -32,6 +35,11 @@ _BUILTIN = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
+IMMUTABLE = (
+    *_PLAIN, *_NAMED, *_OPERATORS, *_BUILTIN, tuple, frozenset, slice, range, enum.Enum, type,
+    types.FunctionType, types.CodeType, types.MethodType, types.ModuleType,
+)  # fmt: skip
+"""Of which it makes no difference whether two are the same object."""
 _OF_NO_USE = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __abstractmethods__ _abc_impl "
     "__static_attributes__ __firstlineno__ __parameters__ __orig_bases__".split()
@@ -154,7 +162,10 @@ class Prints:
         cells = [self._cell(c) for c in fn.__closure__ or ()]
         inner = getattr(fn, "__wrapped__", None)
         wrapped = self.identity(inner) if isinstance(inner, types.FunctionType) else ""
-        return f"{self.code(fn.__code__)} {defaults} {by_name} {cells} {wrapped}"
+        if getattr(fn, "_dynamo_marked_constant", False):
+            raise NotKept("a function whose result is assumed to be constant")
+        shadowed = shadowed_names(fn.__code__, fn.__globals__)
+        return f"{self.code(fn.__code__)} {defaults} {by_name} {cells} {wrapped} {shadowed}"
 
     def _cell(self, cell: Any) -> str:
         try:
@@ -176,6 +187,11 @@ class Prints:
                 return _path(type(value))
         if isinstance(inner := getattr(value, "__wrapped__", None), types.FunctionType):
             return f"{_path(type(value))} of {self.identity(inner)}"
+        if isinstance(value, types.MethodType):
+            # A context manager as a decorator: its state is in the object.
+            held = sorted(vars(value.__self__).items()) if _is_torch(value.__self__) else []
+            state = [f"{k} {v!r}" for k, v in held if isinstance(v, (*_PLAIN, *_NAMED))]
+            return f"{self._part(value.__func__)} {_path(type(value.__self__))} {state}"
         if isinstance(value, (type, types.ModuleType)):
             return _path(value)
         if plain and isinstance(value, _PLAIN):
@@ -189,7 +205,37 @@ class Prints:
             for c in cls.__mro__ if _is_python(c)
         ]  # fmt: skip
         meta = "" if type(cls) is type else self.identity(type(cls))
-        return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta}"
+        more = ""
+        if issubclass(cls, enum.Enum):
+            more = str([f"{name} {m._value_!r}" for name, m in cls.__members__.items()])
+        elif isinstance(cls, abc.ABCMeta):
+            more = str(sorted(_path(c) for c in _registered(cls)))
+        return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
+
+
+def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:
+    """The built-in names in a code that its module gives another meaning."""
+    names = {name for name in code.co_names if name in scope and hasattr(builtins, name)}
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType):
+            names.update(shadowed_names(c, scope))
+    return sorted(names)
+
+
+def _registered(cls: abc.ABCMeta) -> set[type]:
+    """The classes that count as subclasses of an abstract class because somebody said so."""
+    found: set[type] = set()
+    for c in (cls, *type.__subclasses__(cls)):
+        if isinstance(c, abc.ABCMeta):
+            registry: Any = _abc._get_dump(c)[0]  # type: ignore[attr-defined]
+            found.update(made for ref in registry if (made := ref()) is not None)
+            if c is not cls:
+                found.update(_registered(c))
+    return found
+
+
+def _is_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "__dict__")
 
 
 def _is_python(cls: type) -> bool:

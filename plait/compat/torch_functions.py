@@ -1,0 +1,55 @@
+"""Whether PyTorch's own Python functions are those that it brought.
+
+Dynamo puts calls of them into its graph without a look inside, and AOTAutograd runs them: what they
+call is traced, and nothing guards on it.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.modules.module
+import torch.overrides
+import typing_extensions
+
+from plait.compat.frame_facts import NotKept
+
+_HOMES = (
+    f"{Path(torch.__file__).parent}/", sysconfig.get_path("stdlib"), typing_extensions.__file__,
+    "<string>", "<frozen",
+)  # fmt: skip
+"""Where the code of its functions, and of what they are decorated with, stands."""
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_SPACES: tuple[Any, ...] = (
+    torch, torch.Tensor, torch._tensor, torch.functional, torch.nn.functional, torch.nn.init,
+    torch.nn.Module, torch.nn.modules.module, torch.autograd.Function, torch.linalg, torch.fft,
+    torch.special, torch.overrides, torch._jit_internal, torch._C, torch._C._nn, torch._C._linalg,
+    torch._C._fft, torch._C._special, torch._VF,
+)  # fmt: skip
+
+
+def torch_functions() -> str:
+    """What stands where PyTorch's functions stood, as a text. Raises NotKept where it is somebody
+    else's code."""
+    found = []
+    for space in _SPACES:
+        for name, value in vars(space).items():
+            kind = type(value)
+            if kind is types.FunctionType:
+                code = value.__code__
+                if not code.co_filename.startswith(_HOMES):
+                    raise NotKept(f"{space.__name__}.{name}, which is not PyTorch's own")
+                found.append(f"{name} {code.co_filename} {code.co_firstlineno}")
+            elif kind in _BUILT_IN and value.__name__ != name:
+                found.append(f"{name} {value.__name__}")
+        found.append("")
+    kernels = sorted(k for k in torch.library._impls if k.startswith("aten/"))
+    hooks = vars(sys.modules["torch.nn.modules.module"])
+    if any(v for name, v in hooks.items() if name.startswith("_global_") and name[-5:] == "hooks"):
+        raise NotKept("hooks of all modules")
+    return "\n".join((*found, *kernels))

@@ -1,10 +1,11 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a
-call), `package` and `load` (the same as a file, for processes without the compiler), `explain`,
-`watch` (callbacks on intermediates), `plait_backend` (what torch.compile calls), `FxCompiler` (the
-base of compilers out of tree), `list_modes`, `list_options`, `Config` and the errors. Importing
-this package alone loads nothing but itself.
+call), `package` and `load` (the same as a file, for processes without the compiler), `warm_start`
+(takes what the process before compiled), `explain`, `watch` (callbacks on intermediates),
+`plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree),
+`list_modes`, `list_options`, `Config` and the errors. Importing this package alone loads nothing
+but itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from plait.config import Config as Config
     from plait.config import list_modes as list_modes
     from plait.config import list_options as list_options
+    from plait.config import warm_start as warm_start
     from plait.errors import InputError as InputError
     from plait.errors import InternalError as InternalError
     from plait.errors import PlaitError as PlaitError
@@ -42,6 +44,7 @@ _HOME = {
     "Config": "plait.config",
     "list_modes": "plait.config",
     "list_options": "plait.config",
+    "warm_start": "plait.config",
     "InputError": "plait.errors",
     "InternalError": "plait.errors",
     "PlaitError": "plait.errors",

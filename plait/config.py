@@ -326,6 +326,14 @@ def _rows() -> tuple[Row, ...]:
 _DEFAULT = Config()
 
 
+def warm_start(folder: str | os.PathLike[str] = "") -> None:
+    """From now on torch.compile with plait starts warm, in this process and in those that it
+    starts. folder: of all caches, where it is not the usual one."""
+    os.environ["PLAIT_WARM_START"] = "1"
+    if folder:
+        os.environ["PLAIT_CACHE_DIR"] = os.fspath(folder)
+
+
 def list_modes() -> list[str]:
     """The modes that `torch.compile(mode=...)` and `plait.compile(mode=...)` take."""
     return list(MODES)

@@ -44,6 +44,7 @@ def test_the_pages_for_users_run(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # plait.warm_start() is one of the blocks
     model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.LayerNorm(16))
     x = torch.randn(8, 24)
     scope: dict[str, Any] = {"model": model, "x": x}

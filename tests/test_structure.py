@@ -199,9 +199,10 @@ def test_the_compiler_is_small() -> None:
     # modules of torch.fx with branches and loops that are read from a file, 140 layouts and
     # products of convolutions on a CPU, 260 pairs and parts of columns of products, 10 kernels of
     # convolutions, of which no guard is left, 560 caches that processes and machines share,
-    # 180 what recompiles are told by and what equal blocks share, 1,300 starts without a trace, 50
-    # what is compared with what is made of it, 90 kernels that are told their places.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 61_390
+    # 160 what recompiles are told by, 1,460 starts without a trace, 50 what is compared with what
+    # is made of it, 90 kernels that are told their places, 250 what equal blocks share, 100 costs
+    # of first calls.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 61_900
 
 
 def imports(path: Path, package: str) -> set[str]:

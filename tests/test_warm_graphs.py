@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import plait
 from plait.capture.warm import frames
 
 OPTIONS = {"warm_start": True, "strict": True}
@@ -179,6 +180,27 @@ def test_what_is_not_kept(text: str, why: str, started: Callable[[], list[str]])
     g = torch.compile(f, backend="plait", options=OPTIONS)
     torch.testing.assert_close(g(torch.ones(3)), f(torch.ones(3)))
     assert why in started()
+
+
+def test_explain_tells(started: Callable[[], list[str]]) -> None:
+    for _, g in both(PLAIN, started):
+        g(torch.ones(2, 2), torch.ones(2, 2))
+        report = plait.explain(lambda x: x + 1, torch.ones(2), quiet=True)
+        assert report.starts[-1] in ("f: kept for the next process", "f: started warm")
+        assert report.starts[-1] in report.text
+
+
+def test_warm_start_of_a_process(
+    started: Callable[[], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIT_WARM_START", "")  # so that both are as they were afterwards
+    monkeypatch.setenv("PLAIT_CACHE_DIR", "")
+    plait.warm_start(tmp_path / "here")
+    for how in ("kept", "warm"):
+        g = torch.compile(made(PLAIN)["f"], backend="plait")
+        g(torch.ones(2, 2), torch.ones(2, 2))
+        assert started() == [how]
+    assert list((tmp_path / "here" / "warm").iterdir())
 
 
 def test_damaged_entries_are_compiled_again(

@@ -25,11 +25,12 @@ _HOMES = (
 )  # fmt: skip
 """Where the code of its functions, and of what they are decorated with, stands."""
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_C: Any = torch._C
 _SPACES: tuple[Any, ...] = (
     torch, torch.Tensor, torch._tensor, torch.functional, torch.nn.functional, torch.nn.init,
     torch.nn.Module, torch.nn.modules.module, torch.autograd.Function, torch.linalg, torch.fft,
-    torch.special, torch.overrides, torch._jit_internal, torch._C, torch._C._nn, torch._C._linalg,
-    torch._C._fft, torch._C._special, torch._VF,
+    torch.special, torch.overrides, torch._jit_internal, _C, _C._nn, _C._linalg,
+    _C._fft, _C._special, torch._VF,
 )  # fmt: skip
 
 

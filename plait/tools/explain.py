@@ -21,6 +21,7 @@ from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.sources import check_callable
+from plait.capture.warm.frames import outcomes
 from plait.config import Config
 from plait.runtime.graphs import refusals
 from plait.tools.report import Report
@@ -102,6 +103,7 @@ def _shown(
         tuple(given_up),
         tuple(dynamo.left_to_eager),
         tuple(r.line for r in recompiles.found),
+        tuple(dict.fromkeys(o.line for o in outcomes)),
     )
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))

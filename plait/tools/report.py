@@ -38,7 +38,9 @@ class Report:
     left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled
     too often.
     recompiles: what Dynamo compiled again in this process, the guards that failed, and what would
-    avoid it; the last ones, in order."""
+    avoid it; the last ones, in order.
+    starts: with the option warm_start: which functions of this process started warm, which were
+    kept for the next one, and why others were not."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
@@ -46,6 +48,7 @@ class Report:
     given_up: tuple[str, ...] = ()
     left_to_eager: tuple[str, ...] = ()
     recompiles: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:
@@ -85,6 +88,7 @@ class Report:
         lines += _section("operators written out as others", self._steps("operators"))
         lines += _section("graph breaks", self.breaks)
         lines += _section("compiled again in this process", self.recompiles[-MANY:])
+        lines += _section("warm starts of this process", self.starts[-MANY:])
         lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
         lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))

@@ -41,6 +41,12 @@ class Outcome:
     function: str
     how: str
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        told = {"warm": "started warm", "kept": "kept for the next process"}
+        return f"{self.function}: {told.get(self.how, f'not kept: {self.how}')}"
+
 
 outcomes: deque[Outcome] = deque(maxlen=1000)
 """Of the last frames of this process that could start warm."""
@@ -69,7 +75,7 @@ def _started(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
     try:
         key = _key(frame, cfg)
     except NotKept as why:
-        log.note(STAGES, f"{log.name}: no warm start: {why}")
+        _tell(log, frame, str(why))
         return compile_frame()
     for slot in range(SLOTS):
         data = store.read(_slot(key, slot))
@@ -82,15 +88,17 @@ def _started(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
                 raise
             log.note(STAGES, f"{log.name}: entry {slot} is not taken: {type(why).__name__}: {why}")
         else:
-            outcomes.append(Outcome(frame.code.co_name, "warm"))
-            log.note(STAGES, f"{log.name}: starts warm")
+            _tell(log, frame, "warm")
             return result
     with keeping(cfg.strict) as kept:
         result = _compiled(frame, compile_frame, kept, lambda entry: _keep(store, key, entry))
-    outcome = f"is not kept: {kept.reason}" if kept.reason else "is kept for the next process"
-    outcomes.append(Outcome(frame.code.co_name, kept.reason or "kept"))
-    log.note(STAGES, f"{log.name}: {outcome}")
+    _tell(log, frame, kept.reason or "kept")
     return result
+
+
+def _tell(log: PassLog, frame: Frame, how: str) -> None:
+    outcomes.append(Outcome(frame.code.co_name, how))
+    log.note(STAGES, outcomes[-1].line)
 
 
 def _config_of(frame: Frame) -> Config | None:
@@ -101,7 +109,7 @@ def _config_of(frame: Frame) -> Config | None:
         return None
     options: Mapping[str, Any] = getattr(backend, "kwargs", {})
     cfg = Config.from_env().with_options(options.get("options"), options.get("mode"))
-    usual = cfg.wrapper == "native" and not cfg.debug_dir
+    usual = cfg.wrapper == "native" and not (cfg.debug_dir or cfg.debug > STAGES)
     if not cfg.warm_start or not usual or observers.get() or watcher() is not None:
         return None
     return cfg if frames.is_ordinary_state() else None
@@ -252,9 +260,7 @@ def _same(traced: Traced, values: Values) -> list[int]:
     """Of each guard of an object that can change, the first that is of the same object."""
     first: dict[int, int] = {}
     held = [values[g.source] for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
-    return [
-        first.setdefault(id(x), k) for k, x in enumerate(held) if not isinstance(x, IMMUTABLE)
-    ]
+    return [first.setdefault(id(x), k) for k, x in enumerate(held) if not isinstance(x, IMMUTABLE)]
 
 
 def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:

@@ -180,7 +180,7 @@ def _named_data(name: str, value: Any) -> list[Any]:
         if isinstance(value, kind):
             return [kind.__name__, str(value).removeprefix("torch.")]
     where = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if isinstance(value, types.FunctionType) and where[0].partition(".")[0] != "torch":
+    if isinstance(value, types.FunctionType) and not str(where[0]).startswith("torch."):
         raise NotKept(f"a graph that calls {where[1]}, which Dynamo does not look into")
     if value is not None and named(*where) is value:
         return ["object", *where]

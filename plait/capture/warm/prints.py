@@ -7,12 +7,12 @@ a function and a class all of their code, of other things what a guard of that k
 
 from __future__ import annotations
 
-import _abc
 import abc
 import builtins
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -23,6 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
 
+_ABC: Any = importlib.import_module("_abc")  # knows which classes were registered
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
@@ -225,9 +226,9 @@ def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:
 def _registered(cls: abc.ABCMeta) -> set[type]:
     """The classes that count as subclasses of an abstract class because somebody said so."""
     found: set[type] = set()
-    for c in (cls, *type.__subclasses__(cls)):
+    for c in (cls, *type.__subclasses__(cls)):  # type: ignore[arg-type]
         if isinstance(c, abc.ABCMeta):
-            registry: Any = _abc._get_dump(c)[0]  # type: ignore[attr-defined]
+            registry = _ABC._get_dump(c)[0]
             found.update(made for ref in registry if (made := ref()) is not None)
             if c is not cls:
                 found.update(_registered(c))

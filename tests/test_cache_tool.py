@@ -8,9 +8,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import time
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from plait.runtime.cache import get_or_build
 from plait.runtime.store import CUBINS, KINDS, LIBRARIES, TUNED, Kind, Store, key_of, sealed
 from plait.runtime.toolchain import find_toolchain
 from plait.tools import archive
+from plait.tools import cache as tool
 from plait.tools.archive import place_of, write_archive
 
 SOURCE = 'extern "C" long answer() { return 42; }'
@@ -326,3 +329,54 @@ def test_a_kind_of_entries_is_a_row() -> None:
     with pytest.raises(AssertionError, match="no row of KINDS"):
         Store.of(Config(), Kind("others", "others", ".x", "nothing"))
     assert len({(k.folder, k.suffix) for k in KINDS}) == len({k.name for k in KINDS}) == len(KINDS)
+
+
+# -------------------------------------------------------------------------------------- all at once
+def kill(*children: int) -> None:
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    assert ends == [signal.SIGKILL] * len(children), "one found a fault"
+
+
+def _use_at_random(seed: int, folder: Path) -> None:
+    """What processes and people do to a cache, until killed. Ends where an entry is not what its
+    key says, or one is damaged."""
+    rng, cfg, parent = random.Random(seed), Config.from_env(), os.getppid()
+    try:
+        while os.getppid() == parent:
+            kind, k = rng.choice([TUNED, CUBINS]), rng.randrange(30)
+            store, key = Store.of(cfg, kind), key_of([str(k)])
+            want = f"{kind.name} {k}".encode() * 20_000
+            match rng.randrange(30):
+                case 0:
+                    tool.prune(cfg, rng.randrange(5_000_000), None)
+                case 1:
+                    assert tool.verify(cfg, removes=False) == 0, "a damaged entry"
+                case 2:
+                    tool.export(cfg, folder / f"{seed}", ["tuned", "cubins"])
+                    tool.import_(cfg, folder / f"{seed}")
+                case _:
+                    make = partial(store.put, key, want)
+                    found, _ = store.once(key, partial(store.find, key), make)
+                    assert found.read() == sealed(want), "another entry"
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.stress
+def test_whoever_is_killed_leaves_a_good_cache(folder: Path, tmp_path: Path) -> None:
+    children: list[int] = []
+    try:
+        for seed in range(8):
+            child = os.fork()
+            if child == 0:
+                warnings.simplefilter("error")
+                _use_at_random(seed, tmp_path)
+            children.append(child)
+            if len(children) > 3:
+                time.sleep(0.05)
+                kill(children.pop(0))
+    finally:
+        kill(*children)
+    assert exits("verify") == 0

@@ -87,7 +87,7 @@ PACKS = Kind("packs", "kernels", ".cubins", "the GPU kernels of a graph")
 CUBINS = Kind("cubins", "cubins", ".cubin", "single GPU kernels")
 TUNED = Kind("tuned", "tuned", ".json", "which version of a GPU kernel is fastest")
 STARTS = Kind("starts", "warm", ".frame", "what came of compiled functions, for warm starts")
-BACKWARDS = Kind("backward programs", "warm", ".backward", "of warm starts")
+BACKWARDS = Kind("backwards", "warm", ".backward", "backward programs of warm starts")
 KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED, STARTS, BACKWARDS)
 
 

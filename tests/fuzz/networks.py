@@ -1,6 +1,6 @@
 """Layers in a row: convolutions of every kind, batch norms and pooling in several layouts; products
 with what is computed before and behind them; concatenations and what reads them; reductions at very
-different sizes.
+different sizes; states that go through rows, which are written one by one.
 
 A maker adds several statements, each of which reads the last one. What a program's weights are is
 noted in `Maker.weights`: a module may hold them as parameters, and as constants.
@@ -413,6 +413,45 @@ def reduction(m: Maker) -> str:
     return _activated(m, made) if made and m.rng.random() < 0.3 else made
 
 
+STEPS = (
+    ("{h} + {x}", "whole"), ("({h} + {x}).relu()", "whole"), ("{h} * {w} + {x}", "whole"),
+    ("torch.maximum({h}, {x} * 2)", "whole"), ("torch.tanh({h} * {w} + {x})", "no"),
+    ("{h} * {x}.sigmoid() + {w}", "no"), ("F.silu({x}) - {h}", "no"),
+)  # fmt: skip
+
+
+def recurrence(m: Maker) -> str:
+    """A state that goes through the rows of a tensor, each of which is written where another has
+    its rows: mostly all, in any order, perhaps twice, or read on the way."""
+    d, n = m.rng.choice((0, 1, 1, 2)), m.rng.randint(1, 6)
+    shape = [m.rng.choice((*m.calls[0].sizes, "1", "3", "16")) for _ in range(3)]
+    rest, shape[d] = shape[:d] + shape[d + 1 :], str(n)
+    dtype, values = _float(m), m.rng.choice(("whole", "normal"))
+    x = m.operand(tuple(shape), dtype, values)
+    h, w = m.operand(tuple(rest), dtype, values), weight(m, (1,), dtype)
+    other = dtype if m.rng.random() < 0.8 else m.rng.choice(("float32", "float16", "float64"))
+    start = f"torch.{m.rng.choice(('zeros', 'ones'))}_like({x}, dtype=torch.{other})"
+    out = m.add("recurrences", start)
+    at = [*range(n), *(m.rng.randrange(n) for _ in range(m.rng.choice((0, 0, 1))))]
+    if m.rng.random() < 0.5:
+        at = at[::-1] if m.rng.random() < 0.5 else m.rng.sample(at, len(at))
+    text, exact = m.rng.choice(STEPS)
+    for k in at[m.rng.random() < 0.1 :] if out else ():
+        row = f"{x}.select({d}, {k})"
+        h = m.add("recurrences", text.format(h=h, x=row, w=w), exact=exact) or h
+        to = k - n if m.rng.random() < 0.1 else k
+        ways = (f"{out}.select({d}, {to}).copy_({h})", f"{out}[{':, ' * d}{to}] = {h}")
+        m.add("in place", m.rng.choice(ways), out="")
+        if m.rng.random() < 0.05:
+            h = m.add("recurrences", f"{out}.select({d}, {k}).to({x}.dtype) + {h}") or h
+    if out and m.rng.random() < 0.3:
+        return (
+            m.add("recurrences", f"{out}{m.rng.choice(('.mT', ' * 2', '[:1]', '.sum(0)'))}") or out
+        )
+    return out
+
+
 MAKERS: tuple[tuple[float, Callable[[Maker], str]], ...] = (
     (4, network), (4, products), (2, heads), (2, written_out), (2, concatenation), (2, reduction),
+    (2, recurrence),
 )  # fmt: skip

@@ -13,8 +13,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,27 +108,39 @@ PACKAGE_WAYS = {
 
 # ----------------------------------------------------------------------------------------- one call
 class Observed:
-    """What plait compiles meanwhile. frame, later: milliseconds by step, of the programs that are
-    compiled while Dynamo is at work, and of those of a first backward pass."""
+    """What plait's steps take meanwhile, by the logs that they are timed in. in_backward: whether
+    a first backward pass is under way."""
 
     def __init__(self) -> None:
-        self.frame: Counter[str] = Counter()
-        self.later: Counter[str] = Counter()
-        self.now = self.frame
+        self.in_backward = False
+        self.logs: list[tuple[bool, dict[str, float]]] = []
 
-    def __call__(self, record: Any) -> None:
-        self.now.update({k: ms for k, ms in record.times_ms.items() if "/" not in k})
+    def steps(self, in_backward: bool) -> Counter[str]:
+        """Milliseconds by step, of the programs that are compiled while Dynamo is at work, or in a
+        backward pass."""
+        found: Counter[str] = Counter()
+        for when, times_ms in self.logs:
+            if when == in_backward:
+                found.update({k: ms for k, ms in times_ms.items() if "/" not in k})
+        return found
 
 
-@contextmanager
-def observing(way: Way) -> Iterator[Observed]:
-    """Sees what plait compiles, if the way is plait's."""
+def observing(way: Way) -> Observed:
+    """Sees every log of plait from now on, if the way is plait's. (An observer of programs would
+    not do: where there is one, nothing starts warm.)"""
     seen = Observed()
-    if "plait.compile" in way.rest:
-        from plait.wrapper.program import observers
+    if "plait.capture.backend" not in way.rest:
+        return seen
+    from plait.log import PassLog
 
-        observers.set((seen,))
-    yield seen
+    begin = PassLog.__init__
+
+    def begun(log: PassLog, *args: Any, **kwargs: Any) -> None:
+        begin(log, *args, **kwargs)
+        seen.logs.append((seen.in_backward, log.times_ms))
+
+    PassLog.__init__ = begun  # type: ignore[method-assign]
+    return seen
 
 
 def split(first_s: float, seen: Observed) -> Figures:
@@ -139,8 +150,9 @@ def split(first_s: float, seen: Observed) -> Figures:
     spent = {name: sum(times) for name, times in compilation_time_metrics.items()}
     frame = spent.get("_compile.compile_inner", 0.0)
     back_end = spent.get("OutputGraph.call_user_compiler", 0.0)
-    later = spent.get("backward._backward_impl", 0.0) + sum(seen.later.values()) / 1e3
-    if steps := seen.frame + seen.later:
+    in_frame, in_backward = seen.steps(False), seen.steps(True)
+    later = spent.get("backward._backward_impl", 0.0) + sum(in_backward.values()) / 1e3
+    if steps := in_frame + in_backward:
         building = sum(steps[name] for name in BUILDING) / 1e3
         own = sum(steps.values()) / 1e3 - building
     else:  # Inductor: with AOTAutograd's cache, the second is all that is left
@@ -167,7 +179,7 @@ def bound(run: Call, inputs: tuple[Any, ...], train: bool, seen: Observed) -> Ca
         if not train:
             return result
         loss = result[0] if isinstance(result, tuple) else result
-        seen.now = seen.later
+        seen.in_backward = True
         loss.backward()
         return loss.detach()
 
@@ -180,13 +192,13 @@ def first_call(case: Any, way: Way) -> Figures:
 
     torch.set_grad_enabled(case.train)
     module, inputs = case.make()
-    with observing(way) as seen:
-        cpu, begin = cpu_seconds(), time.perf_counter()
-        got = bound(way.make(module, inputs), inputs, case.train, seen)()
-        if inputs[0].is_cuda:
-            torch.cuda.synchronize()
-        first_s = time.perf_counter() - begin
-        cpu = cpu_seconds() - cpu
+    seen = observing(way)
+    cpu, begin = cpu_seconds(), time.perf_counter()
+    got = bound(way.make(module, inputs), inputs, case.train, seen)()
+    if inputs[0].is_cuda:
+        torch.cuda.synchronize()
+    first_s = time.perf_counter() - begin
+    cpu = cpu_seconds() - cpu
     figures = {"first_s": first_s, "cpu_s": cpu}
     if way.name != "eager":
         figures |= split(first_s, seen)

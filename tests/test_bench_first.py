@@ -51,8 +51,7 @@ def test_a_first_call_is_split(monkeypatch: pytest.MonkeyPatch, in_backward: boo
     spent = {"_compile.compile_inner": [4.0, 1.0], "OutputGraph.call_user_compiler": [2.0]}
     monkeypatch.setattr(utils, "compilation_time_metrics", spent)
     seen = Observed()
-    seen.now = seen.later if in_backward else seen.frame
-    seen(type("Record", (), {"times_ms": {"lower": 400.0, "load": 100.0, "lower/x": 9.0}}))
+    seen.logs.append((in_backward, {"lower": 400.0, "load": 100.0, "lower/x": 9.0}))
     found = split(6.0, seen)
     assert found["Dynamo"] == pytest.approx(3.0)
     assert found["own"] == pytest.approx(0.4) and found["building"] == pytest.approx(0.1)

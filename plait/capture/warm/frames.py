@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 import types
@@ -156,9 +157,10 @@ def _key(frame: Frame, cfg: Config) -> str:
 def _versions() -> str:
     """plait's own files, torch, Python."""
     digest = hashlib.blake2b()
-    home = Path(plait.__file__).parent
-    for path in sorted((*home.rglob("*.py"), *home.rglob("*.so"))):
-        digest.update(str(path.relative_to(home)).encode() + path.read_bytes())
+    home = str(Path(plait.__file__).parent)
+    found = (f"{folder}/{n}" for folder, _, names in os.walk(home) for n in names)
+    for file in sorted(f for f in found if f.endswith((".py", ".so"))):
+        digest.update(file.removeprefix(home).encode() + Path(file).read_bytes())
     return f"{digest.hexdigest()} {torch.__version__} {torch.version.git_version} {sys.version}"
 
 

@@ -4,10 +4,12 @@
 
 Graphs of 100, 1,000 and 10,000 nodes, in patterns that make compilers quadratic: ladders of shared
 operands, long chains, many chains side by side, one concatenation of many parts, layers of
-products, an optimiser's step over many parameters. The time is that of the thread that compiles,
-from an ATen graph to the encoded program and the texts of its kernels; nothing is built. The last
-column is the quotient of the last size and the one before it: 1 is linear. Stages that take less
-than 2 % have no line. Python looks for no garbage meanwhile: it would do so in any stage.
+products, an optimiser's step over many parameters, results that are kept, pieces of one tensor,
+reductions of one tensor, inputs that are written, views, and sizes that vary. The time is that of
+the thread that compiles, from an ATen graph to the encoded program and the texts of its kernels;
+nothing is built. The last column is the quotient of the last size and the one before it: 1 is
+linear. Stages that take less than 2 % have no line. Python looks for no garbage meanwhile: it would
+do so in any stage.
 
 --gpu compiles for an sm_90 (torch must be built for CUDA; no GPU is needed). --profile FILE keeps
 what cProfile finds of the largest graph.
@@ -26,7 +28,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from benchmarks.table import render
 from plait.compile import compile_texts
@@ -48,6 +52,17 @@ class Graph:
         node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
         with self.mode:
             node.meta["val"] = torch.empty(shape, device=self.device)
+        return node
+
+    def varying(self, *shape: int) -> fx.Node:
+        """An input whose first size may be any."""
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        context: Any = StatelessSymbolicContext(
+            [DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (len(shape) - 1)
+        )
+        example = torch.empty(shape, device=self.device)
+        source = ConstantSource(node.name)
+        node.meta["val"] = self.mode.from_tensor(example, source=source, symbolic_context=context)
         return node
 
     def __call__(self, op: Any, *args: Any) -> fx.Node:
@@ -112,8 +127,76 @@ def optimiser(g: Graph, n: int) -> Results:
     return news
 
 
+def saved(g: Graph, n: int) -> Results:
+    """Products in a row, each of which is a result, as what a forward pass keeps."""
+    x, w, kept = g.input(64, 64), g.input(64, 64), []
+    for _ in range(n // 2):
+        x = g(aten.tanh.default, g(aten.mm.default, x, w))
+        kept.append(x)
+    return kept
+
+
+def pieces(g: Graph, n: int) -> Results:
+    """A tensor that is cut into pieces, each changed, and put together again."""
+    x = g.input(8 * (n // 2), 16)
+    cut = [g(aten.slice.Tensor, x, 0, 8 * k, 8 * k + 8) for k in range(n // 2)]
+    return [g(aten.cat.default, [g(aten.sin.default, piece) for piece in cut])]
+
+
+def sums(g: Graph, n: int) -> Results:
+    """Reductions of one tensor, each of something else and read by one after it."""
+    x, made = g.input(64, 64), []
+    for k in range(n // 4):
+        total = g(aten.sum.dim_IntList, g(aten.mul.Tensor, x, k + 1.0), [-1], True)
+        made.append(g(aten.sum.default, g(aten.div.Tensor, x, total)))
+    return made
+
+
+def writes(g: Graph, n: int) -> Results:
+    """Inputs that are written, as the statistics of norms and caches of keys are."""
+    x, made = g.input(64, 16), []
+    for k in range(n // 4):
+        state = g.input(64, 16)
+        new = g(aten.add.Tensor, g(aten.mul.Tensor, state, 0.9), g(aten.mul.Tensor, x, k + 1.0))
+        made.append(g(aten.copy_.default, state, new))
+    return made[:1]
+
+
+def views(g: Graph, n: int) -> Results:
+    """One layout after another, with something to compute after every three."""
+    x = g.input(8, 16, 4)
+    for _ in range(n // 4):
+        x = g(aten.unsqueeze.default, g(aten.permute.default, x, [2, 0, 1]), 1)
+        x = g(aten.exp.default, g(aten.squeeze.dim, x, 1))
+    return [x]
+
+
+def sizes(g: Graph, n: int) -> Results:
+    """Inputs each of which has a size of its own that varies."""
+    g.mode = FakeTensorMode(shape_env=ShapeEnv())
+    made = []
+    for k in range(n // 4):
+        x = g.varying(k + 5, 16)
+        made.append(g(aten.softmax.int, g(aten.mul.Tensor, g(aten.exp.default, x), 2.0), 0))
+    return made
+
+
 PATTERNS: dict[str, Callable[[Graph, int], Results]] = {
-    f.__name__: f for f in (ladder, chain, parallel, cat, layers, optimiser)
+    f.__name__: f
+    for f in (
+        ladder,
+        chain,
+        parallel,
+        cat,
+        layers,
+        optimiser,
+        saved,
+        pieces,
+        sums,
+        writes,
+        views,
+        sizes,
+    )
 }
 
 

@@ -311,7 +311,7 @@ def _largest(some: Iterable[Size]) -> tuple[Size, ...]:
 
 def _covers(a: Mapping[Mono, int], b: Mapping[Mono, int]) -> bool:
     """Whether no term of b is greater than that of a."""
-    return all(a.get(mono, 0) >= b.get(mono, 0) for mono in (*a, *b))
+    return all(a.get(mono, 0) >= b.get(mono, 0) for mono in (*b, *a))  # what a lacks is soon found
 
 
 def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:

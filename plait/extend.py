@@ -23,7 +23,7 @@ from plait.kernel.target import Target
 from plait.kernel.targets import TARGETS
 from plait.lower import core
 from plait.lower.graph import load_rules
-from plait.pipelines import ADDED, GRAPH, GraphPass
+from plait.pipelines import ADDED, EXTENDED, GRAPH, GraphPass
 from plait.runtime.remote import SCHEMES, Remote
 
 Rule = Callable[..., Any]
@@ -47,6 +47,7 @@ def lowering(*ops: OpOverload | HigherOrderOperator) -> Callable[[Rule], Rule]:
             )
         if op in core.RULES:
             raise UserError(f"a second lowering for {op}", hint="plait has a rule for it already")
+    EXTENDED.append(f"a lowering of {', '.join(map(str, ops))}")
     return core.lower(*ops)
 
 
@@ -66,6 +67,7 @@ def decomposition(op: OpOverload) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         compat.decompositions.DECOMPOSITIONS[op] = rule
+        EXTENDED.append(f"a decomposition of {op}")
         return rule
 
     return register
@@ -84,6 +86,7 @@ def graph_pass(name: str) -> Callable[[GraphPass], GraphPass]:
         if name in {taken for taken, _ in (*GRAPH, *ADDED)}:
             raise UserError(f"a second graph pass {name!r}", hint="each has a name of its own")
         ADDED.append((name, run))
+        EXTENDED.append(f"the graph pass {name!r}")
         return run
 
     return register
@@ -114,6 +117,7 @@ def device(kind: str, facts: Facts, target: Target) -> None:
         raise UserError(f"the row for {kind!r} names the option {facts.machine!r}", hint=hint)
     _check_table(target)
     DEVICES[kind], TARGETS[kind] = facts, target
+    EXTENDED.append(f"the device {kind!r}")
 
 
 def kernel_target(kind: str, target: Target) -> Target:
@@ -131,6 +135,7 @@ def kernel_target(kind: str, target: Target) -> Target:
         )
     _check_table(target)
     TARGETS[kind] = target
+    EXTENDED.append(f"a kernel target for {kind!r}")
     return before
 
 

@@ -37,6 +37,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import symbolic_convert, trace_rules
 
+import plait.capture.backend
+from plait.capture.warm import frames as warm_frames
 from tests.fuzz.warm_features import FEATURES
 
 LIB, MAIN = "warmfuzz_lib", "warmfuzz_main"
@@ -183,12 +185,12 @@ class Version:
 
 
 def versions(rng: random.Random, source: Source, n: int) -> list[tuple[Version, str]]:
-    """A walk, and how each came about."""
+    """A walk, and how each came about: most are one step away from the first."""
     places = source.places()
     made = [(Version(tuple(rng.randrange(n) if rng.random() < 0.15 else 0 for _, n in places)), "")]
     while len(made) < n:
-        base = rng.choice(made)[0]
-        what = rng.choice(("same", "text", "text", "text", "text", "neutral", "setting", "setting"))
+        base = made[0][0] if rng.random() < 0.8 else rng.choice(made)[0]
+        what = rng.choice(("same", *["text"] * 8, "neutral", *["setting"] * 4))
         if what in ("text", "neutral"):
             mine = [k for k, (same, n) in enumerate(places) if same == (what == "neutral") and n > 1]
             if not mine:
@@ -362,6 +364,26 @@ def called(source: Source, v: Version, cfg: Mapping[str, Any] | None) -> list[An
         return found
 
 
+class Missed(BaseException):
+    """A version that no entry serves is not compiled."""
+
+
+@contextlib.contextmanager
+def only_warm(only: bool) -> Iterator[None]:
+    """Inside, Missed is raised in place of a compile."""
+    own = warm_frames._compiled
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        raise Missed
+
+    if only:
+        warm_frames._compiled = compiled
+    try:
+        yield
+    finally:
+        warm_frames._compiled = own
+
+
 def _one_call(main: types.ModuleType, fn: Callable[..., Any], v: Version) -> list[Any]:
     torch.manual_seed(0)
     random.seed(0)
@@ -464,8 +486,11 @@ def neutral(source: Source, v: Version) -> tuple[Any, ...]:
     return text, tuple((name, str(v.get(name))) for name in SETTINGS if name != "backward")
 
 
-def run_seed(seed: int, told: Told, steps: int = 7, options: Mapping[str, Any] | None = None) -> None:
-    """Adds what became of a seed's versions to told."""
+def run_seed(
+    seed: int, told: Told, steps: int = 24, options: Mapping[str, Any] | None = None
+) -> None:
+    """Adds what became of a seed's versions to told. The first and a few others are compiled where
+    no entry serves them."""
     rng = random.Random(seed)
     source = make_source(rng)
     walk = versions(rng, source, steps)
@@ -474,8 +499,11 @@ def run_seed(seed: int, told: Told, steps: int = 7, options: Mapping[str, Any] |
     kept: set[tuple[Any, ...]] = set()
     try:
         for k, (v, how) in enumerate(walk):
-            with listening() as heard:
+            only = bool(kept) and rng.random() < 0.95
+            with listening() as heard, only_warm(only):
                 _one_version(source, v, how, common, kept, heard, told, seed, k)
+            if not kept and k == 1:
+                break  # a program of which nothing can be kept
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         torch._dynamo.reset()
@@ -485,12 +513,11 @@ def _one_version(
     source: Source, v: Version, how: str, common: Mapping[str, Any], kept: set[tuple[Any, ...]],
     heard: Listener, told: Told, seed: int, k: int,
 ) -> None:  # fmt: skip
-    eager = called(source, v, None)
-    if eager[0][:1] == ["raised"]:
-        told.counts["eager raises"] += 1
-        return
     heard.take()
-    got = called(source, v, {**common, "warm_start": True})
+    try:
+        got = called(source, v, {**common, "warm_start": True})
+    except Missed:
+        got = []
     lines = heard.take()
     warm = any(line.endswith("starts warm") for line in lines)
     told.counts["versions"] += 1
@@ -501,11 +528,12 @@ def _one_version(
         told.counts["unedited"] += 1
         told.counts["unedited, warm"] += warm
         if not warm:
-            for line in lines:
-                told.reasons["unedited: " + line.partition(": ")[2][:150]] += 1
+            told.bad.append({"seed": seed, "version": k, "kind": "missed", "lines": lines[-9:]})
+            told.counts["missed"] += 1
     elif warm:
         told.counts["edited, warm"] += 1
-    if any("is kept for" in line for line in lines) and not any("is not kept" in x for x in lines):
+    is_kept = any("is kept for" in x for x in lines) and not any("is not kept" in x for x in lines)
+    if is_kept:
         kept.add(like)
     for line in lines:
         if "is not kept" in line or "no warm start" in line:
@@ -514,12 +542,19 @@ def _one_version(
         counts = told.by_feature.setdefault(p.name, Counter())
         counts["versions"] += 1
         counts["warm"] += warm
-        counts["kept"] += any("is kept for" in line for line in lines)
+        counts["kept"] += is_kept
+    if not got:
+        return
+    eager = called(source, v, None)
+    if eager[0][:1] == ["raised"]:
+        told.counts["eager raises"] += 1
+        return
     loose = v.get("autocast") is not None or v.get("dtype") == torch.bfloat16
     wrong = differ(eager, got, loose)
     if not wrong:
         return
-    cold = differ(eager, called(source, v, common), loose)
+    with only_warm(False):
+        cold = differ(eager, called(source, v, common), loose)
     kind = "both" if cold else "stale" if warm else "keeping"
     told.counts[kind] += 1
     if kind != "both":
@@ -543,7 +578,7 @@ def look(seed: int, only: int = -1) -> int:
     told = Told()
     rng = random.Random(seed)
     source = make_source(rng)
-    walk = versions(rng, source, 7)
+    walk = versions(rng, source, 24)
     for k, (v, how) in enumerate(walk):
         if only >= 0 and k not in (0, only):
             continue

@@ -354,9 +354,9 @@ class Use_K(nn.Module):
         return F.relu(x) + F.gelu(x) + x.sigmoid() + torch.tanh(x) + F.linear(x, torch.eye(4)) + x.softmax(-1)
 use_K = Use_K()
 def step_K(x, y, n, o):
-    return use_K(NEXT(x, y, n, o)) + math.sqrt(4.0) + nn.init.calculate_gain("relu") + F.layer_norm(x, (4,))
+    return use_K(NEXT(x, y, n, o)) + math.sqrt(4.0) * math.pi + nn.init.calculate_gain("relu") + F.layer_norm(x, (4,))
 # AFTER
-<<pass||F.relu = lambda x, *a, **k: x * 3||F.gelu = torch.tanh||torch.Tensor.sigmoid = lambda self: self * 5||torch.tanh = lambda x: x * 2||math.sqrt = lambda x: 3.0||F.linear = lambda x, w, b=None: x * 3||torch.Tensor.__add__ = lambda a, b: torch.sub(a, b)||F.layer_norm = lambda x, s: x * 4||torch.layer_norm = lambda x, *a: x * 4||nn.Module._call_impl = lambda self, *a: self.forward(*a) * 2||nn.Module.__call__ = lambda self, *a: self.forward(*a) * 2||torch.Tensor.softmax = lambda self, d: self * 7>>
+<<pass||F.relu = lambda x, *a, **k: x * 3||F.gelu = torch.tanh||torch.Tensor.sigmoid = lambda self: self * 5||torch.tanh = lambda x: x * 2||math.sqrt = lambda x: 3.0||math.pi = 4.0||F.linear = lambda x, w, b=None: x * 3||torch.Tensor.__add__ = lambda a, b: torch.sub(a, b)||F.layer_norm = lambda x, s: x * 4||torch.layer_norm = lambda x, *a: x * 4||nn.Module._call_impl = lambda self, *a: self.forward(*a) * 2||nn.Module.__call__ = lambda self, *a: self.forward(*a) * 2||torch.Tensor.softmax = lambda self, d: self * 7>>
 """)
 _add("patched deeper", """
 def step_K(x, y, n, o):
@@ -811,4 +811,15 @@ def step_K(x, y, n, o):
     return x + part_K(y)
 # LATER
 <<~pass||own_K.k = 7.0>>
+""")
+_add("looking at tensors", """
+t_K = torch.ones(8)
+v_K = <<t_K||t_K[:4]||t_K[4:]||torch.ones(16)[::2]>>
+<<pass||v_K.add_(0)||v_K.requires_grad_()||v_K.grad = torch.ones_like(v_K)>>
+def step_K(x, y, n, o):
+    x = NEXT(x, y, n, o)
+    <<pass||x = x * (2 if y._is_view() else 1)||x = x * (2 if y._base is None else 1)||x = x + v_K._version||x = x * (2 if v_K._base is None else 1)||x = x * (2 if v_K.grad is None else 1)||x = x + v_K.untyped_storage().nbytes()||x = x * (2 if v_K.is_leaf else 1)||x = x * (2 if v_K.grad_fn is None else 1)||x = x + v_K.storage_offset()||x = x + v_K.output_nr||x = x * (2 if v_K.retains_grad else 1)||x = x + v_K.element_size() + v_K.nbytes||x = x * (2 if v_K._backward_hooks is None else 1)||x = x * (2 if v_K.is_shared() else 1)||x = x + len(v_K.__dict__)>>
+    return x * v_K.sum()
+# AFTER
+<<pass||v_K.register_hook(lambda g: g * 2) if v_K.requires_grad else 0||v_K.share_memory_()||v_K.name_of_mine = 3>>
 """)

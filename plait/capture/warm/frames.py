@@ -29,6 +29,7 @@ from plait.compat.frames import Frame
 from plait.compat.torch_functions import torch_functions
 from plait.config import Config
 from plait.log import STAGES, PassLog
+from plait.pipelines import EXTENDED
 from plait.runtime.store import STARTS, Store, key_of
 from plait.runtime.toolchain import detect_isa
 from plait.wrapper.program import observers
@@ -132,6 +133,8 @@ def _keep(store: Store, key: str, entry: Entry) -> None:
 def _key(frame: Frame, cfg: Config) -> str:
     """What an entry is looked up by: all that decides which programs a trace can lead to, but for
     values. Raises NotKept."""
+    if EXTENDED:
+        raise NotKept(f"{EXTENDED[0]} from outside of plait")
     prints = Prints()
     closure = {k: prints.kind_of(v) for k, v in sorted(frame.locals.items())}
     return key_of(

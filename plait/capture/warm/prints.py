@@ -16,6 +16,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -195,13 +196,15 @@ class Prints:
             return f"{self._part(value.__func__)} {_path(type(value.__self__))} {state}"
         if isinstance(value, (type, types.ModuleType)):
             return _path(value)
-        if plain and isinstance(value, _PLAIN):
-            return repr(value)
+        if plain:
+            with suppress(NotKept):
+                return self.constant(value)
         return _path(type(value))
 
     def _of_class(self, cls: type) -> str:
+        plain = issubclass(cls, type)  # guards ask for what classes hold, but not metaclasses
         kinds = [
-            [f"{k} {self._part(v, plain=False)}" for k, v in sorted(vars(c).items())
+            [f"{k} {self._part(v, plain)}" for k, v in sorted(vars(c).items())
              if k not in _OF_NO_USE]
             for c in cls.__mro__ if _is_python(c)
         ]  # fmt: skip

@@ -171,11 +171,18 @@ def settings() -> str:
     """The settings of the tracers, as a text."""
     held: list[Any] = [torch._dynamo.config, functorch_config, symbolic_config]
     return "\n".join(
-        f"{name} {sorted(value, key=str) if isinstance(value, (set, frozenset)) else value}"
+        f"{name} {_setting(value)}"
         for config in held
         for name, value in sorted(config.get_config_copy().items())
-        if not callable(value)
     )
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_setting, value), key=str)
+    if callable(value):
+        return getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value))
+    return value
 
 
 # ------------------------------------------------------------------------------------ placing

@@ -19,7 +19,7 @@ def _add(name: str, text: str) -> None:
 
 _add("helper code", """
 def help_K(x):
-    <<~pass||"a text"||...>>
+    <<pass||"a text"||...>>
     return x * <<2.0||3.0||-1.5>> <<+||->> 1.0
 def step_K(x, y, n, o):
     return help_K(NEXT(x, y, n, o)) <<||+ y||* y>>
@@ -407,7 +407,7 @@ def never_K(x):
     return x * <<2.0||3.0>>
 def maybe_K(x):
     return x + <<1.0||2.0>>
-<<~pass||maybe_K = torch._dynamo.disable(maybe_K)>>
+<<pass||maybe_K = torch._dynamo.disable(maybe_K)>>
 def step_K(x, y, n, o):
     return maybe_K(NEXT(x, y, n, o))
 """)

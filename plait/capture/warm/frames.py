@@ -236,8 +236,15 @@ def _compiled(
     return result
 
 
+_UNGUARDED = frozenset({"_version"})
+"""What a trace takes for constant of any tensor."""
+
+
 def _entry(frame: Frame, graph: Any) -> Entry:
     """The entry of a frame, without its graph and code."""
+    for code in graph.tracing_context.traced_code:
+        if read := _UNGUARDED.intersection(code.co_names):
+            raise NotKept(f"{code.co_qualname} reads {min(read)}")
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints()

@@ -514,12 +514,14 @@ def _one_version(
     heard: Listener, told: Told, seed: int, k: int,
 ) -> None:  # fmt: skip
     heard.take()
+    warm_frames.outcomes.clear()
     try:
         got = called(source, v, {**common, "warm_start": True})
     except Missed:
         got = []
     lines = heard.take()
-    warm = any(line.endswith("starts warm") for line in lines)
+    came = [o.how for o in warm_frames.outcomes]
+    warm = "warm" in came
     told.counts["versions"] += 1
     told.counts["pairs"] += bool(kept)
     told.counts["warm"] += warm
@@ -532,12 +534,10 @@ def _one_version(
             told.counts["missed"] += 1
     elif warm:
         told.counts["edited, warm"] += 1
-    is_kept = any("is kept for" in x for x in lines) and not any("is not kept" in x for x in lines)
+    is_kept = "kept" in came and set(came) <= {"warm", "kept"}
     if is_kept:
         kept.add(like)
-    for line in lines:
-        if "is not kept" in line or "no warm start" in line:
-            told.reasons[line.partition(": ")[2][:120]] += 1
+    told.reasons.update(how[:120] for how in came if how not in ("warm", "kept"))
     for p in source.pieces:
         counts = told.by_feature.setdefault(p.name, Counter())
         counts["versions"] += 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
 from plait import _native, compat
@@ -162,10 +163,22 @@ def loaded_program(data: Data, plan: bytes, cfg: Config) -> _native.Program:
 
 
 # ------------------------------------------------------------------------------------ by eager
+_OPERATORS = ("aten", "prims", "prim", "plait")
+"""Namespaces of operators that come with torch and with plait."""
+
+
 def source_data(gm: GraphModule) -> tuple[Data, bytes]:
     """Dynamo's graph as Python text, and what its names are. Raises NotKept."""
     if any(n.op in ("get_attr", "call_module") for n in gm.graph.nodes):
         raise NotKept("a graph with tensors or graphs of its own")
+    for node in gm.graph.nodes:
+        target = node.target
+        if isinstance(target, OpOverload):
+            target = target.overloadpacket
+        if isinstance(target, OpOverloadPacket):
+            name = target._qualified_op_name
+            if name.partition("::")[0] not in _OPERATORS:
+                raise NotKept(f"a graph that calls {name}, whose code nothing tells")
     code = gm.graph.python_code("self")
     names = {name: _named_data(name, value) for name, value in code.globals.items()}
     return names, code.src.encode()

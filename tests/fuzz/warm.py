@@ -384,6 +384,22 @@ def only_warm(only: bool) -> Iterator[None]:
         warm_frames._compiled = own
 
 
+@contextlib.contextmanager
+def counted_frames() -> Iterator[list[str]]:
+    """The names of the functions that are looked up inside."""
+    own, names = warm_frames._key, list[str]()
+
+    def key(frame: Any, cfg: Any) -> str:
+        names.append(frame.code.co_name)
+        return own(frame, cfg)
+
+    warm_frames._key = key
+    try:
+        yield names
+    finally:
+        warm_frames._key = own
+
+
 def _one_call(main: types.ModuleType, fn: Callable[..., Any], v: Version) -> list[Any]:
     torch.manual_seed(0)
     random.seed(0)
@@ -515,10 +531,11 @@ def _one_version(
 ) -> None:  # fmt: skip
     heard.take()
     warm_frames.outcomes.clear()
-    try:
-        got = called(source, v, {**common, "warm_start": True})
-    except Missed:
-        got = []
+    with counted_frames() as asked:
+        try:
+            got = called(source, v, {**common, "warm_start": True})
+        except Missed:
+            got = []
     lines = heard.take()
     came = [o.how for o in warm_frames.outcomes]
     warm = "warm" in came
@@ -534,7 +551,7 @@ def _one_version(
             told.counts["missed"] += 1
     elif warm:
         told.counts["edited, warm"] += 1
-    is_kept = "kept" in came and set(came) <= {"warm", "kept"}
+    is_kept = "kept" in came and set(came) <= {"warm", "kept"} and len(came) == len(asked)
     if is_kept:
         kept.add(like)
     told.reasons.update(how[:120] for how in came if how not in ("warm", "kept"))

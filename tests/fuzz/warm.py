@@ -607,6 +607,24 @@ def look(seed: int, only: int = -1) -> int:
     return int(bool(told.bad))
 
 
+def once(seed: int, number: int) -> int:
+    """Runs one version in this process, over the usual folder of caches, with kernels; prints what
+    became of it."""
+    rng = random.Random(seed)
+    source = make_source(rng)
+    v = versions(rng, source, 24)[number][0]
+    got = called(source, v, {"warm_start": True})
+    how = [o.how for o in warm_frames.outcomes]
+    want = called(source, v, None)
+    loose = v.get("autocast") is not None or v.get("dtype") == torch.bfloat16
+    raised = want[0][:1] == ["raised"]
+    wrong = "" if raised else differ(want, got, loose)
+    if wrong and differ(want, called(source, v, {}), loose):
+        wrong = ""  # it is no fault of the entry
+    print(json.dumps({"how": how, "wrong": wrong}))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.warm", description=__doc__)
     parser.add_argument("--count", type=int, default=100)
@@ -614,10 +632,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--version", type=int, default=-1)
+    parser.add_argument("--once", action="store_true", help="one version in this process")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if a.once:
+        return once(a.seed, a.version)
     if a.seed is not None:
         return look(a.seed, a.version)
     told, start = Told(), time.time()

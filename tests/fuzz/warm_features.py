@@ -818,7 +818,7 @@ v_K = <<t_K||t_K[:4]||t_K[4:]||torch.ones(16)[::2]>>
 <<pass||v_K.add_(0)||v_K.requires_grad_()||v_K.grad = torch.ones_like(v_K)>>
 def step_K(x, y, n, o):
     x = NEXT(x, y, n, o)
-    <<pass||x = x * (2 if y._is_view() else 1)||x = x * (2 if y._base is None else 1)||x = x + v_K._version||x = x * (2 if v_K._base is None else 1)||x = x * (2 if v_K.grad is None else 1)||x = x + v_K.untyped_storage().nbytes()||x = x * (2 if v_K.is_leaf else 1)||x = x * (2 if v_K.grad_fn is None else 1)||x = x + v_K.storage_offset()||x = x + v_K.output_nr||x = x * (2 if v_K.retains_grad else 1)||x = x + v_K.element_size() + v_K.nbytes||x = x * (2 if v_K._backward_hooks is None else 1)||x = x * (2 if v_K.is_shared() else 1)||x = x + len(v_K.__dict__)>>
+    <<pass||x = x * (2 if y._is_view() else 1)||x = x * (2 if y._base is None else 1)||x = x * (2 if v_K._base is None else 1)||x = x * (2 if v_K.grad is None else 1)||x = x + v_K.untyped_storage().nbytes()||x = x * (2 if v_K.is_leaf else 1)||x = x * (2 if v_K.grad_fn is None else 1)||x = x + v_K.storage_offset()||x = x + v_K.output_nr||x = x * (2 if v_K.retains_grad else 1)||x = x + v_K.element_size() + v_K.nbytes||x = x * (2 if v_K._backward_hooks is None else 1)||x = x * (2 if v_K.is_shared() else 1)||x = x + len(v_K.__dict__)>>
     return x * v_K.sum()
 # AFTER
 <<pass||v_K.register_hook(lambda g: g * 2) if v_K.requires_grad else 0||v_K.share_memory_()||v_K.name_of_mine = 3>>

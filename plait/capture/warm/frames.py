@@ -126,7 +126,10 @@ def _keep(store: Store, key: str, entry: Entry) -> None:
     data = to_bytes(entry)
     found = [store.find(_slot(key, k)) for k in range(SLOTS)]
     ages = [-1.0 if f is None else f.used() for f in found]
-    store.put(_slot(key, ages.index(min(ages))), data)
+    try:
+        store.put(_slot(key, ages.index(min(ages))), data)
+    except OSError as error:
+        raise NotKept(f"no folder can be written ({error.strerror})") from None
 
 
 # ------------------------------------------------------------------------------------ keys
@@ -236,15 +239,8 @@ def _compiled(
     return result
 
 
-_UNGUARDED = frozenset({"_version"})
-"""What a trace takes for constant of any tensor."""
-
-
 def _entry(frame: Frame, graph: Any) -> Entry:
     """The entry of a frame, without its graph and code."""
-    for code in graph.tracing_context.traced_code:
-        if read := _UNGUARDED.intersection(code.co_names):
-            raise NotKept(f"{code.co_qualname} reads {min(read)}")
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints()

@@ -13,7 +13,7 @@ import json
 import secrets
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -296,7 +296,8 @@ def keep_backward(name: str, donated: Sequence[int], kept: Kept, cfg: Config) ->
         return
     text = json.dumps(data).encode()
     size = len(text).to_bytes(8, "little")
-    Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), size + text + plan)
+    with suppress(OSError):  # a full disk: each process compiles its own
+        Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), size + text + plan)
 
 
 def _backward_key(name: str, donated: Sequence[int]) -> str:

@@ -1,0 +1,256 @@
+"""Warm starts: an entry is taken where the trace would have come to the same, and nowhere else.
+
+Each pair of programs differs by what Dynamo guards on least; the fuzzer (tests/fuzz/warm.py) found
+most of them. A pair of processes is played as the fuzzer does.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.capture.warm import frames
+from plait.runtime.store import CacheWarning
+from tests import warm as processes
+from tests.fuzz import warm
+from tests.fuzz.warm import Source, Told, Version, run_seed
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("PLAIT_WRAPPER", "native") != "native", reason="native programs are kept"
+)
+
+ABSTRACT = """
+class A(abc.ABC): pass
+class B: pass
+b = B()
+def top(x, y, n, o):
+    return x * (2 if isinstance(b, A) else 3)
+"""
+BUILT_IN = """
+def top(x, y, n, o):
+    return x * sum((1.0, 2.0))
+"""
+CONTEXT = """
+@torch.enable_grad()
+def help(x): return x * 2
+def top(x, y, n, o):
+    return help(x)
+"""
+ENUM = """
+class Mode(enum.Enum):
+    A = 2
+def top(x, y, n, o):
+    return x * Mode.A.value
+"""
+METACLASS = """
+class Meta(type):
+    k = 2.0
+class A(metaclass=Meta): pass
+def top(x, y, n, o):
+    return x * A.k
+"""
+OBJECTS = """
+class A: v = 1.0
+a, b = A(), A()
+def top(x, y, n, o):
+    a.v = 5.0
+    return x * b.v
+"""
+OPERATOR = """
+lib = torch.library.Library("warmfuzz", "FRAGMENT")
+lib.define("op(Tensor x) -> Tensor")
+lib.impl("op", lambda x: x * 2, "CompositeImplicitAutograd")
+def top(x, y, n, o):
+    return torch.ops.warmfuzz.op(x)
+"""
+OPAQUE = """
+K = 2
+def deeper(x): return x * K
+@torch._dynamo.allow_in_graph
+def opaque(x): return deeper(x)
+def top(x, y, n, o):
+    return opaque(x)
+"""
+CONSTANT = """
+K = 2
+@torch._dynamo.assume_constant_result
+def constant(): return K
+def top(x, y, n, o):
+    return x * constant()
+"""
+PATCHED = """
+def top(x, y, n, o):
+    return F.softmax(x, -1)
+"""
+HOOKED = """
+net = nn.Linear(4, 4, bias=False)
+nn.init.ones_(net.weight)
+def top(x, y, n, o):
+    return net(x)
+"""
+HOOK = "nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 3)"
+EDITS = {
+    "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
+    "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
+    "context of a helper": (CONTEXT, CONTEXT.replace("enable_grad", "no_grad")),
+    "value of an enum": (ENUM, ENUM.replace("A = 2", "A = 3")),
+    "attribute of a metaclass": (METACLASS, METACLASS.replace("2.0", "3.0")),
+    "two names of one object": (OBJECTS, OBJECTS + "b = a"),
+    "operator": (OPERATOR, OPERATOR.replace("x * 2", "x * 3")),
+    "function that is not traced": (OPAQUE, OPAQUE.replace("K = 2", "K = 3")),
+    "constant result": (CONSTANT, CONSTANT.replace("K = 2", "K = 3")),
+    "method of tensors": (PATCHED, PATCHED + "torch.Tensor.softmax = lambda self, *a: self * 3"),
+    "function of C++": (PATCHED, PATCHED + "torch.Tensor.softmax = torch.Tensor.log_softmax"),
+    "hook of all modules": (HOOKED, HOOKED + HOOK),
+    "global": ("K = 2\ndef top(x, y, n, o): return x * K", "K = 3\ndef top(x, y, n, o): return x * K"),
+}  # fmt: skip
+
+
+class Text(Source):
+    """A program of one text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__((), (), "")
+        object.__setattr__(self, "text", text)
+
+    def texts(self, choice: object) -> list[str]:
+        """As a program of pieces has them."""
+        return [warm.PRELUDE, warm.PRELUDE + vars(self)["text"], "", "", "", ""]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Of compiles that start warm and build no kernels."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    frames.outcomes.clear()
+    yield {"warm_start": True, "kernels": False, "cache_dir": str(tmp_path)}
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+def check(text: str, options: dict[str, Any]) -> str:
+    """Compares a program with eager; gives what became of its frame."""
+    frames.outcomes.clear()
+    source, version = Text(text), Version(())
+    got, want = warm.called(source, version, options), warm.called(source, version, None)
+    assert not warm.differ(want, got, False), text
+    assert want[0][0] != "raised", want
+    return frames.outcomes[0].how
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_are_seen(edit: str, options: dict[str, Any]) -> None:
+    before, after = EDITS[edit]
+    first = check(before, options)
+    assert check(after, options) != "warm"
+    if first == "kept":
+        assert check(before, options) == "warm"
+
+
+def test_what_makes_no_difference(options: dict[str, Any]) -> None:
+    """A comment, a function that nobody calls, another place in the file."""
+    text = "def help(x): return x * 2\ndef top(x, y, n, o): return help(x) + y"
+    assert check(text, options) == "kept"
+    assert check(f"# a comment\n\ndef unused(x): return x\n{text}", options) == "warm"
+
+
+@pytest.mark.parametrize("seed", [30002, pytest.param(range(400), marks=pytest.mark.slow)])
+def test_fuzzed(seed: int | range) -> None:
+    """`python -m tests.fuzz.warm` goes on."""
+    told = Told()
+    for s in [seed] if isinstance(seed, int) else seed:
+        run_seed(s, told)
+    assert not told.bad, json.dumps(told.bad)
+    if isinstance(seed, range):
+        assert told.counts["pairs"] > 2000 and told.counts["unedited, warm"] > 400, told.counts
+
+
+# ------------------------------------------------------------------------------------ folders
+SUM = "def top(x, y, n, o): return x + y"
+
+
+def test_a_full_disk(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept for others, and the results are right."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.warns(CacheWarning, match="No space left"):
+            assert "No space left" in check(SUM, options)
+    assert check(SUM, options) == "kept"
+
+
+def test_a_folder_that_others_write_to(options: dict[str, Any], tmp_path: Path) -> None:
+    """Entries of anybody are not read."""
+    assert check(SUM, options) == "kept"
+    (entry,) = tmp_path.glob("warm/*/*.frame")
+    entry.parent.chmod(0o777)
+    with pytest.warns(CacheWarning, match="does not use"):
+        assert check(SUM, options) != "warm"
+
+
+def test_each_byte_counts(options: dict[str, Any], tmp_path: Path) -> None:
+    """An entry that is cut or in which a bit is another one is compiled again."""
+    assert check(SUM, options) == "kept"
+    (path,) = tmp_path.glob("warm/*/*.frame")
+    data = path.read_bytes()
+    store = frames.Store.of(frames.Config().with_options(options), frames.STARTS)
+    with pytest.warns(CacheWarning, match="damaged"):
+        for at in range(0, len(data), len(data) // 50):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert store.find(path.stem) is None, at
+            path.write_bytes(data[:at])
+            assert store.find(path.stem) is None, at
+    assert check(SUM, options) == "kept" and check(SUM, options) == "warm"
+
+
+def test_two_writers(options: dict[str, Any], tmp_path: Path) -> None:
+    """Both write entries that are whole."""
+    assert check(SUM, options) == "kept"
+    (path,) = tmp_path.glob("warm/*/*.frame")
+    store = frames.Store.of(frames.Config().with_options(options), frames.STARTS)
+    whole = store.read(path.stem)
+    assert whole is not None, "nothing was kept"
+    threads = [
+        threading.Thread(target=lambda: [store.put(path.stem, whole) for _ in range(20)])
+        for _ in range(2)
+    ]
+    for t in threads:
+        t.start()
+    while any(t.is_alive() for t in threads):
+        assert store.read(path.stem) == whole
+    assert check(SUM, options) == "warm"
+
+
+# ------------------------------------------------------------------------------------ processes
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1030))
+def test_processes(seed: int, tmp_path: Path) -> None:
+    """Pairs of real ones, with kernels: the same version twice, then others."""
+    env = {**os.environ, "PLAIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    hows = []
+    for k in (0, 0, 1, 2, 3, 0):
+        args = ["-m", "tests.fuzz.warm", "--seed", str(seed), "--version", str(k), "--once"]
+        run = processes.run(*args, env=env, cwd=Path(__file__).parent.parent)
+        assert run.returncode == 0, run.stderr[-2000:]
+        found = json.loads(run.stdout.splitlines()[-1])
+        assert not found["wrong"], found
+        hows.append(found["how"])
+    if set(hows[0]) == {"kept"}:
+        assert set(hows[1]) == set(hows[5]) == {"warm"}, hows
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -105,6 +105,11 @@ test-gpu:
 fuzz: env
 	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)
 
+# Versions of programs that must not start warm as another one did. `ARGS="--seed N"`: looks at one.
+.PHONY: fuzz-warm
+fuzz-warm: env
+	$(PY) -m tests.fuzz.warm --count 500 --out fuzz-warm.txt $(ARGS)
+
 # The graphs that a refactoring is proved with: afterwards, `plait replay rerun build/corpus` shows
 # nothing.
 .PHONY: corpus

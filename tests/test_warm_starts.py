@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from plait.capture.warm import frames
-from plait.runtime.store import CacheWarning
+from plait.config import Config
+from plait.runtime.store import STARTS, CacheWarning, Store
 from tests import warm as processes
 from tests.fuzz import warm
 from tests.fuzz.warm import Source, Told, Version, run_seed
@@ -87,6 +88,11 @@ def constant(): return K
 def top(x, y, n, o):
     return x * constant()
 """
+GLOBAL = """
+K = 2
+def top(x, y, n, o):
+    return x * K
+"""
 PATCHED = """
 def top(x, y, n, o):
     return F.softmax(x, -1)
@@ -111,7 +117,7 @@ EDITS = {
     "method of tensors": (PATCHED, PATCHED + "torch.Tensor.softmax = lambda self, *a: self * 3"),
     "function of C++": (PATCHED, PATCHED + "torch.Tensor.softmax = torch.Tensor.log_softmax"),
     "hook of all modules": (HOOKED, HOOKED + HOOK),
-    "global": ("K = 2\ndef top(x, y, n, o): return x * K", "K = 3\ndef top(x, y, n, o): return x * K"),
+    "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 
 
@@ -206,7 +212,7 @@ def test_each_byte_counts(options: dict[str, Any], tmp_path: Path) -> None:
     assert check(SUM, options) == "kept"
     (path,) = tmp_path.glob("warm/*/*.frame")
     data = path.read_bytes()
-    store = frames.Store.of(frames.Config().with_options(options), frames.STARTS)
+    store = Store.of(Config().with_options(options), STARTS)
     with pytest.warns(CacheWarning, match="damaged"):
         for at in range(0, len(data), len(data) // 50):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -220,7 +226,7 @@ def test_two_writers(options: dict[str, Any], tmp_path: Path) -> None:
     """Both write entries that are whole."""
     assert check(SUM, options) == "kept"
     (path,) = tmp_path.glob("warm/*/*.frame")
-    store = frames.Store.of(frames.Config().with_options(options), frames.STARTS)
+    store = Store.of(Config().with_options(options), STARTS)
     whole = store.read(path.stem)
     assert whole is not None, "nothing was kept"
     threads = [

@@ -1,7 +1,7 @@
 """`python -m tests.fuzz.warm --count N`: versions of programs, each as if in a process of its own,
 that look for an entry of a warm start that is taken and must not be.
 
-A seed gives a program of two modules as text (`warm_features.py`) and a walk through versions of
+A seed gives a program of two modules as text (`warm_features.txt`) and a walk through versions of
 it: of its text, of what is patched after import, of its inputs and of the settings that hold. Each
 version is imported anew under the same names, compiled over the same cache folder and compared with
 eager. A result that differs, where a compile without an entry gives eager's, is `stale`. Versions
@@ -37,9 +37,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import symbolic_convert, trace_rules
 
-import plait.capture.backend
 from plait.capture.warm import frames as warm_frames
-from tests.fuzz.warm_features import FEATURES
 
 LIB, MAIN = "warmfuzz_lib", "warmfuzz_main"
 PRELUDE = """
@@ -52,6 +50,14 @@ import torch.nn.functional as F
 def ident(x, y, n, o):
     return x
 """
+FEATURES: Mapping[str, str] = {
+    name: text.strip("\n") + "\n"
+    for name, _, text in (
+        part.partition("\n")
+        for part in Path(__file__).with_name("warm_features.txt").read_text().split("\n=== ")[1:]
+    )
+}
+"""The pieces by name."""
 PLACE = re.compile(r"<<(~?)(.*?)>>", re.S)
 
 
@@ -171,8 +177,6 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "backward": (True, True, False),
 }  # fmt: skip
 """What holds around a call and what its inputs are."""
-COMPILES = ("dynamic", "fullgraph", "options", "dynamo", "functorch", "threads", "benchmark")
-"""Settings that may but need not ask for another compile."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,8 @@ def versions(rng: random.Random, source: Source, n: int) -> list[tuple[Version, 
         base = made[0][0] if rng.random() < 0.8 else rng.choice(made)[0]
         what = rng.choice(("same", *["text"] * 8, "neutral", *["setting"] * 4))
         if what in ("text", "neutral"):
-            mine = [k for k, (same, n) in enumerate(places) if same == (what == "neutral") and n > 1]
+            alike = what == "neutral"
+            mine = [k for k, (same, n) in enumerate(places) if same == alike and n > 1]
             if not mine:
                 continue
             choice = list(base.choice)
@@ -201,9 +206,7 @@ def versions(rng: random.Random, source: Source, n: int) -> list[tuple[Version, 
             base = Version(tuple(choice), base.settings)
         elif what == "setting":
             name = rng.choice(list(SETTINGS))
-            base = Version(
-                base.choice, {**base.settings, name: rng.randrange(len(SETTINGS[name]))}
-            )
+            base = Version(base.choice, {**base.settings, name: rng.randrange(len(SETTINGS[name]))})
         made.append((base, what))
     return made
 
@@ -222,7 +225,8 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
     texts = source.texts(version.choice)
     before = [(space, dict(vars(space))) for space in _namespaces()]
     table = dict(torch._decomp.decomposition_table)
-    allowed = set(trace_rules._allowed_callable_ids.function_ids)
+    ids: set[int] = trace_rules._allowed_callable_ids.function_ids or set()
+    allowed = set(ids)
     modules_before = set(sys.modules)
     torch.utils.hooks.RemovableHandle.next_id = 0
     torch._dynamo.reset()
@@ -247,14 +251,14 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
                     _put_back(space, name, held)
         torch._decomp.decomposition_table.clear()
         torch._decomp.decomposition_table.update(table)
-        trace_rules._allowed_callable_ids.function_ids.clear()
-        trace_rules._allowed_callable_ids.function_ids.update(allowed)
+        ids.clear()
+        ids.update(allowed)
         for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             getattr(torch.nn.modules.module, hooks).clear()
         for m in modules:
             for value in list(vars(m).values()):
                 if isinstance(value, torch.library.Library):
-                    value._destroy()
+                    value._destroy()  # type: ignore[no-untyped-call]
         for name in set(sys.modules) - modules_before:
             if name.startswith("warmfuzz"):
                 del sys.modules[name]
@@ -312,7 +316,7 @@ def inputs(v: Version) -> tuple[Any, ...]:
             x = memory[: 4 * rows].view(rows, 4)
     x = x.detach()
     if v.get("mark") == "factor":
-        x.factor = 4.0
+        x.factor = 4.0  # type: ignore[attr-defined]
     elif v.get("mark") == "dynamic" and rows > 1:
         torch._dynamo.maybe_mark_dynamic(x, 0)
     elif v.get("mark") == "static":
@@ -409,7 +413,7 @@ def _one_call(main: types.ModuleType, fn: Callable[..., Any], v: Version) -> lis
         first = out[0] if isinstance(out, tuple) else out
         if v.get("backward") and isinstance(first, torch.Tensor) and first.requires_grad:
             with torch.enable_grad():
-                first.float().sum().backward()
+                torch.autograd.backward(first.float().sum())
     except Exception as error:  # noqa: BLE001 - an answer, too
         return ["raised", type(error).__name__, str(error)]
     found = flat(out)

@@ -162,7 +162,7 @@ def _key(frame: Frame, cfg: Config) -> str:
 @cache
 def _versions() -> str:
     """plait's own files, torch, Python."""
-    digest = hashlib.blake2b()
+    digest = hashlib.sha256()
     home = str(Path(plait.__file__).parent)
     found = (f"{folder}/{n}" for folder, _, names in os.walk(home) for n in names)
     for file in sorted(f for f in found if f.endswith((".py", ".so"))):

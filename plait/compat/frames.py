@@ -234,18 +234,6 @@ def put_in_place(frame: Frame, traced: Traced, values: Values, graph: Any) -> An
     return wrap_guarded_code(GuardedCode(code, checks, frame.compile_id, text))
 
 
-@contextmanager
-def _not_measured() -> Iterator[None]:
-    """Inside, Dynamo does not measure how long guards take: for its log it empties the processor's
-    caches first, which takes 20 ms."""
-    module: Any = guarding
-    own, module.profile_guard_manager = module.profile_guard_manager, lambda *_: 0.0
-    try:
-        yield
-    finally:
-        module.profile_guard_manager = own
-
-
 def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, str]) -> Any:
     sources = _sources(traced, fresh)
     guards = []
@@ -270,6 +258,7 @@ def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, st
         "global_state_guard": convert_frame.initial_global_state,
         "name_of_builtins_dict_key_in_fglobals": builtin_names[0] if builtin_names else None,
         "_aotautograd_guards": [],
+        "skip_guards_check": True,  # it measures them as well, with the processor's caches emptied
     }
     python, for_people = traced.sizes
     if python:
@@ -278,20 +267,17 @@ def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, st
     known["_guards"] = GuardsSet(OrderedSet(guards))  # one by one, each would note its stack
     state = OutputGraphGuardsState(**{k: v for k, v in known.items() if k in names})
     graph = OutputGraphCommon(state, import_sources=dict(traced.imports))
-    with _not_measured():
-        manager = guarding.CheckFunctionManager(
-            frame.code,
-            graph,
-            frame.before,
-            frame.hooks.guard_fail_fn,
-            shape_code_parts=guarding.ShapeCodeParts(
-                _ShapeGuardsHelper(list(python)),
-                _ShapeGuardsHelper(list(for_people)),
-                None,
-                True,
-                [],
-            ),
-        )
+    manager = guarding.CheckFunctionManager(
+        frame.code,
+        graph,
+        frame.before,
+        frame.hooks.guard_fail_fn,
+        shape_code_parts=guarding.ShapeCodeParts(
+            _ShapeGuardsHelper(list(python)), _ShapeGuardsHelper(list(for_people)), None, True, []
+        ),
+    )
+    if not manager.guard_manager.check(frame.locals):
+        raise NotKept("guards that do not hold here")
     return manager.guard_manager
 
 

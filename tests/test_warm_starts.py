@@ -97,6 +97,17 @@ PATCHED = """
 def top(x, y, n, o):
     return F.softmax(x, -1)
 """
+ATTRIBUTES = """
+class A: pass
+a = A()
+def top(x, y, n, o):
+    return x * len(vars(a))
+a.b = 1
+"""
+MODULE = """
+def top(x, y, n, o):
+    return x * (2 if hasattr(math, "turns") else 3)
+"""
 HOOKED = """
 net = nn.Linear(4, 4, bias=False)
 nn.init.ones_(net.weight)
@@ -117,6 +128,8 @@ EDITS = {
     "method of tensors": (PATCHED, PATCHED + "torch.Tensor.softmax = lambda self, *a: self * 3"),
     "function of C++": (PATCHED, PATCHED + "torch.Tensor.softmax = torch.Tensor.log_softmax"),
     "hook of all modules": (HOOKED, HOOKED + HOOK),
+    "attributes at once": (ATTRIBUTES, ATTRIBUTES + "a.c = 1"),
+    "attribute of a module": (MODULE, MODULE + "math.turns = 1"),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 
@@ -242,12 +255,12 @@ def test_two_writers(options: dict[str, Any], tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ processes
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize("seed", range(1000, 1024))
 def test_processes(seed: int, tmp_path: Path) -> None:
     """Pairs of real ones, with kernels: the same version twice, then others."""
     env = {**os.environ, "PLAIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     hows = []
-    for k in (0, 0, 1, 2, 3, 0):
+    for k in (0, 0, 1, 2, 0):
         args = ["-m", "tests.fuzz.warm", "--seed", str(seed), "--version", str(k), "--once"]
         run = processes.run(*args, env=env, cwd=Path(__file__).parent.parent)
         assert run.returncode == 0, run.stderr[-2000:]
@@ -255,7 +268,7 @@ def test_processes(seed: int, tmp_path: Path) -> None:
         assert not found["wrong"], found
         hows.append(found["how"])
     if set(hows[0]) == {"kept"}:
-        assert set(hows[1]) == set(hows[5]) == {"warm"}, hows
+        assert set(hows[1]) == set(hows[4]) == {"warm"}, hows
 
 
 if __name__ == "__main__":

@@ -72,3 +72,8 @@ def torch_functions() -> str:
     if any(v for name, v in hooks.items() if name.startswith("_global_") and name[-5:] == "hooks"):
         raise NotKept("hooks of all modules")
     return "\n".join((*found, *kernels))
+
+
+def is_torch_code(code: types.CodeType) -> bool:
+    """Whether a code stands in a file of PyTorch."""
+    return code.co_filename.startswith(_HOMES[0])

@@ -26,7 +26,7 @@ from plait.capture.warm.prints import IMMUTABLE, Prints, named_function, shadowe
 from plait.compat import frame_facts, frames
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
-from plait.compat.torch_functions import torch_functions
+from plait.compat.torch_functions import is_torch_code, torch_functions
 from plait.config import Config
 from plait.log import STAGES, PassLog
 from plait.pipelines import EXTENDED
@@ -239,8 +239,16 @@ def _compiled(
     return result
 
 
+_UNGUARDED = frozenset({"vars", "__dict__"})
+"""Names by which code gets all attributes of an object at once: no guard tells which they were."""
+
+
 def _entry(frame: Frame, graph: Any) -> Entry:
-    """The entry of a frame, without its graph and code."""
+    """The entry of a frame, without its graph and code. Raises NotKept."""
+    for code in (frame.code, *graph.tracing_context.traced_code):
+        read = _UNGUARDED.intersection(code.co_names)
+        if read and not is_torch_code(code):
+            raise NotKept(f"{code.co_qualname} reads {min(read)}")
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints()

@@ -163,6 +163,8 @@ def loaded_program(data: Data, plan: bytes, cfg: Config) -> _native.Program:
 
 
 # ------------------------------------------------------------------------------------ by eager
+_LIBRARIES = ("torch", "plait", "builtins", "_operator", "operator", "math")
+"""Packages whose functions graphs may call: `_versions` and `torch_functions` tell of them."""
 _OPERATORS = ("aten", "prims", "prim", "plait")
 """Namespaces of operators that come with torch and with plait."""
 
@@ -193,7 +195,8 @@ def _named_data(name: str, value: Any) -> list[Any]:
         if isinstance(value, kind):
             return [kind.__name__, str(value).removeprefix("torch.")]
     where = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if isinstance(value, types.FunctionType) and not str(where[0]).startswith("torch."):
+    library = str(where[0]).partition(".")[0]
+    if callable(value) and not isinstance(value, type) and library not in _LIBRARIES:
         raise NotKept(f"a graph that calls {where[1]}, which Dynamo does not look into")
     if value is not None and named(*where) is value:
         return ["object", *where]

@@ -211,15 +211,23 @@ class Prints:
         meta = "" if type(cls) is type else self.identity(type(cls))
         more = ""
         if issubclass(cls, enum.Enum):
-            more = str([f"{name} {m._value_!r}" for name, m in cls.__members__.items()])
+            held = cls.__members__.items()
+            more = str([f"{name} {self.constant(m._value_)}" for name, m in held])
         elif isinstance(cls, abc.ABCMeta):
             more = str(sorted(_path(c) for c in _registered(cls)))
         return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
 
 
 def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:
-    """The built-in names in a code that its module gives another meaning."""
+    """The built-in names in a code that its module gives another meaning, and what `hasattr` may
+    have found in modules: no guard tells either."""
     names = {name for name in code.co_names if name in scope and hasattr(builtins, name)}
+    if "hasattr" in code.co_names:
+        held = [scope[n] for n in code.co_names if isinstance(scope.get(n), types.ModuleType)]
+        inner = [vars(m).get(n) for m in held for n in code.co_names]
+        modules = [*held, *(m for m in inner if isinstance(m, types.ModuleType))]
+        asked = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+        names.update(f"{m.__name__}.{c}" for m in modules for c in asked if c in vars(m))
     for c in code.co_consts:
         if isinstance(c, types.CodeType):
             names.update(shadowed_names(c, scope))

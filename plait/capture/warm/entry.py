@@ -18,12 +18,14 @@ VERSION = 1
 class Entry:
     """A compiled frame.
 
+    whole: the trace read all attributes of some object at once, so that prints name those of each.
     prints: of each of traced's guards, what it relies on. same: of each guard of a tensor, the
     first that is of the same one. named: module, path and print of what the trace ran that no guard
     leads to. graph: its graph as `graphs.py` writes it, None if it has none. pieces: the bytes that
     graph names."""
 
     traced: Traced
+    whole: bool
     prints: Sequence[str]
     same: Sequence[int]
     named: Sequence[tuple[str, str, str]]
@@ -37,6 +39,7 @@ def to_bytes(entry: Entry) -> bytes:
     pieces = {**entry.pieces, "code": traced.pop("code")}
     header = {
         "traced": traced,
+        "whole": entry.whole,
         "prints": entry.prints,
         "same": entry.same,
         "named": entry.named,
@@ -61,4 +64,12 @@ def from_bytes(data: bytes) -> Entry:
     traced = header["traced"]
     traced["guards"] = [Guarded(*row) for row in traced["guards"]]
     made = Traced(**traced, code=pieces.pop("code"))
-    return Entry(made, header["prints"], header["same"], header["named"], header["graph"], pieces)
+    return Entry(
+        made,
+        header["whole"],
+        header["prints"],
+        header["same"],
+        header["named"],
+        header["graph"],
+        pieces,
+    )

@@ -245,19 +245,15 @@ _UNGUARDED = frozenset({"vars", "__dict__"})
 
 def _entry(frame: Frame, graph: Any) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
-    for code in (frame.code, *graph.tracing_context.traced_code):
-        read = _UNGUARDED.intersection(code.co_names)
-        if read and not is_torch_code(code):
-            raise NotKept(f"{code.co_qualname} reads {min(read)}")
+    codes = (frame.code, *graph.tracing_context.traced_code)
+    whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
-    prints = Prints()
+    prints = Prints(whole)
     told = _prints(traced, values, prints)
     prints.code(frame.code)
-    return Entry(
-        traced, told, _same(traced, values), _named(graph.tracing_context.traced_code, prints),
-        None, {},
-    )  # fmt: skip
+    named_codes = _named(graph.tracing_context.traced_code, prints)
+    return Entry(traced, whole, told, _same(traced, values), named_codes, None, {})
 
 
 def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
@@ -299,7 +295,7 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     """What Dynamo gets for the frame. Raises NotKept where something is not what it was."""
     traced = entry.traced
     values = Values(traced, frame.globals, frame.locals)
-    prints = Prints()
+    prints = Prints(entry.whole)
     for g, told, now in zip(
         traced.guards, entry.prints, _prints(traced, values, prints), strict=True
     ):

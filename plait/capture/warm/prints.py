@@ -52,9 +52,10 @@ _OF_NO_USE = frozenset(
 class Prints:
     """One look at the objects of this process; they do not change while it lasts.
 
-    codes: all that was looked at."""
+    whole: objects tell the names of their attributes. codes: all that was looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool = False) -> None:
+        self.whole = whole
         self.codes: set[types.CodeType] = set()
         self._known: dict[int, str] = {}
         self._alive: list[Any] = []  # so that addresses stay theirs
@@ -91,6 +92,8 @@ class Prints:
             owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
             whose = owner if isinstance(owner, (type, types.ModuleType)) else type(owner)
             return f"builtin {_path(value)} {getattr(whose, '__name__', '')}"
+        if isinstance(value, (property, functools.cached_property)):
+            return self._part(value)
         if isinstance(value, (staticmethod, classmethod)):
             return f"{type(value).__name__} {self.identity(value.__func__)}"
         if isinstance(value, functools.partial):
@@ -304,7 +307,8 @@ def _is_same(prints: Prints, value: Any, more: Mapping[str, Any]) -> str:
 
 
 def _kind(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:
-    return prints.identity(type(value))
+    names = list(vars(value)) if prints.whole and hasattr(value, "__dict__") else ""
+    return f"{prints.identity(type(value))} {names}"
 
 
 def _identity(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:
@@ -332,6 +336,8 @@ _ASKED: Mapping[str, Callable[[Prints, Any, Mapping[str, Any]], str]] = {
     "MAPPING_KEYS_CHECK": _keys,
     "DICT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
     "DICT_NOT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
+    "SET_CONTAINS": lambda _, v, more: str(set.__contains__(v, _argument(more, "key"))),
+    "SET_NOT_CONTAINS": lambda _, v, more: str(set.__contains__(v, _argument(more, "key"))),
     "HASATTR": lambda _, v, more: str(hasattr(v, _argument(more, "attr"))),
     "NOT_PRESENT_IN_GENERIC_DICT": lambda _, v, more: _static(v, _argument(more, "attr")),
     "SEQUENCE_LENGTH": lambda _, v, __: f"{_path(type(v))} {len(v)}",

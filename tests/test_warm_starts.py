@@ -108,6 +108,19 @@ MODULE = """
 def top(x, y, n, o):
     return x * (2 if hasattr(math, "turns") else 3)
 """
+PROTOCOL = """
+@typing.runtime_checkable
+class A(typing.Protocol):
+    def f(self): ...
+class B: pass
+b = B()
+def top(x, y, n, o):
+    return x * (2 if isinstance(b, A) else 3)
+"""
+DEFAULT = """
+def top(x, y, n, o):
+    return x * getattr(math, "turns", 2)
+"""
 HOOKED = """
 net = nn.Linear(4, 4, bias=False)
 nn.init.ones_(net.weight)
@@ -130,6 +143,8 @@ EDITS = {
     "hook of all modules": (HOOKED, HOOKED + HOOK),
     "attributes at once": (ATTRIBUTES, ATTRIBUTES + "a.c = 1"),
     "attribute of a module": (MODULE, MODULE + "math.turns = 1"),
+    "attribute of a module or a default": (DEFAULT, DEFAULT + "math.turns = 5"),
+    "protocol": (PROTOCOL, PROTOCOL + "b.f = 1"),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 

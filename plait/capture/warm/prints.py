@@ -205,6 +205,8 @@ class Prints:
         return _path(type(value))
 
     def _of_class(self, cls: type) -> str:
+        if vars(cls).get("_is_runtime_protocol") and cls.__module__ != "typing":
+            raise NotKept(f"{_path(cls)}, a protocol: which attributes an object had")
         plain = issubclass(cls, type)  # guards ask for what classes hold, but not metaclasses
         kinds = [
             [f"{k} {self._part(v, plain)}" for k, v in sorted(vars(c).items())
@@ -222,10 +224,10 @@ class Prints:
 
 
 def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:
-    """The built-in names in a code that its module gives another meaning, and what `hasattr` may
-    have found in modules: no guard tells either."""
+    """The built-in names in a code that its module gives another meaning, and what `hasattr` or
+    `getattr` may have found in modules: no guard tells either."""
     names = {name for name in code.co_names if name in scope and hasattr(builtins, name)}
-    if "hasattr" in code.co_names:
+    if {"hasattr", "getattr"}.intersection(code.co_names):
         held = [scope[n] for n in code.co_names if isinstance(scope.get(n), types.ModuleType)]
         inner = [vars(m).get(n) for m in held for n in code.co_names]
         modules = [*held, *(m for m in inner if isinstance(m, types.ModuleType))]

@@ -26,6 +26,9 @@ WRAPPERS = {
 }
 """The wrapper targets: the module of each, whose `load_program` makes a program run."""
 
+EXTENDED: list[str] = []
+"""What code from outside the tree has registered through `extend.py`."""
+
 
 def flag(
     default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()

@@ -16,6 +16,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from plait import compat
+from plait.config import EXTENDED
 from plait.devices import DEVICES, Facts
 from plait.errors import UserError
 from plait.ir.ops import OPS, SPECIAL
@@ -23,7 +24,7 @@ from plait.kernel.target import Target
 from plait.kernel.targets import TARGETS
 from plait.lower import core
 from plait.lower.graph import load_rules
-from plait.pipelines import ADDED, EXTENDED, GRAPH, GraphPass
+from plait.pipelines import ADDED, GRAPH, GraphPass
 from plait.runtime.remote import SCHEMES, Remote
 
 Rule = Callable[..., Any]

@@ -139,8 +139,6 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
 )
 ADDED: list[tuple[str, GraphPass]] = []
 """Passes from outside the tree, see `extend.graph_pass`: they run after GRAPH."""
-EXTENDED: list[str] = []
-"""What code from outside the tree has registered through `extend.py`."""
 
 
 def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:

@@ -20,6 +20,7 @@ OPTIONS = {"warm_start": True, "strict": True}
 def started(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
     """Gives what became of the frames since it was last asked: "warm", "kept" or why not."""
     monkeypatch.setenv("PLAIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(frames, "EXTENDED", [])  # whatever other tests have registered
     torch._dynamo.reset()
     frames.outcomes.clear()
 

@@ -162,8 +162,9 @@ class Text(Source):
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Of compiles that start warm and build no kernels."""
+    monkeypatch.setattr(frames, "EXTENDED", [])  # whatever other tests have registered
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     frames.outcomes.clear()

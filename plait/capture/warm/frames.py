@@ -171,7 +171,8 @@ def _versions() -> str:
 
 def _machine() -> str:
     # Where nothing has asked for a GPU yet, no argument lies on one.
-    n = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    n = torch.cuda.device_count() if used else 0
     gpus = [str(torch.cuda.get_device_properties(k)) for k in range(n)]
     return f"{platform.machine()} {gpus}"
 

@@ -113,8 +113,8 @@ struct Block {
 };
 std::map<char*, Block> unused;
 int64_t segments = 0;
-// New memory follows what was given before, from a multiple of 2^32 on: recordings compare addresses,
-// and see the same distances and carries in each run.
+// New memory follows what was given before, from a multiple of 2^32 on: recordings compare
+// addresses, and see the same distances and carries in each run.
 char* new_memory(size_t n) {
   constexpr uintptr_t kStep = uintptr_t{1} << 32;
   static char* next = [] {

@@ -33,6 +33,27 @@ class Entry:
     pieces: Mapping[str, bytes]
 
 
+def packed(header: Mapping[str, Any], pieces: Mapping[str, bytes]) -> bytes:
+    """A header and named pieces as `unpacked` reads them."""
+    sizes = [[name, len(data)] for name, data in pieces.items()]
+    text = json.dumps([header, sizes], separators=(",", ":")).encode()
+    start = _MAGIC + VERSION.to_bytes(8, "little") + len(text).to_bytes(8, "little")
+    return start + text + b"".join(pieces.values())
+
+
+def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Raises NotKept for what is not of this version."""
+    if data[:8] != _MAGIC or int.from_bytes(data[8:16], "little") != VERSION:
+        raise NotKept("an entry of another version")
+    at = 24 + int.from_bytes(data[16:24], "little")
+    header, sizes = json.loads(data[24:at])
+    pieces: dict[str, bytes] = {}
+    for name, size in sizes:
+        pieces[name] = data[at : at + size]
+        at += size
+    return header, pieces
+
+
 def to_bytes(entry: Entry) -> bytes:
     """The entry as `from_bytes` reads it."""
     traced = {**vars(entry.traced), "guards": [list(vars(g).values()) for g in entry.traced.guards]}
@@ -44,23 +65,13 @@ def to_bytes(entry: Entry) -> bytes:
         "same": entry.same,
         "named": entry.named,
         "graph": entry.graph,
-        "pieces": [[name, len(data)] for name, data in pieces.items()],
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    sizes = VERSION.to_bytes(8, "little") + len(text).to_bytes(8, "little")
-    return _MAGIC + sizes + text + b"".join(pieces.values())
+    return packed(header, pieces)
 
 
 def from_bytes(data: bytes) -> Entry:
     """Raises NotKept for what is no entry of this version."""
-    if data[:8] != _MAGIC or int.from_bytes(data[8:16], "little") != VERSION:
-        raise NotKept("an entry of another version")
-    at = 24 + int.from_bytes(data[16:24], "little")
-    header = json.loads(data[24:at])
-    pieces: dict[str, bytes] = {}
-    for name, size in header["pieces"]:
-        pieces[name] = data[at : at + size]
-        at += size
+    header, pieces = unpacked(data)
     traced = header["traced"]
     traced["guards"] = [Guarded(*row) for row in traced["guards"]]
     made = Traced(**traced, code=pieces.pop("code"))

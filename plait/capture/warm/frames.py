@@ -53,7 +53,6 @@ outcomes: deque[Outcome] = deque(maxlen=1000)
 """Of the last frames of this process that could start warm."""
 SLOTS = 8
 """Entries of one key: of a function and arguments of some kinds, with other values."""
-NAME = "plait_backend"
 
 
 @cache
@@ -63,11 +62,6 @@ def start_warm() -> None:
 
 
 def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
-    with collector_paused():
-        return _started(frame, compile_frame)
-
-
-def _started(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
     cfg = _config_of(frame)
     if cfg is None:
         return compile_frame()
@@ -83,7 +77,8 @@ def _started(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
         if data is None:
             break
         try:
-            result = _put_in_place(frame, from_bytes(data), cfg)
+            with collector_paused():
+                result = _put_in_place(frame, from_bytes(data), cfg)
         except Exception as why:
             if cfg.strict and not isinstance(why, NotKept):
                 raise

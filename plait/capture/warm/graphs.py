@@ -9,7 +9,6 @@ text, which the compiler reads where no program is found.
 from __future__ import annotations
 
 import importlib
-import json
 import secrets
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from plait import _native, compat
 from plait.capture import ladder
 from plait.capture.program import compile_captured
 from plait.capture.training import native_training
+from plait.capture.warm.entry import packed, unpacked
 from plait.compat.frame_facts import NotKept, named
 from plait.config import Config
 from plait.errors import raised_at
@@ -132,13 +132,11 @@ def _tensor_data(x: torch.Tensor) -> Data:
         raise NotKept(f"a constant of class {type(x).__name__} and layout {x.layout}")
     with compat.tracing.untraced_operators():
         flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        strides = x.stride()
     if not x.is_contiguous():
         raise NotKept("a constant whose elements do not follow each other")
     return {
         "dtype": str(x.dtype).removeprefix("torch."),
         "shape": list(x.shape),
-        "strides": list(strides),
         "device": str(x.device),
         "data": bytes(flat.tolist()).hex(),
     }
@@ -284,9 +282,9 @@ def find_backward(name: str, donated: Sequence[int], cfg: Config) -> _native.Pro
     found = Store.of(cfg, BACKWARDS).read(_backward_key(name, donated))
     if found is None:
         return None
-    at = 8 + int.from_bytes(found[:8], "little")
     try:
-        return loaded_program(json.loads(found[8:at]), found[at:], cfg)
+        data, pieces = unpacked(found)
+        return loaded_program(data, pieces["plan"], cfg)
     except NotKept:
         return None
 
@@ -297,10 +295,8 @@ def keep_backward(name: str, donated: Sequence[int], kept: Kept, cfg: Config) ->
         data, plan = program_data(kept)
     except NotKept:
         return
-    text = json.dumps(data).encode()
-    size = len(text).to_bytes(8, "little")
     with suppress(OSError):  # a full disk: each process compiles its own
-        Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), size + text + plan)
+        Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), packed(data, {"plan": plan}))
 
 
 def _backward_key(name: str, donated: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, base_of, insert, replace, value_of
+from plait.graph.edit import aten, insert, is_view, replace, value_of
 from plait.graph.norm_results import forward_nodes
 
 MOST_STEPS = 16
@@ -45,10 +45,13 @@ def save_compared(joint: GraphModule) -> None:
 
 
 def _exact_source(node: Node) -> Node:
-    """What a value is made of by views, and by what is exact in every kernel."""
-    while (node := base_of(node)).target in (aten.abs.default, aten.neg.default):
+    """The tensor that a value is made of by views, and by what is exact in every kernel."""
+    found = node
+    while is_view(node) or node.target in (aten.abs.default, aten.neg.default):
         node = node.all_input_nodes[0]
-    return node
+        if isinstance(value_of(node), torch.Tensor):  # else a list of tensors
+            found = node
+    return found
 
 
 def _comes_of(node: Node, source: Node) -> bool:

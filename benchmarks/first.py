@@ -94,8 +94,10 @@ def write_package(way: Way, path: Path) -> str:
     return str(path)
 
 
-def measure(case: str, ways: Sequence[Way], args: argparse.Namespace, folder: Path) -> Result:
-    """By way: the figures of its cold and its warm processes, or why it failed."""
+def measure(
+    case: str, ways: Sequence[Way], args: argparse.Namespace, folder: Path
+) -> Iterator[Result]:
+    """By way, after each round: figures of its cold and its warm processes, or why it failed."""
     found: Result = {way.name: {"cold": [], "warm": []} for way in ways}
     for k in range(args.rounds):
         for way in ways:
@@ -115,7 +117,7 @@ def measure(case: str, ways: Sequence[Way], args: argparse.Namespace, folder: Pa
                     mine["failed"] = f"{state}: {figures['failed']}"
                 else:
                     mine[state].append(figures)
-    return found
+        yield found
 
 
 # -------------------------------------------------------------------------------------------- pages
@@ -246,16 +248,17 @@ def main() -> None:
     if out and file.exists() and (args.only or args.race):
         data["results"] = json.loads(file.read_text())["results"]
     for case, what in chosen(args.only).items():
-        about = {"about": what, "rounds": args.rounds, "date": facts["date"]}
-        about["commit"] = facts["commit"]
-        with tempfile.TemporaryDirectory(prefix="plait-first-") as folder:
-            found = measure(case, ways_of(case, names(args.race)), args, Path(folder))
+        about = {"about": what, "date": facts["date"], "commit": facts["commit"]}
         older = data["results"].get(case, {}).get("ways", {}) if args.race else {}
-        data["results"][case] = {"about": about, "ways": older | found}
+        with tempfile.TemporaryDirectory(prefix="plait-first-") as folder:
+            rounds = measure(case, ways_of(case, names(args.race)), args, Path(folder))
+            for k, found in enumerate(rounds):
+                about["rounds"] = k + 1
+                data["results"][case] = {"about": about, "ways": older | found}
+                if out:  # after each: a run may be ended
+                    file.write_text(json.dumps(data, indent=1) + "\n")
+                    file.with_suffix(".md").write_text(page(data))
         print("\n" + case_table(case, about, found) + "\n", flush=True)
-        if out:  # now: a run may be ended
-            file.write_text(json.dumps(data, indent=1) + "\n")
-            file.with_suffix(".md").write_text(page(data))
     print(claims_table(judge(goals(data["results"]))))
 
 

@@ -4,6 +4,7 @@ A new process is played: Dynamo forgets all, functions and modules are made anew
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import plait
 from plait.capture.warm import frames
+from tests import warm as processes
 
 OPTIONS = {"warm_start": True, "strict": True}
 
@@ -158,12 +160,93 @@ def test_guards_hold_after_a_warm_start(started: Callable[[], list[str]]) -> Non
         started()
 
 
-BREAK = """
-def f(x):
-    y = x + 1
+BREAKS = """
+import torch
+k = 2.0
+def help(x):
+    x = x * k
     torch._dynamo.graph_break()
-    return y * 2
+    return x + 1.0
+def f(x):
+    a = x.sin()
+    def inner(b):
+        return a * b + k
+    with torch.no_grad():
+        z = inner(x)
+        torch._dynamo.graph_break()
+        z = inner(z) + 1
+    z = help(z)
+    if z.sum().item() > 100:
+        z = z * 3
+    else:
+        z = z - 3
+    return inner(x) * z
 """
+
+
+def test_graph_breaks(started: Callable[[], list[str]]) -> None:
+    """What is left of a frame starts warm as well: in a function that is called, in a context, with
+    cells, on both sides of a branch on a value."""
+    x = torch.randn(5, requires_grad=True)
+    for how in ("kept", "warm"):
+        f = made(BREAKS)["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS)
+        got, want = g(x), f(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (got, want)))
+        found = started()
+        assert set(found) <= {how, "skipped"} and found.count(how) > 5, found
+
+
+def test_what_is_left_after_a_miss(started: Callable[[], list[str]]) -> None:
+    """What came out of an entry breaks again where no entry serves it: Dynamo goes on from there,
+    also where the frame's own entry is one for other values."""
+    text = BREAKS.replace("z = help(z)", "z = help(z * n)").replace("f(x)", "f(x, n)")
+    for n, how in ((2, "kept"), (2, "warm"), (3, "kept")):
+        scope = made(text)
+        g = torch.compile(scope["f"], backend="plait", options=OPTIONS)
+        x = torch.full((5,), float(n))
+        torch.testing.assert_close(g(x, n), scope["f"](x, n))
+        assert how in started()
+        scope["k"] = 7.0
+        torch.testing.assert_close(g(x, n), scope["f"](x, n))
+        torch.testing.assert_close(g(x * 100, n), scope["f"](x * 100, n))
+        started()
+
+
+def test_edits_before_and_after_a_break(started: Callable[[], list[str]]) -> None:
+    """Each frame stands for what it runs; the result is that of the text."""
+    x = torch.ones(3)
+    edits = [("x * k", "x * k * k"), ("z - 3", "z - 4"), ("inner(z) + 1", "inner(z)"), ("", "")]
+    assert check_break(BREAKS, x, started)
+    for before, after in edits:
+        assert check_break(BREAKS.replace(before, after), x, started) == bool(before)
+
+
+def check_break(text: str, x: torch.Tensor, started: Callable[[], list[str]]) -> bool:
+    """Whether a frame of the text was compiled."""
+    f = made(text)["f"]
+    torch.testing.assert_close(torch.compile(f, backend="plait", options=OPTIONS)(x), f(x))
+    return "kept" in started()
+
+
+def test_processes_with_breaks(tmp_path: Any) -> None:
+    """Real ones."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""{BREAKS}
+import plait
+from plait.capture.warm import frames
+if __name__ == "__main__":
+    plait.warm_start({str(tmp_path)!r})
+    torch.manual_seed(0)
+    print(torch.compile(f, backend="plait")(torch.randn(3)).tolist())
+    print({{o.how for o in frames.outcomes}})
+""")
+    runs = [processes.run(program, env=dict(os.environ)) for _ in range(2)]
+    (first, kept), (second, warm) = (r.stdout.splitlines()[-2:] for r in runs)
+    assert first == second and "kept" in kept and "warm" in warm and "kept" not in warm, runs
+
+
 COND = """
 def f(x):
     return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
@@ -171,9 +254,7 @@ def f(x):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [(BREAK, "a graph break"), (COND, "operators that are not PyTorch's own")],
-    ids=["break", "cond"],
+    ("text", "why"), [(COND, "operators that are not PyTorch's own")], ids=["cond"]
 )
 def test_what_is_not_kept(text: str, why: str, started: Callable[[], list[str]]) -> None:
     """Each with its reason."""

@@ -12,11 +12,10 @@ import builtins
 import functools
 import importlib
 import inspect
-import marshal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -27,7 +26,9 @@ from torch._guards import Guard, Source
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils.weak import TensorWeakRef
 
-COMPILED, _BUILTINS = "__compiled_fn", "__builtins_dict__"
+COMPILED, _BUILTINS, _RESUME = "__compiled_fn", "__builtins_dict__", "__resume"
+RESUMED = "resumed"
+"""The kind of a global that holds what is left of a frame after a graph break."""
 SIZES = "SHAPE_ENV"
 STATE_KINDS = frozenset(
     "DETERMINISTIC_ALGORITHMS GRAD_MODE DEFAULT_DEVICE GLOBAL_STATE TORCH_FUNCTION_STATE "
@@ -60,8 +61,7 @@ class Traced:
     key_order: dicts whose order counts. layouts: sizes and strides of inputs by source, None where
     they vary. sizes: what must hold of those, as Python and for people.
     imports: name of a global -> module. installed: other globals that the code needs, each with its
-    kind and value. code: what runs in place of the frame's own. constants: those of its constants
-    that are of torch's own kinds, by position."""
+    kind and value. code: what runs in place of the frame's own."""
 
     sources: Sequence[tuple[str, Mapping[str, Any]]]
     places: Sequence[tuple[str, int]]
@@ -72,7 +72,6 @@ class Traced:
     installed: Mapping[str, tuple[str, Any]]
     sizes: tuple[Sequence[str], Sequence[str]] = ((), ())
     code: bytes = b""
-    constants: Sequence[tuple[int, Sequence[str]]] = ()
 
 
 # ------------------------------------------------------------------------------------ writing
@@ -122,13 +121,13 @@ def _installed(name: str, value: Any) -> tuple[str, Any]:
         return "graph", None
     if name.startswith(_BUILTINS):
         return "builtins", None
+    if name.startswith(_RESUME):
+        return RESUMED, None  # its code is told when the frame's own is known
     if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
         return "module", value.__name__
     where = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if named(*where) is value and value is not None:
         return "object", list(where)
-    if name.startswith("__resume"):
-        raise NotKept("a graph break")
     raise NotKept(f"a global of type {type(value).__name__} that Dynamo makes")
 
 
@@ -298,34 +297,3 @@ def _module(name: str) -> str:
         return importlib.import_module(name).__name__
     except ImportError as error:
         raise NotKept(f"a module is missing: {error}") from error
-
-
-def with_code(traced: Traced, result: Any) -> Traced:
-    """traced with the code that Dynamo's result of its compile holds. Raises NotKept."""
-    guarded = getattr(result, "guarded_code", None)
-    if guarded is None:
-        raise NotKept("Dynamo skips the function")
-    code: types.CodeType = guarded.code
-    constants = {
-        k: [type(c).__name__, str(c).removeprefix("torch.")]
-        for k, c in enumerate(code.co_consts)
-        if isinstance(c, _NAMED)
-    }
-    plain = tuple(None if k in constants else c for k, c in enumerate(code.co_consts))
-    try:
-        data = marshal.dumps(code.replace(co_consts=plain))
-    except ValueError:
-        raise NotKept("code that holds an object of this process") from None
-    return replace(traced, code=data, constants=sorted(constants.items()))
-
-
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def code_of(traced: Traced) -> types.CodeType:
-    """The code of `with_code`."""
-    code: types.CodeType = marshal.loads(traced.code)
-    constants = list(code.co_consts)
-    for k, (kind, text) in traced.constants:
-        constants[k] = torch.device(text) if kind == "device" else getattr(torch, text)
-    return code.replace(co_consts=tuple(constants))

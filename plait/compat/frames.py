@@ -32,13 +32,14 @@ from torch.fx.experimental.symbolic_shapes import _ShapeGuardsHelper
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.weak import TensorWeakRef
 
+from plait.compat.codes import code_of, known_to_dynamo, resumed_again
 from plait.compat.frame_facts import (
     COMPILED,
+    RESUMED,
     SIZES,
     NotKept,
     Traced,
     Values,
-    code_of,
     decoded,
     imported,
     installed_here,
@@ -84,7 +85,12 @@ def watch_frames(on_frame: OnFrame) -> None:
             given["code"], given["globals"], given["locals"], backend, bool(given["one_graph"]),
             not any(asked), before, hooks, given["compile_id"],
         )  # fmt: skip
-        return on_frame(frame, lambda: own(*args, **kwargs))
+
+        def compiled() -> Any:
+            known_to_dynamo(frame.code)
+            return own(*args, **kwargs)
+
+        return on_frame(frame, compiled)
 
     convert_frame._compile = compile_frame
 
@@ -204,16 +210,20 @@ def remember_sizes(frame: Frame, traced: Traced, values: Values) -> None:
 def put_in_place(frame: Frame, traced: Traced, values: Values, graph: Any) -> Any:
     """What Dynamo gets for the frame: the code of `traced` around graph (None if there is none),
     under guards of what lies here. Nothing has changed where it raises."""
-    code = code_of(traced)
+    code = code_of(traced, frame)
     fresh = {
         name: unique_id(COMPILED if kind == "graph" else name, with_uuid=True)
         for name, (kind, _) in traced.installed.items()
     }
     installed = {fresh[name]: value for name, value in installed_here(traced).items()}
-    for name, (kind, _) in traced.installed.items():
+    for name, (kind, data) in traced.installed.items():
         if kind == "graph":
             reason = "what Dynamo compiled is not traced"
             installed[fresh[name]] = torch._dynamo.disable(graph, reason=reason)  # type: ignore[no-untyped-call]
+        elif kind == RESUMED:
+            installed[fresh[name]], rest = resumed_again(data, frame, fresh[name])
+            consts = tuple(rest if c == rest else c for c in code.co_consts)
+            code = code.replace(co_consts=consts)
     code = code.replace(co_names=tuple(fresh.get(n, n) for n in code.co_names))
     for name, module in imported(traced).items():
         if frame.globals.setdefault(name, module) is not module:

@@ -375,10 +375,13 @@ class Missed(BaseException):
 
 @contextlib.contextmanager
 def only_warm(only: bool) -> Iterator[None]:
-    """Inside, Missed is raised in place of a compile."""
+    """Inside, Missed is raised in place of a compile, unless it is of what is left of a frame that
+    started warm."""
     own = warm_frames._compiled
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        if any(o.how == "warm" for o in warm_frames.outcomes):
+            return own(*args, **kwargs)
         raise Missed
 
     if only:
@@ -556,10 +559,11 @@ def _one_version(
             told.counts["missed"] += 1
     elif warm:
         told.counts["edited, warm"] += 1
-    is_kept = "kept" in came and set(came) <= {"warm", "kept"} and len(came) == len(asked)
+    whole = {"warm", "kept", "skipped"}
+    is_kept = "kept" in came and set(came) <= whole and len(came) == len(asked)
     if is_kept:
         kept.add(like)
-    told.reasons.update(how[:120] for how in came if how not in ("warm", "kept"))
+    told.reasons.update(how[:120] for how in came if how not in whole)
     for p in source.pieces:
         counts = told.by_feature.setdefault(p.name, Counter())
         counts["versions"] += 1

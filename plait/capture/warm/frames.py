@@ -24,6 +24,7 @@ from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
 from plait.capture.warm.prints import IMMUTABLE, Prints, named_function, shadowed_names
 from plait.compat import frame_facts, frames
+from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
 from plait.compat.torch_functions import is_torch_code, torch_functions
@@ -37,7 +38,8 @@ from plait.wrapper.watch import watcher
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a frame. how: "warm", "kept" for the next process, or why neither."""
+    """What became of a frame. how: "warm", "kept" for the next process, "skipped" where Dynamo
+    finds nothing to compile, or why none of these."""
 
     function: str
     how: str
@@ -45,7 +47,11 @@ class Outcome:
     @property
     def line(self) -> str:
         """For people."""
-        told = {"warm": "started warm", "kept": "kept for the next process"}
+        told = {
+            "warm": "started warm",
+            "kept": "kept for the next process",
+            "skipped": "nothing to compile",
+        }
         return f"{self.function}: {told.get(self.how, f'not kept: {self.how}')}"
 
 
@@ -228,11 +234,13 @@ def _compiled(
         result = compile_frame()
     with kept.reasons():
         graphs = [kind for e in entries for kind, _ in e.traced.installed.values()]
+        if not kept.reason and not entries and not kept.n_graphs:
+            kept.reason = "skipped"
         if not kept.reason and (not entries or graphs.count("graph") != kept.n_graphs):
-            raise NotKept("several graphs, or none")
+            raise NotKept("several graphs")
         if not kept.reason:
             made = replace(entries[0], graph=kept.data, pieces=kept.pieces)
-            keep(replace(made, traced=frame_facts.with_code(made.traced, result)))
+            keep(replace(made, traced=with_code(made.traced, result, frame)))
     return result
 
 

@@ -16,7 +16,7 @@ from plait.ir.loops import Mutate, Scatter, arg_symbol, loop_vars
 from plait.pipelines import schedule
 from plait.schedule.memory import Block, lives, peak_nbytes, place, storage_nbytes
 from plait.schedule.plan import Kernel, Plan
-from plait.schedule.spans import Spans, Timeline
+from plait.schedule.spans import Skyline, Spans, Timeline
 from plait.schedule.verify import verify_plan
 from tests.schedule_tools import Builder, Record, check, kernels
 
@@ -177,6 +177,16 @@ def test_bytes_taken_at_some_steps(last: int) -> None:
         spans.add(start, stop)
         given.append((first, end, start, stop))
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans.ranges))
+
+
+def test_what_lies_highest_at_some_steps() -> None:
+    rng, skyline, highest = random.Random(0), Skyline(), [-1] * 13
+    for thing in range(200):
+        first, last = sorted(rng.randrange(13) for _ in range(2))
+        assert {*skyline.cover(first, last, thing)} == {*highest[first : last + 1]}
+        highest[first : last + 1] = [thing] * (last + 1 - first)
+        assert {*highest} <= {*skyline.tops} <= {*highest, -1}
+        assert len(skyline.starts) == len(skyline.tops) <= 14
 
 
 def test_running_statistics_are_updated_in_place() -> None:

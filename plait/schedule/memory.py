@@ -21,7 +21,7 @@ from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import memory_roots
 from plait.schedule.overwrite import overwritable, users_of
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
-from plait.schedule.spans import Timeline
+from plait.schedule.spans import Skyline, Timeline
 
 # A line of memory; bounds on compile time and on waste (tests/test_memory.py) that were chosen.
 ALIGN = 64
@@ -214,14 +214,12 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A block in the arena of the example. nbytes: what is counted for it. ends: it ends at the
-    largest of these, whatever the sizes are."""
+    """A block in the arena of the example. nbytes: what is counted for it."""
 
     block: Block
     nbytes: Size
     at: int
     end: int
-    ends: tuple[Size, ...] = ()
 
 
 def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], Size]:
@@ -234,12 +232,15 @@ def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], S
     if all(isinstance(x.nbytes, int) for x in packed):
         return {x.block.names[0]: x.at for x in packed}, max((x.end for x in packed), default=0)
     offsets: dict[str, Size] = {}
-    placed: list[_Placed] = []
-    for x in packed:
-        starts = _largest(e for o in _right_below(x, placed) for e in o.ends)
+    highest = Skyline()
+    ends: list[tuple[Size, ...]] = []  # of each block: it ends at the largest of these
+    for k, x in enumerate(packed):
+        below = sorted({*highest.cover(x.block.start, x.block.end, k)} - {-1}, reverse=True)
+        starts = _largest(e for o in below for e in ends[o])
         offsets[x.block.names[0]] = reduce(smax, map(_aligned, starts))
-        placed.append(replace(x, ends=tuple(s + x.nbytes for s in starts)))
-    return offsets, reduce(smax, map(_aligned, _largest(e for x in placed for e in x.ends)))
+        ends.append(tuple(s + x.nbytes for s in starts))
+    last = _largest(e for o in sorted({*highest.tops} - {-1}) for e in ends[o])
+    return offsets, reduce(smax, map(_aligned, last))
 
 
 def _packed(some: Sequence[Block], hints: Hints) -> list[_Placed]:
@@ -255,20 +256,6 @@ def _packed(some: Sequence[Block], hints: Hints) -> list[_Placed]:
         busy.take(b.start, b.end, at, at + size)
         placed.append(_Placed(b, nbytes, at, at + size))
     return sorted(placed, key=lambda x: x.at)
-
-
-def _meet(a: Block, b: Block) -> bool:
-    """Whether two blocks live at one time."""
-    return a.start <= b.end and b.start <= a.end
-
-
-def _right_below(x: _Placed, placed: Sequence[_Placed]) -> list[_Placed]:
-    """Of the blocks that live at one time with x those on which no other of them lies."""
-    out: list[_Placed] = []
-    for o in reversed(placed):
-        if _meet(o.block, x.block) and not any(_meet(o.block, above.block) for above in out):
-            out.append(o)
-    return out
 
 
 def _padded(nbytes: Size, hints: Hints, spare: int) -> Size:
@@ -300,13 +287,28 @@ def _terms(e: Size) -> dict[Mono, int]:
 def _largest(some: Iterable[Size]) -> tuple[Size, ...]:
     """Those that can be the largest of sums of products that are not negative; where that may be
     many, a bound."""
-    out: list[dict[Mono, int]] = [{}]
-    for e in map(_terms, dict.fromkeys(some)):
-        if not any(_covers(o, e) for o in out):
-            out = [*(o for o in out if not _covers(e, o)), e]
-    if len(out) > MAX_ENDS:
-        out = [{mono: max(o.get(mono, 0) for o in out) for o in out for mono in o}]
-    return tuple(total(_product(mono) * c for mono, c in o.items()) for o in out)
+    all_terms = [dict[Mono, int](), *map(_terms, dict.fromkeys(some))]
+    out: list[int] = []
+    # What covers another has the greater sum of coefficients: none covers one that came before it.
+    for k in sorted(range(len(all_terms)), key=lambda k: -sum(all_terms[k].values())):
+        if not any(_covers(all_terms[o], all_terms[k]) for o in out):
+            out.append(k)
+        if len(out) > MAX_ENDS:
+            return (_bound(all_terms),)
+    return tuple(_sum(all_terms[k]) for k in sorted(out))
+
+
+def _bound(some: Iterable[Mapping[Mono, int]]) -> Size:
+    """A sum that is no less than any of these."""
+    most: dict[Mono, int] = {}
+    for e in some:
+        for mono, c in e.items():
+            most[mono] = max(c, most.get(mono, 0))
+    return _sum(most)
+
+
+def _sum(terms: Mapping[Mono, int]) -> Size:
+    return total(_product(mono) * c for mono, c in terms.items())
 
 
 def _covers(a: Mapping[Mono, int], b: Mapping[Mono, int]) -> bool:

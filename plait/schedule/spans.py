@@ -78,3 +78,24 @@ class Timeline:
         """The nodes of a first and a last step, and all above them."""
         leaves = (self.leaves + first, self.leaves + last)
         return {k >> up for k in leaves for up in range(k.bit_length())}
+
+
+class Skyline:
+    """Which thing lies highest at each step, where things are put one on the other. Things are
+    numbers; -1: nothing."""
+
+    def __init__(self) -> None:
+        # Neighbouring ranges of steps, by their first ones.
+        self.starts, self.tops = [0], [-1]
+
+    def cover(self, first: int, last: int, thing: int) -> list[int]:
+        """Puts a thing on the steps from a first to a last; returns what lay highest there."""
+        a, b = bisect_right(self.starts, first) - 1, bisect_right(self.starts, last)
+        old = self.tops[a:b]
+        starts, tops = [first], [thing]
+        if self.starts[a] < first:
+            starts, tops = [self.starts[a], first], [old[0], thing]
+        if b == len(self.starts) or self.starts[b] > last + 1:
+            starts, tops = [*starts, last + 1], [*tops, old[-1]]
+        self.starts[a:b], self.tops[a:b] = starts, tops
+        return old

@@ -360,10 +360,15 @@ def exact_div(a: Size, b: Size) -> Size | None:
 
 def total(items: Iterable[Size]) -> Size:
     """The sum of items."""
-    out: Size = 0
+    const, acc = 0, dict[Mono, int]()
     for i in items:
-        out += i
-    return out
+        if isinstance(i, int):
+            const += i
+            continue
+        const += i.const
+        for m, c in i.terms:
+            acc[m] = acc.get(m, 0) + c
+    return from_terms(const, acc)
 
 
 def product(items: Iterable[Size]) -> Size:

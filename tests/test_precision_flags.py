@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.wrapper.instructions import Call
+from plait.wrapper.program import CompileRecord
+from tests.product_programs import observing
+
 BACKENDS: Any = torch.backends
 
 
@@ -32,3 +36,49 @@ def test_newer_flags_of_a_backend(of: str, precision: str) -> None:
             assert (found - exact).abs().max() <= limit
     finally:
         flags.fp32_precision = before
+
+
+def hidden(x: Tensor, w: Tensor) -> Tensor:
+    """A sum that is computed as a product where products are as exact."""
+    return (x[:, :, None] * w[None]).sum(1)
+
+
+def point(x: Tensor, w: Tensor) -> Tensor:
+    """A convolution that is."""
+    return torch.nn.functional.conv2d(x, w)
+
+
+IMAGE = torch.randn(2, 64, 16, 16).contiguous(memory_format=torch.channels_last)
+CHANGING = {
+    "sum": (hidden, (torch.randn(64, 96), torch.randn(96, 80)), "matmul"),
+    "convolution": (point, (IMAGE, torch.randn(64, 64, 1, 1)), "conv"),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("case", CHANGING)
+def test_flags_that_change(case: str, trained: bool) -> None:
+    """What was compiled because products were exact is compiled again when they are not, forward
+    and backward; as often as there are answers."""
+    fn, inputs, op = CHANGING[case]
+    inputs = tuple(x.clone().requires_grad_(trained) for x in inputs)
+    flags = getattr(BACKENDS.mkldnn, op)
+    before = flags.fp32_precision
+    torch.compiler.reset()
+    records: list[CompileRecord] = []
+    compiled = torch.compile(fn, backend="plait", options={"small_matmul_flops": 0})
+    products = []
+    try:
+        with observing(records):
+            for precision in ("ieee", "bf16", "ieee"):
+                records.clear()
+                flags.fp32_precision = precision
+                found = compiled(*inputs)
+                if trained:
+                    found.sum().backward()
+                calls = [i.op for r in records for i in r.wrapper.body if isinstance(i, Call)]
+                products.append((len(records), sum("mm" in op for op in calls)))
+    finally:
+        flags.fp32_precision = before
+    n = 1 + trained
+    assert products == [(n, 3 if trained else 1), (n, 0), (0, 0)], products

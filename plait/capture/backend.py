@@ -35,7 +35,7 @@ from plait.capture.object_results import take_objects, with_objects
 from plait.capture.program import compile_captured, load_compiler
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
-from plait.capture.training import TrainingGraph
+from plait.capture.training import TrainingGraph, asks_of_precision
 from plait.capture.warm.frames import start_warm
 from plait.capture.warm.graphs import Kept, backward_text, keep_backward, keep_graph, kept_here
 from plait.capture.writes import check_writes
@@ -120,6 +120,7 @@ class _OneGraph:
         self.written: Sequence[bool] = ()  # of each argument, whether calls write it
         self.has_bases = False  # AOTAutograd joins arguments that share memory
         self.watcher = watcher()  # of the backward graph too, which is compiled later
+        self.flags: compat.precision.Flags = {}  # that it depends on
         self.kept = kept_here()  # what is left for the next process; None: nothing
 
     @property
@@ -143,7 +144,8 @@ class _OneGraph:
             write_out_fused(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.tracing.see_other_types(view_like)
-        with early_changes, mended_tracing, index_by_found(gm):
+        noted = compat.precision.noting_flags(self.flags)
+        with early_changes, mended_tracing, index_by_found(gm), noted:
             wrapped = compat.tracing.aot_compile(
                 gm,
                 example_inputs,
@@ -152,6 +154,7 @@ class _OneGraph:
                 inference=self.inference,
                 partition=self.partition,
             )
+        compat.precision.guard_flags(self.flags)
         made = self.training or self.direct
         call = wrapped if self.program is None else made.around(self.program, wrapped)
         if not isinstance(gm, GraphModule):
@@ -196,6 +199,8 @@ class _OneGraph:
         from plait.pipelines import split_joint
 
         forward, backward = split_joint(self.cfg, joint, joint_inputs, **kwargs)
+        for op in ("matmul", "conv") if asks_of_precision(backward) else ():
+            compat.precision.of_host(op)  # its compile, which comes later, gets these answers
         self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward
 
@@ -252,9 +257,10 @@ class _OneGraph:
             graph = came.module() if taken else gm
             objects = take_objects(graph)
             kept = None if self.kept is None or objects or taken else Kept()
-            program = self._program(
-                graph, "backward", donated_inputs=donated, taken=taken, kept=kept
-            )
+            with compat.precision.noting_flags(self.flags):
+                program = self._program(
+                    graph, "backward", donated_inputs=donated, taken=taken, kept=kept
+                )
             if self.kept is not None and kept is not None:
                 keep_backward(self.kept.name, donated, kept, self.cfg)
             return with_objects(program, objects)

@@ -64,7 +64,10 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ),
     (r"grad_mode", "with and without torch.no_grad() are two graphs: it ends by itself"),
     (r"autocast", "each setting of autocast has a graph: enter it inside the function, or always"),
-    (r"GLOBAL_STATE|torch_function_mode_stack|CURRENT_DEVICE|deterministic", _SAME_STATE),
+    (
+        r"GLOBAL_STATE|_get_fp32_precision|torch_function_mode_stack|CURRENT_DEVICE|deterministic",
+        _SAME_STATE,
+    ),
     (
         r"BACKEND_MATCH|current_backend",
         "torch.compile was called again with other options: call it once, and keep what it returns",

@@ -21,13 +21,15 @@ from plait import _native, compat
 from plait.capture.direct import calls_custom_ops, marks_data
 from plait.capture.ladder import AsItCame
 from plait.compat.frame_facts import NotKept
+from plait.devices import facts_of
 from plait.graph.captured import InputView
-from plait.graph.edit import output_of
+from plait.graph.edit import aten, output_of, value_of
 from plait.lower.symbols import is_ragged
 from plait.wrapper.program import Program
 
 CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
 Interpret = Callable[[list[Any]], tuple[Any, ...]]
+_ASKING = (aten.convolution_backward.default, aten.sum.dim_IntList, aten.mean.dim)
 
 
 class TrainingGraph:
@@ -220,3 +222,10 @@ def _graph_reason(gm: GraphModule, meta: Any) -> str:
     if not all(isinstance(n, int) or isinstance(n.meta["val"], torch.SymInt) for n in sizes):
         return "a number that is no size is saved for the backward pass"
     return ""
+
+
+def asks_of_precision(backward: GraphModule) -> bool:
+    """Whether passes may ask of a backward graph, once it is compiled, how exactly a CPU
+    multiplies: of convolutions and sums that may be products."""
+    found = (n for n in backward.graph.nodes if n.target in _ASKING)
+    return any(facts_of(value_of(n.args[0]).device).is_host for n in found)

@@ -8,6 +8,6 @@ between them.
 
 from __future__ import annotations
 
-from plait.compat import autograd, decompositions, errors, streams, tracing, versions
+from plait.compat import autograd, decompositions, errors, precision, streams, tracing, versions
 
-__all__ = ["autograd", "decompositions", "errors", "streams", "tracing", "versions"]
+__all__ = ["autograd", "decompositions", "errors", "precision", "streams", "tracing", "versions"]

@@ -32,9 +32,9 @@ RESUMED = "resumed"
 SIZES = "SHAPE_ENV"
 STATE_KINDS = frozenset(
     "DETERMINISTIC_ALGORITHMS GRAD_MODE DEFAULT_DEVICE GLOBAL_STATE TORCH_FUNCTION_STATE "
-    "AUTOGRAD_SAVED_TENSORS_HOOKS FUNCTORCH_STACK_MATCH DUAL_LEVEL".split()
+    "AUTOGRAD_SAVED_TENSORS_HOOKS FUNCTORCH_STACK_MATCH DUAL_LEVEL FLOAT32_PRECISION".split()
 )
-"""Guards of what `ambient_state` tells."""
+"""Guards of what `ambient_state` and flags tell."""
 
 
 class NotKept(Exception):

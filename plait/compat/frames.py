@@ -27,11 +27,12 @@ from torch._dynamo.utils import (
     get_metrics_context,
     orig_code_map,
 )
-from torch._guards import Guard, GuardsSet, Source
+from torch._guards import Guard, GuardsSet, Source, TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import _ShapeGuardsHelper
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.weak import TensorWeakRef
 
+from plait.compat import precision
 from plait.compat.codes import code_of, known_to_dynamo, resumed_again
 from plait.compat.frame_facts import (
     COMPILED,
@@ -248,7 +249,7 @@ def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, st
     sources = _sources(traced, fresh)
     guards = []
     for g in traced.guards:
-        create: Any = getattr(guarding.GuardBuilder, g.kind)
+        create: Any = getattr(guarding.GuardBuilder, g.kind, None) or getattr(precision, g.kind)
         more = {k: _argument(v, sources, values, g.source) for k, v in g.more.items()}
         create = functools.partial(create, **more) if more else create
         guards.append(Guard(sources[g.source], create))
@@ -300,9 +301,10 @@ def _argument(v: Any, sources: Sequence[Source], values: Values, own: int) -> An
 def _sources(traced: Traced, fresh: Mapping[str, str]) -> list[Source]:
     """The sources, made again. fresh: new names of globals."""
     made: list[Source] = []
-    for name, row in traced.sources:
-        given = {k: decoded(v, made.__getitem__) for k, v in row.items()}
-        if "global_name" in given:
-            given["global_name"] = fresh.get(given["global_name"], given["global_name"])
-        made.append(getattr(source, name)(**given))
+    with tracing(TracingContext(None)):  # where some leave a guard, which is in traced.guards
+        for name, row in traced.sources:
+            given = {k: decoded(v, made.__getitem__) for k, v in row.items()}
+            if "global_name" in given:
+                given["global_name"] = fresh.get(given["global_name"], given["global_name"])
+            made.append(getattr(source, name)(**given))
     return made

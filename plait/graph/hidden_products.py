@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from plait.compat import precision
 from plait.devices import Facts, facts_of
 from plait.graph.conv_cost import hint
 from plait.graph.edit import aten, insert, insert_like, replace, same_size, value_of
@@ -88,6 +89,7 @@ def find_products(gm: GraphModule) -> int:
     targets = (aten.sum.dim_IntList, aten.mean.dim)
     sums = [n for t in targets for n in gm.graph.find_nodes(op="call_function", target=t)]
     found = [p for p in map(_product, sums) if p is not None and _pays(p)]
+    found = [p for p in found if p.compute != torch.float32 or _is_exact(facts_of(p.made.device))]
     for p in found:
         _replace(p)
     return len(found)
@@ -152,8 +154,8 @@ def _is_wider(made: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _compute_dtype(made: torch.Tensor, result: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which a product gives the sum of `made` as `result` no less exactly; None where
-    there is none."""
+    """The dtype in which a product gives the sum of `made` as `result` no less exactly, in float32
+    if `_is_exact`; None where there is none."""
     if made.layout != torch.strided or not made.dtype.is_floating_point:
         return None
     wide = made.dtype in (torch.float32, torch.float64) or made.dtype in _HALF
@@ -166,16 +168,15 @@ def _compute_dtype(made: torch.Tensor, result: torch.Tensor) -> torch.dtype | No
     # Of bfloat16 the library of a GPU has the range; elsewhere and of float16 it may round within.
     if result.dtype == torch.bfloat16 and facts.streams:
         return torch.bfloat16
-    compute = torch.float32 if result.dtype in _HALF else result.dtype
-    return compute if compute == torch.float64 or _is_exact(facts) else None
+    return torch.float32 if result.dtype in _HALF else result.dtype
 
 
 def _is_exact(facts: Facts) -> bool:
     """Whether products of float32 are computed in float32: flags, off by default, let libraries
     round factors, which no sum does."""
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul if facts.streams else backends.mkldnn.matmul
-    return matmul.fp32_precision in ("ieee", "none")
+    of_gpu: Any = torch.backends.cuda.matmul
+    how = of_gpu.fp32_precision if facts.streams else precision.of_host("matmul")
+    return how in ("ieee", "none")
 
 
 def _varying(x: Node, made: torch.Tensor) -> set[int] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from plait.compat import precision
 from plait.devices import facts_of
 from plait.graph.conv_cost import Convolution, convolution_of
 from plait.graph.edit import aten, insert, replace, value_of
@@ -28,9 +29,10 @@ LEAST_SUMMED = 128
 def multiply_points(gm: GraphModule, packs: bool = False) -> int:
     """Changes the graph in place; returns how many convolutions it replaced. packs: those of a CPU
     will read packed filters."""
-    found = [n for n in gm.graph.nodes if n.target in _REPLACE and _is_product(n)]
+    found = [n for n in gm.graph.nodes if n.target in _REPLACE]
     if packs:
         found = [n for n in found if not convolution_of(n).is_on_host]
+    found = [n for n in found if _is_product(n)]
     for node in found:
         _REPLACE[node.target](node)
     return len(found)
@@ -59,15 +61,14 @@ def _is_product(node: Node) -> bool:
 def _is_hosts_product(c: Convolution) -> bool:
     """Whether a CPU multiplies matrices as exactly as it convolves, and the images lie as they
     must."""
-    backends: Any = torch.backends
-    kinds = backends.mkldnn.matmul, backends.mkldnn.conv
-    if c.x.dtype != torch.float32 or any(k.fp32_precision in ("bf16", "tf32") for k in kinds):
+    if c.x.dtype != torch.float32:
         return False
     images = c.x, c.result
-    if all(map(lies_last, images)):
-        return True
-    in_rows = type(c.x.shape[0]) is int and all(map(lies_in_rows, images))
-    return in_rows and not c.wanted
+    if not all(map(lies_last, images)):
+        in_rows = type(c.x.shape[0]) is int and all(map(lies_in_rows, images))
+        if not in_rows or c.wanted:
+            return False
+    return all(precision.of_host(op) not in ("bf16", "tf32") for op in ("matmul", "conv"))
 
 
 def _has_tensor_cores(dtype: torch.dtype) -> bool:

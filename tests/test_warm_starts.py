@@ -128,6 +128,59 @@ def top(x, y, n, o):
     return net(x)
 """
 HOOK = "nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 3)"
+CHAINED = """
+chain = collections.ChainMap({}, {"k": 2})
+def top(x, y, n, o):
+    return x * chain["k"]
+"""
+RAISES = """
+class A:
+    def f(self, k):
+        if k in vars(self):
+            return 2
+        raise KeyError(k)
+a = A()
+def top(x, y, n, o):
+    try:
+        return x * a.f("k")
+    except KeyError:
+        return x * 3
+"""
+NAMED = """
+WORD = "turns"
+def top(x, y, n, o):
+    return x * (2 if hasattr(math, WORD) else 3) + getattr(math, WORD + "_", 2)
+"""
+COMPUTED = """
+class A(nn.Module):
+    def __getattr__(self, name):
+        return 2.0 if name == "k" else super().__getattr__(name)
+    def forward(self, x):
+        return x * self.k
+a = A()
+def top(x, y, n, o):
+    return a(x)
+"""
+GIVEN = """
+t = torch.ones(3, 4)
+def given_0(x, y, n, o):
+    return x, t, n, o
+def top(x, y, n, o):
+    with torch.no_grad():
+        y.add_(1)
+        return x * t.mul_(2)
+def state_0():
+    return t
+"""
+POLYFILLED = """
+def helper(a): return a * 2
+def top(x, y, n, o):
+    return x * helper(2.0)
+"""
+POLYFILL = """
+@torch._dynamo.substitute_in_graph(helper)
+def other(a): return a * 2
+"""
 EDITS = {
     "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
     "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
@@ -145,6 +198,14 @@ EDITS = {
     "attribute of a module": (MODULE, MODULE + "math.turns = 1"),
     "attribute of a module or a default": (DEFAULT, DEFAULT + "math.turns = 5"),
     "protocol": (PROTOCOL, PROTOCOL + "b.f = 1"),
+    "key that was missing": (CHAINED, CHAINED + "chain.maps[0]['k'] = 3"),
+    "attribute that was missing": (RAISES, RAISES + "a.k = 1"),
+    "name of an attribute": (NAMED, NAMED + "math.turns = 1"),
+    "name that is computed": (NAMED, NAMED + "math.turns_ = 1"),
+    "attribute that was computed": (COMPUTED, COMPUTED + "a.k = 3.0"),
+    "argument and global": (GIVEN, GIVEN.replace("x, t, n", "x, y, n")),
+    "function in the place of another": (POLYFILLED, POLYFILLED + POLYFILL),
+    "nothing in the place of a function": (POLYFILLED + POLYFILL, POLYFILLED),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.modules.module
 import torch.overrides
 import typing_extensions
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 
 from plait.compat.frame_facts import NotKept
 
@@ -67,11 +68,22 @@ def torch_functions() -> str:
             elif kind in _BUILT_IN and value.__name__ != name:
                 found.append(f"{name} {value.__name__}")
         found.append("")
-    kernels = sorted(k for k in torch.library._impls if k.startswith("aten/"))
+    for replaced, fn in PolyfilledFunctionVariable._get_polyfill_handlers().items():
+        code = getattr(getattr(fn, "__torch_dynamo_polyfill__", None), "__code__", None)
+        if code is not None and not code.co_filename.startswith(_HOMES):
+            raise NotKept(f"{code.co_qualname}, which is traced in the place of {replaced}")
+    kernels = sorted(k for k in torch.library._impls - _made_late() if k.startswith("aten/"))
     hooks = vars(sys.modules["torch.nn.modules.module"])
     if any(v for name, v in hooks.items() if name.startswith("_global_") and name[-5:] == "hooks"):
         raise NotKept("hooks of all modules")
     return "\n".join((*found, *kernels))
+
+
+def _made_late() -> set[str]:
+    """The kernels that torch itself registers when `torch.func.vmap` is first called."""
+    homes = "torch._functorch.predispatch", "torch._functorch.vmap"  # the latter is older
+    libraries = (getattr(sys.modules.get(m), "VMAP_DECOMPOSITIONS_LIB", None) for m in homes)
+    return {kernel for library in libraries if library for kernel in library._op_impls}
 
 
 def is_torch_code(code: types.CodeType) -> bool:

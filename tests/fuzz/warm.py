@@ -18,6 +18,7 @@ import gc
 import json
 import logging
 import math
+import platform
 import random
 import re
 import shutil
@@ -36,8 +37,14 @@ import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+from torch.distributions import kl
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.capture.warm import frames as warm_frames
+from plait.runtime.toolchain import ISAS
 
 LIB, MAIN = "warmfuzz_lib", "warmfuzz_main"
 PRELUDE = """
@@ -148,6 +155,44 @@ def make_source(rng: random.Random) -> Source:
 
 
 # ------------------------------------------------------------------------------------ versions
+FLAGS: Mapping[str, Callable[[Any], Any]] = {
+    # PyTorch's own test tools forbid the attributes of torch.backends for the whole process.
+    "product": lambda on: _precision("mkldnn", "matmul", "bf16" if on else "none"),
+    "product, tf32": lambda on: _precision("mkldnn", "matmul", "tf32" if on else "none"),
+    "convolution": lambda on: _precision("mkldnn", "conv", "bf16" if on else "none"),
+    "recurrent": lambda on: _precision("mkldnn", "rnn", "bf16" if on else "none"),
+    "a GPU's convolution": lambda on: _precision("cuda", "conv", "ieee" if on else "tf32"),
+    "all": lambda on: _precision("generic", "all", "ieee" if on else "none"),
+    "warn only": lambda on: torch.use_deterministic_algorithms(on, warn_only=on),
+    "filled": lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", not on),
+    "warn always": torch.set_warn_always,
+    "fast path": lambda on: torch.backends.mha.set_fastpath_enabled(not on),
+    "flash": lambda on: torch.backends.cuda.enable_flash_sdp(not on),
+    "math": lambda on: torch.backends.cuda.enable_math_sdp(not on),
+    "cache of autocast": lambda on: torch.set_autocast_cache_enabled(not on),
+    "dtype of autocast": lambda on: torch.set_autocast_dtype(
+        "cpu", torch.float16 if on else torch.bfloat16
+    ),
+    "one thread": lambda on: torch._C._set_multithreading_enabled(not on),
+    "sparse": lambda on: torch._C._set_check_sparse_tensor_invariants(on),
+    "oneDNN": lambda on: torch._C._set_mkldnn_deterministic(on),
+    "seed": lambda on: torch.manual_seed(7 if on else 0),
+    "float": lambda on: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(not on),
+    "overwrite": torch.__future__.set_overwrite_module_params_on_conversion,
+    "swap": torch.__future__.set_swap_module_params_on_conversion,
+}  # fmt: skip
+"""Switches of torch, by what they are of: True is not the default."""
+VERSIONS: Mapping[str, tuple[Any, str, Any]] = {
+    "torch": (torch, "__version__", "2.99.0"),
+    "torch's commit": (torch.version, "git_version", "0" * 40),
+    "Python": (sys, "version", "3.99"),
+    "machine": (platform, "machine", lambda: "other"),
+    "processor": (warm_frames, "detect_isa", lambda _: ISAS["portable"]),
+    "plait": (warm_frames, "VERSION", 99),
+}
+"""What another process may have another version of: its place, and another value."""
+MADE = ("inference", "inner", "negative", "parameter", "hooked", "retained", "view", "base", "grad")
+"""How x comes about."""
 SETTINGS: Mapping[str, Sequence[Any]] = {
     "grad": ("on", "on", "on", "off", "inference"),
     "autocast": (None, None, None, torch.bfloat16, torch.float16),
@@ -159,7 +204,14 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "benchmark": (False, False, True),
     "dynamic": (None, None, None, True, False),
     "fullgraph": (False, False, True),
-    "options": ({}, {}, {"opt_level": 1}, {"verify": True}),
+    "options": (
+        {}, {}, {"opt_level": 1}, {"verify": True}, {"fusion": False}, {"eager_random": True},
+        {"nan_asserts": True}, {"size_asserts": True}, {"isa": "portable"}, {"max_recompute": 0},
+    ),
+    "device": (None, None, None, "cpu", "meta"),
+    "around": ("", "", "function mode", "dispatch mode", "hooks", "dual", "anomaly", "vmap"),
+    "flag": ("", *FLAGS),
+    "version": ("", "", *VERSIONS),
     "dynamo": (
         {}, {}, {"specialize_float": True}, {"assume_static_by_default": False},
         {"inline_inbuilt_nn_modules": False}, {"guard_nn_modules": False},
@@ -174,6 +226,7 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "n": (2, 2, 3, 2.5, True, 2.0),
     "o": ("none", "none", "tensor", "row", "x", "number"),
     "mark": ("", "", "", "dynamic", "static", "factor"),
+    "made": ("", "", *MADE),
     "backward": (True, True, False),
 }  # fmt: skip
 """What holds around a call and what its inputs are."""
@@ -215,7 +268,20 @@ def versions(rng: random.Random, source: Source, n: int) -> list[tuple[Version, 
 def _namespaces() -> list[Any]:
     return [
         torch, torch.Tensor, torch.nn.functional, torch.nn.Module, torch.nn.Linear, math, builtins,
-        torch._C._nn, torch.linalg, torch._VF, torch.nn.init,
+        torch._C._nn, torch.linalg, torch._VF, torch.nn.init, torch.distributions.Distribution,
+        torch.distributions.Normal,
+    ]  # fmt: skip
+
+
+def _registries() -> list[Any]:
+    """Dicts and sets of torch that programs add to."""
+    handlers: Any = PolyfilledFunctionVariable._get_polyfill_handlers()
+    return [
+        torch._decomp.decomposition_table, trace_rules._allowed_callable_ids.function_ids,
+        trace_rules._polyfilled_function_ids.function_ids, VariableBuilder._id_dispatch(),
+        trace_rules.get_torch_obj_rule_map(), handlers, pytree.SUPPORTED_NODES,
+        pytree.SUPPORTED_SERIALIZED_TYPES, pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE,
+        kl._KL_REGISTRY, kl._KL_MEMOIZE,
     ]  # fmt: skip
 
 
@@ -224,9 +290,7 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
     """The modules of a version, imported anew. What they patch is put back."""
     texts = source.texts(version.choice)
     before = [(space, dict(vars(space))) for space in _namespaces()]
-    table = dict(torch._decomp.decomposition_table)
-    ids: set[int] = trace_rules._allowed_callable_ids.function_ids or set()
-    allowed = set(ids)
+    registries = [(held, held.copy()) for held in _registries() if held is not None]
     modules_before = set(sys.modules)
     torch.utils.hooks.RemovableHandle.next_id = 0
     torch._dynamo.reset()
@@ -239,9 +303,9 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
         for k, m in enumerate(modules):
             m.__file__ = f"/nowhere/{m.__name__}.py"
             sys.modules[m.__name__] = m
-            exec(compile(texts[k], m.__file__, "exec"), vars(m))
+            _run(texts[k], m, "")
         for k, m in enumerate(modules):
-            exec(compile(texts[2 + k], f"{m.__file__}.after", "exec"), vars(m))
+            _run(texts[2 + k], m, ".after")
         vars(modules[1])["_later"] = texts[4:]
         yield modules[1]
     finally:
@@ -249,10 +313,9 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
             for name in set(vars(space)) | set(held):
                 if vars(space).get(name) is not held.get(name):
                     _put_back(space, name, held)
-        torch._decomp.decomposition_table.clear()
-        torch._decomp.decomposition_table.update(table)
-        ids.clear()
-        ids.update(allowed)
+        for registry, earlier in registries:
+            registry.clear()
+            registry.update(earlier)
         for hooks in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             getattr(torch.nn.modules.module, hooks).clear()
         for m in modules:
@@ -262,6 +325,17 @@ def a_process(source: Source, version: Version) -> Iterator[types.ModuleType]:
         for name in set(sys.modules) - modules_before:
             if name.startswith("warmfuzz"):
                 del sys.modules[name]
+
+
+class NoProgram(Exception):
+    """A version whose text fails outside of its function."""
+
+
+def _run(text: str, module: types.ModuleType, when: str) -> None:
+    try:
+        exec(compile(text, f"/nowhere/{module.__name__}.py{when}", "exec"), vars(module))
+    except Exception as error:
+        raise NoProgram(f"{type(error).__name__}: {error}") from error
 
 
 def _put_back(space: Any, name: str, held: Mapping[str, Any]) -> None:
@@ -296,6 +370,69 @@ def settings_of(v: Version) -> Iterator[None]:
             stack.enter_context(torch.inference_mode())
         if v.get("autocast") is not None:
             stack.enter_context(torch.autocast("cpu", dtype=v.get("autocast")))
+        if v.get("flag"):
+            FLAGS[v.get("flag")](True)
+            stack.callback(FLAGS[v.get("flag")], False)
+        if v.get("version"):
+            stack.enter_context(_other_version(*VERSIONS[v.get("version")]))
+        yield
+
+
+def _precision(backend: str, op: str, value: str) -> None:
+    torch._C._set_fp32_precision_setter(backend, op, value)
+
+
+@contextlib.contextmanager
+def _other_version(place: Any, name: str, other: Any) -> Iterator[None]:
+    """What is kept by version is kept as if by another one."""
+    own = getattr(place, name)
+    warm_frames._versions.cache_clear()
+    setattr(place, name, other)
+    try:
+        yield
+    finally:
+        setattr(place, name, own)
+        warm_frames._versions.cache_clear()
+
+
+class _Modes:
+    """What stands around a call."""
+
+    class OfFunctions(torch.overrides.TorchFunctionMode):
+        """Sines are another function."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class OfDispatch(TorchDispatchMode):
+        """Does nothing."""
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def around(v: Version) -> Iterator[None]:
+    """What holds at a call, but for settings."""
+    with contextlib.ExitStack() as stack:
+        match v.get("around"):
+            case "function mode":
+                stack.enter_context(_Modes.OfFunctions())
+            case "dispatch mode":
+                stack.enter_context(_Modes.OfDispatch())
+            case "hooks":
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2)
+                stack.enter_context(hooks)
+            case "dual":
+                stack.enter_context(torch.autograd.forward_ad.dual_level())
+            case "anomaly":
+                stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        if v.get("device") is not None:
+            stack.enter_context(torch.device(v.get("device")))
         yield
 
 
@@ -332,12 +469,40 @@ def inputs(v: Version) -> tuple[Any, ...]:
             y = memory[2 : 2 + 4 * rows].view(rows, 4)
         case "leaf":
             y.requires_grad_()
-    if v.get("requires_grad"):
-        x.requires_grad_()
+    x = _made(x, v)
     o: Any = {
         "none": None, "tensor": torch.ones(rows, 4), "row": torch.ones(4) * 2, "x": x, "number": 2.0
     }[v.get("o")]  # fmt: skip
     return x, y, v.get("n"), o
+
+
+def _made(x: torch.Tensor, v: Version) -> torch.Tensor:
+    """x as a setting wants it."""
+    if v.get("made") == "inference":
+        with torch.inference_mode():
+            return x.clone()
+    if v.get("made") == "parameter":
+        return torch.nn.Parameter(x.clone(), requires_grad=v.get("requires_grad"))
+    if v.get("made") == "negative":
+        x = torch._neg_view(-x)
+    elif v.get("made") == "view":
+        x = x.view(1, *x.shape)[0]
+    elif v.get("made") == "base":
+        x = x.clone(memory_format=torch.preserve_format)[:]
+    if not v.get("requires_grad"):
+        return x
+    x.requires_grad_()
+    match v.get("made"):
+        case "inner":
+            return x * 1
+        case "hooked":
+            x.register_hook(lambda g: g * 2)
+        case "retained":
+            x = x * 1
+            x.retain_grad()
+        case "grad":
+            x.grad = torch.ones_like(x)
+    return x
 
 
 def flat(value: Any) -> list[Any]:
@@ -364,7 +529,7 @@ def called(source: Source, v: Version, cfg: Mapping[str, Any] | None) -> list[An
             )  # fmt: skip
         found = [_one_call(main, fn, v)]
         for name, text in zip((LIB, MAIN), main._later, strict=True):
-            exec(compile(text, f"/nowhere/{name}.later", "exec"), vars(sys.modules[name]))
+            _run(text, sys.modules[name], ".later")
         found.append(_one_call(main, fn, v))
         return found
 
@@ -412,8 +577,17 @@ def _one_call(main: types.ModuleType, fn: Callable[..., Any], v: Version) -> lis
     torch.manual_seed(0)
     random.seed(0)
     args = inputs(v)
+    for module in (sys.modules[LIB], main):
+        for name, value in sorted(vars(module).items()):
+            if re.fullmatch(r"given_\d+", name):
+                args = value(*args)
     try:
-        out = fn(*args)
+        with around(v):
+            if v.get("around") == "vmap":
+                x, *others = args
+                out = torch.func.vmap(lambda x: fn(x, *others), randomness="same")(x[None])
+            else:
+                out = fn(*args)
         first = out[0] if isinstance(out, tuple) else out
         if v.get("backward") and isinstance(first, torch.Tensor) and first.requires_grad:
             with torch.enable_grad():
@@ -518,16 +692,50 @@ def run_seed(
     rng = random.Random(seed)
     source = make_source(rng)
     walk = versions(rng, source, steps)
-    folder = tempfile.mkdtemp(prefix="plait-warm-", dir="/dev/shm")
-    common = {"cache_dir": folder, "kernels": False, **(options or {})}
-    kept: set[tuple[Any, ...]] = set()
-    try:
+    with kept_versions(options) as (common, kept), listening() as heard:
         for k, (v, how) in enumerate(walk):
-            only = bool(kept) and rng.random() < 0.95
-            with listening() as heard, only_warm(only):
+            with only_warm(bool(kept) and rng.random() < 0.95):
                 _one_version(source, v, how, common, kept, heard, told, seed, k)
             if not kept and k == 1:
                 break  # a program of which nothing can be kept
+
+
+OF_SETTINGS = ("flags that are read", "questions to torch", "attention and vendors' functions")
+"""Features that ask for settings."""
+
+
+def sweep(name: str, told: Told, options: Mapping[str, Any] | None = None) -> None:
+    """Adds what became of the edits of one feature to told: after each text of its place with the
+    most, every text of all others, and of a feature that asks for settings each of those."""
+    source = Source((Piece(name, 0, False, -1),), (0,), "function")
+    sizes = [n for _, n in source.places()]
+    first = tuple(0 for _ in sizes)
+    main = sizes.index(max(sizes))
+
+    def edited(base: Sequence[int], place: int, text: int) -> tuple[int, ...]:
+        return (*base[:place], text, *base[place + 1 :])
+
+    for text in range(sizes[main]):
+        base = edited(first, main, text)
+        with kept_versions(options) as (common, kept), listening() as heard:
+            edits = [Version(edited(base, k, c)) for k, n in enumerate(sizes) for c in range(n)]
+            if name in OF_SETTINGS:
+                edits += [Version(base, {s: c}) for s, n in SETTINGS.items() for c in range(len(n))]
+            for number, v in enumerate((Version(base), *edits)):
+                with only_warm(bool(number)):
+                    _one_version(source, v, "text", common, kept, heard, told, text, number)
+                if not kept:
+                    break
+
+
+@contextlib.contextmanager
+def kept_versions(
+    options: Mapping[str, Any] | None,
+) -> Iterator[tuple[dict[str, Any], set[tuple[Any, ...]]]]:
+    """Options of compiles that share an empty folder of caches, and what is kept of them."""
+    folder = tempfile.mkdtemp(prefix="plait-warm-", dir="/dev/shm")
+    try:
+        yield {"cache_dir": folder, "kernels": False, **(options or {})}, set()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         torch._dynamo.reset()
@@ -544,6 +752,9 @@ def _one_version(
             got = called(source, v, {**common, "warm_start": True})
         except Missed:
             got = []
+        except NoProgram:
+            told.counts["no program"] += 1
+            return
     lines = heard.take()
     came = [o.how for o in warm_frames.outcomes]
     warm = "warm" in came
@@ -642,6 +853,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--version", type=int, default=-1)
     parser.add_argument("--once", action="store_true", help="one version in this process")
+    parser.add_argument("--sweep", help="features whose names hold this, edit by edit")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -651,6 +863,16 @@ def main() -> int:
     if a.seed is not None:
         return look(a.seed, a.version)
     told, start = Told(), time.time()
+    for name in FEATURES if a.sweep else ():
+        if a.sweep in name:
+            before = len(told.bad)
+            sweep(name, told)
+            for bad in told.bad[before:]:
+                print(json.dumps(bad), flush=True)
+            print(f"{name}: {told.counts['pairs']} pairs, {time.time() - start:.0f} s", flush=True)
+    if a.sweep:
+        print(report(told, time.time() - start))
+        return int(bool(told.bad))
     for seed in range(a.first, a.first + a.count):
         if time.time() - start > a.seconds:
             break

@@ -21,14 +21,15 @@ class Entry:
     whole: the trace read all attributes of some object at once, so that prints name those of each.
     prints: of each of traced's guards, what it relies on. same: of each guard of a tensor, the
     first that is of the same one. named: module, path and print of what the trace ran that no guard
-    leads to. graph: its graph as `graphs.py` writes it, None if it has none. pieces: the bytes that
-    graph names."""
+    leads to. asked: module and name of what it asked for, and whether that was there. graph: its
+    graph as `graphs.py` writes it, None if it has none. pieces: the bytes that graph names."""
 
     traced: Traced
     whole: bool
     prints: Sequence[str]
     same: Sequence[int]
     named: Sequence[tuple[str, str, str]]
+    asked: Sequence[tuple[str, str, bool]]
     graph: Mapping[str, Any] | None
     pieces: Mapping[str, bytes]
 
@@ -64,6 +65,7 @@ def to_bytes(entry: Entry) -> bytes:
         "prints": entry.prints,
         "same": entry.same,
         "named": entry.named,
+        "asked": entry.asked,
         "graph": entry.graph,
     }
     return packed(header, pieces)
@@ -81,6 +83,7 @@ def from_bytes(data: bytes) -> Entry:
         header["prints"],
         header["same"],
         header["named"],
+        header["asked"],
         header["graph"],
         pieces,
     )

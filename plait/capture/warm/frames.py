@@ -28,6 +28,7 @@ from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
 from plait.compat.torch_functions import is_torch_code, torch_functions
+from plait.compat.trace_facts import Answer, Looked, looked_at
 from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
 from plait.runtime.store import STARTS, Store, key_of
@@ -184,6 +185,7 @@ _FLAGS = (
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cudnn.enabled", "backends.cudnn.allow_tf32", "backends.cudnn.benchmark",
     "backends.cudnn.deterministic", "backends.cudnn.fp32_precision",
+    "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision",
     "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32",
     "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision",
     "backends.mkldnn.rnn.fp32_precision", "backends.fp32_precision",
@@ -222,7 +224,7 @@ def _compiled(
         entries.clear()
         if code is frame.code:
             with kept.reasons():
-                entries.append(_entry(frame, graph))
+                entries.append(_entry(frame, graph, looked))
 
         def on_guarded(python: Sequence[str], told: Sequence[str]) -> None:
             sizes = python, told
@@ -230,7 +232,7 @@ def _compiled(
 
         return on_guarded
 
-    with frames.traced_frames(on_traced):
+    with frames.traced_frames(on_traced), looked_at() as looked:
         result = compile_frame()
     with kept.reasons():
         graphs = [kind for e in entries for kind, _ in e.traced.installed.values()]
@@ -238,6 +240,8 @@ def _compiled(
             kept.reason = "skipped"
         if not kept.reason and (not entries or graphs.count("graph") != kept.n_graphs):
             raise NotKept("several graphs")
+        if not kept.reason and graphs.count("graph") and kept.data is None:
+            raise NotKept("a graph that eager runs")
         if not kept.reason:
             made = replace(entries[0], graph=kept.data, pieces=kept.pieces)
             keep(replace(made, traced=with_code(made.traced, result, frame)))
@@ -248,17 +252,18 @@ _UNGUARDED = frozenset({"vars", "__dict__"})
 """Names by which code gets all attributes of an object at once: no guard tells which they were."""
 
 
-def _entry(frame: Frame, graph: Any) -> Entry:
+def _entry(frame: Frame, graph: Any, looked: Looked) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
-    codes = (frame.code, *graph.tracing_context.traced_code)
+    codes = (frame.code, *looked.codes)
     whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints(whole)
     told = _prints(traced, values, prints)
     prints.code(frame.code)
-    named_codes = _named(graph.tracing_context.traced_code, prints)
-    return Entry(traced, whole, told, _same(traced, values), named_codes, None, {})
+    named_codes = _named(looked.codes, prints)
+    same, answers = _same(traced, values), _answers(looked.answers)
+    return Entry(traced, whole, told, same, named_codes, answers, None, {})
 
 
 def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
@@ -278,6 +283,14 @@ def _same(traced: Traced, values: Values) -> list[int]:
     first: dict[int, int] = {}
     held = [values[g.source] for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
     return [first.setdefault(id(x), k) for k, x in enumerate(held) if not isinstance(x, IMMUTABLE)]
+
+
+def _answers(asked: Sequence[Answer]) -> list[tuple[str, str, bool]]:
+    """What the trace asked of modules, by their names. Raises NotKept for one that has none."""
+    for module, name, _ in asked:
+        if sys.modules.get(module.__name__) is not module:
+            raise NotKept(f"the question for {name} of a module that nothing names")
+    return sorted({(module.__name__, name, found) for module, name, found in asked})
 
 
 def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
@@ -314,6 +327,9 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
         value = named(module, path)
         if value is None or prints.identity(value) != told:
             raise NotKept(f"{module}.{path} is another one")
+    for module, name, found in entry.asked:
+        if hasattr(sys.modules.get(module), name) != found:
+            raise NotKept(f"{module}.{name} is {'missing' if found else 'there'}")
     graph = None if entry.graph is None else graph_again(entry.graph, entry.pieces, cfg)
     frames.remember_sizes(frame, traced, values)
     return frames.put_in_place(frame, traced, values, graph)

@@ -12,7 +12,7 @@ import importlib
 import secrets
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from plait.config import Config
 from plait.errors import raised_at
 from plait.graph.captured import Captured
 from plait.graph.text import given_text, read_given, tensors_of
+from plait.log import STAGES, PassLog
 from plait.runtime import trust
 from plait.runtime.load import load
 from plait.runtime.store import BACKWARDS, KINDS, Kind, Store, key_of
@@ -114,7 +115,9 @@ def program_data(kept: Kept) -> tuple[Data, bytes]:
         if not isinstance(library, trust.Entry):
             raise NotKept("kernels that lie in no store")
         path = Path(str(library))
-        of_kind = next(k.name for k in KINDS if is_of(k, path))
+        of_kind = next((k.name for k in KINDS if is_of(k, path)), None)
+        if of_kind is None:
+            raise NotKept("kernels of a kind that no store has")
         kernels[kind] = [of_kind, path.stem]
     constants = [_tensor_data(x) for x in artifacts.constants]
     if sum(len(c["data"]) // 2 for c in constants) > MAX_CONSTANT_NBYTES:
@@ -153,7 +156,8 @@ def loaded_program(data: Data, plan: bytes, cfg: Config) -> _native.Program:
     """The program of `program_data`. Raises NotKept where a kernel is there no more."""
     libraries = {}
     for kind, (name, key) in data["kernels"].items():
-        found = Store.of(cfg, next(k for k in KINDS if k.name == name)).find(key)
+        of_kind = next((k for k in KINDS if k.name == name), None)
+        found = None if of_kind is None else Store.of(cfg, of_kind).find(key)
         if found is None:
             raise NotKept("its kernels are there no more")
         libraries[kind] = found
@@ -285,7 +289,8 @@ def find_backward(name: str, donated: Sequence[int], cfg: Config) -> _native.Pro
     try:
         data, pieces = unpacked(found)
         return loaded_program(data, pieces["plan"], cfg)
-    except NotKept:
+    except NotKept as why:
+        _log(cfg).note(STAGES, f"the backward program is not taken: {why}")
         return None
 
 
@@ -293,10 +298,13 @@ def keep_backward(name: str, donated: Sequence[int], kept: Kept, cfg: Config) ->
     """Keeps a backward program. One that cannot be kept is compiled by each process."""
     try:
         data, plan = program_data(kept)
-    except NotKept:
-        return
-    with suppress(OSError):  # a full disk: each process compiles its own
         Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), packed(data, {"plan": plan}))
+    except (NotKept, OSError) as why:  # OSError: a full disk
+        _log(cfg).note(STAGES, f"the backward program is not kept: {why}")
+
+
+def _log(cfg: Config) -> PassLog:
+    return PassLog(cfg, "backward")
 
 
 def _backward_key(name: str, donated: Sequence[int]) -> str:

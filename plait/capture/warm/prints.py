@@ -23,6 +23,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
+from plait.compat.torch_functions import is_torch_code
 
 _ABC: Any = importlib.import_module("_abc")  # knows which classes were registered
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
@@ -224,15 +225,8 @@ class Prints:
 
 
 def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:
-    """The built-in names in a code that its module gives another meaning, and what `hasattr` or
-    `getattr` may have found in modules: no guard tells either."""
+    """The built-in names in a code that its module gives another meaning: no guard tells them."""
     names = {name for name in code.co_names if name in scope and hasattr(builtins, name)}
-    if {"hasattr", "getattr"}.intersection(code.co_names):
-        held = [scope[n] for n in code.co_names if isinstance(scope.get(n), types.ModuleType)]
-        inner = [vars(m).get(n) for m in held for n in code.co_names]
-        modules = [*held, *(m for m in inner if isinstance(m, types.ModuleType))]
-        asked = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
-        names.update(f"{m.__name__}.{c}" for m in modules for c in asked if c in vars(m))
     for c in code.co_consts:
         if isinstance(c, types.CodeType):
             names.update(shadowed_names(c, scope))
@@ -309,8 +303,16 @@ def _is_same(prints: Prints, value: Any, more: Mapping[str, Any]) -> str:
 
 
 def _kind(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:
-    names = list(vars(value)) if prints.whole and hasattr(value, "__dict__") else ""
+    tells = prints.whole or _computes_attributes(type(value))
+    names = list(vars(value)) if tells and hasattr(value, "__dict__") else ""
     return f"{prints.identity(type(value))} {names}"
+
+
+def _computes_attributes(cls: type) -> bool:
+    """Whether a class has code of its own for attributes that are not there: no guard tells that
+    one was not."""
+    code = getattr(inspect.getattr_static(cls, "__getattr__", None), "__code__", None)
+    return code is not None and not is_torch_code(code)
 
 
 def _identity(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:

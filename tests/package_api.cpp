@@ -92,6 +92,20 @@ void strided(const std::string& path) {
   refuses<plait::InputError>([&] { p.run({x.t()}); },
                              "input 'x': expected stride 1 in dimension 1, got 9");
 }
+
+// One of its weights was changed.
+void damaged(const std::string& path) {
+  plait::Package p = plait::Package::load(path);
+  const at::Tensor x = at::ones({3, 4});
+  const char* want = "damaged section 'weights': its checksum is wrong";
+  for (int n = 0; n < 2; ++n) refuses<plait::PackageError>([&] { p.run({x}); }, want);
+  refuses<plait::PackageError>([&] { p.weights(); }, want);
+  refuses<plait::PackageError>([&] { p.set_weight("w", x); }, want);
+  refuses<plait::PackageError>([&] { p.verify(); }, want);
+  p = plait::Package::load(path, {"", "", false});
+  p.verify();
+  REQUIRE(p.run({x})[0].sum().item<float>() != 12 * 6.f);
+}
 }  // namespace
 
 int main(int, char** argv) {
@@ -153,5 +167,6 @@ int main(int, char** argv) {
   REQUIRE(wrong == 0);
   mixed(argv[2]);
   strided(argv[3]);
+  damaged(argv[4]);
   std::printf("ok\n");
 }

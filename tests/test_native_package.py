@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from tests.native_tools import (
 from tests.test_native_cuda import DRIVER
 
 ROOT = Path(__file__).parent.parent
+X = torch.randn(3, 4)
 s0 = symbol("s0")
 
 
@@ -298,9 +300,47 @@ def test_damaged_weights_are_found_unless_told_otherwise(tmp_path: Path) -> None
     write_package(tmp_path / "p", contents(weights={"w": torch.full((3, 4), 123.0)}))
     data = (tmp_path / "p").read_bytes()
     (tmp_path / "q").write_bytes(data.replace(struct.pack("<f", 123.0), struct.pack("<f", 124.0)))
-    with pytest.raises(PackageError, match="damaged section 'weights'"):
-        Package(str(tmp_path / "q"))
-    assert Package(str(tmp_path / "q"), verify_weights=False).weights["w"][0, 0] == 124
+    damaged, used_as_it_is = (Package(str(tmp_path / "q"), verify_weights=v) for v in (True, False))
+    for use in (lambda p: p.call(X), lambda p: p.call(X), lambda p: p.weights, Package.verify):
+        with pytest.raises(PackageError, match="q: damaged section 'weights'"):
+            use(damaged)
+    used_as_it_is.verify()
+    assert (
+        torch.equal(used_as_it_is.call(X)[0, :1], X[0, :1] + 124 + 100)
+        and used_as_it_is.weights["w"][0, 0] == 124
+    )
+
+
+def test_damage_anywhere_in_weights_is_found_by_the_first_call(tmp_path: Path) -> None:
+    """In weights of several pieces, which threads verify; each first call of several threads."""
+    write_package(
+        tmp_path / "p", contents(weights={"w": torch.ones(3, 4), "v": torch.ones(700_001)})
+    )
+    data = bytearray((tmp_path / "p").read_bytes())
+    start, nbytes = struct.unpack_from("<2Q", data, data.rindex(b"weights\0") + 48)
+    assert nbytes > 2 << 20
+    for at in (0, 1 << 20, (2 << 20) - 1, nbytes - 1):
+        data[start + at] ^= 1
+        (tmp_path / f"q{at}").write_bytes(data)
+        data[start + at] ^= 1
+        p = Package(str(tmp_path / f"q{at}"))
+        with ThreadPoolExecutor(4) as pool:
+            errors = [f.exception() for f in [pool.submit(p.call, X) for _ in range(4)]]
+        assert all("damaged section 'weights'" in str(e) for e in errors), at
+    p = Package(str(tmp_path / "p"))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, X + 1 + 100) for y in pool.map(p.call, [X] * 4))
+
+
+def test_weights_that_vanish_before_they_are_read(tmp_path: Path) -> None:
+    """A file that was cut off in place is an error, not the end of the process."""
+    write_package(
+        tmp_path / "p", contents(weights={"w": torch.ones(3, 4), "v": torch.ones(700_001)})
+    )
+    p = Package(str(tmp_path / "p"))
+    os.truncate(tmp_path / "p", 1 << 20)
+    with pytest.raises(PackageError, match="the weights were cut off since it was opened"):
+        p.call(X)
 
 
 def reference_checksum(data: bytes) -> int:
@@ -341,8 +381,9 @@ def test_write(tmp_path: Path) -> None:
     pieces = [os.urandom(n) for n in (100, 0, 64, (9 << 20) + 5, 1)]
     with (tmp_path / "f").open("wb") as f:
         got = write(f.fileno(), 4096, iter(pieces))
-    assert got == checksum(pieces)
     data = (tmp_path / "f").read_bytes()[4096:]
+    sums = [checksum([data[k : k + (1 << 20)]]) for k in range(0, len(data), 1 << 20)]
+    assert len(sums) == 10 and got == checksum([struct.pack("<10Q", *sums)])
     for piece in pieces:
         assert data[: len(piece)] == piece
         data = data[-(-len(piece) // 64) * 64 :]
@@ -391,7 +432,10 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     core, binary = ROOT / "native" / "core", tmp_path / "native_package"
     sources = [
         ROOT / "tests" / "native_package.cpp",
-        *(core / f"{n}.cpp" for n in ("functions", "package", "plan", "verify")),
+        *(
+            core / f"{n}.cpp"
+            for n in ("checksum", "functions", "manifest", "package", "plan", "verify")
+        ),
         *DRIVER,
     ]
     command = ["g++", "-std=c++20", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"]

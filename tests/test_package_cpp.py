@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import struct
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -123,11 +124,16 @@ def test_the_interface(tmp_path: Path) -> None:
     mixed_package(tmp_path / "q.plait")
     shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
     plait.package(flat, tmp_path / "r.plait", (torch.ones(6, 8)[:, :4],), shapes)
+    intact, (five, six) = (
+        (tmp_path / "p.plait").read_bytes(),
+        (struct.pack("<f", v) for v in (5, 6)),
+    )
+    (tmp_path / "d.plait").write_bytes(intact.replace(five, six, 1))
     (tmp_path / "CMakeLists.txt").write_text(
         CMAKE.format(source=ROOT / "tests" / "package_api.cpp")
     )
     built = build(tmp_path, tmp_path / "build")
-    assert run(built / "package_api", *(tmp_path / f"{name}.plait" for name in "pqr")) == "ok\n"
+    assert run(built / "package_api", *(tmp_path / f"{name}.plait" for name in "pqrd")) == "ok\n"
 
 
 class Tied(torch.nn.Module):

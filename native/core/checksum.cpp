@@ -6,6 +6,7 @@
 // undone, so damage within one word is always found.
 #include "core/checksum.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace plait {
@@ -58,6 +59,36 @@ uint64_t checksum(std::span<const std::byte> bytes) {
   Checksum c;
   c.add(bytes);
   return c.value();
+}
+
+void PiecewiseChecksum::add(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const auto part = bytes.first(std::min(kPiece - piece_.n_bytes(), bytes.size()));
+    piece_.add(part);
+    end_full_piece();
+    bytes = bytes.subspan(part.size());
+  }
+}
+
+void PiecewiseChecksum::align() {
+  piece_.align();
+  end_full_piece();
+}
+
+void PiecewiseChecksum::end_full_piece() {
+  if (piece_.n_bytes() < kPiece) return;
+  done_.push_back(piece_.value());
+  piece_ = {};
+}
+
+uint64_t PiecewiseChecksum::value() const {
+  std::vector<uint64_t> all = done_;
+  if (piece_.n_bytes() > 0) all.push_back(piece_.value());
+  return combined(all);
+}
+
+uint64_t PiecewiseChecksum::combined(std::span<const uint64_t> pieces) {
+  return checksum(std::as_bytes(pieces));
 }
 
 }  // namespace plait

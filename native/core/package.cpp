@@ -6,8 +6,10 @@
 // then the sections in the order of the table, and the table, each at the next multiple of 4096;
 // what lies between is zero. The table has 80 bytes a section: name (48 bytes, ASCII and then
 // NULs), u64 offset, u64 bytes, u64 checksum, u64 0. So every byte of a file is checked. Sections:
-// `manifest` (see manifest.cpp); `python`, JSON for plait.load; `weights`, raw bytes; and what the
-// variants in the manifest name: plans, kernels (shared objects), cubins (see cubins.cpp).
+// `manifest` (see manifest.cpp); `python`, JSON for plait.load; `weights`, raw bytes, whose
+// checksum is that of the checksums of their pieces of 1 MiB, so that threads can share the work;
+// and what the variants in the manifest name: plans, kernels (shared objects), cubins (see
+// cubins.cpp).
 #include "core/package.h"
 
 #include <fcntl.h>
@@ -16,6 +18,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -29,7 +32,6 @@ namespace {
 
 constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'P', 'K', 'G'};
 constexpr uint64_t kHeaderBytes = 32, kEntryBytes = 80, kNameBytes = 48, kPage = 4096;
-constexpr size_t kChunk = 1 << 20;
 
 uint64_t next_page(uint64_t offset) { return (offset + kPage - 1) / kPage * kPage; }
 
@@ -76,24 +78,58 @@ std::vector<std::string> parts_of(const std::string& machine) {
 
 }  // namespace
 
-Mapping::Mapping(int file, uint64_t offset, size_t nbytes) : nbytes_(nbytes) {
+Weights::Weights(const std::string& path, int file, uint64_t offset, size_t nbytes,
+                 uint64_t checksum)
+    : path_(path), nbytes_(nbytes), checksum_(checksum) {
   if (nbytes == 0) return;
   void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file,
                     static_cast<off_t>(offset));
   if (data == MAP_FAILED)
-    throw PackageError(std::string("cannot map the weights: ") + std::strerror(errno));
+    throw PackageError(path_ + ": cannot map the weights: " + std::strerror(errno));
   data_ = static_cast<char*>(data);
 }
-Mapping::~Mapping() {
+Weights::~Weights() {
   if (data_) munmap(data_, nbytes_);
 }
 
-PackageFile::PackageFile(const std::string& path, bool verify_weights) : path_(path) {
+// Reads a piece into memory, or returns the error that its use would end the process with. Kernels
+// before 5.14 do not know.
+int Weights::read_ahead(std::span<std::byte> piece) const {
+#ifdef MADV_POPULATE_READ
+  while (madvise(piece.data(), piece.size(), MADV_POPULATE_READ) != 0)
+    if (errno != EINTR && errno != EAGAIN) return errno == EINVAL ? 0 : errno;
+#endif
+  return 0;
+}
+
+void Weights::verify(ForEach for_each) {
+  const std::lock_guard lock(verifying_);
+  if (verified_) return;
+  constexpr size_t kPiece = PiecewiseChecksum::kPiece;
+  const std::span all(reinterpret_cast<std::byte*>(data_), nbytes_);
+  std::vector<uint64_t> sums((nbytes_ + kPiece - 1) / kPiece);
+  std::atomic<int> error = 0;
+  for_each(sums.size(), [&](size_t k) {
+    const auto piece = all.subspan(k * kPiece, std::min(kPiece, nbytes_ - k * kPiece));
+    if (const int why = read_ahead(piece))
+      error = why;
+    else
+      sums[k] = checksum(piece);
+  });
+  if (error == EFAULT) throw PackageError(path_ + ": the weights were cut off since it was opened");
+  if (error != 0)
+    throw PackageError(path_ + ": the weights cannot be read: " + std::strerror(error));
+  if (PiecewiseChecksum::combined(sums) != checksum_)
+    throw PackageError(path_ + ": damaged section 'weights': its checksum is wrong");
+  verified_ = true;
+}
+
+PackageFile::PackageFile(const std::string& path) : path_(path) {
   file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (file_ < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
   try {
     read_table();
-    read_sections(verify_weights);
+    read_sections();
     uint64_t n_weight_bytes = 0;
     for (const Section& s : sections_)
       if (s.name == "weights") n_weight_bytes = s.nbytes;
@@ -176,24 +212,16 @@ void PackageFile::read_table() {
   if (next_page(at) != table_ || have != size_) fail("damaged: bytes follow its last section");
 }
 
-void PackageFile::read_sections(bool verify_weights) {
+void PackageFile::read_sections() {
   uint64_t end = kHeaderBytes;
   for (Section& s : sections_) {
     require_zeros(end, s.offset);
     end = s.offset + s.nbytes;
-    const bool kept = s.name != "weights";
-    if (!kept && !verify_weights) continue;
-    if (kept) s.bytes.resize(s.nbytes);
-    std::vector<std::byte> room(kept ? 0 : std::min<uint64_t>(s.nbytes, kChunk));
-    Checksum sum;
-    for (uint64_t done = 0; done < s.nbytes; done += kChunk) {
-      const auto n = static_cast<size_t>(std::min<uint64_t>(kChunk, s.nbytes - done));
-      const std::span<std::byte> chunk =
-          kept ? std::span(s.bytes).subspan(done, n) : std::span(room).first(n);
-      read(s.offset + done, chunk);
-      sum.add(chunk);
-    }
-    if (sum.value() != s.checksum) fail("damaged section '" + s.name + "': its checksum is wrong");
+    if (s.name == "weights") continue;
+    s.bytes.resize(s.nbytes);
+    read(s.offset, s.bytes);
+    if (checksum(s.bytes) != s.checksum)
+      fail("damaged section '" + s.name + "': its checksum is wrong");
   }
   require_zeros(end, table_);
 }
@@ -212,10 +240,11 @@ std::span<const std::byte> PackageFile::section(const std::string& name) const {
   fail("damaged: there is no section '" + name + "'");
 }
 
-std::shared_ptr<Mapping> PackageFile::map_weights() const {
+std::shared_ptr<Weights> PackageFile::map_weights() const {
   for (const Section& s : sections_)
-    if (s.name == "weights") return std::make_shared<Mapping>(file_, s.offset, s.nbytes);
-  return std::make_shared<Mapping>(file_, 0, 0);
+    if (s.name == "weights")
+      return std::make_shared<Weights>(path_, file_, s.offset, s.nbytes, s.checksum);
+  fail("damaged: there is no section 'weights'");
 }
 
 bool Manifest::wants_gpu() const {

@@ -339,6 +339,8 @@ PyType_Slot bound_slots[] = {
     {0, nullptr}};
 }  // namespace
 
+Bound& bound_of(PyObject* bound) { return *reinterpret_cast<PyBound*>(bound)->state->bound; }
+
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound) {
   auto state = std::make_unique<BoundState>();
   state->program = Ref::borrow(program);

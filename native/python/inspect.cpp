@@ -57,7 +57,11 @@ PyObject* module_inspect_package(PyObject*, PyObject* args) {
     const char* path = nullptr;
     int verify_weights = 0;
     if (!PyArg_ParseTuple(args, "sp", &path, &verify_weights)) return nullptr;
-    const PackageFile file(path, verify_weights != 0);
+    const PackageFile file(path);
+    if (verify_weights)
+      file.map_weights()->verify([](size_t n, const std::function<void(size_t)>& body) {
+        for (size_t k = 0; k < n; ++k) body(k);
+      });
     const Manifest& m = file.manifest();
     Manifest::Texts conditions;
     Pairs inputs, bounds, weights, machines;

@@ -115,7 +115,7 @@ PyObject* module_write(PyObject*, PyObject* args) {
   long long start = 0;
   PyObject* pieces = nullptr;
   if (!PyArg_ParseTuple(args, "iLO", &file, &start, &pieces)) return nullptr;
-  Checksum sum;
+  PiecewiseChecksum sum;
   off_t at = start;
   int error = 0;
   const bool done = each_piece(pieces, [&](std::span<const std::byte> left) {
@@ -160,7 +160,7 @@ PyMethodDef module_methods[] = {
      "not cryptographic."},
     {"write", module_write, METH_VARARGS,
      "write(file, start, pieces): writes pieces of bytes from start on, each at the next multiple "
-     "of 64; their checksum."},
+     "of 64; their piecewise checksum."},
     {"load_cubin", module_load_cubin, METH_VARARGS,
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,

@@ -14,6 +14,7 @@ namespace {
 
 struct PyPackage {
   PyObject_HEAD PyObject *call, *names, *outputs, *weights, *folded, *python, *machine, *versions;
+  std::shared_ptr<Weights>* memory;
 };
 
 PyObject* unicode(const std::string& s) {
@@ -51,6 +52,8 @@ PyObject* package_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
       return Ref::check(make_bound(program.get(), std::move(open.signature), open.weights))
           .release();
     });
+    bound_of(p->call).call_first([memory = open.memory] { verify(*memory); });
+    p->memory = new std::shared_ptr<Weights>(open.memory);
     p->weights = Ref::check(PyDict_New()).release();
     for (size_t k = 0; k < m.weights.size(); ++k)
       put(p->weights, m.weights[k].name.c_str(), wrap(open.weights[k]));
@@ -64,6 +67,20 @@ PyObject* package_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     p->python = Ref::check(unicode({reinterpret_cast<const char*>(python.data()), python.size()}))
                     .release();
     return self.release();
+  });
+}
+
+PyObject* package_verify(PyObject* self, PyObject*) {
+  return guarded([&] {
+    verify(**reinterpret_cast<PyPackage*>(self)->memory);
+    return Py_NewRef(Py_None);
+  });
+}
+PyObject* package_weights(PyObject* self, void*) {
+  return guarded([&] {
+    const auto* p = reinterpret_cast<PyPackage*>(self);
+    verify(**p->memory);
+    return Py_NewRef(p->weights);
   });
 }
 
@@ -84,6 +101,7 @@ void package_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   package_clear(self);
+  delete reinterpret_cast<PyPackage*>(self)->memory;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -92,14 +110,18 @@ PyMemberDef package_members[] = {
     {"call", T_OBJECT, offsetof(PyPackage, call), READONLY, "The program, a Bound."},
     {"names", T_OBJECT, offsetof(PyPackage, names), READONLY, "Of the caller's tensors."},
     {"outputs", T_OBJECT, offsetof(PyPackage, outputs), READONLY, "Names of the results."},
-    {"weights", T_OBJECT, offsetof(PyPackage, weights), READONLY,
-     "Parameters and buffers by name."},
     {"folded", T_OBJECT, offsetof(PyPackage, folded), READONLY,
      "Names of weights that others were computed from."},
     {"python", T_OBJECT, offsetof(PyPackage, python), READONLY, "JSON that only Python needs."},
     {"machine", T_OBJECT, offsetof(PyPackage, machine), READONLY, "The variant that runs."},
     {"versions", T_OBJECT, offsetof(PyPackage, versions), READONLY, "Of what wrote it."},
     {nullptr, 0, 0, 0, nullptr}};
+PyGetSetDef package_attributes[] = {
+    {"weights", package_weights, nullptr, "Parameters and buffers by name, verified.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef package_methods[] = {
+    {"verify", package_verify, METH_NOARGS, "Raises PackageError for damaged weights."},
+    {nullptr, nullptr, 0, nullptr}};
 PyType_Slot package_slots[] = {
     {Py_tp_doc,
      const_cast<char*>(
@@ -109,6 +131,8 @@ PyType_Slot package_slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(package_traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(package_clear)},
     {Py_tp_members, package_members},
+    {Py_tp_getset, package_attributes},
+    {Py_tp_methods, package_methods},
     {0, nullptr}};
 }  // namespace
 

@@ -58,6 +58,7 @@ void check_count(const Program& p, Py_ssize_t got);                     // throw
 void bind_inputs(const Program& p, Frame& f, PyObject* const* args);    // as many as it takes
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
 PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
+Bound& bound_of(PyObject* bound);
 // A new Program or Bound.
 PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels,
                        std::shared_ptr<Cubins> cubins, std::vector<at::Tensor> constants,

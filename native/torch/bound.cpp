@@ -92,6 +92,16 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
   }
 }
 
+void Bound::call_first(std::function<void()> check) {
+  first_check_ = std::move(check);
+  unchecked_ = true;
+}
+
+void Bound::check_first() const {
+  first_check_();
+  unchecked_.store(false, std::memory_order_release);
+}
+
 std::shared_ptr<const void> Bound::rebind(const Numbered& tensors) {
   std::shared_ptr<std::vector<BoundTensor>> next;
   for (const auto& [number, t] : tensors) {

@@ -9,6 +9,8 @@
 //   void* object(int64_t arg)               an object of the host; of argument -1: its None
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <limits>
 
 #include "plait/errors.h"
@@ -50,6 +52,9 @@ class Bound {
 
   const Signature& signature() const { return signature_; }
 
+  // Called before the first call reads what is bound, and again before the next one if it throws.
+  void call_first(std::function<void()> check);
+
   // Binds tensors in the place of those with these numbers in `bound`; they are checked as those
   // were, at every call. Returns what a call that is under way still reads, null if all are bound
   // already.
@@ -80,6 +85,7 @@ class Bound {
     c10::DimVector sizes, strides;  // strided: what the program was compiled for
     bool moved() const;
   };
+  void check_first() const;
   void require(bool fits, size_t position, const char* what) const;
   void check_spec(size_t position, size_t n_bound) const;
   [[noreturn]] void fail(const InputSpec& s, const std::string& what) const;
@@ -110,6 +116,8 @@ class Bound {
   std::vector<size_t> changed_;  // inputs that the program writes to
   std::unique_ptr<std::recursive_mutex> turn_;
   bool derives_ = false;  // some inputs are symbols
+  std::function<void()> first_check_;
+  mutable std::atomic<bool> unchecked_ = false;
 };
 
 inline bool has_tensor(const InputSpec& s) {
@@ -150,6 +158,8 @@ template <class Arguments>
 void Bound::bind(Frame& f, const Arguments& args) const {
   const std::vector<Input>& inputs = program_.plan().inputs;
   const std::vector<BoundTensor>& bound = *bound_;
+  if (unchecked_.load(std::memory_order_acquire)) [[unlikely]]
+    check_first();
   Symbols symbols(signature_.symbols.size());
   ForwardMode forward_mode;
   for (size_t i = 0; i < inputs.size(); ++i) {

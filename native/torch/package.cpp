@@ -4,6 +4,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -88,19 +89,20 @@ void require_versions(const PackageFile& file) {
 }
 
 // places: the device of each.
-std::vector<at::Storage> storages_of(const PackageFile& file,
+std::vector<at::Storage> storages_of(const Manifest& manifest,
+                                     const std::shared_ptr<Weights>& memory,
                                      const std::vector<std::string>& places) {
-  const std::shared_ptr<Mapping> mapping = file.map_weights();
   std::vector<at::Storage> out;
-  for (const Manifest::Storage& s : file.manifest().storages) {
+  for (const Manifest::Storage& s : manifest.storages) {
     const std::string& device = places[out.size()];
-    auto* keep = new std::shared_ptr<Mapping>(mapping);
+    auto* keep = new std::shared_ptr<Weights>(memory);
     at::DataPtr data(
-        s.nbytes > 0 ? mapping->data() + s.offset : nullptr, keep,
-        [](void* kept) { delete static_cast<std::shared_ptr<Mapping>*>(kept); }, c10::kCPU);
+        s.nbytes > 0 ? memory->data() + s.offset : nullptr, keep,
+        [](void* kept) { delete static_cast<std::shared_ptr<Weights>*>(kept); }, c10::kCPU);
     at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t{}, s.nbytes, std::move(data), nullptr, false));
     if (device != "cpu") {
+      verify(*memory);
       at::Tensor bytes = at::empty({0}, at::kByte).set_(storage, 0, {s.nbytes});
       storage = bytes.to(c10::Device(device)).storage();
     }
@@ -122,9 +124,17 @@ std::vector<at::Tensor> tensors_of(const std::vector<Manifest::Tensor>& describe
 
 }  // namespace
 
+void verify(Weights& weights) {
+  weights.verify([](size_t n, const std::function<void(size_t)>& body) {
+    at::parallel_for(0, static_cast<int64_t>(n), 1, [&](int64_t first, int64_t last) {
+      for (int64_t k = first; k < last; ++k) body(static_cast<size_t>(k));
+    });
+  });
+}
+
 OpenPackage::OpenPackage(const std::string& path, const std::string& device, bool verify_weights,
                          const std::string& machine)
-    : file(path, verify_weights), signature(file.manifest().signature) {
+    : file(path), signature(file.manifest().signature) {
   const Manifest& m = file.manifest();
   require_versions(file);
   const bool wants_gpu = m.wants_gpu();
@@ -148,7 +158,9 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
       if (const InputSpec& s = signature.inputs[i]; s.kind == InputSpec::Kind::bound)
         places[static_cast<size_t>(m.weights[static_cast<size_t>(s.arg)].storage)] =
             plan.inputs[i].device;
-    const std::vector<at::Storage> storages = storages_of(file, places);
+    memory = file.map_weights();
+    if (!verify_weights) memory->trust();
+    const std::vector<at::Storage> storages = storages_of(m, memory, places);
     weights = tensors_of(m.weights, storages);
     constants = tensors_of(m.constants, storages);
     if (!variant->kernels.empty())
@@ -292,6 +304,7 @@ struct Package::State {
   size_t n_tensors = 0;
   std::string integer;  // the first input that is one
   std::vector<std::string> outputs;
+  std::shared_ptr<Weights> memory;
   std::vector<std::pair<std::string, at::Tensor>> weights;
   std::vector<std::string> folded;
   std::string path, machine;
@@ -313,6 +326,8 @@ struct Package::State {
       describe_inputs(open.signature, m);
       bound = std::make_unique<Bound>(*program, std::move(open.signature), open.weights);
     });
+    memory = open.memory;
+    bound->call_first([memory = memory] { plait::verify(*memory); });
     for (size_t k = 0; k < m.weights.size(); ++k)
       weights.emplace_back(m.weights[k].name, open.weights[k]);
     outputs = m.outputs;
@@ -418,7 +433,9 @@ std::vector<at::Tensor> Package::run_values(at::ArrayRef<Value> inputs) const {
 
 const std::vector<Package::Input>& Package::inputs() const { return state_->inputs; }
 const std::vector<std::string>& Package::outputs() const { return state_->outputs; }
+void Package::verify() const { plait::verify(*state_->memory); }
 const std::vector<std::pair<std::string, at::Tensor>>& Package::weights() const {
+  verify();
   return state_->weights;
 }
 const std::string& Package::machine() const { return state_->machine; }
@@ -441,6 +458,7 @@ void Package::set_weight(const std::string& name, const at::Tensor& value) {
            (value.defined() ? torch_name(from_scalar_type(value.scalar_type())) +
                                   std::string(" with sizes ") + at::str(value.sizes())
                             : "an undefined tensor"));
+    verify();
     try {
       copy_over(tensor, value);
     } catch (const LoadError& e) {

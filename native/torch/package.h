@@ -9,9 +9,12 @@
 
 namespace plait {
 
+// By ATen's threads. Throws PackageError.
+void verify(Weights& weights);
+
 struct OpenPackage {
-  // device: "" for the CPU, or the current GPU. machine: "" for the best variant. Throws
-  // PackageError.
+  // device: "" for the CPU, or the current GPU. machine: "" for the best variant. verify_weights:
+  // those of a GPU are verified, others are left to verify(). Throws PackageError.
   OpenPackage(const std::string& path, const std::string& device, bool verify_weights,
               const std::string& machine);
 
@@ -36,6 +39,7 @@ struct OpenPackage {
   PackageFile file;
   const Manifest::Variant* variant;
   Signature signature;
+  std::shared_ptr<Weights> memory;  // of weights and constants
   std::vector<at::Tensor> weights, constants;
   Plan plan;
   std::shared_ptr<Library> kernels;

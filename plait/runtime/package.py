@@ -1,8 +1,8 @@
 """`plait.load`: runs what `plait.package` wrote, with nothing of the compiler in the process.
 
-The native half (native/core/package.cpp) verifies the file before anything in it runs; here
-arguments and results get back their nesting and weights can be exchanged. A package holds machine
-code: load only what you trust.
+The native half (native/core/package.cpp) verifies the file before anything in it runs: all but
+the weights when it is loaded, these before they are first used. Here arguments and results get back
+their nesting and weights can be exchanged. A package holds machine code: load only what you trust.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def load(
     """The program in a package, ready to be called.
 
     device: which GPU a GPU's package runs on, without it the current one. verify_weights: read all
-    of the weights and compare them with their checksum; everything else is always verified.
-    machine: which of the package's kernels, without it the best that run here. Raises PackageError,
-    which says what is wrong with the file, or what this machine or process lacks.
+    of the weights and compare them with their checksum before they are used: a GPU's now, others in
+    the first call, or `Package.verify`. Everything else is always verified. machine: which of the
+    package's kernels, without it the best that run here. Raises PackageError, which says what is
+    wrong with the file, or what this machine or process lacks.
     """
     name, place = _path(path), None if device is None else str(device)
     return Package(NativePackage(name, place, verify_weights, _machine(machine)), name)
@@ -89,14 +90,15 @@ class Package:
     inputs, outputs: names of the tensors that a call takes and gives. weights: parameters and
     buffers by name, a shared one by each of its names; the memory that the program uses, which is
     this process's own: the file never changes. machine: what kernels were chosen for. versions: of
-    plait, torch and Python where it was written.
+    plait, torch and Python where it was written. A call and `weights` raise PackageError for
+    damaged weights.
     """
 
     def __init__(self, native: NativePackage, path: str) -> None:
         signature = _signature(native, path)
         self.call: Callable[..., Any] = signatures.as_called(native.call, signature)
         self.inputs, self.outputs = tuple(native.names), tuple(native.outputs)
-        self.weights: Mapping[str, torch.Tensor] = MappingProxyType(dict(native.weights))
+        self._native = native
         self.machine, self.versions = native.machine, native.versions
         self._folded = frozenset(native.folded)
 
@@ -108,6 +110,15 @@ class Package:
             f"<plait package for {self.machine}: {', '.join(self.inputs)} -> "
             f"{', '.join(self.outputs)}>"
         )
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return MappingProxyType(self._native.weights)
+
+    def verify(self) -> None:
+        """Compares the weights with their checksum now, unless that was done or `load` was told not
+        to. Raises PackageError for damaged ones."""
+        self._native.verify()
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies values over weights, by name; the others keep theirs. Nothing is changed if one

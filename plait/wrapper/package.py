@@ -34,7 +34,7 @@ InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
 """Both as in capture/bound_program.py."""
 
-VERSION = 4
+VERSION = 5
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64

@@ -8,9 +8,9 @@
 //
 // Arguments may be nested in Python; here they are laid flat, in the order of inputs().
 //
-// A package is code: load only what you trust. Nothing in it runs before all of it was verified
-// against damage; nobody is kept from making one that does harm. The file must not be changed while
-// it is loaded: replace it by a rename.
+// A package is code: load only what you trust. Nothing in it runs before it was verified against
+// damage, its weights when they are first used; nobody is kept from making one that does harm. The
+// file must not be changed while it is loaded: replace it by a rename.
 //
 // Threads may run one Package at once. A Package is a handle: copies are the same program with the
 // same weights.
@@ -35,7 +35,7 @@ class PLAIT_API Package {
     std::string device;
     // One of its variants, such as "avx2"; "": the best that this machine can run.
     std::string machine;
-    // false: the checksum of the weights is not checked, so that they are read only when used.
+    // false: the checksum of the weights is never checked, so that only what is used is read.
     bool verify_weights = true;
   };
   // A size of an input: inclusive bounds, and the name of a size that may vary, which all its
@@ -56,7 +56,8 @@ class PLAIT_API Package {
     Value value;  // of a constant, which is built into the program: what it has to be
   };
 
-  // Throws PackageError.
+  // Throws PackageError. Weights are verified before the first call, weights() or set_weight(),
+  // which throws it for damaged ones; those of a GPU here.
   static Package load(const std::string& path);
   static Package load(const std::string& path, const Options& options);
 
@@ -72,6 +73,8 @@ class PLAIT_API Package {
   const std::vector<Input>& inputs() const;
   const std::vector<std::string>& outputs() const;
 
+  // Verifies the weights now, by ATen's threads. Throws PackageError.
+  void verify() const;
   // Parameters and buffers. Writing to one changes the program's own copy in memory, never the
   // file.
   const std::vector<std::pair<std::string, at::Tensor>>& weights() const;

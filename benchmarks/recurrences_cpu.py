@@ -2,8 +2,8 @@
 
     python -m benchmarks.recurrences_cpu [PROGRAM ...] [--steps 64] [--limits 150,300,600,1500]
 
-Each program is compiled once for each limit of operations a kernel of steps (`MAX_STEPS` of
-`schedule/fuse.py`), with an empty cache. g++: CPU seconds of the compilers, what links their
+Each program is compiled once for each limit of operations a kernel of steps (`Rates.step_nodes` of
+`plait/devices.py`), with an empty cache. g++: CPU seconds of the compilers, what links their
 objects among it. Calls are timed on one thread, the limits in turn; the least time counts.
 """
 
@@ -15,13 +15,14 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import plait
-from plait.schedule import fuse
+from plait.devices import DEVICES
 from plait.schedule.plan import kernels_of
 
 Program = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
@@ -108,7 +109,8 @@ PROGRAMS = {p.__name__: p for p in (lstm, gru, wkv, norm, mamba)}
 
 def built(program: Program, limit: int) -> tuple[Any, float]:
     """A compiled program, and the CPU seconds of the C++ compiler."""
-    fuse.MAX_STEPS = limit
+    facts = DEVICES["cpu"]
+    DEVICES["cpu"] = replace(facts, rates=replace(facts.rates, step_nodes=limit))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PLAIT_CACHE_DIR"] = folder
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

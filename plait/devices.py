@@ -39,6 +39,9 @@ class Rates:
     short_row: or how many of its points there are at most for each of fewer outer ones
     tiny_nbytes: groups near each other that move no more are joined if only their shapes agree;
         twice that where each has enough results
+    step_nodes: operations of a kernel that makes more values than it may write, most of them for
+        itself: steps of a recurrence, of which a compiler can have too many
+    read_nodes: what each place counts as that such a kernel reads, for finding it
     """
 
     cycles_a_ns: float
@@ -67,6 +70,8 @@ class Rates:
     min_outer: int
     short_row: int
     tiny_nbytes: int
+    step_nodes: int
+    read_nodes: int
 
     def moved_ns(self, nbytes: float) -> float:
         """Nanoseconds that it takes to read or write so many bytes."""
@@ -136,17 +141,20 @@ _CORE = Rates(
     narrow_units=16, neighbours=64, min_along=1024, min_across=1024, align_along=1,
     align_across=1, fewer_across=1, more_across=4, vector_nbytes=0, column_programs=0,
     column_min_rows=0, column_max_row=0, column_points=0, column_min_nbytes=0,
-    min_outer=4, short_row=0, tiny_nbytes=4096,
+    min_outer=4, short_row=0, tiny_nbytes=4096, step_nodes=300,
+    read_nodes=0,
 )  # fmt: skip
 # A whole Hopper device; units are programs, eight (or four) for each of its 132 multiprocessors.
-# Chosen with benchmarks/kernels_gpu.py (benchmarks/results/gpu-kernels.md).
+# Chosen with benchmarks/kernels_gpu.py (benchmarks/results/gpu-kernels.md). Steps: one of Triton's
+# passes (which gives neighbours to a thread) takes time as the cube of a kernel's operations: 16
+# steps of RWKV's recurrence 0.3 s, 32 of them 3 s, 64 of them 18 s.
 _HOPPER = Rates(
     cycles_a_ns=20000.0, cache_bytes_a_ns=5000.0, far_bytes_a_ns=3000.0, cache_nbytes=32 << 20,
     launch_ns=2500.0, split_nbytes=1 << 19, unit_nbytes=1 << 18, min_units=256, units=1024,
     narrow_units=512, neighbours=64, min_along=4096, min_across=128, align_along=64,
     align_across=32, fewer_across=2, more_across=2, vector_nbytes=16, column_programs=512,
     column_min_rows=8, column_max_row=8192, column_points=1 << 20, column_min_nbytes=2 << 20,
-    min_outer=128, short_row=1 << 14, tiny_nbytes=1 << 20,
+    min_outer=128, short_row=1 << 14, tiny_nbytes=1 << 20, step_nodes=2320, read_nodes=16,
 )  # fmt: skip
 
 DEVICES: dict[str, Facts] = {

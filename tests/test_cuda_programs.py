@@ -853,3 +853,31 @@ def test_views_of_what_a_pass_replaced_share_its_memory(compile_only: None, repl
     whole, part = of(program, Return)[0].values
     (view,) = (i for i in of(program, View) if i.name == part.name)
     assert (view.base, view.offset) == (whole.name, math.prod(view.shape[1:]))
+
+
+def test_steps_of_a_recurrence_are_few_kernels(compile_only: None) -> None:
+    """More than on a CPU may be one kernel, fewer where each step reads more places."""
+
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        rows, (a, b, c) = x.unbind(1), x.new_zeros(3, 4, 256).unbind(0)
+        out = []
+        for row in rows:
+            top = torch.maximum(c, row)
+            e, f = torch.exp(c - top), torch.exp(row - top)
+            a, b, c = e * a + f * row, e * b + f, top
+            out.append((a / b).half())
+        return torch.stack(out, 1)
+
+    def many_places(x: torch.Tensor) -> torch.Tensor:
+        h, out = x.new_zeros(4, 256), []
+        for k in range(x.shape[1] // 4):
+            for j in range(3):
+                h = h * x.select(1, 4 * k + j) + x.select(1, 4 * k + j + 1)
+            out.append(h.half())
+        return torch.stack(out, 1)
+
+    for fn, length, most in ((weighted, 24, 1), (many_places, 64, 1), (many_places, 256, 4)):
+        mode, (x,) = fakes((4, length, 256))
+        plan = record(fn, x, mode=mode).plan
+        n = sum(isinstance(s, Kernel) for s in plan.steps)
+        assert n == most, (fn.__name__, length)

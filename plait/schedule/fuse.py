@@ -31,7 +31,6 @@ from plait.schedule.segments import segments_of
 # measuring. Distances are chosen for the peak of memory (tests/test_memory.py).
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
-MAX_STEPS = 300  # operations of one that makes more than that, and writes less: compilers are slow
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MAX_DISTANCE = (
@@ -62,6 +61,7 @@ class _Node:
         self.group = group
         self.members = {m.op: m for m in group.members}
         self.reads: dict[str, list[tuple[int, Node]]] = {}
+        self.places: dict[str, set[tuple[int, ...]]] = {}  # of each, told apart by constants
         self.writes: dict[str, _Write] = {}
         self.size = 0
         self.moved_nbytes = 0  # of all buffers that its loops read or write
@@ -71,7 +71,10 @@ class _Node:
             facts = grouping.bodies.of(roots(m.loop))
             self.size += facts.size
             for n in facts.loads:
-                self.reads.setdefault(load_of(n).buf, []).append((m.op, n))
+                load = load_of(n)
+                self.reads.setdefault(load.buf, []).append((m.op, n))
+                place = tuple([e if isinstance(e, int) else e.const for e in load.index])
+                self.places.setdefault(load.buf, set()).add(place)
             self.ordered = self.ordered or is_ordered(m)
             self.running = self.running or isinstance(m.loop, Scan)
             self.writes.update(_writes(m))
@@ -291,7 +294,7 @@ class _Fuser:
         x, y = self.nodes[a], self.nodes[b]
         if self._device(x) != self._device(y):
             return Reason("they run on different devices")
-        why = _limits(x, y, self.cfg, self._written(x, y)) or self._between(a, b)
+        why = _limits(x, y, self.cfg, self._written(x, y), self._kind(x)) or self._between(a, b)
         if why is not None:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
@@ -415,6 +418,7 @@ class _Fuser:
         x.group.members = list(x.members.values())
         for name, sites in y.reads.items():
             x.reads.setdefault(name, []).extend(sites)
+            x.places.setdefault(name, set()).update(y.places[name])
         x.writes.update(y.writes)
         x.size += y.size
         x.weigh(self.nbytes)
@@ -440,7 +444,7 @@ class _Fuser:
                 todo += self.users[u]
 
 
-def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int) -> Reason | None:
+def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int, rates: Rates) -> Reason | None:
     """A Reason if both together are too much for a kernel, or one changes what the other reads.
     n_writes: the buffers that both would write."""
     for n, other in ((x, y), (y, x)):
@@ -460,10 +464,19 @@ def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int) -> Reason | None:
     most = MAX_TINY if tiny else MAX_WRITES
     if n_writes > most:
         return Reason(f"would write {n_writes} buffers, limit {most}")
-    most = MAX_NODES if len(x.writes.keys() | y.writes.keys()) <= most else MAX_STEPS
-    if x.size + y.size > most:
-        return Reason(f"would hold {x.size + y.size} operations, limit {most}")
+    size, limit = x.size + y.size, MAX_NODES
+    if len(x.writes.keys() | y.writes.keys()) > most:  # steps
+        size, limit = size + rates.read_nodes * _n_places(x, y), rates.step_nodes
+    if size > limit:
+        return Reason(f"would hold {size} operations, limit {limit}")
     return None
+
+
+def _n_places(x: _Node, y: _Node) -> int:
+    """How many places both would read of what they do not make."""
+    names = (x.places.keys() | y.places.keys()) - x.writes.keys() - y.writes.keys()
+    none: set[tuple[int, ...]] = set()
+    return sum(len(x.places.get(name, none) | y.places.get(name, none)) for name in names)
 
 
 def _column_sums_fit(

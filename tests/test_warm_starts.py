@@ -234,10 +234,10 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     torch._dynamo.reset()
 
 
-def check(text: str, options: dict[str, Any]) -> str:
-    """Compares a program with eager; gives what became of its frame."""
+def check(text: str, options: dict[str, Any], **settings: int) -> str:
+    """Compares a program with eager; gives what became of its frame. settings: as of a Version."""
     frames.outcomes.clear()
-    source, version = Text(text), Version(())
+    source, version = Text(text), Version((), settings)
     got, want = warm.called(source, version, options), warm.called(source, version, None)
     assert not warm.differ(want, got, False), text
     assert want[0][0] != "raised", want
@@ -258,6 +258,15 @@ def test_what_makes_no_difference(options: dict[str, Any]) -> None:
     text = "def help(x): return x * 2\ndef top(x, y, n, o): return help(x) + y"
     assert check(text, options) == "kept"
     assert check(f"# a comment\n\ndef unused(x): return x\n{text}", options) == "warm"
+
+
+def test_numbers_that_are_arguments(options: dict[str, Any]) -> None:
+    """With dynamic=True: Dynamo traces twice, and no guard asks for the number."""
+    dynamic = warm.SETTINGS["dynamic"].index(True)
+    text = GLOBAL.replace("2", "2.5")
+    assert check(text, options, dynamic=dynamic) == "kept"
+    assert check(text, options, dynamic=dynamic) == "warm"
+    assert check(text.replace("2.5", "3.5"), options, dynamic=dynamic) == "warm"
 
 
 @pytest.mark.parametrize("seed", [30002, pytest.param(range(400), marks=pytest.mark.slow)])

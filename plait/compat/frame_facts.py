@@ -12,6 +12,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ STATE_KINDS = frozenset(
     "AUTOGRAD_SAVED_TENSORS_HOOKS FUNCTORCH_STACK_MATCH DUAL_LEVEL FLOAT32_PRECISION".split()
 )
 """Guards of what `ambient_state` and flags tell."""
+ATTRIBUTE_BY_SOURCE = "attr" not in inspect.signature(guarding.GuardBuilder.HASATTR).parameters
+"""Whether the source of a guard HASATTR is that of the attribute, as in torch 2.11."""
 
 
 class NotKept(Exception):
@@ -91,7 +94,15 @@ def written(graph: Any) -> Traced:
             if given.args:
                 raise NotKept(f"a guard {kind} with arguments of its own")
             more = {k: writer.value(v) for k, v in given.keywords.items()}
-        guards.append(Guarded(writer.source(guard.originating_source), kind, more))
+        of: Any = guard.originating_source
+        if kind == "HASATTR" and ATTRIBUTE_BY_SOURCE:
+            of = of.base if isinstance(of, source.NNModuleSource) else of
+            if isinstance(of, source.CodeSource):
+                continue  # every function has code
+            if not isinstance(of, source.AttrSource):
+                raise NotKept("a guard that does not tell its attribute")
+            of, more = of.base, {"attr": of.member}
+        guards.append(Guarded(writer.source(of), kind, more))
     if torch._dynamo.config.enable_cpp_symbolic_shape_guards and graph.shape_env.guards:
         raise NotKept("conditions on sizes in C++")
     layouts = [
@@ -200,19 +211,20 @@ class Values:
     def __init__(self, traced: Traced, frame_globals: Mapping[str, Any], locals: Any) -> None:
         self._places = traced.places
         made = {**imported(traced), **installed_here(traced)}
-        self._scope = {
-            **guarding._get_closure_vars(),
-            "G": _Globals(frame_globals, made),
-            "L": locals,
-        }
+        known: dict[str, Any] = {**guarding._get_closure_vars()}
+        self._scope = {**known, "G": _Globals(frame_globals, made), "L": locals}
+        self._inner = {"__builtins__": builtins, **known}
         self._found: dict[int, Any] = {}
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._found:
             text, base = self._places[number]
-            scope = self._scope if base < 0 else {**_BARE, "_": self[base]}
             try:
-                self._found[number] = eval(_compiled(text), scope)
+                if base < 0:
+                    self._found[number] = eval(_compiled(text), self._scope)
+                else:
+                    self._inner["_"] = self[base]
+                    self._found[number] = eval(_compiled(text), self._inner)
             except Exception as error:
                 raise NotKept(f"{self.name(number)} is not there: {error}") from error
         return self._found[number]
@@ -225,10 +237,7 @@ class Values:
     def name(self, number: int) -> str:
         """As users would write it."""
         text, base = self._places[number]
-        return text if base < 0 else text.replace("_", self.name(base), 1)
-
-
-_BARE = {"__builtins__": builtins}
+        return text if base < 0 else re.sub(r"\b_\b", lambda _: self.name(base), text, count=1)
 
 
 @functools.cache

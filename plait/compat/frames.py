@@ -35,6 +35,7 @@ from torch.utils.weak import TensorWeakRef
 from plait.compat import precision
 from plait.compat.codes import code_of, known_to_dynamo, resumed_again
 from plait.compat.frame_facts import (
+    ATTRIBUTE_BY_SOURCE,
     COMPILED,
     RESUMED,
     SIZES,
@@ -251,8 +252,11 @@ def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, st
     for g in traced.guards:
         create: Any = getattr(guarding.GuardBuilder, g.kind, None) or getattr(precision, g.kind)
         more = {k: _argument(v, sources, values, g.source) for k, v in g.more.items()}
+        of = sources[g.source]
+        if g.kind == "HASATTR" and ATTRIBUTE_BY_SOURCE:
+            of, more = source.AttrSource(of, more["attr"]), {}
         create = functools.partial(create, **more) if more else create
-        guards.append(Guard(sources[g.source], create))
+        guards.append(Guard(of, create))
     builtin_names = [fresh[n] for n, (kind, _) in traced.installed.items() if kind == "builtins"]
     known: dict[str, Any] = {
         "local_scope": frame.locals,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
@@ -52,7 +54,7 @@ class Kept:
     """What a compile of one graph leaves for its entry.
 
     data, pieces: as in `Entry`. name: of the entries of its backward program. reason: why it is not
-    kept, or "". n_graphs: that asked for it. strict: a bug is raised."""
+    kept, or "". n_graphs: that asked for it. strict: a bug is raised. trace: Dynamo's, of them."""
 
     strict: bool = False
     program: tuple[WrapperProgram, Artifacts] | None = None
@@ -61,6 +63,14 @@ class Kept:
     name: str = field(default_factory=partial(secrets.token_hex, 16))
     reason: str = ""
     n_graphs: int = 0
+    trace: weakref.ref[TracingContext] | None = None
+
+    def count(self) -> None:
+        """A graph asks. Of a trace that Dynamo gives up, and begins anew, nothing counts."""
+        if self.trace is None or self.trace() is not TracingContext.get():
+            self.program, self.data, self.pieces = None, None, {}
+            self.reason, self.n_graphs, self.trace = "", 0, weakref.ref(TracingContext.get())
+        self.n_graphs += 1
 
     @contextmanager
     def reasons(self) -> Iterator[None]:
@@ -98,7 +108,7 @@ def kept_here() -> Kept | None:
     """Where a graph that is compiled now leaves what it comes to; None: nowhere."""
     kept = _here.get()
     if kept is not None:
-        kept.n_graphs += 1
+        kept.count()
     return kept
 
 

@@ -10,12 +10,13 @@ refusal is a Reason.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from plait.config import Config
 from plait.devices import Rates, facts_of
+from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Expr, Size, atom_of, free_symbols, is_contiguous, substitute, symbol
 from plait.ir.layouts import flat_index
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
@@ -62,6 +63,7 @@ class _Node:
         self.members = {m.op: m for m in group.members}
         self.reads: dict[str, list[tuple[int, Node]]] = {}
         self.places: dict[str, set[tuple[int, ...]]] = {}  # of each, told apart by constants
+        self.indices: dict[str, dict[Index, None]] = {}  # what `read_at` has found
         self.writes: dict[str, _Write] = {}
         self.size = 0
         self.moved_nbytes = 0  # of all buffers that its loops read or write
@@ -85,8 +87,12 @@ class _Node:
 
     def read_at(self, name: str) -> list[Index]:
         """The different indices at which it loads a buffer, over its variables."""
-        found = self.reads.get(name, ())
-        return list(dict.fromkeys(self.members[op].at(load_of(n).index) for op, n in found))
+        indices = self.indices.get(name)
+        if indices is None:
+            found = self.reads.get(name, ())
+            indices = dict.fromkeys(self.members[op].at(load_of(n).index) for op, n in found)
+            self.indices[name] = indices
+        return list(indices)
 
     def drop_unit_axes(self) -> None:
         """Takes away axes of one point."""
@@ -104,6 +110,8 @@ class _Node:
         if not (env or full):
             return
         members = [moved(m, env, full) for m in self.group.members]
+        if env:
+            self.indices.clear()
         self.group.members = members
         self.members = {m.op: m for m in members}
         for m in members:
@@ -207,11 +215,10 @@ class _Fuser:
         fills = results >= rates.min_units * rates.neighbours  # it need not run beside others
         most = rates.tiny_nbytes * (2 if fills else 1)
         axes = {v.symbol: extent(v) for v in node.group.vars + node.group.rvars}
+        inside = set(node.members)
         touched = [(name, node.read_at(name)) for name in node.external()]
         touched += [
-            (name, [w.index])
-            for name, w in node.writes.items()
-            if self._leaves(name, node.members.keys())
+            (name, [w.index]) for name, w in node.writes.items() if self._leaves(name, inside)
         ]
         moved = 0
         for name, places in touched:
@@ -284,9 +291,9 @@ class _Fuser:
         inside = x.members.keys() | y.members.keys()
         return sum(self._leaves(name, inside) for name in names)
 
-    def _leaves(self, name: str, inside: Set[int]) -> bool:
+    def _leaves(self, name: str, inside: set[int]) -> bool:
         """Whether a buffer that these ops make is read by others, or returned."""
-        return name in self.kept or not all(r in inside for r in self.readers.get(name, ()))
+        return name in self.kept or not inside.issuperset(self.readers.get(name, ()))
 
     # ---- one pair
     def _fuse(self, a: int, b: int) -> Fused | Reason:
@@ -391,7 +398,9 @@ class _Fuser:
             return Reason("a running reduction needs one axis")
         if (host.ordered or guest.ordered) and not _same_order(gs, found):
             return Reason("the order of the reduced axes matters")
-        new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
+        new_host = host.members
+        if found.host:
+            new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
         new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
         why = _column_sums_fit(self.grouping, found.space, {**new_host, **new_guest})
         if why is not None:
@@ -417,6 +426,8 @@ class _Fuser:
         x.members = dict(sorted(x.members.items()))
         x.group.members = list(x.members.values())
         for name, sites in y.reads.items():
+            if name in x.indices:
+                x.indices[name].update(dict.fromkeys(y.read_at(name)))
             x.reads.setdefault(name, []).extend(sites)
             x.places.setdefault(name, set()).update(y.places[name])
         x.writes.update(y.writes)
@@ -523,7 +534,7 @@ def _dependences(
     for name in maker.writes:
         if name not in user.reads:
             continue
-        op = next(k for k, m in makers.items() if name in _writes(m))
+        op = next(k for k, m in makers.items() if name in loop_outs(m.loop))
         w = _writes(makers[op])[name]
         for k, n in user.reads[name]:
             m = users[k]

@@ -23,6 +23,7 @@ from torch import nn
 import plait
 from plait.capture.warm import frames
 
+torch.backends.cudnn.allow_tf32 = False
 K = float(sys.argv[3])
 
 class Block(nn.Module):

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def channels_last(gm: GraphModule, packs: bool = False) -> int:
         return 0
     plan = _Plan(gm.graph, found)
     if kept := set() if packs else _kept_in_rows(plan):
-        plan = _Plan(gm.graph, found, kept)
+        plan = _Plan(gm.graph, found, kept, plan.computed)
     accepted = plan.regions_that_gain()
     for node in plan.convolutions:
         node.meta[_DECIDED] = True
@@ -136,6 +137,10 @@ def _lies_in(x: torch.Tensor, order: Sequence[int]) -> bool:
     return True
 
 
+Layouts = tuple[tuple[Any, ...], ...]
+"""Strides of several tensors; text where they are symbolic."""
+
+
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in x.stride())
 
@@ -201,10 +206,18 @@ class _Plan:
     now: nodes with a new layout -> their values; several results are met again where one is picked.
     copied: operands -> the values of their channels-last copies.
     costs: (node, ns) of what is gained (negative) and paid in the node's region.
-    kept: nodes that stay in eager's layout, convolutions and others."""
+    kept: nodes that stay in eager's layout, convolutions and others.
+    computed: (node, layouts of its operands) -> its value, for torch takes long to tell."""
 
-    def __init__(self, graph: Graph, found: Set[Node], kept: Set[Node] = frozenset()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        found: Set[Node],
+        kept: Set[Node] = frozenset(),
+        computed: Mapping[tuple[Node, Layouts], Any] = MappingProxyType({}),
+    ) -> None:
         self.found, self.kept = found, kept
+        self.computed = dict(computed)
         self.now: dict[Node, Any] = {}
         self.steps: defaultdict[Node, _Step] = defaultdict(_Step)
         self.copied: dict[Node, torch.Tensor] = {}
@@ -299,7 +312,10 @@ class _Plan:
                 return args[0].permute(order).clone(memory_format=_ROWS).permute(back)
             if node.target is aten.cat.default and (now := _joined(node, args[0])) is not None:
                 return now
-            return node.target(*args, **kwargs)
+            key = node, tuple(map(_layout, tensors))
+            if key not in self.computed:
+                self.computed[key] = node.target(*args, **kwargs)
+            return self.computed[key]
 
     def _order_of_copy(self, node: Node) -> tuple[int, ...]:
         """Of a copy into eager's layout that a convolution will read: the order in memory,

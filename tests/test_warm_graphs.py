@@ -5,6 +5,8 @@ A new process is played: Dynamo forgets all, functions and modules are made anew
 from __future__ import annotations
 
 import os
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 import plait
-from plait.capture.warm import frames
+from plait.capture.warm import frames, graphs
 from tests import warm as processes
 
+MODULE = "a_users_module"
 OPTIONS = {"warm_start": True, "strict": True}
 
 
@@ -32,13 +35,16 @@ def started(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         return found
 
     yield since
+    sys.modules.pop(MODULE, None)
     torch._dynamo.reset()
 
 
 def made(text: str, **names: Any) -> dict[str, Any]:
     """What a text defines, as a new process would have it."""
     torch._dynamo.reset()
-    scope: dict[str, Any] = {"torch": torch, "__name__": "a_users_module", **names}
+    module = sys.modules[MODULE] = types.ModuleType(MODULE)
+    scope = vars(module)
+    scope.update(names, torch=torch)
     exec(text, scope)
     return scope
 
@@ -235,7 +241,7 @@ def test_processes_with_breaks(tmp_path: Any) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"""{BREAKS}
 import plait
-from plait.capture.warm import frames
+from plait.capture.warm import frames, graphs
 if __name__ == "__main__":
     plait.warm_start({str(tmp_path)!r})
     torch.manual_seed(0)
@@ -247,14 +253,184 @@ if __name__ == "__main__":
     assert first == second and "kept" in kept and "warm" in warm and "kept" not in warm, runs
 
 
-COND = """
+OPERATOR = """
+import torch
+k = 2.0
+def help(g):
+    return g * k
+@torch.library.custom_op("warmtest::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 1.0
+@op.register_fake
+def fake(x):
+    return torch.empty_like(x)
+@torch.library.custom_op("warmtest::inner", mutates_args=())
+def inner(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
+@inner.register_fake
+def fake(x):
+    return torch.empty_like(x)
+def setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+def backward(ctx, g):
+    return help(g) * torch.ops.warmtest.inner(*ctx.saved_tensors)
+op.register_autograd(backward, setup_context=setup)
 def f(x):
-    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+    return op(x * 2) + 1
+"""
+
+
+OPERATOR_EDITS = {
+    "k = 2.0": ("k = 2.0", "warm"),
+    "x.sin() * 1.0": ("x.sin() * 5.0", "warm"),
+    "x.cos()": ("x.cos() * 2", "warm"),
+    "g * k": ("g * k * k", "kept"),
+    "k = 2.0\n": ("k = 3.0\n", "kept"),
+    "help(g) *": ("help(g) +", "kept"),
+    "torch.empty_like(x)": ("x.new_empty(x.shape)", "kept"),
+    "(ctx, inputs, output):": ("(ctx, inputs, output):\n    ctx.a = 1", "kept"),
+    "(x: torch.Tensor)": ("(x: torch.Tensor, n: int = 1)", "kept"),
+}
+
+
+def test_operators_of_users(started: Callable[[], list[str]]) -> None:
+    """A program calls the kernels that are there; of the rest each function counts."""
+    x = torch.randn(4, requires_grad=True)
+    for before, (after, how) in {"": ("", "kept"), **OPERATOR_EDITS}.items():
+        f = made(OPERATOR.replace(before, after) if before else OPERATOR)["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS)
+        got, want = g(x), f(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (got, want)))
+        assert started() == [how], before
+
+
+MUTATING = """
+import torch
+@torch.library.custom_op("warmtest::write", mutates_args=("x",))
+def write(x: torch.Tensor, k: float) -> None:
+    x.mul_(k)
+def f(x):
+    write(x, 3.0)
+    return x + 1
+"""
+FAILS = """
+import torch
+@torch.library.custom_op("warmtest::odd", mutates_args=())
+def odd(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+@odd.register_fake
+def fake(x):
+    return torch.empty_like(x)
+def backward(ctx, g):
+    assert torch._guards.detect_fake_mode((g,)) is None
+    return g * 2
+odd.register_autograd(backward)
+def f(x):
+    return odd(x.sin())
+"""
+
+
+def test_operators_that_write(started: Callable[[], list[str]]) -> None:
+    for f, g in both(MUTATING, started):
+        x, y = torch.ones(3), torch.ones(3)
+        torch.testing.assert_close(g(x), f(y))
+        torch.testing.assert_close(x, y)
+
+
+def test_graphs_that_eager_runs(started: Callable[[], list[str]]) -> None:
+    """Nothing is kept of a graph that could not be compiled."""
+    for _ in range(2):
+        f = made(FAILS)["f"]
+        g = torch.compile(f, backend="plait", options={**OPTIONS, "strict": False})
+        x = torch.ones(3, requires_grad=True)
+        torch.testing.assert_close(g(x), f(x))
+        assert started() == ["a graph that eager runs"]
+
+
+HIGHER_ORDER = {
+    "cond": "return torch.cond(x.sum() > 0, lambda x: x * w, lambda x: x.sin(), (x,))",
+    "while_loop": (
+        "return torch._higher_order_ops.while_loop(lambda i, x: i < 3, "
+        "lambda i, x: (i + 1, x * 2), (torch.tensor(0), x.detach()))[1] * x"
+    ),
+    "region": "return block(block(x, w), w)",
+    "checkpoint": "return checkpoint(lambda a: (a.sin() * w).cos(), x, use_reentrant=False)",
+    "function": "return Twice.apply(x) + w",
+    "vmap": "return torch.vmap(lambda a: a.sin() * 2)(x)",
+    "grad": "return torch.func.grad(lambda a: (a.sin() * w).sum())(x.detach()) * x",
+}
+AROUND = """
+import torch
+from torch.utils.checkpoint import checkpoint
+w = torch.eye(4) + 1
+@torch.compiler.nested_compile_region
+def block(x, w):
+    return (x @ w).relu()
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+def f(x):
+    """
+
+
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_operators_of_higher_order(name: str, started: Callable[[], list[str]]) -> None:
+    """Forward, backward, and their graphs as eager reads them in the next process."""
+    x = torch.randn(4, 4, requires_grad=True)
+    text = AROUND + HIGHER_ORDER[name]
+    made(text)["f"](x)  # the first torch.vmap registers kernels
+    for f, g in both(text, started):
+        got, want = g(x), f(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (got, want)))
+
+    def check(gm: Any, args: Any) -> Any:
+        again = graphs.Eager(graphs.source_data(gm))
+        with torch.no_grad():
+            torch.testing.assert_close(again(*args), gm(*args))
+        return gm.forward
+
+    torch.compile(made(text)["f"], backend=check)(x)
+
+
+CALLED = """
+import torch
+lib = torch.library.Library("warmtest", "FRAGMENT")
+lib.define("made(Tensor x) -> Tensor")
+lib.impl("made", lambda x: x * 2, "CompositeImplicitAutograd")
+def f(x):
+    return torch.ops.warmtest.made(x)
+"""
+
+
+DECIDES = """
+import torch
+from torch.utils import checkpoint as cp
+def decide(ctx, op, *args, **kwargs):
+    return cp.CheckpointPolicy.MUST_SAVE
+def context():
+    return cp.create_selective_checkpoint_contexts(decide)
+def f(x):
+    return cp.checkpoint(lambda a: a.sin().cos(), x, use_reentrant=False, context_fn=context)
 """
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [(COND, "operators that are not PyTorch's own")], ids=["cond"]
+    ("text", "why"),
+    [
+        (
+            CALLED,
+            "the operator warmtest::made, whose code for CompositeImplicitAutograd nothing tells",
+        ),
+        (DECIDES, "a checkpoint that a function of Python decides on"),
+    ],
+    ids=["operator", "decides"],
 )
 def test_what_is_not_kept(text: str, why: str, started: Callable[[], list[str]]) -> None:
     """Each with its reason."""

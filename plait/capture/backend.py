@@ -37,7 +37,7 @@ from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph, asks_of_precision
 from plait.capture.warm.frames import start_warm
-from plait.capture.warm.graphs import Kept, backward_text, keep_backward, keep_graph, kept_here
+from plait.capture.warm.graphs import Kept, backward_graph, keep_backward, keep_graph, kept_here
 from plait.capture.writes import check_writes
 from plait.compat.frame_facts import NotKept
 from plait.config import Config
@@ -189,7 +189,8 @@ class _OneGraph:
                     raise NotKept("a backward pass that gives objects")
                 name = f"backward_{self.serial}"
                 captured = Captured(backward, name, "backward", donated_inputs=donated)
-                self.kept.pieces["backward"] = backward_text(captured, self.cfg)
+                text, around["tensors"] = backward_graph(captured, self.cfg)
+                self.kept.pieces["backward"] = text
                 around["name"] = self.kept.name
             keep_graph(self.kept, gm, around, arguments)
 

@@ -65,8 +65,8 @@ class DirectGraph:
 
     def data(self) -> dict[str, Any]:
         """What `around` puts around the program, for another process. Raises NotKept."""
-        if self.reason or self._wrapper_first:
-            raise NotKept(self.reason or "operators that are not PyTorch's own")
+        if self.reason:
+            raise NotKept(self.reason)
         todo = self._epilogue
         how = "program" if self._bare else "direct"
         return {"how": how, "results": todo.results, "marks": marks_data(todo.marks)}

@@ -128,8 +128,8 @@ class TrainingGraph:
 
     def data(self) -> dict[str, Any]:
         """What `around` puts around the programs, for another process. Raises NotKept."""
-        if self.reason or self._wrapper_first:
-            raise NotKept(self.reason or "operators that are not PyTorch's own")
+        if self.reason:
+            raise NotKept(self.reason)
         marks = marks_data(self._facts.marks)
         return {"how": "training", "donated": self._donated, "marks": marks, **self._data()}
 

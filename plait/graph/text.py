@@ -88,7 +88,7 @@ def _document(captured: Captured) -> dict[str, Any]:
         raise ValueError("a callback that watches intermediates")
     vals = (n.meta.get("val") for n in captured.graph.graph.nodes)
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
-    writer = _GraphWriter()
+    writer = GraphWriter()
     return {
         "captured": {name: getattr(captured, name) for name in _FIELDS},
         "ladder": [asdict(step) for step in captured.ladder],
@@ -114,7 +114,7 @@ def read_given(text: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Captured
 
 def _captured(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Captured:
     facts = document["shapes"]
-    reader = _GraphReader(
+    reader = GraphReader(
         shapes.restored(facts) if facts is not None else FakeTensorMode(allow_non_fake_inputs=True),
         tensors,
     )
@@ -164,7 +164,7 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
-class _GraphWriter:
+class GraphWriter:
     """Plain data of a graph. Storages are numbered in the order in which values show them."""
 
     def __init__(self) -> None:
@@ -186,16 +186,24 @@ class _GraphWriter:
         }
 
     def _node(self, node: Node) -> dict[str, Any]:
-        target = node.target if isinstance(node.target, str) else _target_name(node.target)
+        target = node.target if isinstance(node.target, str) else self.target(node.target)
         row = {"name": node.name, "op": node.op, "target": target, "args": self.value(node.args)}
         if node.kwargs:
             row["kwargs"] = self.value(dict(node.kwargs))
+        return {**row, "meta": self.facts(node)}
+
+    def target(self, target: Any) -> str:
+        """What a node calls. Raises ValueError for what has no name."""
+        return _target_name(target)
+
+    def facts(self, node: Node) -> dict[str, Any]:
+        """What is known of a node."""
         meta = {
             key: write(self, node.meta[key])
             for key, write in _META.items()
             if node.meta.get(key) is not None
         }
-        return {**row, "meta": {key: found for key, found in meta.items() if found is not None}}
+        return {key: found for key, found in meta.items() if found is not None}
 
     def value(self, value: Any) -> Any:
         """An argument, or what a node holds."""
@@ -254,7 +262,7 @@ class _GraphWriter:
         return fields | {name: True for name, is_set in flags.items() if is_set}
 
 
-class _GraphReader:
+class GraphReader:
     """Makes a graph again from plain data."""
 
     def __init__(self, mode: FakeTensorMode, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -269,7 +277,9 @@ class _GraphReader:
         graph = Graph()
         made: dict[str, Node] = {}
         for row in data["nodes"]:
-            target: Any = row["target"] if row["op"] != "call_function" else _target(row["target"])
+            target: Any = row["target"]
+            if row["op"] == "call_function":
+                target = self.target(target)
             if row["op"] == "get_attr" and target not in data["graphs"]:
                 _set(root, target, self._tensors[prefix + target])
             args, kwargs = (
@@ -280,10 +290,14 @@ class _GraphReader:
                 row["op"], target, args, kwargs, row["name"]
             )
             node.meta = {
-                key: _READ_META.get(key, _GraphReader.value)(self, v)
+                key: _READ_META.get(key, GraphReader.value)(self, v)
                 for key, v in row["meta"].items()
             }
         return compat.tracing.unwritten(root, graph, data["class"])
+
+    def target(self, text: str) -> Callable[..., Any]:
+        """What `GraphWriter.target` has named."""
+        return _target(text)
 
     def symbol(self, name: str) -> Any:
         """The symbol of that name."""
@@ -389,7 +403,7 @@ _KEYS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 }
 
 
-def _write_bindings(_: _GraphWriter, bindings: Mapping[Any, tuple[Any, ...]]) -> Any:
+def _write_bindings(_: GraphWriter, bindings: Mapping[Any, tuple[Any, ...]]) -> Any:
     """The numbers that a node makes when it runs, and where in its result each lies."""
     return [[shapes.expression(s), [_step(key) for key in path]] for s, path in bindings.items()]
 
@@ -401,25 +415,25 @@ def _step(key: Any) -> list[Any]:
     return [name, *(getattr(key, field) for field in _KEYS[name][1])]
 
 
-def _read_bindings(reader: _GraphReader, data: Any) -> Any:
+def _read_bindings(reader: GraphReader, data: Any) -> Any:
     return {
         reader.symbol(s): tuple(_KEYS[name][0](*args) for name, *args in path) for s, path in data
     }
 
 
-def _write_custom(_: _GraphWriter, custom: Mapping[str, Any]) -> Any:
+def _write_custom(_: GraphWriter, custom: Mapping[str, Any]) -> Any:
     """The user's stream; what else users note at nodes changes no program."""
     return {"dict": [["stream", custom["stream"]]]} if "stream" in custom else None
 
 
-_META: dict[str, Callable[[_GraphWriter, Any], Any]] = {
-    "val": _GraphWriter.value,
-    "stack_trace": _GraphWriter.value,
+_META: dict[str, Callable[[GraphWriter, Any], Any]] = {
+    "val": GraphWriter.value,
+    "stack_trace": GraphWriter.value,
     "unbacked_bindings": _write_bindings,
     "custom": _write_custom,
     "original_aten": lambda writer, v: writer.value(v) if isinstance(v, OpOverload) else None,
-    "recompute": _GraphWriter.value,
-    "ac_graph_id": _GraphWriter.value,
-    "memory": _GraphWriter.value,
+    "recompute": GraphWriter.value,
+    "ac_graph_id": GraphWriter.value,
+    "memory": GraphWriter.value,
 }
-_READ_META: dict[str, Callable[[_GraphReader, Any], Any]] = {"unbacked_bindings": _read_bindings}
+_READ_META: dict[str, Callable[[GraphReader, Any], Any]] = {"unbacked_bindings": _read_bindings}

@@ -8,9 +8,8 @@ text, which the compiler reads where no program is found.
 
 from __future__ import annotations
 
-import importlib
+import json
 import secrets
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,19 +21,22 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.fx import GraphModule
+from torch._ops import HigherOrderOperator, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
 
 from plait import _native, compat
 from plait.capture import ladder
 from plait.capture.program import compile_captured
 from plait.capture.training import native_training
 from plait.capture.warm.entry import packed, unpacked
+from plait.capture.warm.operators import Formulas
 from plait.compat.frame_facts import NotKept, named
+from plait.compat.operators import is_foreign, operator_named, operators_of, path_of
 from plait.config import Config
 from plait.errors import raised_at
 from plait.graph.captured import Captured
-from plait.graph.text import given_text, read_given, tensors_of
+from plait.graph.text import NO_NODES, GraphReader, GraphWriter, given_text, read_given, tensors_of
 from plait.log import STAGES, PassLog
 from plait.runtime import trust
 from plait.runtime.load import load
@@ -129,15 +131,20 @@ def program_data(kept: Kept) -> tuple[Data, bytes]:
         if of_kind is None:
             raise NotKept("kernels of a kind that no store has")
         kernels[kind] = [of_kind, path.stem]
-    constants = [_tensor_data(x) for x in artifacts.constants]
-    if sum(len(c["data"]) // 2 for c in constants) > MAX_CONSTANT_NBYTES:
-        raise NotKept("large constants")
-    return {"kernels": kernels, "constants": constants}, encode(program)
+    constants = _tensors_data(dict(enumerate(artifacts.constants)))
+    return {"kernels": kernels, "constants": list(constants.values())}, encode(program)
 
 
 def is_of(kind: Kind, path: Path) -> bool:
     """Whether a file lies where entries of a kind do."""
     return (path.parent.parent.name, path.suffix) == (kind.folder, kind.suffix)
+
+
+def _tensors_data(tensors: Mapping[Any, torch.Tensor]) -> Data:
+    found = {name: _tensor_data(x) for name, x in tensors.items()}
+    if sum(len(c["data"]) // 2 for c in found.values()) > MAX_CONSTANT_NBYTES:
+        raise NotKept("large constants")
+    return found
 
 
 def _tensor_data(x: torch.Tensor) -> Data:
@@ -177,75 +184,115 @@ def loaded_program(data: Data, plan: bytes, cfg: Config) -> _native.Program:
 # ------------------------------------------------------------------------------------ by eager
 _LIBRARIES = ("torch", "plait", "builtins", "_operator", "operator", "math")
 """Packages whose functions graphs may call: `_versions` and `torch_functions` tell of them."""
-_OPERATORS = ("aten", "prims", "prim", "plait")
-"""Namespaces of operators that come with torch and with plait."""
 
 
-def source_data(gm: GraphModule) -> tuple[Data, bytes]:
-    """Dynamo's graph as Python text, and what its names are. Raises NotKept."""
-    if any(n.op in ("get_attr", "call_module") for n in gm.graph.nodes):
-        raise NotKept("a graph with tensors or graphs of its own")
-    for node in gm.graph.nodes:
-        target = node.target
-        if isinstance(target, OpOverload):
-            target = target.overloadpacket
+def source_data(gm: GraphModule) -> bytes:
+    """Dynamo's graph and those in it, as text. Raises NotKept."""
+    if any(n.op == "call_module" for n in _nodes(gm)) or tensors_of(gm):
+        raise NotKept("a graph with tensors of its own")
+    if any("_checkpoint_context_fn" in g.meta for g in gm.modules() if isinstance(g, GraphModule)):
+        raise NotKept("a checkpoint that a function of Python decides on")
+    try:
+        return json.dumps(_Writer().graph(gm)).encode()
+    except ValueError as error:
+        raise NotKept(f"a graph with {error}") from None
+
+
+_BODIES = frozenset(
+    "associative_scan autograd_function_apply cond flex_attention invoke_subgraph map_impl scan "
+    "tag_activation_checkpoint while_loop wrap".split()
+)
+"""Operators of higher order that are known by their bodies and arguments alone."""
+
+
+def _nodes(gm: GraphModule) -> Iterator[Node]:
+    """Those of a graph and of the graphs in it."""
+    for inner in gm.modules():
+        if isinstance(inner, GraphModule):
+            yield from inner.graph.nodes
+
+
+class _Writer(GraphWriter):
+    """Of Dynamo's graph: what its nodes call and with what."""
+
+    def target(self, target: Any) -> str:
+        if isinstance(target, HigherOrderOperator) and target._name not in _BODIES:
+            raise NotKept(f"a graph with {target._name}")
         if isinstance(target, OpOverloadPacket):
-            name = target._qualified_op_name
-            if name.partition("::")[0] not in _OPERATORS:
-                raise NotKept(f"a graph that calls {name}, whose code nothing tells")
-    code = gm.graph.python_code("self")
-    names = {name: _named_data(name, value) for name, value in code.globals.items()}
-    return names, code.src.encode()
+            return f"packet {target._qualified_op_name}"
+        try:
+            return super().target(target)
+        except ValueError:
+            return json.dumps(_named_data(target))
+
+    def facts(self, node: Node) -> Data:
+        return {}
+
+    def value(self, value: Any) -> Any:
+        try:
+            return super().value(value)
+        except ValueError:
+            return {"named": _named_data(value)}
 
 
-def _named_data(name: str, value: Any) -> list[Any]:
-    if isinstance(value, types.ModuleType):
-        return ["module", value.__name__]
-    if isinstance(value, float):
-        return ["float", repr(value)]
-    for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
-        if isinstance(value, kind):
-            return [kind.__name__, str(value).removeprefix("torch.")]
-    where = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    library = str(where[0]).partition(".")[0]
-    if callable(value) and not isinstance(value, type) and library not in _LIBRARIES:
-        raise NotKept(f"a graph that calls {where[1]}, which Dynamo does not look into")
-    if value is not None and named(*where) is value:
-        return ["object", *where]
-    if value is type(None):
-        return ["none"]
-    raise NotKept(f"a graph that names {name}, a {type(value).__name__}")
+class _Reader(GraphReader):
+    """Of what `_Writer` has written."""
+
+    def target(self, text: str) -> Callable[..., Any]:
+        kind, _, name = text.partition(" ")
+        found: Callable[..., Any]
+        if kind == "packet":
+            space, _, name = name.partition("::")
+            found = getattr(getattr(torch.ops, space), name)
+        elif text.startswith("["):
+            found = named(*json.loads(text))
+        else:
+            found = super().target(text)
+        return found
+
+    def value(self, data: Any, nodes: Mapping[str, Node] = NO_NODES) -> Any:
+        if isinstance(data, dict) and "named" in data:
+            return named(*data["named"])
+        return super().value(data, nodes)
 
 
-def _named(row: Sequence[Any]) -> Any:
-    match row:
-        case ["module", name]:
-            return importlib.import_module(name)
-        case ["float", text]:
-            return float(text)
-        case ["device", text]:
-            return torch.device(text)
-        case ["object", module, path]:
-            return named(module, path)
-        case ["none"]:
-            return type(None)
-        case [_, text]:
-            return getattr(torch, text)
-    raise NotKept(f"{row} is no name")
+def _named_data(value: Any) -> list[str]:
+    """The module and path of a function or class of PyTorch's. Raises NotKept."""
+    module, path = path_of(value)
+    if callable(value) and module.partition(".")[0] not in _LIBRARIES:
+        raise NotKept(f"a graph that calls {path}, which Dynamo does not look into")
+    if value is None or named(module, path) is not value:
+        raise NotKept(f"a graph that names a {type(value).__name__}")
+    return [module, path]
+
+
+def operator_prints(gm: GraphModule) -> dict[str, str]:
+    """By name, what a trace of each operator that is not PyTorch's own relies on. Raises
+    NotKept."""
+    found = {op for n in _nodes(gm) for op in operators_of(n.target) if is_foreign(op)}
+    formulas = Formulas()
+    return {op._name: formulas.of(op) for op in sorted(found, key=lambda op: op._name)}
+
+
+def _check_operators(told: Mapping[str, str]) -> None:
+    """Raises NotKept where operators are not what they were."""
+    formulas = Formulas()
+    for name, was in told.items():
+        op = operator_named(name)
+        if op is None or formulas.of(op) != was:
+            raise NotKept(f"the operator {name} is another one")
 
 
 class Eager:
     """Dynamo's graph by eager, made of its text when it is first called."""
 
-    def __init__(self, names: Data, text: bytes) -> None:
-        self._names, self._text = names, text
+    def __init__(self, text: bytes) -> None:
+        self._text = text
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._run is None:
-            scope = {name: _named(row) for name, row in self._names.items()}
-            exec(self._text.decode(), scope)
-            self._run = partial(scope["forward"], torch.nn.Module())
+            self._run = _Reader(FakeTensorMode(), {}).graph(json.loads(self._text))
         return self._run(*args)
 
 
@@ -254,10 +301,12 @@ class Eager:
 class Backward:
     """The backward half of a training graph that was made again.
 
-    name: of its entries. text: its graph. donated: inputs that nobody reads after the last pass."""
+    name: of its entries. text, tensors: its graph. donated: inputs that nobody reads after the last
+    pass."""
 
     name: str
     text: str
+    tensors: Data
     donated: tuple[int, ...]
     cfg: Config
 
@@ -279,16 +328,17 @@ class Backward:
         return self._captured().graph
 
     def _captured(self) -> Captured:
-        return read_given(self.text, {})[0]
+        tensors = {name: _tensor(data) for name, data in self.tensors.items()}
+        return read_given(self.text, tensors)[0]
 
 
 # ------------------------------------------------------------------------------------ backward
-def backward_text(captured: Captured, cfg: Config) -> bytes:
-    """A backward graph as text. Raises NotKept."""
+def backward_graph(captured: Captured, cfg: Config) -> tuple[bytes, Data]:
+    """A backward graph as text, and the tensors in it. Raises NotKept."""
     text = given_text(captured, cfg)
-    if text.startswith('{\n"no_text"') or tensors_of(captured.graph):
+    if text.startswith('{\n"no_text"'):
         raise NotKept("a backward graph that no text holds")
-    return text.encode()
+    return text.encode(), _tensors_data(tensors_of(captured.graph))
 
 
 def find_backward(name: str, donated: Sequence[int], cfg: Config) -> _native.Program | None:
@@ -327,16 +377,22 @@ def keep_graph(kept: Kept, gm: GraphModule, around: Data, arguments: Sequence[An
     `DirectGraph.data` or `TrainingGraph.data` tells it. arguments: what `kept_apart` asks of them.
     Raises NotKept."""
     program, kept.pieces["plan"] = program_data(kept)
-    names, kept.pieces["source"] = source_data(gm)
-    kept.data = {"program": program, "names": names, "around": around, "arguments": arguments}
+    kept.pieces["source"] = source_data(gm)
+    kept.data = {
+        "program": program,
+        "operators": operator_prints(gm),
+        "around": around,
+        "arguments": arguments,
+    }
 
 
 def graph_again(
     data: Mapping[str, Any], pieces: Mapping[str, bytes], cfg: Config
 ) -> Callable[..., Any]:
     """The callable that Dynamo's code calls. Raises NotKept."""
+    _check_operators(data["operators"])
     program = loaded_program(data["program"], pieces["plan"], cfg)
-    eager = Eager(data["names"], pieces["source"])
+    eager = Eager(pieces["source"])
     around = data["around"]
     marks = [(k, name, frozenset(dims)) for k, name, dims in around.get("marks", ())]
     call: Any = program
@@ -345,7 +401,8 @@ def graph_again(
         call = _native.Direct(program, eager, results, marks, False)
     elif around["how"] == "training":
         text = pieces["backward"].decode()
-        backward = Backward(around["name"], text, tuple(around["donated"]), cfg)
+        donated = tuple(around["donated"])
+        backward = Backward(around["name"], text, around["tensors"], donated, cfg)
         call = native_training(
             program, eager, backward.at_first_use,
             ladder.interpreted_gradients(backward.graph, "backward", cfg), around, marks,

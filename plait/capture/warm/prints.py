@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
@@ -28,7 +29,7 @@ from plait.compat.torch_functions import is_torch_code
 _ABC: Any = importlib.import_module("_abc")  # knows which classes were registered
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef)
 _BUILTIN = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -222,6 +223,11 @@ class Prints:
         elif isinstance(cls, abc.ABCMeta):
             more = str(sorted(_path(c) for c in _registered(cls)))
         return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is all that its `Prints.identity` says."""
+    return isinstance(value, (*_PLAIN, *_NAMED))
 
 
 def shadowed_names(code: types.CodeType, scope: Mapping[str, Any]) -> list[str]:

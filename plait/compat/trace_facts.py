@@ -1,6 +1,6 @@
 """What traced functions look at, where Dynamo leaves no guard.
 
-Here guards are left where an argument and a global are one object, and where a dict has no item of
+While somebody listens, guards are left where an argument and a global are one object, and where a dict has no item of
 a key that code takes from it and the error is caught (`collections.ChainMap` does that). Of the
 rest there are no guards: `looked_at` tells it.
 """
@@ -72,7 +72,7 @@ def _listen() -> None:
 
     @functools.wraps(item)
     def get_item(self: Any, tx: Any, key: Any) -> Any:
-        if key not in self:
+        if _listening and key not in self:
             self.install_dict_contains_guard(tx, [key])
         return item(self, tx, key)
 
@@ -85,7 +85,7 @@ def _listen() -> None:
     @functools.wraps(same)
     def one_object(source: Any, other: Any) -> Any:
         found = same(source, other)
-        if found is None and other is not None and other != source:
+        if _listening and found is None and other is not None and other != source:
             return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)
         return found
 

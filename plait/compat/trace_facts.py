@@ -1,8 +1,8 @@
 """What traced functions look at, where Dynamo leaves no guard.
 
-While somebody listens, guards are left where an argument and a global are one object, and where a dict has no item of
-a key that code takes from it and the error is caught (`collections.ChainMap` does that). Of the
-rest there are no guards: `looked_at` tells it.
+While somebody listens, guards are left where an argument and a global are one object, and where a
+dict has no item of a key that code takes from it and the error is caught (`collections.ChainMap`
+does that). Of the rest there are no guards: `looked_at` tells it.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ class Tangents:
     def __call__(self, *args: Any) -> Any: ...
     @property
     def __name__(self) -> str: ...
-    @property
-    def call(self) -> Callable[..., Any]: ...
+    call: Callable[..., Any]
 
 @final
 class Package:

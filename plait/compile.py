@@ -8,11 +8,12 @@ Every step is a function from data to data, run by `log.PassLog`, which times it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -73,6 +74,38 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where
     the machine cannot build its kernels, and InternalError where a stage broke a rule of its IR.
     """
+    with workers(1) as beside:
+        steps = compile_steps(captured, cfg, target, beside.submit)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                made: Program = end.value
+                return made
+
+
+class Building(Protocol):
+    """Kernels that are being built, beside whoever wants them."""
+
+    def done(self) -> bool:
+        """Whether `result` comes at once."""
+
+    def exception(self) -> BaseException | None:
+        """What `result` raises, waited for."""
+
+    def result(self) -> dict[str, Built]:
+        """By kind of device, waited for. Raises what the build raises."""
+        ...
+
+
+Beside = Callable[[Callable[[], dict[str, Built]]], Building]
+"""Begins to build."""
+Steps = Generator[Building, None, Program]
+"""A compilation that hands out what it waits for next: going on earlier is going on to wait."""
+
+
+def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside: Beside) -> Steps:
+    """`compile_graph` in steps, one for each time that kernels are built."""
     log = PassLog(cfg, captured.name, VERIFIERS)
     if cfg.kernels:
         _find_tools(captured, cfg)
@@ -84,10 +117,10 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     while built is None:  # again without each kernel that the compiler refuses
         lowered, made = _kernels(captured, cfg, log, refused)
         # Compilers are processes of their own: the wrapper is made while they run.
-        with workers(1) as beside:
-            building = beside.submit(_build, made.sources, cfg)
-            wrapper = _wrap(captured, lowered, made.plan, cfg, log)
-            built = log("build kernels", _built, building, captured, made, refused, cfg)
+        building = beside(partial(_build, made.sources, cfg))
+        wrapper = _wrap(captured, lowered, made.plan, cfg, log)
+        yield building
+        built = log("build kernels", _built, building, captured, made, refused, cfg)
     libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
     callables = (
@@ -224,11 +257,7 @@ def _kernels(
 
 
 def _built(
-    building: Future[dict[str, Built]],
-    captured: Captured,
-    made: Kernels,
-    refused: Refused,
-    cfg: Config,
+    building: Building, captured: Captured, made: Kernels, refused: Refused, cfg: Config
 ) -> dict[str, Built] | None:
     """The kernels; None: the compiler refuses one of the user's, of attention or of a product,
     which is among refused now."""

@@ -93,6 +93,15 @@ class Config:
         doc="processes and threads that want the same kernels at once wait for one that builds",
         in_key=False,
     )
+    while_building: str = flag(
+        "wait",
+        doc=(
+            "what calls do while torch.compile's kernels are being built, by this process or "
+            "another: they wait, or eager runs them"
+        ),
+        in_key=False,
+        choices=("wait", "eager"),
+    )
     trust: str = flag(
         "",
         doc=(

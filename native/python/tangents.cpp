@@ -30,7 +30,8 @@ PyObject* tangents_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
     const bool on = level && PyLong_Check(level) && integer(level) >= 0;
     if (on && has_tangent(args, PyVectorcall_NARGS(nargsf))) [[unlikely]]
       return PyObject_Vectorcall(t.eager, args, nargsf, kwnames);
-    return PyObject_Vectorcall(t.call, args, nargsf, kwnames);
+    const Ref call = Ref::borrow(t.call);  // it may put another in its place
+    return PyObject_Vectorcall(call.get(), args, nargsf, kwnames);
   });
 }
 
@@ -75,12 +76,24 @@ PyObject* tangents_name(PyObject* self, void*) {
   return PyObject_GetAttrString(reinterpret_cast<PyTangents*>(self)->call, "__name__");
 }
 
+PyObject* tangents_get_call(PyObject* self, void*) {
+  return Py_NewRef(reinterpret_cast<PyTangents*>(self)->call);
+}
+int tangents_set_call(PyObject* self, PyObject* call, void*) {
+  if (!call) {
+    PyErr_SetString(PyExc_AttributeError, "call cannot be deleted");
+    return -1;
+  }
+  Py_XSETREF(reinterpret_cast<PyTangents*>(self)->call, Py_NewRef(call));
+  return 0;
+}
+
 PyGetSetDef tangents_getset[] = {
+    {"call", tangents_get_call, tangents_set_call, "What calls are handed to.", nullptr},
     {"__name__", tangents_name, nullptr, "The name of `call`.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMemberDef tangents_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyTangents, vectorcall), READONLY, nullptr},
-    {"call", T_OBJECT, offsetof(PyTangents, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot tangents_slots[] = {
     {Py_tp_doc,

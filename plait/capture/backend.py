@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from plait.capture.aliases import (
     shared_arguments,
     view_like,
 )
+from plait.capture.checkpoints import is_run_by_eager
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
 from plait.capture.early_kernels import early_changes
@@ -32,7 +34,8 @@ from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
-from plait.capture.program import compile_captured, load_compiler
+from plait.capture.pending import Begun, Meanwhile, Pending, why_wait
+from plait.capture.program import collector_paused, compile_beside, compile_captured, load_compiler
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph, asks_of_precision
@@ -44,7 +47,7 @@ from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
 from plait.log import KERNELS, STAGES, PassLog
-from plait.wrapper.program import Program, Target
+from plait.wrapper.program import Program, Target, observers
 from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
@@ -116,6 +119,9 @@ class _OneGraph:
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
+        self.begun: Begun | None = None  # of that graph, where calls do not wait for its kernels
+        self.begun_backward: dict[tuple[int, ...], _Backward] = {}  # by donated inputs
+        self.marks: Sequence[compat.autograd.Mark] = ()
         self.dynamo_views: dict[int, InputView] = {}
         self.written: Sequence[bool] = ()  # of each argument, whether calls write it
         self.has_bases = False  # AOTAutograd joins arguments that share memory
@@ -131,6 +137,7 @@ class _OneGraph:
     def again(self, taken: ladder.Steps) -> _OneGraph:
         """The compilation from its start, after these steps down the ladder."""
         self.program, self.direct, self.training, self.taken = None, DirectGraph(), None, taken
+        self.begun, self.begun_backward = None, {}
         return self
 
     def compile(
@@ -154,22 +161,79 @@ class _OneGraph:
                 inference=self.inference,
                 partition=self.partition,
             )
+        begun = [] if self.begun is None else [self.begun, *self._begin_backward()]
         compat.precision.guard_flags(self.flags)
         made = self.training or self.direct
-        call = wrapped if self.program is None else made.around(self.program, wrapped)
         if not isinstance(gm, GraphModule):
-            return call
-        n_ops = ladder.n_calls(gm)
+            return wrapped if self.program is None else made.around(self.program, wrapped)
+        run = ladder.at_first_call(gm)
         eager = partial(
-            ladder.eager_at_calls, ladder.at_first_call(gm), self.name, self.kind, self.cfg, n_ops
+            ladder.eager_at_calls, run, self.name, self.kind, self.cfg, ladder.n_calls(gm)
         )
         arguments = None
         if any(self.written):
             arguments = shared_arguments(example_inputs, self.written, self.has_bases)
-            call = ladder.kept_apart(call, eager, arguments)
+
+        def around() -> Callable[..., Any]:
+            call = wrapped if self.program is None else made.around(self.program, wrapped)
+            if arguments is not None:
+                call = ladder.kept_apart(call, eager, arguments)
+            if self.kept is not None:
+                self._keep(gm, made, arguments)
+            return call
+
         if self.kept is not None:
-            self._keep(gm, made, arguments)
-        return ladder.with_tangents(call, eager)
+            self.kept.comes_later = bool(begun)
+        if not begun:
+            return ladder.with_tangents(around(), eager)
+        pending = self._pending(begun, gm, run, around)
+        held = pending.tangents = ladder.with_tangents(pending, eager)
+        return held
+
+    def _begin_backward(self) -> Sequence[Begun]:
+        """The backward graph, if there is one."""
+        if self.training is None:
+            return ()
+        graph, donated = self.training.backward_graph()
+        with compat.precision.noting_flags(self.flags):
+            one = self.begun_backward[donated] = self._one_backward(graph, donated, ())
+            return (one.begin(),)
+
+    def _pending(
+        self,
+        begun: Sequence[Begun],
+        gm: GraphModule,
+        eager: Callable[..., Any],
+        around: Callable[[], Callable[..., Any]],
+    ) -> Pending:
+        """What runs eager until the kernels of all passes are built. begun: the first of them, and
+        its backward pass. around: puts together what takes its place."""
+        resume = compat.tracing.resume_tracing()
+
+        def compiled(taken: ladder.Steps) -> Callable[..., Any]:
+            self.program = begun[0].program()
+            if self.training is not None:
+                self.training.backward(*self.training.backward_graph())
+            return around()
+
+        def by_eager(taken: ladder.Steps) -> Callable[..., Any]:
+            ladder.whole_graph(gm, self.name, self.kind, taken)
+            if self.kept is not None:
+                self.kept.reason = "a graph that eager runs"
+            return eager
+
+        def finish(waits: bool) -> Callable[..., Any] | None:
+            with resume(), compat.precision.noting_flags(self.flags), collector_paused():
+                if not waits and not all(b.ended() for b in begun):
+                    return None
+                return ladder.descend(self.cfg, lambda: self.name, compiled, by_eager)
+
+        def tell(told: Meanwhile) -> None:
+            PassLog(self.cfg, self.name).note(STAGES, told.line)
+            if self.kept is not None:
+                self.kept.come()
+
+        return Pending(self.name, eager, self.marks, begun, finish, tell)
 
     def _keep(
         self,
@@ -182,6 +246,8 @@ class _OneGraph:
         with self.kept.reasons():
             if self.taken or self.watcher is not None or self.kept.program is None:
                 raise NotKept("a graph that eager runs, whose sizes were specialised, or watched")
+            if is_run_by_eager(gm):
+                raise NotKept("a graph with regions, which eager ran while its kernels were built")
             around = made.data() | {"kind": self.kind, "n_ops": ladder.n_calls(gm)}
             if isinstance(made, TrainingGraph):
                 backward, donated = made.backward_graph()
@@ -214,7 +280,7 @@ class _OneGraph:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.training is not None, "AOTAutograd partitions before it compiles"
-        return self.training.boxed(gm)
+        return self.training.boxed(gm, later=self.begun is not None)
 
     def _first(
         self,
@@ -237,16 +303,45 @@ class _OneGraph:
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.autograd.bumped_input_indices(meta)
         n_results = meta.num_forward if kind == "forward" else None
-        self.program = self._program(
+        captured = self._captured(
             gm,
             kind,
             bumped_inputs=bumped,
             n_results=n_results,
             wrapper_reason=made.reason,
             input_views=views,
-            kept=self.kept,
         )
-        return self.program.boxed
+        target = self._target(self.kept)
+        if self._waits(gm, made):
+            self.program = compile_captured(captured, self.cfg, target)
+            return self.program.boxed
+        self.marks = compat.autograd.dynamic_marks(meta)
+        self.begun = Begun(compile_beside(captured, self.cfg, target))
+
+        def boxed(args: list[Any]) -> tuple[Any, ...]:
+            assert self.program is not None, "eager runs it still"
+            return self.program.boxed(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return compat.tracing.untraced(boxed)
+
+    def _waits(self, gm: GraphModule, made: DirectGraph | TrainingGraph) -> bool:
+        """Whether calls wait for the kernels of the inference or forward graph gm."""
+        cfg, log = self.cfg, PassLog(self.cfg, self.name)
+        if cfg.while_building == "wait":
+            return True
+        checks = cfg.size_asserts, cfg.alignment_asserts, cfg.nan_asserts, cfg.finite_asserts
+        why = made.reason
+        if self.target is not None or cfg.wrapper != "native":
+            why = "the native executor does not run it"
+        elif observers.get() or self.watcher is not None or any(checks):
+            why = "somebody looks at it"
+        if not why:
+            backward = () if self.training is None else self.training.backward_graph()[:1]
+            why = why_wait((gm, *backward), cfg)
+        if why:
+            log.note(STAGES, f"{log.name}: calls wait for its kernels: {why}")
+        return bool(why)
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
         """The backward program, also at the first backward pass, on its own. Changes gm."""
@@ -255,52 +350,69 @@ class _OneGraph:
         name = f"backward_{self.serial}"
 
         def compiled(taken: ladder.Steps) -> Program:
-            graph = came.module() if taken else gm
-            objects = take_objects(graph)
-            kept = None if self.kept is None or objects or taken else Kept()
+            begun = None if taken else self.begun_backward.pop(donated, None)
             with compat.precision.noting_flags(self.flags):
-                program = self._program(
-                    graph, "backward", donated_inputs=donated, taken=taken, kept=kept
-                )
-            if self.kept is not None and kept is not None:
-                keep_backward(self.kept.name, donated, kept, self.cfg)
-            return with_objects(program, objects)
+                one = begun or self._one_backward(came.module() if taken else gm, donated, taken)
+                program = one.program()
+            if self.kept is not None and one.kept is not None:
+                keep_backward(self.kept.name, donated, one.kept, self.cfg)
+            return with_objects(program, one.objects)
 
         def by_eager(taken: ladder.Steps) -> Program:
             return ladder.backward_graph(came.module(), name, taken, native, self.cfg)
 
         return ladder.descend(self.cfg, lambda: name, compiled, by_eager)
 
+    def _one_backward(
+        self, gm: GraphModule, donated: tuple[int, ...], taken: ladder.Steps
+    ) -> _Backward:
+        objects = take_objects(gm)
+        kept = None if self.kept is None or objects or taken else Kept()
+        captured = self._captured(gm, "backward", taken, donated_inputs=donated)
+        return _Backward(captured, self.cfg, self._target(kept), objects, kept)
+
     def _interpreted(
         self, graph: Callable[[], GraphModule]
     ) -> Callable[[list[Any]], tuple[Any, ...]]:
         return ladder.interpreted_gradients(graph, f"backward_{self.serial}", self.cfg)
 
-    def _program(
-        self,
-        gm: GraphModule,
-        kind: GraphKind,
-        donated_inputs: tuple[int, ...] = (),
-        bumped_inputs: tuple[int, ...] = (),
-        n_results: int | None = None,
-        wrapper_reason: str = "",
-        input_views: Mapping[int, InputView] | None = None,
-        taken: ladder.Steps = (),
-        kept: Kept | None = None,
-    ) -> Program:
-        captured = Captured(
+    def _captured(
+        self, gm: GraphModule, kind: GraphKind, taken: ladder.Steps = (), **facts: Any
+    ) -> Captured:
+        return Captured(
             gm,
             f"{kind}_{self.serial}",
             kind,
-            donated_inputs=donated_inputs,
-            bumped_inputs=bumped_inputs,
-            n_results=n_results,
-            wrapper_reason=wrapper_reason,
-            input_views=input_views or {},
             watcher=self.watcher,
             ladder=(*self.taken, *taken),
+            **facts,
         )
-        target = self.target
-        if target is None and kept is not None and self.cfg.wrapper == "native":
-            target = kept.target
-        return compile_captured(captured, self.cfg, target)
+
+    def _target(self, kept: Kept | None) -> Target | None:
+        if self.target is None and kept is not None and self.cfg.wrapper == "native":
+            return kept.target
+        return self.target
+
+
+@dataclass
+class _Backward:
+    """A backward graph that is compiled. objects: among its results. kept: what it leaves for the
+    next process. begun: where calls do not wait for it."""
+
+    captured: Captured
+    cfg: Config
+    target: Target | None
+    objects: Mapping[int, Any]
+    kept: Kept | None
+    begun: Begun | None = None
+
+    def begin(self) -> Begun:
+        """To be waited for later."""
+        self.begun = Begun(compile_beside(self.captured, self.cfg, self.target))
+        return self.begun
+
+    def program(self) -> Program:
+        """Waited for."""
+        if self.begun is not None:
+            return self.begun.program()
+        return compile_captured(self.captured, self.cfg, self.target)

@@ -33,6 +33,12 @@ def run_by_eager(gm: GraphModule) -> Callable[..., Any]:
     return forward
 
 
+def is_run_by_eager(gm: GraphModule) -> bool:
+    """Whether `run_by_eager` has made other calls of gm's regions."""
+    modules = (m for m in gm.modules() if isinstance(m, GraphModule))
+    return any(n.target in (_checkpointed, _called) for m in modules for n in m.graph.nodes)
+
+
 def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
     kept = {"preserve_rng_state": True, **kwargs, "use_reentrant": False}
     if "_checkpoint_context_fn" in body.meta:

@@ -149,7 +149,7 @@ EagerAtCalls = Callable[[str, str], Callable[..., Any]]
 """(why, what else to do) -> Dynamo's graph for single calls, as `eager_at_calls` makes it."""
 
 
-def with_tangents(call: Callable[..., Any], eager: EagerAtCalls) -> Callable[..., Any]:
+def with_tangents(call: Callable[..., Any], eager: EagerAtCalls) -> _native.Tangents:
     """call, which is what Dynamo's graph was compiled to, for arguments without forward-mode
     tangents. Eager takes those that carry one: AOTAutograd traces no tangents and Dynamo guards on
     none. Under the option 'strict' they are Unsupported."""

@@ -12,15 +12,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import plait.graph.fits  # noqa: F401 - with strides.py, puts its checks into the table
 from plait.config import Config
 from plait.errors import InternalError, PlaitError, raised_at, warn_once
 from plait.graph.captured import Captured
 from plait.log import PassLog
+from plait.runtime.builds import Build
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.program import Program, Target
+
+if TYPE_CHECKING:
+    from plait.compile import Steps
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,21 +78,50 @@ def compile_captured(captured: Captured, cfg: Config, target: Target | None = No
     """`compile_graph`, with what `guarded` adds. Warns, once each, of higher-order operators that
     run as Python."""
     program = guarded(lambda cfg: compile_graph(captured, cfg, target), captured, cfg)
+    _tell_python(program)
+    return program
+
+
+def compile_beside(captured: Captured, cfg: Config, target: Target | None) -> Steps:
+    """`compile_captured` in steps; between them kernels are built while others go on."""
+    from plait.compile import compile_steps
+
+    with _named(captured, cfg):
+        try:
+            program = yield from compile_steps(captured, cfg, target, Build)
+        except ToolchainMissing as missing:
+            bare = _without_kernels(cfg, missing)
+            program = yield from compile_steps(captured, bare, target, Build)
+    _tell_python(program)
+    return program
+
+
+def _tell_python(program: Program) -> None:
     for step in program.record.ladder:
         if step.rung == "python" and step.what.startswith("higher_order::"):
             warn_once(f"plait calls {step.line}")
-    return program
 
 
 def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config) -> T:
     """compile_with(cfg), without kernels if it turns out that the machine cannot build them; an
     unexpected exception becomes the cause of an InternalError that names the graph."""
-    try:
+    with _named(captured, cfg):
         try:
             return compile_with(cfg)
         except ToolchainMissing as missing:
-            warn_once(f"plait runs every op as a call of ATen: {missing.line}")
-            return compile_with(replace(cfg, kernels=False))
+            return compile_with(_without_kernels(cfg, missing))
+
+
+def _without_kernels(cfg: Config, missing: ToolchainMissing) -> Config:
+    warn_once(f"plait runs every op as a call of ATen: {missing.line}")
+    return replace(cfg, kernels=False)
+
+
+@contextmanager
+def _named(captured: Captured, cfg: Config) -> Iterator[None]:
+    """Makes an InternalError that names the graph of an unexpected exception, its cause."""
+    try:
+        yield
     except PlaitError:
         raise
     except Exception as error:

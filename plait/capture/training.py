@@ -84,18 +84,20 @@ class TrainingGraph:
                 self._programs[donated] = replace(program, boxed=boxed)
             return self._programs[donated]
 
-    def boxed(self, gm: GraphModule) -> Interpret:
+    def boxed(self, gm: GraphModule, later: bool) -> Interpret:
         """What AOTAutograd's callable runs as backward pass. Where the saved tensors are kept for
-        another one (`retain_graph=True`), that is a program that leaves them as they are."""
+        another one (`retain_graph=True`), that is a program that leaves them as they are. later:
+        the program is not asked for before the first pass."""
         came = AsItCame(gm)
-        once = self.backward(gm, self._donated).boxed
+        once = None if later else self.backward(gm, self._donated)
 
         def boxed(args: list[Any]) -> tuple[Any, ...]:
-            if not self._donated or not compat.autograd.keeps_graph():
-                return once(args)
+            keeps = bool(self._donated) and compat.autograd.keeps_graph()
+            if once is not None and not keeps:
+                return once.boxed(args)
             with self._resume():
-                again = self.backward(came.module(), ())
-            return again.boxed(args)
+                found = self.backward(came.module(), () if keeps else self._donated)
+            return found.boxed(args)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
         return compat.tracing.untraced(boxed)

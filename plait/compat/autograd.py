@@ -243,3 +243,8 @@ def autograd_switches() -> tuple[tuple[dict[str, Any], str], ...]:
     scope = vars(compiled_autograd)
     names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
     return tuple((scope, name) for name in names if name in scope)
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks of this thread take what is saved for backward passes: a checkpoint's, say."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from plait.capture import dynamo
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
+from plait.capture.pending import meanwhile
 from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.sources import check_callable
 from plait.capture.warm.frames import outcomes
@@ -104,6 +105,7 @@ def _shown(
         tuple(dynamo.left_to_eager),
         tuple(r.line for r in recompiles.found),
         tuple(dict.fromkeys(o.line for o in outcomes)),
+        tuple(m.line for m in meanwhile),
     )
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))

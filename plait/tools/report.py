@@ -40,7 +40,9 @@ class Report:
     recompiles: what Dynamo compiled again in this process, the guards that failed, and what would
     avoid it; the last ones, in order.
     starts: with the option warm_start: which functions of this process started warm, which were
-    kept for the next one, and why others were not."""
+    kept for the next one, and why others were not.
+    meanwhile: with the option while_building: graphs of this process that eager ran while their
+    kernels were being built, how often, and what ended that."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
@@ -49,6 +51,7 @@ class Report:
     left_to_eager: tuple[str, ...] = ()
     recompiles: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
+    meanwhile: tuple[str, ...] = ()
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:
@@ -89,6 +92,7 @@ class Report:
         lines += _section("graph breaks", self.breaks)
         lines += _section("compiled again in this process", self.recompiles[-MANY:])
         lines += _section("warm starts of this process", self.starts[-MANY:])
+        lines += _section("run by eager while kernels were built", self.meanwhile[-MANY:])
         lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
         lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))

@@ -77,7 +77,7 @@ def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
     try:
         key = _key(frame, cfg)
     except NotKept as why:
-        _tell(log, frame, str(why))
+        _tell(log, str(why))
         return compile_frame()
     for slot in range(SLOTS):
         data = store.read(_slot(key, slot))
@@ -91,16 +91,24 @@ def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
                 raise
             log.note(STAGES, f"{log.name}: entry {slot} is not taken: {type(why).__name__}: {why}")
         else:
-            _tell(log, frame, "warm")
+            _tell(log, "warm")
             return result
     with keeping(cfg.strict) as kept:
-        result = _compiled(frame, compile_frame, kept, lambda entry: _keep(store, key, entry))
-    _tell(log, frame, kept.reason or "kept")
+        made, result = _compiled(frame, compile_frame, kept)
+
+    def keep() -> None:
+        with kept.reasons():
+            if not kept.reason:
+                assert made is not None, "there is a reason why not"
+                _keep(store, key, replace(made, graph=kept.data, pieces=kept.pieces))
+        _tell(log, kept.reason or "kept")
+
+    kept.when_there(keep)
     return result
 
 
-def _tell(log: PassLog, frame: Frame, how: str) -> None:
-    outcomes.append(Outcome(frame.code.co_name, how))
+def _tell(log: PassLog, how: str) -> None:
+    outcomes.append(Outcome(log.name, how))
     log.note(STAGES, outcomes[-1].line)
 
 
@@ -215,9 +223,10 @@ def flags() -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------ keeping
 def _compiled(
-    frame: Frame, compile_frame: Callable[[], Any], kept: Kept, keep: Callable[[Entry], None]
-) -> Any:
-    """What the compiler makes of the frame, kept if it can be."""
+    frame: Frame, compile_frame: Callable[[], Any], kept: Kept
+) -> tuple[Entry | None, Any]:
+    """What the compiler makes of the frame, and its entry, without its graph; None where kept tells
+    why there is none."""
     entries: list[Entry] = []
 
     def on_traced(code: types.CodeType, graph: Any) -> Callable[..., None]:
@@ -240,12 +249,13 @@ def _compiled(
             kept.reason = "skipped"
         if not kept.reason and (not entries or graphs.count("graph") != kept.n_graphs):
             raise NotKept("several graphs")
-        if not kept.reason and graphs.count("graph") and kept.data is None:
+        there = kept.data is not None or kept.comes_later
+        if not kept.reason and graphs.count("graph") and not there:
             raise NotKept("a graph that eager runs")
         if not kept.reason:
-            made = replace(entries[0], graph=kept.data, pieces=kept.pieces)
-            keep(replace(made, traced=with_code(made.traced, result, frame)))
-    return result
+            traced = with_code(entries[0].traced, result, frame)
+            return replace(entries[0], traced=traced), result
+    return None, result
 
 
 _UNGUARDED = frozenset({"vars", "__dict__"})

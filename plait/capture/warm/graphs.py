@@ -56,7 +56,8 @@ class Kept:
     """What a compile of one graph leaves for its entry.
 
     data, pieces: as in `Entry`. name: of the entries of its backward program. reason: why it is not
-    kept, or "". n_graphs: that asked for it. strict: a bug is raised. trace: Dynamo's, of them."""
+    kept, or "". n_graphs: that asked for it. strict: a bug is raised. trace: Dynamo's, of them.
+    comes_later: its kernels are still being built when Dynamo is done."""
 
     strict: bool = False
     program: tuple[WrapperProgram, Artifacts] | None = None
@@ -66,6 +67,8 @@ class Kept:
     reason: str = ""
     n_graphs: int = 0
     trace: weakref.ref[TracingContext] | None = None
+    comes_later: bool = False
+    _then: Callable[[], None] = lambda: None
 
     def count(self) -> None:
         """A graph asks. Of a trace that Dynamo gives up, and begins anew, nothing counts."""
@@ -73,6 +76,18 @@ class Kept:
             self.program, self.data, self.pieces = None, None, {}
             self.reason, self.n_graphs, self.trace = "", 0, weakref.ref(TracingContext.get())
         self.n_graphs += 1
+
+    def when_there(self, then: Callable[[], None]) -> None:
+        """Calls then: now, or where it comes later, when it does."""
+        if self.comes_later:
+            self._then = then
+        else:
+            then()
+
+    def come(self) -> None:
+        """It is there now."""
+        self.comes_later = False
+        self._then()
 
     @contextmanager
     def reasons(self) -> Iterator[None]:

@@ -122,6 +122,14 @@ def joined(n: int) -> fx.GraphModule:
     return g.returning(y, g(aten.sin.default, y))
 
 
+def pieces(n: int) -> fx.GraphModule:
+    """A tensor that is cut, each piece changed, and put together again."""
+    g = Graph()
+    (x,) = g.inputs(1, 8 * n, 16)
+    cut = [g(aten.slice.Tensor, x, 0, 8 * k, 8 * k + 8) for k in range(n)]
+    return g.returning(g(aten.cat.default, [g(aten.sin.default, piece) for piece in cut]))
+
+
 def compiled(graph: fx.GraphModule) -> None:
     """Takes a graph through the compiler, up to the instructions around kernels."""
     lowered = lower_graph(clean_graph(Captured(graph, "graph", "inference"), CFG), CFG)
@@ -160,7 +168,7 @@ def lines_run(work: Callable[[], object]) -> Counter[str]:
 
 
 PROGRAMS = {many_results: 50, optimizer_step: 160, lists: 50, chain: 50, long_sum: 50,
-            deep_training: 80, joined: 50}  # fmt: skip
+            deep_training: 80, joined: 50, pieces: 100}  # fmt: skip
 """And the smaller size: fewer kernels of an optimizer do not all share launches, and of fewer
 products everything fits into one arena at the first try."""
 

@@ -69,6 +69,7 @@ class _Node:
         self.moved_nbytes = 0  # of all buffers that its loops read or write
         self.ordered = False  # the order of the reduced axes matters
         self.running = False  # there is a scan, which wants one reduced axis
+        self.across = any(m.parts for m in group.members)  # sums run over outer variables
         for m in group.members:
             facts = grouping.bodies.of(roots(m.loop))
             self.size += facts.size
@@ -335,7 +336,7 @@ class _Fuser:
         both."""
         if facts_of(self._device(host)).is_host or not host.group.rvars:
             return None
-        if any(m.parts for m in host.group.members):
+        if host.across:
             return None
         found = segments_of(guest.group, host.group, self.grouping.bodies, self.fresh)
         if found is None:
@@ -380,7 +381,6 @@ class _Fuser:
         self, host: _Node, guest: _Node, known: Sequence[tuple[Index, Index]] = ()
     ) -> Alignment | Reason:
         """One space for both. known: indices of one point, besides those that both have."""
-        across = any(m.parts for m in guest.group.members)
         hs = IterationSpace(host.group.vars, host.group.rvars)
         gs = IterationSpace(guest.group.vars, guest.group.rvars)
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
@@ -391,7 +391,7 @@ class _Fuser:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > max(LARGE_NUMEL, outer * rates.short_row) and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
-        found = align(hs, gs, [*known, *_ties(host, guest)], self.fresh, across)
+        found = align(hs, gs, [*known, *_ties(host, guest)], self.fresh, guest.across)
         if found is None:
             return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
         if (host.running or guest.running) and len(found.space.rvars) != 1:
@@ -402,9 +402,10 @@ class _Fuser:
         if found.host:
             new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
         new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
-        why = _column_sums_fit(self.grouping, found.space, {**new_host, **new_guest})
-        if why is not None:
-            return why
+        if host.across or guest.across:
+            why = _column_sums_fit(self.grouping, found.space, {**new_host, **new_guest})
+            if why is not None:
+                return why
         for w, r, makers, users in (
             (host, guest, new_host, new_guest),
             (guest, host, new_guest, new_host),
@@ -435,6 +436,7 @@ class _Fuser:
         x.weigh(self.nbytes)
         x.ordered = x.ordered or y.ordered
         x.running = x.running or y.running
+        x.across = x.across or y.across
         self.leader[gone] = keep
         self.waiting -= {keep, gone}
         self._merge_order(keep, gone)
@@ -493,10 +495,8 @@ def _n_places(x: _Node, y: _Node) -> int:
 def _column_sums_fit(
     grouping: Grouping, space: IterationSpace, members: Mapping[int, Member]
 ) -> Reason | None:
-    """A Reason if members sum columns, and rows cannot be dealt out to programs for them."""
+    """A Reason if rows cannot be dealt out to programs for members that sum columns."""
     sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
-    if not sums:
-        return None
     outer = {v.symbol for v in space.vars}
     rows = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
     if len({m.parts for m, _ in sums}) > 1 or any(

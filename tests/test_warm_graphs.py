@@ -349,6 +349,12 @@ def test_graphs_that_eager_runs(started: Callable[[], list[str]]) -> None:
 
 
 HIGHER_ORDER = {
+    "kinds": (
+        "z = torch.nn.functional.softmax(x[..., 1:, None], 1, dtype=torch.float64)\n"
+        "    z = z.clamp(max=float('inf')).contiguous(memory_format=torch.contiguous_format)\n"
+        "    y = torch.zeros(3, 4, device=torch.device('cpu'), layout=torch.strided)\n"
+        "    return z.to(torch.float32) * w[::2, :3].sum() + y * torch.finfo(x.dtype).eps"
+    ),
     "cond": "return torch.cond(x.sum() > 0, lambda x: x * w, lambda x: x.sin(), (x,))",
     "while_loop": (
         "return torch._higher_order_ops.while_loop(lambda i, x: i < 3, "
@@ -381,7 +387,8 @@ def f(x):
 
 @pytest.mark.parametrize("name", HIGHER_ORDER)
 def test_operators_of_higher_order(name: str, started: Callable[[], list[str]]) -> None:
-    """Forward, backward, and their graphs as eager reads them in the next process."""
+    """Forward, backward, and their graphs as eager reads them in the next process; and arguments of
+    all kinds."""
     x = torch.randn(4, 4, requires_grad=True)
     text = AROUND + HIGHER_ORDER[name]
     made(text)["f"](x)  # the first torch.vmap registers kernels

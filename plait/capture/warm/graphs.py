@@ -272,7 +272,9 @@ class _Reader(GraphReader):
 
 
 def _named_data(value: Any) -> list[str]:
-    """The module and path of a function or class of PyTorch's. Raises NotKept."""
+    """The module and path of a function or class of PyTorch's, or of `...`. Raises NotKept."""
+    if value is ...:
+        return ["builtins", "Ellipsis"]
     module, path = path_of(value)
     if callable(value) and module.partition(".")[0] not in _LIBRARIES:
         raise NotKept(f"a graph that calls {path}, which Dynamo does not look into")

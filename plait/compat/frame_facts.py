@@ -150,6 +150,9 @@ def named(module: Any, path: Any) -> Any:
     return found
 
 
+_fields = functools.cache(fields)
+
+
 class _Writer:
     """Numbers sources as they are met."""
 
@@ -164,8 +167,9 @@ class _Writer:
             cls = type(s)
             if getattr(source, cls.__name__, None) is not cls or not is_dataclass(s):
                 raise NotKept(f"a source of class {cls.__name__}")
-            row = {f.name: self.value(getattr(s, f.name)) for f in fields(s) if f.init}
-            bases = [b for f in fields(s) if isinstance(b := getattr(s, f.name), Source)]
+            held = [(f, getattr(s, f.name)) for f in _fields(cls)]
+            row = {f.name: self.value(v) for f, v in held if f.init}
+            bases = [v for _, v in held if isinstance(v, Source)]
             self.rows.append((cls.__name__, row))
             self.places.append(self._place(_name(s), bases))
             self._numbers[s] = len(self.rows) - 1

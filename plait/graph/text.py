@@ -165,10 +165,12 @@ def _attribute(module: Any, path: str) -> Any:
 
 
 class GraphWriter:
-    """Plain data of a graph. Storages are numbered in the order in which values show them."""
+    """Plain data of a graph. Storages are numbered in the order in which values show them, and so
+    are stack traces, of which most stand at many nodes and take most of the text."""
 
     def __init__(self) -> None:
         self._storages: dict[int, int] = {}
+        self._traces: dict[str, int] = {}
         self._kept: list[Any] = []  # storages stay alive, so that their addresses stay theirs
 
     def graph(self, module: GraphModule) -> dict[str, Any]:
@@ -213,6 +215,10 @@ class GraphWriter:
             return {"node": value.name}
         if isinstance(value, FakeTensor):
             return self._tensor(value)
+        if isinstance(value, list):
+            return [self.value(v) for v in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self.value(v) for v in value]}
         for name, (symbolic, _) in _SYMBOLIC.items():
             if isinstance(value, symbolic):
                 return {name: self._expression(value)}
@@ -220,10 +226,6 @@ class GraphWriter:
             if isinstance(value, kind):
                 return {name: _name_of(value)}
         match value:
-            case list():
-                return [self.value(v) for v in value]
-            case tuple():
-                return {"tuple": [self.value(v) for v in value]}
             case dict():
                 return {"dict": [[self.value(k), self.value(v)] for k, v in value.items()]}
             case slice():
@@ -237,6 +239,13 @@ class GraphWriter:
             case CheckpointPolicy():
                 return {"policy": value.name}
         raise ValueError(f"a value of type {type(value).__name__}")
+
+    def trace(self, text: str) -> str | int:
+        """A stack trace: the first time its text, then its number."""
+        if text in self._traces:
+            return self._traces[text]
+        self._traces[text] = len(self._traces)
+        return text
 
     def _expression(self, value: Any) -> Any:
         if getattr(value.node, "is_nested_int", bool)():
@@ -269,6 +278,7 @@ class GraphReader:
         self._mode = mode
         self._tensors = tensors
         self._storages: dict[int, Any] = {}
+        self._traces: list[str] = []
 
     def graph(self, data: Mapping[str, Any], prefix: str = "") -> GraphModule:
         root = torch.nn.Module()
@@ -298,6 +308,13 @@ class GraphReader:
     def target(self, text: str) -> Callable[..., Any]:
         """What `GraphWriter.target` has named."""
         return _target(text)
+
+    def trace(self, data: str | int) -> str:
+        """The stack trace that `GraphWriter.trace` wrote."""
+        if isinstance(data, int):
+            return self._traces[data]
+        self._traces.append(data)
+        return data
 
     def symbol(self, name: str) -> Any:
         """The symbol of that name."""
@@ -428,7 +445,7 @@ def _write_custom(_: GraphWriter, custom: Mapping[str, Any]) -> Any:
 
 _META: dict[str, Callable[[GraphWriter, Any], Any]] = {
     "val": GraphWriter.value,
-    "stack_trace": GraphWriter.value,
+    "stack_trace": GraphWriter.trace,
     "unbacked_bindings": _write_bindings,
     "custom": _write_custom,
     "original_aten": lambda writer, v: writer.value(v) if isinstance(v, OpOverload) else None,
@@ -436,4 +453,7 @@ _META: dict[str, Callable[[GraphWriter, Any], Any]] = {
     "ac_graph_id": GraphWriter.value,
     "memory": GraphWriter.value,
 }
-_READ_META: dict[str, Callable[[GraphReader, Any], Any]] = {"unbacked_bindings": _read_bindings}
+_READ_META: dict[str, Callable[[GraphReader, Any], Any]] = {
+    "stack_trace": GraphReader.trace,
+    "unbacked_bindings": _read_bindings,
+}

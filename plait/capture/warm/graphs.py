@@ -44,7 +44,6 @@ from plait.runtime.store import BACKWARDS, KINDS, Kind, Store, key_of
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.program import Artifacts, Loaded
-from plait.wrapper.targets import TARGETS
 
 Data = dict[str, Any]
 MAX_CONSTANT_NBYTES = 1 << 20
@@ -55,12 +54,13 @@ MAX_CONSTANT_NBYTES = 1 << 20
 class Kept:
     """What a compile of one graph leaves for its entry.
 
-    data, pieces: as in `Entry`. name: of the entries of its backward program. reason: why it is not
-    kept, or "". n_graphs: that asked for it. strict: a bug is raised. trace: Dynamo's, of them.
-    comes_later: its kernels are still being built when Dynamo is done."""
+    program: its plan, and what else it is made of. data, pieces: as in `Entry`. name: of the
+    entries of its backward program. reason: why it is not kept, or "". n_graphs: that asked for it.
+    strict: a bug is raised. trace: Dynamo's, of them. comes_later: its kernels are still being
+    built when Dynamo is done."""
 
     strict: bool = False
-    program: tuple[WrapperProgram, Artifacts] | None = None
+    program: tuple[bytes, Artifacts] | None = None
     data: Data | None = None
     pieces: dict[str, bytes] = field(default_factory=dict)
     name: str = field(default_factory=partial(secrets.token_hex, 16))
@@ -102,9 +102,10 @@ class Kept:
             self.reason = self.reason or f"{type(error).__name__}: {error} ({raised_at(error)})"
 
     def target(self, program: WrapperProgram, artifacts: Artifacts) -> Loaded:
-        """The native target."""
-        self.program = program, artifacts
-        return TARGETS["native"](program, artifacts)
+        """The native target, whose plan is kept."""
+        plan = encode(program)
+        self.program = plan, artifacts
+        return load(plan, artifacts.libraries, artifacts.constants, artifacts.callables)
 
 
 _here: ContextVar[Kept | None] = ContextVar("plait_warm_kept", default=None)
@@ -134,7 +135,7 @@ def program_data(kept: Kept) -> tuple[Data, bytes]:
     """A program as data, and its plan. Raises NotKept."""
     if kept.program is None:
         raise NotKept("a program that another target runs")
-    program, artifacts = kept.program
+    plan, artifacts = kept.program
     if artifacts.callables:
         raise NotKept("a program that calls Python")
     kernels = {}
@@ -147,7 +148,7 @@ def program_data(kept: Kept) -> tuple[Data, bytes]:
             raise NotKept("kernels of a kind that no store has")
         kernels[kind] = [of_kind, path.stem]
     constants = _tensors_data(dict(enumerate(artifacts.constants)))
-    return {"kernels": kernels, "constants": list(constants.values())}, encode(program)
+    return {"kernels": kernels, "constants": list(constants.values())}, plan
 
 
 def is_of(kind: Kind, path: Path) -> bool:

@@ -181,6 +181,32 @@ POLYFILL = """
 @torch._dynamo.substitute_in_graph(helper)
 def other(a): return a * 2
 """
+ALIKE = """
+def make():
+    class A: pass
+    return A
+A, B = make(), make()
+a = A()
+def top(x, y, n, o):
+    return x * (2 if isinstance(a, B) else 3)
+"""
+KEYED = """
+def make():
+    def inner(): pass
+    return inner
+a, b = make(), make()
+keys = {a: 2.0}
+def top(x, y, n, o):
+    return x * keys.get(b, 5.0)
+"""
+DECOMPOSED = """
+def top(x, y, n, o):
+    return F.softplus(x)
+"""
+DECOMPOSITION = """
+table = torch._decomp.decomposition_table
+table[torch.ops.aten.softplus.default] = lambda x, *a: (1 + x.exp()).log()
+"""
 EDITS = {
     "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
     "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
@@ -206,6 +232,9 @@ EDITS = {
     "argument and global": (GIVEN, GIVEN.replace("x, t, n", "x, y, n")),
     "function in the place of another": (POLYFILLED, POLYFILLED + POLYFILL),
     "nothing in the place of a function": (POLYFILLED + POLYFILL, POLYFILLED),
+    "classes that look alike": (ALIKE, ALIKE + "B = A"),
+    "functions that look alike": (KEYED, KEYED + "b = a"),
+    "decomposition": (DECOMPOSED + DECOMPOSITION, DECOMPOSED),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 

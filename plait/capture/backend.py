@@ -266,8 +266,8 @@ class _OneGraph:
         from plait.pipelines import split_joint
 
         forward, backward = split_joint(self.cfg, joint, joint_inputs, **kwargs)
-        for op in ("matmul", "conv") if asks_of_precision(backward) else ():
-            compat.precision.of_host(op)  # its compile, which comes later, gets these answers
+        if asks_of_precision(backward):  # its compile, which comes later, gets these answers
+            self.flags.update(compat.precision.flags_now())
         self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward
 

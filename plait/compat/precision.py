@@ -39,6 +39,11 @@ def of_host(op: str) -> str:
     return _now(name) if flags is None else flags.setdefault(name, _now(name))
 
 
+def flags_now() -> Flags:
+    """All that `of_host` may be asked for."""
+    return {name: _now(name) for name in ("mkldnn matmul", "mkldnn conv")}
+
+
 def _now(name: str) -> str:
     found: str = torch._C._get_fp32_precision_getter(*name.split())
     return found

@@ -72,11 +72,19 @@ def torch_functions() -> str:
         code = getattr(getattr(fn, "__torch_dynamo_polyfill__", None), "__code__", None)
         if code is not None and not code.co_filename.startswith(_HOMES):
             raise NotKept(f"{code.co_qualname}, which is traced in the place of {replaced}")
+    for op, run in torch._decomp.decomposition_table.items():
+        code = getattr(run, "__code__", None)
+        if code is not None and not code.co_filename.startswith(_HOMES) and _is_aten(op):
+            raise NotKept(f"a decomposition of {op}, which is not PyTorch's own")
     kernels = sorted(k for k in torch.library._impls - _made_late() if k.startswith("aten/"))
     hooks = vars(sys.modules["torch.nn.modules.module"])
     if any(v for name, v in hooks.items() if name.startswith("_global_") and name[-5:] == "hooks"):
         raise NotKept("hooks of all modules")
     return "\n".join((*found, *kernels))
+
+
+def _is_aten(op: Any) -> bool:
+    return getattr(op, "namespace", "") in ("aten", "prims")
 
 
 def _made_late() -> set[str]:

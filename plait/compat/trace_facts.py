@@ -1,8 +1,9 @@
 """What traced functions look at, where Dynamo leaves no guard.
 
-While somebody listens, guards are left where an argument and a global are one object, and where a
-dict has no item of a key that code takes from it and the error is caught (`collections.ChainMap`
-does that). Of the rest there are no guards: `looked_at` tells it.
+While somebody listens, guards are left where an argument and a global are one object, of what is
+looked up in a dict or a set, and where a dict has no item of a key that code takes from it and the
+error is caught (`collections.ChainMap` does that). Of the rest there are no guards: `looked_at`
+tells it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._dynamo import variables
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
 
 Answer = tuple[types.ModuleType, str, bool]
@@ -48,6 +51,18 @@ def looked_at() -> Iterator[Looked]:
         _listening.remove(looked)
 
 
+def _guard_keys(kind: Any) -> None:
+    """Has what is looked up in a dict or a set guarded: Dynamo hashes it first."""
+    own = kind.__contains__
+
+    @functools.wraps(own)
+    def contains(self: Any, key: Any) -> Any:
+        lazy = _listening and isinstance(key, LazyVariableTracker)
+        return own(self, key.realize() if lazy else key)
+
+    kind.__contains__ = contains
+
+
 def _listen() -> None:
     has, get = PythonModuleVariable.call_obj_hasattr, PythonModuleVariable.var_getattr
     item = ConstDictVariable.getitem_const_raise_exception_if_absent
@@ -72,7 +87,7 @@ def _listen() -> None:
 
     @functools.wraps(item)
     def get_item(self: Any, tx: Any, key: Any) -> Any:
-        if _listening and key not in self:
+        if _listening and key.realize() not in self:
             self.install_dict_contains_guard(tx, [key])
         return item(self, tx, key)
 
@@ -93,6 +108,9 @@ def _listen() -> None:
     changed: Any = PythonModuleVariable, ConstDictVariable, InliningInstructionTranslator
     modules, dicts, calls = changed
     modules.call_obj_hasattr, modules.var_getattr = has_name, get_name
+    known: Any = variables
+    for kind in (ConstDictVariable, known.SetVariable):
+        _guard_keys(kind)
     dicts.getitem_const_raise_exception_if_absent = get_item
     calls.inline_call_ = inline
 

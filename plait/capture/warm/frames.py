@@ -22,7 +22,7 @@ import plait
 from plait.capture.program import collector_paused
 from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
-from plait.capture.warm.prints import IMMUTABLE, Prints, named_function, shadowed_names
+from plait.capture.warm.prints import Prints, named_function, same_objects, shadowed_names
 from plait.compat import frame_facts, frames
 from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
@@ -288,11 +288,10 @@ def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
     return found
 
 
-def _same(traced: Traced, values: Values) -> list[int]:
-    """Of each guard of an object that can change, the first that is of the same object."""
-    first: dict[int, int] = {}
-    held = [values[g.source] for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
-    return [first.setdefault(id(x), k) for k, x in enumerate(held) if not isinstance(x, IMMUTABLE)]
+def _same(traced: Traced, values: Values) -> str:
+    """As `same_objects` tells it."""
+    guards = [g for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
+    return same_objects((g.kind, values[g.source]) for g in guards)
 
 
 def _answers(asked: Sequence[Answer]) -> list[tuple[str, str, bool]]:
@@ -331,7 +330,7 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
             raise NotKept(f"{values.name(g.source)} is another one ({g.kind})")
     if unmet := values.unmet(traced.sizes[0]):
         raise NotKept(f"{unmet} does not hold")
-    if _same(traced, values) != list(entry.same):
+    if _same(traced, values) != entry.same:
         raise NotKept("other objects are the same one")
     for module, path, told in entry.named:
         value = named(module, path)

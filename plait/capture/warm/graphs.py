@@ -320,13 +320,14 @@ class Backward:
     """The backward half of a training graph that was made again.
 
     name: of its entries. text, tensors: its graph. donated: inputs that nobody reads after the last
-    pass."""
+    pass. flags: that the guards of its frame are of."""
 
     name: str
     text: str
     tensors: Data
     donated: tuple[int, ...]
     cfg: Config
+    flags: compat.precision.Flags = field(default_factory=compat.precision.flags_now)
 
     def at_first_use(self, may_overwrite: bool) -> _native.Program:
         """The program, found or compiled."""
@@ -336,7 +337,8 @@ class Backward:
             return found
         captured = replace(self._captured(), donated_inputs=donated)
         kept = Kept()
-        call = compile_captured(captured, self.cfg, kept.target).call
+        with compat.precision.noting_flags(self.flags):
+            call = compile_captured(captured, self.cfg, kept.target).call
         keep_backward(self.name, donated, kept, self.cfg)
         assert isinstance(call, _native.Program), call
         return call

@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -39,11 +39,6 @@ _BUILTIN = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
-IMMUTABLE = (
-    *_PLAIN, *_NAMED, *_OPERATORS, *_BUILTIN, tuple, frozenset, slice, range, enum.Enum, type,
-    types.FunctionType, types.CodeType, types.MethodType, types.ModuleType,
-)  # fmt: skip
-"""Of which it makes no difference whether two are the same object."""
 _OF_NO_USE = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __abstractmethods__ _abc_impl "
     "__static_attributes__ __firstlineno__ __parameters__ __orig_bases__".split()
@@ -249,6 +244,18 @@ def _registered(cls: abc.ABCMeta) -> set[type]:
             if c is not cls:
                 found.update(_registered(c))
     return found
+
+
+def same_objects(guarded: Iterable[tuple[str, Any]]) -> str:
+    """Which of the objects that guards are of are the same one, with their classes and with the
+    keys of dicts whose keys are guarded. guarded: kinds of guards and values."""
+    first: dict[int, int] = {}
+    found = []
+    for kind, value in guarded:
+        keys = list(value) if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK") else []
+        classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        found += [first.setdefault(id(x), len(first)) for x in (value, *classes, *keys)]
+    return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
 
 
 def _is_torch(value: Any) -> bool:

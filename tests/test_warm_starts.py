@@ -298,6 +298,22 @@ def test_numbers_that_are_arguments(options: dict[str, Any]) -> None:
     assert check(text.replace("2.5", "3.5"), options, dynamic=dynamic) == "warm"
 
 
+def test_a_trace_that_is_given_up(options: dict[str, Any]) -> None:
+    """Dynamo traces `top` as far as the break, and then without `inner`: what only the first trace
+    called, which nothing names, does not count."""
+    text = """
+made = eval("lambda x: x * 2")
+def inner(x):
+    y = made(x)
+    torch._dynamo.graph_break()
+    return y
+def top(x, y, n, o):
+    return inner(x) + y
+"""
+    assert check(text, options) == "kept"
+    assert check(text, options) == "warm"
+
+
 @pytest.mark.parametrize("seed", [30002, pytest.param(range(400), marks=pytest.mark.slow)])
 def test_fuzzed(seed: int | range) -> None:
     """`python -m tests.fuzz.warm` goes on."""

@@ -30,11 +30,16 @@ Answer = tuple[types.ModuleType, str, bool]
 
 @dataclass
 class Looked:
-    """codes: of all functions that were called, those that raised too. answers: that modules lack a
-    name, and what `hasattr` said of them."""
+    """calls: of functions, those that raised too: Dynamo's trace, of which there are several where
+    it begins anew, and the code. answers: that modules lack a name, and what `hasattr` said of
+    them."""
 
-    codes: list[types.CodeType] = field(default_factory=list)
+    calls: list[tuple[Any, types.CodeType]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+
+    def codes(self, trace: Any) -> list[types.CodeType]:
+        """Of the functions that a trace called."""
+        return [code for of, code in self.calls if of is trace]
 
 
 _listening: list[Looked] = []  # of one thread at a time: Dynamo compiles under a lock
@@ -94,7 +99,7 @@ def _listen() -> None:
     @functools.wraps(call)
     def inline(self: Any) -> Any:
         for looked in _listening[-1:]:
-            looked.codes.append(self.f_code)
+            looked.calls.append((self.output.tracing_context, self.f_code))
         return call(self)
 
     @functools.wraps(same)

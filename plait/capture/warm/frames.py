@@ -264,14 +264,15 @@ _UNGUARDED = frozenset({"vars", "__dict__"})
 
 def _entry(frame: Frame, graph: Any, looked: Looked) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
-    codes = (frame.code, *looked.codes)
+    called = looked.codes(graph.tracing_context)
+    codes = (frame.code, *called)
     whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints(whole)
     told = _prints(traced, values, prints)
     prints.code(frame.code)
-    named_codes = _named(looked.codes, prints)
+    named_codes = _named(called, prints)
     same, answers = _same(traced, values), _answers(looked.answers)
     return Entry(traced, whole, told, same, named_codes, answers, None, {})
 
@@ -305,7 +306,9 @@ def _answers(asked: Sequence[Answer]) -> list[tuple[str, str, bool]]:
 def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
     """What the trace ran and no guard leads to. Raises NotKept for what has no name."""
     found = []
-    modules = {str(getattr(m, "__file__", "")): m for m in list(sys.modules.values())}
+    loaded = dict(sys.modules)
+    modules = {f"<frozen {name}>": m for name, m in loaded.items()}  # a part of Python's library
+    modules |= {str(getattr(m, "__file__", "")): m for m in loaded.values()}
     for code in dict.fromkeys(codes):
         if code in prints.codes:
             continue
@@ -313,7 +316,7 @@ def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
         if where is not None:
             found.append((*where, prints.identity(named(*where))))
         if code not in prints.codes:
-            raise NotKept(f"the code of {code.co_qualname}, which nothing names")
+            raise NotKept(f"the code of {code.co_name}, which nothing names")
     return found
 
 

@@ -11,12 +11,21 @@ import torch
 from torch import nn
 
 import plait
+from plait.capture.pending import meanwhile
+from plait.capture.warm.frames import outcomes
 from plait.config import Config
 from plait.ir.text import read_program
 from plait.schedule.text import read_plan
 from plait.wrapper.instructions import Launch
 from plait.wrapper.text import read, text
 from tests import warm
+
+
+@pytest.fixture(autouse=True)
+def of_this_test() -> None:
+    """Reports tell of all frames of the process."""
+    meanwhile.clear()
+    outcomes.clear()
 
 
 class Net(nn.Module):

@@ -3,6 +3,7 @@ the compiler runs about twice as many lines, whatever the graph is."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections import Counter
@@ -136,13 +137,17 @@ def compiled(graph: fx.GraphModule) -> None:
     run_passes(build(schedule(lowered.program, CFG), "graph"))
 
 
+CACHED = type(functools.cache(len))
+ROOMS = tuple(f"plait.{room}." for room in "ir graph lower schedule kernel wrapper".split())
+
+
 def start_afresh() -> None:
     """Empties what is remembered of expressions: what other tests left there is compared, too."""
     expr.forget()
     loops.forget()
-    for name in [n for n in sys.modules if n.startswith("plait.")]:
+    for name in [n for n in sys.modules if n.startswith(ROOMS)]:
         for found in vars(sys.modules[name]).values():
-            if hasattr(found, "cache_clear"):
+            if isinstance(found, CACHED):
                 found.cache_clear()
 
 

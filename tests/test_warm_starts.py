@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +298,19 @@ def test_numbers_that_are_arguments(options: dict[str, Any]) -> None:
     assert check(text.replace("2.5", "3.5"), options, dynamic=dynamic) == "warm"
 
 
+def test_environment(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is not there is a key of bytes that a dict has not."""
+    text = """
+import os
+def top(x, y, n, o):
+    return x * (2 if os.environ.get("PLAIT_OF_NO_USE") else 3)
+"""
+    assert check(text, options) == "kept"
+    assert check(text, options) == "warm"
+    monkeypatch.setenv("PLAIT_OF_NO_USE", "1")
+    assert check(text, options) != "warm"
+
+
 def test_a_trace_that_is_given_up(options: dict[str, Any]) -> None:
     """Dynamo traces `top` as far as the break, and then without `inner`: what only the first trace
     called, which nothing names, does not count."""
@@ -312,6 +325,33 @@ def top(x, y, n, o):
 """
     assert check(text, options) == "kept"
     assert check(text, options) == "warm"
+
+
+def _gpt2() -> Callable[[], Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    model, ids = GPT2LMHeadModel(config).train(), torch.randint(50, (1, 8))
+    return lambda: model(input_ids=ids, labels=ids).loss
+
+
+def _llama() -> Callable[[], Any]:
+    from benchmarks.first_cases import llama
+
+    model, inputs = llama(2)
+    return lambda: model(*inputs)
+
+
+@pytest.mark.parametrize("build", [_gpt2, _llama])
+def test_models(build: Callable[[], Callable[[], Any]], options: dict[str, Any]) -> None:
+    """What transformers' models look at on their way is kept, and so is a training step's loss."""
+    run = build()
+    for how in ("kept", "warm"):
+        frames.outcomes.clear()
+        torch._dynamo.reset()
+        torch.compile(run, backend="plait", options=options)().sum().backward()
+        assert {o.how for o in frames.outcomes} <= {how, "skipped"}, frames.outcomes
+        assert how in {o.how for o in frames.outcomes}
 
 
 @pytest.mark.parametrize("seed", [30002, pytest.param(range(400), marks=pytest.mark.slow)])

@@ -186,6 +186,8 @@ class _Writer:
         """A field of a source or an argument of a guard."""
         if v is None or isinstance(v, (bool, int, float, str)):
             return v
+        if isinstance(v, bytes):
+            return {"bytes": v.hex()}
         if isinstance(v, Source):
             return {"source": self.source(v)}
         if isinstance(v, tuple):
@@ -285,6 +287,8 @@ def decoded(v: Any, source_of: Callable[[int], Any], tensor: Any = None) -> Any:
     match kind:
         case "source":
             return source_of(held)
+        case "bytes":
+            return bytes.fromhex(held)
         case "tuple":
             return tuple(decoded(x, source_of) for x in held)
         case "enum":

@@ -247,8 +247,7 @@ def put_in_place(frame: Frame, traced: Traced, values: Values, graph: Any) -> An
 
 
 def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, str]) -> Any:
-    with tracing(TracingContext(None)):  # some sources note a guard, which is there already
-        sources = _sources(traced, fresh)
+    sources = _sources(traced, fresh)
     guards = []
     for g in traced.guards:
         create: Any = getattr(guarding.GuardBuilder, g.kind, None) or getattr(precision, g.kind)

@@ -79,7 +79,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         "graph_pool_handle": lambda: (0, next(made.ids)), "CUDAGraph": Graph,
         "current_stream": lambda device: None, "memory_reserved": lambda device: 0,
         "memory_allocated": lambda device: 0, "set_stream": lambda stream: None,
-        "memory_snapshot": lambda pool: [{"total_size": pool[1]}] * 2,
+        "memory_snapshot": lambda: [
+            {"total_size": n, "segment_pool_id": (0, n)} for n in (*range(100), *range(100))
+        ],
         "default_generators": [generator], "get_allocator_backend": lambda: made.backend,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=1000),
     }  # fmt: skip

@@ -689,3 +689,17 @@ def test_a_recording_that_fails_leaves_no_trace(programs: list[Program]) -> None
     for _ in range(4):
         torch.testing.assert_close(other(x), F.softmax(x, -1).cumsum(0) @ x)
     assert stats(programs[1])["replayed"] == 2 and not stats(programs[1])["refused"]
+
+
+def test_numbers_of_pools_live_as_long_as_they_do() -> None:
+    """torch's look-up of a pool's memory frees the numbers of the id that it is given."""
+    while torch.cuda.graph_pool_handle()[1] < 300:  # Python keeps smaller numbers for ever
+        pass
+    for _ in range(20):
+        capture = plait.runtime.graphs.Capture(0)
+        number = capture._shared.id[1]
+        held = sys.getrefcount(number)
+        torch.ones(1 << 20, device=CUDA)
+        _, own, shared, limit = capture.end()
+        assert own == 0 and 4 << 20 <= shared < limit
+        assert sys.getrefcount(number) == held

@@ -27,12 +27,13 @@ from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import DType, bf16, f16, f32, i16, i64
-from plait.ir.expr import Expr, evaluate, free_symbols, smin, symbol
+from plait.ir.expr import Expr, contiguous_strides, evaluate, free_symbols, smin, symbol
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.kernel.triton.ops import _FUNCTIONS, literal
 from plait.kernel.triton.target import TritonTarget, emit_kernel
 from plait.kernel.triton.tiles import Tile, plan_tile
+from plait.kernel.triton.user import TritonKernel
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests import warm
@@ -237,6 +238,28 @@ def buffer(name: str, *shape: int, dtype: object = f32) -> Buffer:
         int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape))
     )
     return Buffer(name, dtype, shape, strides)  # type: ignore[arg-type]
+
+
+def test_rows_that_share_single_elements_have_threads_of_fewer_points() -> None:
+    """A quotient of what is an approximation is one, where 16 bits show of it."""
+
+    def shares(n: int, dtype: DType, of: str) -> TritonKernel:
+        i, _, k = vars_ = loop_vars("i", (32, 4096, n))
+        x = cast(node("load", (), Load("x", vars_), dtype), f32)
+        peak, total = (node("load", (), Load(name, (i, k)), f32) for name in ("peak", "total"))
+        above = node("exp", (node("sub", (x, peak)),)) if of == "exp" else node("sub", (x, peak))
+        store = Store("out", vars_, cast(node("truediv", (above, total)), dtype), True)
+        shapes = {"x": (32, 4096, n), "peak": (32, n), "total": (32, n), "out": (32, 4096, n)}
+        args = tuple(
+            Buffer(name, dtype if len(shape) == 3 else f32, shape, contiguous_strides(shape))
+            for name, shape in shapes.items()
+        )
+        return emit_kernel(kernel(store, vars_=vars_, args=args), "k")
+
+    cases = ((4095, bf16, "exp"), (4096, bf16, "exp"), (4095, f32, "exp"), (4095, bf16, "sub"))
+    made = [shares(*case) for case in cases]
+    assert [k.num_warps for k in made] == [8, 4, 4, 8]
+    assert ["tl.div_rn(" in k.text for k in made] == [False, False, True, True]
 
 
 def test_a_scatter_without_an_atomic_is_refused() -> None:

@@ -10,6 +10,7 @@ said once a program and kept for `plait.explain`.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -55,9 +56,16 @@ class _Pool:
         torch._C._cuda_endAllocateToPool(device, self.id)
         finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
 
-    def nbytes(self) -> int:
-        snapshot: Any = torch.cuda.memory_snapshot
-        return sum(int(s["total_size"]) for s in snapshot(self.id))
+
+def _nbytes(*pools: _Pool) -> list[int]:
+    """What each pool has from its device."""
+    # Of all memory: torch's look-up of one pool gives references to the numbers of its id away
+    # that it does not own, and frees those above 256, which Python makes anew each time.
+    snapshot: Any = torch.cuda.memory_snapshot
+    found: Counter[tuple[int, int]] = Counter()
+    for segment in snapshot():
+        found[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    return [found[pool.id] for pool in pools]
 
 
 # By device; goes with the last recording.
@@ -134,7 +142,8 @@ class Capture:
             self._end()
         self._graph.instantiate()
         limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
-        return self._graph.raw_cuda_graph_exec(), self._kept.nbytes(), self._shared.nbytes(), limit
+        kept, shared = _nbytes(self._kept, self._shared)
+        return self._graph.raw_cuda_graph_exec(), kept, shared, limit
 
     def abort(self) -> None:
         """Ends a recording that failed, in `end` or before; nothing of it remains."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from plait.ir.dtypes import bf16, f8e4m3fn, f8e5m2, f16, f32, i8, i32, u8
@@ -76,7 +76,7 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
             forms.get(n)
             or _scaled_quotient(n, layout)
             or _quotient_by_choice(n)
-            or _quotient(n, layout, sums)
+            or _quotient(n, layout, sums, narrow)
             or _share(n, sums)
             or _one_more(n, n in narrow, users)
             or exactly_rounded(n)
@@ -253,15 +253,20 @@ def codec(n: Node) -> Form | None:
     return None
 
 
-def _quotient(n: Node, layout: Layout, sums: Mapping[str, Reduce]) -> Form | None:
+def _quotient(
+    n: Node, layout: Layout, sums: Mapping[str, Reduce], narrow: Set[Node]
+) -> Form | None:
     """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its
-    reciprocal is: one rounding of 24 bits more does not show in 11."""
+    reciprocal is: one rounding of 24 bits more does not show in 11. That of what is an
+    approximation is one, too."""
     if n.op != "cast" or n.dtype.name not in ("f16", "bf16"):
         return None
     (a,) = n.args
     if a.op != "truediv" or a.dtype != f32 or _is_softmax(a, sums):
         return None
     if "r" not in layout.dims(a.args[0]) or "r" in layout.dims(a.args[1]):
+        if a.args[0] in narrow and a.args[0].op in NEAR:
+            return None
         return Form(cast(render("truediv", f32, ("{0}", "{1}")), f32, n.dtype), a.args)
     return Form(cast("({0} * {2} * {3})", f32, n.dtype), a.args, RECIPROCAL)
 

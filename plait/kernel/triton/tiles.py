@@ -137,7 +137,37 @@ def plan_tile(linear: LinearKernel, busy: int = BUSY) -> Tile:
     narrow = max((d.nbytes for _, d in _accesses(linear)), default=4) <= 2
     # A thread has one or two vectors of 16 bytes; one is sooner where the device is hardly filled.
     each = 8 if narrow or points >= 1 << 24 else 4
+    if most := _most_each(linear, axes):
+        each = min(each, most)
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
+
+
+def _most_each(linear: LinearKernel, axes: tuple[Atom, ...]) -> int | None:
+    """Points of a thread, beside each other, with which its loads of single elements take no longer
+    than what is read or written in vectors: of what rows share that begin in the middle of vectors.
+    Each such load of a warp takes as many lines of 128 bytes of the first cache as the points of
+    its threads span; of all that moves, a multiprocessor has 16 bytes a cycle (H200). None: there
+    are no such loads."""
+    in_vectors = single = 0
+    unit = vector_unit(linear)
+    for offset, dtype in _accesses(linear):
+        if _walks(offset, axes):
+            in_vectors += dtype.nbytes
+        elif expr.is_contiguous(offset, axes[-1]) and extent(axes[-1]) % unit != 0:
+            single += dtype.nbytes
+    if not (single and in_vectors):
+        return None
+    return 1 << max(8 * in_vectors // single, 2).bit_length() - 1
+
+
+def _walks(offset: Size, axes: tuple[Atom, ...]) -> bool:
+    """Whether neighbouring points are neighbours in memory, from row to row too."""
+    step: Size = 1
+    for a in reversed(axes):
+        if expr.coefficient(offset, a) != step:
+            return False
+        step = step * extent(a)
+    return True
 
 
 def held_tiles(

@@ -198,6 +198,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PLAIT_VERIFY", "1")
+    os.environ.setdefault("PLAIT_WARM_START", "0")  # what is tested is compiled
     os.environ.setdefault(
         "PLAIT_STRICT", "1"
     )  # what leaves the kernels for eager fails; tests of the ladder unset it

@@ -55,13 +55,9 @@ needs; plait or Inductor."""
 
 # ---------------------------------------------------------------------------------------- processes
 def ways_of(case: str, race: Sequence[str]) -> list[Way]:
-    """Those that run; the warm start only where plait has it."""
-    from plait.config import list_options
-
-    found = [*(PACKAGE_WAYS if case == PACKAGE else WAYS).values()]
-    if "warm_start" not in list_options():
-        found = [way for way in found if way.name != "plait-warm"]
-    return [way for way in found if not race or way.name in race]
+    """Those that run."""
+    found = PACKAGE_WAYS if case == PACKAGE else WAYS
+    return [way for way in found.values() if not race or way.name in race]
 
 
 def in_process(case: str, way: Way, folder: Path, package: str = "") -> Result:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-os.environ.setdefault(
-    "PLAIT_STRICT", "1"
-)  # a program that eager would run is an error, and no time of plait's
+# A program that eager would run is an error, and no time of plait's; each is compiled anew.
+os.environ.setdefault("PLAIT_STRICT", "1")
+os.environ.setdefault("PLAIT_WARM_START", "0")
 
 Call = Callable[..., Any]
 Prepare = Callable[[nn.Module, tuple[Tensor, ...]], Call]

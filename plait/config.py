@@ -111,7 +111,7 @@ class Config:
         in_key=False,
     )
     warm_start: bool = flag(
-        False,
+        True,
         doc=(
             "keep what torch.compile came to, and take it in the next process, without a trace, "
             "where all that the trace relied on is the same"
@@ -340,7 +340,8 @@ _DEFAULT = Config()
 
 def warm_start(folder: str | os.PathLike[str] = "") -> None:
     """From now on torch.compile with plait starts warm, in this process and in those that it
-    starts. folder: of all caches, where it is not the usual one."""
+    starts, whatever PLAIT_WARM_START says. folder: of all caches, where it is not the usual one.
+    """
     os.environ["PLAIT_WARM_START"] = "1"
     if folder:
         os.environ["PLAIT_CACHE_DIR"] = os.fspath(folder)

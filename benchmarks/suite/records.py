@@ -51,17 +51,17 @@ def write(file: Path, records: Records) -> None:
 
 
 def merge(old: Records, new: Records) -> Records:
-    """The later record of each case."""
+    """The later record of each case, with the modes that the other one alone has."""
     return old | {
-        case: record
+        case: with_others(old.get(case), record)
         for case, record in new.items()
         if case not in old or record["date"] >= old[case]["date"]
     }
 
 
 def with_others(old: Record | None, new: Record) -> Record:
-    """A record with the modes that it lacks and an older one of the same program has: max-autotune
-    is measured by a command of its own."""
+    """A record with the modes that it lacks and an older one of the same program has: a command may
+    measure some modes alone."""
     if old is None or any(old[key] != new[key] for key in ("spec", "torch", "device")):
         return new
     others = {name: f for name, f in old["variants"].items() if name not in new["variants"]}

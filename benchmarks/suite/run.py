@@ -361,8 +361,8 @@ class Sweep:
             say(f"{record['case']}: no memory beside others; once more at the end")
             self.again.append(case.case)
             return
-        self.new[record["case"]] = record = book.with_others(self.have.get(record["case"]), record)
-        r = book.ratio(record)
+        self.new[record["case"]] = record
+        r = book.ratio(book.with_others(self.have.get(record["case"]), record))
         say(f"{record['case']}: {f'{r:.2f} x' if r else 'no ratio'}, {record['seconds']} s")
         for name, figures in record["variants"].items():
             if "failed" in figures:
@@ -378,6 +378,8 @@ class Sweep:
 
 def wanted(case: Case, args: argparse.Namespace) -> tuple[str, ...]:
     """The variants of a case, but eager."""
+    if args.modes:
+        return tuple(args.modes.split(","))
     if case.device == "cpu":
         return ON_CPU
     return TUNED if args.autotune else VARIANTS
@@ -470,6 +472,7 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="max-autotune alone, of models that are named for it",
     )
+    add("--modes", default="", help="some modes alone, separated by commas: plait,inductor-graphs")
     add("--limit", type=float, default=240, help="seconds that a variant may take to be ready")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=0.1, help="length of a round of one variant")

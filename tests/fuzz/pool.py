@@ -82,6 +82,7 @@ class Worker:
                 **os.environ,
                 "PYTHONPATH": str(self.root),
                 "PLAIT_VERIFY": "1",
+                "PLAIT_WARM_START": "0",
                 "PYTHONFAULTHANDLER": "1",
             }
             env.setdefault("PLAIT_OPT_LEVEL", "1")

@@ -29,6 +29,22 @@ def test_it_is_on_after_an_error() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("backend", ["plait", "aot_eager"])
+def test_the_collector_is_off_while_dynamo_traces_for_plait(backend: str) -> None:
+    seen = []
+
+    @torch._dynamo.assume_constant_result  # called while Dynamo traces
+    def asked() -> int:
+        seen.append(gc.isenabled())
+        return 1
+
+    compiled = torch.compile(lambda x: x + asked(), backend=backend)
+    compiled(torch.ones(3))
+    assert seen == [backend != "plait"]
+    assert gc.isenabled()
+
+
+
 def test_whoever_switched_it_off_finds_it_off() -> None:
     gc.disable()
     try:

@@ -69,9 +69,15 @@ def start_warm() -> None:
 
 
 def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
-    cfg = _config_of(frame)
-    if cfg is None:
+    if not _is_ours(frame):
         return compile_frame()
+    with collector_paused():
+        cfg = _config_of(frame)
+        return compile_frame() if cfg is None else _started(frame, compile_frame, cfg)
+
+
+def _started(frame: Frame, compile_frame: Callable[[], Any], cfg: Config) -> Any:
+    """What Dynamo gets for a frame that entries serve."""
     log = PassLog(cfg, frame.code.co_name)
     store = Store.of(cfg, STARTS)
     try:
@@ -84,8 +90,7 @@ def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
         if data is None:
             break
         try:
-            with collector_paused():
-                result = _put_in_place(frame, from_bytes(data), cfg)
+            result = _put_in_place(frame, from_bytes(data), cfg)
         except Exception as why:
             if cfg.strict and not isinstance(why, NotKept):
                 raise
@@ -112,13 +117,17 @@ def _tell(log: PassLog, how: str) -> None:
     log.note(STAGES, outcomes[-1].line)
 
 
+def _is_ours(frame: Frame) -> bool:
+    """Whether plait compiles the frame."""
+    own = getattr(frame.backend, "compiler_fn", None)
+    return getattr(own, "__module__", "") == "plait.capture.backend"
+
+
 def _config_of(frame: Frame) -> Config | None:
-    """The configuration of a frame that is ours and that entries serve."""
-    backend = frame.backend
-    own = getattr(backend, "compiler_fn", None)
-    if getattr(own, "__module__", "") != "plait.capture.backend" or not frame.plain:
+    """The configuration of a frame of ours that entries serve."""
+    if not frame.plain:
         return None
-    options: Mapping[str, Any] = getattr(backend, "kwargs", {})
+    options: Mapping[str, Any] = getattr(frame.backend, "kwargs", {})
     cfg = Config.from_env().with_options(options.get("options"), options.get("mode"))
     usual = cfg.wrapper == "native" and not (cfg.debug_dir or cfg.debug > STAGES)
     if not cfg.warm_start or not usual or observers.get() or watcher() is not None:

@@ -171,6 +171,10 @@ _PASSED_OVER = ("plait", "torch", "contextlib", "functools")
 # What stands between the compiler and the user's line in a stack.
 
 
+class CacheWarning(UserWarning):
+    """A cache entry was damaged, or the cache folder cannot be used."""
+
+
 @cache
 def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
     """A warning of one line, once a process and text, at the user's line that led here."""

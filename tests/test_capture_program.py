@@ -44,7 +44,6 @@ def test_the_collector_is_off_while_dynamo_traces_for_plait(backend: str) -> Non
     assert gc.isenabled()
 
 
-
 def test_whoever_switched_it_off_finds_it_off() -> None:
     gc.disable()
     try:

@@ -25,11 +25,11 @@ from unittest.mock import patch
 import pytest
 
 from plait.config import Config
-from plait.errors import ToolchainError
+from plait.errors import CacheWarning, ToolchainError
 from plait.runtime import cubin_pool, triton_worker
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job
 from plait.runtime.cubin_pool import CubinPool, pool, start_early
-from plait.runtime.store import CUBINS, CacheWarning, Store
+from plait.runtime.store import CUBINS, Store
 from plait.runtime.toolchain import ToolchainFailed
 
 ROOT = Path(__file__).parent.parent

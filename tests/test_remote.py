@@ -13,11 +13,11 @@ import pytest
 from plait import extend
 from plait.__main__ import main
 from plait.config import Config
-from plait.errors import UserError
+from plait.errors import CacheWarning, UserError
 from plait.runtime import remote
 from plait.runtime.cache import get_or_build
 from plait.runtime.remote import mirror_of
-from plait.runtime.store import KINDS, LIBRARIES, TUNED, CacheWarning, Store, key_of, sealed
+from plait.runtime.store import KINDS, LIBRARIES, TUNED, Store, key_of, sealed
 from plait.runtime.toolchain import find_toolchain
 from plait.tools.archive import place_of
 

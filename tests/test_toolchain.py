@@ -20,10 +20,10 @@ import torch
 
 import plait
 from plait.config import Config
-from plait.errors import ToolchainError, UserError
+from plait.errors import CacheWarning, ToolchainError, UserError
 from plait.runtime import toolchain
 from plait.runtime.cache import cache_key, get_or_build
-from plait.runtime.store import CacheWarning, Store, drop_oldest
+from plait.runtime.store import Store, drop_oldest
 from plait.runtime.toolchain import (
     ISAS,
     NEXT_UNIT,

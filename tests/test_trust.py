@@ -18,10 +18,11 @@ import torch
 
 import plait
 from plait.config import Config
+from plait.errors import CacheWarning
 from plait.runtime import trust
 from plait.runtime.cache import cache_key, get_or_build
 from plait.runtime.package import PackageError
-from plait.runtime.store import _MAGIC, Built, CacheWarning, Store
+from plait.runtime.store import _MAGIC, Built, Store
 from plait.runtime.toolchain import find_toolchain
 from plait.runtime.trust import Trust, Untrusted, trust_of
 

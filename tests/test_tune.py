@@ -27,7 +27,7 @@ import torch
 
 from plait._native import launch_cubin, load_cubin
 from plait.config import MODES, Config
-from plait.errors import ToolchainError
+from plait.errors import CacheWarning, ToolchainError
 from plait.ir.dtypes import f32
 from plait.ir.loops import Buffer, Load, const, loop_vars, node
 from plait.kernel.null.run import run_kernel
@@ -38,7 +38,7 @@ from plait.kernel.triton.tune import MAX_TILES, candidates, describe
 from plait.runtime import tune
 from plait.runtime.cubin import SM_90, Cubin, Job, pack
 from plait.runtime.load import LoadError
-from plait.runtime.store import TUNED, CacheWarning, Store
+from plait.runtime.store import TUNED, Store
 from plait.schedule.legalize import legalize
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put

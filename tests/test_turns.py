@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait.compile import compile_texts
 from plait.config import Config
-from plait.errors import ToolchainError
+from plait.errors import CacheWarning, ToolchainError
 from plait.graph.captured import Captured
 from plait.runtime.cache import cache_key, get_or_build
-from plait.runtime.store import LIBRARIES, CacheWarning, Store, sealed
+from plait.runtime.store import LIBRARIES, Store, sealed
 from plait.runtime.toolchain import Toolchain, find_toolchain
 from plait.runtime.turns import turn
 

@@ -20,7 +20,8 @@ import torch
 
 from plait.capture.warm import frames
 from plait.config import Config
-from plait.runtime.store import STARTS, CacheWarning, Store
+from plait.errors import CacheWarning
+from plait.runtime.store import STARTS, Store
 from tests import warm as processes
 from tests.fuzz import warm
 from tests.fuzz.warm import Source, Told, Version, run_seed

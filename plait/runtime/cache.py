@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from plait.config import Config
-from plait.errors import warn_once
+from plait.errors import CacheWarning, warn_once
 from plait.runtime.process import Workers
-from plait.runtime.store import LIBRARIES, OBJECTS, Built, CacheWarning, Store, in_scratch, key_of
+from plait.runtime.store import LIBRARIES, OBJECTS, Built, Store, in_scratch, key_of
 from plait.runtime.toolchain import (
     NEXT_UNIT,
     SHARED,

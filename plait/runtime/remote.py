@@ -18,9 +18,8 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Protocol, TypeVar
 
-from plait.errors import warn_once
+from plait.errors import CacheWarning, warn_once
 from plait.runtime.process import Workers
-from plait.runtime.store import CacheWarning
 
 T = TypeVar("T")
 # Chosen, not measured.

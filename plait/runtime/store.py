@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import plait
 from plait.config import Config
-from plait.errors import warn_once
+from plait.errors import CacheWarning, warn_once
 from plait.runtime.trust import NOBODY_ELSE, Entry, Library, Trust, Untrusted, trust_of
 from plait.runtime.turns import turn
 
@@ -47,10 +47,6 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MAGIC = b"plait-so-1"
 _NEW = ".new-"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
-
-
-class CacheWarning(UserWarning):
-    """A cache entry was damaged, or the cache folder cannot be used."""
 
 
 KEY = re.compile("[0-9a-f]{64}")

@@ -32,12 +32,12 @@ import torch
 
 from plait._native import launch_cubin, load_cubin
 from plait.config import Config
-from plait.errors import ToolchainError, warn_once
+from plait.errors import CacheWarning, ToolchainError, warn_once
 from plait.runtime import ranks
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
 from plait.runtime.graphs import Capture
-from plait.runtime.store import TUNED, CacheWarning, Store, key_of
+from plait.runtime.store import TUNED, Store, key_of
 
 # What a user waits at most is chosen; benchmarks/tuning_gpu.py shows what it buys.
 KERNEL_S = 0.1

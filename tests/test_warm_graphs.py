@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import plait
+from plait.capture.recompiles import of_process
 from plait.capture.warm import frames, graphs
 from tests import warm as processes
 
@@ -241,6 +242,7 @@ def test_processes_with_breaks(tmp_path: Any) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"""{BREAKS}
 import plait
+from plait.capture.recompiles import of_process
 from plait.capture.warm import frames, graphs
 if __name__ == "__main__":
     plait.warm_start({str(tmp_path)!r})
@@ -466,6 +468,22 @@ def test_warm_start_of_a_process(
         g(torch.ones(2, 2), torch.ones(2, 2))
         assert started() == [how]
     assert list((tmp_path / "here" / "warm").iterdir())
+
+
+def test_recompiles_are_told(started: Callable[[], list[str]]) -> None:
+    told = []
+    for how, numbers in ("kept", (2, 3, 4)), ("warm", (2, 3)):
+        of_process.found.clear()
+        f = made("def f(x, n):\n    return x * n")["f"]
+        g = torch.compile(f, backend="plait", options=OPTIONS, dynamic=False)
+        for n in numbers:
+            torch.testing.assert_close(g(torch.ones(3), n), torch.full((3,), float(n)))
+        assert started() == [how] * len(numbers)
+        told.append([[g.text for g in r.guards] for r in of_process.found])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with pytest.raises(torch._dynamo.exc.RecompileError):
+            g(torch.ones(3), 4)
+    assert told == [[["n == 2"], ["n == 3", "n == 2"]], [["n == 2"]]]
 
 
 def test_damaged_entries_are_compiled_again(

@@ -36,7 +36,7 @@ from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
 from plait.capture.pending import Begun, Meanwhile, Pending, why_wait
 from plait.capture.program import collector_paused, compile_beside, compile_captured, load_compiler
-from plait.capture.recompiles import Recompiles, of_process
+from plait.capture.recompiles import Recompiles, of_process, tell_recompile
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph, asks_of_precision
 from plait.capture.warm.frames import start_warm
@@ -75,8 +75,7 @@ def plait_backend(
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
-        if again := recompiles.note():
-            PassLog(cfg, "").note(STAGES, f"compiled again: {again.line}")
+        tell_recompile(recompiles, PassLog(cfg, ""))
         # Graphs of compiled autograd take lists.
         if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
             return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from plait.compat.recompiles import FailedGuard, current_compile, failures
+from plait.log import STAGES, PassLog
 
 _KEPT = 200  # recompiles of a process that can still be asked for
 
@@ -165,3 +166,9 @@ class Recompiles:
 
 of_process = Recompiles()
 """Those of torch.compile(backend="plait") in this process."""
+
+
+def tell_recompile(recompiles: Recompiles, log: PassLog) -> None:
+    """Notes the compile that is under way, and logs why it is not the first one."""
+    if again := recompiles.note():
+        log.note(STAGES, f"compiled again: {again.line}")

@@ -27,7 +27,15 @@ from torch._dynamo.utils import (
     get_metrics_context,
     orig_code_map,
 )
-from torch._guards import Guard, GuardsSet, Source, TracingContext, tracing
+from torch._guards import (
+    CompileContext,
+    Guard,
+    GuardsSet,
+    Source,
+    TracingContext,
+    compile_context,
+    tracing,
+)
 from torch.fx.experimental.symbolic_shapes import _ShapeGuardsHelper
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.weak import TensorWeakRef
@@ -61,6 +69,7 @@ class Frame:
     before: Any  # its entries in Dynamo's cache
     hooks: Any
     compile_id: Any
+    again: Callable[[], None]  # has Dynamo note which guards of these entries failed
 
 
 # ------------------------------------------------------------------------------------ watching
@@ -83,9 +92,15 @@ def watch_frames(on_frame: OnFrame) -> None:
         backend = given["compiler_fn"]
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
+        reasons = given.get("cache_entries_for_reasons", before)
+
+        def again() -> None:
+            if convert_frame.is_recompilation(given["cache_size"]) and given.get("frame"):
+                guarding.get_and_maybe_log_recompilation_reasons(reasons, given["frame"], backend)
+
         frame = Frame(
             given["code"], given["globals"], given["locals"], backend, bool(given["one_graph"]),
-            not any(asked), before, hooks, given["compile_id"],
+            not any(asked), before, hooks, given["compile_id"], again,
         )  # fmt: skip
 
         def compiled() -> Any:
@@ -207,6 +222,15 @@ def remember_sizes(frame: Frame, traced: Traced, values: Values) -> None:
                 seen[name] |= entry  # there is no other way to join two
             else:
                 seen[name] = entry
+
+
+@contextmanager
+def recompiled(frame: Frame) -> Iterator[None]:
+    """Inside, the frame's compile is under way, and Dynamo has noted why it is not the first one.
+    Raises what Dynamo raises where the user allows no other."""
+    with compile_context(CompileContext(frame.compile_id)):
+        frame.again()
+        yield
 
 
 def put_in_place(frame: Frame, traced: Traced, values: Values, graph: Any) -> Any:

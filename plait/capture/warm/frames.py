@@ -20,6 +20,7 @@ import torch
 
 import plait
 from plait.capture.program import collector_paused
+from plait.capture.recompiles import of_process, tell_recompile
 from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
 from plait.capture.warm.prints import Prints, named_function, same_objects, shadowed_names
@@ -97,6 +98,8 @@ def _started(frame: Frame, compile_frame: Callable[[], Any], cfg: Config) -> Any
             log.note(STAGES, f"{log.name}: entry {slot} is not taken: {type(why).__name__}: {why}")
         else:
             _tell(log, "warm")
+            with frames.recompiled(frame):
+                tell_recompile(of_process, log)
             return result
     with keeping(cfg.strict) as kept:
         made, result = _compiled(frame, compile_frame, kept)

@@ -480,9 +480,9 @@ def test_recompiles_are_told(started: Callable[[], list[str]]) -> None:
             torch.testing.assert_close(g(torch.ones(3), n), torch.full((3,), float(n)))
         assert started() == [how] * len(numbers)
         told.append([[g.text for g in r.guards] for r in of_process.found])
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        with pytest.raises(torch._dynamo.exc.RecompileError):
-            g(torch.ones(3), 4)
+    raised = pytest.raises(torch._dynamo.exc.RecompileError)
+    with torch._dynamo.config.patch(error_on_recompile=True), raised:
+        g(torch.ones(3), 4)
     assert told == [[["n == 2"], ["n == 3", "n == 2"]], [["n == 2"]]]
 
 

@@ -17,6 +17,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import convert_frame, pgo, source
 from torch._dynamo import guards as guarding
 from torch._dynamo.bytecode_transformation import unique_id
+from torch._dynamo.cache_size import is_recompilation
 from torch._dynamo.convert_frame import input_codes, output_codes
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
 from torch._dynamo.types import GuardedCode, wrap_guarded_code
@@ -92,11 +93,11 @@ def watch_frames(on_frame: OnFrame) -> None:
         backend = given["compiler_fn"]
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
-        reasons = given.get("cache_entries_for_reasons", before)
+        others: Any = given.get("cache_entries_for_reasons", before)
 
         def again() -> None:
-            if convert_frame.is_recompilation(given["cache_size"]) and given.get("frame"):
-                guarding.get_and_maybe_log_recompilation_reasons(reasons, given["frame"], backend)
+            if is_recompilation(given["cache_size"]) and given.get("frame"):
+                guarding.get_and_maybe_log_recompilation_reasons(others, given["frame"], backend)
 
         frame = Frame(
             given["code"], given["globals"], given["locals"], backend, bool(given["one_graph"]),

@@ -27,6 +27,7 @@ MUTANTS = {
     "replaced_parameters_stay": 84,
     "remainders_of_large_quotients": 305,
     "assigned_buffers_stay": 550,
+    "buffers_are_read_late": 532,
     "rounds_are_not_counted": 120,
 }
 """Every patch, and the first seed whose program shows it. The tests of every day begin there."""

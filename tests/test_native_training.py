@@ -881,6 +881,41 @@ def test_data_changed_after_it_was_read() -> None:
     torch.testing.assert_close(*seen)
 
 
+READ_BEFORE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a value": lambda x, old: old.exp() * x,
+    "a value of a view": lambda x, old: old.t().exp() * x,
+    "several steps": lambda x, old: (old + 1).exp().sqrt() * x,
+    "several results": lambda x, old: old.max(1)[0][:, None] * x + old.max(1)[1] * x,
+    "a copy": lambda x, old: old.expand(2, 4, 4).contiguous() * x,
+    "changed already": lambda x, old: old.add_(1).exp() * x,
+    "nearest rows": lambda x, old: (x - old[torch.cdist(x, old).argmin(1)]) ** 2,
+}
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "all of it": lambda x, old: old.mul_(0.9).add_(x.detach(), alpha=0.1),
+    "its data": lambda x, old: old.data.mul_(2),
+    "a part of it": lambda x, old: old[1].fill_(3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("read", READ_BEFORE)
+def test_buffers_change_after_they_were_read(read: str, change: str) -> None:
+    """The backward pass makes nothing of a buffer's later values."""
+
+    def fn(x: Tensor, buffer: Tensor) -> Tensor:
+        y = READ_BEFORE[read](x, buffer)
+        CHANGES[change](x, buffer)
+        return y
+
+    seen = []
+    for run in (fn, Compiled(fn)):
+        torch.manual_seed(1)
+        x, buffer = leaf(4, 4), torch.randn(4, 4)
+        run(x, buffer).sum().backward()
+        seen.append((x.grad, buffer))
+    torch.testing.assert_close(*seen)
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_scan_whose_results_are_used(closed: bool) -> None:
     weight = torch.randn(3, 3)

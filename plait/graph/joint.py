@@ -6,12 +6,13 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, is_view, replace, value_of
-from plait.graph.norm_results import forward_nodes
+from plait.graph.edit import aten, base_of, insert, is_view, replace, value_of, written
+from plait.graph.norm_results import forward_nodes, late_nodes
 
 MOST_STEPS = 16
 """Nodes that are looked at between a value and what is compared with it: a bound on time."""
@@ -87,9 +88,20 @@ def widen_logsumexp(joint: GraphModule) -> None:
 
 
 def save_old_values(joint: GraphModule) -> None:
-    """What the forward pass reads of an input that its wrapper changes afterwards is a clone: the
-    backward pass must not make it again from the input, which would be too late."""
-    written = compat.autograd.inputs_changed_after(joint)
-    for node in joint.graph.nodes:
-        if node.target is aten.clone.default and node.args[0] in written:
-            node.meta["recompute"] = compat.tracing.MUST_SAVE
+    """What is computed from an input that changes afterwards, at the end of the forward graph or in
+    its wrapper, is saved: the backward pass must not make it again from the input, which would be
+    too late. Under checkpointing it is made again all the same, as in eager."""
+    changed = {n for n in written(joint.graph) if n.op == "placeholder"}
+    changed |= set(compat.autograd.inputs_changed_after(joint))
+    late = late_nodes(joint.graph) if changed else set()
+    for node in joint.graph.nodes if changed else ():
+        if (
+            node.op != "call_function"
+            or node in late
+            or is_view(node)
+            or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable)
+            or changed.isdisjoint(map(base_of, node.all_input_nodes))
+        ):
+            continue
+        for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
+            kept.meta.setdefault("recompute", compat.tracing.MUST_SAVE)

@@ -45,12 +45,18 @@ def _may_remake(norm: Node) -> bool:
     return exact and (of_batch or all(type(n) is int for n in x.shape))
 
 
-def forward_nodes(graph: Graph) -> set[Node]:
-    """What results that depend on no gradient are computed from."""
+def late_nodes(graph: Graph) -> set[Node]:
+    """What depends on a gradient."""
     late = {n for n in graph.find_nodes(op="placeholder") if compat.autograd.is_tangent(n)}
     for n in graph.nodes:
         if not late.isdisjoint(n.all_input_nodes):
             late.add(n)
+    return late
+
+
+def forward_nodes(graph: Graph) -> set[Node]:
+    """What results that depend on no gradient are computed from."""
+    late = late_nodes(graph)
     output = output_of(graph)
     needed = {n for n in output.all_input_nodes if n not in late}
     for n in reversed(graph.nodes):

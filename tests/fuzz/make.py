@@ -109,6 +109,8 @@ def statement(m: Maker, road: Road) -> None:
         weights = [w for w, _ in special.MAKERS]
         make = m.rng.choices([f for _, f in special.MAKERS], weights)[0]
         if road.grad and make in (special.dtype_view, special.in_place):
+            if road.grad == "backward" and make is special.in_place:
+                special.changed_later(m)
             return
         make(m)
 

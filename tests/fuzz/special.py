@@ -181,6 +181,28 @@ def in_place(m: Maker) -> str:
     return m.add("in place", how, out="", exact="whole")
 
 
+READ_BEFORE = _texts("""
+    {b}.exp();  {b}.neg().relu();  {b}.sigmoid() + 1;  {b}.t().exp().t();  {b}.cos();
+    {b}.amax(0);  {b}.amax(1, keepdim=True);  {b}.add_(1).exp();  {b}.softmax(-1)
+""")
+CHANGES = _texts("""
+    {b}.mul_(0.5);  {b}.add_({x}.detach());  {b}[:1].fill_(3);  {b}.copy_({x}.detach());
+    {b}.data.neg_();  {b}.zero_()
+""")
+
+
+def changed_later(m: Maker) -> str:
+    """A value of an argument that changes behind it, as statistics and code books do in training:
+    gradients are of the value that was read."""
+    x = m.operand((m.dim(), m.dim()), "float32")
+    b = m.operand(m.operands[-1].shape, "float32")
+    read = m.add("changed later", m.rng.choice(READ_BEFORE).format(b=b), exact="no")
+    made = read and m.add("changed later", f"{x} * {read}", exact="no")
+    if made:
+        m.add("changed later", m.rng.choice(CHANGES).format(b=b, x=x), out="", exact="no")
+    return made
+
+
 ALIASES = _texts("""
     {x}[1:];  {x}.view({x}.shape);  {x}.unfold(0, 2, 1);  {x}.mT;  {x}[...];  {x}.detach();
     {x}.expand(2, *{x}.shape);  {x}.reshape(-1);  {x}.unfold(-1, 2, 1);  {x}.diagonal();

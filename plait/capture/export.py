@@ -47,10 +47,10 @@ def compile(
     """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword
     arguments. An ExportedProgram has an example and dynamic sizes already.
 
-    fn is called twice or more, on tensors without values: what it prints is printed then, not at
-    calls of the result. What it keeps in Python (attributes, items of lists) is taken back, with a
-    warning: calls of the result keep nothing, nor do they put anything into dicts and lists among
-    the arguments. Unsupported where a call asks for what the one before it kept.
+    fn is called, maybe several times, on tensors without values: what it prints is printed then,
+    not at calls of the result. What it keeps in Python (attributes, items of lists) is taken back,
+    with a warning: calls of the result keep nothing, nor do they put anything into dicts and lists
+    among the arguments. Unsupported where a call asks for what the one before it kept.
 
     Training or evaluation mode, autocast and arguments that are no tensors are built in as they are
     now; at a call autocast makes no difference, and gradients are never taken.

@@ -29,6 +29,7 @@ from plait.compat.decompositions import inference_table
 from plait.compat.fake_shapes import short_shapes
 from plait.compat.kernel_calls import kernels_traced
 from plait.compat.loops import rounds_counted
+from plait.compat.one_run import OneRun, one_run
 from plait.compat.questions import Question, exporting
 from plait.compat.size_checks import Check, condition
 from plait.errors import Unsupported, UserError
@@ -200,11 +201,8 @@ def export_graph(
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
     known = _learnt(shape_env) if turned else {}
     try:
-        context = tracing(TracingContext(env.mode))
-        with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted:
-            graph, signature = aot_export_module(
-                flat, inputs, trace_joint=False, decompositions=inference_table()
-            )
+        made = None if shape_env.var_to_range else _at_once(env, flat, inputs)
+        graph, signature = made or _traced(env, flat, inputs)
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
@@ -221,6 +219,27 @@ def export_graph(
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated, len(signature.input_tokens)
+
+
+def _traced(env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+    context = tracing(TracingContext(env.mode))
+    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted:
+        return aot_export_module(flat, inputs, trace_joint=False, decompositions=inference_table())
+
+
+def _at_once(env: ExportEnv, flat: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """What `_traced` gives, in one run of flat. None where that takes two, and where it fails:
+    torch tells best then what is wrong."""
+    run = flat.forward
+    flat.one_run = flat.forward = OneRun(run, env.mode.shape_env)
+    try:
+        with one_run:
+            return _traced(env, flat, inputs)
+    except Exception:  # noqa: BLE001  whatever the function raises
+        return None
+    finally:
+        flat.forward = run
+        del flat.one_run
 
 
 def _learnt(shape_env: Any) -> dict[str, Any]:

@@ -511,6 +511,17 @@ def test_explain_tells_of_copies() -> None:
     assert "second copy of weights in the order of kernels (0.3 MiB)" in text, text
 
 
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Conv1d(32, 8, 1))
+        x = torch.randn(32, 64)
+        compiled = frozen(model, x)
+        assert compiled.record.frozen is not None and "second copy" in compiled.record.frozen
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():  # the model is still of inference tensors
+        torch.testing.assert_close(frozen(model, x)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_the_end_of_the_interpreter_waits_for_weights_that_are_packed() -> None:
     code = """
 import plait, torch

@@ -111,7 +111,8 @@ def fold_weights(
         try:
             if node.target in FILLS:
                 like = value_of(node)
-                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                with torch.inference_mode(False):  # the thread that packs may write it
+                    value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
             else:
                 value = _computed(node, values, memory)
         except (RuntimeError, AssertionError, IndexError):

@@ -110,15 +110,16 @@ _collect = aot_autograd.run_functionalized_fw_and_collect_metadata
 
 def _collected(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """What torch knows of a function before it is traced, as a function of its inputs."""
-    one: OneRun | None = getattr(getattr(f, "_orig_mod", None), "one_run", None)
+    one = getattr(getattr(f, "_orig_mod", None), "one_run", None)
+    if not isinstance(one, OneRun):
+        return _collect(f, **options)  # type: ignore[no-any-return]
 
     def of_nothing(*inputs: Any) -> Any:
-        assert one is not None, "a module that is run once"
         meta = _collect(lambda *_: (), **options)(*inputs)
         one.begin(inputs, meta)
         return meta
 
-    return of_nothing if one else _collect(f, **options)
+    return of_nothing
 
 
 def _set(collect: Callable[..., Any]) -> None:

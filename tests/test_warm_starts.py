@@ -208,6 +208,27 @@ DECOMPOSITION = """
 table = torch._decomp.decomposition_table
 table[torch.ops.aten.softplus.default] = lambda x, *a: (1 + x.exp()).log()
 """
+ANNOTATED = """
+def help(x: int): return x
+def top(x, y, n, o):
+    notes = typing.get_type_hints(help)
+    return x * (2 if notes["x"] is int or help.__annotations__["x"] is int else 3)
+"""
+MARKED = """
+def help(x): return x
+def top(x, y, n, o):
+    return x * (2 if hasattr(help, "mark") else 3) + getattr(help, "mark", 1)
+"""
+LISTED = """
+keys = {"long": 1.0, "k": 2.0}
+def top(x, y, n, o):
+    return x * len(list(keys)[0]) + keys["k"]
+"""
+ORDERED = """
+keys = collections.OrderedDict(long=1.0, k=2.0)
+def top(x, y, n, o):
+    return x * next(iter(keys.values())) + sum(k * len(v) for k, v in enumerate(keys))
+"""
 EDITS = {
     "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
     "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
@@ -236,6 +257,10 @@ EDITS = {
     "classes that look alike": (ALIKE, ALIKE + "B = A"),
     "functions that look alike": (KEYED, KEYED + "b = a"),
     "decomposition": (DECOMPOSED + DECOMPOSITION, DECOMPOSED),
+    "annotation": (ANNOTATED, ANNOTATED.replace("x: int", "x: float")),
+    "attribute of a function": (MARKED, MARKED + "help.mark = 5"),
+    "order of a dict in a list": (LISTED, LISTED + "keys['long'] = keys.pop('long')"),
+    "order of an ordered dict": (ORDERED, ORDERED + "keys.move_to_end('long')"),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 
@@ -297,6 +322,71 @@ def test_numbers_that_are_arguments(options: dict[str, Any]) -> None:
     assert check(text, options, dynamic=dynamic) == "kept"
     assert check(text, options, dynamic=dynamic) == "warm"
     assert check(text.replace("2.5", "3.5"), options, dynamic=dynamic) == "warm"
+
+
+OF_PROCESS = {
+    "set": "for k in words: x = x * 2 + len(k)",
+    "set of an expression": "for k in words | {'z'}: x = x * 2 + len(k)",
+    "set in a list": "x = x * len(list(words)[0])",
+    "set in arguments": "x = x * (lambda *a: len(a[0]))(*words)",
+    "set of constants": "for k in {'a', 'bb', 'ccc'}: x = x * 2 + len(k)",
+    "frozen set": "for k in frozen: x = x * 2 + len(k)",
+    "set's first": "x = x * len(next(iter(words)))",
+    "any of a set": "x = x * len(words.copy().pop())",
+    "text of a set": "x = x * len(f'{words}'.split(',')[0])",
+    "hash": "x = x * (hash('a') % 7)",
+}
+SETS = """
+words = {"a", "bb", "ccc"}
+frozen = frozenset(words)
+def top(x, y, n, o):
+    LINE
+    return x
+"""
+
+
+@pytest.mark.parametrize("what", OF_PROCESS)
+def test_what_differs_in_each_process(what: str, options: dict[str, Any]) -> None:
+    """Texts hash otherwise in each process, and sets have other orders."""
+    frames.outcomes.clear()
+    warm.called(Text(SETS.replace("LINE", OF_PROCESS[what])), Version(()), options)
+    assert "another one in each process" in frames.outcomes[0].how
+
+
+def test_sets_that_nothing_goes_through(options: dict[str, Any]) -> None:
+    text = SETS.replace("LINE", "if words and 'a' in words and words != frozen - {'a'}: x = x * 2")
+    assert check(text, options) == "kept" and check(text, options) == "warm"
+    assert check(text.replace("ccc", "cc"), options) == "kept"
+
+
+def test_arguments_that_cannot_be_looked_at(options: dict[str, Any]) -> None:
+    """They run as without warm starts: layers without sizes, and classes whose methods raise."""
+    from torch.nn.parameter import UninitializedParameter
+
+    def lazy() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.LazyLinear(5))
+
+    class Odd(dict[str, float]):
+        def items(self) -> Any:
+            raise RuntimeError
+
+    class Layer(torch.nn.Module):
+        def named_buffers(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError
+
+        def forward(self, x: torch.Tensor, more: Odd) -> torch.Tensor:
+            return x * more["k"]
+
+    x = torch.ones(2, 3)
+    assert isinstance(next(lazy().parameters()), UninitializedParameter)
+    torch.testing.assert_close(
+        torch.compile(lazy(), backend="plait", options=options)(x), lazy()(x)
+    )
+    run = torch.compile(Layer().forward, backend="plait", options=options)
+    assert run(x, Odd(k=2.0)).tolist() == (x * 2).tolist()
+    odd = torch.compile(lambda x, d: x * d["k"], backend="plait", options=options)
+    assert odd(x, Odd(k=2.0)).tolist() == (x * 2).tolist()
 
 
 def test_environment(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

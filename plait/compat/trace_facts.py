@@ -9,8 +9,9 @@ tells it.
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
 
+from plait.compat.torch_functions import is_torch_code
+
 Answer = tuple[types.ModuleType, str, bool]
 """A module, a name, and whether it has that."""
 
@@ -32,10 +35,12 @@ Answer = tuple[types.ModuleType, str, bool]
 class Looked:
     """calls: of functions, those that raised too: Dynamo's trace, of which there are several where
     it begins anew, and the code. answers: that modules lack a name, and what `hasattr` said of
-    them."""
+    them. orders: whether a trace went through a set of several things: texts hash otherwise in
+    each process."""
 
     calls: list[tuple[Any, types.CodeType]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    orders: bool = False
 
     def codes(self, trace: Any) -> list[types.CodeType]:
         """Of the functions that a trace called."""
@@ -66,6 +71,66 @@ def _guard_keys(kind: Any) -> None:
         return own(self, key.realize() if lazy else key)
 
     kind.__contains__ = contains
+
+
+def _note_order(value: Any, tx: Any = None) -> None:
+    """A trace goes through a value, takes any one out of it, or makes a text of it. tx: Dynamo's
+    translator, where it goes through."""
+    if isinstance(value, ConstDictVariable):
+        value.install_dict_keys_match_guard()  # Dynamo does where code goes through in other ways
+    known: Any = variables
+    if not isinstance(value, known.SetVariable) or len(value.items) < 2:
+        return
+    ours = tx is not None and value.source is None and is_torch_code(tx.f_code)
+    if not ours and issubclass(value.python_type(), (set, frozenset)):
+        _listening[-1].orders = True
+
+
+def _is_folded() -> bool:
+    """Whether a constant is asked for by who makes a text of it, or calls a function with it."""
+    frame: Any = sys._getframe(3)  # who called the wrapper of it
+    names = []
+    for _ in range(3):  # a comprehension may be a frame
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return not {"constant_fold_handler", "create"}.isdisjoint(names)
+
+
+def _note_orders() -> None:
+    known: Any = variables
+
+    def folded(self: Any) -> None:
+        if _is_folded():
+            _note_order(self)
+
+    def extended(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> None:
+        for given in args if name == "extend" else ():
+            _note_order(given.realize(), tx)
+
+    def popped(self: Any, tx: Any, name: str, *_: Any, **__: Any) -> None:
+        if name == "pop":
+            _note_order(self, tx)
+
+    for kind in (known.SetVariable, known.FrozensetVariable):
+        for name in ("unpack_var_sequence", "tp_iter_impl", "repr_impl"):  # not all in each version
+            if name in vars(kind) or (kind is known.SetVariable and name in dir(kind)):
+                _note_when_called(kind, name, lambda self, tx: _note_order(self, tx))
+        if "as_python_constant" in vars(kind):
+            _note_when_called(kind, "as_python_constant", folded)
+    _note_when_called(known.SetVariable, "call_method", popped)
+    _note_when_called(known.ListVariable, "call_method", extended)
+
+
+def _note_when_called(kind: Any, name: str, note: Callable[..., Any]) -> None:
+    own = getattr(kind, name)
+
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _listening:
+            note(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    setattr(kind, name, method)
 
 
 def _listen() -> None:
@@ -116,6 +181,7 @@ def _listen() -> None:
     known: Any = variables
     for kind in (ConstDictVariable, known.SetVariable):
         _guard_keys(kind)
+    _note_orders()
     dicts.getitem_const_raise_exception_if_absent = get_item
     calls.inline_call_ = inline
 

@@ -19,7 +19,8 @@ class Entry:
     """A compiled frame.
 
     whole: the trace read all attributes of some object at once, so that prints name those of each.
-    prints: of each of traced's guards, what it relies on. same: which objects are the same one.
+    prints: of each of traced's guards, what it relies on, and of each dict whose order counts its
+    keys. same: which objects are the same one.
     named: module, path and print of what the trace ran that no guard leads to. asked: module and
     name of what it asked for, and whether that was there. graph: its graph as `graphs.py` writes
     it, None if it has none. pieces: the bytes that graph names."""

@@ -83,8 +83,8 @@ def _started(frame: Frame, compile_frame: Callable[[], Any], cfg: Config) -> Any
     store = Store.of(cfg, STARTS)
     try:
         key = _key(frame, cfg)
-    except NotKept as why:
-        _tell(log, str(why))
+    except Exception as why:  # noqa: BLE001 - users' objects raise what they like
+        _tell(log, str(why) if isinstance(why, NotKept) else f"{type(why).__name__}: {why}")
         return compile_frame()
     for slot in range(SLOTS):
         data = store.read(_slot(key, slot))
@@ -270,14 +270,21 @@ def _compiled(
     return None, result
 
 
-_UNGUARDED = frozenset({"vars", "__dict__"})
-"""Names by which code gets all attributes of an object at once: no guard tells which they were."""
+_UNGUARDED = frozenset({"vars", "__dict__", "__annotations__", "get_annotations", "get_type_hints"})
+"""Names by which code gets all attributes of an object at once, or annotations: no guard tells
+which they were."""
+_OF_PROCESS = frozenset({"hash", "__hash__"})
+"""Names by which code gets numbers that are others in each process."""
 
 
 def _entry(frame: Frame, graph: Any, looked: Looked) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
     called = looked.codes(graph.tracing_context)
     codes = (frame.code, *called)
+    if looked.orders:
+        raise NotKept("the order of a set, which is another one in each process")
+    if any(_OF_PROCESS.intersection(c.co_names) and c.co_name != "__hash__" for c in codes):
+        raise NotKept("a hash, which is another one in each process")
     whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)
     traced = frame_facts.written(graph)
     values = Values(traced, frame.globals, frame.locals)
@@ -298,6 +305,7 @@ def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
         if g.kind == "TENSOR_MATCH":
             more["layout"] = layouts.get(g.source)
         found.append(prints.of(g.kind, stands, more))
+    found += [prints.keys(values[source]) for source in traced.key_order]
     return found
 
 
@@ -338,11 +346,12 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     traced = entry.traced
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints(entry.whole)
-    for g, told, now in zip(
-        traced.guards, entry.prints, _prints(traced, values, prints), strict=True
-    ):
+    prints_now = _prints(traced, values, prints)
+    about = [(g.source, g.kind) for g in traced.guards]
+    about += [(source, "order of keys") for source in traced.key_order]
+    for (source, kind), told, now in zip(about, entry.prints, prints_now, strict=True):
         if told != now:
-            raise NotKept(f"{values.name(g.source)} is another one ({g.kind})")
+            raise NotKept(f"{values.name(source)} is another one ({kind})")
     if unmet := values.unmet(traced.sizes[0]):
         raise NotKept(f"{unmet} does not hold")
     if _same(traced, values) != entry.same:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import builtins
+import collections
 import enum
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.nn.parameter import is_lazy
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
 from plait.compat.torch_functions import is_torch_code
@@ -49,7 +51,8 @@ _OF_NO_USE = frozenset(
 class Prints:
     """One look at the objects of this process; they do not change while it lasts.
 
-    whole: objects tell the names of their attributes. codes: all that was looked at."""
+    whole: objects tell the names of their attributes, functions their annotations. codes: all that
+    was looked at."""
 
     def __init__(self, whole: bool = False) -> None:
         self.whole = whole
@@ -113,6 +116,12 @@ class Prints:
             return f"slice {[self.constant(v) for v in (value.start, value.stop, value.step)]}"
         return self.identity(value)
 
+    def keys(self, value: Any) -> str:
+        """Those of a dict, in their order."""
+        kinds = (collections.OrderedDict, dict)  # the former has an order of its own
+        of_kind = next((kind.keys for kind in kinds if isinstance(value, kind)), list)
+        return f"{_path(type(value))} {[self.constant(k) for k in of_kind(value)]}"
+
     def code(self, code: types.CodeType) -> str:
         """All that a code does, wherever it stands in its file."""
         return self._once(code, self._of_code, "")
@@ -124,14 +133,18 @@ class Prints:
             for name, m in value.named_modules():
                 parts.update(f"{name} {_path(type(m))}".encode())
             for name, x in (*value.named_parameters(), *value.named_buffers()):
-                parts.update(f"{name} {x.dtype} {x.device} {tuple(x.shape)}".encode())
+                shape = () if is_lazy(x) else tuple(x.shape)
+                parts.update(f"{name} {x.dtype} {x.device} {shape}".encode())
             return f"{_path(type(value))} {parts.hexdigest()}"
         if isinstance(value, torch.Tensor):
             return f"{_path(type(value))} {value.dtype} {value.device} {value.dim()}"
-        if isinstance(value, (tuple, list)) and depth:
+        if type(value) in (tuple, list) and depth:
             return [_path(type(value)), *(self.kind_of(v, depth - 1) for v in value)]
-        if isinstance(value, dict) and depth:
-            items = [(str(k), self.kind_of(v, depth - 1)) for k, v in value.items()]
+        if type(value) is dict and depth:
+            items = [
+                (str(k) if is_plain(k) else _path(type(k)), self.kind_of(v, depth - 1))
+                for k, v in value.items()
+            ]
             return [_path(type(value)), items]
         if isinstance(value, types.FunctionType):
             return f"function {_path(value)}"
@@ -167,7 +180,13 @@ class Prints:
         if getattr(fn, "_dynamo_marked_constant", False):
             raise NotKept("a function whose result is assumed to be constant")
         shadowed = shadowed_names(fn.__code__, fn.__globals__)
-        return f"{self.code(fn.__code__)} {defaults} {by_name} {cells} {wrapped} {shadowed}"
+        # No guard tells that an attribute is not there, or what the annotations are.
+        names = [name for name in vars(fn) if not name.startswith(_OF_DYNAMO)]
+        notes = fn.__annotations__ if self.whole else ""
+        return (
+            f"{self.code(fn.__code__)} {defaults} {by_name} {cells} {wrapped} {shadowed} {names} "
+            f"{notes}"
+        )
 
     def _cell(self, cell: Any) -> str:
         try:
@@ -272,6 +291,8 @@ def _path(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{name}"
 
 
+_OF_DYNAMO = ("_dynamo", "_torchdynamo")
+"""How the names of attributes begin that Dynamo leaves on functions."""
 _OF_TRACES = ("_dynamo_static_input_type",)
 """Attributes that a trace itself leaves on tensors."""
 
@@ -297,8 +318,7 @@ def _tensor(prints: Prints, x: Any, more: Mapping[str, Any]) -> str:
 
 
 def _keys(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:
-    keys = dict.keys(value) if isinstance(value, dict) else list(value)
-    return f"{_path(type(value))} {[prints.constant(k) for k in keys]}"
+    return prints.keys(value)
 
 
 def _argument(more: Mapping[str, Any], name: str) -> Any:
@@ -309,6 +329,11 @@ def _argument(more: Mapping[str, Any], name: str) -> Any:
 
 def _static(value: Any, name: str) -> str:
     return str(name in getattr(value, "__dict__", ()))
+
+
+def _in_set(value: Any, key: Any) -> str:
+    kind = set if isinstance(value, set) else frozenset
+    return str(kind.__contains__(value, key))
 
 
 def _is_same(prints: Prints, value: Any, more: Mapping[str, Any]) -> str:
@@ -353,8 +378,8 @@ _ASKED: Mapping[str, Callable[[Prints, Any, Mapping[str, Any]], str]] = {
     "MAPPING_KEYS_CHECK": _keys,
     "DICT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
     "DICT_NOT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
-    "SET_CONTAINS": lambda _, v, more: str(set.__contains__(v, _argument(more, "key"))),
-    "SET_NOT_CONTAINS": lambda _, v, more: str(set.__contains__(v, _argument(more, "key"))),
+    "SET_CONTAINS": lambda _, v, more: _in_set(v, _argument(more, "key")),
+    "SET_NOT_CONTAINS": lambda _, v, more: _in_set(v, _argument(more, "key")),
     "HASATTR": lambda _, v, more: str(hasattr(v, _argument(more, "attr"))),
     "NOT_PRESENT_IN_GENERIC_DICT": lambda _, v, more: _static(v, _argument(more, "attr")),
     "SEQUENCE_LENGTH": lambda _, v, __: f"{_path(type(v))} {len(v)}",

@@ -237,9 +237,16 @@ class Store:
             self.remote.put(self._place(key), sealed(data))
         return self._keep(key, data)
 
+    def offer(self, key: str, data: bytes) -> None:
+        """Writes an entry that this process does not need. Raises OSError where the folder cannot
+        be used."""
+        if self.remote is not None:
+            self.remote.put(self._place(key), sealed(data))
+        self._written(key, data)
+
     def _keep(self, key: str, data: bytes) -> Entry:
         try:
-            made = self.write(key, data)
+            return self._written(key, data)
         except Untrusted as error:
             self.reject(error)
         except OSError as error:
@@ -248,12 +255,14 @@ class Store:
                 "builds its own"
             )
             warn_once(text, CacheWarning)
-        else:
-            # Looking through the folder takes time: one build in sixteen does.
-            if key.startswith("0"):
-                drop_oldest(self.files(), self.max_bytes)
-            return made
         return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))
+
+    def _written(self, key: str, data: bytes) -> Entry:
+        made = self.write(key, data)
+        # Looking through the folder takes time: one build in sixteen does.
+        if key.startswith("0"):
+            drop_oldest(self.files(), self.max_bytes)
+        return made
 
     def reject(self, error: Untrusted) -> None:
         """Warns that the folder, or an entry in it, is not used."""

@@ -148,9 +148,9 @@ def _keep(store: Store, key: str, entry: Entry) -> None:
     found = [store.find(_slot(key, k)) for k in range(SLOTS)]
     ages = [-1.0 if f is None else f.used() for f in found]
     try:
-        store.put(_slot(key, ages.index(min(ages))), data)
+        store.offer(_slot(key, ages.index(min(ages))), data)
     except OSError as error:
-        raise NotKept(f"no folder can be written ({error.strerror})") from None
+        raise NotKept(f"its folder cannot be written ({error.strerror})") from None
 
 
 # ------------------------------------------------------------------------------------ keys

@@ -378,7 +378,7 @@ def keep_backward(name: str, donated: Sequence[int], kept: Kept, cfg: Config) ->
     """Keeps a backward program. One that cannot be kept is compiled by each process."""
     try:
         data, plan = program_data(kept)
-        Store.of(cfg, BACKWARDS).put(_backward_key(name, donated), packed(data, {"plan": plan}))
+        Store.of(cfg, BACKWARDS).offer(_backward_key(name, donated), packed(data, {"plan": plan}))
     except (NotKept, OSError) as why:  # OSError: a full disk
         _log(cfg).note(STAGES, f"the backward program is not kept: {why}")
 

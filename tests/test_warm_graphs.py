@@ -16,6 +16,7 @@ import torch
 import plait
 from plait.capture.recompiles import of_process
 from plait.capture.warm import frames, graphs
+from plait.capture.warm.operators import Formulas
 from tests import warm as processes
 
 MODULE = "a_users_module"
@@ -348,6 +349,17 @@ def test_graphs_that_eager_runs(started: Callable[[], list[str]]) -> None:
         x = torch.ones(3, requires_grad=True)
         torch.testing.assert_close(g(x), f(x))
         assert started() == ["a graph that eager runs"]
+
+
+def test_fakes_that_were_called() -> None:
+    """PyTorch notes the first call of a fake implementation: the next process has made none."""
+    with torch.library._scoped_library("warmtest_fakes", "FRAGMENT") as lib:
+        lib.define("op(Tensor x) -> Tensor")
+        torch.library.register_fake("warmtest_fakes::op", lambda x: torch.empty_like(x), lib=lib)
+        op = torch.ops.warmtest_fakes.op.default
+        before = Formulas().of(op)
+        op(torch.ones(3, device="meta"))
+        assert Formulas().of(op) == before
 
 
 HIGHER_ORDER = {

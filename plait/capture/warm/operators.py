@@ -21,6 +21,10 @@ _LIBRARIES = {"torch", "plait", *sys.stdlib_module_names}
 """Of which modules the version is told elsewhere."""
 
 
+_OF_CALLS = ("checked",)
+"""Cells by which torch's wrapper of a fake implementation knows whether it was called before."""
+
+
 class Formulas:
     """One look at the functions of operators, and at all that they call."""
 
@@ -74,12 +78,16 @@ class Formulas:
         raise NotKept(f"an operator that uses an object of {type(value).__qualname__}")
 
     def _function(self, fn: types.FunctionType) -> str:
-        cells = [self._value(c.cell_contents) for c in fn.__closure__ or ()]
-        if is_torch_code(fn.__code__):
+        held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        known = is_torch_code(fn.__code__)
+        cells = [
+            self._value(c.cell_contents) for name, c in held if not (known and name in _OF_CALLS)
+        ]
+        if known:
             return f"{fn.__module__}.{fn.__qualname__} {cells}"
         if self._is_new(fn):
-            held = fn.__defaults__, fn.__kwdefaults__ or {}, vars(fn), dict(self._globals(fn))
-            self._found.append(f"{self._prints.code(fn.__code__)} {cells} {self._value(held)}")
+            more = fn.__defaults__, fn.__kwdefaults__ or {}, vars(fn), dict(self._globals(fn))
+            self._found.append(f"{self._prints.code(fn.__code__)} {cells} {self._value(more)}")
         return f"function {self._seen[id(fn)]}"
 
     def _globals(self, fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -335,11 +335,18 @@ OF_PROCESS = {
     "set's first": "x = x * len(next(iter(words)))",
     "any of a set": "x = x * len(words.copy().pop())",
     "text of a set": "x = x * len(f'{words}'.split(',')[0])",
+    "set that is counted": "x = x * [k * len(w) for k, w in enumerate(set(words))][1]",
+    "frozen set that is counted": "x = x * [k * len(w) for k, w in enumerate(frozen)][1]",
     "hash": "x = x * (hash('a') % 7)",
+    "identity": "x = x * (id(thing) % 7)",
+    "text of an object": "x = x * len(repr(thing))",
+    "text of a function": "x = x * len(repr(top))",
 }
 SETS = """
 words = {"a", "bb", "ccc"}
 frozen = frozenset(words)
+class Thing: pass
+thing = Thing()
 def top(x, y, n, o):
     LINE
     return x

@@ -35,12 +35,11 @@ Answer = tuple[types.ModuleType, str, bool]
 class Looked:
     """calls: of functions, those that raised too: Dynamo's trace, of which there are several where
     it begins anew, and the code. answers: that modules lack a name, and what `hasattr` said of
-    them. orders: whether a trace went through a set of several things: texts hash otherwise in
-    each process."""
+    them. of_process: what a trace found that is another one in each process, or ""."""
 
     calls: list[tuple[Any, types.CodeType]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    orders: bool = False
+    of_process: str = ""
 
     def codes(self, trace: Any) -> list[types.CodeType]:
         """Of the functions that a trace called."""
@@ -81,9 +80,11 @@ def _note_order(value: Any, tx: Any = None) -> None:
     known: Any = variables
     if not isinstance(value, known.SetVariable) or len(value.items) < 2:
         return
-    ours = tx is not None and value.source is None and is_torch_code(tx.f_code)
+    code = None if tx is None or value.source is not None else tx.f_code
+    # Polyfills go through the sets of others.
+    ours = code is not None and is_torch_code(code) and "polyfills" not in code.co_filename
     if not ours and issubclass(value.python_type(), (set, frozenset)):
-        _listening[-1].orders = True
+        _listening[-1].of_process = "the order of a set"  # texts hash otherwise in each process
 
 
 def _is_folded() -> bool:
@@ -94,6 +95,25 @@ def _is_folded() -> bool:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
     return not {"constant_fold_handler", "create"}.isdisjoint(names)
+
+
+def _note_addresses() -> None:
+    """Notes where code asks for an identity, or gets a text with one."""
+    known: Any = variables
+    own = known.ConstantVariable.__init__
+
+    @functools.wraps(own)
+    def constant(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        if _listening and type(value) is str and " at 0x" in value:
+            _listening[-1].of_process = "an address in a text"
+        own(self, value, *args, **kwargs)
+
+    def identity(self: Any, tx: Any, *_: Any) -> None:
+        if not is_torch_code(tx.f_code):
+            _listening[-1].of_process = "an identity"
+
+    known.ConstantVariable.__init__ = constant
+    _note_when_called(known.BuiltinVariable, "call_id", identity)
 
 
 def _note_orders() -> None:
@@ -182,6 +202,7 @@ def _listen() -> None:
     for kind in (ConstDictVariable, known.SetVariable):
         _guard_keys(kind)
     _note_orders()
+    _note_addresses()
     dicts.getitem_const_raise_exception_if_absent = get_item
     calls.inline_call_ = inline
 

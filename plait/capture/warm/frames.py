@@ -281,8 +281,8 @@ def _entry(frame: Frame, graph: Any, looked: Looked) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
     called = looked.codes(graph.tracing_context)
     codes = (frame.code, *called)
-    if looked.orders:
-        raise NotKept("the order of a set, which is another one in each process")
+    if looked.of_process:
+        raise NotKept(f"{looked.of_process}, which is another one in each process")
     if any(_OF_PROCESS.intersection(c.co_names) and c.co_name != "__hash__" for c in codes):
         raise NotKept("a hash, which is another one in each process")
     whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)

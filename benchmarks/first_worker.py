@@ -85,7 +85,7 @@ WAYS = {
     for way in (
         Way("eager", _eager, warm=False),
         Way("plait", _compiled("plait", warm_start=False), DYNAMO, COMPILER),
-        Way("plait-warm", _compiled("plait"), DYNAMO, COMPILER[:1]),
+        Way("plait-warm", _compiled("plait", warm_start=True), DYNAMO, COMPILER[:1]),
         Way("inductor", _compiled("inductor"), DYNAMO, INDUCTOR),
         Way(
             "inductor-precompile",

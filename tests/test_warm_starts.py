@@ -367,6 +367,12 @@ def test_sets_that_nothing_goes_through(options: dict[str, Any]) -> None:
     assert check(text.replace("ccc", "cc"), options) == "kept"
 
 
+def test_identities_that_python_looks_at(options: dict[str, Any]) -> None:
+    line = "x = x * (2 if inspect.unwrap(top) is top else 3)"
+    text = "import inspect" + SETS.replace("LINE", line)
+    assert check(text, options) == "kept" and check(text, options) == "warm"
+
+
 def test_arguments_that_cannot_be_looked_at(options: dict[str, Any]) -> None:
     """They run as without warm starts: layers without sizes, and classes whose methods raise."""
     from torch.nn.parameter import UninitializedParameter

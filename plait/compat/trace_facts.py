@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch._dynamo import variables
@@ -46,6 +47,8 @@ class Looked:
         return [code for of, code in self.calls if of is trace]
 
 
+_LIBRARY = Path(functools.__file__).parent
+"""Python's own modules, which know by identities what they have met (`inspect.unwrap` does)."""
 _listening: list[Looked] = []  # of one thread at a time: Dynamo compiles under a lock
 
 
@@ -109,7 +112,8 @@ def _note_addresses() -> None:
         own(self, value, *args, **kwargs)
 
     def identity(self: Any, tx: Any, *_: Any) -> None:
-        if not is_torch_code(tx.f_code):
+        code = tx.f_code
+        if not is_torch_code(code) and Path(code.co_filename).parent != _LIBRARY:
             _listening[-1].of_process = "an identity"
 
     known.ConstantVariable.__init__ = constant

@@ -693,10 +693,13 @@ def test_a_recording_that_fails_leaves_no_trace(programs: list[Program]) -> None
 
 def test_numbers_of_pools_live_as_long_as_they_do() -> None:
     """torch's look-up of a pool's memory frees the numbers of the id that it is given."""
+    torch.ones(1 << 20, device=CUDA)
     while torch.cuda.graph_pool_handle()[1] < 300:  # Python keeps smaller numbers for ever
         pass
+    made = []
     for _ in range(20):
         capture = plait.runtime.graphs.Capture(0)
+        made.append(capture)  # none may end while another one records
         number = capture._shared.id[1]
         held = sys.getrefcount(number)
         torch.ones(1 << 20, device=CUDA)

@@ -115,6 +115,11 @@ def test_records_are_kept_merged_and_chosen(tmp_path: Path) -> None:
     assert new["bert/infer/bfloat16"] == later and new["t5/infer/bfloat16"] == other
     assert new["vit/infer/bfloat16"] == old["vit/infer/bfloat16"]
 
+    alone = {**earlier, "variants": {"plait-max": {"ms": 1.0}}}  # modes of an earlier command
+    (joined,) = book.merge({"bert/infer/bfloat16": later}, {"bert/infer/bfloat16": alone}).values()
+    assert joined["date"] == later["date"]
+    assert joined["variants"] == {**later["variants"], **alone["variants"]}
+
     assert book.worst(old, 2) == ["vit/infer/bfloat16", "gpt2/infer/bfloat16"]
     assert book.matching(list(old), "bert") == ["bert/infer/bfloat16", "bert/train/bfloat16"]
     assert book.matching(list(old), "*/infer/float32") == ["resnet18/infer/float32"]

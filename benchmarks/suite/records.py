@@ -52,11 +52,12 @@ def write(file: Path, records: Records) -> None:
 
 def merge(old: Records, new: Records) -> Records:
     """The later record of each case, with the modes that the other one alone has."""
-    return old | {
-        case: with_others(old.get(case), record)
-        for case, record in new.items()
-        if case not in old or record["date"] >= old[case]["date"]
-    }
+    found = dict(old)
+    for case, record in new.items():
+        known = found.get(case, record)
+        later = known["date"] > record["date"]
+        found[case] = with_others(record, known) if later else with_others(known, record)
+    return found
 
 
 def with_others(old: Record | None, new: Record) -> Record:

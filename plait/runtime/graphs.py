@@ -133,20 +133,23 @@ class Capture:
         something in it could not be recorded."""
         self._end()
 
-    def end(self) -> tuple[int, int, int, int]:
-        """Makes the recording ready to run, and ends it before if need be. Returns its
-        cudaGraphExec_t, the bytes of its own memory and of what it shares with others, and how many
-        all recordings of the device may hold. Raises RuntimeError where something in it could not
-        be recorded."""
+    def ready(self) -> None:
+        """Makes the recording ready to run, and ends it before if need be. Raises RuntimeError
+        where something in it could not be recorded."""
         if self._records:
             self._end()
         self._graph.instantiate()
+
+    def end(self) -> tuple[int, int, int, int]:
+        """As `ready`. Returns its cudaGraphExec_t, the bytes of its own memory and of what it
+        shares with others, and how many all recordings of the device may hold."""
+        self.ready()
         limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
         kept, shared = _nbytes(self._kept, self._shared)
         return self._graph.raw_cuda_graph_exec(), kept, shared, limit
 
     def abort(self) -> None:
-        """Ends a recording that failed, in `end` or before; nothing of it remains."""
+        """Ends a recording that failed, in `ready` or before; nothing of it remains."""
         if self._records:
             with suppress(RuntimeError):  # that it failed is known
                 self._end()

@@ -233,16 +233,18 @@ class Store:
     def put(self, key: str, data: bytes) -> Entry:
         """Writes an entry and gives its file. A folder that cannot be used is a warning, and an
         error (OSError) only if no other folder of this machine can be."""
-        if self.remote is not None:
-            self.remote.put(self._place(key), sealed(data))
+        self._send(key, data)
         return self._keep(key, data)
 
     def offer(self, key: str, data: bytes) -> None:
         """Writes an entry that this process does not need. Raises OSError where the folder cannot
         be used."""
+        self._send(key, data)
+        self._written(key, data)
+
+    def _send(self, key: str, data: bytes) -> None:
         if self.remote is not None:
             self.remote.put(self._place(key), sealed(data))
-        self._written(key, data)
 
     def _keep(self, key: str, data: bytes) -> Entry:
         try:

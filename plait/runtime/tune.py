@@ -431,7 +431,7 @@ def _recorded(run: Run, calls: int, device: torch.device) -> Callable[[], object
         return row
     try:
         row()
-        capture.end()
+        capture.ready()
     except BaseException:
         capture.abort()
         raise

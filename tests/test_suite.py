@@ -16,8 +16,9 @@ from torch import nn
 from benchmarks.peers import renamed
 from benchmarks.suite import page, plot, run
 from benchmarks.suite import records as book
-from benchmarks.suite.models import MODELS, Case, cases, missing
+from benchmarks.suite.models import MODELS, Case, Model, cases, missing, normal
 from benchmarks.suite.run import Running, family
+from benchmarks.suite.worker import Held
 
 
 def record(case: str, plait: float, inductor: float, **more: Any) -> book.Record:
@@ -98,6 +99,27 @@ def test_a_variant_has_a_code_object_of_its_own() -> None:
     assert type(twin).forward.__code__ is not nn.Linear.forward.__code__
     assert twin.weight is module.weight and isinstance(twin, nn.Linear)
     torch.testing.assert_close(twin(torch.ones(1, 2)), module(torch.ones(1, 2)))
+
+
+class Edge(nn.Module):
+    """Every activation is at the edge of its ReLU: zero, until a weight moves by a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x + self.weight + torch.relu(self.weight - 1),)
+
+
+def test_a_gradient_that_jumps_is_in_eagers_error() -> None:
+    model = Model("edge", "text", lambda small: Edge(), {"x": normal(64)}, cpu=4)
+    held = Held(Case(model, True, "float32", "cpu"))
+    held.eager()
+    alone = held._error(held.calls["eager"])
+    assert alone is not None and alone < 1e-6
+    assert held.eager_error is not None and held.eager_error > 0.01
+    assert torch.equal(held.program.model.weight, torch.ones(64))
 
 
 def test_records_are_kept_merged_and_chosen(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ default mode, plait / Inductor, with caches that are empty and beside other proc
 so that only their ratio says something. MiB: memory of a call at its peak, default mode and graphs
 (with what a recording keeps): plait / Inductor. error: distance from the truth (float64; float32
 where the model cannot run in it) as a multiple of eager's, the worst of the modes: plait /
-Inductor; right is what stays below {book.RIGHT:g}. kernels: what the device runs in a call, eager /
-plait / Inductor, default mode. A pass is a row whose modes of plait all ran and were right."""
+Inductor; right is what stays below {book.RIGHT:g}. Of a training step in float32 eager's is the
+worst of four runs whose weights differ by a unit in their last place, for an activation near zero
+falls on one side of it by luck. kernels: what the device runs in a call, eager / plait / Inductor,
+default mode. A pass is a row whose modes of plait all ran and were right."""
 HEADS = (
     "", "of", "eager", "plait", "Inductor", "× best", "× eager", "first s", "MiB", "graphs MiB",
     "error", "kernels", "breaks",

@@ -2,10 +2,10 @@
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a
 call), `package` and `load` (the same as a file, for processes without the compiler), `warm_start`
-(takes what the process before compiled), `explain`, `watch` (callbacks on intermediates),
-`plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree),
-`list_modes`, `list_options`, `Config` and the errors. Importing this package alone loads nothing
-but itself.
+(takes what the process before compiled), `explain`, `report` (a page of HTML), `watch`
+(callbacks on intermediates), `plait_backend` (what torch.compile calls), `FxCompiler` (the base of
+compilers out of tree), `list_modes`, `list_options`, `Config` and the errors. Importing this
+package alone loads nothing but itself.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from plait.runtime.package import PackageError as PackageError
     from plait.runtime.package import load as load
     from plait.tools.explain import explain as explain
+    from plait.tools.page.command import report as report
     from plait.wrapper.watch import watch as watch
 
 _HOME = {
@@ -55,6 +56,7 @@ _HOME = {
     "PackageError": "plait.runtime.package",
     "load": "plait.runtime.package",
     "explain": "plait.tools.explain",
+    "report": "plait.tools.page.command",
     "watch": "plait.wrapper.watch",
 }
 __all__ = sorted(_HOME)

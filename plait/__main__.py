@@ -17,6 +17,7 @@ COMMANDS = {
     "cache": "what lies in the folder of caches: list, verify, prune, export, import",
     "info": "what is in a package, or in a pack of kernels",
     "replay": "record what compiles were given and made, make it again, compare",
+    "report": "run a command, and write a page of HTML about all that is compiled in it",
     "pack": "compile Triton functions ahead, for C++ programs without Python",
 }
 

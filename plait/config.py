@@ -62,6 +62,11 @@ class Config:
         ),
         in_key=False,
     )
+    report_to: str = flag(
+        "",
+        doc="folder that is told of all compiles; `plait report` sets it and makes a page of that",
+        in_key=False,
+    )
     verify: bool = flag(
         False, doc="check the IR between passes (also on when debug >= 1)", in_key=False
     )

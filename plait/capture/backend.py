@@ -28,14 +28,20 @@ from plait.capture.aliases import (
 )
 from plait.capture.checkpoints import is_run_by_eager
 from plait.capture.direct import DirectGraph
-from plait.capture.dynamo import watch_limits
+from plait.capture.dynamo import note_break, watch_limits
 from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
 from plait.capture.object_results import take_objects, with_objects
 from plait.capture.pending import Begun, Meanwhile, Pending, why_wait
-from plait.capture.program import collector_paused, compile_beside, compile_captured, load_compiler
+from plait.capture.program import (
+    collector_paused,
+    compile_beside,
+    compile_captured,
+    follow,
+    load_compiler,
+)
 from plait.capture.recompiles import Recompiles, of_process, tell_recompile
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph, asks_of_precision
@@ -46,8 +52,8 @@ from plait.compat.frame_facts import NotKept
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind, InputView
-from plait.log import KERNELS, STAGES, PassLog
-from plait.wrapper.program import Program, Target, observers
+from plait.log import STAGES, PassLog
+from plait.wrapper.program import Program, Target, is_timed, listening
 from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
@@ -75,7 +81,10 @@ def plait_backend(
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
+        if cfg.report_to:
+            follow(cfg.report_to)
         tell_recompile(recompiles, PassLog(cfg, ""))
+        note_break(gm)
         # Graphs of compiled autograd take lists.
         if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
             return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
@@ -110,7 +119,7 @@ class _OneGraph:
         self.target = target
         self.n_inputs = n_inputs
         # A program that is timed kernel by kernel is Python too.
-        self.native = cfg.wrapper in ("native", "cpp") and not PassLog(cfg, "").shows(KERNELS)
+        self.native = cfg.wrapper in ("native", "cpp") and not is_timed(PassLog(cfg, ""))
         self.nested = False  # the callable takes one list of inputs
         self.serial = next(_serial)
         self.kind: GraphKind = "inference"  # of what is compiled first
@@ -333,7 +342,7 @@ class _OneGraph:
         why = made.reason
         if self.target is not None or cfg.wrapper != "native":
             why = "the native executor does not run it"
-        elif observers.get() or self.watcher is not None or any(checks):
+        elif listening() or self.watcher is not None or any(checks):
             why = "somebody looks at it"
         if not why:
             backward = () if self.training is None else self.training.backward_graph()[:1]

@@ -8,7 +8,7 @@ in a warning of its log only; `watch_limits` reads it there.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -110,15 +110,55 @@ def _said_to_vary(context: Any, env: Any) -> set[str]:
     return found
 
 
-def graph_break(gm: GraphModule) -> str:
-    """Why Dynamo ended this graph before the function's end, with the user's line; "" where it did
-    not."""
+@dataclass(frozen=True)
+class Break:
+    """Why Dynamo ended a graph before its function's end.
+
+    where: the user's "file:line", or "".
+    cause: in one line.
+    hints: what else Dynamo says of it: the explanation, then what would avoid it."""
+
+    where: str
+    cause: str
+    hints: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """Place and cause."""
+        return f"{self.where}: {self.cause}" if self.where else self.cause
+
+
+def graph_break(gm: GraphModule) -> Break | None:
+    """Why Dynamo ended this graph before the function's end; None where it did not."""
     why = getattr(gm, "compile_subgraph_reason", None)
     if why is None or not why.graph_break:
-        return ""
+        return None
     frame = why.user_stack[-1] if why.user_stack else None
-    at = f"{Path(frame.filename).name}:{frame.lineno}: " if frame is not None else ""
-    return f"{at}{why.reason.strip().splitlines()[0]}"
+    where = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
+    reason = why.reason.strip()
+    cause, *lines = (_cannot_go_on() if reason == "step_unsupported" else reason).splitlines()
+    told = (line.strip() for line in lines)
+    hints = tuple(h for h in told if h.startswith(("Explanation: ", "Hint: ")))
+    return Break(where, cause, hints)
+
+
+def _cannot_go_on() -> str:
+    """Why Dynamo ran a whole call by Python, where it went on no further inside: it keeps no reason
+    by graph, and counts them by process."""
+    reasons = [*counters["unimplemented"]] or [*counters["graph_break"]]
+    if len(reasons) == 1:
+        return reasons[0].strip()
+    return "something inside this call\n  Hint: TORCH_LOGS=graph_breaks tells what it is"
+
+
+breaks: deque[Break] = deque(maxlen=1000)
+"""The last ones of this process."""
+
+
+def note_break(gm: GraphModule) -> None:
+    """Keeps why this graph ended early, if it did."""
+    if why := graph_break(gm):
+        breaks.append(why)
 
 
 def refusals() -> Counter[str]:

@@ -24,7 +24,7 @@ from plait.capture.bound_program import argument_specs, bind, captured_from
 from plait.capture.freeze import FrozenOwners, expect_kernels, frozen
 from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
-from plait.capture.program import collector_paused, compile_captured, roomy
+from plait.capture.program import collector_paused, compile_captured, follow, roomy
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, trace
 from plait.config import Config
@@ -72,6 +72,8 @@ def compile(
     and what fn itself raises.
     """
     cfg = Config.from_env().with_options(options, mode)
+    if cfg.report_to:
+        follow(cfg.report_to)
     source = source_of(fn, example_inputs, dynamic_shapes, "plait.compile")
     if record_of(fn) is not None:
         raise UserError(

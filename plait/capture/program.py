@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -44,6 +44,12 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@cache
+def follow(folder: str) -> None:
+    """From now on this process tells a `plait report` what it compiles."""
+    import_module("plait.tools.page.command").follow(folder)
 
 
 def roomy(fn: Callable[P, T]) -> Callable[P, T]:

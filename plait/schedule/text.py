@@ -306,7 +306,7 @@ def step_summary(step: Step) -> str:
     if not isinstance(step, Kernel):
         return ""
     reads = [b.name for b in step.args if b.name not in step.outs]
-    spaces = " and ".join(f"{_space(n.vars)}{_over(n)}" for n in step.nests)
+    spaces = " and ".join(map(space_text, step.nests))
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
     if step.parts:
         flow += f" by {' and '.join(n.name for n in step.parts)}"
@@ -314,8 +314,9 @@ def step_summary(step: Step) -> str:
     return f"kernel {step.name}: {flow}; {spaces} points, about {time} on one core"
 
 
-def _over(k: Kernel) -> str:
-    return f" over {_space(k.rvars)}" if k.rvars else ""
+def space_text(k: Kernel) -> str:
+    """The sizes of a nest's loops: `64x512 over 128`, the reduced ones at the end."""
+    return _space(k.vars) + (f" over {_space(k.rvars)}" if k.rvars else "")
 
 
 def _space(vars_: Sequence[Expr]) -> str:

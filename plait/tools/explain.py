@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.capture import dynamo
 from plait.capture.backend import plait_backend
+from plait.capture.dynamo import Break
 from plait.capture.export import record_of
 from plait.capture.pending import meanwhile
 from plait.capture.recompiles import Recompiles, of_process
@@ -52,7 +53,7 @@ def explain(
         note = "compiled by plait.compile before, not run again"
         return _shown([record], [], of_process, note, details, quiet)
     records: list[CompileRecord] = []
-    breaks: list[str] = []
+    breaks: list[Break] = []
     recompiles = Recompiles()
     recompiles.found.extend(of_process.found)
 
@@ -86,7 +87,7 @@ def explain(
 
 def _shown(
     records: Sequence[CompileRecord],
-    breaks: Sequence[str],
+    breaks: Sequence[Break],
     recompiles: Recompiles,
     note: str,
     details: bool,
@@ -103,7 +104,7 @@ def _shown(
         note,
         tuple(given_up),
         tuple(dynamo.left_to_eager),
-        tuple(r.line for r in recompiles.found),
+        tuple(recompiles.found),
         tuple(dict.fromkeys(o.line for o in outcomes)),
         tuple(m.line for m in meanwhile),
     )

@@ -12,7 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from plait.capture.dynamo import Break
+from plait.capture.recompiles import Recompile
 from plait.errors import Fallback, Rung
 from plait.ir.calls import Extern, all_programs
 from plait.ir.expr import free_symbols
@@ -31,27 +34,37 @@ MAX_NAMES = 8  # of one list in a line
 class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
-    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there
-    is to say, or "".
+    broken: why Dynamo ended graphs before the function's end. note: what else there is to say, or
+    "".
     given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were
     none, and why.
     left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled
     too often.
-    recompiles: what Dynamo compiled again in this process, the guards that failed, and what would
-    avoid it; the last ones, in order.
+    recompiled: what Dynamo compiled again in this process, the last ones, in order.
     starts: with the option warm_start: which functions of this process started warm, which were
     kept for the next one, and why others were not.
     meanwhile: with the option while_building: graphs of this process that eager ran while their
     kernels were being built, how often, and what ended that."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
-    breaks: tuple[str, ...] = field(default=())
+    broken: tuple[Break, ...] = field(default=())
     note: str = ""
     given_up: tuple[str, ...] = ()
     left_to_eager: tuple[str, ...] = ()
-    recompiles: tuple[str, ...] = ()
+    recompiled: tuple[Recompile, ...] = ()
     starts: tuple[str, ...] = ()
     meanwhile: tuple[str, ...] = ()
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Why Dynamo ended a graph before the function's end, with the line, one a break."""
+        return tuple(b.line for b in self.broken)
+
+    @property
+    def recompiles(self) -> tuple[str, ...]:
+        """What Dynamo compiled again in this process, the guards that failed, and what would avoid
+        it; the last ones, in order."""
+        return tuple(r.line for r in self.recompiled)
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:
@@ -108,6 +121,22 @@ class Report:
         """A page a graph: kernels and calls in order with the lines they come from, refusals,
         memory."""
         return "\n\n".join("\n".join(_graph(g)) for g in self.graphs) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data, which docs/report.md describes; `plait.report` makes a page of
+        the same."""
+        from plait.tools.page import data
+
+        return data.report_data(
+            map(data.graph_data, self.graphs),
+            map(data.break_data, self.broken),
+            map(data.recompile_data, self.recompiled),
+            note=self.note,
+            left_to_eager=list(self.left_to_eager),
+            starts=list(self.starts),
+            meanwhile=list(self.meanwhile),
+            given_up=list(self.given_up),
+        )
 
     def _head(self) -> str:
         aten = sum(g.aten_ops for g in self.graphs)
@@ -300,3 +329,10 @@ def _memory(g: CompileRecord) -> str:
     parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] if placed else []
     parts += [f"{reused} on the memory of another"] if reused else []
     return ", ".join([*parts, f"{allocs} allocated"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `plait report`."""
+    from plait.tools.page.command import main as run
+
+    run(arguments)

@@ -1,5 +1,5 @@
-"""Kernel times of the debug ladder: a program that, at its first call, times each of its kernels
-and prints them.
+"""Kernel times, for the debug ladder and reports: a program that, at its first call, times each of
+its kernels and tells them.
 
 In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels
 are timed on copies of the first call's inputs, by the Python target of the same program, and the
@@ -19,7 +19,7 @@ from plait.log import KERNELS, PassLog
 from plait.runtime.load import Libraries
 from plait.runtime.timing import Boxed, table, time_kernels
 from plait.wrapper.instructions import DefineKernel, Launch, WrapperProgram
-from plait.wrapper.program import Loaded
+from plait.wrapper.program import Loaded, is_timed, timers
 from plait.wrapper.python import load_python, make_python
 
 
@@ -49,16 +49,14 @@ def measured(
     libraries: Libraries,
     constants: Sequence[torch.Tensor],
 ) -> Loaded:
-    """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at
-    its first call."""
-    if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):
+    """loaded itself, or where kernel times are to be seen (level 2, or a timer) a program that
+    tells them at its first call."""
+    if not is_timed(log) or not any(isinstance(i, Launch) for i in program.body):
         return loaded
     if any(isinstance(i, DefineKernel) and not facts_of(i.device).is_host for i in program.body):
-        log.note(KERNELS, f"{log.name}: kernels on a GPU are not timed")
-        return loaded
+        return _untimed(log, loaded, "they run on a GPU")
     if program.n_callables or program.programs:
-        log.note(KERNELS, f"{log.name}: kernels are not timed: it calls Python or subprograms")
-        return loaded
+        return _untimed(log, loaded, "it calls Python or subprograms")
 
     def measure(args: list[Any]) -> None:
         call = load_python(make_python(program, libraries), libraries, constants, ()).boxed
@@ -66,12 +64,21 @@ def measured(
             with torch.random.fork_rng(devices=[]):
                 launches = time_kernels(call, lambda: copies(args))
         except (RuntimeError, IndexError) as error:  # the call itself will say what is wrong
-            log.note(KERNELS, f"{log.name}: kernels are not timed: {str(error).splitlines()[0]}")
+            _untimed(log, loaded, str(error).splitlines()[0])
             return
         for line in table(launches):
             log.note(KERNELS, f"{log.name}: {line}")
+        for tell in timers:
+            tell(log.name, launches, "")
 
     return MeasuredProgram(loaded, measure)
+
+
+def _untimed(log: PassLog, loaded: Loaded, why: str) -> Loaded:
+    log.note(KERNELS, f"{log.name}: kernels are not timed: {why}")
+    for tell in timers:
+        tell(log.name, (), why)
+    return loaded
 
 
 def copies(values: Sequence[Any]) -> list[object]:

@@ -1,8 +1,8 @@
 """What a compilation returns: the callable program, and the record of how it came about.
 
 The pipeline (`plait/compile.py`) fills a `CompileRecord` for every graph and hands it to `observe`;
-`tools/explain.py` listens by setting `observers` around a compile. Nothing on the path of a call
-reads any of this.
+`tools/explain.py` listens by setting `observers` around a compile, `plait.report` in all threads.
+Nothing on the path of a call reads any of this.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from plait.config import Config
 from plait.devices import facts_of
 from plait.errors import Fallback
+from plait.log import KERNELS, PassLog
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
 from plait.wrapper import instructions as ins
@@ -25,6 +26,7 @@ from plait.wrapper.walk import used
 
 if TYPE_CHECKING:  # a program that is loaded needs neither
     from plait.kernel.target import Source
+    from plait.runtime.timing import KernelTime
     from plait.schedule.plan import Plan
 
 
@@ -128,9 +130,28 @@ def promises(program: WrapperProgram) -> list[Promise]:
 Observer = Callable[[CompileRecord], None]
 observers: ContextVar[tuple[Observer, ...]] = ContextVar("plait_compile_observers", default=())
 """Who wants to know of every graph that this thread compiles."""
+observers_of_process: list[Observer] = []
+"""The same of all threads."""
+
+
+def listening() -> tuple[Observer, ...]:
+    """Who is told of what this thread compiles."""
+    return (*observers.get(), *observers_of_process)
 
 
 def observe(record: CompileRecord) -> None:
     """Shows a finished compilation to everyone who listens."""
-    for observer in observers.get():
+    for observer in listening():
         observer(record)
+
+
+Timer = Callable[[str, "Sequence[KernelTime]", str], None]
+timers: list[Timer] = []
+"""Who wants the times of kernels. While there is one, each program that is compiled times its
+kernels at its first call; a timer is told the program's name, the launches in order, or why there
+are none."""
+
+
+def is_timed(log: PassLog) -> bool:
+    """Whether a program that is compiled now times its kernels."""
+    return bool(timers) or log.shows(KERNELS)

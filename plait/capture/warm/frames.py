@@ -34,7 +34,7 @@ from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
 from plait.runtime.store import STARTS, Store, key_of
 from plait.runtime.toolchain import detect_isa
-from plait.wrapper.program import observers
+from plait.wrapper.program import listening
 from plait.wrapper.watch import watcher
 
 
@@ -133,7 +133,8 @@ def _config_of(frame: Frame) -> Config | None:
     options: Mapping[str, Any] = getattr(frame.backend, "kwargs", {})
     cfg = Config.from_env().with_options(options.get("options"), options.get("mode"))
     usual = cfg.wrapper == "native" and not (cfg.debug_dir or cfg.debug > STAGES)
-    if not cfg.warm_start or not usual or observers.get() or watcher() is not None:
+    looked_at = cfg.report_to or listening() or watcher() is not None
+    if not cfg.warm_start or not usual or looked_at:
         return None
     return cfg if frames.is_ordinary_state() else None
 

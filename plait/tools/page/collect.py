@@ -1,0 +1,156 @@
+"""Gathers, while a program runs, what is compiled, broken off, compiled again and timed.
+
+A `Collector` listens in all threads of its process and hands on what it hears at once, as `Event`s;
+`told` makes plain data of one, and `assemble` a report of these, of several processes too. While it
+listens nothing starts warm, since what is to be seen has to be compiled, and programs time their
+kernels at their first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.capture import dynamo
+from plait.capture.recompiles import of_process
+from plait.capture.warm.frames import outcomes
+from plait.runtime.timing import KernelTime
+from plait.tools.page import data
+from plait.wrapper.program import CompileRecord, observers_of_process, timers
+
+_DATA: dict[str, Callable[[Any], Any]] = {
+    "graph": data.graph_data,
+    "break": data.break_data,
+    "recompile": data.recompile_data,
+    "times": lambda times: times,
+    "start": lambda outcome: outcome.line,
+    "eager": str,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """process: its number. kind: a row of _DATA. of: what that row takes, or the data that it
+    gives."""
+
+    process: int
+    kind: str
+    of: Any
+
+
+def told(event: Event) -> Event:
+    """The same as plain data. Takes a while for large graphs, so nobody does it in a compile who
+    need not."""
+    return replace(event, of=_DATA[event.kind](event.of))
+
+
+class Collector:
+    """Tells `sink` of everything from `start` to `stop`."""
+
+    def __init__(self, sink: Callable[[Event], None]) -> None:
+        self.sink = sink
+        self._known: dict[str, list[object]] = {}
+
+    def start(self, anew: bool = True) -> None:
+        """Listens from now on. anew: what the process knows by now is not told."""
+        self._known = {kind: list(found) if anew else [] for kind, found in self._noted().items()}
+        observers_of_process.append(self._graph)
+        timers.append(self._times)
+
+    def stop(self) -> None:
+        """Listens no more."""
+        observers_of_process.remove(self._graph)
+        timers.remove(self._times)
+        self._news()
+
+    def _noted(self) -> Mapping[str, Iterable[Any]]:
+        """What the process keeps lists of."""
+        return {
+            "break": dynamo.breaks,
+            "recompile": of_process.found,
+            "start": outcomes,
+            "eager": dynamo.left_to_eager,
+        }
+
+    def _news(self) -> None:
+        for kind, found in self._noted().items():
+            known = {id(x) for x in self._known[kind]}
+            for x in (x for x in list(found) if id(x) not in known):
+                self._known[kind].append(x)  # kept, so that no other object gets its number
+                self.sink(Event(os.getpid(), kind, x))
+
+    def _graph(self, record: CompileRecord) -> None:
+        self._news()
+        self.sink(Event(os.getpid(), "graph", record))
+
+    def _times(self, name: str, launches: Sequence[KernelTime], why_not: str) -> None:
+        times = [{"kernel": t.name, "ns": t.best_ns} for t in launches]
+        self.sink(
+            Event(os.getpid(), "times", {"graph": name, "launches": times, "why_not": why_not})
+        )
+
+
+def assemble(events: Sequence[Event], note: str = "") -> data.Data:
+    """The report that events come to, which are plain data."""
+    several = len({e.process for e in events}) > 1
+    of: dict[str, list[Any]] = {}
+    graphs: dict[tuple[int, str], data.Data] = {}
+    for e in events:
+        if e.kind == "graph":
+            graphs[e.process, e.of["name"]] = {**e.of, "process": e.process if several else None}
+        elif e.kind != "times":
+            of.setdefault(e.kind, []).append(e.of)
+    for e in events:  # a program is timed before or after it is told of
+        if e.kind == "times" and (graph := graphs.get((e.process, e.of["graph"]))):
+            _set_times(graph, e.of)
+    timed = [s for g in graphs.values() for s in g["steps"] if s.get("time_ns")]
+    copy_ns = copy_times() if timed else {}
+    for s in timed:
+        nbytes = s["read_nbytes"] + s["written_nbytes"]
+        s["roofline"] = round(copied_ns(nbytes, copy_ns) / s["time_ns"], 3)
+    return data.report_data(
+        graphs.values(),
+        of.get("break", []),
+        of.get("recompile", []),
+        note=note,
+        starts=list(dict.fromkeys(of.get("start", []))),
+        left_to_eager=of.get("eager", []),
+        copy_ns=copy_ns,
+    )
+
+
+def _set_times(graph: data.Data, times: data.Data) -> None:
+    """A graph's kernels get their times, which come in the order of the launches."""
+    graph["why_untimed"] = times["why_not"]
+    steps = [s for s in graph["steps"] if s["what"] == "kernel" and s["instruction"] is not None]
+    steps.sort(key=lambda s: s["instruction"])
+    if [s["name"] for s in steps] == [t["kernel"] for t in times["launches"]]:
+        for s, t in zip(steps, times["launches"], strict=True):
+            s["time_ns"] = t["ns"]
+
+
+def copied_ns(nbytes: int, copy_ns: Mapping[str, int]) -> float:
+    """How long a copy takes that moves so many bytes, by the times of others."""
+    moved, ns = min((int(n), ns) for n, ns in copy_ns.items() if int(n) >= min(nbytes, 1 << 28))
+    return ns * nbytes / moved if nbytes > 1 << 12 else ns
+
+
+def copy_times() -> dict[str, int]:
+    """How long one core takes to copy memory: bytes moved, half of them read and half written, to
+    nanoseconds; the best of several for each power of two from 4 KiB to 256 MiB."""
+    largest = 1 << 27
+    here, there = bytearray(largest), bytearray(largest)
+    a, b = ((ctypes.c_char * largest).from_buffer(x) for x in (here, there))
+    found = {}
+    for bits in range(11, 28):
+        n, best = 1 << bits, 1 << 62
+        for _ in range(3 if bits > 24 else 9):
+            start = time.perf_counter_ns()
+            ctypes.memmove(a, b, n)
+            best = min(best, time.perf_counter_ns() - start)
+        found[str(2 * n)] = best
+    return found

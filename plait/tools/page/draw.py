@@ -1,0 +1,139 @@
+"""The pictures of a page, as SVG: the steps of a graph, and the memory of a program.
+
+In: the data of a graph. Out: text of SVG, linear in the number of steps; all words are escaped. A
+step stands one layer below the last of those whose results it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from markupsafe import escape
+
+Data = Mapping[str, Any]
+DETAILED = 80  # steps of the largest graph whose operators are drawn one by one
+OPERATORS = 8  # of one step
+_W, _GAP, _ROW, _HEAD = 230, 26, 16, 24
+_PLOT_W, _PLOT_H = 900, 170
+
+
+def graph_svg(graph: Data, number: int) -> str:
+    """The kernels and calls of a graph's own program with what flows between them. A kernel is a
+    region around its operators; each step is a link to its row."""
+    steps = [(k, s) for k, s in enumerate(graph["steps"]) if s["program"] == 0]
+    if not steps:
+        return ""
+    detailed = len(steps) <= DETAILED
+    edges = list(_edges(steps, graph["programs"][0]["views"] if graph["programs"] else {}))
+    layer = dict.fromkeys((k for k, _ in steps), 0)
+    for a, b in edges:  # in order of b
+        layer[b] = max(layer[b], layer[a] + 1)
+    rows: list[list[tuple[int, Data]]] = [[] for _ in range(max(layer.values()) + 1)]
+    for k, s in steps:
+        rows[layer[k]].append((k, s))
+    place: dict[int, tuple[int, int, int]] = {}  # left, top, height
+    y = _GAP
+    for row in rows:
+        for x, (k, s) in enumerate(row):
+            shown = min(len(_operators(s)), OPERATORS + 1) if detailed else 0
+            place[k] = (_GAP + x * (_W + _GAP), y, _HEAD + shown * _ROW + 8 * bool(shown))
+        y += max(place[k][2] for k, _ in row) + _GAP + 8
+    width = _GAP + max(map(len, rows)) * (_W + _GAP)
+    parts = [
+        f'<svg class="graph" role="img" aria-label="steps of {escape(graph["name"])}" '
+        f'width="{width}" height="{y}" viewBox="0 0 {width} {y}">'
+    ]
+    for a, b in edges:
+        (xa, ya, ha), (xb, yb, _) = place[a], place[b]
+        x1, y1, x2 = xa + _W // 2, ya + ha, xb + _W // 2
+        far = ' class="far"' if layer[b] - layer[a] > 1 else ""
+        parts.append(f'<path{far} d="M{x1} {y1}C{x1} {y1 + 20} {x2} {yb - 20} {x2} {yb}"/>')
+    for k, s in steps:
+        parts += _box(s, f"g{number}s{k}", place[k], detailed)
+    return "".join((*parts, "</svg>"))
+
+
+def _box(s: Data, target: str, place: tuple[int, int, int], detailed: bool) -> Iterator[str]:
+    x, y, h = place
+    yield f'<a href="#{target}" class="{s["what"]}"><rect x="{x}" y="{y}" width="{_W}" '
+    yield f'height="{h}" rx="6"/><title>{escape(s["name"])}</title>'
+    yield f'<text x="{x + 8}" y="{y + 16}" class="name">{escape(_cut(s["name"], 27))}</text>'
+    ops = _operators(s) if detailed else []
+    more = [f"and {len(ops) - OPERATORS} more"] if len(ops) > OPERATORS else []
+    for n, op in enumerate((*ops[:OPERATORS], *more)):
+        at = y + _HEAD + 12 + n * _ROW
+        yield f'<text x="{x + 16}" y="{at}" class="op">{escape(_cut(op, 28))}</text>'
+    yield "</a>"
+
+
+def _operators(s: Data) -> list[str]:
+    """What a step was made of, where that says more than its name."""
+    if s["what"] == "call":
+        return []
+    return [
+        f"{o['op'].removeprefix('aten.')}  {o['where'].rpartition('/')[2]}" for o in s["origin"]
+    ]
+
+
+def _cut(text: str, n: int) -> str:
+    return text if len(text) <= n else f"{text[: n - 1]}…"
+
+
+def _edges(
+    steps: Sequence[tuple[int, Data]], views: Mapping[str, str]
+) -> Iterator[tuple[int, int]]:
+    """(step that makes, step that reads), by the latter."""
+    maker: dict[str, int] = {}
+    for k, s in steps:
+        found = {maker[of] for of in (_base(b, views) for b in s["reads"]) if of in maker}
+        yield from ((a, k) for a in sorted(found))
+        maker.update((name, k) for name in s["writes"])
+
+
+def _base(name: str, views: Mapping[str, str]) -> str:
+    seen = 0
+    while name in views and seen < 100:
+        name, seen = views[name], seen + 1
+    return name
+
+
+def memory_svg(program: Data, number: int) -> str:
+    """The bytes that a program holds, by instruction, as an area; its peaks are links to the
+    buffers behind them."""
+    held = program["held_nbytes"]
+    top = max(held, default=0)
+    if not top:
+        return ""
+    n = len(held)
+    wide = min(n, _PLOT_W)
+    most = [max(held[k * n // wide : max((k + 1) * n // wide, k * n // wide + 1)])
+            for k in range(wide)]  # fmt: skip
+    across = _PLOT_W / wide
+
+    def high(nbytes: int) -> str:
+        return f"{_PLOT_H - nbytes / top * (_PLOT_H - 24):.1f}"
+
+    line = "".join(f"V{high(m)}H{(k + 1) * across:.1f}" for k, m in enumerate(most))
+    parts = [
+        f'<svg class="memory" role="img" aria-label="bytes held by instruction" '
+        f'viewBox="-4 0 {_PLOT_W + 8} {_PLOT_H + 2}"><path d="M0 {_PLOT_H}{line}V{_PLOT_H}Z"/>'
+    ]
+    parts.append(f'<text x="0" y="12">{bytes_text(top)}</text>')
+    parts.append(f'<text x="{_PLOT_W}" y="12" text-anchor="end">{n} instructions →</text>')
+    for k, peak in enumerate(program["peaks"]):
+        x = (peak["at"] + 0.5) / n * _PLOT_W
+        title = f"{bytes_text(peak['nbytes'])} after instruction {peak['at']}"
+        parts.append(
+            f'<a href="#g{number}peak{k}"><circle cx="{x:.1f}" cy="{high(peak["nbytes"])}" r="5"/>'
+            f"<title>{title}</title></a>"
+        )
+    return "".join((*parts, "</svg>"))
+
+
+def bytes_text(n: int) -> str:
+    """A number of bytes in words: `3.2 MiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

@@ -1,0 +1,102 @@
+"""What of a report deserves a look: causes of lost time, each with the user's line.
+
+In: the data of a report. Out: findings, those that cost most first within a kind. Each says what
+there is, where, why it costs, what would avoid it, and the step it is about (graph and number).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from plait.tools.page.kernels import ACROSS, APART
+
+Data = dict[str, Any]
+LARGE = 1 << 16  # bytes of a tensor whose layout matters: what is less stays in the first cache
+GOOD = 0.5  # share of the memory roofline above which a layout costs little
+MOST = 20  # findings of one kind
+
+
+def findings(report: Data) -> list[Data]:
+    """A list of {kind, what, where, why, advice, graph, step}."""
+    found: list[Data] = []
+    for b in report["breaks"]:
+        hints = [h.removeprefix("Hint: ") for h in b["hints"] if h.startswith("Hint: ")]
+        why = "A graph ends here: nothing is fused across it, and Python runs in between"
+        found.append(_finding("graph break", b["cause"], b["where"], why, " ".join(hints[:1])))
+    for r in report["recompiles"]:
+        places = [g["where"] for g in r["guards"] if g["where"]]
+        what = ", ".join(dict.fromkeys(g["text"] for g in r["guards"]))
+        advice = "; ".join(dict.fromkeys(g["advice"] for g in r["guards"] if g["advice"]))
+        nth, function = _nth(r["number"]), _function(r["function"])
+        why = f"{function} was compiled for the {nth} time, since a call failed this"
+        found.append(_finding("recompile", what, ", ".join(dict.fromkeys(places)), why, advice))
+    for what in report["left_to_eager"]:
+        why = "It was compiled too often: Dynamo compiles it no more"
+        found.append(_finding("left to eager", what, "", why, "see its recompiles"))
+    found += _layouts(report)[:MOST]
+    for n, g in enumerate(report["graphs"]):
+        for step in g["ladder"][:MOST]:
+            kind = {"eager": "run by eager", "specialise": "size taken for a number"}
+            where, reason = step["where"], step["reason"]
+            title = kind.get(step["rung"], "no kernel")
+            found.append(_finding(title, step["what"], where, reason, "", n))
+    return found
+
+
+def _layouts(report: Data) -> list[Data]:
+    """Kernels that visit elements of large tensors far apart, while they visit as much side by
+    side, each once; not where the time is known to be good."""
+    found: dict[tuple[str, str], Data] = {}
+    nbytes: dict[tuple[str, str], int] = {}
+    for n, g in enumerate(report["graphs"]):
+        for k, s in enumerate(g["steps"]):
+            large = (a for a in s["accesses"] if a["nbytes"] >= LARGE)
+            apart = [a for a in large if a["order"] in (ACROSS, APART)]
+            if not apart or (s["roofline"] or 0) > GOOD:
+                continue
+            key = g["name"], s["name"]
+            nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in apart)
+            found.setdefault(key, _layout(s, apart, n, k))
+    return [found[key] for key in sorted(found, key=lambda key: -nbytes[key])]
+
+
+def _layout(s: Data, apart: Sequence[Data], graph: int, step: int) -> Data:
+    words = [
+        f"{'writes' if a['writes'] else 'reads'} {a['buffer']} {a['stride']} elements apart"
+        for a in apart
+    ]
+    where = ", ".join(dict.fromkeys(o["where"] for o in s["origin"] if o["where"]))
+    why = (
+        "The kernel's other tensors lie along another dimension. Whichever loop is the innermost, "
+        "one of them is gathered element by element: a cache line each, and no vector is loaded"
+    )
+    if s["roofline"] is not None:
+        why += f". The kernel runs at {s['roofline']:.0%} of the memory roofline"
+    advice = (
+        "keep it in memory as it is used: where it is made, or once before the calls, "
+        ".contiguous() of the transposed tensor, or another memory_format"
+    )
+    return _finding("layout", f"{s['name']} {', '.join(words)}", where, why, advice, graph, step)
+
+
+def _finding(
+    kind: str, what: str, where: str, why: str, advice: str,
+    graph: int | None = None, step: int | None = None,
+) -> Data:  # fmt: skip
+    return {
+        "kind": kind, "what": what, "where": where, "why": why, "advice": advice,
+        "graph": graph, "step": step,
+    }  # fmt: skip
+
+
+def _function(name: str) -> str:
+    """What Dynamo calls the rest of a function after a break, in words."""
+    return re.sub(
+        r"torch_dynamo_resume_in_(\w+?)_at_(\d+)", r"\1 (after its break in line \2)", name
+    )
+
+
+def _nth(n: int) -> str:
+    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(n, 'th') }"

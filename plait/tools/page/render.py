@@ -1,0 +1,99 @@
+"""The page: one file of HTML that needs nothing else.
+
+In: the data of a report. Out: text. What is short is written here, by the templates beside this
+file; the data stands in the page as JSON, and what is long (loops, sources, instructions, drawings
+of large graphs) is built from it when somebody opens it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from plait.schedule.text import time_text
+from plait.tools.page.draw import DETAILED, bytes_text, graph_svg, memory_svg
+
+Data = Mapping[str, Any]
+FOLDER = Path(__file__).parent / "templates"
+
+
+def page(data: Data) -> str:
+    """The whole page."""
+    drawings = {n: graph_svg(g, n) for n, g in enumerate(data["graphs"])}
+    shown = {n: svg for n, svg in drawings.items() if len(data["graphs"][n]["steps"]) <= DETAILED}
+    later = {n: svg for n, svg in drawings.items() if n not in shown}
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            data=data,
+            lines=_lines(data),
+            total_ms=_total_ms,
+            places=_places,
+            number=_number,
+            buffer=_buffer,
+            drawings={n: Markup(svg) for n, svg in shown.items()},
+            memory=lambda g, n: Markup(memory_svg(g["programs"][0], n)) if g["programs"] else "",
+            embedded=Markup(_json({**data, "drawings": later})),
+            style=Markup((FOLDER / "page.css").read_text()),
+            script=Markup((FOLDER / "page.js").read_text()),
+        )
+    )
+
+
+def _lines(data: Data) -> dict[str, str]:
+    """The user's lines of the whole report."""
+    parts = (*data["graphs"], *data["breaks"], *data["recompiles"])
+    return {where: text for part in parts for where, text in part["lines"].items()}
+
+
+def _total_ms(graph: Data) -> float:
+    return float(sum(ms for stage, ms in graph["times_ms"].items() if "/" not in stage))
+
+
+def _places(step: Data) -> str:
+    """The user's lines of a step, the first ones."""
+    found = list(dict.fromkeys(o["where"] for o in step["origin"] if o["where"]))
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _number(n: int) -> str:
+    """A count in words: `3.2 M`."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)
+
+
+def _buffer(graph: Data, name: str) -> Any:
+    return next(b for b in graph["programs"][0]["buffers"] if b["name"] == name)
+
+
+def _json(data: object) -> str:
+    """JSON that may stand in a script element: no text of it ends the element or begins a
+    comment."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {"bytes": bytes_text, "time": time_text, "many": _many, "share": _share}
+    return made
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _share(x: float | None) -> str:
+    return "" if x is None else f"{x:.0%}"

@@ -1,0 +1,448 @@
+"""Reports: their data and its description, the page in a browser, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import plait
+from plait.tools.page.collect import copied_ns
+from plait.tools.page.kernels import accesses_of, operations_of
+from plait.tools.page.lives import Life, alive, peaks
+from plait.tools.page.render import page
+from tests import warm
+
+ROOT = Path(__file__).parent.parent
+CHROMIUM = shutil.which("chromium")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+PLANTED = ROOT / "examples" / "planted.py"
+
+
+def line_of(text: str, file: Path = PLANTED) -> str:
+    """The place of the only line with this text."""
+    (n,) = [n for n, line in enumerate(file.read_text().splitlines(), 1) if text in line]
+    return f"{file.name}:{n}"
+
+
+def net(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm((x @ w).relu() + w.t(), (512,)).softmax(0)
+
+
+def explained(fn: Any = net, n: int = 512) -> dict[str, Any]:
+    with torch.no_grad():
+        data = plait.explain(fn, torch.randn(n, n), torch.randn(n, n), quiet=True).to_json()
+    assert json.loads(json.dumps(data)) == data
+    return data
+
+
+def command(*args: object, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    """`plait report` with these arguments."""
+    run = [
+        "-m",
+        "plait",
+        "report",
+        *map(str, args),
+        *((sys.executable, "-c", code) if code else ()),
+    ]
+    return warm.run(
+        *run,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        cwd=cwd,
+    )
+
+
+# ------------------------------------------------------------------------------------------ data
+def described() -> dict[str, set[str]]:
+    """The keys that docs/report.md describes, by its heading."""
+    found = {}
+    for part in (ROOT / "docs" / "report.md").read_text().split("\n### ")[1:]:
+        title, _, rest = part.partition("\n")
+        rows = re.findall(r"^\| (`.*?) \|", rest, re.MULTILINE)
+        found[title] = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    return found
+
+
+def test_every_key_is_described() -> None:
+    def control(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() @ w, (x,))
+        torch._dynamo.graph_break()
+        return net(y, w)
+
+    data, docs = explained(control), described()
+    (b,) = data["breaks"]
+    graphs = data["graphs"]
+    assert {len(g["programs"]) for g in graphs} == {1, 3}
+    for title, found in (
+        ("The report", [data]),
+        ("A graph break", [b]),
+        ("A finding", data["findings"]),
+        ("A graph", graphs),
+        ("A step", [s for g in graphs for s in g["steps"]]),
+        ("A program", [p for g in graphs for p in g["programs"]]),
+    ):
+        assert found
+        for part in found:
+            assert part.keys() == docs[title], title
+    text = (ROOT / "docs" / "report.md").read_text()
+    inner = [x for g in graphs for p in g["programs"] for x in (*p["buffers"], *p["peaks"])]
+    inner += [a for g in graphs for s in g["steps"] for a in (*s["accesses"], *s["origin"])]
+    assert all(f"`{key}`" in text for x in inner for key in x)
+    assert data["schema"] == 1 and "the number of this description: 1" in text
+
+
+def test_what_a_kernel_does_to_memory() -> None:
+    made: list[Any] = []
+
+    def kernel(fn: Any, *args: torch.Tensor) -> Any:
+        report = plait.explain(fn, *args, quiet=True)
+        (k,) = [s for s in report.graphs[0].plan.steps if hasattr(s, "rvars")]
+        made.append(k)
+        return {(a.buffer, a.writes): (a.nbytes, a.order, a.stride) for a in accesses_of(k)}
+
+    x, y, at = torch.randn(64, 32), torch.randn(32, 64), torch.randint(0, 64, (16,))
+    out = {k: v for k, v in kernel(lambda x, y: x + y.t(), x, y).items() if not k[1]}
+    assert sorted(order for _, order, _ in out.values()) == ["across", "in order"]
+    assert {n for n, _, _ in out.values()} == {64 * 32 * 4}
+    assert operations_of(made[-1]) == 64 * 32
+    assert {v for k, v in kernel(lambda x: x.sum(0), x).items() if not k[1]} == {
+        (64 * 32 * 4, "in order", 0)
+    }
+    assert operations_of(made[-1]) == 64 * 32  # the additions of the sum
+    picked = kernel(lambda x, at: x[at].exp(), x, at)
+    assert sorted(v[:2] for v in picked.values()) == [
+        (16 * 8, "in order"), (16 * 32 * 4, "by data"), (16 * 32 * 4, "in order"),
+    ]  # fmt: skip
+    every = kernel(lambda x: x[:, ::4].exp(), x)
+    assert [v for k, v in every.items() if not k[1]] == [(64 * 8 * 4, "apart", 4)]
+
+
+def test_memory_over_a_program() -> None:
+    lives = [
+        Life("given", "input", 1000, -1, 3),
+        Life("a", "own", 10, 0, 2),
+        Life("b", "arena", 30, 1, 4, 0),
+        Life("c", "call", 28, 5, 6),
+    ]
+    assert alive(lives, 6) == [10, 40, 30, 30, 0, 28]
+    assert peaks([10, 40, 30, 30, 0, 28]) == [1]
+    assert peaks([10, 40, 30, 30, 0, 36]) == [1, 5]
+    assert peaks([]) == peaks([0, 0]) == []
+    memory = explained()["graphs"][0]["programs"][0]
+    held, at = memory["held_nbytes"], memory["peaks"][0]["at"]
+    assert held[at] == max(held) >= 2 * 512 * 512 * 4
+    there = [b for b in memory["buffers"] if b["where"] != "input" and b["born"] <= at < b["dies"]]
+    assert sum(b["nbytes"] for b in there) == max(held)
+
+
+def test_steps_lead_to_their_instructions_and_sources() -> None:
+    (g,) = explained()["graphs"]
+    for s in g["steps"]:
+        text = g["programs"][0]["instructions"][s["instruction"]]
+        assert s["name"] in text
+        if s["what"] == "kernel":
+            assert f" {s['name']}(i64 tid" in g["kernel_sources"][s["name"]]
+            assert f"def {s['name']}(" in s["loops"]
+    assert all(g["lines"][o["where"]] for s in g["steps"] for o in s["origin"])
+    assert "typedef" in g["kernel_sources"][""]
+
+
+def test_the_roofline_goes_by_size() -> None:
+    copies = {"4096": 1000, "8192": 1600, str(1 << 28): 1 << 27}
+    assert copied_ns(100, copies) == 1000
+    assert copied_ns(6144, copies) == 1200
+    assert copied_ns(1 << 29, copies) == 1 << 28
+
+
+# ------------------------------------------------------------------------------------- the command
+def test_the_causes_of_the_planted_case_are_named(tmp_path: Path) -> None:
+    done = command(
+        "-o", "page.html", "--json", "page.json", "--", sys.executable, PLANTED, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "page.json").read_text())
+    found = {f["kind"]: f for f in data["findings"]}
+    assert [f["kind"] for f in data["findings"]] == ["graph break", "recompile", "layout"]
+    assert found["graph break"]["where"] == line_of('print("scores are there")')
+    assert "print" in found["graph break"]["advice"]
+    assert found["recompile"]["where"] == line_of("scores / self.temperature")
+    assert found["recompile"]["what"] == "self.temperature == 1.0"
+    assert "in a tensor" in found["recompile"]["advice"]
+    assert found["layout"]["where"] == line_of("x + self.table")
+    assert "512 elements apart" in found["layout"]["what"]
+    slow = data["graphs"][found["layout"]["graph"]]["steps"][found["layout"]["step"]]
+    assert slow["time_ns"] > 0 and slow["roofline"] > 0 and slow["name"] in found["layout"]["what"]
+    text = (tmp_path / "page.html").read_text()
+    assert all(f["where"] in text for f in data["findings"])
+    assert "http" not in re.sub(
+        r"https?://(www\.w3|github|pytorch|meta-pytorch)\.", "", text.lower()
+    )
+
+
+COMPILES = "import torch; torch.compile(lambda x: x.sin() + 1, backend='plait')(torch.ones(3)); "
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ("sys.exit(7)", 7),
+        ("raise ValueError('mine')", 1),
+        ("os._exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ],
+)
+def test_a_command_ends_as_it_would(ends: str, status: int, tmp_path: Path) -> None:
+    code = f"import os, signal, sys; {COMPILES}{ends}"
+    done = command("-o", "page.html", "--", cwd=tmp_path, code=code)
+    assert done.returncode == status, done.stderr
+    assert ("ValueError: mine" in done.stderr) == (status == 1)
+    text = (tmp_path / "page.html").read_text()
+    assert "plait_sin_add" in text
+    assert (f"exit status {status}" if status > 0 else "signal SIGTERM") in text
+
+
+def test_processes_that_a_command_starts_are_told_of(tmp_path: Path) -> None:
+    child = "import torch; torch.compile(lambda x: x.cos() * 3, backend='plait')(torch.ones(3))"
+    code = f"import subprocess, sys; {COMPILES}subprocess.run([sys.executable, '-c', {child!r}])"
+    done = command("-o", "page.html", "--json", "page.json", "--", cwd=tmp_path, code=code)
+    assert done.returncode == 0, done.stderr
+    graphs = json.loads((tmp_path / "page.json").read_text())["graphs"]
+    assert [s["name"].rpartition("_")[0] for g in graphs for s in g["steps"]] in (
+        ["plait_sin_add", "plait_cos_mul"], ["plait_cos_mul", "plait_sin_add"],
+    )  # fmt: skip
+    assert len({g["process"] for g in graphs}) == 2
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    assert "needs a command" in command(cwd=tmp_path).stderr
+    assert "no folder" in command("-o", "none/page.html", "--", "true", cwd=tmp_path).stderr
+    assert "No such file" in command("--", "./no-such-command", cwd=tmp_path).stderr
+
+
+def test_a_block_is_reported_on_however_it_ends(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+
+    def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm((x @ w).relu(), (512,))
+
+    with pytest.raises(ZeroDivisionError), plait.report(tmp_path / "page.html"):
+        compiled = torch.compile(normed, backend="plait")
+        thread = threading.Thread(target=compiled, args=(torch.ones(8, 512), torch.ones(512, 512)))
+        thread.start()
+        thread.join()
+        raise ZeroDivisionError
+    text = (tmp_path / "page.html").read_text()
+    assert "ended by ZeroDivisionError" in text and "plait_relu_native_layer_norm" in text
+    size = len(text)
+    torch.compile(lambda x: x.exp() + 2, backend="plait")(torch.ones(3))
+    assert len((tmp_path / "page.html").read_text()) == size  # nobody listens any more
+    with pytest.raises(plait.UserError, match="no folder"), plait.report(tmp_path / "no" / "page"):
+        pass
+
+
+def test_nothing_is_loaded_that_nobody_asked_for(tmp_path: Path) -> None:
+    code = f"{COMPILES}import sys; print([m for m in sys.modules if 'plait.tools' in m])"
+    assert warm.run("-c", code, env=os.environ, cwd=tmp_path).stdout == "[]\n"
+
+
+# ------------------------------------------------------------------------------------- in a browser
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs chromium: a package of Debian, which make env installs")
+    sync = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with sync.sync_playwright() as p:
+        args = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--disable-background-networking",
+        ]
+        made = p.chromium.launch(executable_path=CHROMIUM, args=args)
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Any]:
+    """A report of a graph with two kernels and a call."""
+    return explained()
+
+
+def opened(browser: Any, folder: Path, data: dict[str, Any], at: str = "", **how: Any) -> Any:
+    """The page of a report, in a browser without a network, where no script fails."""
+    (folder / "page.html").write_text(page(data), encoding="utf-8")
+    shown = browser.new_context(offline=True, **how).new_page()
+
+    def fail(error: object) -> None:
+        raise AssertionError(error)
+
+    shown.on("pageerror", fail)
+    shown.on("dialog", fail)
+    shown.goto(f"file://{folder}/page.html{at}")
+    return shown
+
+
+def test_rows_open_and_lead_to_what_they_name(
+    browser: Any, small: dict[str, Any], tmp_path: Path
+) -> None:
+    shown = opened(browser, tmp_path, small)
+    steps = small["graphs"][0]["steps"]
+    assert shown.locator(".step").count() == len(steps) == 3
+    assert (
+        shown.locator("svg.graph a").count() == 3 and shown.locator("svg.graph path").count() >= 2
+    )
+    kernel = next(k for k, s in enumerate(steps) if s["what"] == "kernel")
+    shown.locator(f"svg.graph a[href='#g0s{kernel}']").click()
+    row = shown.locator(f"#g0s{kernel}")
+    assert row.get_attribute("open") is not None
+    text = row.inner_text()
+    assert steps[kernel]["loops"].strip() in text and "i64 tid" in text
+    row.get_by_text("instruction ").last.click()
+    line = shown.locator(f"#g0p0i{steps[kernel]['instruction']}")
+    assert line.is_visible() and steps[kernel]["name"] in line.inner_text()
+    line.get_by_role("link").click()
+    row.get_by_role("link", name=steps[kernel]["writes"][0], exact=True).click()
+    buffer = shown.locator(f"[id='g0b-{steps[kernel]['writes'][0]}']")
+    assert buffer.is_visible() and steps[kernel]["name"] in buffer.inner_text()
+    where = steps[kernel]["origin"][0]["where"]
+    row.get_by_role("link", name=where).click()
+    assert shown.locator(f"[id='line-{where}']").is_visible()
+    shown.locator("svg.memory a").first.click()
+    assert shown.locator("#g0peak0 li").first.is_visible()
+    shown.context.close()
+
+
+def test_keys(browser: Any, small: dict[str, Any], tmp_path: Path) -> None:
+    shown = opened(browser, tmp_path, small)
+    here = "document.activeElement.closest('.step')?.id"
+    for keys, there in (("j", "g0s0"), ("jj", "g0s2"), ("k", "g0s1"), ("j", "g0s2"), ("j", "g0s2")):
+        for key in keys:
+            shown.keyboard.press(key)
+        assert shown.evaluate(here) == there
+    shown.keyboard.press("Enter")
+    assert shown.locator("#g0s2 pre").first.is_visible()
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert shown.evaluate(outline) == "solid"  # who tabs sees where they are
+    shown.keyboard.press("/")
+    shown.keyboard.type("softmax")
+    visible = shown.locator(".step:visible")
+    assert visible.count() == 1 and "softmax" in visible.text_content()
+    shown.keyboard.press("Escape")
+    assert visible.count() == 3
+    shown.keyboard.press("Tab")
+    assert shown.evaluate("document.activeElement.tagName") in ("A", "SUMMARY")
+    shown.context.close()
+
+
+def test_dark_narrow_and_printed(browser: Any, small: dict[str, Any], tmp_path: Path) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = opened(browser, tmp_path, small)
+    dark = opened(browser, tmp_path, small, color_scheme="dark")
+    assert light.evaluate(paper) == "rgb(255, 255, 255)" != dark.evaluate(paper)
+    narrow = opened(browser, tmp_path, small, "#g0s0", viewport={"width": 360, "height": 700})
+    wide = "document.documentElement.scrollWidth"
+    assert narrow.evaluate(wide) == 360  # only what is in a frame of its own scrolls sideways
+    light.emulate_media(media="print")
+    light.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert (
+        light.locator("#g0s2 pre").first.is_visible() and not light.locator("#search").is_visible()
+    )
+    for shown in (light, dark, narrow):
+        shown.context.close()
+
+
+BAD = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&amp;<!--"
+
+
+def test_every_text_stays_text(browser: Any, small: dict[str, Any], tmp_path: Path) -> None:
+    known = ("what", "order", "target", "where", "kind")  # of a few words; kind: of a graph
+
+    def worst(value: Any, key: str = "") -> Any:
+        """The data with other words."""
+        if isinstance(value, dict):
+            return {k: worst(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [worst(v, key) for v in value]
+        return BAD if isinstance(value, str) and key not in known else value
+
+    data = worst(small)
+    data["graphs"][0]["refusals"] = [{"pair": [BAD, BAD], "reason": BAD}]
+    data["graphs"][0]["kernel_sources"] = {BAD: BAD}
+    data["findings"] = [dict.fromkeys(("kind", "what", "where", "why", "advice"), BAD)]
+    data["findings"][0] |= {"graph": 0, "step": 0}
+    shown = opened(browser, tmp_path, data)
+    shown.evaluate("for (const d of document.querySelectorAll('details')) open(d)")
+    assert shown.locator("script").count() == 2 and shown.locator("img").count() == 0
+    assert shown.locator("#g0s0").text_content().count(BAD) > 3
+    assert BAD in shown.locator(".refusals li").inner_text()
+    shown.context.close()
+
+
+def large(n: int) -> dict[str, Any]:
+    """A report of n kernels in a row."""
+    data = explained(lambda x, w: x + w, 8)
+    (graph,) = data["graphs"]
+    (step,) = graph["steps"]
+    program = graph["programs"][0]
+    text, buffer = program["instructions"][step["instruction"]], program["buffers"][-1]
+    source = graph["kernel_sources"][step["name"]]
+    graph["steps"] = [
+        {**step, "name": f"k{k}", "reads": [f"b{k - 1}"], "writes": [f"b{k}"], "instruction": k}
+        for k in range(n)
+    ]
+    graph["kernel_sources"] = {f"k{k}": source for k in range(n)}
+    program["instructions"] = [text] * n
+    program["buffers"] = [{**buffer, "name": f"b{k}", "born": k, "dies": k + 2} for k in range(n)]
+    program["peaks"] = [{"at": n - 1, "nbytes": 999 * 64, "buffers": ["b0"]}]
+    program["held_nbytes"] = [k % 1000 * 64 for k in range(n)]
+    return data
+
+
+def test_large_pages_grow_with_their_kernels_alone(browser: Any, tmp_path: Path) -> None:
+    """A page of 10,000 kernels opens in 0.9 s (`python -m tests.test_report_page`); here what takes
+    the time is counted."""
+    count = "document.querySelectorAll('*').length"
+    found = []
+    for n in (500, 1000):
+        shown = opened(browser, tmp_path, large(n))
+        found.append((shown.evaluate(count), (tmp_path / "page.html").stat().st_size))
+        shown.keyboard.press("j")
+        shown.keyboard.press("Enter")
+        assert shown.locator("#g0s0 pre").count() == 2
+        shown.goto(shown.url.partition("#")[0] + f"#g0p0i{n - 1}")
+        assert shown.locator(f"#g0p0i{n - 1}").is_visible()
+        shown.locator("details.drawing summary").click()
+        assert shown.locator("svg.graph a").count() == n
+        shown.context.close()
+    (elements, nbytes), (elements_2, nbytes_2) = found
+    assert elements_2 - elements <= 9 * 500 + 100
+    assert nbytes_2 < 2.1 * nbytes
+
+
+if __name__ == "__main__":
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as p:
+        folder = Path(sys.argv[1])
+        made = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        for _ in range(3):
+            shown = opened(made, folder, large(10_000))
+            times = "JSON.stringify(performance.getEntriesByType('navigation')[0])"
+            told = json.loads(shown.evaluate(times))
+            print(
+                f"{told['domContentLoadedEventEnd']:.0f} ms to the end of scripts, "
+                f"{told['loadEventEnd']:.0f} ms to the end"
+            )

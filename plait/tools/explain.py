@@ -8,6 +8,7 @@ not called: its record is shown.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -108,7 +109,13 @@ def _shown(
         tuple(dict.fromkeys(o.line for o in outcomes)),
         tuple(m.line for m in meanwhile),
     )
-    if not quiet:
+    if quiet:
+        return report
+    if sys.stdout.isatty():
+        from plait.tools.terminal import show
+
+        show(report, details)
+    else:
         print("\n".join([report.text, report.details] if details else [report.text]))
     return report
 

@@ -27,6 +27,7 @@ from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
 
 MANY = 30  # lines of one list in the summary
+KERNELS = "kernels"  # the title of their section
 MAX_NAMES = 8  # of one list in a line
 
 
@@ -91,30 +92,51 @@ class Report:
     def refusals(self) -> dict[str, int]:
         """Pairs that were not fused, by kind of reason: what is special about a pair is left
         out."""
-        found = Counter(_kind(reason) for g in self.graphs for _, reason in refused_pairs(g.plan))
+        found = Counter(kind_of(reason) for g in self.graphs for _, reason in refused_pairs(g.plan))
         return dict(found.most_common())
 
     @property
     def text(self) -> str:
         """The summary."""
-        lines = [*filter(None, [self.note]), self._head(), ""]
+        lines = [*filter(None, [self.note]), self.head, ""]
         lines += [line for g in self.graphs for line in _graph_head(g)]
-        lines += _section("graphs that eager runs", self._steps("eager"))
-        lines += _section("sizes taken for numbers: others compile anew", self._steps("specialise"))
-        lines += _section("operators written out as others", self._steps("operators"))
-        lines += _section("graph breaks", self.breaks)
-        lines += _section("compiled again in this process", self.recompiles[-MANY:])
-        lines += _section("warm starts of this process", self.starts[-MANY:])
-        lines += _section("run by eager while kernels were built", self.meanwhile[-MANY:])
-        lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
-        lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
-        lines += _section("kernels", _kernels(self.graphs))
-        lines += _section("tuned", [line for g in self.graphs for line in g.tuned])
-        chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
-        lines += _section("PyTorch's own operators, by choice", _counted(chosen))
-        lines += _section("PyTorch's own operators, for want of a rule", self._fallbacks())
-        lines += _section("not fused", self._refusals())
+        for title, found in self.sections:
+            lines += _section(title, found)
         return "\n".join(lines).rstrip() + "\n"
+
+    @property
+    def sections(self) -> list[tuple[str, Sequence[str]]]:
+        """What the summary says below the graphs, by title, as far as there is anything."""
+        chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
+        every: list[tuple[str, Sequence[str]]] = [
+            ("graphs that eager runs", self._steps("eager")),
+            ("sizes taken for numbers: others compile anew", self._steps("specialise")),
+            ("operators written out as others", self._steps("operators")),
+            ("graph breaks", self.breaks),
+            ("compiled again in this process", self.recompiles[-MANY:]),
+            ("warm starts of this process", self.starts[-MANY:]),
+            ("run by eager while kernels were built", self.meanwhile[-MANY:]),
+            ("functions that Dynamo leaves to eager from now on", self.left_to_eager),
+            ("CUDA graphs given up while programs of this process ran", self.given_up),
+            (KERNELS, [row.line for row in same_kernels(self.graphs)]),
+            ("tuned", [line for g in self.graphs for line in g.tuned]),
+            ("PyTorch's own operators, by choice", _counted(chosen)),
+            ("PyTorch's own operators, for want of a rule", self._fallbacks()),
+            ("not fused", self._refusals()),
+        ]
+        return [(title, lines) for title, lines in every if lines]
+
+    @property
+    def graph_rows(self) -> list[tuple[str, ...]]:
+        """A row a graph: its name, how many operators, kernels and calls, how long its compile
+        took, and what else there is to say of it."""
+        return [
+            (
+                g.name, str(g.aten_ops), str(_launches(g)), str(len(_externs(g))),
+                f"{_total_ms(g):.0f} ms", "\n".join(line.strip() for line in _graph_head(g)[1:]),
+            )
+            for g in self.graphs
+        ]  # fmt: skip
 
     @property
     def details(self) -> str:
@@ -138,7 +160,9 @@ class Report:
             given_up=list(self.given_up),
         )
 
-    def _head(self) -> str:
+    @property
+    def head(self) -> str:
+        """All graphs together, in a line."""
         aten = sum(g.aten_ops for g in self.graphs)
         return (
             f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> "
@@ -159,7 +183,7 @@ class Report:
         examples: dict[str, str] = {}
         for g in self.graphs:
             for pair, reason in refused_pairs(g.plan):
-                examples.setdefault(_kind(reason), f"{pair}: {reason}")
+                examples.setdefault(kind_of(reason), f"{pair}: {reason}")
         return [
             f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})"
             for kind, n in self.refusals.items()
@@ -191,9 +215,7 @@ def _counted(counts: Counter[str]) -> list[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    """A titled list, cut where it is long; nothing if it is empty."""
-    if not lines:
-        return []
+    """A titled list, cut where it is long."""
     rest = [f"... and {len(lines) - MANY} more"] if len(lines) > MANY else []
     return ["", f"{title}:", *(f"  {line}" for line in (*lines[:MANY], *rest))]
 
@@ -202,7 +224,7 @@ _ONE = re.compile(r"\b(?:buf|arg)\d+\b|\bplait_\w+|\([^()]*\)|\b\d+\b|\[[^][]*\]
 _BETWEEN = re.compile(r"^\S+ must run between them$")
 
 
-def _kind(reason: str) -> str:
+def kind_of(reason: str) -> str:
     """A reason without the names, shapes and numbers of the pair."""
     if _BETWEEN.match(reason):
         what = "a call" if "::" in reason else "another loop"
@@ -268,25 +290,36 @@ def _dynamic(g: CompileRecord) -> list[str]:
     ]
 
 
-def _kernels(graphs: Sequence[CompileRecord]) -> list[str]:
-    """Kernels of the same operators in one line, with their launches and how many sources they
-    have; the most work first."""
+@dataclass(frozen=True)
+class SameKernels:
+    """Kernels of the same operators. n: launches. name: the kernel's, or what the names of several
+    sources share. work_ns: of all, estimated on one core."""
+
+    n: int
+    name: str
+    ops: str
+    work_ns: int
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.n} x {self.name}: {self.ops}; about {time_text(self.work_ns)} on one core"
+
+
+def same_kernels(graphs: Sequence[CompileRecord]) -> list[SameKernels]:
+    """The kernels of all graphs, those of the same operators as one; the most work first."""
     alike: dict[tuple[str, str], list[Kernel]] = {}
     for g in graphs:
         for k in kernels_of(g.plan):
             alike.setdefault((k.name.rpartition("_")[0], _ops(k)), []).append(k)
-    rows = sorted(alike.items(), key=lambda row: (-_work(row[1]), row[0]))
-    return [_kernel(stem, ops, same) for (stem, ops), same in rows]
-
-
-def _work(same: Sequence[Kernel]) -> int:
-    return sum(hint(k.work_ns, k.hint_of) for k in same)
-
-
-def _kernel(stem: str, ops: str, same: list[Kernel]) -> str:
-    sources = {k.name for k in same}
-    name = same[0].name if len(sources) == 1 else f"{stem} ({len(sources)} different)"
-    return f"{len(same)} x {name}: {ops}; about {time_text(_work(same))} on one core"
+    rows = []
+    for (stem, ops), same in alike.items():
+        sources = {k.name for k in same}
+        name = same[0].name if len(sources) == 1 else f"{stem} ({len(sources)} different)"
+        work = sum(hint(k.work_ns, k.hint_of) for k in same)
+        rows.append((stem, SameKernels(len(same), name, ops, work)))
+    rows.sort(key=lambda row: (-row[1].work_ns, row[0], row[1].ops))
+    return [row for _, row in rows]
 
 
 def _ops(k: Kernel) -> str:

@@ -30,6 +30,7 @@ from plait.schedule.text import kernel_text, refused_pairs, space_text
 from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, lives_of, peaks
+from plait.tools.report import kind_of
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.text import line
@@ -86,7 +87,7 @@ def graph_data(g: CompileRecord) -> Data:
         "steps": steps,
         "kernel_sources": _kernel_sources(g),
         "refusals": [
-            {"pair": pair.split(" and "), "reason": reason}
+            {"pair": pair.split(" and "), "reason": reason, "kind": kind_of(reason)}
             for p in all_programs(g.plan)
             for pair, reason in refused_pairs(p)
         ],
@@ -122,6 +123,7 @@ def report_data(
 def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
     """A kernel or a call; None for steps that do no work."""
     neither: Data = {"why": "", "fell_back": False, "space": "", "loops": "", "accesses": []}
+    neither["parts"] = []
     neither |= {"estimate_ns": 0, "time_ns": None, "roofline": None}
     if isinstance(s, Kernel):
         accesses = accesses_of(s)
@@ -133,6 +135,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
             "origin": [_origin(o) for o in s.origin],
             "reads": [a.buffer for a in accesses if not a.writes],
             "writes": list(s.outs),
+            "parts": [n.name for n in s.nests],
             "space": " and ".join(space_text(n) for n in s.nests),
             "loops": kernel_text(s),
             "accesses": [asdict(a) for a in accesses],

@@ -68,12 +68,10 @@ def _box(s: Data, target: str, place: tuple[int, int, int], detailed: bool) -> I
 
 
 def _operators(s: Data) -> list[str]:
-    """What a step was made of, where that says more than its name."""
+    """What a step was made of; of a call, only where it stands."""
     if s["what"] == "call":
-        return []
-    return [
-        f"{o['op'].removeprefix('aten.')}  {o['where'].rpartition('/')[2]}" for o in s["origin"]
-    ]
+        return list(dict.fromkeys(o["where"] for o in s["origin"] if o["where"]))
+    return [f"{o['op'].removeprefix('aten.')} {o['where']}" for o in s["origin"]]
 
 
 def _cut(text: str, n: int) -> str:

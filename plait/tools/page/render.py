@@ -20,6 +20,7 @@ from plait.schedule.text import time_text
 from plait.tools.page.draw import DETAILED, bytes_text, graph_svg, memory_svg
 
 Data = Mapping[str, Any]
+SLOWEST = 10  # kernels in the overview
 FOLDER = Path(__file__).parent / "templates"
 
 
@@ -34,6 +35,8 @@ def page(data: Data) -> str:
         .render(
             data=data,
             lines=_lines(data),
+            slowest=_slowest(data),
+            stages=_stages,
             total_ms=_total_ms,
             places=_places,
             number=_number,
@@ -55,6 +58,37 @@ def _lines(data: Data) -> dict[str, str]:
 
 def _total_ms(graph: Data) -> float:
     return float(sum(ms for stage, ms in graph["times_ms"].items() if "/" not in stage))
+
+
+def _stages(graph: Data) -> list[tuple[str, float]]:
+    """The stages of a compile in order, each before its parts."""
+    times = graph["times_ms"]
+    return [
+        (part, times[part])
+        for stage in times
+        if "/" not in stage
+        for part in (stage, *(p for p in times if p.startswith(f"{stage}/")))
+    ]
+
+
+def _slowest(data: Data) -> list[dict[str, Any]]:
+    """The kernels that take most time, launches of one name in a row: by measured times, and
+    estimates where there are none."""
+    rows: dict[str, dict[str, Any]] = {}
+    for n, g in enumerate(data["graphs"]):
+        for k, s in enumerate(g["steps"]):
+            if s["what"] == "kernel":
+                row = rows.setdefault(
+                    s["name"],
+                    {"name": s["name"], "graph": n, "step": k, "n": 0, "ns": 0, "timed": True}
+                    | {"roofline": s["roofline"], "where": _places(s)},
+                )
+                row["n"] += 1
+                row["ns"] += s["time_ns"] or s["estimate_ns"]
+                row["timed"] &= s["time_ns"] is not None
+    every = sum(row["ns"] for row in rows.values())
+    slowest = sorted(rows.values(), key=lambda row: -row["ns"])[:SLOWEST]
+    return [row | {"share": row["ns"] / (every or 1)} for row in slowest]
 
 
 def _places(step: Data) -> str:

@@ -1,6 +1,7 @@
 "use strict";
 // Builds what is long from the page's data when it is opened; links lead to what is not built yet.
-const data = JSON.parse(document.getElementById("data").textContent);
+let parsed;
+const data = () => (parsed ||= JSON.parse(document.getElementById("data").textContent));
 
 function make(tag, attributes, ...children) {
   const e = document.createElement(tag);
@@ -26,24 +27,24 @@ const indexes = new Map();
 function index(n) {
   if (indexes.has(n)) return indexes.get(n);
   const found = { makers: new Map(), readers: new Map(), instructions: new Map(), pairs: new Map() };
-  data.graphs[n].steps.forEach((s, k) => {
+  data().graphs[n].steps.forEach((s, k) => {
     for (const b of s.writes) found.makers.set(b, k);
     for (const b of s.reads) found.readers.set(b, [...(found.readers.get(b) || []), k]);
     if (s.instruction !== null) found.instructions.set(`${s.program}/${s.instruction}`, k);
-    found.pairs.set(s.name, k);
+    for (const name of [s.name, ...s.parts]) if (!found.pairs.has(name)) found.pairs.set(name, k);
   });
   indexes.set(n, found);
   return found;
 }
-const stepLink = (n, k) => link(`g${n}s${k}`, data.graphs[n].steps[k].name);
+const stepLink = (n, k) => link(`g${n}s${k}`, data().graphs[n].steps[k].name);
 function bufferLinks(n, names) {
-  const known = new Set((data.graphs[n].programs[0] || { buffers: [] }).buffers.map((b) => b.name));
+  const known = new Set((data().graphs[n].programs[0] || { buffers: [] }).buffers.map((b) => b.name));
   return spaced(names.map((b) => (known.has(b) ? link(`g${n}b-${b}`, b) : b)));
 }
 
 function step(details) {
   const [, n, k] = details.id.match(/g(\d+)s(\d+)/).map(Number);
-  const g = data.graphs[n], s = g.steps[k];
+  const g = data().graphs[n], s = g.steps[k];
   const body = make("div", { class: "body" });
   const places = new Map();
   for (const o of s.origin) places.set(o.where, [...(places.get(o.where) || []), o.op]);
@@ -75,19 +76,23 @@ function step(details) {
 
 function refusals(details) {
   const n = Number(details.dataset.graph), by = new Map();
-  for (const r of data.graphs[n].refusals) by.set(r.reason, [...(by.get(r.reason) || []), r.pair]);
-  const named = (name) => (index(n).pairs.has(name) ? stepLink(n, index(n).pairs.get(name)) : name);
-  details.append(make("ul", {}, ...[...by].map(([reason, pairs]) => make("li", {}, `${reason}: `,
-    ...spaced(pairs.slice(0, 50).map((p) => make("span", {}, ...p.flatMap((x, k) => (k ? [" and ", named(x)] : [named(x)]))))),
-    pairs.length > 50 ? `, and ${pairs.length - 50} more pairs` : ""))));
+  for (const r of data().graphs[n].refusals) {
+    if (!by.has(r.kind)) by.set(r.kind, []);
+    by.get(r.kind).push(r);
+  }
+  const named = (name) => (index(n).pairs.has(name) ? link(`g${n}s${index(n).pairs.get(name)}`, name) : name);
+  for (const [kind, found] of by)
+    details.append(make("details", {}, make("summary", {}, `${found.length} x ${kind}`), make("ul", {}, ...found.slice(0, 100).map((r) =>
+      make("li", {}, ...r.pair.flatMap((x, k) => (k ? [" and ", named(x)] : [named(x)])), `: ${r.reason}`)),
+      ...(found.length > 100 ? [make("li", {}, `and ${found.length - 100} more`)] : []))));
 }
 
 function buffers(details) {
   const n = Number(details.dataset.graph), { makers, readers } = index(n);
   const words = { arena: "in the arena", own: "allocated", reused: "on the memory of ", call: "made by an operator", input: "an input" };
   details.append(table(["buffer", "type", "bytes", "memory", "from", "to", "made by", "read by"],
-    data.graphs[n].programs[0].buffers.map((b) => {
-      const at = (i) => (i < 0 ? "the start" : i >= data.graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
+    data().graphs[n].programs[0].buffers.map((b) => {
+      const at = (i) => (i < 0 ? "the start" : i >= data().graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
       const r = row([b.name, b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), at(b.born), at(b.dies),
         makers.has(b.name) ? stepLink(n, makers.get(b.name)) : "", spaced((readers.get(b.name) || []).slice(0, 8).map((k) => stepLink(n, k)))]);
       r.id = `g${n}b-${b.name}`;
@@ -98,7 +103,7 @@ function buffers(details) {
 function instructions(details) {
   const n = Number(details.dataset.graph), p = Number(details.dataset.program);
   const ran = index(n).instructions;
-  details.append(make("ol", { class: "list", start: "0" }, ...data.graphs[n].programs[p].instructions.map((text, i) => {
+  details.append(make("ol", { class: "list", start: "0" }, ...data().graphs[n].programs[p].instructions.map((text, i) => {
     const k = ran.get(`${p}/${i}`);
     return make("li", { id: `g${n}p${p}i${i}` }, text, ...(k === undefined ? [] : ["  ", link(`g${n}s${k}`, "↑ its row")]));
   })));
@@ -106,7 +111,7 @@ function instructions(details) {
 
 function lines(details) {
   const by = new Map();
-  data.graphs.forEach((g, n) => g.steps.forEach((s, k) => {
+  data().graphs.forEach((g, n) => g.steps.forEach((s, k) => {
     for (const where of new Set(s.origin.map((o) => o.where))) {
       if (!by.has(where)) by.set(where, { text: g.lines[where] || "", steps: [] });
       by.get(where).steps.push([n, k]);
@@ -120,7 +125,7 @@ function lines(details) {
 }
 
 const builders = { step, refusals, buffers, instructions, lines,
-  drawing: (d) => { if (d.dataset.graph in data.drawings) d.querySelector(".scroll").innerHTML = data.drawings[d.dataset.graph]; } };
+  drawing: (d) => { if (d.dataset.graph in data().drawings) d.querySelector(".scroll").innerHTML = data().drawings[d.dataset.graph]; } };
 function build(details) {
   const kind = Object.keys(builders).find((k) => details.classList.contains(k));
   if (kind && !details.dataset.built) { details.dataset.built = "1"; builders[kind](details); }
@@ -154,7 +159,7 @@ const rows = [...document.querySelectorAll(".step")];
 function find() {
   const wanted = search.value.trim().toLowerCase();
   for (const r of rows) {
-    const [, n, k] = r.id.match(/g(\d+)s(\d+)/), s = data.graphs[n].steps[k];
+    const [, n, k] = r.id.match(/g(\d+)s(\d+)/), s = data().graphs[n].steps[k];
     const text = [s.name, ...s.reads, ...s.writes, ...s.origin.flatMap((o) => [o.where, o.op])].join(" ").toLowerCase();
     r.classList.toggle("hidden", wanted !== "" && !text.includes(wanted));
   }

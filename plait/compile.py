@@ -145,6 +145,7 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         tuned=made.notes,
         ladder=(*captured.ladder, *refused.steps, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
+        numerics=cfg.numerics,
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)

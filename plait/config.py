@@ -191,6 +191,15 @@ class Config:
             "recomputed then"
         ),
     )
+    numerics: str = flag(
+        "default",
+        doc=(
+            "how results round: default, as eager rounds every operator, whose sums and functions "
+            "may end in other bits; eager, eager's bits; precise, without rounding between "
+            "operators of 16 bits that become one kernel"
+        ),
+        choices=("default", "eager", "precise"),
+    )
     memory_planning: bool = flag(
         True, doc="place intermediates in a pooled arena and reuse dying buffers"
     )
@@ -258,6 +267,16 @@ class Config:
                 )
             changes[name] = rows[name].check(value, f"option {name!r}")
         return dataclasses.replace(self, **changes) if changes else self
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether results have eager's bits."""
+        return self.numerics == "eager"
+
+    @property
+    def draws_as_eager(self) -> bool:
+        """Whether torch draws the random numbers."""
+        return self.eager_random or self.keeps_bits
 
     @property
     def verifies(self) -> bool:

@@ -141,10 +141,23 @@ ADDED: list[tuple[str, GraphPass]] = []
 """Passes from outside the tree, see `extend.graph_pass`: they run after GRAPH."""
 
 
+CHANGES_BITS = frozenset[GraphPass](
+    (
+        replace_random, write_out_bags, drop_bags, find_products, add_few_rows, join_epilogues,
+        remake_norm_results, split_biases, split_log_softmax, narrow_pool_indices, widen_logsumexp,
+        *(run for _, run in CONVOLUTIONS),
+    )
+)  # fmt: skip
+"""Passes whose results may end in other bits than eager's, or that are of use to kernels alone that
+`lower/exact.py` does not let be."""
+
+
 def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:
     off = set[GraphPass]()
-    if cfg.eager_random:  # eager's own operators draw
+    if cfg.draws_as_eager:  # eager's own operators draw
         off.add(replace_random)
+    if cfg.keeps_bits:
+        off |= CHANGES_BITS
     if not cfg.kernels:  # ATen's operators on layouts that eager would not hand them
         off.update(run for _, run in CONVOLUTIONS)
     for _, run in passes:

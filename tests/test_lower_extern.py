@@ -45,7 +45,7 @@ def test_facts_of_operators() -> None:
     assert op_facts(aten._assert_async.msg).effectful
     assert op_facts(aten.view.default).aliases == ("self",)
     assert (
-        op_facts(aten._unsafe_view.default).aliases == ()
+        op_facts(aten._unsafe_view.default).aliases == ("self",)  # though its schema is silent
         and op_facts(aten._unsafe_view.default).may_keep
     )
     assert op_facts(aten.add_.Tensor).mutates == ("self",)

@@ -155,7 +155,8 @@ class _OneGraph:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             check_writes(gm)  # on the graph as it came
-            simplify_masks(gm)
+            if not self.cfg.keeps_bits:  # attention that eager writes out rounds otherwise
+                simplify_masks(gm)
             write_out_fused(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.tracing.see_other_types(view_like)
@@ -168,6 +169,7 @@ class _OneGraph:
                 backward=compat.tracing.untraced(self.backward),
                 inference=self.inference,
                 partition=self.partition,
+                whole=self.cfg.keeps_bits,
             )
         begun = [] if self.begun is None else [self.begun, *self._begin_backward()]
         compat.precision.guard_flags(self.flags)

@@ -80,11 +80,16 @@ def compile(
             "plait.compile of what plait.compile returned",
             hint="the function itself: its __wrapped__",
         )
+    if freeze and cfg.keeps_bits:
+        raise UserError(
+            "plait.compile with freeze=True and numerics='eager'",
+            hint="one of the two: weights that are folded or packed give other bits than eager's",
+        )
     with collector_paused():
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
         if freeze:
             expect_kernels(source[0], cfg)
-        traced = trace(*source, "plait.compile")
+        traced = trace(*source, "plait.compile", whole=cfg.keeps_bits)
         call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
     return call  # type: ignore[no-any-return]

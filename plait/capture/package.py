@@ -89,9 +89,14 @@ def package(
             raise UserError(
                 f"a package of a model whose weight {weight!r} has no values, on the device meta"
             )
+    if fold and cfg.keeps_bits:
+        raise UserError(
+            "plait.package with fold=True and numerics='eager'",
+            hint="one of the two: weights that are folded or packed give other bits than eager's",
+        )
     target = _device(device)
     with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
-        traced = trace(*source, "plait.package", target)
+        traced = trace(*source, "plait.package", target, cfg.keeps_bits)
         _require_conditions(traced)
         folded: Sequence[str] = ()
         ready: Future[None] | None = None

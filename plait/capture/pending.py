@@ -67,7 +67,7 @@ def why_wait(graphs: Iterable[GraphModule], cfg: Config) -> str:
         if isinstance(target, OpOverload):
             if target.namespace not in _NAMESPACES:
                 return f"it calls {target}, which is a collective or not PyTorch's own"
-            if not cfg.eager_random and _draws(n, target):
+            if not cfg.draws_as_eager and _draws(n, target):
                 return f"it calls {target} for random numbers, and eager_random is off"
     return ""
 

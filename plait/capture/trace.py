@@ -63,9 +63,11 @@ def trace(
     dynamic_shapes: Any,
     who: str,
     device: torch.device | None = None,
+    whole: bool = False,
 ) -> Traced:
     """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine
-    may lack. who: the function that wants it.
+    may lack. who: the function that wants it. whole: operators that have kernels in eager are not
+    decomposed.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot
     be traced, and what the module raises, with a note of the user's line.
@@ -75,7 +77,7 @@ def trace(
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, leaves, strict=True):
         _check_argument(name, x, who)
-    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
+    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device, whole)
     state = state_of(module)
     flat = FlatModule(module, who, env, (leaves, in_spec), state)
     try:

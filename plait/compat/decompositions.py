@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
 
 @lru_cache(maxsize=1)
@@ -78,6 +79,36 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table = {op: run if _fills(op) else partial(_unless_float8, run) for op, run in table.items()}
     table |= DECOMPOSITIONS
     return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
+
+
+def whole_table() -> dict[Any, Callable[..., Any]]:
+    """Of graphs whose operators stay eager's: what mends tracing, and `DECOMPOSITIONS`."""
+    scatter = torch.ops.aten.as_strided_scatter.default
+    table: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.pow.Tensor_Scalar: _bool_power,
+        scatter: partial(_scattered_apart, None),
+        torch.ops.aten.native_dropout.default: _dropout,
+        torch.ops.aten.native_dropout_backward.default: _dropout_backward,
+        **DECOMPOSITIONS,
+    }
+    return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Eager on a CPU multiplies by noise, drawn as the result lies in memory; traced all the same
+    has the operator of GPUs, which multiplies by a mask and by a number."""
+    if not x.is_cpu or train is False or not 0 < p < 1:
+        return NotImplemented
+    order, _ = compute_elementwise_output_logical_to_physical_perm(x)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    noise = torch.bernoulli(x.permute(order), 1 - p).permute(back) / (1 - p)
+    return x * noise, noise != 0
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    if not grad.is_cpu or scale <= 1:
+        return NotImplemented
+    return grad * (mask.to(grad.dtype) / (1 / scale))
 
 
 def _fills(op: Any) -> bool:

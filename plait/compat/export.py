@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 
-from plait.compat.decompositions import inference_table
+from plait.compat.decompositions import inference_table, whole_table
 from plait.compat.fake_shapes import short_shapes
 from plait.compat.kernel_calls import kernels_traced
 from plait.compat.loops import rounds_counted
@@ -41,6 +41,7 @@ class ExportEnv:
     leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
     asked: what the traced program asked about sizes. ones: sizes that may be 1 all the same, by
     symbol: the questions that have the other answer then.
+    whole: operators that have kernels in eager are not decomposed.
     asks_offsets: the program asked where a tensor begins in its storage. dynamic_shapes,
     equalities, python_signature: what torch solves for sizes. root_checks: what calls must meet
     besides. was_exported: the module is a graph that torch.export made."""
@@ -52,7 +53,9 @@ class ExportEnv:
         kwargs: dict[str, Any],
         dynamic_shapes: Any,
         device: torch.device | None = None,
+        whole: bool = False,
     ) -> None:
+        self.whole = whole
         args, kwargs = _apart(args), _apart(kwargs)
         try:
             if dynamic_shapes:
@@ -224,7 +227,8 @@ def export_graph(
 def _traced(env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     context = tracing(TracingContext(env.mode))
     with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted:
-        return aot_export_module(flat, inputs, trace_joint=False, decompositions=inference_table())
+        table = whole_table() if env.whole else inference_table()
+        return aot_export_module(flat, inputs, trace_joint=False, decompositions=table)
 
 
 def _at_once(env: ExportEnv, flat: Any, inputs: Sequence[torch.Tensor]) -> Any:

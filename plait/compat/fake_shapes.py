@@ -27,15 +27,35 @@ _COUNTING = (
 )  # fmt: skip
 
 
+_STATISTICS = (
+    aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update_functional.default,
+)
+_TABLES = fake_impls.op_implementations_dict, meta_table  # what is in the second one goes first
+
+
 def correct() -> None:
     """From now on fake tensors use these functions; called once."""
     shapes = fake_impls.op_implementations_dict
     shapes[aten._pack_padded_sequence.default] = _packed
     if versions.BEFORE_2_13:
         shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
+    for table in _TABLES:
+        table.update(dict.fromkeys(_STATISTICS, _norm_statistics))
     flex: Any = torch.ops.higher_order.flex_attention
     if flex in registered_hop_fake_fns:
         registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
+
+
+def _norm_statistics(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:
+    """Of a batch norm that computes its statistics: on a CPU those of 16 bits have the element type
+    of the parameters, and running ones keep theirs. Torch says float32 or x's."""
+    with mode:
+        out, *found = decomposition_table[op](x, *given)
+        if not x.is_cpu or x.dtype not in (torch.float16, torch.bfloat16):
+            return out, *found
+        like = next((t.dtype for t in given[:4] if t is not None), x.dtype)
+        return out, *(t.to(like) if t.is_floating_point() else t for t in found)
 
 
 def _as_wide(shapes: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +130,6 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_no_training.default: _norm,
     aten.hardswish.default: _activation, aten.hardsigmoid.default: _activation,
 }  # fmt: skip
-_TABLES = fake_impls.op_implementations_dict, meta_table  # what is in the second one goes first
 
 
 def _put_short() -> None:

@@ -36,7 +36,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plait.compat.decompositions import decomposition_table
+from plait.compat.decompositions import decomposition_table, whole_table
 from plait.compat.loops import positions_found, rounds_counted
 from plait.compat.shared import Shared
 from plait.compat.user_kernels import own_analysis
@@ -122,9 +122,10 @@ def aot_compile(
     backward: Compiler,
     inference: Compiler,
     partition: Callable[..., tuple[GraphModule, GraphModule]],
+    whole: bool = False,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
-    arguments."""
+    arguments. whole: operators that have kernels in eager are not decomposed."""
     with own_analysis(), rounds_counted, positions_found(example_inputs):
         made: Callable[..., Any] = (
             aot_module_simplified(  # only keywords that every supported torch has
@@ -134,7 +135,7 @@ def aot_compile(
                 bw_compiler=backward,
                 inference_compiler=inference,
                 partition_fn=partition,
-                decompositions=decomposition_table(),
+                decompositions=whole_table() if whole else decomposition_table(),
                 keep_inference_input_mutations=True,
             )
         )

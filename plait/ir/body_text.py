@@ -30,7 +30,7 @@ from plait.ir.expr.text import (
     word,
     wrong,
 )
-from plait.ir.loops import Load, Node, is_arg, node, walk
+from plait.ir.loops import LOOSE, Load, Node, is_arg, node, walk
 from plait.ir.ops import CHECKED, OPS
 
 
@@ -212,6 +212,8 @@ class BodyReader:
             return node("index", self.given(e)[0], self.symbols.size(positional(e, 0)), dtype)
         if op == "acc":
             return node("acc", (), text_of(positional(e, 0)), dtype)
+        if op == "cast" and len(e.args) == 2 and text_of(e.args[1]) == LOOSE:
+            return node(op, (self.value(e.args[0]),), LOOSE, dtype)
         args = tuple(self.value(x) for x in e.args)
         if op in CHECKED:
             return node(op, args, self._checked(op, e), dtype)

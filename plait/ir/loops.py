@@ -171,6 +171,17 @@ def cast(x: Node, dtype: DType) -> Node:
     return x if x.dtype == dtype else node("cast", (x,), None, dtype)
 
 
+LOOSE = "loose"
+"""The attribute of a cast whose value may stay as it is where it is widened again."""
+
+
+def loosened(x: Node) -> Node:
+    """x, whose cast to a narrower float at its end is loose."""
+    if x.op != "cast" or not (x.dtype.is_float and x.args[0].dtype.is_float):
+        return x
+    return node("cast", x.args, LOOSE, x.dtype)
+
+
 def integer(e: Size, args: tuple[Node, ...] = ()) -> Node:
     """The value of an integer expression. args: the values of its Arg symbols."""
     return const(e, i64) if isinstance(e, int) else node("index", args, e, i64)

@@ -163,7 +163,7 @@ SPECIAL: dict[str, str] = {
         "integer expression as i64"
     ),
     "cast": (
-        "attr None; to the node's dtype, as C++ static_cast does and PyTorch's .to() does "
+        "attr None or LOOSE; to the node's dtype, as C++ static_cast does and PyTorch's .to() does "
         "(float->int truncates; anything -> b1 is a != 0)"
     ),
     "bitcast": "same size, same bits",

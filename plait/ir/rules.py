@@ -1,5 +1,6 @@
 """Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads
-aside) wherever the old one has one.
+aside) wherever the old one has one. Only a loose cast need not round where its value is widened
+again.
 
 A rule takes a node whose arguments are simplified already and returns its replacement, or None
 where it does not match. `Simplifier` applies the rules to a fixed point, bottom-up, and remembers
@@ -18,7 +19,7 @@ from plait.ir import expr
 from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64
 from plait.ir.expr import Atom, Expr, Size
-from plait.ir.loops import Attr, Load, Node, const, index_exprs, is_arg, node, with_args
+from plait.ir.loops import LOOSE, Attr, Load, Node, const, index_exprs, is_arg, node, with_args
 
 Rule = Callable[["Simplifier", Node], Node | None]
 
@@ -361,8 +362,10 @@ def where_opposite(s: Simplifier, n: Node) -> Node | None:
 # -------------------------------------------------------------------------------------------- casts
 def cast_of_cast(s: Simplifier, n: Node) -> Node | None:
     (a,) = n.args
-    if a.op == "cast" and preserves(a.args[0].dtype, a.dtype):
-        x = a.args[0]
+    if a.op != "cast":
+        return None
+    x = a.args[0]
+    if preserves(x.dtype, a.dtype) or (a.attr == LOOSE and preserves(x.dtype, n.dtype)):
         return x if x.dtype == n.dtype else s.cast(x, n.dtype)
     return None
 

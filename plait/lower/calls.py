@@ -29,6 +29,7 @@ from plait.lower.bindings import is_found_float
 from plait.lower.control_flow import CONTROL_FLOW
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
+from plait.lower.exact import is_exact
 from plait.lower.extern import call_extern
 from plait.lower.float8 import float8_rule
 from plait.lower.found_numbers import FoundNumbers, truth
@@ -116,6 +117,13 @@ def _lower(calls: Calls, args: tuple[Value, ...], kwargs: dict[str, Value]) -> V
     rule = RULES.get(target)
     if not ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
         return _call_extern(ctx, args, kwargs, "kernels are switched off")
+    if (
+        ctx.cfg.keeps_bits
+        and isinstance(target, OpOverload)
+        and target not in NO_LOOPS
+        and not is_exact(ctx, target, args, kwargs)
+    ):
+        return _call_extern(ctx, args, kwargs, "" if rule else "no lowering rule")
     if rule is None and isinstance(target, HigherOrderOperator) and not ctx.cfg.strict:
         return call_higher_order(ctx, target, args, kwargs)
     if rule is None:

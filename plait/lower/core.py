@@ -35,6 +35,7 @@ from plait.ir.loops import (
     Reduction,
     const,
     loop_vars,
+    loosened,
     walk,
 )  # fmt: skip
 from plait.ir.record import Recorder
@@ -93,6 +94,9 @@ def _index_at(
     env = {v.symbol: e for v, e in zip(vars_, point, strict=True) if v.symbol is not None}
     return tuple(expr.substitute(e, env) for e in index)
 
+
+CONVERTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+"""Operators that round because the program says so."""
 
 Value = (
     Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
@@ -344,6 +348,8 @@ class Lowering:
         vars_ = loop_vars("i", shape)
         ops = Recorder()
         value = ops.kept(body(ops, vars_))
+        if self.cfg.numerics == "precise" and self.current and self.current.target not in CONVERTS:
+            value = loosened(value)
         if value.dtype != dtype:
             raise TypeError(f"the body gives {value.dtype}, not {dtype}")
         read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), like)

@@ -78,7 +78,12 @@ def op_facts(op: OpOverload) -> OpFacts:
     written = tuple(
         a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
     )
-    shared = tuple(a.name for a in schema.arguments if a.alias_info is not None)
+    silent = schema.name in _RETURNS_ARGUMENT
+    shared = tuple(
+        a.name
+        for a in schema.arguments
+        if a.alias_info is not None or (silent and "Tensor" in str(a.type))
+    )
     random = torch.Tag.nondeterministic_seeded in op.tags
     aten = schema.name.startswith(("aten::", "prims::"))
     out_op, out_names = ("", ()) if random or written else _out_variant(op)
@@ -86,10 +91,7 @@ def op_facts(op: OpOverload) -> OpFacts:
         effectful=random or schema.is_mutable or not schema.returns or has_effect(op),
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
-        may_keep=not aten
-        or bool(shared)
-        or schema.name in _RETURNS_ARGUMENT
-        or schema.name in _READS_STORAGE,
+        may_keep=not aten or bool(shared) or schema.name in _READS_STORAGE,
         out_op=out_op,
         out_names=out_names,
     )

@@ -51,12 +51,14 @@ class Gpu(NamedTuple):
     backend, arch, lanes: as Triton's GPUTarget has them: ("cuda", 90, 32), ("hip", "gfx942", 64).
     image: the stage that the driver loads: "cubin", "hsaco", or "ptx", the assembler's input, which
         the driver of any newer GPU takes too.
+    joins: a product and a sum may become one operation, which rounds once.
     """
 
     backend: str
     arch: int | str
     lanes: int
     image: str
+    joins: bool = True
 
     @property
     def name(self) -> str:
@@ -91,6 +93,7 @@ class Job:
         options = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "debug": self.checks,
             "sanitize_overflow": False, "launch_pdl": self.early, **NUMBERS,
+            **({} if self.gpu.joins else {"enable_fp_fusion": False}),
             **dict(self.options),
         }  # fmt: skip
         facts = {

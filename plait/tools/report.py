@@ -22,6 +22,7 @@ from plait.ir.expr import free_symbols
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step, kernels_of
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
+from plait.tools.bits import bits_line, bits_of
 from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput, WrapperProgram
 from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
@@ -247,6 +248,8 @@ def _graph_head(g: CompileRecord) -> list[str]:
         lines.append(f"  {g.frozen}")
     if g.wrapper_reason:
         lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
+    if g.numerics != "default":
+        lines.append(f"  numerics {g.numerics!r}: {bits_line(g)}")
     if sizes := _dynamic(g):
         lines.append(f"  sizes that may vary: {', '.join(sizes)}")
     return [*lines, *recorded_lines(g.wrapper), f"  memory: {_memory(g)}"]
@@ -346,6 +349,8 @@ def _step(step: Step, g: CompileRecord) -> list[str]:
     line = step_summary(step)
     if isinstance(step, Extern) and step.fallback:
         line += f": {g.fallback_reasons[step.op]}"
+    if isinstance(step, Kernel):
+        line += f"; {bits_of(step, g)}"
     origin = step.origin if isinstance(step, (Kernel, Extern)) else ()
     return [line, *(f"    {o}" for o in origin)] if line else []
 

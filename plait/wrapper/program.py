@@ -43,7 +43,8 @@ class CompileRecord:
     tuned: a line a kernel that was to be tuned. ladder: what has no kernel of ours, and why: each
     operator once.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
-    got the program. frozen: what became of weights that are constants; "" where none are."""
+    got the program. frozen: what became of weights that are constants; "" where none are.
+    numerics: the option under which it was compiled."""
 
     name: str
     kind: str
@@ -58,6 +59,7 @@ class CompileRecord:
     ladder: tuple[Fallback, ...] = ()
     wrapper_reason: str = ""
     frozen: str = ""
+    numerics: str = "default"
 
     @property
     def fallback_reasons(self) -> dict[str, str]:

@@ -197,6 +197,10 @@ def shared_nbytes(gpu: Gpu) -> int:
 def gpu_of(device: str, cfg: Config) -> Gpu:
     """What kernels for a device are compiled for: the device at hand, which may be newer than what
     is known here, or what the option names. Raises UserError for an option that is no such name."""
+    return _gpu_of(device, cfg)._replace(joins=not cfg.keeps_bits)
+
+
+def _gpu_of(device: str, cfg: Config) -> Gpu:
     if cfg.gpu_arch == "auto":
         name = gpu_name(device)
         return next(d for d in DIALECTS.values() if name.startswith(d.begins)).gpu(name)

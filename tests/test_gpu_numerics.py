@@ -1,0 +1,48 @@
+"""Eager's bits on a GPU: kernels over op samples, and models in inference and training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests import bits
+from tests import opinfo_tools as tools
+from tests.test_numerics import EAGER, KERNELS, MODELS, step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=tools.name_of)
+def test_kernels_have_eagers_bits(op: Any) -> None:
+    assert bits.together(op, (torch.float32, torch.bfloat16, torch.int64), most=2, device="cuda")
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_eagers_bits(name: str, dtype: torch.dtype, train: bool) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    module = make().to("cuda", dtype).train(train)
+    x = inputs().cuda()
+    x = x.to(dtype) if x.is_floating_point() else x
+    other = copy.deepcopy(module)
+    wants = step(module, module, x, train)
+    torch._dynamo.reset()
+    gots = step(torch.compile(other, backend="plait", options=EAGER), other, x, train)
+    assert bits.equal(wants, gots)
+    assert bits.equal(wants, step(module, module, x, train)), "eager itself gives other bits"
+
+
+def test_products_and_sums_are_rounded_one_by_one() -> None:
+    """Their results in one kernel, where a GPU would like to round both at once."""
+    x, y, z = (torch.randn(1 << 16, device="cuda") for _ in range(3))
+
+    def fn(x: Any, y: Any, z: Any) -> Any:
+        return x * y + z, z - x * y, (x * y + z).to(torch.bfloat16) * 3 + 1
+
+    wants = [*fn(x, y, z)]
+    assert bits.equal(wants, [*bits.compiled(fn, strict=True)(x, y, z)])

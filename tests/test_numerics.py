@@ -1,0 +1,179 @@
+"""The option `numerics`: eager's bits, over op samples and models, and no rounding between
+operators of 16 bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+
+import plait
+from plait.lower.exact import ALWAYS
+from plait.runtime.cubin import SM_90, Job
+from plait.tools.bits import bits_of
+from tests import bits, models
+from tests import opinfo_tools as tools
+
+EAGER = {"numerics": "eager", "strict": True}
+KERNELS = [
+    op
+    for op in op_db
+    if op.name.removeprefix("nn.functional.") in {*ALWAYS, "add", "sub", "max", "amin"}
+    and "empty" not in op.name
+]
+"""Ops that become kernels: of others the call is eager's own."""
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=tools.name_of)
+def test_kernels_have_eagers_bits(op: Any) -> None:
+    """`python -m tests.bits` goes through all ops, dtypes and gradients."""
+    assert bits.together(op, (torch.float32, torch.bfloat16, torch.int64), most=2)
+
+
+def network() -> nn.Module:
+    """Convolutions, norms with running statistics, pooling and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, stride=2), nn.GroupNorm(4, 32), nn.SiLU(), nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def encoder() -> nn.Module:
+    """Attention with dropout, of which one lies in memory as a transposed tensor."""
+    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+
+def llama() -> nn.Module:
+    """With as many keys as queries: of fewer transformers runs other code when it is compiled."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    cfg = LlamaConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, hidden_size=64,
+        intermediate_size=128, vocab_size=211, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return models.Logits(LlamaForCausalLM(cfg))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "gpt2": (models.gpt2, lambda: models.tokens(2)),
+    "bert": (models.bert, lambda: models.tokens(2)),
+    "llama": (llama, lambda: models.tokens(2)),
+    "network": (network, lambda: torch.randn(2, 3, 31, 31)),
+    "encoder": (encoder, lambda: torch.randn(2, 17, 64)),
+}
+
+
+def step(call: Any, module: nn.Module, x: Tensor, train: bool) -> list[Tensor]:
+    """What a call gives, gradients and buffers too."""
+    torch.manual_seed(5)
+    module.zero_grad()
+    with torch.set_grad_enabled(train):
+        out = call(x)
+        out = out if isinstance(out, Tensor) else next(iter(out.values()))
+        if train:
+            out.float().pow(2).mean().backward()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    return [out.detach(), *grads, *module.buffers()]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_eagers_bits(name: str, dtype: torch.dtype, train: bool) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    module = make().to(dtype).train(train)
+    x = inputs()
+    x = x.to(dtype) if x.is_floating_point() else x
+    other = copy.deepcopy(module)
+    wants = step(module, module, x, train)
+    torch._dynamo.reset()
+    gots = step(torch.compile(other, backend="plait", options=EAGER), other, x, train)
+    assert bits.equal(wants, gots)
+
+
+def test_programs_without_dynamo_and_packages_have_them(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    module, x = network().eval(), torch.randn(2, 3, 31, 31)
+    with torch.no_grad():
+        want = module(x)
+        assert bits.same_bits(want, plait.compile(module, (x,), options=EAGER)(x))
+        plait.package(module, tmp_path / "one.plait", (x,), options=EAGER)
+        assert bits.same_bits(want, plait.load(tmp_path / "one.plait")(x))
+
+
+def test_folded_weights_have_other_bits(tmp_path: Any) -> None:
+    given = (network().eval(), (torch.randn(2, 3, 31, 31),))
+    with pytest.raises(plait.UserError, match="numerics='eager'"):
+        plait.compile(*given, freeze=True, options=EAGER)
+    with pytest.raises(plait.UserError, match="numerics='eager'"):
+        plait.package(given[0], tmp_path / "one.plait", given[1], fold=True, options=EAGER)
+
+
+def chain(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh((x * y + y) * 0.3) * x + y
+
+
+def cast(x: Tensor, y: Tensor) -> Tensor:
+    """The program says where it rounds."""
+    return (x * y).float().to(torch.bfloat16).float() + y.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_precise_rounds_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(64, 333).to(dtype) for _ in range(2))
+
+    def error(found: Tensor) -> float:
+        return float((found.double() - chain(x.double(), y.double())).norm())
+
+    precise = torch.compile(chain, backend="plait", options={"numerics": "precise"})(x, y)
+    once = chain(x.float(), y.float()).to(dtype)
+    assert error(precise) < 1.001 * error(once) < 0.9 * error(chain(x, y))
+    torch._dynamo.reset()
+    kept = torch.compile(cast, backend="plait", options={"numerics": "precise"})(x, y)
+    assert torch.equal(kept, cast(x.float(), y.float()))
+
+
+def test_loose_casts_are_read_back(tmp_path: Any) -> None:
+    from plait.ir.text import program_text, read_program
+
+    options = {"numerics": "precise", "debug_dir": str(tmp_path), "verify": True}
+    x = torch.randn(4, 8).bfloat16()
+    torch.compile(lambda x: (x * 2, (x * 2).exp() + x), backend="plait", options=options)(x)
+    (file,) = tmp_path.glob("*/2_loops.txt")
+    text = file.read_text()
+    assert "'loose'" in text and program_text(read_program(text)) == text
+
+
+def report(options: dict[str, Any]) -> Any:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.exp(x * 2 + 1) * w.sum() + F.relu(x)
+
+    return plait.explain(fn, torch.randn(8, 64), torch.randn(64), options=options, quiet=True)
+
+
+def test_explain_says_which_kernels_have_them() -> None:
+    from plait.schedule.plan import kernels_of
+
+    (g,) = report(EAGER).graphs
+    assert {bits_of(k, g) for k in kernels_of(g.plan)} == {"eager's bits"}
+    assert report(EAGER).extern_calls == {"aten::exp": 1, "aten::sum": 1}
+    found = report({})
+    said = {bits_of(k, g) for g in found.graphs for k in kernels_of(g.plan)}
+    assert any("exp" in s for s in said) and any("sum" in s for s in said)
+    assert "may have other bits than eager: sum" in found.details
+
+
+def test_a_gpu_keeps_products_and_sums_apart() -> None:
+    """Else its compiler rounds both at once, as eager's kernels of one operator each cannot."""
+    job = Job("k", "", {}, SM_90._replace(joins=False), 4)
+    assert '"enable_fp_fusion": false' in job.frame()
+    assert "enable_fp_fusion" not in Job("k", "", {}, SM_90, 4).frame()

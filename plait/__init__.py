@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from plait.runtime.package import Package as Package
     from plait.runtime.package import PackageError as PackageError
     from plait.runtime.package import load as load
+    from plait.tools.bisect import bisect as bisect
     from plait.tools.explain import explain as explain
     from plait.tools.page.command import report as report
     from plait.wrapper.watch import watch as watch
@@ -55,6 +56,7 @@ _HOME = {
     "Package": "plait.runtime.package",
     "PackageError": "plait.runtime.package",
     "load": "plait.runtime.package",
+    "bisect": "plait.tools.bisect",
     "explain": "plait.tools.explain",
     "report": "plait.tools.page.command",
     "watch": "plait.wrapper.watch",

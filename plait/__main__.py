@@ -14,6 +14,7 @@ from pathlib import Path
 import plait
 
 COMMANDS = {
+    "bisect": "where a compiled program leaves eager, relative to float64",
     "cache": "what lies in the folder of caches: list, verify, prune, export, import",
     "info": "what is in a package, or in a pack of kernels",
     "replay": "record what compiles were given and made, make it again, compare",

@@ -203,6 +203,13 @@ class Config:
     memory_planning: bool = flag(
         True, doc="place intermediates in a pooled arena and reuse dying buffers"
     )
+    without: str = flag(
+        "",
+        doc=(
+            "passes that are left out, ',' between their names, to find which of them is at fault "
+            "(plait.bisect does)"
+        ),
+    )
     # -- what a program checks at every call
     size_asserts: bool = flag(
         False, doc="dtype, sizes and strides of arguments are what was compiled for"

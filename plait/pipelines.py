@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -48,7 +48,7 @@ from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
 from plait.ir.calls import Extern, UserKernel, all_programs
 from plait.ir.expr import symbol
-from plait.ir.loops import LoopProgram
+from plait.ir.loops import LoopProgram, Reduction
 from plait.ir.verify import verify as verify_loops
 from plait.kernel.target import Choices, Forms, Machines, Measured, Source, Unaligned
 from plait.kernel.targets import TARGETS
@@ -152,16 +152,26 @@ CHANGES_BITS = frozenset[GraphPass](
 `lower/exact.py` does not let be."""
 
 
+def left_out(cfg: Config) -> frozenset[str]:
+    """The passes that a compilation does without. Raises UserError for a name of none."""
+    names = frozenset(filter(None, cfg.without.split(",")))
+    if wrong := names - {*LEAVABLE}:
+        raise UserError(
+            f"no pass {', '.join(sorted(wrong))} can be left out", hint=f"one of {LEAVABLE}"
+        )
+    return names
+
+
 def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:
-    off = set[GraphPass]()
+    names, off = left_out(cfg), set[GraphPass]()
     if cfg.draws_as_eager:  # eager's own operators draw
         off.add(replace_random)
     if cfg.keeps_bits:
         off |= CHANGES_BITS
     if not cfg.kernels:  # ATen's operators on layouts that eager would not hand them
         off.update(run for _, run in CONVOLUTIONS)
-    for _, run in passes:
-        if run not in off:
+    for name, run in passes:
+        if run not in off and name not in names:
             run(graph)
 
 
@@ -225,6 +235,22 @@ def split_joint(
     return compat.tracing.min_cut_partition(joint, joint_inputs, **kwargs)
 
 
+NEEDED = (
+    "know replaced",
+    "list items",  # lowering knows no lists
+    "order streams",
+    "replace random",  # eager_random does without it
+    "write out",  # of what there is no other way to compile
+    "write out bags",
+    "drop bags",
+    "widen logsumexp",
+    "save random",
+    "save compared",
+    "save old values",
+)
+"""Passes on graphs that no compilation can do without."""
+
+
 # -------------------------------------------------------------------------------------------- loops
 LOOPS = (
     "drop dead loops",
@@ -240,35 +266,63 @@ LOOPS = (
 """The steps of `schedule` that give a loop program."""
 
 
+LEAVABLE = tuple(
+    dict.fromkeys((
+        *(name for name, _ in (*JOINT, *GRAPH) if name not in NEEDED),
+        "join rows",
+        "inline",
+        "split readers",
+        "join readers",
+        "join operands",
+        "split reductions",
+        "fuse",
+        "fuse horizontally",
+        "split by size",
+        "pair products",
+    ))
+)  # fmt: skip
+"""What `Config.without` may name: all that only makes programs faster."""
+
+
 def schedule(
     program: LoopProgram, cfg: Config, log: Log = quiet, names: Names | None = None
 ) -> Plan:
     """From loops to kernels: the plan of a program and its subprograms. names: of kernels; None:
     new ones."""
-    bodies, names = Bodies(), names or Names()
+    bodies, names, off = Bodies(), names or Names(), left_out(cfg)
+
+    def may(
+        step: str, fn: Callable[Concatenate[T, P], T], x: T, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The step, or x where it is left out."""
+        return x if step in off else log(step, fn, x, *args, **kwargs)
+
     loops = log("drop dead loops", drop_dead_loops, program, bodies)
     loops = log("normal form", normalise, loops, bodies)
     # Before inlining, which would put what a product can take over into loops that it cannot.
-    loops = log("join rows", join_readers, loops, bodies, in_rows=True)
-    loops = log("inline", inline_loops, loops, cfg, bodies)
+    loops = may("join rows", join_readers, loops, bodies, in_rows=True)
+    loops = may("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
     # After both: what reads a concatenation has become one loop.
-    loops = log("split readers", split_readers, loops, bodies)
+    loops = may("split readers", split_readers, loops, bodies)
     # Before splitting, which asks what is contiguous.
     loops = log("settle layouts", settle_layouts, loops, bodies)
     # After it: a kernel of a product stores to strides.
-    loops = log("join readers", join_readers, loops, bodies, in_rows=False)
-    loops = log("join operands", join_operands, loops, bodies)
-    split = log("split reductions", split_reductions, loops, bodies)
+    loops = may("join readers", join_readers, loops, bodies, in_rows=False)
+    loops = may("join operands", join_operands, loops, bodies)
+    split: tuple[LoopProgram, dict[str, Reduction]] = (loops, {})
+    if "split reductions" not in off:
+        split = log("split reductions", split_reductions, loops, bodies)
     grouping = log("group loops", group_loops, split, bodies)
-    grouping = log("fuse", fuse, grouping, cfg)
+    grouping = may("fuse", fuse, grouping, cfg)
     ordered = log("order", order, grouping)
     # After the order is known: it must not let more memory be alive at once.
-    ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
+    if "fuse horizontally" not in off:
+        ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
     plan = log("make plan", make_plan, grouping, ordered, names)
-    plan = log("split by size", split_by_size, plan, names)
+    plan = may("split by size", split_by_size, plan, names)
     # Before memory is planned: what the first of a pair is given is needed for longer.
-    plan = log("pair products", pair_products, plan)
+    plan = may("pair products", pair_products, plan)
     plan = log("plan memory", plan_memory, plan, cfg)
     nested = tuple(schedule(p, cfg, log, names) for p in program.programs)
     final = replace(plan.program, programs=tuple(n.program for n in nested))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from plait.tools.measure import jitter
 from tests import warm
 from tests.fuzz.__main__ import run
-from tests.fuzz.check import Fault, _moved, _Run, check, compare
+from tests.fuzz.check import Fault, _Run, check, compare
 from tests.fuzz.make import generate
 from tests.fuzz.maker import Maker
 from tests.fuzz.pool import Worker
@@ -140,11 +141,11 @@ def test_what_rounding_decides_among_equal_numbers_is_no_fault() -> None:
 
 def test_nudges_keep_what_is_one_number_in_memory_one() -> None:
     x = torch.randn(3, 1, 2, generator=torch.Generator().manual_seed(1)).expand(3, 4, 2)
-    moved = _moved(x, 2.0**-24)
+    moved = jitter(x, 2.0**-24, 0)
     assert moved.dtype == torch.float64
     assert bool((moved == moved[:, :1]).all()) and bool((moved != x).all())
     assert bool(((moved - x).abs() <= x.abs() * 2.0**-24).all())
-    same = _moved(torch.ones(3, 4), 2.0**-24)  # 12 numbers
+    same = jitter(torch.ones(3, 4), 2.0**-24, 0)  # 12 numbers
     assert same.unique().numel() == 12
 
 

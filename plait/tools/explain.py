@@ -71,9 +71,9 @@ def explain(
         with _listening(records.append):
             # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is
             # compiled already.
-            result = torch.compile(_fresh_caller(original), backend=backend)(*args, **kwargs)
+            result = torch.compile(fresh_caller(original), backend=backend)(*args, **kwargs)
             if not any(r.kind == "backward" for r in records):
-                _run_backward(result, original, (args, kwargs))
+                run_backward(result, original, (args, kwargs))
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
@@ -129,7 +129,7 @@ def _listening(observer: Callable[[CompileRecord], None]) -> Iterator[None]:
         observers.reset(token)
 
 
-def _fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
+def fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls fn and whose code object nobody has seen: Dynamo keeps what it compiles
     by code object."""
 
@@ -140,7 +140,7 @@ def _fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, explained.__globals__, "explained", None, explained.__closure__)
 
 
-def _run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
+def run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
     """Backward graphs are compiled when they are first run."""
     outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     parameters = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []

@@ -36,6 +36,7 @@ import plait
 from plait.errors import InputError, InternalError, PlaitError, Unsupported, UserError
 from plait.graph import hidden_products, pack
 from plait.schedule import pair_products
+from plait.tools.measure import HALF, NUDGES, equal, further, jitter, real
 from plait.wrapper.program import CompileRecord, observers
 from tests.fuzz.program import Program, Road
 from tests.fuzz.traced import found_sizes, traced_strides
@@ -256,12 +257,14 @@ class _Run:
     def _backward(self, seen: _Seen) -> None:
         self.dtypes = self.dtypes or [getattr(x, "dtype", None) for x in seen.results]
         used = [
-            (x, _HALF.get(dtype, 2.0**-24))
+            (x, HALF.get(dtype, 2.0**-24))
             for x, dtype in zip(seen.results, self.dtypes, strict=False)
             if isinstance(x, Tensor) and x.requires_grad and not x.is_complex()
         ]
         if used:
-            ends = [_moved(x, most).sum() if _nudge else x.double().sum() for x, most in used]
+            ends = [
+                jitter(x, most, _nudge).sum() if _nudge else x.double().sum() for x, most in used
+            ]
             sum(ends, torch.zeros((), dtype=torch.float64, device=self.device)).backward()
         leaves = [x for x, wanted in zip(seen.inputs, self.grads, strict=True) if wanted]
         seen.grads = [x.grad if x.is_leaf else None for x in leaves]
@@ -533,7 +536,7 @@ class _Run:
             exact = self.outputs[k] not in self.inexact if what == "output" else not self.inexact
             place = "results" if what == "output" else "inputs"
             t = None if exact else next(iter(truths(what, place, k, (0,))), None)
-            moved = partial(truths, what, place, k, _NUDGES)
+            moved = partial(truths, what, place, k, NUDGES)
             b = self._in_order(call, e, k, b) if what == "output" else b
             compare(a, b, t, exact, f"{where}, {what} {k}", self.order, moved, overflows)
         if self.road.grad:
@@ -546,7 +549,7 @@ class _Run:
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
                 if a is not None and b is not None and not free:
                     t = next(iter(truths("output", "grads", k, (0,))), None)
-                    moved = partial(truths, "output", "grads", k, _NUDGES)
+                    moved = partial(truths, "output", "grads", k, NUDGES)
                     compare(a, b, t, False, f"{where}, gradient {k}", self.order, moved, overflows)
         self._metadata(call, e, g)
 
@@ -662,8 +665,8 @@ def compare(
     ]
     if any(a != b for _, a, b in strides):
         raise Fault(f"strides: {what}: (size, stride, stride of eager): {strides}")
-    e, g = _real(e), _real(g)
-    same = (g == e) | (g.isnan() & e.isnan())
+    e, g = real(e), real(g)
+    same = equal(g, e)
     if e.is_floating_point() and exact and not order & {"bounds", "matrices"}:
         same &= (g.signbit() == e.signbit()) | g.isnan()
     if bool(same.all()):
@@ -675,19 +678,10 @@ def compare(
         )
     if t is None:  # float64 cannot tell
         return
-    t = _real(t)
+    t = real(t)
     if t.shape != e.shape:
         return
-    dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
-    # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off
-    # elsewhere.
-    slack = (
-        2e-5
-        + (2e-5 + _UNIT.get(e.dtype, 0.0)) * t.abs().double()
-        + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
-    )
-    right = (g == t.to(g.dtype)) | (g.isnan() & t.isnan())
-    bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & ~right
+    bad = further(g, e, t)
     if "sums" in order:
         bad &= ~(t.isinf() & g.isnan())
         lost = g.isnan() | ~t.isfinite()
@@ -697,17 +691,9 @@ def compare(
         bad &= t.isfinite() & ~g.isnan()
     for other in nudged() if bool(bad.any()) else ():
         if other.shape == t.shape:
-            moved = (_real(other).double() - t.double()).abs()
-            if e.is_floating_point():
-                moved[_real(other).abs() > torch.finfo(e.dtype).max] = math.inf
-            bad &= ~(dg <= 2 * de + slack + 4 * moved.nan_to_num(0.0, math.inf))
+            bad &= further(g, e, t, real(other))
     if bool(bad.any()):
         raise Fault(f"wrong: {what}: plait {g[bad][:5]}, eager {e[bad][:5]}, float64 {t[bad][:5]}")
-
-
-def _real(x: Tensor) -> Tensor:
-    x = x.detach().resolve_conj().resolve_neg()
-    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _has_nan(x: Any) -> bool:
@@ -880,29 +866,13 @@ class _Module(_Wrapped):
 
 
 _nudge = 0  # which numbers are off, 0: none
-_NUDGES = range(1, 9)  # so many that of two numbers that cancel each is the greater in some
-_HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-_UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""In the last place: where a result of few digits lies between two of them, eager may be nearer by
-chance."""
-
-
-def _moved(x: Tensor, most: float) -> Tensor:
-    """x in float64 with all numbers a little larger or smaller: at most by this part of them. What
-    is one number in memory stays one: equal keys of `x.expand(n)` are equal however large they
-    are."""
-    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())]
-    by = torch.rand(
-        once.shape, generator=torch.Generator().manual_seed(_nudge), dtype=torch.float64
-    ).to(x.device)
-    return (once.double() * (1 + (2 * by - 1) * most)).expand(x.shape)
 
 
 def _up(x: Any) -> Any:
     """A float tensor as float64; all elements a little larger or smaller where they are to be
     nudged."""
     if isinstance(x, Tensor) and (_low(x) or _nudge and x.dtype == torch.float64):
-        return _moved(x, _HALF.get(x.dtype, 2.0**-24)) if _nudge else x.double()
+        return jitter(x, HALF.get(x.dtype, 2.0**-24), _nudge) if _nudge else x.double()
     return x.to(torch.complex128) if isinstance(x, Tensor) and x.dtype == torch.complex64 else x
 
 

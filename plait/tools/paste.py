@@ -1,0 +1,166 @@
+"""An FX graph as a script that can be pasted: a function of torch's operators, arguments by seed,
+and the comparison of plait with eager.
+
+Where numbers of a seed do not show what is to be shown, the script loads the values from a file
+that lies beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from plait.devices import facts_of
+from plait.tools.shrink import Piece
+
+SEEDS = (0, 1, 2, None)
+"""Of arguments, in the order in which they are tried; None: the values themselves."""
+MOST_NUMBERS = 64
+"""Of a tensor that is written out."""
+
+
+class NoText(Exception):
+    """What no script can hold."""
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """A script: its text, and the function and arguments that it makes."""
+
+    text: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def paste(
+    p: Piece,
+    options: Mapping[str, Any],
+    seed: int | None,
+    folder: Path,
+    check: str = "check(fn, *args",
+) -> Pasted:
+    """The script of a piece. seed: of arguments like those of the piece; None: its own, large ones
+    from a file in the folder. check: what is called in plait.tools.bisect. Raises NoText."""
+    names = [n.name for n in p.module.graph.find_nodes(op="placeholder")]
+    if seed is None:
+        lines = _saved(names, p.given, folder)
+    else:
+        made = [f"{n} = {like(x)}" for n, x in zip(names, p.given, strict=True)]
+        lines = [f"torch.manual_seed({seed})", *made]
+    args = f"args = ({', '.join(names)}{',' if len(names) == 1 else ''})"
+    head = ["import torch", "", "from plait.tools import bisect", "", ""]
+    text = "\n".join([*head, function_text(p.module), "", "", *lines, args, ""])
+    scope: dict[str, Any] = {}
+    exec(compile(text, "<pasted>", "exec"), scope)
+    end = f"raise SystemExit(bisect.{check}, options={dict(options)!r}))\n"
+    return Pasted(text + end, scope["fn"], scope["args"])
+
+
+def function_text(module: GraphModule) -> str:
+    """The graph as a function `fn`. Raises NoText."""
+    lines, names = [], []
+    for n in module.graph.nodes:
+        match n.op:
+            case "placeholder":
+                names.append(n.name)
+            case "call_function":
+                lines.append(f"    {n.name} = {_call(n)}")
+            case "output":
+                lines.append(f"    return {_text(n.args[0])}")
+            case _:
+                raise NoText(f"{n.op} of {n.target}")
+    return "\n".join([f"def fn({', '.join(names)}):", *lines])
+
+
+def _call(n: Node) -> str:
+    if n.target is operator.getitem:
+        return f"{_text(n.args[0])}[{_text(n.args[1])}]"
+    if isinstance(n.target, OpOverload):
+        name = f"torch.ops.{n.target}"
+    elif getattr(math, getattr(n.target, "__name__", ""), None) is n.target:
+        raise NoText(f"a function of sizes, {n.target}")
+    else:
+        raise NoText(f"a call of {n.target}")
+    words = [*map(_text, n.args), *(f"{k}={_text(v)}" for k, v in n.kwargs.items())]
+    return f"{name}({', '.join(words)})"
+
+
+def _text(x: Any) -> str:
+    match x:
+        case Node():
+            return x.name
+        case float() if not math.isfinite(x):
+            return f'float("{x}")'
+        case bool() | int() | float() | str() | None | complex():
+            return repr(x)
+        case torch.device():
+            return f'torch.device("{x}")'
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(x)
+        case tuple():
+            return f"({', '.join(map(_text, x))}{',' if len(x) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(_text, x))}]"
+    raise NoText(f"an argument of type {type(x).__name__}")
+
+
+# --------------------------------------------------------------------------------------- arguments
+def like(x: Any) -> str:
+    """An expression for an argument like x, by torch's generator."""
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
+        raise NoText(f"a tensor of type {type(x).__name__}")
+    size, place = tuple(x.shape), "" if facts_of(x.device).is_host else f', device="{x.device}"'
+    dense = x.is_contiguous()
+    n = 1 + sum((s - 1) * d for s, d in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    shape = size if dense else (n,)
+    text = _numbers(x, shape, place)
+    return text if dense else f"({text}).as_strided({size}, {tuple(x.stride())})"
+
+
+def _numbers(x: Tensor, shape: tuple[int, ...], place: str) -> str:
+    if x.dtype == torch.bool:
+        return f"torch.rand({shape}{place}) < 0.5"
+    if not x.is_floating_point() and not x.is_complex():
+        low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+        return f"torch.randint({low}, {high + 1}, {shape}, dtype={x.dtype}{place})"
+    made = f"torch.randn({shape}, dtype={x.dtype}{place})"
+    finite = x.detach()[x.detach().isfinite()] if x.numel() else x
+    if x.is_complex() or not finite.numel():
+        return made
+    size = float(finite.double().square().mean().sqrt())
+    scale = 0.0 if not size else float(f"{size:.1g}")
+    made = made if 0.3 <= size <= 3 else f"{made} * {scale}"
+    return f"({made}).abs()" if bool((finite >= 0).all()) else made
+
+
+def _saved(names: Sequence[str], given: Sequence[Any], folder: Path) -> list[str]:
+    """Lines that make exactly these arguments."""
+    lines, kept = [], {}
+    for name, x in zip(names, given, strict=True):
+        if not isinstance(x, Tensor):
+            lines.append(f"{name} = {x!r}")
+        elif x.numel() <= MOST_NUMBERS and x.is_contiguous() and facts_of(x.device).is_host:
+            numbers = str(x.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
+            lines.append(f"{name} = torch.tensor({numbers}, dtype={x.dtype})")
+        else:
+            kept[name] = x.detach()
+            lines.append(f'{name} = saved["{name}"]')
+    if not kept:
+        return lines
+    digest = hashlib.sha256(b"".join(x.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                            .tobytes() for x in kept.values())).hexdigest()  # fmt: skip
+    file = folder.absolute() / f"arguments_{digest[:8]}.pt"
+    torch.save(kept, file)
+    return [f'saved = torch.load("{file}")', *lines]

@@ -1,0 +1,140 @@
+"""Graphs that a function is compiled into, as text, with what they were called with: from there on
+each is compiled alone, in as many ways as one likes.
+
+The text is that of `plait replay` (`graph/text.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
+
+from plait.capture.backend import plait_backend
+from plait.config import Config
+from plait.graph.captured import Captured
+from plait.graph.text import read_given
+from plait.pipelines import LEAVABLE, clean_graph
+from plait.tools.explain import fresh_caller, run_backward
+from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.program import Artifacts, Loaded
+from plait.wrapper.show import GIVEN, GIVEN_TENSORS
+from plait.wrapper.targets import TARGETS
+
+
+def changes(cfg: Config) -> dict[str, Any]:
+    """The options that differ from the defaults."""
+    return {k: v for k, v in vars(cfg).items() if v != getattr(Config(), k)}
+
+
+def in_key(cfg: Config) -> dict[str, Any]:
+    """Those that change what is built."""
+    return {k: v for k, v in cfg.key() if k in changes(cfg)}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph that was compiled: what plait was given as text, and what it was called with
+    first."""
+
+    name: str
+    text: str
+    tensors: Mapping[str, Tensor]
+    inputs: tuple[Any, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the text holds the graph."""
+        return '"no_text"' not in self.text
+
+    def captured(self) -> Captured:
+        """The graph as it came, a new one each time."""
+        return read_given(self.text, self.tensors)[0]
+
+    def bare(self, cfg: Config) -> GraphModule:
+        """The graph after the passes that nothing can do without."""
+        return clean_graph(self.captured(), replace(cfg, without=",".join(LEAVABLE))).graph
+
+    def copies(self) -> tuple[Any, ...]:
+        """Inputs for a call."""
+        return tuple(_copied(list(self.inputs)))
+
+
+def record(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    cfg: Config,
+    dynamic: bool | None = None,
+) -> list[Recorded]:
+    """Compiles fn and calls it once, on copies of its arguments; the graphs that ran, in order.
+    dynamic: as for torch.compile."""
+    calls: dict[str, tuple[Any, ...]] = {}
+
+    def target(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
+        return _Recorder(program.name, TARGETS["python"](program, artifacts), calls)
+
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = {**changes(cfg), "wrapper": "python", "debug_dir": folder}
+
+        def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return plait_backend(gm, inputs, options=chosen, target=target)
+
+        fn = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
+        args, kwargs = _copied(args), _copied(dict(kwargs))
+        compiled = torch.compile(fresh_caller(fn), backend=backend, dynamic=dynamic)
+        result = compiled(*args, **kwargs)
+        if not any(name.startswith("backward") for name in calls):
+            run_backward(result, fn, (args, kwargs))
+        return [_read(Path(folder) / name, inputs) for name, inputs in calls.items()]
+
+
+def _read(folder: Path, inputs: tuple[Any, ...]) -> Recorded:
+    tensors = folder / GIVEN_TENSORS
+    held = torch.load(tensors, weights_only=True) if tensors.is_file() else {}
+    return Recorded(folder.name, (folder / GIVEN).read_text(), held, inputs)
+
+
+class _Recorder:
+    """A program that keeps what it was called with first."""
+
+    def __init__(self, name: str, loaded: Loaded, calls: dict[str, tuple[Any, ...]]) -> None:
+        def boxed(args: list[Any]) -> tuple[Any, ...]:
+            calls.setdefault(name, _copied(tuple(args)))
+            made: tuple[Any, ...] = loaded.boxed(args)
+            return made
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        self.boxed: Any = boxed
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = self.boxed(list(args))
+        return made
+
+
+def _copied(values: Any) -> Any:
+    """The same nest, with tensors of their own that lie as these do."""
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        made = x.detach().clone() if x.layout != torch.strided else _as_laid_out(x.detach())
+        return made.requires_grad_(x.requires_grad) if x.is_leaf else made
+
+    return tree_map(copied, values)
+
+
+def _as_laid_out(x: Tensor) -> Tensor:
+    if type(x) is not Tensor or any(
+        s == 0 and n > 1 for n, s in zip(x.shape, x.stride(), strict=True)
+    ):
+        return x.clone()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

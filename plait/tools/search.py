@@ -1,0 +1,283 @@
+"""The first value of a compiled graph that is wrong for what its kernel was given.
+
+The graph is compiled alone and called, watched. Each value that a kernel makes is computed again
+from what that kernel was given, as plait computed it: by eager's operators, and in float64, on the
+graph without the passes that can be left out. So a kernel that passes an early error on is not
+blamed. `measure.py` has the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from plait.capture.program import compile_graph
+from plait.config import Config
+from plait.graph.edit import aten, output_of
+from plait.lower.calls import where_of
+from plait.pipelines import clean_graph
+from plait.tools.evaluate import Unknown, Values, draws
+from plait.tools.measure import NUDGES, TOLERANCE, further, real
+from plait.tools.recorded import Recorded
+from plait.tools.shrink import Piece, cut_out
+from plait.wrapper import instructions as ins
+from plait.wrapper.program import Program
+from plait.wrapper.walk import defined, used
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A value that plait computes and that is further from float64 than eager's.
+
+    graph: the name of its graph. kernel: what computes it; operators: those of ATen in it, with
+    source lines. node: the FX node whose value it is. where: its source line. at: the worst
+    element. plait, eager, float64: that element. n_wrong, numel: elements. piece: what computes
+    it alone, from what the kernel was given."""
+
+    graph: str
+    kernel: str
+    operators: str
+    node: str
+    where: str
+    at: tuple[int, ...]
+    plait: object
+    eager: object
+    float64: object
+    n_wrong: int
+    numel: int
+    piece: Piece = field(compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """A few lines."""
+        return "\n".join((
+            f"{self.graph}: {self.kernel} makes {self.node}, {self.n_wrong} of {self.numel} wrong",
+            f"  of {self.operators}",
+            *([f"  at {self.where}"] if self.where else []),
+            f"  element {list(self.at)}: plait {self.plait}, eager {self.eager}, "
+            f"float64 {self.float64}",
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a compiled graph did: its values in the order in which they were made, and the tensors
+    and numbers that it gave."""
+
+    program: Program
+    seen: Sequence[tuple[str, str, Tensor]]
+    results: Sequence[Any]
+    inputs: Sequence[Any]
+
+
+def _run(graph: Recorded, cfg: Config) -> _Ran:
+    seen: list[tuple[str, str, Tensor]] = []
+
+    def watcher(node: str, label: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            seen.append((node, label, tensor.detach().clone()))
+
+    program = compile_graph(replace(graph.captured(), watcher=watcher), cfg)
+    inputs = graph.copies()
+    with torch.no_grad():
+        results = program.call(*inputs)
+    return _Ran(program, seen, results, inputs)
+
+
+@dataclass
+class Search:
+    """What became of a graph. suspects: values, in the order in which kernels make them, that are
+    wrong for what their kernel was given, if they are what their node was in the graph as it came.
+    n_compared: values that were looked at. passed_over: those that eager cannot compute."""
+
+    suspects: list[Wrong] = field(default_factory=list)
+    n_compared: int = 0
+    passed_over: list[str] = field(default_factory=list)
+
+
+def search_graph(graph: Recorded, cfg: Config) -> Search:
+    """Compiles a graph, calls it and looks through its values."""
+    found = Search(passed_over=[] if graph.is_known else [f"{graph.name}, which has no text"])
+    if graph.is_known:
+        searcher = _Searcher(graph, cfg, found)
+        searcher.look_at_values()
+        searcher.look_at_results()
+    return found
+
+
+def wrong_result(graph: Recorded, cfg: Config) -> Wrong | None:
+    """The first result of a graph that is wrong for its arguments, which is beyond doubt."""
+    found = Search()
+    if graph.is_known:
+        _Searcher(graph, cfg, found).look_at_results()
+    return next(iter(found.suspects), None)
+
+
+class _Searcher:
+    """Looks through one graph in the order of its program."""
+
+    def __init__(self, graph: Recorded, cfg: Config, found: Search) -> None:
+        self.name, self.found = graph.name, found
+        self.ran = _run(graph, cfg)
+        self.right = graph.bare(cfg)
+        self.cleaned = clean_graph(graph.captured(), cfg).graph
+        self.cleaned_nodes = {n.name: n for n in self.cleaned.graph.nodes}
+        self.nodes = {n.name: n for n in self.right.graph.nodes if n.op == "call_function"}
+        self.inputs = {n.name: n for n in self.right.graph.find_nodes(op="placeholder")}
+        self.alike = _alike(self.right)
+        # What plait computed, by the names of nodes that mean what they meant.
+        self.known: dict[str, Any] = dict(zip(self.inputs, graph.inputs, strict=True))
+        self.made_of: dict[str, frozenset[str]] = {}  # buffer -> the known nodes that made it
+
+    def look_at_values(self) -> None:
+        """What kernels and operators make."""
+        seen = list(reversed(self.ran.seen))
+        for i in self.ran.program.record.wrapper.body:
+            if not isinstance(i, ins.Hook):
+                self._follow(i)
+            elif seen and seen[-1][:2] == (i.node, i.label):  # an operator may leave a result out
+                self._look(i.tensor, *seen.pop())
+
+    def look_at_results(self) -> None:
+        """What the graph returns, and the arguments that it writes."""
+        outs: Any = output_of(self.right.graph).args[0]
+        for node, value in zip(outs, self.ran.results, strict=True):
+            if isinstance(node, Node) and node.op == "call_function" and isinstance(value, Tensor):
+                self._judge(node, value, "the program", frozenset())
+        after = dict(zip(self.inputs.values(), self.ran.inputs, strict=True))
+        for node in self.nodes.values():
+            if node.target is aten.copy_.default and node.args[0] in after:
+                self._judge(node, after[node.args[0]], "the program", frozenset())
+
+    def _follow(self, i: ins.Instr) -> None:
+        """What an instruction makes is made of what it uses."""
+        if isinstance(i, ins.Alloc | ins.Place | ins.Reuse):
+            return
+        of = frozenset[str]().union(*(self.made_of.get(u, frozenset()) for u in used(i)))
+        for name in (*defined(i), *getattr(i, "outs", ()), *getattr(i, "into", ())):
+            self.made_of[name] = self.made_of.get(name, frozenset()) | of
+
+    def _look(self, buffer: str, name: str, label: str, value: Tensor) -> None:
+        """At a value that the program shows."""
+        if name in self.nodes:  # else it is a part of others
+            node, of = self.nodes[name], self.made_of.get(buffer, frozenset())
+            self._judge(node, value, label, of)
+            if self._means_the_same(node, value, of):
+                self.made_of[buffer] = frozenset({name})
+                self.known |= dict.fromkeys(self.alike[name], value)
+
+    def _known_to(self, of: frozenset[str]) -> dict[str, Any]:
+        """What is known of these nodes, inputs and random numbers."""
+        names = {*self.inputs}.union(*(self.alike[n] for n in of))
+        return {
+            k: v
+            for k, v in self.known.items()
+            if k in names or k in self.nodes and draws(self.nodes[k])
+        }
+
+    def _means_the_same(self, node: Node, value: Tensor, of: frozenset[str]) -> bool:
+        """Whether the node after the passes is, in float64, what its namesake was before them."""
+        after = self.cleaned_nodes
+        if draws(node):
+            return True
+        given = {after[k]: v for k, v in self._known_to(of).items() if k in after}
+        try:
+            now = Values(self.cleaned, given, wide=True).of(after[node.name])[0]
+            return self._compare(node, now.to(value.dtype), of) is None
+        except (Unknown, KeyError):
+            return False
+
+    def _judge(self, node: Node, value: Tensor, label: str, of: frozenset[str]) -> None:
+        """Whether a value of a node is wrong."""
+        if draws(node):
+            return
+        try:
+            worst = self._compare(node, value, of)
+        except Unknown:
+            self.found.passed_over.append(node.name)
+            return
+        self.found.n_compared += 1
+        if worst is not None:
+            kernel, _, operators = label.partition(" (")
+            alone = cut_out(self.right, self._given(node, of), [node])
+            self.found.suspects.append(
+                Wrong(
+                    self.name, kernel, operators.removesuffix(")"), node.name, where_of(node),
+                    *worst, piece=alone,
+                )
+            )  # fmt: skip
+
+    def _compare(self, node: Node, g: Tensor, of: frozenset[str]) -> _Worst | None:
+        """The worst element of g where it is no value of a node, for what is made of these nodes.
+        Raises Unknown."""
+        given = self._given(node, of)
+
+        def wide(seed: int) -> Tensor:
+            made: Tensor = Values(self.right, given, wide=True, seed=seed).of(node)[0]
+            return made
+
+        return _worst(g, Values(self.right, given).of(node)[0], wide(0), wide)
+
+    def _given(self, node: Node, of: frozenset[str]) -> dict[Node, Any]:
+        nodes = self.nodes | self.inputs
+        return {nodes[k]: v for k, v in self._known_to(of).items() if nodes[k] is not node}
+
+
+def _alike(module: GraphModule) -> dict[str, tuple[str, ...]]:
+    """The name of a node -> the names of all that compute the same: `merge common` leaves one."""
+    number: dict[Node, int] = {}
+    numbers: dict[str, int] = {}
+    names: dict[int, list[str]] = {}
+
+    def numbered(a: Any) -> Any:
+        return ("node", number[a]) if isinstance(a, Node) else a
+
+    for n in module.graph.nodes:
+        own = n.op != "call_function" or draws(n)
+        key = n.name if own else f"{n.target} {map_aggregate((n.args, n.kwargs), numbered)}"
+        number[n] = numbers.setdefault(key, len(numbers))
+        names.setdefault(number[n], []).append(n.name)
+    return {name: tuple(some) for some in names.values() for name in some}
+
+
+class _Worst(NamedTuple):
+    """The element that is furthest from float64's, and how many are wrong."""
+
+    at: tuple[int, ...]
+    plait: object
+    eager: object
+    float64: object
+    n_wrong: int
+    numel: int
+
+
+def _worst(g: Tensor, e: Tensor, t: Tensor, wide: Callable[[int], Tensor]) -> _Worst | None:
+    """The worst element of g that is wrong. wide: t of numbers that are a little off, by seed."""
+    if (g.shape, g.dtype) != (e.shape, e.dtype):
+        have, want = (f"{x.dtype} {list(x.shape)}" for x in (g, e))
+        return _Worst((), have, want, want, g.numel(), e.numel())
+    if t.shape != e.shape or not g.numel():
+        return None
+    g, e, t = real(g), real(e), real(t)
+    size = t.double()[t.isfinite()].abs()
+    least = TOLERANCE * min(1.0, float(size.amax()) if size.numel() else 1.0)
+    bad = further(g, e, t, least=least)
+    for seed in NUDGES:
+        if not bool(bad.any()):
+            return None
+        other = real(wide(seed))
+        if other.shape == t.shape:
+            bad &= further(g, e, t, other, least)
+    if not bool(bad.any()):
+        return None
+    off = (g.double() - t.double()).abs().nan_to_num(float("inf"), float("inf"))
+    flat = int(torch.where(bad, off, -1.0).argmax())
+    at = tuple(int(k) for k in torch.unravel_index(torch.tensor(flat), bad.shape))
+    here, eager, float64 = (x[at].item() for x in (g, e, t))
+    return _Worst(at, here, eager, float64, int(bad.sum()), bad.numel())

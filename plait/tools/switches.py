@@ -1,0 +1,65 @@
+"""The smallest set of passes, options and kernels without which a program is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config import Config
+from plait.pipelines import LEAVABLE
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What the compiler may do without. changes: of the configuration."""
+
+    name: str
+    changes: Mapping[str, Any]
+
+
+OPTIONS = (
+    Switch("options cuda_graphs", {"cuda_graphs": False}),
+    Switch("options autotune", {"autotune": False}),
+    Switch("options memory_planning", {"memory_planning": False}),
+    Switch("options small_matmul_flops", {"small_matmul_flops": 0}),
+    Switch("vector instructions (isa)", {"isa": "portable"}),
+    Switch("the C++ compiler's optimisations (opt_level)", {"opt_level": 0}),
+)
+KERNELS = Switch("kernels (a rule in plait/lower, or how they are written)", {"kernels": False})
+
+
+def without(cfg: Config, switches: Sequence[Switch]) -> Config:
+    """The configuration without these."""
+    passes = [s.name for s in switches if not s.changes]
+    changes = {k: v for s in switches for k, v in s.changes.items()}
+    names = [*filter(None, cfg.without.split(",")), *passes]
+    return replace(cfg, **changes, without=",".join(dict.fromkeys(names)))
+
+
+def find_switches(cfg: Config, is_right: Callable[[Config], bool]) -> tuple[str, ...]:
+    """The smallest set without which a program is right: of passes, else of passes and options,
+    else kernels; () if it never is."""
+    passes = [Switch(name, {}) for name in LEAVABLE]
+    for switches in (passes, [*passes, *OPTIONS], [KERNELS]):
+        if is_right(without(cfg, switches)):
+            small = _smallest(switches, lambda some: is_right(without(cfg, some)))
+            return tuple(s.name for s in small)
+    return ()
+
+
+def _smallest(all_of: Sequence[Switch], enough: Callable[[Sequence[Switch]], bool]) -> list[Switch]:
+    """A subset that is enough and of which nothing can go, by halves, quarters and so on."""
+    kept, n = list(all_of), 2
+    while len(kept) > 1:
+        size = -(-len(kept) // n)
+        parts = [kept[k : k + size] for k in range(0, len(kept), size)]
+        rests = [[s for s in kept if s not in part] for part in parts] if n > 2 else []
+        found = next((some for some in (*parts, *rests) if enough(some)), None)
+        if found is not None:
+            kept, n = found, 2 if found in parts else max(n - 1, 2)
+        elif size == 1:
+            break
+        else:
+            n = min(2 * n, len(kept))
+    return kept

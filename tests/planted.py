@@ -1,0 +1,109 @@
+"""Faults of the compiler, planted in this process: what finds faults has to find these.
+
+`python -m tests.planted NAME FILE ARGUMENTS` plants one and runs a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule
+
+from plait import pipelines
+from plait.graph.edit import aten, replace
+from plait.ir.loops import Pointwise
+from plait.ir.maths import tanh
+from plait.kernel.cpu import prelude
+from plait.lower import core
+from plait.lower.elementwise import FLOAT, elementwise
+from plait.lower.graph import load_rules
+from plait.schedule import fuse
+
+
+def rule() -> Any:
+    """tanh is too large by a hundredth."""
+    load_rules()
+
+    def planted(ctx: Any, x: Any) -> Any:
+        return elementwise(ctx, lambda v: tanh(v) * 1.01, (x,), FLOAT)
+
+    return mock.patch.dict(core.RULES, {aten.tanh.default: planted})
+
+
+def emitter() -> Any:
+    """exp in kernels of a CPU is too large by a thousandth."""
+    write = prelude._defined
+
+    def planted(*args: Any) -> str:
+        return write(*args).replace("p, r) + 1.0f, n)", "p, r) + 1.001f, n)")
+
+    return mock.patch.object(prelude, "_defined", planted)
+
+
+def reduction() -> Any:
+    """Sums leave their first element out."""
+    load_rules()
+    old = core.RULES[aten.sum.dim_IntList]
+
+    def planted(ctx: Any, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        (d,) = dim
+        d %= len(x.shape)
+        slice_ = core.RULES[aten.slice.Tensor]
+        return old(ctx, slice_(ctx, x, d, 1, x.shape[d]), dim, keepdim, **kwargs)
+
+    return mock.patch.dict(core.RULES, {aten.sum.dim_IntList: planted})
+
+
+def graph_pass() -> Any:
+    """The pass that drops copies drops those that cut off the digits of a number."""
+
+    def drops(gm: GraphModule) -> int:
+        found = gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+        cuts = [n for n in found if n.kwargs.get("dtype") == torch.int32]
+        for n in cuts:
+            x = n.args[0]
+            for user in list(n.users):
+                replace(user, x)
+            replace(n, x)
+        return len(cuts)
+
+    passes = tuple((n, drops if n == "drop no-ops" else p) for n, p in pipelines.GRAPH)
+    return mock.patch.object(pipelines, "GRAPH", passes)
+
+
+def fusion() -> Any:
+    """A pointwise loop that joins a kernel comes out negated."""
+    join = fuse._Fuser._join
+
+    def planted(self: Any, a: int, b: int, host: Any, guest: Any, found: Any) -> None:
+        members = [
+            dataclasses.replace(m, loop=dataclasses.replace(m.loop, body=-m.loop.body))
+            if isinstance(m.loop, Pointwise) and m.loop.body.dtype.name == "f32" else m
+            for m in guest.group.members
+        ]  # fmt: skip
+        guest.group.members, guest.members = members, {m.op: m for m in members}
+        join(self, a, b, host, guest, found)
+
+    return mock.patch.object(fuse._Fuser, "_join", planted)
+
+
+PLANTS: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (rule, emitter, reduction, graph_pass, fusion)
+}
+
+
+def main() -> None:
+    name, file, *rest = sys.argv[1:]
+    sys.argv = [file, *rest]
+    with PLANTS[name]():
+        runpy.run_path(file, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

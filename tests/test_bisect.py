@@ -1,0 +1,208 @@
+"""`plait.bisect` names the kernel, its source line and the pass of planted faults, prints a script
+that shows them in a process of its own, and blames nobody where nothing is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait
+import plait.__main__
+from plait.config import Config
+from plait.errors import UserError
+from plait.pipelines import LEAVABLE
+from plait.tools.switches import Switch, _smallest
+from tests import warm
+from tests.planted import PLANTS
+
+ROOT = Path(__file__).parent.parent
+
+
+def planted(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Several kernels; each planted fault is in the first."""
+    y = F.layer_norm(x @ w, (16,))
+    z = torch.tanh(y) + y.exp()
+    z = z / z.sum(-1, keepdim=True)
+    k = (z * 9).to(torch.int32).float() + z
+    r = torch.flip(k.sin(), [0]) + k.sin().roll(1, 1)
+    return F.layer_norm(r, (16,)).softmax(0), r.cumsum(0)
+
+
+EXPECTED = {
+    "rule": ("aten.tanh.default", "kernels"),
+    "emitter": ("aten.tanh.default", "vector instructions (isa)"),  # tanh calls exp
+    "reduction": ("aten.sum.dim_IntList", "kernels"),
+    "graph_pass": ("aten._to_copy.default", "drop no-ops"),
+    "fusion": ("aten.mm.default", "fuse"),
+}
+"""Fault -> the operator in the script, and what a compile without is right."""
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_planted_faults_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with PLANTS[name]():
+        found = plait.bisect(planted, torch.randn(12, 16), torch.randn(16, 16))
+    assert found is not None
+    operator, switch = EXPECTED[name]
+    assert operator in found.script and found.script.count("torch.ops.") <= 3
+    assert len(found.switches) == 1 and found.switches[0].startswith(switch)
+    # The line of the last operator in the first kernel.
+    lines, first = inspect.getsourcelines(planted)
+    at = next(k for k, line in enumerate(lines) if ".sin()" in line)
+    assert found.wrong.where.startswith(f"test_bisect.py:{first + at}")
+    assert found.text in (printed := capsys.readouterr().out) and found.script in printed
+
+    script = tmp_path / "script.py"
+    script.write_text(found.script)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    bad = warm.run("-m", "tests.planted", name, script, env=env, cwd=tmp_path)
+    assert (bad.returncode, bad.stderr) == (1, "") and "element" in bad.stdout
+    good = warm.run(script, env=env, cwd=tmp_path)
+    assert good.returncode == 0, good.stderr
+
+
+def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
+    """A fault in the backward graph: what passes it on is as far from eager, and is not wrong."""
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return ((torch.tanh(x @ w) @ w).softmax(-1) @ w).sum()
+
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64) / 8
+    with PLANTS["rule"]():
+        found = plait.bisect(fn, x, w, options={"small_matmul_flops": 0}, quiet=True)
+    assert found is not None and "tanh" in found.wrong.operators
+    assert found.wrong.node.startswith("tanh") and found.wrong.graph.startswith("forward")
+    assert "small_matmul_flops" in found.script
+
+
+class Block(nn.Module):
+    """Attention with a mask, dropout, and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT / 8**0.5).masked_fill(~mask[:, None, None], float("-inf"))
+        x = x + self.out((self.drop(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+        x = x + self.drop(self.down(F.gelu(self.up(self.two(x)))))
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_nobody_is_blamed_for_rounding(
+    dtype: torch.dtype, training: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dropout, rows of a mask that are almost empty, forward and backward graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, 50, (3, 9)), torch.arange(9) < torch.tensor([[9], [5], [1]])
+    block = Block().to(dtype).train(training)
+    with torch.set_grad_enabled(training):
+        assert plait.bisect(block, ids, mask) is None
+    graphs, values = map(int, re.findall(r"\d+", capsys.readouterr().out))
+    assert graphs == 1 + training and values > 5 + 20 * training
+
+
+def test_what_is_left_out_by_halves_is_the_smallest_set() -> None:
+    switches = [Switch(str(k), {}) for k in range(21)]
+    for wanted in ({3}, {20}, {0, 13}, {4, 5, 19}):
+        asked = 0
+
+        def enough(some: Any, wanted: set[int] = wanted) -> bool:
+            nonlocal asked
+            asked += 1
+            return wanted <= {int(s.name) for s in some}
+
+        assert {int(s.name) for s in _smallest(switches, enough)} == wanted
+        assert len(wanted) > 1 or asked <= 12
+
+
+@pytest.mark.parametrize("names", [*LEAVABLE, ",".join(LEAVABLE)], ids=lambda n: n[:20])
+def test_every_pass_can_be_left_out(names: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LogSoftmax(-1),
+    )
+    x = torch.randn(2, 3, 8, 8)
+    seen = []
+    for run in (net, torch.compile(net, backend="plait", options={"without": names})):
+        net.zero_grad()
+        y = run(x) * run(x + 1)
+        y.pow(2).sum().backward()
+        seen.append([y, *(p.grad for p in net.parameters())])
+    for got, want in zip(*seen, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_left_out_is_said() -> None:
+    torch._dynamo.reset()
+    for name in ("save old values", "no pass at all"):
+        compiled = torch.compile(torch.sin, backend="plait", options={"without": name})
+        with pytest.raises(UserError, match=f"no pass {name} can be left out"):
+            compiled(torch.randn(3))
+
+
+def test_arguments_and_modules_stay_as_they_are() -> None:
+    torch._dynamo.reset()
+    norm, x = nn.BatchNorm1d(4), torch.randn(8, 4, requires_grad=True)
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.norm(x) + y.add_(1)
+
+    y = torch.zeros(8, 4)
+    before = {k: v.clone() for k, v in norm.state_dict().items()}
+    assert plait.bisect(Adds(), x, y, quiet=True) is None
+    assert not y.any() and x.grad is None and norm.weight.grad is None
+    assert all(torch.equal(v, before[k]) for k, v in norm.state_dict().items())
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\nfn, args = torch.sin, (torch.ones(3),)\n"
+        "def other():\n    return torch.tanh, (torch.ones(3),)\n"
+    )
+    for script, options, fault, status in (
+        (f"{file}", [], "rule", 0),
+        (f"{file}:other", ["--option", "opt_level=1"], "rule", 1),
+    ):
+        with PLANTS[fault](), pytest.raises(SystemExit) as end:
+            plait.__main__.main(["bisect", script, *options])
+        assert end.value.code == status
+        printed = capsys.readouterr().out
+        assert ("nothing found" in printed) == (status == 0)
+    assert "options={'opt_level': 1}" in printed
+    assert Config().without == ""

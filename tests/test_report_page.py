@@ -272,6 +272,32 @@ def test_a_block_is_reported_on_however_it_ends(tmp_path: Path) -> None:
         pass
 
 
+N_CALLS = 0
+
+
+@torch.library.custom_op("plaittest::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """An operator that does more than compute, as those of ranks do that wait for each other."""
+    global N_CALLS
+    N_CALLS += 1
+    return x + 1
+
+
+@counted.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_may_do_more_than_compute_runs_as_often_as_without(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    before = N_CALLS
+    with torch.no_grad(), plait.report(tmp_path / "page.html"):
+        torch.compile(lambda x: counted(x.sin()).cos(), backend="plait")(torch.ones(100))
+    assert N_CALLS == before + 1
+    text = (tmp_path / "page.html").read_text()
+    assert "Kernels are not timed: it calls plaittest::counted, which may do more" in text
+
+
 def test_nothing_is_loaded_that_nobody_asked_for(tmp_path: Path) -> None:
     code = f"{COMPILES}import sys; print([m for m in sys.modules if 'plait.tools' in m])"
     assert warm.run("-c", code, env=os.environ, cwd=tmp_path).stdout == "[]\n"

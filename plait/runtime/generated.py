@@ -26,7 +26,7 @@ from plait._native import launch_cubin, load_cubin
 from plait.runtime.functions import FUNCTIONS as FUNCTIONS
 from plait.runtime.mathtable import NAMES
 from plait.runtime.timing import Boxed as Boxed
-from plait.runtime.timing import Watch
+from plait.runtime.timing import Watch, gpu_ns
 from plait.runtime.timing import benchmark as benchmark
 from plait.runtime.timing import load_constants as load_constants
 from plait.runtime.timing import random_tensor as random_tensor
@@ -103,6 +103,7 @@ class GpuKernel:
         self.pack: Library | None = pack  # until it is loaded, at the first call
         self.name, self.device = name, torch.device(device)
         self.loaded: object = None
+        self.watch: Watch | None = None  # who times every run
 
     def __call__(
         self,
@@ -120,7 +121,12 @@ class GpuKernel:
                     loadable(pack), self.name, self.device.index, len(used) + len(sizes)
                 )
                 self.pack = None
-            launch_cubin(self.loaded, [t.data_ptr() for t in used], list(sizes), grid)
+            given = [t.data_ptr() for t in used], list(sizes), grid
+            if self.watch is None:
+                launch_cubin(self.loaded, *given)
+            else:
+                ns = gpu_ns(lambda: launch_cubin(self.loaded, *given))
+                self.watch.ran(self.name, ns, used, 0)
         for k in writes:
             if used[k] is not tensors[k]:
                 tensors[k].copy_(used[k])

@@ -3,8 +3,9 @@ its kernels and tells them.
 
 In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels
 are timed on copies of the first call's inputs, by the Python target of the same program, and the
-random state is put back: the call itself sees nothing of it. A program that calls Python functions
-is not timed, since those would run once more.
+random state is put back: the call itself sees nothing of it. A program that calls Python functions,
+or operators that may do more than compute (the user's, or those that wait for other ranks), is not
+timed, since those would run once more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from plait.devices import facts_of
 from plait.log import KERNELS, PassLog
 from plait.runtime.load import Libraries
 from plait.runtime.timing import Boxed, table, time_kernels
-from plait.wrapper.instructions import DefineKernel, Launch, WrapperProgram
+from plait.wrapper.calltext import TORCHS_OWN
+from plait.wrapper.instructions import CallExtern, DefineKernel, Launch, WrapperProgram
 from plait.wrapper.program import Loaded, is_timed, timers
 from plait.wrapper.python import load_python, make_python
 
@@ -53,15 +55,22 @@ def measured(
     tells them at its first call."""
     if not is_timed(log) or not any(isinstance(i, Launch) for i in program.body):
         return loaded
-    if any(isinstance(i, DefineKernel) and not facts_of(i.device).is_host for i in program.body):
-        return _untimed(log, loaded, "they run on a GPU")
     if program.n_callables or program.programs:
         return _untimed(log, loaded, "it calls Python or subprograms")
+    called = {i.op for i in program.body if isinstance(i, CallExtern)}
+    if more := sorted(op for op in called if op.partition("::")[0] not in TORCHS_OWN):
+        return _untimed(log, loaded, f"it calls {more[0]}, which may do more than compute")
+
+    devices = {i.device for i in program.body if isinstance(i, DefineKernel)}
+    gpus = [torch.device(d).index or 0 for d in sorted(devices) if not facts_of(d).is_host]
 
     def measure(args: list[Any]) -> None:
+        if gpus and torch.cuda.is_current_stream_capturing():
+            _untimed(log, loaded, "a CUDA graph is being recorded")
+            return
         call = load_python(make_python(program, libraries), libraries, constants, ()).boxed
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=gpus):
                 launches = time_kernels(call, lambda: copies(args))
         except (RuntimeError, IndexError) as error:  # the call itself will say what is wrong
             _untimed(log, loaded, str(error).splitlines()[0])

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from plait.capture import dynamo
 from plait.capture.recompiles import of_process
 from plait.capture.warm.frames import outcomes
-from plait.runtime.timing import KernelTime
+from plait.devices import facts_of
+from plait.runtime.timing import KernelTime, gpu_ns
 from plait.tools.page import data
 from plait.wrapper.program import CompileRecord, observers_of_process, timers
 
@@ -108,10 +111,10 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
         if e.kind == "times" and (graph := graphs.get((e.process, e.of["graph"]))):
             _set_times(graph, e.of)
     timed = [s for g in graphs.values() for s in g["steps"] if s.get("time_ns")]
-    copy_ns = copy_times() if timed else {}
+    copy_ns = {device: copy_times(device) for device in sorted({s["device"] for s in timed})}
     for s in timed:
         nbytes = s["read_nbytes"] + s["written_nbytes"]
-        s["roofline"] = round(copied_ns(nbytes, copy_ns) / s["time_ns"], 3)
+        s["roofline"] = round(copied_ns(nbytes, copy_ns[s["device"]]) / s["time_ns"], 3)
     return data.report_data(
         graphs.values(),
         of.get("break", []),
@@ -126,10 +129,10 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
 def _set_times(graph: data.Data, times: data.Data) -> None:
     """A graph's kernels get their times, which come in the order of the launches."""
     graph["why_untimed"] = times["why_not"]
-    steps = [s for s in graph["steps"] if s["what"] == "kernel" and s["instruction"] is not None]
-    steps.sort(key=lambda s: s["instruction"])
-    if [s["name"] for s in steps] == [t["kernel"] for t in times["launches"]]:
-        for s, t in zip(steps, times["launches"], strict=True):
+    launched = [s for s in graph["steps"] if s["instruction"] is not None]
+    steps = iter(sorted(launched, key=lambda s: s["instruction"]))
+    for t in times["launches"]:
+        if s := next((s for s in steps if s["name"] == t["kernel"]), None):
             s["time_ns"] = t["ns"]
 
 
@@ -139,18 +142,33 @@ def copied_ns(nbytes: int, copy_ns: Mapping[str, int]) -> float:
     return ns * nbytes / moved if nbytes > 1 << 12 else ns
 
 
-def copy_times() -> dict[str, int]:
-    """How long one core takes to copy memory: bytes moved, half of them read and half written, to
-    nanoseconds; the best of several for each power of two from 4 KiB to 256 MiB."""
-    largest = 1 << 27
-    here, there = bytearray(largest), bytearray(largest)
-    a, b = ((ctypes.c_char * largest).from_buffer(x) for x in (here, there))
-    found = {}
-    for bits in range(11, 28):
-        n, best = 1 << bits, 1 << 62
-        for _ in range(3 if bits > 24 else 9):
-            start = time.perf_counter_ns()
-            ctypes.memmove(a, b, n)
-            best = min(best, time.perf_counter_ns() - start)
-        found[str(2 * n)] = best
-    return found
+def copy_times(device: str) -> dict[str, int]:
+    """How long a GPU, or one core, takes to copy memory: bytes moved, half of them read and half
+    written, to nanoseconds; the best of several for each power of two from 4 KiB to 256 MiB."""
+    copy = _host_copy(_LARGEST) if facts_of(device).is_host else _gpu_copy(_LARGEST, device)
+    sizes = [1 << bits for bits in range(11, _LARGEST.bit_length())]
+    return {str(2 * n): min(copy(n) for _ in range(3 if n > 1 << 24 else 9)) for n in sizes}
+
+
+_LARGEST = 1 << 27
+
+
+def _host_copy(largest: int) -> Callable[[int], int]:
+    a, b = ((ctypes.c_char * largest).from_buffer(bytearray(largest)) for _ in range(2))
+
+    def copy(n: int) -> int:
+        start = time.perf_counter_ns()
+        ctypes.memmove(a, b, n)
+        return time.perf_counter_ns() - start
+
+    return copy
+
+
+def _gpu_copy(largest: int, device: str) -> Callable[[int], int]:
+    a, b = (torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy(n: int) -> int:
+        with torch.cuda.device(device):
+            return gpu_ns(lambda: a[:n].copy_(b[:n]))
+
+    return copy

@@ -230,6 +230,135 @@ keys = collections.OrderedDict(long=1.0, k=2.0)
 def top(x, y, n, o):
     return x * next(iter(keys.values())) + sum(k * len(v) for k, v in enumerate(keys))
 """
+MADE = """
+def made(k):
+    def init(self): self.k = k
+    return init
+class A:
+    __init__ = made(2.0)
+def top(x, y, n, o):
+    return x * A().k
+"""
+FACTORY = """
+def made(k):
+    return lambda: [k]
+@dataclasses.dataclass
+class A:
+    k: list = dataclasses.field(default_factory=made(2.0))
+def top(x, y, n, o):
+    return x * A().k[0]
+"""
+SLOTS = """
+@dataclasses.dataclass(slots=True)
+class A:
+    k: float = dataclasses.field(init=False, default=2.0)
+def top(x, y, n, o):
+    return x * A().k
+"""
+DECORATED = """
+def scaled(k):
+    def outer(fn):
+        return lambda self: fn(self) * k
+    return outer
+class A:
+    @property
+    @scaled(2.0)
+    def k(self): return 1.0
+def top(x, y, n, o):
+    return x * A().k
+"""
+CLOSED = (
+    MADE.replace("= k\n", "= k.n\n")
+    .replace("2.0", "B")
+    .replace(
+        "class A",
+        """class B:
+    n = 2.0
+class A""",
+    )
+)
+ODD_ENUM = """
+class Mode(enum.IntEnum):
+    A = 2
+    def __repr__(self): return "a mode"
+mode = Mode.A
+def top(x, y, n, o):
+    return x * mode
+"""
+NOTED = """
+class Mode(enum.Enum):
+    A = 1
+Mode.A.note = 2.0
+def top(x, y, n, o):
+    return x * Mode(1).note
+"""
+UNKNOWN = """
+K = 1
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+    @classmethod
+    def _missing_(cls, value): return cls(K)
+def top(x, y, n, o):
+    return x * Mode(5).value
+"""
+CHECKED = """
+K = True
+class Meta(type):
+    def __instancecheck__(cls, thing): return K
+class A(metaclass=Meta): pass
+class B: pass
+b = B()
+def top(x, y, n, o):
+    return x * (2 if isinstance(b, A) else 3)
+"""
+HOOK_OF_CLASSES = """
+K = True
+class A(abc.ABC):
+    @classmethod
+    def __subclasshook__(cls, other): return K
+class B: pass
+def top(x, y, n, o):
+    return x * (2 if issubclass(B, A) else 3)
+"""
+CONSTANT_METHOD = """
+K = 2
+class A:
+    @torch._dynamo.assume_constant_result
+    def get(self): return K
+a = A()
+def top(x, y, n, o):
+    return x * a.get()
+"""
+CONSTANT_INSIDE = """
+K = 2
+def made():
+    @torch._dynamo.assume_constant_result
+    def constant(): return K
+    return lambda x: x * constant()
+run = made()
+def top(x, y, n, o):
+    return run(x)
+"""
+HIDDEN = """
+class A(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("w", torch.ones(4))
+    def forward(self, x): return x * self.w
+a = A()
+def top(x, y, n, o):
+    return a(x)
+"""
+VARIABLE = """
+os.environ["WARMFUZZ"] = "2"
+def top(x, y, n, o):
+    return x * float(os.getenv("WARMFUZZ"))
+"""
+ALL_NAMES = """
+def top(x, y, n, o):
+    return x * len(dir(math))
+"""
 EDITS = {
     "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
     "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
@@ -262,6 +391,21 @@ EDITS = {
     "attribute of a function": (MARKED, MARKED + "help.mark = 5"),
     "order of a dict in a list": (LISTED, LISTED + "keys['long'] = keys.pop('long')"),
     "order of an ordered dict": (ORDERED, ORDERED + "keys.move_to_end('long')"),
+    "number that a method closes over": (MADE, MADE.replace("2.0", "3.0")),
+    "number that a factory closes over": (FACTORY, FACTORY.replace("2.0", "3.0")),
+    "default of a slot": (SLOTS, SLOTS.replace("2.0", "3.0")),
+    "number of a decorator": (DECORATED, DECORATED.replace("2.0", "3.0")),
+    "class that a method closes over": (CLOSED, CLOSED.replace("2.0", "3.0")),
+    "value of an enum that does not show it": (ODD_ENUM, ODD_ENUM.replace("= 2", "= 3")),
+    "attribute of a member": (NOTED, NOTED.replace("2.0", "3.0")),
+    "member that is missing": (UNKNOWN, UNKNOWN.replace("K = 1", "K = 2")),
+    "what counts as an instance": (CHECKED, CHECKED.replace("K = True", "K = False")),
+    "what counts as a subclass": (HOOK_OF_CLASSES, HOOK_OF_CLASSES.replace("= True", "= False")),
+    "constant result of a method": (CONSTANT_METHOD, CONSTANT_METHOD.replace("K = 2", "K = 3")),
+    "constant result inside": (CONSTANT_INSIDE, CONSTANT_INSIDE.replace("K = 2", "K = 3")),
+    "buffer that is hidden": (HIDDEN, HIDDEN + "a.__dict__['w'] = torch.ones(4) * 2"),
+    "variable of the environment": (VARIABLE, VARIABLE.replace('"2"', '"3"')),
+    "names of a module": (ALL_NAMES, ALL_NAMES + "math.turns = 1"),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 

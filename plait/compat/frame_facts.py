@@ -47,11 +47,13 @@ class NotKept(Exception):
 
 @dataclass(frozen=True)
 class Guarded:
-    """One guard as data. source: its number. more: the arguments of its kind, by name."""
+    """One guard as data. source: its number. more: the arguments of its kind, by name. built:
+    whether Dynamo makes it in each process; the others hold between processes only."""
 
     source: int
     kind: str
     more: Mapping[str, Any]
+    built: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,23 @@ class Traced:
 
 
 # ------------------------------------------------------------------------------------ writing
-def written(graph: Any) -> Traced:
-    """What Dynamo found out about a frame, before its guards are made. Raises NotKept."""
+_OF_VALUES = frozenset(
+    "EQUALS_MATCH CONSTANT_MATCH NONE_MATCH BOOL_MATCH TYPE_MATCH DICT_CONTAINS DICT_NOT_CONTAINS "
+    "SET_CONTAINS SET_NOT_CONTAINS SEQUENCE_LENGTH DICT_LENGTH DICT_KEYS_MATCH MAPPING_KEYS_CHECK "
+    "HASATTR NOT_PRESENT_IN_GENERIC_DICT".split()
+)
+"""Guards of values, and not of which object there is."""
+
+
+def written(graph: Any, of_library: Sequence[Guard] = ()) -> Traced:
+    """What Dynamo found out about a frame, before its guards are made. of_library: guards of what
+    Python's own modules hold, which Dynamo does not make. Raises NotKept."""
     if graph.aotautograd_guards:
         raise NotKept("arguments that share memory")
     writer = _Writer()
     guards = []
-    for guard in sorted(graph.guards, key=Guard.sort_key):
+    added = [g for g in of_library if g.create_fn_name() in _OF_VALUES]
+    for guard in sorted((*graph.guards, *added), key=Guard.sort_key):
         kind = guard.create_fn_name()
         if kind == SIZES:
             continue  # see sizes
@@ -102,7 +114,7 @@ def written(graph: Any) -> Traced:
             if not isinstance(of, source.AttrSource):
                 raise NotKept("a guard that does not tell its attribute")
             of, more = of.base, {"attr": of.member}
-        guards.append(Guarded(writer.source(of), kind, more))
+        guards.append(Guarded(writer.source(of), kind, more, guard not in added))
     if torch._dynamo.config.enable_cpp_symbolic_shape_guards and graph.shape_env.guards:
         raise NotKept("conditions on sizes in C++")
     layouts = [

@@ -55,6 +55,7 @@ from plait.compat.frame_facts import (
     imported,
     installed_here,
 )
+from plait.compat.trace_facts import take_of_library
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,16 @@ def watch_frames(on_frame: OnFrame) -> None:
     convert_frame._compile = compile_frame
 
 
-OnTraced = Callable[[types.CodeType, Any], Callable[[Sequence[str], Sequence[str]], None]]
+OnTraced = Callable[
+    [types.CodeType, Any, Sequence[Guard]], Callable[[Sequence[str], Sequence[str]], None]
+]
 
 
 @contextmanager
 def traced_frames(on_traced: OnTraced) -> Iterator[None]:
-    """Inside, on_traced(code, Dynamo's graph of it) is called before guards are made: what they
-    were found on still stands there. What it gives is called when they are made, with the
-    conditions on sizes, as Python and for people."""
+    """Inside, on_traced(code, Dynamo's graph of it, guards of what Python's own modules hold) is
+    called before guards are made: what they were found on still stands there. What it gives is
+    called when they are made, with the conditions on sizes, as Python and for people."""
     _watchers.append(on_traced)
     try:
         yield
@@ -139,7 +142,7 @@ def _tell_watchers() -> None:
         if not _watchers:
             own(self, f_code, output_graph, *args, **kwargs)
             return
-        guarded = _watchers[-1](f_code, output_graph)
+        guarded = _watchers[-1](f_code, output_graph, take_of_library(output_graph))
         with _told_sizes(output_graph) as told:
             own(self, f_code, output_graph, *args, **kwargs)
         python, for_people = told[-1][:2] if told else ((), ())
@@ -274,7 +277,7 @@ def put_in_place(frame: Frame, traced: Traced, values: Values, graph: Any) -> An
 def _guards(frame: Frame, traced: Traced, values: Values, fresh: Mapping[str, str]) -> Any:
     sources = _sources(traced, fresh)
     guards = []
-    for g in traced.guards:
+    for g in (g for g in traced.guards if g.built):
         create: Any = getattr(guarding.GuardBuilder, g.kind, None) or getattr(precision, g.kind)
         more = {k: _argument(v, sources, values, g.source) for k, v in g.more.items()}
         of = sources[g.source]

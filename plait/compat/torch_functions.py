@@ -6,6 +6,7 @@ call is traced, and nothing guards on it.
 
 from __future__ import annotations
 
+import marshal
 import re
 import sys
 import sysconfig
@@ -22,11 +23,12 @@ from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 
 from plait.compat.frame_facts import NotKept
 
-_HOMES = (
-    f"{Path(torch.__file__).parent}/", sysconfig.get_path("stdlib"), typing_extensions.__file__,
-    "<string>", "<frozen",
-)  # fmt: skip
-"""Where the code of its functions, and of what they are decorated with, stands."""
+_TORCH, _LIBRARY = f"{Path(torch.__file__).parent}/", f"{sysconfig.get_path('stdlib')}/"
+_HOMES = _TORCH, typing_extensions.__file__, "<frozen"
+"""Where the code of its functions, and of what they are decorated with, stands; so may Python's
+library and, for code that is made of text, nowhere."""
+_OF_OTHERS = re.compile("/(site|dist)-packages/|/(site|user)customize.py")
+"""What stands in the folder of Python's library and is no part of it."""
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _C: Any = torch._C
 _SPACES: tuple[Any, ...] = (
@@ -35,6 +37,18 @@ _SPACES: tuple[Any, ...] = (
     torch.special, torch.overrides, torch._jit_internal, _C, _C._nn, _C._linalg,
     _C._fft, _C._special, torch._VF,
 )  # fmt: skip
+
+
+def is_library_code(code: types.CodeType) -> bool:
+    """Whether a code stands in a file of PyTorch, or of Python's library."""
+    file = code.co_filename
+    return file.startswith(_HOMES) or (
+        file.startswith(_LIBRARY) and not _OF_OTHERS.search(file[len(_LIBRARY) - 1 :])
+    )
+
+
+def _is_brought(code: types.CodeType) -> bool:
+    return is_library_code(code) or code.co_filename == "<string>"
 
 
 def _is_known(name: str, space: Any) -> bool:
@@ -60,21 +74,22 @@ def torch_functions() -> str:
             kind = type(value)
             if kind is types.FunctionType:
                 code = value.__code__
-                if not code.co_filename.startswith(_HOMES):
+                if not _is_brought(code):
                     if _is_known(name, space):
                         raise NotKept(f"{space.__name__}.{name}, which is not PyTorch's own")
                     continue  # PyTorch does not call what others add
-                found.append(f"{name} {code.co_filename} {code.co_firstlineno}")
+                made = marshal.dumps(code).hex() if code.co_filename == "<string>" else ""
+                found.append(f"{name} {code.co_filename} {code.co_firstlineno} {made}")
             elif kind in _BUILT_IN and value.__name__ != name:
                 found.append(f"{name} {value.__name__}")
         found.append("")
     for replaced, fn in PolyfilledFunctionVariable._get_polyfill_handlers().items():
         code = getattr(getattr(fn, "__torch_dynamo_polyfill__", None), "__code__", None)
-        if code is not None and not code.co_filename.startswith(_HOMES):
+        if code is not None and not _is_brought(code):
             raise NotKept(f"{code.co_qualname}, which is traced in the place of {replaced}")
     for op, run in torch._decomp.decomposition_table.items():
         code = getattr(run, "__code__", None)
-        if code is not None and not code.co_filename.startswith(_HOMES) and _is_aten(op):
+        if code is not None and not _is_brought(code) and _is_aten(op):
             raise NotKept(f"a decomposition of {op}, which is not PyTorch's own")
     kernels = sorted(k for k in torch.library._impls - _made_late() if k.startswith("aten/"))
     hooks = vars(sys.modules["torch.nn.modules.module"])
@@ -96,4 +111,4 @@ def _made_late() -> set[str]:
 
 def is_torch_code(code: types.CodeType) -> bool:
     """Whether a code stands in a file of PyTorch."""
-    return code.co_filename.startswith(_HOMES[0])
+    return code.co_filename.startswith(_TORCH)

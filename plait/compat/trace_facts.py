@@ -2,49 +2,68 @@
 
 While somebody listens, guards are left where an argument and a global are one object, of what is
 looked up in a dict or a set, and where a dict has no item of a key that code takes from it and the
-error is caught (`collections.ChainMap` does that). Of the rest there are no guards: `looked_at`
-tells it.
+error is caught (`collections.ChainMap` does that); of what Python's own modules hold too, until
+`take_of_library` (Dynamo leaves none: nothing changes it in a process). Of the rest there are no
+guards: `looked_at` tells it.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch._dynamo import guards as guarding
 from torch._dynamo import variables
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import builder, functions, nn_module
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._guards import TracingContext
 
 from plait.compat.torch_functions import is_torch_code
 
 Answer = tuple[types.ModuleType, str, bool]
 """A module, a name, and whether it has that."""
+Asked = tuple[str, str, Sequence[Any], str]
+"""A function by its module and name, its arguments, and its result as `result_of` tells it."""
 
 
 @dataclass
 class Looked:
     """calls: of functions, those that raised too: Dynamo's trace, of which there are several where
-    it begins anew, and the code. answers: that modules lack a name, and what `hasattr` said of
-    them. of_process: what a trace found that is another one in each process, or ""."""
+    it begins anew, and the code. bare: functions and classes with no source, of which a trace reads
+    what they hold without a guard; its trace as well. answers: that modules lack a name, and what
+    `hasattr` said of them. asked: what functions of `_ASKED` said. of_process: what a trace found
+    that is another one in each process, or "". unknown: what it took as it was, or ""."""
 
     calls: list[tuple[Any, types.CodeType]] = field(default_factory=list)
+    bare: list[tuple[Any, Any]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
     of_process: str = ""
+    unknown: str = ""
 
     def codes(self, trace: Any) -> list[types.CodeType]:
         """Of the functions that a trace called."""
         return [code for of, code in self.calls if of is trace]
+
+    def unguarded(self, trace: Any) -> list[Any]:
+        """The functions and classes without a source that a trace met."""
+        return list({id(value): value for of, value in self.bare if of is trace}.values())
 
 
 _LIBRARY = Path(functools.__file__).parent
@@ -157,6 +176,97 @@ def _note_when_called(kind: Any, name: str, note: Callable[..., Any]) -> None:
     setattr(kind, name, method)
 
 
+_ASKED: tuple[Callable[..., Any], ...] = (
+    importlib.util.find_spec, importlib.metadata.version, sys.getrecursionlimit,
+    torch.cuda.is_available, torch.cuda.get_device_properties, torch.accelerator.is_available,
+    torch.xpu.is_available,
+)  # fmt: skip
+"""Functions that Dynamo calls while it traces, for their result to stand in the graph, and of which
+the result is of the machine or of what is installed there."""
+
+
+def result_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    """What a function says, as a text."""
+    try:
+        found = fn(*args)
+    except Exception as error:  # noqa: BLE001 - an answer as well
+        return type(error).__name__
+    if isinstance(found, importlib.machinery.ModuleSpec):
+        return f"{found.name} {found.origin}"
+    return str(found)
+
+
+_of_library: Any = getattr(guarding, "is_from_skip_guard_source", None)
+
+
+def take_of_library(graph: Any) -> list[Any]:
+    """Takes the guards of what Python's own modules hold out of those of Dynamo's graph."""
+    found = [g for g in graph.guards if _of_library and _of_library(g.originating_source)]
+    for g in found:
+        graph.guards.inner.discard(g)
+    return found
+
+
+def _guard_library() -> None:
+    if _of_library is not None:
+        skipped: Any = guarding
+        skipped.is_from_skip_guard_source = lambda of: not _listening and _of_library(of)
+
+
+def _note_asked(self: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> None:
+    fn = getattr(self, "value", None) or getattr(self, "fn", None)
+    if fn in _ASKED and not kwargs and all(a.is_python_constant() for a in args):
+        given = [a.as_python_constant() for a in args]
+        if all(isinstance(a, (str, int)) for a in given):
+            asked = fn.__module__, fn.__name__, given, result_of(fn, given)
+            _listening[-1].asked.append(asked)
+
+
+def _note_members(self: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Notes a call of an enum for a value that none of its members has: its own code answers."""
+    if issubclass(self.value, enum.Enum) and args and args[0].is_python_constant():
+        value = args[0].as_python_constant()
+        if not any(m is value or m.value == value for m in self.value):
+            _listening[-1].unknown = "what an enum says of a value that it does not have"
+
+
+def _note_bare() -> None:
+    """Notes functions and classes of which Dynamo has no source, and what it takes as constant."""
+    known: Any = variables
+    own = known.UserDefinedClassVariable.__init__
+
+    def function(self: Any, parent: Any, *_: Any, **__: Any) -> None:
+        method = isinstance(self, known.UserMethodVariable)
+        if not self.source or (method and not self.source_fn):
+            _listening[-1].bare.append((parent.output.tracing_context, self.fn))
+
+    @functools.wraps(own)
+    def of_class(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, value, *args, **kwargs)
+        if _listening and self.source is None:
+            _listening[-1].bare.append((TracingContext.try_get(), value))
+
+    _note_when_called(known.UserFunctionVariable, "bind_args", function)
+    _note_when_called(known.UserDefinedClassVariable, "call_function", _note_members)
+    known.UserDefinedClassVariable.__init__ = of_class
+
+    def names(self: Any, tx: Any, of: Any) -> None:
+        if isinstance(of.realize(), PythonModuleVariable):
+            _listening[-1].unknown = "the names of all that a module holds"
+
+    _note_when_called(known.BuiltinVariable, "call_dir", names)
+    invoke = functions.invoke_and_store_as_constant
+
+    @functools.wraps(invoke)
+    def constant(*args: Any, **kwargs: Any) -> Any:
+        if _listening:
+            _listening[-1].unknown = "a result that is assumed to be constant"
+        return invoke(*args, **kwargs)
+
+    for module in (functions, nn_module):
+        vars(module)["invoke_and_store_as_constant"] = constant
+
+
 def _listen() -> None:
     has, get = PythonModuleVariable.call_obj_hasattr, PythonModuleVariable.var_getattr
     item = ConstDictVariable.getitem_const_raise_exception_if_absent
@@ -207,6 +317,14 @@ def _listen() -> None:
         _guard_keys(kind)
     _note_orders()
     _note_addresses()
+    _note_bare()
+    _guard_library()
+    for name in (
+        "TorchInGraphFunctionVariable",
+        "SkipFunctionVariable",
+        "PolyfilledFunctionVariable",
+    ):
+        _note_when_called(getattr(known, name), "call_function", _note_asked)
     dicts.getitem_const_raise_exception_if_absent = get_item
     calls.inline_call_ = inline
 

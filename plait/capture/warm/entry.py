@@ -19,18 +19,22 @@ class Entry:
     """A compiled frame.
 
     whole: the trace read all attributes of some object at once, so that prints name those of each.
+    held: it read numbers of functions and classes without guards, so that prints tell them.
     prints: of each of traced's guards, what it relies on, and of each dict whose order counts its
     keys. same: which objects are the same one.
     named: module, path and print of what the trace ran that no guard leads to. asked: module and
-    name of what it asked for, and whether that was there. graph: its graph as `graphs.py` writes
-    it, None if it has none. pieces: the bytes that graph names."""
+    name of what it asked for, and whether that was there. answered: what functions said to it, as
+    `result_of` tells it. graph: its graph as `graphs.py` writes it, None if it has none. pieces:
+    the bytes that graph names."""
 
     traced: Traced
     whole: bool
+    held: bool
     prints: Sequence[str]
     same: str
     named: Sequence[tuple[str, str, str]]
     asked: Sequence[tuple[str, str, bool]]
+    answered: Sequence[tuple[str, str, Sequence[Any], str]]
     graph: Mapping[str, Any] | None
     pieces: Mapping[str, bytes]
 
@@ -63,10 +67,12 @@ def to_bytes(entry: Entry) -> bytes:
     header = {
         "traced": traced,
         "whole": entry.whole,
+        "held": entry.held,
         "prints": entry.prints,
         "same": entry.same,
         "named": entry.named,
         "asked": entry.asked,
+        "answered": entry.answered,
         "graph": entry.graph,
     }
     return packed(header, pieces)
@@ -81,10 +87,12 @@ def from_bytes(data: bytes) -> Entry:
     return Entry(
         made,
         header["whole"],
+        header["held"],
         header["prints"],
         header["same"],
         header["named"],
         header["asked"],
+        header["answered"],
         header["graph"],
         pieces,
     )

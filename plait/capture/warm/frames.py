@@ -4,6 +4,7 @@ what the compile comes to is kept for the next one."""
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -28,8 +29,8 @@ from plait.compat import frame_facts, frames
 from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
-from plait.compat.torch_functions import is_torch_code, torch_functions
-from plait.compat.trace_facts import Answer, Looked, looked_at
+from plait.compat.torch_functions import is_library_code, is_torch_code, torch_functions
+from plait.compat.trace_facts import Answer, Looked, looked_at, result_of
 from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
 from plait.runtime.store import STARTS, Store, key_of
@@ -242,11 +243,11 @@ def _compiled(
     why there is none."""
     entries: list[Entry] = []
 
-    def on_traced(code: types.CodeType, graph: Any) -> Callable[..., None]:
+    def on_traced(code: types.CodeType, graph: Any, of_library: Any) -> Callable[..., None]:
         entries.clear()
         if code is frame.code:
             with kept.reasons():
-                entries.append(_entry(frame, graph, looked))
+                entries.append(_entry(frame, graph, of_library, looked))
 
         def on_guarded(python: Sequence[str], told: Sequence[str]) -> None:
             sizes = python, told
@@ -278,23 +279,28 @@ _OF_PROCESS = frozenset({"hash", "__hash__"})
 """Names by which code gets numbers that are others in each process."""
 
 
-def _entry(frame: Frame, graph: Any, looked: Looked) -> Entry:
+def _entry(frame: Frame, graph: Any, of_library: Any, looked: Looked) -> Entry:
     """The entry of a frame, without its graph and code. Raises NotKept."""
     called = looked.codes(graph.tracing_context)
     codes = (frame.code, *called)
     if looked.of_process:
         raise NotKept(f"{looked.of_process}, which is another one in each process")
+    if looked.unknown:
+        raise NotKept(looked.unknown)
     if any(_OF_PROCESS.intersection(c.co_names) and c.co_name != "__hash__" for c in codes):
         raise NotKept("a hash, which is another one in each process")
     whole = any(_UNGUARDED.intersection(c.co_names) and not is_torch_code(c) for c in codes)
-    traced = frame_facts.written(graph)
+    traced = frame_facts.written(graph, of_library)
     values = Values(traced, frame.globals, frame.locals)
-    prints = Prints(whole)
+    bare = [v for v in looked.unguarded(graph.tracing_context) if _holds(v)]
+    held = any(isinstance(v, type) or v.__closure__ for v in bare)
+    prints = Prints(whole, held)
     told = _prints(traced, values, prints)
     prints.code(frame.code)
-    named_codes = _named(called, prints)
+    by_name = _named(called, prints) + _named_holders(bare, prints)
     same, answers = _same(traced, values), _answers(looked.answers)
-    return Entry(traced, whole, told, same, named_codes, answers, None, {})
+    answered = [a for k, a in enumerate(looked.asked) if a not in looked.asked[:k]]
+    return Entry(traced, whole, held, told, same, by_name, answers, answered, None, {})
 
 
 def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
@@ -312,7 +318,7 @@ def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
 
 def _same(traced: Traced, values: Values) -> str:
     """As `same_objects` tells it."""
-    guards = [g for g in traced.guards if g.kind not in frame_facts.STATE_KINDS]
+    guards = [g for g in traced.guards if g.built and g.kind not in frame_facts.STATE_KINDS]
     return same_objects((g.kind, values[g.source]) for g in guards)
 
 
@@ -331,7 +337,7 @@ def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
     modules = {f"<frozen {name}>": m for name, m in loaded.items()}  # a part of Python's library
     modules |= {str(getattr(m, "__file__", "")): m for m in loaded.values()}
     for code in dict.fromkeys(codes):
-        if code in prints.codes:
+        if code in prints.codes or (is_library_code(code) and not is_torch_code(code)):
             continue
         where = named_function(code, modules)
         if where is not None:
@@ -341,12 +347,37 @@ def _named(codes: Any, prints: Prints) -> list[tuple[str, str, str]]:
     return found
 
 
+def _holds(value: Any) -> bool:
+    """Whether a function or class holds more than code, and is of the user's."""
+    if isinstance(value, types.FunctionType):
+        held = value.__closure__, value.__defaults__, value.__kwdefaults__
+        return any(held) and not is_library_code(value.__code__)
+    return str(getattr(value, "__module__", "")).partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = {"torch", "plait", "builtins", *sys.stdlib_module_names}
+
+
+def _named_holders(values: Sequence[Any], prints: Prints) -> list[tuple[str, str, str]]:
+    """Functions and classes that the trace looked into and no guard leads to. Raises NotKept for
+    what has no name."""
+    found = []
+    for value in values:
+        if prints.knows(value):
+            continue
+        where = value.__module__, value.__qualname__
+        if named(*where) is not value:
+            raise NotKept(f"what {value.__qualname__} holds, which nothing names")
+        found.append((*where, prints.identity(value)))
+    return found
+
+
 # ------------------------------------------------------------------------------------ starting
 def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     """What Dynamo gets for the frame. Raises NotKept where something is not what it was."""
     traced = entry.traced
     values = Values(traced, frame.globals, frame.locals)
-    prints = Prints(entry.whole)
+    prints = Prints(entry.whole, entry.held)
     prints_now = _prints(traced, values, prints)
     about = [(g.source, g.kind) for g in traced.guards]
     about += [(source, "order of keys") for source in traced.key_order]
@@ -364,6 +395,10 @@ def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     for module, name, found in entry.asked:
         if hasattr(sys.modules.get(module), name) != found:
             raise NotKept(f"{module}.{name} is {'missing' if found else 'there'}")
+    for module, name, given, told in entry.answered:
+        fn = named(importlib.import_module(module).__name__, name)
+        if fn is None or result_of(fn, given) != told:
+            raise NotKept(f"{module}.{name} says something else")
     graph = None if entry.graph is None else graph_again(entry.graph, entry.pieces, cfg)
     frames.remember_sizes(frame, traced, values)
     return frames.put_in_place(frame, traced, values, graph)

@@ -26,7 +26,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.parameter import is_lazy
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
-from plait.compat.torch_functions import is_torch_code
+from plait.compat.torch_functions import is_library_code, is_torch_code
 
 _ABC: Any = importlib.import_module("_abc")  # knows which classes were registered
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
@@ -51,11 +51,12 @@ _OF_NO_USE = frozenset(
 class Prints:
     """One look at the objects of this process; they do not change while it lasts.
 
-    whole: objects tell the names of their attributes, functions their annotations. codes: all that
-    was looked at."""
+    whole: objects tell the names of their attributes, functions their annotations. held: functions
+    tell the numbers that they close over, and classes theirs. codes: all that was looked at."""
 
-    def __init__(self, whole: bool = False) -> None:
+    def __init__(self, whole: bool = False, held: bool = False) -> None:
         self.whole = whole
+        self.held = held
         self.codes: set[types.CodeType] = set()
         self._known: dict[int, str] = {}
         self._alive: list[Any] = []  # so that addresses stay theirs
@@ -72,10 +73,12 @@ class Prints:
 
     def identity(self, value: Any) -> str:
         """Which object it is, and of functions and classes all that they do."""
-        if isinstance(value, (*_PLAIN, *_NAMED)):
-            return f"{type(value).__name__} {value!r}"
         if isinstance(value, enum.Enum):
-            return f"{self.identity(type(value))} {value.name}"
+            return f"{self.identity(type(value))} {value._name_} {self.constant(value._value_)}"
+        if isinstance(value, (*_PLAIN, *_NAMED)):
+            kind: Any = next(k for k in (*_PLAIN, *_NAMED) if isinstance(value, k))
+            cls = "" if type(value) is kind else self.identity(type(value))
+            return f"{cls}{kind.__name__} {kind.__repr__(value)}"
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
         if isinstance(value, _OPERATORS):
@@ -150,6 +153,10 @@ class Prints:
             return f"function {_path(value)}"
         return _path(type(value))
 
+    def knows(self, value: Any) -> bool:
+        """Whether all of a function or class was told."""
+        return id(value) in self._known
+
     # ------------------------------------------------------------------------------------ objects
     def _once(self, value: Any, make: Callable[[Any], str], meanwhile: str) -> str:
         """make(value) as a digest. meanwhile: what it is to parts of itself."""
@@ -177,8 +184,6 @@ class Prints:
         cells = [self._cell(c) for c in fn.__closure__ or ()]
         inner = getattr(fn, "__wrapped__", None)
         wrapped = self.identity(inner) if isinstance(inner, types.FunctionType) else ""
-        if getattr(fn, "_dynamo_marked_constant", False):
-            raise NotKept("a function whose result is assumed to be constant")
         shadowed = shadowed_names(fn.__code__, fn.__globals__)
         # No guard tells that an attribute is not there, or what the annotations are.
         names = [name for name in vars(fn) if not name.startswith(_OF_DYNAMO)]
@@ -190,7 +195,10 @@ class Prints:
 
     def _cell(self, cell: Any) -> str:
         try:
-            return self._part(cell.cell_contents, plain=False)
+            value = cell.cell_contents
+            if self.held and isinstance(value, type):
+                return self.identity(value)
+            return self._part(value, plain=self.held)
         except ValueError:
             return "empty"
 
@@ -215,6 +223,10 @@ class Prints:
             return f"{self._part(value.__func__)} {_path(type(value.__self__))} {state}"
         if isinstance(value, (type, types.ModuleType)):
             return _path(value)
+        if plain and type(value) in (list, tuple):
+            return f"{type(value).__name__} {[self._part(v) for v in value]}"
+        if plain and type(value) is dict:
+            return str([f"{self._part(k)} {self._part(v)}" for k, v in value.items()])
         if plain:
             with suppress(NotKept):
                 return self.constant(value)
@@ -223,7 +235,10 @@ class Prints:
     def _of_class(self, cls: type) -> str:
         if vars(cls).get("_is_runtime_protocol") and cls.__module__ != "typing":
             raise NotKept(f"{_path(cls)}, a protocol: which attributes an object had")
-        plain = issubclass(cls, type)  # guards ask for what classes hold, but not metaclasses
+        if any(_is_users(inspect.getattr_static(*asked, None)) for asked in _checks(cls)):
+            raise NotKept(f"{_path(cls)}, which says itself what is of it")
+        # Most often guards ask for what classes hold, but metaclasses.
+        plain = self.held or issubclass(cls, type)
         kinds = [
             [f"{k} {self._part(v, plain)}" for k, v in sorted(vars(c).items())
              if k not in _OF_NO_USE]
@@ -233,10 +248,21 @@ class Prints:
         more = ""
         if issubclass(cls, enum.Enum):
             held = cls.__members__.items()
-            more = str([f"{name} {self.constant(m._value_)}" for name, m in held])
+            more = str([f"{name} {self._part(vars(m))}" for name, m in held])
         elif isinstance(cls, abc.ABCMeta):
             more = str(sorted(_path(c) for c in _registered(cls)))
         return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
+
+
+def _checks(cls: type) -> list[tuple[type, str]]:
+    """Where the methods stand that `isinstance` and `issubclass` call: Dynamo does, untraced."""
+    return [(type(cls), "__instancecheck__"), (type(cls), "__subclasscheck__"),
+            (cls, "__subclasshook__")]  # fmt: skip
+
+
+def _is_users(method: Any) -> bool:
+    code = getattr(getattr(method, "__func__", method), "__code__", None)
+    return code is not None and not is_library_code(code)
 
 
 def is_plain(value: Any) -> bool:
@@ -343,7 +369,20 @@ def _is_same(prints: Prints, value: Any, more: Mapping[str, Any]) -> str:
 def _kind(prints: Prints, value: Any, _: Mapping[str, Any]) -> str:
     tells = prints.whole or _computes_attributes(type(value))
     names = list(vars(value)) if tells and hasattr(value, "__dict__") else ""
-    return f"{prints.identity(type(value))} {names}"
+    return f"{prints.identity(type(value))} {names} {_hidden(value)}"
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+"""Where a module looks for an attribute that is not its own, in this order."""
+
+
+def _hidden(value: Any) -> str:
+    """The names of what a module holds and another attribute hides: no guard tells them."""
+    if not isinstance(value, torch.nn.Module):
+        return ""
+    tables = [t for t in (vars(value), *map(vars(value).get, _TABLES)) if t]
+    names = [name for k, t in enumerate(tables) for name in t if any(name in u for u in tables[:k])]
+    return str(names or "")
 
 
 def _computes_attributes(cls: type) -> bool:

@@ -80,6 +80,25 @@ def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
     return {key: around(k) if key in _EARLY else k for key, k in kernels.items()}
 
 
+_REWRITTEN = (
+    "upsample",
+    "_upsample",
+    "multi_margin",
+    "multilabel_margin",
+    "hardshrink",
+    "softshrink",
+)
+"""How operators begin whose kernels in Python are others than eager's."""
+
+
+def _as_eager(op: OpOverload, kernels: Kernels) -> Kernels:
+    if op._schema.name.removeprefix("aten::").startswith(_REWRITTEN):
+        return {key: kernel for key, kernel in kernels.items() if key not in _EARLY}
+    return _changed(op, kernels)
+
+
+eager_kernels = early_kernels(_as_eager)
+"""Inside, the same holds, and operators that have kernels in eager stay whole."""
 early_changes = early_kernels(_changed)
 """Inside, operands are looked at; interpolation and recurrent layers are kept whole where that is
 better."""

@@ -12,8 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -117,6 +120,37 @@ class PassLog:
                 self.give_up(error)
         if tracing:
             _trace(f"plait_{self.name}_{filename}", content)
+
+
+BAR_S = 2.0
+"""Seconds after which people want to see how far something is."""
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Gives what is called after each of so many steps; threads may call it at once. What takes
+    longer than BAR_S has a bar on standard error, if that is a terminal."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:  # no compile fails for want of a bar
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    bar = Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+    task = bar.add_task("", total=total)
+    shown = threading.Timer(BAR_S, bar.start)
+    shown.daemon = True
+    shown.start()
+    try:
+        yield lambda: bar.advance(task)
+    finally:
+        shown.cancel()
+        shown.join()  # it may be about to begin
+        bar.stop()
 
 
 def _logging_level(level: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import plait
+from plait import log
 from plait.tools.page.collect import copied_ns
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, peaks
@@ -177,6 +180,28 @@ def test_a_terminal_shows_tables_and_a_file_plain_text(
         if title != "kernels":
             assert all(re.sub(r"\s+", "", line) in words for line in lines)
     assert "of the operators" in shown and "  kernel plait_" in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_long_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stream: io.StringIO, words: str) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with log.progress("weaving", 3) as done:
+            done()
+            done()
+            end = time.monotonic() + 30
+            while words and words not in stream.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
+        return stream.getvalue()
+
+    assert shown(io.StringIO(), "") == shown(Terminal(), "") == ""  # no terminal; soon done
+    monkeypatch.setattr(log, "BAR_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "weaving" in shown(Terminal(), "2/3")
 
 
 def test_the_roofline_goes_by_size() -> None:

@@ -33,6 +33,7 @@ import torch
 from plait._native import launch_cubin, load_cubin
 from plait.config import Config
 from plait.errors import CacheWarning, ToolchainError, warn_once
+from plait.log import progress
 from plait.runtime import ranks
 from plait.runtime.cubin import Cubin, Job, pack
 from plait.runtime.cubin_pool import pool
@@ -300,20 +301,22 @@ def _measured(contests: Sequence[Contest], store: Store, cfg: Config) -> Iterato
     deadline = time.monotonic() + GRAPH_S
     submitted: deque[Versions] = deque()
     rest = iter(contests)
-    for contest in contests:
-        while (
-            len(submitted) <= AHEAD
-            and time.monotonic() < deadline
-            and (another := next(rest, None))
-        ):
-            submitted.append(_submitted(another, cfg))
-        if submitted:
-            outcome = _measure(contest, submitted.popleft())
-        else:
-            outcome = contest.unmeasured(f"the graph's {GRAPH_S:.0f} s were over")
-        facts = {"choice": outcome.choice, "us": outcome.us, "reason": outcome.reason}
-        store.put(contest.key, json.dumps(facts).encode())
-        yield outcome
+    with progress("measuring GPU kernels", len(contests)) as done:
+        for contest in contests:
+            while (
+                len(submitted) <= AHEAD
+                and time.monotonic() < deadline
+                and (another := next(rest, None))
+            ):
+                submitted.append(_submitted(another, cfg))
+            if submitted:
+                outcome = _measure(contest, submitted.popleft())
+            else:
+                outcome = contest.unmeasured(f"the graph's {GRAPH_S:.0f} s were over")
+            facts = {"choice": outcome.choice, "us": outcome.us, "reason": outcome.reason}
+            store.put(contest.key, json.dumps(facts).encode())
+            done()
+            yield outcome
 
 
 Versions = Sequence[tuple[Job, int, Future[Cubin]]]

@@ -17,7 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from plait.errors import UserError
+from plait.log import progress
 from plait.runtime.cubin import Cubin, pack
 from triton_launch.specialization import read_options, read_specialization, write_item, write_value
 
@@ -118,8 +119,9 @@ def triton_pack(
         compilers = [stack.enter_context(closing(first.fork())) for _ in range(n)]
         jobs = list(product(wanted, capabilities))
         shares = [jobs[k::n] for k in range(n)]
-        done = threads.map(partial(_compile, file, texts), compilers, shares)
-        kernels = {name: cubin for share in done for name, cubin in share.items()}
+        done = stack.enter_context(progress("compiling", len(jobs)))
+        made = threads.map(partial(_compile, file, texts, done), compilers, shares)
+        kernels = {name: cubin for share in made for name, cubin in share.items()}
     data = pack(dict(sorted(kernels.items())), texts)
     path = Path(path)
     whole = path.with_name(f".{path.name}.{os.getpid()}")  # nobody sees half a file
@@ -164,10 +166,11 @@ def _read(signature: str) -> tuple[str, str, str]:
 def _compile(
     file: str,
     texts: dict[str, str],
+    done: Callable[[], None],
     compiler: _Line,
     jobs: Sequence[tuple[tuple[str, str, str], int]],
 ) -> dict[str, Cubin]:
-    """Kernels by the names under which C++ looks for them."""
+    """Kernels by the names under which C++ looks for them. done: is called after each."""
     found = {}
     for (function, specialization, options), capability in jobs:
         defaults = texts[function].partition("\n")[0].split(";")
@@ -177,6 +180,7 @@ def _compile(
             who, "cubin", file, function, str(capability), specialization, differing
         )
         found[f"{function}|{specialization}|{differing}|{capability}"] = Cubin.from_bytes(answer)
+        done()
     return found
 
 

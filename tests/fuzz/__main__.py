@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from plait.log import progress
 from tests.fuzz.make import SUBJECTS, generate
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Program
@@ -78,7 +79,10 @@ def run(
             part.write_text(json.dumps(data, indent=1))
             part.replace(state)
 
-    with tempfile.TemporaryDirectory(prefix="plait-fuzz-") as cache:
+    with (
+        tempfile.TemporaryDirectory(prefix="plait-fuzz-") as cache,
+        progress("programs", first + count - data["next"]) as one_more,
+    ):
         threads = [threading.Thread(target=work, args=(cache,), daemon=True) for _ in range(jobs)]
         for t in threads:
             t.start()
@@ -90,6 +94,7 @@ def run(
                 continue
             seed, found = item
             last = max(last, seed)
+            one_more()
             kinds[found["kind"]] += 1
             data["graphs"] += found.get("graphs", 0)
             classes.update(found["classes"] if found["kind"] in ("ok", "refused") else ())

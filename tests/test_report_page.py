@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -103,7 +104,23 @@ def test_every_key_is_described() -> None:
     inner = [x for g in graphs for p in g["programs"] for x in (*p["buffers"], *p["peaks"])]
     inner += [a for g in graphs for s in g["steps"] for a in (*s["accesses"], *s["origin"])]
     assert all(f"`{key}`" in text for x in inner for key in x)
+    assert "Instructions of" in page(data)  # of subprograms, too
     assert data["schema"] == 1 and "the number of this description: 1" in text
+
+
+def test_a_graph_that_eager_runs_has_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("none of this")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(importlib.import_module("plait.compile"), "lower_graph", fail)
+    monkeypatch.setenv("PLAIT_STRICT", "0")
+    with pytest.warns(UserWarning, match="eager runs"), plait.report(tmp_path / "page.html"):
+        torch.compile(lambda x: x.sin() + 1, backend="plait")(torch.ones(3))
+    text = (tmp_path / "page.html").read_text()
+    assert "run by eager" in text and "ValueError: none of this" in text
 
 
 def test_what_a_kernel_does_to_memory() -> None:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,11 +54,13 @@ def follow(folder: str) -> None:
     """From now on this process tells a `plait report` what it compiles: a line of JSON for each
     event, in a file named by the process's number (that of a fork, in a fork)."""
 
+    lock = threading.Lock()
+
     def write(event: Event) -> None:
         try:
-            line = json.dumps(asdict(told(event)))
-            with (Path(folder) / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            line = json.dumps(asdict(told(event))) + "\n"
+            with lock, (Path(folder) / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line)
         except Exception as error:  # noqa: BLE001  (who is looked at must not fail for it)
             warn_once(f"plait report: {type(error).__name__}: {error} ({raised_at(error)})")
 
@@ -86,11 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(error.what)
     with tempfile.TemporaryDirectory() as folder:
         status = _run(command, {**os.environ, "PLAIT_REPORT_TO": folder})
-        events = [
-            Event(**json.loads(line))
-            for file in sorted(Path(folder).glob("*.jsonl"), key=lambda f: int(f.stem))
-            for line in file.read_text(encoding="utf-8").splitlines()
-        ]
+        events = list(_events(Path(folder)))
     ended = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
     data = assemble(events, f"{shlex.join(command)}: {ended}")
     given.page.write_text(page(data), encoding="utf-8")
@@ -101,6 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
+
+
+def _events(folder: Path) -> Iterator[Event]:
+    """What processes told, but for a line that one was killed in the middle of."""
+    for file in sorted(folder.glob("*.jsonl"), key=lambda f: int(f.stem)):
+        with file.open(encoding="utf-8") as lines:
+            yield from (Event(**json.loads(line)) for line in lines if line.endswith("\n"))
 
 
 def _check(file: Path) -> None:

@@ -63,7 +63,7 @@ def _box(s: Data, target: str, place: tuple[int, int, int], detailed: bool) -> I
     more = [f"and {len(ops) - OPERATORS} more"] if len(ops) > OPERATORS else []
     for n, op in enumerate((*ops[:OPERATORS], *more)):
         at = y + _HEAD + 12 + n * _ROW
-        yield f'<text x="{x + 16}" y="{at}" class="op">{escape(_cut(op, 28))}</text>'
+        yield f'<text x="{x + 16}" y="{at}" class="op">{escape(_shown(op))}</text>'
     yield "</a>"
 
 
@@ -71,7 +71,20 @@ def _operators(s: Data) -> list[str]:
     """What a step was made of; of a call, only where it stands."""
     if s["what"] == "call":
         return list(dict.fromkeys(o["where"] for o in s["origin"] if o["where"]))
-    return [f"{o['op'].removeprefix('aten.')} {o['where']}" for o in s["origin"]]
+    return [f"{_word(o['op'])} {o['where']}".strip() for o in s["origin"]]
+
+
+def _word(op: str) -> str:
+    """`add` of `aten.add.Tensor`."""
+    return op.split(".")[1] if op.count(".") else op
+
+
+def _shown(op: str) -> str:
+    """An operator and its line, of which the end matters."""
+    name, _, where = op.rpartition(" ")
+    where = where.replace(".py:", ":")
+    room = 28 - len(_cut(name, 14))
+    return f"{_cut(name, 14)} {where if len(where) < room else '…' + where[1 - room :]}".strip()
 
 
 def _cut(text: str, n: int) -> str:

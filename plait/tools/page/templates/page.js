@@ -19,7 +19,7 @@ const table = (head, rows) =>
   make("table", {}, make("thead", {}, make("tr", {}, ...head.map((h) => make("th", {}, h)))),
     make("tbody", {}, ...rows));
 const row = (cells, cls) =>
-  make("tr", cls ? { class: cls } : {}, ...cells.map((c) => make("td", {}, ...[c].flat())));
+  make("tr", cls ? { class: cls } : {}, ...cells.map((c) => make("td", Array.isArray(c) ? { class: "many" } : {}, ...[c].flat())));
 const spaced = (parts) => parts.flatMap((p, k) => (k ? [", ", p] : [p]));
 
 // Which steps make, read and run what, by graph; built once a graph is looked into.
@@ -90,11 +90,13 @@ function refusals(details) {
 function buffers(details) {
   const n = Number(details.dataset.graph), { makers, readers } = index(n);
   const words = { arena: "in the arena", own: "allocated", reused: "on the memory of ", call: "made by an operator", input: "an input" };
-  details.append(table(["buffer", "type", "bytes", "memory", "from", "to", "made by", "read by"],
+  details.append(table(["buffer", "type", "bytes", "memory", "instructions", "steps"],
     data().graphs[n].programs[0].buffers.map((b) => {
       const at = (i) => (i < 0 ? "the start" : i >= data().graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
-      const r = row([b.name, b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), at(b.born), at(b.dies),
-        makers.has(b.name) ? stepLink(n, makers.get(b.name)) : "", spaced((readers.get(b.name) || []).slice(0, 8).map((k) => stepLink(n, k)))]);
+      const read = readers.get(b.name) || [];
+      const r = row([b.name, b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
+        [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), "; "] : []),
+          ...(read.length ? ["read by ", ...spaced(read.slice(0, 8).map((k) => stepLink(n, k)))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
       r.id = `g${n}b-${b.name}`;
       return r;
     })));

@@ -16,6 +16,7 @@ import plait
 COMMANDS = {
     "bisect": "where a compiled program leaves eager, relative to float64",
     "cache": "what lies in the folder of caches: list, verify, prune, export, import",
+    "doctor": "what of this machine, its settings and caches costs speed or does not work",
     "info": "what is in a package, or in a pack of kernels",
     "replay": "record what compiles were given and made, make it again, compare",
     "report": "run a command, and write a page of HTML about all that is compiled in it",

@@ -235,11 +235,11 @@ class Config:
         UserError for a value that does not parse, warns of a name that no flag has."""
         env = os.environ if environ is None else environ
         found: dict[str, Any] = {}
-        for row in _rows():
+        for row in flags():
             text = env.get(row.env)
             if text:
                 found[row.name] = row.parse(text)
-        known = [row.env for row in _rows()]
+        known = [row.env for row in flags()]
         unknown = sorted(name for name in env if name.startswith("PLAIT_") and name not in known)
         if unknown:
             warn_once(
@@ -266,7 +266,7 @@ class Config:
                 f"options must be a mapping of names to values, got {options!r}",
                 hint='{"opt_level": 3}',
             )
-        rows = {row.name: row for row in _rows()}
+        rows = {row.name: row for row in flags()}
         for name, value in (options or {}).items():
             if name not in rows:
                 raise UserError(
@@ -292,7 +292,7 @@ class Config:
 
     def key(self) -> tuple[tuple[str, Any], ...]:
         """(name, value) of every flag that changes what is built, in order of declaration."""
-        return tuple((row.name, getattr(self, row.name)) for row in _rows() if row.in_key)
+        return tuple((row.name, getattr(self, row.name)) for row in flags() if row.in_key)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -355,7 +355,8 @@ class Row:
 
 
 @lru_cache(maxsize=1)
-def _rows() -> tuple[Row, ...]:
+def flags() -> tuple[Row, ...]:
+    """All flags as data, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     rows = []
     for f in dataclasses.fields(Config):
@@ -385,4 +386,4 @@ def list_modes() -> list[str]:
 
 def list_options() -> dict[str, str]:
     """Every option with its default, environment variable and meaning."""
-    return {row.name: f"{row.doc} (default {row.default!r}, {row.env})" for row in _rows()}
+    return {row.name: f"{row.doc} (default {row.default!r}, {row.env})" for row in flags()}

@@ -139,7 +139,7 @@ def test_environment_variables_exist() -> None:
     native = "".join(
         p.read_text() for d in ("native", "triton_launch/src") for p in (ROOT / d).rglob("*.cpp")
     )
-    known = {row.env for row in plait.config._rows()} | {
+    known = {row.env for row in plait.config.flags()} | {
         "PLAIT_",
         *re.findall(r"PLAIT_[A-Z_]+", cmake),
     }

@@ -172,21 +172,30 @@ def _mib(files: Sequence[Listed]) -> str:
 
 
 # ------------------------------------------------------------------------------------ verify, prune
+def fault_of(store: Store, file: Listed) -> str:
+    """Why no process would take an entry; "" for a good one, and one that somebody has removed."""
+    try:
+        _open(store, file)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{file.path}: {error.strerror}"
+    return ""
+
+
 def verify(cfg: Config, removes: bool) -> int:
     """Checks every entry, and prints a line for each that no process would take. The exit status: 1
     if such a one is left."""
     n = Counter[str]()
     for store in stores(cfg).values():
         for file in store.files():
-            try:
-                if file.is_entry:
-                    _open(store, file)
-                    n["good"] += 1
-            except FileNotFoundError:
+            if not file.is_entry:
                 continue
-            except OSError as error:
-                print(f"{file.path}: {error.strerror}")
+            if fault := fault_of(store, file):
+                print(fault)
                 n["removed" if removes and _remove(file.path) else "left"] += 1
+            else:
+                n["good"] += 1
     print(f"{n['good']} good, {n['removed'] + n['left']} bad, {n['removed']} removed")
     return int(n["left"] > 0)
 

@@ -106,6 +106,7 @@ Steps = Generator[Building, None, Program]
 
 def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside: Beside) -> Steps:
     """`compile_graph` in steps, one for each time that kernels are built."""
+    cfg = _as_flags_say(cfg)
     log = PassLog(cfg, captured.name, VERIFIERS)
     if cfg.kernels:
         _find_tools(captured, cfg)
@@ -156,6 +157,7 @@ def compile_texts(
 ) -> tuple[WrapperProgram, Artifacts]:
     """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or
     loaded, so the graph may be for a machine that is not this one. log: one that is read later."""
+    cfg = _as_flags_say(cfg)
     log = log or PassLog(cfg, captured.name, VERIFIERS)
     lowered, made = _kernels(captured, cfg, log)
     wrapper = _wrap(captured, lowered, made.plan, cfg, log)
@@ -186,6 +188,7 @@ def compile_portable(
     """Compiles one graph for every machine with one of isas and one of archs, as far as it has
     kernels that depend on them: planned once, kernels built side by side. Raises as compile_graph
     does."""
+    cfg = _as_flags_say(cfg)
     log = PassLog(cfg, captured.name, VERIFIERS)
     if cfg.kernels:
         _find_tools(captured, cfg)
@@ -226,6 +229,15 @@ def compile_portable(
         Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.steps)
         for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
     ]
+
+
+def _as_flags_say(cfg: Config) -> Config:
+    """Under deterministic algorithms nothing is measured: which tile is faster may differ from one
+    process to the next, and with it the order of sums."""
+    if cfg.autotune and torch.are_deterministic_algorithms_enabled():
+        warn_once("plait measures no kernels while torch.use_deterministic_algorithms is on")
+        return replace(cfg, autotune=False)
+    return cfg
 
 
 def _plan(

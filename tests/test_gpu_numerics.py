@@ -46,3 +46,29 @@ def test_products_and_sums_are_rounded_one_by_one() -> None:
 
     wants = [*fn(x, y, z)]
     assert bits.equal(wants, [*bits.compiled(fn, strict=True)(x, y, z)])
+
+
+def gradients(table: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+    """Sums into few rows, of an embedding, a scatter and an index."""
+    table, x = (t.detach().requires_grad_() for t in (table, x))
+
+    def fn(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.embedding(i, table) * x
+        return rows.sum() + (x[i % 7] * x.cos()).sum() + x.scatter_add(0, i[:, None], x * 2).sum()
+
+    torch._dynamo.reset()
+    options = {"strict": True}
+    torch.compile(fn, backend="plait", options=options)(table, x).backward()
+    return [table.grad, x.grad]  # type: ignore[list-item]
+
+
+def test_deterministic_algorithms_give_the_same_bits_each_time() -> None:
+    torch.manual_seed(0)
+    table, x = torch.randn(7, 64, device="cuda"), torch.randn(20000, 64, device="cuda")
+    i = torch.randint(0, 7, (20000,), device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (gradients(table, x, i) for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(bits.equal(first, other) for other in others)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from plait.ir.dtypes import LOOP_DTYPES, f64
+from plait.ir.dtypes import LOOP_DTYPES, b1, f64
 from plait.ir.expr import Expr, Size, smax
 from plait.ir.loops import Node
 from plait.ir.maths import fma, where
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.dtypes import compute_dtype
+from plait.lower.dtypes import TO_TORCH, compute_dtype
 from plait.lower.elementwise import compare, result, scalar
 
 aten = torch.ops.aten
@@ -32,14 +33,26 @@ def full(ctx: Lowering, *args: Any, **kwargs: Any) -> View:
 
 @lower(
     aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
-    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
     aten._efficientzerotensor.default,
 )  # fmt: skip
 def zeros(ctx: Lowering, *_: Any, **__: Any) -> View:
-    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines
-    them."""
     return fill(ctx, 0)
+
+
+@lower(
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+)  # fmt: skip
+def empty(ctx: Lowering, *_: Any, **__: Any) -> View:
+    """Zeros, which cost nothing once a reader inlines them; under deterministic algorithms what
+    eager fills new memory with, so that reading it shows."""
+    dtype = ctx.out_dtype()
+    fills: Any = torch.utils.deterministic
+    if not (torch.are_deterministic_algorithms_enabled() and fills.fill_uninitialized_memory):
+        return fill(ctx, 0)
+    if dtype.is_float:
+        return fill(ctx, math.nan)
+    return fill(ctx, True if dtype == b1 else torch.iinfo(TO_TORCH[dtype]).max)
 
 
 @lower(aten.ones.default, aten.ones_like.default, aten.new_ones.default)

@@ -77,7 +77,11 @@ def scatter_loop(
     out = ctx.new_buffer(base.dtype, base.shape, strides_like(ctx, start.buf))
     if mode == "add" and base.dtype == b1:
         mode = "max"
-    at_once = mode != "store" and not facts_of(ctx.buffers[out].device).is_host
+    anyhow = not facts_of(ctx.buffers[out].device).is_host  # points run in any order
+    matters = mode in ("store", "mul") or (mode == "add" and base.dtype.is_float)
+    if anyhow and args and matters and torch.are_deterministic_algorithms_enabled():
+        raise NoRule("points that may collide in any order, under deterministic algorithms")
+    at_once = mode != "store" and anyhow
     if at_once and base.dtype.name not in ATOMICS.get(mode, ()):
         raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))

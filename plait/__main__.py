@@ -18,6 +18,7 @@ COMMANDS = {
     "cache": "what lies in the folder of caches: list, verify, prune, export, import",
     "doctor": "what of this machine, its settings and caches costs speed or does not work",
     "info": "what is in a package, or in a pack of kernels",
+    "reduce": "shrink a failing program to a script",
     "replay": "record what compiles were given and made, make it again, compare",
     "report": "run a command, and write a page of HTML about all that is compiled in it",
     "pack": "compile Triton functions ahead, for C++ programs without Python",

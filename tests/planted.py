@@ -46,6 +46,27 @@ def emitter() -> Any:
     return mock.patch.object(prelude, "_defined", planted)
 
 
+def crash() -> Any:
+    """exp in kernels of a CPU writes to where there is no memory."""
+    write = prelude._defined
+
+    def planted(*args: Any) -> str:
+        head = "static inline vf32 m_exp_f32(vf32 x) {"
+        return write(*args).replace(head, f"{head} *(volatile int*)8 = 1;")
+
+    return mock.patch.object(prelude, "_defined", planted)
+
+
+def error() -> Any:
+    """The rule of cumsum has no answer."""
+    load_rules()
+
+    def planted(*args: Any) -> Any:
+        raise LookupError("no answer for 17 of them")
+
+    return mock.patch.dict(core.RULES, {aten.cumsum.default: planted})
+
+
 def reduction() -> Any:
     """Sums leave their first element out."""
     load_rules()
@@ -94,7 +115,7 @@ def fusion() -> Any:
 
 
 PLANTS: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (rule, emitter, reduction, graph_pass, fusion)
+    f.__name__: f for f in (rule, emitter, reduction, graph_pass, fusion, crash, error)
 }
 
 

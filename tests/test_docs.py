@@ -21,6 +21,7 @@ from plait.ir.text import read_program
 from plait.lower import core
 from plait.lower.graph import load_rules
 from tests import warm
+from tests.planted import PLANTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -117,6 +118,30 @@ def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) ->
     )
     loops = read_program(block).ops
     assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
+
+
+def test_the_blocks_of_the_page_on_wrong_numbers_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.chdir(tmp_path)
+    bisect, reduce, failing = blocks("docs/wrong-number.md")
+    nothing, wrong = blocks("docs/wrong-number.md", "text")
+    scope: dict[str, Any] = {}
+    exec(compile(bisect, "docs/wrong-number.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert scope["found"] is None and re.sub(r"\d+ v", "N v", printed) == re.sub(
+        r"\d+ v", "N v", nothing
+    )
+    exec(compile(reduce, "docs/wrong-number.md", "exec"), scope)
+    exec(compile(failing, "docs/wrong-number.md", "exec"), scope)
+    assert "_linalg_eigh" in (script := scope["reduced"].script) and "relu" not in script
+    with PLANTS["rule"]():
+        exec(compile(bisect, "docs/wrong-number.md", "exec"), scope)
+    text, _, script = wrong.partition("\n\n")
+    assert scope["found"].script == script
+    numbers = re.compile(r"-?\d+(\.\d+)?|_[0-9a-f]{6}|\w+[-.]\w+\.md:|model\.py:")
+    assert numbers.sub("", scope["found"].text) == numbers.sub("", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

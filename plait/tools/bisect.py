@@ -9,19 +9,19 @@ smallest set is left without which the script is right (`switches.py`).
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from plait.capture.sources import check_callable
 from plait.config import Config
-from plait.errors import PlaitError
+from plait.errors import PlaitError, UserError
 from plait.tools.paste import SEEDS, paste
 from plait.tools.recorded import Recorded, changes, in_key, record
 from plait.tools.search import Wrong, search_graph, wrong_result
@@ -89,17 +89,6 @@ def bisect(
     return None
 
 
-def check(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None) -> int:
-    """For scripts: prints what is wrong first, and returns 1; 0 if nothing is."""
-    cfg = Config.from_env().with_options(options)
-    for graph in record(fn, args, {}, cfg, dynamic=False):
-        if wrong := wrong_result(graph, cfg):
-            print(wrong.text)
-            return 1
-    print("nothing is wrong")
-    return 0
-
-
 def _confirmed(suspects: Sequence[Wrong], graph: Recorded, cfg: Config) -> Found | None:
     """The first suspect that is wrong as the result of a script of its own, and what makes it so;
     where none is, but a result of the graph is wrong, that one. None: rounding, or a value that a
@@ -163,13 +152,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """fn and args of FILE, or what the function in FILE:FUNCTION returns."""
-    file, _, name = text.rpartition(":") if not Path(text).exists() else (text, "", "")
-    scope = runpy.run_path(file or name)
-    if file and name:
-        fn, args = scope[name]()
-    else:
-        fn, args = scope["fn"], scope["args"]
+    """fn and args of FILE, or what the function in FILE:FUNCTION returns. Raises UserError."""
+    file, _, name = (text, "", "") if Path(text).is_file() else text.rpartition(":")
+    spec = spec_from_file_location("plait_script", file)
+    if not Path(file).is_file() or spec is None or spec.loader is None:
+        raise UserError(f"there is no Python file {file or text}")
+    module = sys.modules[spec.name] = module_from_spec(spec)  # Dynamo looks globals up there
+    spec.loader.exec_module(module)
+    fn, args = getattr(module, name)() if name else (module.fn, module.args)
     return fn, tuple(args)
 
 

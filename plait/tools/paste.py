@@ -25,6 +25,7 @@ from plait.tools.shrink import Piece
 
 SEEDS = (0, 1, 2, None)
 """Of arguments, in the order in which they are tried; None: the values themselves."""
+WRONG = "wrong_number(fn, *args"
 MOST_NUMBERS = 64
 """Of a tensor that is written out."""
 
@@ -43,14 +44,10 @@ class Pasted:
 
 
 def paste(
-    p: Piece,
-    options: Mapping[str, Any],
-    seed: int | None,
-    folder: Path,
-    check: str = "check(fn, *args",
+    p: Piece, options: Mapping[str, Any], seed: int | None, folder: Path, check: str = WRONG
 ) -> Pasted:
     """The script of a piece. seed: of arguments like those of the piece; None: its own, large ones
-    from a file in the folder. check: what is called in plait.tools.bisect. Raises NoText."""
+    from a file in the folder. check: what is called in plait.tools.check. Raises NoText."""
     names = [n.name for n in p.module.graph.find_nodes(op="placeholder")]
     if seed is None:
         lines = _saved(names, p.given, folder)
@@ -58,11 +55,11 @@ def paste(
         made = [f"{n} = {like(x)}" for n, x in zip(names, p.given, strict=True)]
         lines = [f"torch.manual_seed({seed})", *made]
     args = f"args = ({', '.join(names)}{',' if len(names) == 1 else ''})"
-    head = ["import torch", "", "from plait.tools import bisect", "", ""]
+    head = ["import torch", "", "from plait.tools import check", "", ""]
     text = "\n".join([*head, function_text(p.module), "", "", *lines, args, ""])
     scope: dict[str, Any] = {}
     exec(compile(text, "<pasted>", "exec"), scope)
-    end = f"raise SystemExit(bisect.{check}, options={dict(options)!r}))\n"
+    end = f"raise SystemExit(check.{check}, options={dict(options)!r}))\n"
     return Pasted(text + end, scope["fn"], scope["args"])
 
 
@@ -142,7 +139,8 @@ def _numbers(x: Tensor, shape: tuple[int, ...], place: str) -> str:
     size = float(finite.double().square().mean().sqrt())
     scale = 0.0 if not size else float(f"{size:.1g}")
     made = made if 0.3 <= size <= 3 else f"{made} * {scale}"
-    return f"({made}).abs()" if bool((finite >= 0).all()) else made
+    positive = finite.numel() >= 8 and bool((finite >= 0).all())  # of few it may be chance
+    return f"({made}).abs()" if positive else made
 
 
 def _saved(names: Sequence[str], given: Sequence[Any], folder: Path) -> list[str]:

@@ -100,12 +100,8 @@ def cut_out(module: GraphModule, held: Mapping[Node, Any], outs: Iterable[Node])
 # -------------------------------------------------------------------------------------- candidates
 def candidates(p: Piece) -> Iterator[Piece]:
     """Smaller pieces, the most promising first."""
-    yield from _heads(p)
-    yield from _tails(p)
-    yield from _without_calls(p)
-    yield from _sizes(p)
-    yield from _dtypes(p)
-    yield from _numbers(p)
+    for smaller in (_heads, _tails, _without_calls, _sizes, _dtypes, _numbers):
+        yield from (q for q in smaller(p) if q.outputs)
 
 
 def _held(p: Piece) -> dict[Node, Any]:

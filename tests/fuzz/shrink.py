@@ -8,11 +8,12 @@ shrink too.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from plait.tools.shrink import smallest
+from plait.tools.trial import plain_words
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Operand, Program, Road
 
@@ -26,27 +27,16 @@ def signature(found: dict[str, Any]) -> str:
     label, _, rest = what.partition(":")
     if found["kind"] in ("crash", "hang"):
         return str(found["kind"])
-    words = (
-        re.sub(r"[^A-Za-z. ]+", "", re.sub(r"\b\w*\d\w*\b", "", rest)).split()
-        if "rais" in label or "err" in label
-        else []
-    )
-    return " ".join([str(found["kind"]), label, *words[:8]])
+    words = plain_words(rest) if "rais" in label or "err" in label else ""
+    return f"{found['kind']} {label} {words}"
 
 
 def shrink(p: Program, found: dict[str, Any], worker: Worker, seconds: float = SECONDS) -> Program:
     """The smallest program found in that time that ends as p did."""
-    end, want = time.time() + seconds, signature(found)
-    again = True
-    while again:
-        again = False
-        for candidate in candidates(p):
-            if time.time() > end:
-                return p
-            if signature(worker.ask({"program": candidate.dumps()})) == want:
-                p, again = candidate, True
-                break
-    return p
+    want = signature(found)
+    return smallest(
+        p, candidates, lambda c: signature(worker.ask({"program": c.dumps()})) == want, seconds
+    )
 
 
 def candidates(p: Program) -> Iterator[Program]:

@@ -1,0 +1,59 @@
+"""What scripts call to show what is wrong with one function: they exit with what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from plait.config import Config
+from plait.tools.recorded import record
+from plait.tools.search import wrong_result
+
+SECONDS = 0.2
+"""Of calls that are timed, a side."""
+
+
+def wrong_number(
+    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None
+) -> int:
+    """1, and what it is, if a result of the compiled fn is wrong; else 0."""
+    cfg = Config.from_env().with_options(options)
+    for graph in record(fn, args, {}, cfg, dynamic=False):
+        if wrong := wrong_result(graph, cfg):
+            print(wrong.text)
+            return 1
+    print("nothing is wrong")
+    return 0
+
+
+def slower(
+    fn: Callable[..., Any],
+    *args: Any,
+    factor: float = 1.0,
+    options: Mapping[str, Any] | None = None,
+) -> int:
+    """1 if the compiled fn takes more than so many times as long as eager; else 0. The fastest of
+    the calls that fit into a time count, and both take turns."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="plait", dynamic=False, options=dict(options or {}))
+    devices = {x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+    waits = [d for d in devices if torch.accelerator.is_available() and d.index is not None]
+    best = [float("inf"), float("inf")]
+    with torch.no_grad():
+        for run in (fn, compiled, compiled):
+            run(*args)
+        end = time.perf_counter() + 2 * SECONDS
+        while time.perf_counter() < end:
+            for k, run in enumerate((fn, compiled)):
+                start = time.perf_counter()
+                run(*args)
+                for d in waits:
+                    torch.accelerator.synchronize(d)
+                best[k] = min(best[k], time.perf_counter() - start)
+    eager, plait = (s * 1e6 for s in best)
+    print(f"plait {plait:.1f} us, eager {eager:.1f} us")
+    return int(plait > factor * eager)

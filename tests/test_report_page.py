@@ -24,10 +24,12 @@ from torch.nn import functional as F
 import plait
 from plait import log
 from plait.tools.page.collect import copied_ns
+from plait.tools.page.data import graph_data, report_data
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, peaks
 from plait.tools.page.render import page
 from tests import warm
+from tests.test_cuda_programs import compile_only, fakes, record  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium")
@@ -199,6 +201,23 @@ def test_a_terminal_shows_tables_and_a_file_plain_text(
     assert "of the operators" in shown and "  kernel plait_" in shown
 
 
+def test_a_program_of_a_gpu(compile_only: None) -> None:  # noqa: F811
+    mode, (x, w) = fakes((64, 128), (128, 128))
+    fn = lambda x, w: F.gelu(F.gelu(x).softmax(-1) @ w).sum(0)
+    data = graph_data(record(fn, x, w, mode=mode, cuda_graphs=True))
+    kernels = [s for s in data["steps"] if s["what"] == "kernel"]
+    assert len(kernels) >= 2 and {s["device"] for s in kernels} == {"cuda:0"}
+    for s in kernels:
+        source = data["kernel_sources"][s["name"]]
+        assert source.startswith("@triton.jit") and source.count("def plait_") == 1
+        assert s["name"] in data["programs"][0]["instructions"][s["instruction"]]
+    parts = data["programs"][0]["partitions"]
+    assert [p["recorded"] for p in parts].count(True) == 1
+    text = page(report_data([data], [], []))
+    assert "recorded and replayed" in text
+    assert all(p["reason"] in text for p in parts)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -314,6 +333,27 @@ def test_a_block_is_reported_on_however_it_ends(tmp_path: Path) -> None:
         pass
 
 
+def test_all_kernels_are_timed_on_every_road(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64))
+    x = torch.randn(8, 64)
+    with plait.report(tmp_path / "page.html"):
+        with torch.no_grad():
+            torch.testing.assert_close(plait.compile(net, (x,), freeze=True)(x), net(x))
+            torch.compile(net, backend="plait", dynamic=True)(torch.randn(9, 64))
+        torch.compile(net, backend="plait")(x).sum().backward()
+        plait.compile(net, (x,))  # nobody calls it
+    found = re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    assert found
+    *timed, uncalled = json.loads(found[1])["graphs"]
+    steps = [s for g in timed for s in g["steps"] if s["what"] == "kernel"]
+    assert {g["kind"] for g in timed} == {"inference", "forward", "backward"}
+    assert all(s["time_ns"] > 0 and s["roofline"] > 0 for s in steps)
+    assert any(not s["loops"] and s["name"] in timed[0]["kernel_sources"] for s in steps)  # packed
+    assert [g["why_untimed"] for g in timed] == [""] * len(timed)
+    assert uncalled["why_untimed"] == "no call of it was seen"
+
+
 N_CALLS = 0
 
 
@@ -396,15 +436,15 @@ def test_rows_open_and_lead_to_what_they_name(
     shown.locator(f"svg.graph a[href='#g0s{kernel}']").click()
     row = shown.locator(f"#g0s{kernel}")
     assert row.get_attribute("open") is not None
-    text = row.inner_text()
+    text = row.text_content()
     assert steps[kernel]["loops"].strip() in text and "i64 tid" in text
     row.get_by_text("instruction ").last.click()
     line = shown.locator(f"#g0p0i{steps[kernel]['instruction']}")
-    assert line.is_visible() and steps[kernel]["name"] in line.inner_text()
+    assert line.is_visible() and steps[kernel]["name"] in line.text_content()
     line.get_by_role("link").click()
     row.get_by_role("link", name=steps[kernel]["writes"][0], exact=True).click()
     buffer = shown.locator(f"[id='g0b-{steps[kernel]['writes'][0]}']")
-    assert buffer.is_visible() and steps[kernel]["name"] in buffer.inner_text()
+    assert buffer.is_visible() and steps[kernel]["name"] in buffer.text_content()
     where = steps[kernel]["origin"][0]["where"]
     row.get_by_role("link", name=where).click()
     assert shown.locator(f"[id='line-{where}']").is_visible()

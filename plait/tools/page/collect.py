@@ -91,10 +91,8 @@ class Collector:
         self.sink(Event(os.getpid(), "graph", record))
 
     def _times(self, name: str, launches: Sequence[KernelTime], why_not: str) -> None:
-        times = [{"kernel": t.name, "ns": t.best_ns} for t in launches]
-        self.sink(
-            Event(os.getpid(), "times", {"graph": name, "launches": times, "why_not": why_not})
-        )
+        ns = [t.best_ns for t in launches]
+        self.sink(Event(os.getpid(), "times", {"graph": name, "launches": ns, "why_not": why_not}))
 
 
 def assemble(events: Sequence[Event], note: str = "") -> data.Data:
@@ -104,12 +102,15 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
     graphs: dict[tuple[int, str], data.Data] = {}
     for e in events:
         if e.kind == "graph":
-            graphs[e.process, e.of["name"]] = {**e.of, "process": e.process if several else None}
+            graph = graphs[e.process, e.of["name"]] = dict(e.of)
+            graph["process"] = e.process if several else None
+            if any(s["what"] == "kernel" for s in graph["steps"]):
+                graph["why_untimed"] = "no call of it was seen"
         elif e.kind != "times":
             of.setdefault(e.kind, []).append(e.of)
     for e in events:  # a program is timed before or after it is told of
-        if e.kind == "times" and (graph := graphs.get((e.process, e.of["graph"]))):
-            _set_times(graph, e.of)
+        if e.kind == "times" and (named := graphs.get((e.process, e.of["graph"]))):
+            _set_times(named, e.of)
     timed = [s for g in graphs.values() for s in g["steps"] if s.get("time_ns")]
     copy_ns = {device: copy_times(device) for device in sorted({s["device"] for s in timed})}
     for s in timed:
@@ -129,11 +130,11 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
 def _set_times(graph: data.Data, times: data.Data) -> None:
     """A graph's kernels get their times, which come in the order of the launches."""
     graph["why_untimed"] = times["why_not"]
-    launched = [s for s in graph["steps"] if s["instruction"] is not None]
-    steps = iter(sorted(launched, key=lambda s: s["instruction"]))
-    for t in times["launches"]:
-        if s := next((s for s in steps if s["name"] == t["kernel"]), None):
-            s["time_ns"] = t["ns"]
+    instructions = graph["programs"][0]["instructions"]  # what has subprograms is not timed
+    launches = [at for at, text in enumerate(instructions) if text.startswith("launch(")]
+    ns_of = dict(zip(launches, times["launches"], strict=not times["why_not"]))
+    for s in graph["steps"]:
+        s["time_ns"] = ns_of.get(s["instruction"])
 
 
 def copied_ns(nbytes: int, copy_ns: Mapping[str, int]) -> float:

@@ -122,9 +122,10 @@ def report_data(
 # --------------------------------------------------------------------------------------- the steps
 def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
     """A kernel or a call; None for steps that do no work."""
-    neither: Data = {"why": "", "fell_back": False, "space": "", "loops": "", "accesses": []}
-    neither["parts"] = []
-    neither |= {"estimate_ns": 0, "time_ns": None, "roofline": None}
+    neither: Data = {
+        "why": "", "fell_back": False, "parts": [], "space": "", "loops": "", "accesses": [],
+        "estimate_ns": 0, "time_ns": None, "roofline": None,
+    }  # fmt: skip
     if isinstance(s, Kernel):
         accesses = accesses_of(s)
         return {
@@ -158,7 +159,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
         chosen = "called from Python"
     return {
         **neither,
-        "what": "call",
+        "what": "call" if s.kernel is None else "kernel",
         "name": s.kernel.name if s.kernel is not None else s.op,
         "device": made[0].device if made else "",
         "origin": [_origin(o) for o in s.origin],

@@ -19,7 +19,7 @@ const table = (head, rows) =>
   make("table", {}, make("thead", {}, make("tr", {}, ...head.map((h) => make("th", {}, h)))),
     make("tbody", {}, ...rows));
 const row = (cells, cls) =>
-  make("tr", cls ? { class: cls } : {}, ...cells.map((c) => make("td", Array.isArray(c) ? { class: "many" } : {}, ...[c].flat())));
+  make("tr", cls ? { class: cls } : {}, ...cells.map((c) => make("td", Array.isArray(c) && c.length > 1 ? { class: "many" } : {}, ...[c].flat())));
 const spaced = (parts) => parts.flatMap((p, k) => (k ? [", ", p] : [p]));
 
 // Which steps make, read and run what, by graph; built once a graph is looked into.

@@ -25,6 +25,7 @@ import plait
 from plait import log
 from plait.tools.page.collect import copied_ns
 from plait.tools.page.data import graph_data, report_data
+from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, peaks
 from plait.tools.page.render import page
@@ -149,6 +150,25 @@ def test_what_a_kernel_does_to_memory() -> None:
     ]  # fmt: skip
     every = kernel(lambda x: x[:, ::4].exp(), x)
     assert [v for k, v in every.items() if not k[1]] == [(64 * 8 * 4, "apart", 4)]
+
+
+def test_layouts_that_are_not_the_users_are_told_apart() -> None:
+    def finding(order: str, stride: int, kind: str = "inference", **facts: Any) -> list[str]:
+        access = {"buffer": "arg0", "writes": False, "nbytes": 1 << 20, "stride": stride}
+        step = {"name": "k", "origin": [], "accesses": [access | {"order": order}]}
+        step |= {"time_ns": 10, "roofline": 0.1} | facts
+        other = step | {"name": "other", "accesses": [], "time_ns": 80}
+        graph = {"name": "g", "kind": kind, "inputs": [{"name": "arg0"}], "ladder": []}
+        report = {"breaks": [], "recompiles": [], "left_to_eager": []}
+        graphs = [graph | {"steps": [step, other]}]
+        return [f["kind"] for f in findings(report | {"graphs": graphs})]
+
+    assert finding("across", 512) == finding("apart", -64) == ["layout"]
+    assert finding("across", 512, "backward") == ["layout within"]  # what the forward pass saved
+    assert finding("across", 512, "backward", time_ns=5) == []
+    for harmless in (("across", 4), ("in order", 1), ("in pieces", 0), ("by data", 0)):
+        assert finding(*harmless) == []
+    assert finding("across", 512, roofline=0.9) == []
 
 
 def test_memory_over_a_program() -> None:

@@ -15,6 +15,8 @@ from plait.tools.page.kernels import ACROSS, APART
 Data = dict[str, Any]
 LARGE = 1 << 16  # bytes of a tensor whose layout matters: what is less stays in the first cache
 GOOD = 0.5  # share of the memory roofline above which a layout costs little
+FAR = 16  # elements apart: no two in one cache line
+MUCH = 0.1  # share of the time of all kernels
 MOST = 20  # findings of one kind
 
 
@@ -47,22 +49,29 @@ def findings(report: Data) -> list[Data]:
 
 def _layouts(report: Data) -> list[Data]:
     """Kernels that visit elements of large tensors far apart, while they visit as much side by
-    side, each once; not where the time is known to be good."""
+    side, each once; not where the time is known to be good. How an intermediate lies is plait's
+    choice: such a kernel is named only where it takes much of the time."""
+    every = sum(s["time_ns"] or 0 for g in report["graphs"] for s in g["steps"])
     found: dict[tuple[str, str], Data] = {}
     nbytes: dict[tuple[str, str], int] = {}
     for n, g in enumerate(report["graphs"]):
+        inputs = {i["name"] for i in g["inputs"] if g["kind"] != "backward"}  # else saved by plait
         for k, s in enumerate(g["steps"]):
-            large = (a for a in s["accesses"] if a["nbytes"] >= LARGE)
+            large = [a for a in s["accesses"] if a["nbytes"] >= LARGE and abs(a["stride"]) >= FAR]
             apart = [a for a in large if a["order"] in (ACROSS, APART)]
             if not apart or (s["roofline"] or 0) > GOOD:
                 continue
+            given = [a for a in apart if a["buffer"] in inputs]
+            if not given and (s["time_ns"] or 0) <= MUCH * every:
+                continue
             key = g["name"], s["name"]
-            nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in apart)
-            found.setdefault(key, _layout(s, apart, n, k))
+            nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in given or apart)
+            found.setdefault(key, _layout(s, given or apart, bool(given), n, k))
     return [found[key] for key in sorted(found, key=lambda key: -nbytes[key])]
 
 
-def _layout(s: Data, apart: Sequence[Data], graph: int, step: int) -> Data:
+def _layout(s: Data, apart: Sequence[Data], given: bool, graph: int, step: int) -> Data:
+    """given: the tensors are the program's inputs."""
     words = [
         f"{'writes' if a['writes'] else 'reads'} {a['buffer']} {a['stride']} elements apart"
         for a in apart
@@ -74,11 +83,15 @@ def _layout(s: Data, apart: Sequence[Data], graph: int, step: int) -> Data:
     )
     if s["roofline"] is not None:
         why += f". The kernel runs at {s['roofline']:.0%} of the memory roofline"
-    advice = (
-        "keep it in memory as it is used: where it is made, or once before the calls, "
-        ".contiguous() of the transposed tensor, or another memory_format"
-    )
-    return _finding("layout", f"{s['name']} {', '.join(words)}", where, why, advice, graph, step)
+    if given:
+        advice = (
+            "keep the tensor in memory as it is used: where it is made, or once before the calls, "
+            ".contiguous() of the transposed tensor, or another memory_format"
+        )
+    else:
+        advice = "look for a transposed view in these lines; plait lays out what is between them"
+    kind = "layout" if given else "layout within"
+    return _finding(kind, f"{s['name']} {', '.join(words)}", where, why, advice, graph, step)
 
 
 def _finding(

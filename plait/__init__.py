@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from plait.tools.bisect import bisect as bisect
     from plait.tools.explain import explain as explain
     from plait.tools.page.command import report as report
+    from plait.tools.profile import profile as profile
     from plait.tools.reduce import reduce as reduce
     from plait.wrapper.watch import watch as watch
 
@@ -60,6 +61,7 @@ _HOME = {
     "bisect": "plait.tools.bisect",
     "reduce": "plait.tools.reduce",
     "explain": "plait.tools.explain",
+    "profile": "plait.tools.profile",
     "report": "plait.tools.page.command",
     "watch": "plait.wrapper.watch",
 }

@@ -45,7 +45,7 @@ from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes.inline_programs import inline_programs
-from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, observe
+from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, listening, observe
 from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
 from plait.wrapper.walk import is_fence
@@ -147,6 +147,7 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         ladder=(*captured.ladder, *refused.steps, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
         numerics=cfg.numerics,
+        modules=_modules(captured, lowered) if listening() else {},
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)
@@ -229,6 +230,20 @@ def compile_portable(
         Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.steps)
         for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
     ]
+
+
+def _modules(captured: Captured, lowered: Lowered) -> dict[str, str]:
+    """The module whose code makes a buffer, of the nodes of the graph: `model.h.0.mlp`."""
+    stacks = {
+        n.name: n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
+        for n in captured.graph.graph.nodes
+    }
+    paths = {
+        name: str([*stack.values()][-1][0]).partition("].")[2]
+        for name, stack in stacks.items()
+        if stack
+    }
+    return {buf: paths[node] for buf, node in lowered.nodes.items() if paths.get(node)}
 
 
 def _as_flags_say(cfg: Config) -> Config:

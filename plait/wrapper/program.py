@@ -44,7 +44,8 @@ class CompileRecord:
     operator once.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
     got the program. frozen: what became of weights that are constants; "" where none are.
-    numerics: the option under which it was compiled."""
+    numerics: the option under which it was compiled. modules: the path of the module whose code
+    makes a tensor, by its name; known where somebody listens."""
 
     name: str
     kind: str
@@ -60,6 +61,7 @@ class CompileRecord:
     wrapper_reason: str = ""
     frozen: str = ""
     numerics: str = "default"
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fallback_reasons(self) -> dict[str, str]:

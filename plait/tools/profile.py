@@ -1,0 +1,373 @@
+"""`plait.profile(fn, *args)`: where the time of a call goes, by module, by source line, kernel by
+kernel, and what the host does between kernels.
+
+In: a function or module with example arguments. Out: a `Profile`: numbers, text, and a trace for
+chrome://tracing or Perfetto with source lines. torch.profiler takes the times. Every launch and
+every call of an operator is a range there, in the order of the program's instructions; the k-th
+range is the k-th instruction, whose lines and module are known. On a GPU the time of an
+instruction is the device's, and what the host spends on its launch is a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from plait.capture.backend import plait_backend
+from plait.capture.sources import check_callable
+from plait.config import Config
+from plait.errors import UserError
+from plait.ir.calls import all_programs
+from plait.tools.explain import fresh_caller, run_backward
+from plait.wrapper.instructions import CallExtern, Launch, Note
+from plait.wrapper.program import CompileRecord, observers_of_process
+
+MANY = 25  # rows of one table in the text
+_CALL = "plait: a call"
+_GUARDS = ("TorchDynamo Cache Lookup", "Pregraph bytecode")
+_WAITS = re.compile(r"Synchronize|^aten::(item|_local_scalar_dense|nonzero)$|^cudaMemcpy$")
+_ALLOCATES = re.compile(r"^aten::(empty|resize_)|^cudaMalloc")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A launch or a call of an operator, of one program.
+
+    graph: the program's name.
+    name: the kernel's symbol or the operator.
+    lines: source lines and ATen operators that it comes from.
+    module: the path of the module whose code it is, "" where none is known.
+    """
+
+    graph: str
+    name: str
+    lines: tuple[str, ...]
+    module: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one thing takes in a call, in microseconds, and how often it runs in it."""
+
+    what: str
+    us: float
+    times: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of a call, in microseconds, the mean of some. `print(profile)` shows `text`.
+
+    calls: how many were measured.
+    wall_us: from the beginning of a call to its end, the backward pass with it if there is one.
+    steps: instructions that ran, in order, with the time and the number of runs in a call.
+    gaps: what the host does besides, by kind; on a GPU this is beside the device's time.
+    device: "cpu", or "cuda" where any kernel ran on a GPU.
+    events: torch.profiler's, as its trace has them, with lines and modules.
+    """
+
+    calls: int
+    wall_us: float
+    steps: tuple[tuple[Instruction, float, float], ...]
+    gaps: tuple[Row, ...]
+    device: str
+    events: Mapping[str, Any] = field(repr=False, default_factory=dict)
+
+    @property
+    def by_kernel(self) -> list[Row]:
+        """By kernel or operator, what takes most first."""
+        return _rows((i.name, us, n) for i, us, n in self.steps)
+
+    @property
+    def by_line(self) -> list[Row]:
+        """By source line: a kernel's time is shared evenly by the lines that it comes from."""
+        shares: list[tuple[str, float, float]] = []
+        for i, us, n in self.steps:
+            places = list(dict.fromkeys(_place(o) for o in i.lines)) or ["?"]
+            shares += ((p, us / len(places), n) for p in places)
+        return _rows(shares)
+
+    @property
+    def by_module(self) -> list[Row]:
+        """By module; those that differ in a number alone are one: `h.*.mlp`."""
+        return _rows((_pattern(i.module) or "?", us, n) for i, us, n in self.steps)
+
+    @property
+    def text(self) -> str:
+        """The tables."""
+        busy = sum(us for _, us, _ in self.steps)
+        where = "on the GPU" if self.device == "cuda" else "in kernels and operators"
+        lines = [f"a call takes {_time(self.wall_us)}, {_time(busy)} of it {where}"]
+        tables = {
+            "modules": self.by_module, "source lines": self.by_line,
+            "kernels and operators": self.by_kernel, "the host, besides": list(self.gaps),
+        }  # fmt: skip
+        for title, rows in tables.items():
+            lines += ["", f"{title}:"] if rows else []
+            lines += [_line(r, self.wall_us) for r in rows[:MANY]]
+            if len(rows) > MANY:
+                left = sum(r.us for r in rows[MANY:])
+                lines.append(f"  {_time(left):>10}  {len(rows) - MANY} more")
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as data, times in microseconds a call."""
+        return {
+            "calls": self.calls, "wall_us": self.wall_us, "device": self.device,
+            "steps": [
+                {"graph": i.graph, "name": i.name, "lines": list(i.lines), "module": i.module,
+                 "us": us, "times": n}
+                for i, us, n in self.steps
+            ],
+            "gaps": [{"what": r.what, "us": r.us, "times": r.times} for r in self.gaps],
+        }  # fmt: skip
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trace, for chrome://tracing or ui.perfetto.dev: ranges of instructions have
+        their source lines and module among their arguments."""
+        Path(path).write_text(json.dumps(self.events))
+
+
+def profile(
+    fn: Callable[..., Any],
+    *args: Any,
+    calls: int = 5,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    quiet: bool = False,
+    **kwargs: Any,
+) -> Profile:
+    """Compiles fn, calls it with these arguments three times, and then `calls` times under
+    torch.profiler; prints the tables and returns them. Where a result needs gradients that fn does
+    not take itself, the backward pass belongs to a call, and no `.grad` changes.
+
+    options, mode: as for torch.compile. What a CUDA graph replays has no ranges: profile without
+    `reduce-overhead`. Raises UserError for wrong arguments, and what fn raises."""
+    cfg = Config.from_env().with_options(options, mode)
+    check_callable(fn, "plait.profile")
+    if cfg.cuda_graphs:
+        raise UserError(
+            "plait.profile of CUDA graphs, which run without a word to a profiler",
+            hint="profile without the mode; torch.profiler shows their kernels by name",
+        )
+    if type(calls) is not int or calls < 1:
+        raise UserError(f"plait.profile of {calls!r} calls", hint="calls=5")
+    original = getattr(fn, "_orig_mod", None) or fn
+    records: list[CompileRecord] = []
+    observers_of_process.append(records.append)
+    try:
+        # A back end of its own, so that nothing starts warm: programs that an earlier process made
+        # tell nobody of themselves.
+        backend = partial(plait_backend, options=options, mode=mode)
+        compiled = torch.compile(fresh_caller(original), backend=backend)
+
+        def call() -> None:
+            run_backward(compiled(*args, **kwargs), original, (args, kwargs))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        for _ in range(3):
+            call()
+        kinds = [ProfilerActivity.CPU]
+        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with torch_profile(activities=kinds, acc_events=True) as taken:
+            for _ in range(calls):
+                with record_function(_CALL):
+                    call()
+    finally:
+        observers_of_process.remove(records.append)
+    found = profile_of(taken, records, calls)
+    if not quiet:
+        print(found.text, file=sys.stdout)
+    return found
+
+
+def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Profile:
+    """The profile of what a torch.profiler.profile has taken of programs with these records
+    (`wrapper/program.py` tells of each), over so many calls: torch.profiler's hook.
+
+    Programs that were compiled before anybody listened have lines, and no modules."""
+    events = sorted(
+        (e for e in taken.events() if e.device_type == DeviceType.CPU),
+        key=lambda e: (e.time_range.start, -e.time_range.end),
+    )
+    named = _matched(events, records)
+    device = "cuda" if any(e.device_time_total for e in named) else "cpu"
+    took: dict[Instruction, list[float]] = defaultdict(list)
+    order: dict[tuple[int, int], Instruction] = {}
+    for e, (place, instruction) in named.items():
+        us = e.device_time_total if device == "cuda" else e.time_range.elapsed_us()
+        took[instruction].append(us)
+        order.setdefault(place, instruction)
+    steps = tuple(
+        (i, sum(took[i]) / calls, len(took[i]) / calls)
+        for i in dict.fromkeys(order[k] for k in sorted(order))
+    )
+    spans = [e for e in events if e.name == _CALL]
+    wall = sum(e.time_range.elapsed_us() for e in spans) / calls
+    gaps = _gaps(events, named, wall, calls)
+    return Profile(calls, wall, steps, gaps, device, _trace_of(taken, named))
+
+
+# ------------------------------------------------------------------------- ranges and instructions
+def instructions_of(record: CompileRecord) -> list[Instruction]:
+    """The launches and calls of a program and its subprograms, in order."""
+    found: list[Instruction] = []
+    for program in all_programs(record.wrapper):
+        note = ""
+        for i in program.body:
+            match i:
+                case Note(text):
+                    note = text
+                case Launch():
+                    module = _module(record, i.outs)
+                    found.append(Instruction(record.name, i.kernel, _lines(note), module))
+                case CallExtern():
+                    name = i.op.partition(".")[0]
+                    made = [o for o in (*i.outs, *i.into) if o is not None]
+                    found.append(
+                        Instruction(record.name, name, _lines(note), _module(record, made))
+                    )
+                case _:
+                    pass
+    return found
+
+
+def _matched(
+    events: Sequence[Any], records: Sequence[CompileRecord]
+) -> dict[Any, tuple[tuple[int, int], Instruction]]:
+    """Each range that is an instruction of a program: which one, by program and place. Ranges
+    within one belong to it."""
+    programs = [instructions_of(r) for r in records]
+    names = {i.name for p in programs for i in p}
+    at = [0] * len(programs)
+    current = 0
+    found: dict[Any, tuple[tuple[int, int], Instruction]] = {}
+    ends: dict[Any, float] = {}  # of the instruction that a thread is in
+    for e in events:
+        if e.name not in names or e.time_range.start < ends.get(e.thread, 0):
+            continue
+        for p in sorted(range(len(programs)), key=lambda p: p != current):
+            # Branches that were not taken, and views that are no calls, are passed over.
+            later = range(at[p], len(programs[p]))
+            again = range(at[p])
+            k = next((k for k in (*later, *again) if programs[p][k].name == e.name), None)
+            if k is not None:
+                found[e] = ((p, k), programs[p][k])
+                current, at[p] = p, (k + 1) % len(programs[p])
+                ends[e.thread] = e.time_range.end
+                break
+    return found
+
+
+def _module(record: CompileRecord, made: Iterable[str]) -> str:
+    return next((record.modules[b] for b in made if b in record.modules), "")
+
+
+def _lines(note: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in note.split(";"))))
+
+
+def _place(line: str) -> str:
+    """`model.py:31` of `model.py:31 aten.exp.default`."""
+    return line.rpartition(" ")[0] or line
+
+
+def _pattern(module: str) -> str:
+    return re.sub(r"\b\d+\b", "*", module)
+
+
+# --------------------------------------------------------------------------------------------- gaps
+def _gaps(
+    events: Sequence[Any], named: Mapping[Any, object], wall: float, calls: int
+) -> tuple[Row, ...]:
+    """What a call spends outside of instructions on a CPU; on a GPU launches are in it, too."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    inside: dict[Any, float] = {}
+    on_gpu = any(e.device_time_total for e in named)
+    for e in events:
+        if e.name == _CALL or e.time_range.start < inside.get(e.thread, 0):
+            continue
+        us = e.time_range.elapsed_us()
+        if e in named:
+            what = "launching" if on_gpu else ""
+        elif e.name in _GUARDS:
+            what = "guards"
+        elif _WAITS.search(e.name):
+            what = "waiting for the device"
+        elif _ALLOCATES.search(e.name):
+            what = "allocating"
+        else:
+            continue
+        inside[e.thread] = e.time_range.end
+        sums[what].append(us)
+    busy = sum(map(sum, sums.values())) / calls
+    rows = [Row(k, sum(v) / calls, len(v) / calls) for k, v in sums.items() if k]
+    if wall > busy:
+        rows.append(Row("Python, and between instructions", wall - busy, 1))
+    return tuple(sorted(rows, key=lambda r: -r.us))
+
+
+# -------------------------------------------------------------------------------------- the trace
+def _trace_of(taken: Any, named: Mapping[Any, tuple[object, Instruction]]) -> dict[str, Any]:
+    """torch.profiler's trace, whose ranges of instructions have lines and modules."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        taken.export_chrome_trace(str(file))
+        trace: dict[str, Any] = json.loads(file.read_text())
+    ranges = sorted(named.items(), key=lambda pair: pair[0].time_range.start)
+    waiting: dict[str, list[Instruction]] = defaultdict(list)
+    for e, (_, instruction) in reversed(ranges):
+        waiting[e.name].append(instruction)
+    spans = [t for t in trace["traceEvents"] if t.get("ph") == "X" and t.get("name") in waiting]
+    ends: dict[Any, float] = {}
+    for t in sorted(spans, key=lambda t: float(t["ts"])):
+        thread = (t.get("pid"), t.get("tid"))
+        if t.get("cat") == "kernel" or float(t["ts"]) < ends.get(thread, 0.0):
+            continue
+        if waiting[t["name"]]:
+            i = waiting[t["name"]].pop()
+            lines = {"source": list(i.lines), "module": i.module, "graph": i.graph}
+            t["args"] = {**t.get("args", {}), **lines}
+            ends[thread] = float(t["ts"]) + float(t["dur"])
+    return trace
+
+
+# ---------------------------------------------------------------------------------------- the text
+def _rows(shares: Iterable[tuple[str, float, float]]) -> list[Row]:
+    us: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
+    for what, t, n in shares:
+        us[what] += t
+        times[what] += n
+    rows = (Row(what, t, times[what]) for what, t in us.items())
+    return sorted(rows, key=lambda r: (-r.us, r.what))
+
+
+def _line(r: Row, wall: float) -> str:
+    share = f"{100 * r.us / wall:5.1f} %" if wall else ""
+    return f"  {_time(r.us):>10} {share}  {r.times:6.4g} x  {r.what}"
+
+
+def _time(us: float) -> str:
+    return f"{us / 1000:.2f} ms" if us >= 1000 else f"{us:.1f} us"

@@ -1,0 +1,100 @@
+"""plait.profile: times by module, source line and kernel, the host's gaps, and the trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+
+import plait
+from plait.tools.profile import instructions_of, profile_of
+from plait.wrapper.program import CompileRecord, observers_of_process
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).softmax(-1)
+
+
+def test_modules_lines_and_kernels_of_a_call(tmp_path: Path) -> None:
+    model, x = Stack().eval(), torch.randn(32, 64)
+    with torch.no_grad():
+        found = plait.profile(model, x, calls=3, quiet=True)
+    modules = {r.what: r for r in found.by_module}
+    assert modules["blocks.*.up"].times == modules["blocks.*.down"].times == 3
+    assert {"blocks.*.act", "head"} <= modules.keys()
+    assert any(r.what.startswith("test_profile.py:") for r in found.by_line)
+    kernels = {r.what: r.times for r in found.by_kernel}
+    assert kernels["aten::addmm"] == 7 and any("gelu" in k or "erf" in k for k in kernels)
+    busy = sum(us for _, us, _ in found.steps)
+    assert 0 < busy <= found.wall_us
+    assert busy + sum(r.us for r in found.gaps) == pytest.approx(found.wall_us)
+    assert "guards" in {r.what for r in found.gaps}
+    assert all(title in str(found) for title in ("modules:", "source lines:", "the host, besides:"))
+    found.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    told = [e["args"] for e in events if e.get("name") == "aten::addmm" and "module" in e["args"]]
+    assert len(told) == 3 * 7 and told[0]["module"] == "blocks.0.up"
+    assert any("test_profile.py" in line for a in told for line in a["source"]) or told[0]["source"]
+    assert json.loads(json.dumps(found.to_json()))["steps"][0]["graph"]
+
+
+def test_a_training_step_has_its_backward_pass() -> None:
+    found = plait.profile(Stack().train(), torch.randn(32, 64), calls=2, quiet=True)
+    graphs = {i.graph.partition("_")[0] for i, _, _ in found.steps}
+    assert graphs == {"forward", "backward"}
+    assert any(i.module == "blocks.1.down" for i, _, _ in found.steps if "backward" in i.graph)
+
+
+def test_programs_under_a_profiler_of_the_users_own() -> None:
+    records: list[CompileRecord] = []
+    observers_of_process.append(records.append)
+    model, x = Stack().eval(), torch.randn(32, 64)
+    compiled = torch.compile(model, backend="plait", options={"warm_start": False})
+    with torch.no_grad():
+        compiled(x)
+        observers_of_process.remove(records.append)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as taken:
+            compiled(x)
+            compiled(x)
+    found = profile_of(taken, records, calls=2)
+    assert {r.what: r.times for r in found.by_kernel}["aten::addmm"] == 7
+    (record,) = records
+    assert len(instructions_of(record)) == len(found.steps)
+
+
+def test_nobody_pays_who_does_not_listen() -> None:
+    x = torch.randn(8)
+    program = plait.compile(lambda x: x.sin() + 1, (x,))
+    assert program.record.modules == {}  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_profiled_says_so() -> None:
+    x = torch.randn(8)
+    with pytest.raises(plait.UserError, match="CUDA graphs"):
+        plait.profile(torch.sin, x, mode="reduce-overhead")
+    with pytest.raises(plait.UserError, match="0 calls"):
+        plait.profile(torch.sin, x, calls=0)
+    with pytest.raises(plait.UserError, match="profile"):
+        plait.profile("model", x)  # type: ignore[arg-type]

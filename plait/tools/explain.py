@@ -26,8 +26,7 @@ from plait.capture.recompiles import Recompiles, of_process
 from plait.capture.sources import check_callable
 from plait.capture.warm.frames import outcomes
 from plait.config import Config
-from plait.runtime.graphs import refusals
-from plait.tools.report import Report
+from plait.tools.report import Report, given_up
 from plait.wrapper.program import CompileRecord, observers
 
 
@@ -94,16 +93,11 @@ def _shown(
     details: bool,
     quiet: bool,
 ) -> Report:
-    given_up = [
-        f"{name}, part {k}: {why}"
-        for name, parts in refusals.items()
-        for k, why in sorted(parts.items())
-    ]
     report = Report(
         tuple(records),
         tuple(breaks),
         note,
-        tuple(given_up),
+        tuple(given_up()),
         tuple(dynamo.left_to_eager),
         tuple(recompiles.found),
         tuple(dict.fromkeys(o.line for o in outcomes)),

@@ -19,6 +19,7 @@ from plait.capture.recompiles import Recompile
 from plait.errors import Fallback, Rung
 from plait.ir.calls import Extern, all_programs
 from plait.ir.expr import free_symbols
+from plait.runtime.graphs import refusals
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step, kernels_of
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
@@ -290,6 +291,15 @@ def _dynamic(g: CompileRecord) -> list[str]:
     return [
         f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "")
         for _, a in sorted(atoms.items())
+    ]
+
+
+def given_up() -> list[str]:
+    """Parts of programs of this process that were to be CUDA graphs and are none, and why."""
+    return [
+        f"{name}, part {k}: {why}"
+        for name, parts in refusals.items()
+        for k, why in sorted(parts.items())
     ]
 
 

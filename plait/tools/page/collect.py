@@ -23,6 +23,7 @@ from plait.capture.warm.frames import outcomes
 from plait.devices import facts_of
 from plait.runtime.timing import KernelTime, gpu_ns
 from plait.tools.page import data
+from plait.tools.report import given_up
 from plait.wrapper.program import CompileRecord, observers_of_process, timers
 
 _DATA: dict[str, Callable[[Any], Any]] = {
@@ -32,6 +33,7 @@ _DATA: dict[str, Callable[[Any], Any]] = {
     "times": lambda times: times,
     "start": lambda outcome: outcome.line,
     "eager": str,
+    "given up": str,
 }
 
 
@@ -57,10 +59,12 @@ class Collector:
     def __init__(self, sink: Callable[[Event], None]) -> None:
         self.sink = sink
         self._known: dict[str, list[object]] = {}
+        self._given_up: list[str] = []
 
     def start(self, anew: bool = True) -> None:
         """Listens from now on. anew: what the process knows by now is not told."""
         self._known = {kind: list(found) if anew else [] for kind, found in self._noted().items()}
+        self._given_up = given_up() if anew else []
         observers_of_process.append(self._graph)
         timers.append(self._times)
 
@@ -69,6 +73,9 @@ class Collector:
         observers_of_process.remove(self._graph)
         timers.remove(self._times)
         self._news()
+        for line in given_up():
+            if line not in self._given_up:
+                self.sink(Event(os.getpid(), "given up", line))
 
     def _noted(self) -> Mapping[str, Iterable[Any]]:
         """What the process keeps lists of."""
@@ -123,6 +130,7 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
         note=note,
         starts=list(dict.fromkeys(of.get("start", []))),
         left_to_eager=of.get("eager", []),
+        given_up=of.get("given up", []),
         copy_ns=copy_ns,
     )
 

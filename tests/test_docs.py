@@ -111,7 +111,9 @@ def test_the_stages_of_the_architecture_page_are_what_plait_makes() -> None:
 
 def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    watching, block = blocks("docs/debug.md")
+    profiling, watching, block = blocks("docs/debug.md")
+    exec(compile(profiling, "docs/debug.md", "exec"), {})
+    assert "source lines:" in capsys.readouterr().out
     exec(compile(watching, "docs/debug.md", "exec"), {})
     assert re.search(
         r"^gelu +\(3, 8\) mean .* plait_.*aten.gelu", capsys.readouterr().out, re.MULTILINE

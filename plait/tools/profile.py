@@ -75,7 +75,7 @@ class Profile:
     wall_us: from the beginning of a call to its end, the backward pass with it if there is one.
     steps: instructions that ran, in order, with the time and the number of runs in a call.
     gaps: what the host does besides, by kind; on a GPU this is beside the device's time.
-    device: "cpu", or "cuda" where any kernel ran on a GPU.
+    on_gpu: any kernel ran on a GPU; then steps have the device's times.
     events: torch.profiler's, as its trace has them, with lines and modules.
     """
 
@@ -83,7 +83,7 @@ class Profile:
     wall_us: float
     steps: tuple[tuple[Instruction, float, float], ...]
     gaps: tuple[Row, ...]
-    device: str
+    on_gpu: bool
     events: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -109,7 +109,7 @@ class Profile:
     def text(self) -> str:
         """The tables."""
         busy = sum(us for _, us, _ in self.steps)
-        where = "on the GPU" if self.device == "cuda" else "in kernels and operators"
+        where = "on the GPU" if self.on_gpu else "in kernels and operators"
         lines = [f"a call takes {_time(self.wall_us)}, {_time(busy)} of it {where}"]
         tables = {
             "modules": self.by_module, "source lines": self.by_line,
@@ -131,7 +131,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """The same as data, times in microseconds a call."""
         return {
-            "calls": self.calls, "wall_us": self.wall_us, "device": self.device,
+            "calls": self.calls, "wall_us": self.wall_us, "on_gpu": self.on_gpu,
             "steps": [
                 {"graph": i.graph, "name": i.name, "lines": list(i.lines), "module": i.module,
                  "us": us, "times": n}
@@ -210,11 +210,11 @@ def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Prof
         key=lambda e: (e.time_range.start, -e.time_range.end),
     )
     named = _matched(events, records)
-    device = "cuda" if any(e.device_time_total for e in named) else "cpu"
+    on_gpu = any(e.device_time_total for e in named)
     took: dict[Instruction, list[float]] = defaultdict(list)
     order: dict[tuple[int, int], Instruction] = {}
     for e, (place, instruction) in named.items():
-        us = e.device_time_total if device == "cuda" else e.time_range.elapsed_us()
+        us = e.device_time_total if on_gpu else e.time_range.elapsed_us()
         took[instruction].append(us)
         order.setdefault(place, instruction)
     steps = tuple(
@@ -224,7 +224,7 @@ def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Prof
     spans = [e for e in events if e.name == _CALL]
     wall = sum(e.time_range.elapsed_us() for e in spans) / calls
     gaps = _gaps(events, named, wall, calls)
-    return Profile(calls, wall, steps, gaps, device, _trace_of(taken, named))
+    return Profile(calls, wall, steps, gaps, on_gpu, _trace_of(taken, named))
 
 
 # ------------------------------------------------------------------------- ranges and instructions

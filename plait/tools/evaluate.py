@@ -49,10 +49,21 @@ class Values:
 
     def of(self, *wanted: Node) -> list[Any]:
         """Raises Unknown."""
+        found = self.known(*wanted)
+        if missing := [n.name for n in wanted if n not in found]:
+            raise Unknown(", ".join(missing))
+        return [found[n] for n in wanted]
+
+    def known(self, *wanted: Node) -> dict[Node, Any]:
+        """The values that eager can compute."""
         env: dict[Node, Any] = {}
         for n in self.needed(wanted):
-            env[n] = self._placed(n, self.given[n] if n in self.given else self._run(n, env))
-        return [env[n] for n in wanted]
+            if n in self.given:
+                env[n] = self._placed(n, self.given[n])
+            elif all(x in env for x in n.all_input_nodes):
+                with suppress(Unknown):
+                    env[n] = self._placed(n, self._run(n, env))
+        return {n: env[n] for n in wanted if n in env}
 
     def needed(self, wanted: Iterable[Node]) -> list[Node]:
         """The nodes that these are computed from, in order, down to what is given."""

@@ -8,8 +8,9 @@ blamed. `measure.py` has the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from plait.config import Config
 from plait.graph.edit import aten, output_of
 from plait.lower.calls import where_of
 from plait.pipelines import clean_graph
-from plait.tools.evaluate import Unknown, Values, draws
+from plait.tools.evaluate import Values, draws
 from plait.tools.measure import NUDGES, TOLERANCE, further, real
 from plait.tools.recorded import Recorded
 from plait.tools.shrink import Piece, cut_out
@@ -133,6 +134,8 @@ class _Searcher:
         self.alike = _alike(self.right)
         # What plait computed, by the names of nodes that mean what they meant.
         self.known: dict[str, Any] = dict(zip(self.inputs, graph.inputs, strict=True))
+        drawn = {k: x for k, _, x in self.ran.seen if k in self.nodes and draws(self.nodes[k])}
+        self.known |= drawn
         self.made_of: dict[str, frozenset[str]] = {}  # buffer -> the known nodes that made it
 
     def look_at_values(self) -> None:
@@ -145,15 +148,22 @@ class _Searcher:
                 self._look(i.tensor, *seen.pop())
 
     def look_at_results(self) -> None:
-        """What the graph returns, and the arguments that it writes."""
+        """What the graph returns, and the arguments that it writes, each for all arguments."""
         outs: Any = output_of(self.right.graph).args[0]
-        for node, value in zip(outs, self.ran.results, strict=True):
-            if isinstance(node, Node) and node.op == "call_function" and isinstance(value, Tensor):
-                self._judge(node, value, "the program", frozenset())
         after = dict(zip(self.inputs.values(), self.ran.inputs, strict=True))
-        for node in self.nodes.values():
-            if node.target is aten.copy_.default and node.args[0] in after:
-                self._judge(node, after[node.args[0]], "the program", frozenset())
+        results = [
+            *zip(outs, self.ran.results, strict=True),
+            *((n, after[n.args[0]]) for n in self.nodes.values() if _writes(n, after)),
+        ]
+        shown = {n: x for n, x in results if n in self.nodes.values() and isinstance(x, Tensor)}
+
+        @cache
+        def values(wide: bool, seed: int) -> dict[Node, Any]:  # all at once: they share most
+            given = self._given(None, frozenset())
+            return Values(self.right, given, wide, seed).known(*shown)
+
+        for node, value in shown.items():
+            self._judge(node, value, "the program", frozenset(), values)
 
     def _follow(self, i: ins.Instr) -> None:
         """What an instruction makes is made of what it uses."""
@@ -188,18 +198,25 @@ class _Searcher:
             return True
         given = {after[k]: v for k, v in self._known_to(of).items() if k in after}
         try:
-            now = Values(self.cleaned, given, wide=True).of(after[node.name])[0]
-            return self._compare(node, now.to(value.dtype), of) is None
-        except (Unknown, KeyError):
+            now = Values(self.cleaned, given, wide=True).known(after[node.name])[after[node.name]]
+            return _worst_of(node, now.to(value.dtype), self._values(node, of)) is None
+        except KeyError:
             return False
 
-    def _judge(self, node: Node, value: Tensor, label: str, of: frozenset[str]) -> None:
-        """Whether a value of a node is wrong."""
+    def _judge(
+        self,
+        node: Node,
+        value: Tensor,
+        label: str,
+        of: frozenset[str],
+        values: Numbers | None = None,
+    ) -> None:
+        """Whether a value of a node is wrong. values: of that node, where they are known."""
         if draws(node):
             return
         try:
-            worst = self._compare(node, value, of)
-        except Unknown:
+            worst = _worst_of(node, value, values or self._values(node, of))
+        except KeyError:
             self.found.passed_over.append(node.name)
             return
         self.found.n_compared += 1
@@ -213,18 +230,12 @@ class _Searcher:
                 )
             )  # fmt: skip
 
-    def _compare(self, node: Node, g: Tensor, of: frozenset[str]) -> _Worst | None:
-        """The worst element of g where it is no value of a node, for what is made of these nodes.
-        Raises Unknown."""
+    def _values(self, node: Node, of: frozenset[str]) -> Numbers:
+        """Of one node, for what is made of these nodes."""
         given = self._given(node, of)
+        return lambda wide, seed: Values(self.right, given, wide, seed).known(node)
 
-        def wide(seed: int) -> Tensor:
-            made: Tensor = Values(self.right, given, wide=True, seed=seed).of(node)[0]
-            return made
-
-        return _worst(g, Values(self.right, given).of(node)[0], wide(0), wide)
-
-    def _given(self, node: Node, of: frozenset[str]) -> dict[Node, Any]:
+    def _given(self, node: Node | None, of: frozenset[str]) -> dict[Node, Any]:
         nodes = self.nodes | self.inputs
         return {nodes[k]: v for k, v in self._known_to(of).items() if nodes[k] is not node}
 
@@ -246,6 +257,10 @@ def _alike(module: GraphModule) -> dict[str, tuple[str, ...]]:
     return {name: tuple(some) for some in names.values() for name in some}
 
 
+Numbers = Callable[[bool, int], Mapping[Node, Any]]
+"""Nodes -> values, in float64 or not, a little off by seed."""
+
+
 class _Worst(NamedTuple):
     """The element that is furthest from float64's, and how many are wrong."""
 
@@ -257,8 +272,14 @@ class _Worst(NamedTuple):
     numel: int
 
 
-def _worst(g: Tensor, e: Tensor, t: Tensor, wide: Callable[[int], Tensor]) -> _Worst | None:
-    """The worst element of g that is wrong. wide: t of numbers that are a little off, by seed."""
+def _writes(n: Node, inputs: Mapping[Node, Any]) -> bool:
+    return n.target is aten.copy_.default and n.args[0] in inputs
+
+
+def _worst_of(node: Node, g: Tensor, values: Numbers) -> _Worst | None:
+    """The worst element of g that is wrong as a value of a node. Raises KeyError where that is not
+    known."""
+    e, t = values(False, 0)[node], values(True, 0)[node]
     if (g.shape, g.dtype) != (e.shape, e.dtype):
         have, want = (f"{x.dtype} {list(x.shape)}" for x in (g, e))
         return _Worst((), have, want, want, g.numel(), e.numel())
@@ -271,7 +292,7 @@ def _worst(g: Tensor, e: Tensor, t: Tensor, wide: Callable[[int], Tensor]) -> _W
     for seed in NUDGES:
         if not bool(bad.any()):
             return None
-        other = real(wide(seed))
+        other = real(values(True, seed)[node])
         if other.shape == t.shape:
             bad &= further(g, e, t, other, least)
     if not bool(bad.any()):

@@ -378,6 +378,18 @@ def test_all_kernels_are_timed_on_every_road(tmp_path: Path) -> None:
     assert uncalled["why_untimed"] == "no call of it was seen"
 
 
+def test_the_block_of_the_page_about_reports_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "report.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    step = torch.compile(lambda: torch.ones(3).cos() - 1, backend="plait")
+    exec(block, {"plait": plait, "train_step": step})
+    assert "plait_" in (tmp_path / "report.html").read_text()
+
+
 N_CALLS = 0
 
 

@@ -20,7 +20,7 @@ NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fal
 # Tests start some hundred processes of Python, which import the same files: they are compiled once.
 KEEP   := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-first bench-programs \
+.PHONY: env native demo docs test test-full test-gpu test-busy sweep bench bench-first bench-programs \
 	bench-peers bench-gpu bench-suite bench-jit lint format clean
 .DEFAULT_GOAL := env
 
@@ -65,6 +65,11 @@ native: | $(STAMPS)/torch-$(TORCH)
 
 demo: env
 	$(NO_HUB) $(PY) examples/demo.py
+
+# The site, of the pages in docs/, of what the code says of itself and of the tables of results.
+# The pages work as files; `python3 -m http.server -d build/site` serves the search too.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 test: env
 	$(NO_HUB) $(KEEP) $(PY) -m pytest -q -n $(JOBS) --dist worksteal

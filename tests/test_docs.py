@@ -6,6 +6,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,10 @@ WORDS = [
 
 
 def blocks(name: str, language: str = "python") -> list[str]:
-    """The code blocks of a page."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    """The code blocks of a page, also those that stand in a list."""
+    text = (ROOT / name).read_text()
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in found]
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/use.md"])
@@ -65,6 +70,67 @@ def test_the_pages_for_users_run(
         assert model[0].weight.grad is not None
     else:
         assert "max-autotune" in printed and "opt_level" in printed  # the lists
+
+
+@pytest.mark.parametrize("name", ["tour", "recompiles", "from-inductor"])
+def test_a_page_that_says_itself_what_comes_out_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # plait.warm_start() is one of the blocks
+    scope: dict[str, Any] = {}
+    found = blocks(f"docs/{name}.md")
+    assert any("assert" in block for block in found)
+    for block in found:
+        exec(compile(block, name, "exec"), scope)
+    if name == "tour":
+        assert {p.name for p in tmp_path.iterdir()} >= {"model.plait", "report.html", "caches"}
+
+
+@pytest.mark.skipif(compat.versions.BEFORE_2_13, reason="this torch has other options")
+def test_options_of_inductor_and_their_like_here_exist() -> None:
+    """The tables of the page: names on the left are Inductor's, in the middle plait's."""
+    modes, options = re.findall(
+        r"^## (?:Modes|Options)\n(.*?)(?=^## |\Z)",
+        (ROOT / "docs" / "from-inductor.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    known = plait.list_options()
+    inductor = {*importlib.import_module("torch._inductor.config").get_config_copy()}
+    rows = [
+        [cell.strip() for cell in row.split("|")]
+        for row in re.findall(r"^\| (`.*) \|$", options, re.MULTILINE)
+    ]
+    assert len(rows) > 30
+    for theirs, ours, *_ in rows:
+        assert set(re.findall(r"`([\w.]+)`", theirs)) <= inductor, theirs
+        assert ours == "none" or set(re.findall(r"`(\w+)`", ours)) <= known.keys(), ours
+        assert ours == "none" or re.fullmatch(r"`\w+`(, `\w+`)*", ours), ours
+    listed = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", modes, re.MULTILINE))
+    theirs = importlib.import_module("torch._inductor").list_mode_options()
+    assert listed.keys() >= theirs.keys() | set(plait.list_modes())
+    for mode, settings in plait.config.MODES.items():
+        named = set(re.findall(r"`(\w+)`", listed[mode]))
+        assert named == settings.keys(), mode
+
+
+@pytest.mark.stress
+def test_the_program_of_the_fsdp_page_trains(tmp_path: Path) -> None:
+    (program,) = blocks("docs/train-fsdp2.md")
+    (tmp_path / "train.py").write_text(program)
+    (command,) = re.findall(
+        r"^torchrun (.*) train.py$", (ROOT / "docs" / "train-fsdp2.md").read_text(), re.MULTILINE
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = re.findall(r"step \d: ([\d.]+)", done.stdout)
+    assert float(last) < float(first) / 2
 
 
 def test_the_compiler_of_the_fx_page_is_one(capsys: pytest.CaptureFixture[str]) -> None:

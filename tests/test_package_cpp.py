@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import struct
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,30 @@ def test_weights_are_set_by_all_their_names(tmp_path: Path) -> None:
         f"{plain} whose memory was freed",
         f"{shared}| 13 19 ",
     ]
+
+
+def test_the_server_of_the_page_serves(tmp_path: Path) -> None:
+    """docs/serve-cpp.md as it stands: the package, the program, its build, a call that is
+    refused."""
+    text = (ROOT / "docs" / "serve-cpp.md").read_text()
+    part = {
+        language: textwrap.dedent(block)
+        for language, block in re.findall(r"^ *```(\w+)\n(.*?)^ *```$", text, re.M | re.S)
+    }
+    (tmp_path / "server.cpp").write_text(part["cpp"])
+    (tmp_path / "CMakeLists.txt").write_text(part["cmake"])
+    scope: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        exec(part["python"], scope)
+    server = build(tmp_path, tmp_path / "build") / "server"
+    one, five, refused = run(server, tmp_path / "model.plait").splitlines()
+    with torch.no_grad():
+        want = scope["model"](torch.full((1, 16), 0.5)).sum().item()
+    for line, rows in ((one, 1), (five, 5)):
+        shape, total = line.split(": ")
+        assert shape == f"{rows} x 4" and float(total) == pytest.approx(rows * want, abs=1e-3)
+    assert refused.startswith("refused: ") and "17" in refused
 
 
 @pytest.mark.skipif(

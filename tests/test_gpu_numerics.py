@@ -54,7 +54,8 @@ def gradients(table: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> list[tor
 
     def fn(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         rows = torch.nn.functional.embedding(i, table) * x
-        return rows.sum() + (x[i % 7] * x.cos()).sum() + x.scatter_add(0, i[:, None], x * 2).sum()
+        put = x.scatter_add(0, i[:, None].expand(-1, 64), x * 2)
+        return rows.sum() + (x[i % 7] * x.cos()).sum() + (put * x.sin()).sum()
 
     torch._dynamo.reset()
     options = {"strict": True}

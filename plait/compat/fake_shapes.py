@@ -48,14 +48,17 @@ def correct() -> None:
 
 
 def _norm_statistics(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:
-    """Of a batch norm that computes its statistics: on a CPU those of 16 bits have the element type
+    """Of a batch norm that computes its statistics, of 16 bits: on a CPU they have the element type
     of the parameters, and running ones keep theirs. Torch says float32 or x's."""
     with mode:
         out, *found = decomposition_table[op](x, *given)
-        if not x.is_cpu or x.dtype not in (torch.float16, torch.bfloat16):
+        if x.dtype not in (torch.float16, torch.bfloat16):
             return out, *found
-        like = next((t.dtype for t in given[:4] if t is not None), x.dtype)
-        return out, *(t.to(like) if t.is_floating_point() else t for t in found)
+        mean, rstd, *others, new_mean, new_var = found
+        own = next((t.dtype for t in given[:4] if t is not None), x.dtype)
+        stats = own if x.is_cpu else torch.float32
+        running = [t.to(r.dtype) for t, r in zip((new_mean, new_var), given[2:4], strict=True)]
+        return out, mean.to(stats), rstd.to(stats), *others, *running
 
 
 def _as_wide(shapes: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,6 +111,8 @@ def _name(namespace: str, name: str, overload: str) -> str:
     """The name in the tables, "" of an operator that is in none."""
     if name == "div" and overload.endswith("_mode"):
         return "floor_divide"
+    if overload == "decimals":  # a product, a rounding and a quotient
+        return ""
     return name if namespace in ("aten", "prims") else ""
 
 

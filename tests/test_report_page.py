@@ -154,19 +154,22 @@ def test_what_a_kernel_does_to_memory() -> None:
 
 
 def test_layouts_that_are_not_the_users_are_told_apart() -> None:
-    def finding(order: str, stride: int, kind: str = "inference", **facts: Any) -> list[str]:
+    def finding(
+        order: str, stride: int, kind: str = "inference", n: int = 1, **facts: Any
+    ) -> list[str]:
         access = {"buffer": "arg0", "writes": False, "nbytes": 1 << 20, "stride": stride}
         step = {"name": "k", "origin": [], "accesses": [access | {"order": order}]}
         step |= {"time_ns": 10, "roofline": 0.1} | facts
         other = step | {"name": "other", "accesses": [], "time_ns": 80}
         graph = {"name": "g", "kind": kind, "inputs": [{"name": "arg0"}], "ladder": []}
         report = {"breaks": [], "recompiles": [], "left_to_eager": []}
-        graphs = [graph | {"steps": [step, other]}]
+        graphs = [graph | {"steps": [step] * n + [other]}]
         return [f["kind"] for f in findings(report | {"graphs": graphs})]
 
     assert finding("across", 512) == finding("apart", -64) == ["layout"]
     assert finding("across", 512, "backward") == ["layout within"]  # what the forward pass saved
     assert finding("across", 512, "backward", time_ns=5) == []
+    assert finding("across", 512, "backward", time_ns=5, n=3) == ["layout within"]
     for harmless in (("across", 4), ("in order", 1), ("in pieces", 0), ("by data", 0)):
         assert finding(*harmless) == []
     assert finding("across", 512, roofline=0.9) == []

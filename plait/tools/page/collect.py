@@ -156,7 +156,7 @@ def copy_times(device: str) -> dict[str, int]:
     written, to nanoseconds; the best of several for each power of two from 4 KiB to 256 MiB."""
     copy = _host_copy(_LARGEST) if facts_of(device).is_host else _gpu_copy(_LARGEST, device)
     sizes = [1 << bits for bits in range(11, _LARGEST.bit_length())]
-    return {str(2 * n): min(copy(n) for _ in range(3 if n > 1 << 24 else 9)) for n in sizes}
+    return {str(2 * n): min(copy(n) for _ in range(5 if n > 1 << 24 else 15)) for n in sizes}
 
 
 _LARGEST = 1 << 27

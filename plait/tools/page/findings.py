@@ -7,6 +7,7 @@ there is, where, why it costs, what would avoid it, and the step it is about (gr
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,11 @@ def findings(report: Data) -> list[Data]:
 def _layouts(report: Data) -> list[Data]:
     """Kernels that visit elements of large tensors far apart, while they visit as much side by
     side, each once; not where the time is known to be good. How an intermediate lies is plait's
-    choice: such a kernel is named only where it takes much of the time."""
-    every = sum(s["time_ns"] or 0 for g in report["graphs"] for s in g["steps"])
+    choice: such a kernel is named only where its launches take much of the time."""
+    taken: Counter[tuple[str, str]] = Counter()
+    for g in report["graphs"]:
+        for s in g["steps"]:
+            taken[g["name"], s["name"]] += s["time_ns"] or 0
     found: dict[tuple[str, str], Data] = {}
     nbytes: dict[tuple[str, str], int] = {}
     for n, g in enumerate(report["graphs"]):
@@ -62,9 +66,9 @@ def _layouts(report: Data) -> list[Data]:
             if not apart or (s["roofline"] or 0) > GOOD:
                 continue
             given = [a for a in apart if a["buffer"] in inputs]
-            if not given and (s["time_ns"] or 0) <= MUCH * every:
-                continue
             key = g["name"], s["name"]
+            if not given and taken[key] <= MUCH * taken.total():
+                continue
             nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in given or apart)
             found.setdefault(key, _layout(s, given or apart, bool(given), n, k))
     return [found[key] for key in sorted(found, key=lambda key: -nbytes[key])]

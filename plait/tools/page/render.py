@@ -16,7 +16,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from plait.schedule.text import time_text
 from plait.tools.page.draw import DETAILED, bytes_text, graph_svg, memory_svg
 
 Data = Mapping[str, Any]
@@ -121,8 +120,16 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"bytes": bytes_text, "time": time_text, "many": _many, "share": _share}
+    made.filters |= {"bytes": bytes_text, "time": _time, "many": _many, "share": _share}
     return made
+
+
+def _time(ns: int) -> str:
+    """A time in words: `3.2 us`."""
+    for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
+        if ns >= size:
+            return f"{ns / size:.1f} {unit}"
+    return f"{ns} ns"
 
 
 def _many(n: int, what: str) -> str:

@@ -1,7 +1,8 @@
 """What mkdocs adds to the pages of docs/: README as the first page, the other pages of the
 repository, references written from the code, and the tables of results.
 
-Pages name files as `docs/use.md`, or `docs/use.md`, "Caches": on the site these are links.
+Pages name files as `docs/use.md`, or `docs/use.md`, "Caches": on the site these are links, with the
+title of the page in the place of its name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -64,13 +66,24 @@ def options() -> str:
 def commands() -> str:
     """What `plait COMMAND --help` prints, for each."""
     text = ["# Commands", "", "`plait COMMAND`, also `python -m plait COMMAND`."]
-    os.environ["COLUMNS"] = "100"
     for name, meaning in COMMANDS.items():
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            importlib.import_module(f"plait.tools.{name}").main(["--help"])
-        text += ["", f"## plait {name}", "", meaning, "", "```text", printed.getvalue(), "```"]
+        printed = [_help(name)]
+        if parts := re.search(r"^  \{([\w,]+)\}$", printed[0], re.MULTILINE):
+            printed += [_help(name, part) for part in parts[1].split(",")]
+        text += ["", f"## plait {name}", "", meaning[0].upper() + meaning[1:] + "."]
+        text += [f"\n```text\n{one}```" for one in printed]
     return "\n".join(text) + "\n"
+
+
+def _help(command: str, *part: str) -> str:
+    printed = io.StringIO()
+    with (
+        patch.dict(os.environ, COLUMNS="92"),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+    ):
+        importlib.import_module(f"plait.tools.{command}").main([*part, "--help"])
+    return printed.getvalue()
 
 
 def names() -> str:
@@ -88,11 +101,21 @@ def names() -> str:
     return "\n".join(text) + "\n"
 
 
+def _readme() -> tuple[str, str]:
+    """README without its part about results, and that part without its heading."""
+    before, rest = (ROOT / "README.md").read_text().split("## Results\n")
+    part, after = rest.split("## Install\n")
+    return f"{before}## Install\n{after}", part
+
+
+def index() -> str:
+    """README without its results, which have a page."""
+    return _readme()[0]
+
+
 def results() -> str:
     """The part of README about results, and a list of the tables."""
-    readme = (ROOT / "README.md").read_text()
-    part = readme[readme.index("\n## Results") : readme.index("\n## Install")]
-    text = [f"# {part.strip().removeprefix('## ')}", "", "![CPU](suite-cpu.svg)", "", "## All", ""]
+    text = ["# Results", _readme()[1], "![speed-up per model](suite-cpu.svg)", "", "## All", ""]
     text += [f"- [{_title(p)}](results/{p.name})" for p in sorted(RESULTS.glob("*.md"))]
     return "\n".join(text) + "\n"
 
@@ -102,6 +125,7 @@ def _title(path: Path) -> str:
 
 
 GENERATED = {
+    "index.md": index,
     "options.md": options,
     "commands.md": commands,
     "python.md": names,
@@ -112,7 +136,7 @@ GENERATED = {
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that do not lie in docs/."""
     for name, address in ADDRESS.items():
-        if not name.startswith("docs/"):
+        if not name.startswith("docs/") and address not in GENERATED:
             files.append(File.generated(config, address, abs_src_path=str(ROOT / name)))
     for address, write in GENERATED.items():
         files.append(File.generated(config, address, content=write()))
@@ -124,12 +148,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     depth = page.file.src_uri.count("/")
 
     def link(found: re.Match[str]) -> str:
-        name, part = found.group(1, 2)
+        name, part = found.groups()
         address = ADDRESS.get(name) or ADDRESS.get(f"benchmarks/results/{name}")
         if address is None or address == page.file.src_uri:
             return found[0]
         anchor = "#" + re.sub(r"[^\w-]+", "-", part.lower()).strip("-") if part else ""
-        text = found[0].replace("\n", " ")
+        text = _title(ROOT / found[1] if found[1] in ADDRESS else RESULTS / found[1])
+        text += f': "{part}"' if part else ""
         return f"[{text}]({'../' * depth}{address}{anchor})"
 
     parts = FENCE.split(PICTURE.sub("../" * depth, markdown))

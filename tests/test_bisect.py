@@ -89,6 +89,27 @@ def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
     assert "small_matmul_flops" in found.script
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.w) * x
+
+
+def test_what_is_wrong_in_no_kernel_is_seen_in_the_whole() -> None:
+    """A pass on the joint graph, from which forward and backward graphs are cut, has the fault."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    with PLANTS["joint_pass"]():
+        found = plait.bisect(Scaled(), x, quiet=True)
+    assert found is not None and found.wrong.node in ("result 0", "the gradient of w")
+    assert found.wrong.kernel == "no kernel" and found.switches == ("split biases",)
+    assert plait.bisect(Scaled(), x, quiet=True) is None
+
+
 class Block(nn.Module):
     """Attention with a mask, dropout, and norms."""
 

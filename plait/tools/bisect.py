@@ -19,14 +19,18 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import PlaitError, UserError
+from plait.tools.evaluate import Unknown
 from plait.tools.paste import SEEDS, paste
 from plait.tools.recorded import Recorded, changes, in_key, record
 from plait.tools.search import Wrong, search_graph, wrong_result
 from plait.tools.shrink import Piece, candidates, smallest
 from plait.tools.switches import find_switches
+from plait.tools.whole import Call, wrong_whole
 
 SECONDS = 30.0
 """For making a script short."""
@@ -83,6 +87,12 @@ def bisect(
             return found
         n_compared += search.n_compared
         passed_over += search.passed_over
+    try:
+        if (found := _between(fn, (args, kwargs), graphs, cfg)) is not None:
+            tell(f"{found.text}\n\n{found.script}")
+            return found
+    except Unknown as why:
+        passed_over.append(f"results and gradients of the whole ({why})")
     tell(f"nothing found in {len(graphs)} graphs: {n_compared} values compared")
     if passed_over:
         tell(f"not compared: {', '.join(passed_over)}")
@@ -96,7 +106,7 @@ def _confirmed(suspects: Sequence[Wrong], graph: Recorded, cfg: Config) -> Found
     for wrong in suspects:
         for seed in SEEDS:
             fails = partial(_is_wrong, seed=seed, cfg=cfg, right=set())
-            if fails(wrong.piece):
+            if wrong.piece is not None and fails(wrong.piece):
                 small = smallest(wrong.piece, candidates, fails, SECONDS)
                 pasted = paste(small, in_key(cfg), seed, Path())
                 alone = record(pasted.fn, pasted.args, {}, cfg, dynamic=False)
@@ -106,6 +116,23 @@ def _confirmed(suspects: Sequence[Wrong], graph: Recorded, cfg: Config) -> Found
         return None
     wrong = next((w for w in suspects if w.node == result.node), result)
     return Found(wrong, find_switches(cfg, partial(_all_right, [graph])), _NO_SCRIPT)
+
+
+def _between(
+    fn: Callable[..., Any], call: Call, graphs: Sequence[Recorded], cfg: Config
+) -> Found | None:
+    """A wrong result or gradient of a module in which no kernel is wrong. Raises Unknown."""
+    if not isinstance(fn, torch.nn.Module):
+        return None
+    if any(g.draws(cfg) for g in graphs):
+        raise Unknown("they are random")
+    found = wrong_whole(fn, call, cfg)
+    if found is None:
+        return None
+    name, worst = found
+    wrong = Wrong("the whole", "no kernel", "graphs made of it", name, "", *worst, piece=None)
+    switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c) is None)
+    return Found(wrong, switches, _NO_SCRIPT)
 
 
 _NO_SCRIPT = "# It is wrong only where it stands: no script of a part of its graph shows it.\n"

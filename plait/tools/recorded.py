@@ -23,6 +23,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import read_given
 from plait.pipelines import LEAVABLE, clean_graph
+from plait.tools.evaluate import draws
 from plait.tools.explain import fresh_caller, run_backward
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.program import Artifacts, Loaded
@@ -63,9 +64,13 @@ class Recorded:
         """The graph after the passes that nothing can do without."""
         return clean_graph(self.captured(), replace(cfg, without=",".join(LEAVABLE))).graph
 
+    def draws(self, cfg: Config) -> bool:
+        """Whether it has random numbers."""
+        return not self.is_known or any(map(draws, self.bare(cfg).graph.nodes))
+
     def copies(self) -> tuple[Any, ...]:
         """Inputs for a call."""
-        return tuple(_copied(list(self.inputs)))
+        return tuple(copied(list(self.inputs)))
 
 
 def record(
@@ -89,7 +94,7 @@ def record(
             return plait_backend(gm, inputs, options=chosen, target=target)
 
         fn = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
-        args, kwargs = _copied(args), _copied(dict(kwargs))
+        args, kwargs = copied(args), copied(dict(kwargs))
         compiled = torch.compile(fresh_caller(fn), backend=backend, dynamic=dynamic)
         result = compiled(*args, **kwargs)
         if not any(name.startswith("backward") for name in calls):
@@ -108,7 +113,7 @@ class _Recorder:
 
     def __init__(self, name: str, loaded: Loaded, calls: dict[str, tuple[Any, ...]]) -> None:
         def boxed(args: list[Any]) -> tuple[Any, ...]:
-            calls.setdefault(name, _copied(tuple(args)))
+            calls.setdefault(name, copied(tuple(args)))
             made: tuple[Any, ...] = loaded.boxed(args)
             return made
 
@@ -120,16 +125,16 @@ class _Recorder:
         return made
 
 
-def _copied(values: Any) -> Any:
+def copied(values: Any) -> Any:
     """The same nest, with tensors of their own that lie as these do."""
 
-    def copied(x: Any) -> Any:
+    def own(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         made = x.detach().clone() if x.layout != torch.strided else _as_laid_out(x.detach())
         return made.requires_grad_(x.requires_grad) if x.is_leaf else made
 
-    return tree_map(copied, values)
+    return tree_map(own, values)
 
 
 def _as_laid_out(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Wrong:
     graph: the name of its graph. kernel: what computes it; operators: those of ATen in it, with
     source lines. node: the FX node whose value it is. where: its source line. at: the worst
     element. plait, eager, float64: that element. n_wrong, numel: elements. piece: what computes
-    it alone, from what the kernel was given."""
+    it alone, from what the kernel was given; None for what no kernel computes."""
 
     graph: str
     kernel: str
@@ -52,7 +52,7 @@ class Wrong:
     float64: object
     n_wrong: int
     numel: int
-    piece: Piece = field(compare=False, repr=False)
+    piece: Piece | None = field(compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -199,7 +199,7 @@ class _Searcher:
         given = {after[k]: v for k, v in self._known_to(of).items() if k in after}
         try:
             now = Values(self.cleaned, given, wide=True).known(after[node.name])[after[node.name]]
-            return _worst_of(node, now.to(value.dtype), self._values(node, of)) is None
+            return worst_of(node, now.to(value.dtype), self._values(node, of)) is None
         except KeyError:
             return False
 
@@ -209,13 +209,13 @@ class _Searcher:
         value: Tensor,
         label: str,
         of: frozenset[str],
-        values: Numbers | None = None,
+        values: Numbers[Node] | None = None,
     ) -> None:
         """Whether a value of a node is wrong. values: of that node, where they are known."""
         if draws(node):
             return
         try:
-            worst = _worst_of(node, value, values or self._values(node, of))
+            worst = worst_of(node, value, values or self._values(node, of))
         except KeyError:
             self.found.passed_over.append(node.name)
             return
@@ -230,7 +230,7 @@ class _Searcher:
                 )
             )  # fmt: skip
 
-    def _values(self, node: Node, of: frozenset[str]) -> Numbers:
+    def _values(self, node: Node, of: frozenset[str]) -> Numbers[Node]:
         """Of one node, for what is made of these nodes."""
         given = self._given(node, of)
         return lambda wide, seed: Values(self.right, given, wide, seed).known(node)
@@ -257,11 +257,12 @@ def _alike(module: GraphModule) -> dict[str, tuple[str, ...]]:
     return {name: tuple(some) for some in names.values() for name in some}
 
 
-Numbers = Callable[[bool, int], Mapping[Node, Any]]
-"""Nodes -> values, in float64 or not, a little off by seed."""
+K = TypeVar("K")
+Numbers = Callable[[bool, int], Mapping[K, Any]]
+"""Values by node or name, in float64 or not, a little off by seed."""
 
 
-class _Worst(NamedTuple):
+class Worst(NamedTuple):
     """The element that is furthest from float64's, and how many are wrong."""
 
     at: tuple[int, ...]
@@ -276,13 +277,13 @@ def _writes(n: Node, inputs: Mapping[Node, Any]) -> bool:
     return n.target is aten.copy_.default and n.args[0] in inputs
 
 
-def _worst_of(node: Node, g: Tensor, values: Numbers) -> _Worst | None:
-    """The worst element of g that is wrong as a value of a node. Raises KeyError where that is not
+def worst_of(key: K, g: Tensor, values: Numbers[K]) -> Worst | None:
+    """The worst element of g that is wrong as one of the values. Raises KeyError where that is not
     known."""
-    e, t = values(False, 0)[node], values(True, 0)[node]
+    e, t = values(False, 0)[key], values(True, 0)[key]
     if (g.shape, g.dtype) != (e.shape, e.dtype):
         have, want = (f"{x.dtype} {list(x.shape)}" for x in (g, e))
-        return _Worst((), have, want, want, g.numel(), e.numel())
+        return Worst((), have, want, want, g.numel(), e.numel())
     if t.shape != e.shape or not g.numel():
         return None
     g, e, t = real(g), real(e), real(t)
@@ -292,7 +293,7 @@ def _worst_of(node: Node, g: Tensor, values: Numbers) -> _Worst | None:
     for seed in NUDGES:
         if not bool(bad.any()):
             return None
-        other = real(values(True, seed)[node])
+        other = real(values(True, seed)[key])
         if other.shape == t.shape:
             bad &= further(g, e, t, other, least)
     if not bool(bad.any()):
@@ -301,4 +302,4 @@ def _worst_of(node: Node, g: Tensor, values: Numbers) -> _Worst | None:
     flat = int(torch.where(bad, off, -1.0).argmax())
     at = tuple(int(k) for k in torch.unravel_index(torch.tensor(flat), bad.shape))
     here, eager, float64 = (x[at].item() for x in (g, e, t))
-    return _Worst(at, here, eager, float64, int(bad.sum()), bad.numel())
+    return Worst(at, here, eager, float64, int(bad.sum()), bad.numel())

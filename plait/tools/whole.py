@@ -1,0 +1,97 @@
+"""Results and gradients of a compiled module as its caller sees them, beside eager's and float64's:
+what is wrong there and in no kernel comes from how graphs were made and put together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plait.capture.backend import plait_backend
+from plait.config import Config
+from plait.tools.evaluate import WIDER, Unknown
+from plait.tools.explain import fresh_caller
+from plait.tools.measure import HALF, jitter
+from plait.tools.recorded import changes, copied
+from plait.tools.search import Worst, worst_of
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Operators are given float64 in place of smaller floats, and are asked for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            if isinstance(x, Tensor) and not func._schema.is_mutable:
+                return x.to(WIDER.get(x.dtype, x.dtype))
+            return WIDER.get(x, x) if isinstance(x, torch.dtype) else x
+
+        args, kwargs = tree_map(wide, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def wrong_whole(module: torch.nn.Module, call: Call, cfg: Config) -> tuple[str, Worst] | None:
+    """The first result or gradient that is wrong, and where; None if none is. The module must
+    draw no random numbers; it and the arguments stay as they are. Raises Unknown where float64
+    cannot tell."""
+
+    @cache
+    def values(wide: bool, seed: int) -> dict[str, Tensor]:
+        one, inputs = copy.deepcopy(module), copied(call)
+        if not wide:
+            return _seen(one, one, inputs)
+        for x in [*one.parameters(), *one.buffers()]:
+            x.data = _off(x.data, seed)
+        inputs = tree_map(lambda x: _wide_leaf(x, seed), inputs)
+        with _Wide():  # type: ignore[no-untyped-call]  # of torch
+            return _seen(one, one, inputs)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return plait_backend(gm, inputs, options=changes(cfg))
+
+    one = copy.deepcopy(module)
+    got = _seen(one, torch.compile(fresh_caller(one), backend=backend), copied(call))
+    try:
+        for name, x in got.items():
+            if found := worst_of(name, x, values):
+                return name, found
+    except (RuntimeError, KeyError) as error:
+        raise Unknown(str(error).partition("\n")[0]) from error
+    return None
+
+
+def _off(x: Tensor, seed: int) -> Tensor:
+    wide = x.to(WIDER.get(x.dtype, x.dtype))
+    if not seed or not x.is_floating_point():
+        return wide
+    return jitter(x, HALF.get(x.dtype, 2.0**-24), seed)
+
+
+def _wide_leaf(x: Any, seed: int) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return _off(x.detach(), seed).requires_grad_(x.requires_grad)
+
+
+def _seen(module: torch.nn.Module, run: Any, call: Call) -> dict[str, Tensor]:
+    """Results and gradients by name."""
+    args, kwargs = call
+    results = [x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)]
+    ends = [x for x in results if x.requires_grad]
+    given = [x for x in tree_leaves(call) if isinstance(x, Tensor)]
+    wanted = {f"argument {k}": x for k, x in enumerate(given) if x.requires_grad}
+    wanted |= {k: x for k, x in module.named_parameters() if x.requires_grad}
+    found = {f"result {k}": x.detach() for k, x in enumerate(results)}
+    if ends and wanted:
+        ones = [torch.ones_like(x) for x in ends]
+        grads = torch.autograd.grad(ends, [*wanted.values()], ones, allow_unused=True)
+        named = zip(wanted, grads, strict=True)
+        found |= {f"the gradient of {k}": g for k, g in named if g is not None}
+    return found

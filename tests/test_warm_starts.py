@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from plait.capture.warm import frames
+from plait.compat.torch_functions import is_library_code, torch_functions
 from plait.config import Config
 from plait.errors import CacheWarning
 from plait.runtime.store import STARTS, Store
@@ -292,6 +294,22 @@ Mode.A.note = 2.0
 def top(x, y, n, o):
     return x * Mode(1).note
 """
+WORDED = """
+WORD = "a"
+class Mode(enum.Enum):
+    A = 1
+    def __str__(self): return WORD + self.name
+mode = Mode.A
+def top(x, y, n, o):
+    return x * len(f"{mode}") + len(str(mode))
+"""
+LISTED_ATTRIBUTE = """
+class A:
+    seen = [1.0]
+    k = {"a": 2.0, "other": object()}
+def top(x, y, n, o):
+    return x * len(A.seen) + A.k["a"] + len(A.__name__)
+"""
 UNKNOWN = """
 K = 1
 class Mode(enum.Enum):
@@ -398,6 +416,10 @@ EDITS = {
     "class that a method closes over": (CLOSED, CLOSED.replace("2.0", "3.0")),
     "value of an enum that does not show it": (ODD_ENUM, ODD_ENUM.replace("= 2", "= 3")),
     "attribute of a member": (NOTED, NOTED.replace("2.0", "3.0")),
+    "list of a class": (LISTED_ATTRIBUTE, LISTED_ATTRIBUTE + "A.seen.append(2.0)"),
+    "dict of a class": (LISTED_ATTRIBUTE, LISTED_ATTRIBUTE.replace("2.0", "3.0")),
+    "name of a class": (LISTED_ATTRIBUTE, LISTED_ATTRIBUTE + "A.__name__ = 'AA'"),
+    "text of a member": (WORDED, WORDED.replace('"a"', '"ab"')),
     "member that is missing": (UNKNOWN, UNKNOWN.replace("K = 1", "K = 2")),
     "what counts as an instance": (CHECKED, CHECKED.replace("K = True", "K = False")),
     "what counts as a subclass": (HOOK_OF_CLASSES, HOOK_OF_CLASSES.replace("= True", "= False")),
@@ -515,6 +537,32 @@ def test_identities_that_python_looks_at(options: dict[str, Any]) -> None:
     line = "x = x * (2 if inspect.unwrap(top) is top else 3)"
     text = "import inspect" + SETS.replace("LINE", line)
     assert check(text, options) == "kept" and check(text, options) == "warm"
+
+
+@pytest.mark.parametrize(
+    ("place", "is_own"),
+    [("json/decoder.py", True), ("site-packages/other/a.py", False),
+     ("dist-packages/a.py", False), ("sitecustomize.py", False)],
+)  # fmt: skip
+def test_packages_beside_pythons_library(place: str, is_own: bool) -> None:
+    """Without a virtual environment they lie in its folder; who patches torch from there is not
+    PyTorch."""
+    code = check.__code__.replace(co_filename=f"{sysconfig.get_path('stdlib')}/{place}")
+    assert is_library_code(code) == is_own
+    ours = code.replace(co_filename=torch.nn.functional.softmax.__code__.co_filename)
+    assert is_library_code(ours) and not is_library_code(check.__code__)
+
+
+def test_functions_of_torch_made_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of `python -c`: their code is a part of the key."""
+    texts = {torch_functions()}
+    for number in (3, 5):
+        scope: dict[str, Any] = {}
+        text = f"def softmax(x, *a, **k): return x * {number}"
+        exec(compile(text, "<string>", "exec"), scope)
+        monkeypatch.setattr(torch.nn.functional, "softmax", scope["softmax"])
+        texts.add(torch_functions())
+    assert len(texts) == 3
 
 
 def test_arguments_that_cannot_be_looked_at(options: dict[str, Any]) -> None:

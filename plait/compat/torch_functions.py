@@ -39,6 +39,10 @@ _SPACES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+LIBRARIES = {"torch", "plait", *sys.stdlib_module_names}
+"""Packages of which the version is told."""
+
+
 def is_library_code(code: types.CodeType) -> bool:
     """Whether a code stands in a file of PyTorch, or of Python's library."""
     file = code.co_filename

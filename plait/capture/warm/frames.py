@@ -29,8 +29,9 @@ from plait.compat import frame_facts, frames
 from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
 from plait.compat.frames import Frame
-from plait.compat.torch_functions import is_library_code, is_torch_code, torch_functions
+from plait.compat.torch_functions import LIBRARIES, is_library_code, is_torch_code, torch_functions
 from plait.compat.trace_facts import Answer, Looked, looked_at, result_of
+from plait.compat.versions import BEFORE_2_13
 from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
 from plait.runtime.store import STARTS, Store, key_of
@@ -293,7 +294,8 @@ def _entry(frame: Frame, graph: Any, of_library: Any, looked: Looked) -> Entry:
     traced = frame_facts.written(graph, of_library)
     values = Values(traced, frame.globals, frame.locals)
     bare = [v for v in looked.unguarded(graph.tracing_context) if _holds(v)]
-    held = any(isinstance(v, type) or v.__closure__ for v in bare)
+    # Older versions guard less of what classes hold.
+    held = BEFORE_2_13 or any(isinstance(v, type) or v.__closure__ for v in bare)
     prints = Prints(whole, held)
     told = _prints(traced, values, prints)
     prints.code(frame.code)
@@ -352,10 +354,7 @@ def _holds(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         held = value.__closure__, value.__defaults__, value.__kwdefaults__
         return any(held) and not is_library_code(value.__code__)
-    return str(getattr(value, "__module__", "")).partition(".")[0] not in _LIBRARIES
-
-
-_LIBRARIES = {"torch", "plait", "builtins", *sys.stdlib_module_names}
+    return str(getattr(value, "__module__", "")).partition(".")[0] not in LIBRARIES
 
 
 def _named_holders(values: Sequence[Any], prints: Prints) -> list[tuple[str, str, str]]:

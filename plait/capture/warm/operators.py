@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,11 +14,7 @@ from torch._ops import OpOverload
 from plait.capture.warm.prints import Prints, is_plain
 from plait.compat.frame_facts import NotKept
 from plait.compat.operators import called_so, is_foreign, operators_of, traced_parts
-from plait.compat.torch_functions import is_torch_code
-
-_LIBRARIES = {"torch", "plait", *sys.stdlib_module_names}
-"""Of which modules the version is told elsewhere."""
-
+from plait.compat.torch_functions import LIBRARIES, is_torch_code
 
 _OF_CALLS = ("checked",)
 """Cells by which torch's wrapper of a fake implementation knows whether it was called before."""
@@ -68,7 +63,7 @@ class Formulas:
             return str([f"{self._value(k)} {self._value(v)}" for k, v in value.items()])
         if isinstance(value, functools.partial):
             return str([self._value(v) for v in (value.func, value.args, value.keywords)])
-        if isinstance(value, type) and value.__module__.partition(".")[0] in _LIBRARIES:
+        if isinstance(value, type) and value.__module__.partition(".")[0] in LIBRARIES:
             return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, types.BuiltinFunctionType):
             if value.__self__ is None or isinstance(value.__self__, (type, types.ModuleType)):
@@ -102,7 +97,7 @@ class Formulas:
                 if isinstance(value, types.ModuleType):
                     parts = value.__name__.split(".")
                     spaces.add(parts[-1])
-                    if parts[0] not in _LIBRARIES and self._is_new(value):
+                    if parts[0] not in LIBRARIES and self._is_new(value):
                         modules.append((f"{path}{name}.", vars(value)))
         for op in called_so(names, spaces):
             yield op._name, op

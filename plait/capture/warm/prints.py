@@ -26,7 +26,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.parameter import is_lazy
 
 from plait.compat.frame_facts import STATE_KINDS, NotKept
-from plait.compat.torch_functions import is_library_code, is_torch_code
+from plait.compat.torch_functions import LIBRARIES, is_library_code, is_torch_code
 
 _ABC: Any = importlib.import_module("_abc")  # knows which classes were registered
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
@@ -195,10 +195,7 @@ class Prints:
 
     def _cell(self, cell: Any) -> str:
         try:
-            value = cell.cell_contents
-            if self.held and isinstance(value, type):
-                return self.identity(value)
-            return self._part(value, plain=self.held)
+            return self._part(cell.cell_contents, plain=self.held)
         except ValueError:
             return "empty"
 
@@ -221,7 +218,10 @@ class Prints:
             held = sorted(vars(value.__self__).items()) if _is_torch(value.__self__) else []
             state = [f"{k} {v!r}" for k, v in held if isinstance(v, (*_PLAIN, *_NAMED))]
             return f"{self._part(value.__func__)} {_path(type(value.__self__))} {state}"
-        if isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, type):
+            users = value.__module__.partition(".")[0] not in LIBRARIES
+            return self.identity(value) if self.held and users else _path(value)
+        if isinstance(value, types.ModuleType):
             return _path(value)
         if plain and type(value) in (list, tuple):
             return f"{type(value).__name__} {[self._part(v) for v in value]}"
@@ -231,6 +231,15 @@ class Prints:
             with suppress(NotKept):
                 return self.constant(value)
         return _path(type(value))
+
+    def _read(self, method: Any) -> list[str]:
+        """The globals that a method of an enum may read: Dynamo calls it, untraced, for the text of
+        a member."""
+        if not isinstance(method, types.FunctionType) or is_library_code(method.__code__):
+            return []
+        scope = method.__globals__
+        names = sorted(scope.keys() & set(method.__code__.co_names))
+        return [f"{name} {self._part(scope[name])}" for name in names]
 
     def _of_class(self, cls: type) -> str:
         if vars(cls).get("_is_runtime_protocol") and cls.__module__ != "typing":
@@ -249,9 +258,10 @@ class Prints:
         if issubclass(cls, enum.Enum):
             held = cls.__members__.items()
             more = str([f"{name} {self._part(vars(m))}" for name, m in held])
+            more += str([self._read(f) for c in cls.__mro__ for f in vars(c).values()])
         elif isinstance(cls, abc.ABCMeta):
             more = str(sorted(_path(c) for c in _registered(cls)))
-        return f"{[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
+        return f"{cls.__name__} {[_path(c) for c in cls.__mro__]} {kinds} {meta} {more}"
 
 
 def _checks(cls: type) -> list[tuple[type, str]]:

@@ -70,6 +70,11 @@ def _makes_integers(ctx: Lowering, given: Given) -> bool:
     )
 
 
+def _divides_integers(ctx: Lowering, given: Given) -> bool:
+    """What is divided by 0 raises an error on a CPU, and is anything on a GPU."""
+    return ctx.facts().is_host and _makes_integers(ctx, given)
+
+
 def _not_by_mkl(ctx: Lowering, given: Given) -> bool:
     """Eager's square roots on a CPU are a library's, which does not round the nearest way; those of
     16 bits are right all the same."""
@@ -88,10 +93,11 @@ _WHERE: dict[str, Callable[[Lowering, Given], bool]] = {
     **dict.fromkeys(
         (
             "sum", "prod", "cumsum", "cumprod", "arange", "amax", "amin", "max", "min",
-            "scatter_add", "index_add", "floor_divide", "remainder", "fmod",
+            "scatter_add", "index_add",
         ),
         _makes_integers,
     ),
+    **dict.fromkeys(("floor_divide", "remainder", "fmod"), _divides_integers),
     **dict.fromkeys(("sqrt", "_foreach_sqrt"), _not_by_mkl),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _replaces),
 }  # fmt: skip

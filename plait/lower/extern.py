@@ -200,6 +200,8 @@ def call_op(
     positional, named = _split_operands(op, operands)
     outs, symbols, result = results(ctx, val, used)
     direct = facts.out_op and all(o is not None for o in outs) and not symbols
+    if ctx.cfg.keeps_bits:  # given memory, libraries may take other algorithms
+        direct = False
     ctx.ops.append(
         Extern(
             outs,

@@ -89,6 +89,15 @@ def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
     assert "small_matmul_flops" in found.script
 
 
+def test_faults_of_graphs_for_all_sizes_are_found() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    torch._dynamo.mark_dynamic(x, 0)
+    with PLANTS["rule"]():
+        found = plait.bisect(lambda x: (torch.tanh(x) * x.shape[0]).sum(1), x, quiet=True)
+    assert found is not None and "aten.tanh" in found.script
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import plait
 import plait.__main__
-from plait.tools import trial
+from plait.tools import check, trial
 from plait.tools.shrink import smallest
 from tests import warm
 from tests.planted import PLANTS
@@ -71,6 +71,12 @@ def test_what_does_not_fail_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     assert plait.reduce(program, *arguments()) is None
     assert capsys.readouterr().out == "nothing fails: 1 graphs tried\n"
+
+
+def test_what_eager_refuses_is_no_failure() -> None:
+    """As where a script calls an operator that only the program defines."""
+    for call in (check.wrong_number, check.slower):
+        assert call(lambda x: torch.ops.nowhere.at_all(x), torch.ones(2)) == 0
 
 
 def test_whatever_a_function_says_stays_true() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plait.config import Config
-from plait.tools.recorded import record
+from plait.tools.recorded import copied, record
 from plait.tools.search import wrong_result
 
 SECONDS = 0.2
@@ -20,7 +20,9 @@ SECONDS = 0.2
 def wrong_number(
     fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None
 ) -> int:
-    """1, and what it is, if a result of the compiled fn is wrong; else 0."""
+    """1, and what it is, if a result of the compiled fn is wrong; else 0, as where eager fails."""
+    if not _runs(fn, args):
+        return 0
     cfg = Config.from_env().with_options(options)
     for graph in record(fn, args, {}, cfg, dynamic=False):
         if wrong := wrong_result(graph, cfg):
@@ -28,6 +30,16 @@ def wrong_number(
             return 1
     print("nothing is wrong")
     return 0
+
+
+def _runs(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether eager can."""
+    try:
+        fn(*copied(args))
+    except Exception as error:  # noqa: BLE001 - whatever an operator raises
+        print(f"eager fails: {error}")
+        return False
+    return True
 
 
 def slower(
@@ -38,6 +50,8 @@ def slower(
 ) -> int:
     """1 if the compiled fn takes more than so many times as long as eager; else 0. The fastest of
     the calls that fit into a time count, and both take turns."""
+    if not _runs(fn, args):
+        return 0
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend="plait", dynamic=False, options=dict(options or {}))
     devices = {x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor)}

@@ -69,11 +69,13 @@ def reduce(
     check = f"slower(fn, *args, factor={slower}" if slower else WRONG
     tell: Callable[[str], None] = (lambda text: None) if quiet else partial(print, flush=True)
     with tempfile.TemporaryDirectory() as folder, closing(Trials(TRIAL_SECONDS)) as trials:
+        untold: dict[str, None] = {}
 
         def becomes(p: Piece, seed: int | None) -> str:
             try:
                 pasted = paste(p, in_key(cfg), seed, Path(folder), check)
-            except NoText:
+            except NoText as why:
+                untold[str(why)] = None
                 return RIGHT
             if failing is None:
                 return trials.outcome(pasted.text)
@@ -88,7 +90,8 @@ def reduce(
                 script = paste(small, in_key(cfg), seed, Path(), check).text
                 tell(f"\n{script}")
                 return Reduced(outcome, small.n_calls, script)
-    tell(f"nothing fails: {len(pieces)} graphs tried")
+    why = f", no script holds {', '.join(untold)}" if untold else ""
+    tell(f"nothing fails: {len(pieces)} graphs tried{why}")
     return None
 
 

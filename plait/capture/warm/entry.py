@@ -11,7 +11,7 @@ from typing import Any
 from plait.compat.frame_facts import Guarded, NotKept, Traced
 
 _MAGIC = b"PLAITWRM"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Entry:
     keys. same: which objects are the same one.
     named: module, path and print of what the trace ran that no guard leads to. asked: module and
     name of what it asked for, and whether that was there. answered: what functions said to it, as
-    `result_of` tells it. graph: its graph as `graphs.py` writes it, None if it has none. pieces:
-    the bytes that graph names."""
+    `result_of` tells it. sources: as `own_sources` tells it. graph: its graph as `graphs.py` writes
+    it, None if it has none. pieces: the bytes that graph names."""
 
     traced: Traced
     whole: bool
@@ -35,6 +35,7 @@ class Entry:
     named: Sequence[tuple[str, str, str]]
     asked: Sequence[tuple[str, str, bool]]
     answered: Sequence[tuple[str, str, Sequence[Any], str]]
+    sources: Mapping[str, str]
     graph: Mapping[str, Any] | None
     pieces: Mapping[str, bytes]
 
@@ -73,6 +74,7 @@ def to_bytes(entry: Entry) -> bytes:
         "named": entry.named,
         "asked": entry.asked,
         "answered": entry.answered,
+        "sources": entry.sources,
         "graph": entry.graph,
     }
     return packed(header, pieces)
@@ -93,6 +95,7 @@ def from_bytes(data: bytes) -> Entry:
         header["named"],
         header["asked"],
         header["answered"],
+        header["sources"],
         header["graph"],
         pieces,
     )

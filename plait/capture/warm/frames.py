@@ -25,6 +25,7 @@ from plait.capture.recompiles import of_process, tell_recompile
 from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
 from plait.capture.warm.prints import Prints, named_function, same_objects, shadowed_names
+from plait.capture.warm.sources import own_sources, require_sources
 from plait.compat import frame_facts, frames
 from plait.compat.codes import with_code
 from plait.compat.frame_facts import NotKept, Traced, Values, named
@@ -302,7 +303,8 @@ def _entry(frame: Frame, graph: Any, of_library: Any, looked: Looked) -> Entry:
     by_name = _named(called, prints) + _named_holders(bare, prints)
     same, answers = _same(traced, values), _answers(looked.answers)
     answered = [a for k, a in enumerate(looked.asked) if a not in looked.asked[:k]]
-    return Entry(traced, whole, held, told, same, by_name, answers, answered, None, {})
+    sources = own_sources()
+    return Entry(traced, whole, held, told, same, by_name, answers, answered, sources, None, {})
 
 
 def _prints(traced: Traced, values: Values, prints: Prints) -> list[str]:
@@ -374,6 +376,7 @@ def _named_holders(values: Sequence[Any], prints: Prints) -> list[tuple[str, str
 # ------------------------------------------------------------------------------------ starting
 def _put_in_place(frame: Frame, entry: Entry, cfg: Config) -> Any:
     """What Dynamo gets for the frame. Raises NotKept where something is not what it was."""
+    require_sources(entry.sources)
     traced = entry.traced
     values = Values(traced, frame.globals, frame.locals)
     prints = Prints(entry.whole, entry.held)

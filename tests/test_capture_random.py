@@ -4,6 +4,7 @@ and recomputation."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -324,3 +325,25 @@ def test_an_operator_whose_name_is_a_word_of_python(wrapper: str, own: bool) -> 
         options={"wrapper": wrapper, "eager_random": own},
     )
     assert set(run(torch.ones(64)).tolist()) == {3.0, 4.0}
+
+
+DRAWS = random.Random(3)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
+)
+def test_numbers_of_a_generator_of_the_users_own(dtype: torch.dtype) -> None:
+    """Dynamo traces them as float32 and hands float64 in."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * DRAWS.random(), x + DRAWS.random()
+
+    x = torch.arange(4).to(dtype)
+    DRAWS.seed(3)
+    wants = fn(x)
+    DRAWS.seed(3)
+    torch._dynamo.reset()
+    gots = torch.compile(fn, backend="plait", options={"strict": True})(x)
+    for want, got in zip(wants, gots, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)

@@ -63,7 +63,7 @@ def test_planted_faults_shrink_to_one_operator(
     script.write_text(found.script)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     bad = warm.run("-m", "tests.planted", name, script, env=env, cwd=tmp_path)
-    assert bad.returncode == (-11 if name == "crash" else 1)
+    assert bad.returncode == (-11 if name == "crash" else 1), found.script
     assert warm.run(script, env=env, cwd=tmp_path).returncode == 0
 
 

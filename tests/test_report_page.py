@@ -588,7 +588,7 @@ def test_large_pages_grow_with_their_kernels_alone(browser: Any, tmp_path: Path)
         found.append((shown.evaluate(count), (tmp_path / "page.html").stat().st_size))
         shown.keyboard.press("j")
         shown.keyboard.press("Enter")
-        assert shown.locator("#g0s0 pre").count() == 2
+        shown.locator("#g0s0 pre").nth(1).wait_for(state="attached")
         shown.goto(shown.url.partition("#")[0] + f"#g0p0i{n - 1}")
         assert shown.locator(f"#g0p0i{n - 1}").is_visible()
         shown.locator("details.drawing summary").click()

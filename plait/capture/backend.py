@@ -42,6 +42,7 @@ from plait.capture.program import (
     follow,
     load_compiler,
 )
+from plait.capture.random_values import as_at_calls
 from plait.capture.recompiles import Recompiles, of_process, tell_recompile
 from plait.capture.registration import allow_again
 from plait.capture.training import TrainingGraph, asks_of_precision
@@ -155,6 +156,7 @@ class _OneGraph:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             check_writes(gm)  # on the graph as it came
+            example_inputs = as_at_calls(gm, example_inputs)
             if not self.cfg.keeps_bits:  # attention that eager writes out rounds otherwise
                 simplify_masks(gm)
             write_out_fused(gm)

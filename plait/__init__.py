@@ -2,10 +2,11 @@
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a
 call), `package` and `load` (the same as a file, for processes without the compiler), `warm_start`
-(takes what the process before compiled), `explain`, `report` (a page of HTML), `watch`
-(callbacks on intermediates), `plait_backend` (what torch.compile calls), `FxCompiler` (the base of
-compilers out of tree), `list_modes`, `list_options`, `Config` and the errors. Importing this
-package alone loads nothing but itself.
+(takes what the process before compiled), `explain`, `report` (a page of HTML), `profile` (where the
+time goes), `bisect` (the kernel that makes a number wrong), `reduce` (a failing program as a
+script), `watch` (callbacks on intermediates), `plait_backend` (what torch.compile calls),
+`FxCompiler` (the base of compilers out of tree), `list_modes`, `list_options`, `Config` and the
+errors. Importing this package alone loads nothing but itself.
 """
 
 from __future__ import annotations

@@ -94,6 +94,15 @@ def step(call: Any, module: nn.Module, x: Tensor, train: bool) -> list[Tensor]:
     return [out.detach(), *grads, *module.buffers()]
 
 
+def has_eagers_bits(module: nn.Module, x: Tensor, train: bool) -> bool:
+    """Whether a call does, with its gradients and what it does to buffers."""
+    other = copy.deepcopy(module)
+    wants = step(module, module, x, train)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="plait", options=EAGER)
+    return bits.equal(wants, step(compiled, other, x, train))
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -103,11 +112,7 @@ def test_models_have_eagers_bits(name: str, dtype: torch.dtype, train: bool) -> 
     module = make().to(dtype).train(train)
     x = inputs()
     x = x.to(dtype) if x.is_floating_point() else x
-    other = copy.deepcopy(module)
-    wants = step(module, module, x, train)
-    torch._dynamo.reset()
-    gots = step(torch.compile(other, backend="plait", options=EAGER), other, x, train)
-    assert bits.equal(wants, gots)
+    assert has_eagers_bits(module, x, train)
 
 
 def test_programs_without_dynamo_and_packages_have_them(tmp_path: Any) -> None:

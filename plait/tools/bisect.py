@@ -165,17 +165,21 @@ def _all_right(graphs: Sequence[Recorded], cfg: Config) -> bool:
 # ------------------------------------------------------------------------------------ command line
 def main(arguments: Sequence[str]) -> None:
     """`plait bisect script.py[:function]`: exits with 1 if something is found."""
-    parser = argparse.ArgumentParser(
-        prog="plait bisect", description="where a compiled program leaves eager"
-    )
-    parser.add_argument("script", help="a file that defines fn and args, or FILE:FUNCTION, which "
-                        "returns them")  # fmt: skip
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--mode")
-    given = parser.parse_args(arguments)
+    given = of_script("bisect", "where a compiled program leaves eager").parse_args(arguments)
     fn, args = load_script(given.script)
     options = read_options(given.option)
     sys.exit(bisect(fn, *args, options=options, mode=given.mode) is not None)
+
+
+def of_script(command: str, description: str) -> argparse.ArgumentParser:
+    """The arguments of a command that looks at a script's function."""
+    parser = argparse.ArgumentParser(prog=f"plait {command}", description=description)
+    parser.add_argument("script", help="a file that defines fn and args, or FILE:FUNCTION, which "
+                        "returns them")  # fmt: skip
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                        help="as torch.compile's; may be given again")  # fmt: skip
+    parser.add_argument("--mode", help="as torch.compile's")
+    return parser
 
 
 def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

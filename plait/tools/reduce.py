@@ -7,7 +7,6 @@ crashes and hangs shrink too.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.pipelines import LEAVABLE
-from plait.tools.bisect import load_script, read_options
+from plait.tools.bisect import load_script, of_script, read_options
 from plait.tools.paste import SEEDS, WRONG, NoText, Pasted, paste
 from plait.tools.recorded import in_key, record
 from plait.tools.shrink import Piece, candidates, piece, smallest
@@ -115,15 +114,10 @@ def _holds(failing: Callable[..., bool], pasted: Pasted) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """`plait reduce script.py[:function]`: exits with 1 if something fails."""
-    parser = argparse.ArgumentParser(
-        prog="plait reduce", description="shrink a failing program to a script"
-    )
-    parser.add_argument("script", help="a file that defines fn and args, or FILE:FUNCTION, which "
-                        "returns them")  # fmt: skip
-    parser.add_argument("--slower", type=float, default=0.0, metavar="FACTOR", help="than eager")
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--mode")
+    parser = of_script("reduce", "shrink a failing program to a script")
+    parser.add_argument("--slower", type=float, default=0.0, metavar="FACTOR",
+                        help="what fails is to take so many times eager's time")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=120.0, help="for shrinking")
     given = parser.parse_args(arguments)
     fn, args = load_script(given.script)
     found = reduce(

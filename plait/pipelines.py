@@ -143,7 +143,7 @@ ADDED: list[tuple[str, GraphPass]] = []
 
 CHANGES_BITS = frozenset[GraphPass](
     (
-        replace_random, write_out_bags, drop_bags, find_products, add_few_rows, join_epilogues,
+        replace_random, write_out_bags, find_products, add_few_rows, join_epilogues,
         remake_norm_results, split_biases, split_log_softmax, narrow_pool_indices, widen_logsumexp,
         *(run for _, run in CONVOLUTIONS),
     )

@@ -114,7 +114,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
-    if not grad.is_cpu or scale <= 1:
+    if not grad.is_cpu or not grad.is_floating_point() or scale <= 1:
         return NotImplemented
     return grad * (mask.to(grad.dtype) / (1 / scale))
 

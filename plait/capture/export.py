@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from plait.capture.aliases import results_of
 from plait.capture.bound_program import argument_specs, bind, captured_from
-from plait.capture.freeze import FrozenOwners, expect_kernels, frozen
+from plait.capture.freeze import FrozenOwners, expect_kernels, frozen, require_other_bits
 from plait.capture.outside_tensors import bind_outside
 from plait.capture.owners import Owners, reachable
 from plait.capture.program import collector_paused, compile_captured, follow, roomy
@@ -80,11 +80,8 @@ def compile(
             "plait.compile of what plait.compile returned",
             hint="the function itself: its __wrapped__",
         )
-    if freeze and cfg.keeps_bits:
-        raise UserError(
-            "plait.compile with freeze=True and numerics='eager'",
-            hint="one of the two: weights that are folded or packed give other bits than eager's",
-        )
+    if freeze:
+        require_other_bits(cfg, "plait.compile with freeze=True")
     with collector_paused():
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
         if freeze:

@@ -23,7 +23,7 @@ from plait.capture.trace import Traced
 from plait.compat.fake_shapes import short_shapes
 from plait.config import Config
 from plait.devices import facts_of
-from plait.errors import InputError
+from plait.errors import InputError, UserError
 from plait.graph.fold import Folded, fold_weights
 from plait.kernel.targets import TARGETS
 
@@ -53,6 +53,15 @@ class Frozen:
         return (
             f"{len(self.names)} weights are built in, as {len(folded.names)} constants"
             f"{copies if folded.packed else ''}"
+        )
+
+
+def require_other_bits(cfg: Config, who: str) -> None:
+    """Raises UserError where results are to have eager's bits. who: what folds weights."""
+    if cfg.keeps_bits:
+        raise UserError(
+            f"{who} and numerics='eager'",
+            hint="one of the two: weights that are folded or packed give other bits than eager's",
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from plait.capture.absent_device import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound_program import argument_specs, captured_from
-from plait.capture.freeze import frozen
+from plait.capture.freeze import frozen, require_other_bits
 from plait.capture.program import collector_paused, guarded, roomy
 from plait.capture.sources import Examples, Program, source_of
 from plait.capture.trace import Traced, state_of, trace
@@ -89,11 +89,8 @@ def package(
             raise UserError(
                 f"a package of a model whose weight {weight!r} has no values, on the device meta"
             )
-    if fold and cfg.keeps_bits:
-        raise UserError(
-            "plait.package with fold=True and numerics='eager'",
-            hint="one of the two: weights that are folded or packed give other bits than eager's",
-        )
+    if fold:
+        require_other_bits(cfg, "plait.package with fold=True")
     target = _device(device)
     with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
         traced = trace(*source, "plait.package", target, cfg.keeps_bits)

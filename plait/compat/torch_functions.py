@@ -45,7 +45,11 @@ LIBRARIES = {"torch", "plait", *sys.stdlib_module_names}
 
 def is_library_code(code: types.CodeType) -> bool:
     """Whether a code stands in a file of PyTorch, or of Python's library."""
-    file = code.co_filename
+    return is_library_file(code.co_filename)
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file is one of PyTorch, or of Python's library."""
     return file.startswith(_HOMES) or (
         file.startswith(_LIBRARY) and not _OF_OTHERS.search(file[len(_LIBRARY) - 1 :])
     )

@@ -130,7 +130,7 @@ def _between(
     if found is None:
         return None
     name, worst = found
-    wrong = Wrong("the whole", "no kernel", "graphs made of it", name, "", *worst, piece=None)
+    wrong = Wrong("the whole", "no kernel", "graphs made of it", name, "", worst, piece=None)
     switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c) is None)
     return Found(wrong, switches, _NO_SCRIPT)
 

@@ -223,7 +223,7 @@ def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Prof
     )
     spans = [e for e in events if e.name == _CALL]
     wall = sum(e.time_range.elapsed_us() for e in spans) / calls
-    gaps = _gaps(events, named, wall, calls)
+    gaps = _gaps(events, named, on_gpu, wall, calls)
     return Profile(calls, wall, steps, gaps, on_gpu, _trace_of(taken, named))
 
 
@@ -297,12 +297,11 @@ def _pattern(module: str) -> str:
 
 # --------------------------------------------------------------------------------------------- gaps
 def _gaps(
-    events: Sequence[Any], named: Mapping[Any, object], wall: float, calls: int
+    events: Sequence[Any], named: Mapping[Any, object], on_gpu: bool, wall: float, calls: int
 ) -> tuple[Row, ...]:
     """What a call spends outside of instructions on a CPU; on a GPU launches are in it, too."""
     sums: dict[str, list[float]] = defaultdict(list)
     inside: dict[Any, float] = {}
-    on_gpu = any(e.device_time_total for e in named)
     for e in events:
         if e.name == _CALL or e.time_range.start < inside.get(e.thread, 0):
             continue

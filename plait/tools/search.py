@@ -32,37 +32,43 @@ from plait.wrapper.program import Program
 from plait.wrapper.walk import defined, used
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A value that plait computes and that is further from float64 than eager's.
+class Worst(NamedTuple):
+    """The element that is furthest from float64's, and how many are wrong."""
 
-    graph: the name of its graph. kernel: what computes it; operators: those of ATen in it, with
-    source lines. node: the FX node whose value it is. where: its source line. at: the worst
-    element. plait, eager, float64: that element. n_wrong, numel: elements. piece: what computes
-    it alone, from what the kernel was given; None for what no kernel computes."""
-
-    graph: str
-    kernel: str
-    operators: str
-    node: str
-    where: str
     at: tuple[int, ...]
     plait: object
     eager: object
     float64: object
     n_wrong: int
     numel: int
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A value that plait computes and that is further from float64 than eager's.
+
+    graph: the name of its graph. kernel: what computes it; operators: those of ATen in it, with
+    source lines. node: the FX node whose value it is. where: its source line. worst: its worst
+    element. piece: what computes it alone, from what the kernel was given; None for what no kernel
+    computes."""
+
+    graph: str
+    kernel: str
+    operators: str
+    node: str
+    where: str
+    worst: Worst
     piece: Piece | None = field(compare=False, repr=False)
 
     @property
     def text(self) -> str:
         """A few lines."""
+        w = self.worst
         return "\n".join((
-            f"{self.graph}: {self.kernel} makes {self.node}, {self.n_wrong} of {self.numel} wrong",
+            f"{self.graph}: {self.kernel} makes {self.node}, {w.n_wrong} of {w.numel} wrong",
             f"  of {self.operators}",
             *([f"  at {self.where}"] if self.where else []),
-            f"  element {list(self.at)}: plait {self.plait}, eager {self.eager}, "
-            f"float64 {self.float64}",
+            f"  element {list(w.at)}: plait {w.plait}, eager {w.eager}, float64 {w.float64}",
         ))  # fmt: skip
 
 
@@ -226,7 +232,7 @@ class _Searcher:
             self.found.suspects.append(
                 Wrong(
                     self.name, kernel, operators.removesuffix(")"), node.name, where_of(node),
-                    *worst, piece=alone,
+                    worst, piece=alone,
                 )
             )  # fmt: skip
 
@@ -260,17 +266,6 @@ def _alike(module: GraphModule) -> dict[str, tuple[str, ...]]:
 K = TypeVar("K")
 Numbers = Callable[[bool, int], Mapping[K, Any]]
 """Values by node or name, in float64 or not, a little off by seed."""
-
-
-class Worst(NamedTuple):
-    """The element that is furthest from float64's, and how many are wrong."""
-
-    at: tuple[int, ...]
-    plait: object
-    eager: object
-    float64: object
-    n_wrong: int
-    numel: int
 
 
 def _writes(n: Node, inputs: Mapping[Node, Any]) -> bool:

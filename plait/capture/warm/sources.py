@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from plait.compat.frame_facts import NotKept
+from plait.compat.torch_functions import is_library_file
 
 _BEGAN = time.time()
-_INSTALLED = ("site-packages", "dist-packages")
-_LIBRARY = f"{Path(sysconfig.get_path('stdlib'))}/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 _OURS = frozenset({"plait", "triton_launch"})  # entries are of one version of these
 
 
@@ -44,10 +43,10 @@ def require_sources(kept: Mapping[str, str]) -> None:
 def _file_of(name: str) -> Path | None:
     """The source file of a module of the user's; None for others."""
     file = getattr(sys.modules.get(name), "__file__", None)
-    if not isinstance(file, str) or name.partition(".")[0] in _OURS or file.startswith(_LIBRARY):
+    if not isinstance(file, str) or not file.endswith(".py") or name.partition(".")[0] in _OURS:
         return None
-    path = Path(file)
-    return None if set(_INSTALLED) & {*path.parts} or path.suffix != ".py" else path
+    of_others = any(folder in file for folder in _INSTALLED) or is_library_file(file)
+    return None if of_others else Path(file)
 
 
 def _digest(file: Path) -> str:

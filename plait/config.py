@@ -200,6 +200,13 @@ class Config:
         ),
         choices=("default", "eager", "precise"),
     )
+    batch_invariant: bool = flag(
+        False,
+        doc=(
+            "a row of a batch has the same bits whatever rows are beside it, and however many; "
+            "nothing is chosen by how many there are"
+        ),
+    )
     memory_planning: bool = flag(
         True, doc="place intermediates in a pooled arena and reuse dying buffers"
     )

@@ -27,6 +27,7 @@ from plait.lower.pointwise import relu
 from plait.lower.pointwise_nn import gelu_tanh
 from plait.lower.product import cut, is_vector, launch
 from plait.lower.product_cost import is_followed
+from plait.lower.row_products import by_rows
 
 aten = torch.ops.aten
 
@@ -45,6 +46,12 @@ def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
     if ctx.facts().streams and ctx.node.meta["val"].dtype == torch.float32:
         limit *= _FEWER
     return flops * max(_LANES, k) <= limit * max(k, 1)
+
+
+def _keeps_rows(ctx: Lowering, a: View) -> bool:
+    """Whether no row of a product may depend on how many there are. Sums of integers are the same
+    in any order."""
+    return ctx.cfg.batch_invariant and ctx.cfg.kernels and a.dtype.is_float
 
 
 def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
@@ -114,6 +121,8 @@ def _made_here(
 ) -> View | None:  # fmt: skip
     """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better.
     bias, gelu: what the operator that is lowered computes beside: gelu or relu, or nothing."""
+    if _keeps_rows(ctx, a):
+        return by_rows(ctx, a, b) or _product(ctx, a, b)
     if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
         return _product(ctx, a, b)
     how = cut(ctx, a, b)
@@ -184,7 +193,8 @@ def bmm(ctx: Lowering, a: View, b: View) -> Any:
 @lower(aten.addmm.default)
 def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if _is_unread(a, alpha) and is_small(ctx, flops, a.shape[-1]):
+    small = is_small(ctx, flops, a.shape[-1]) or _keeps_rows(ctx, a)
+    if _is_unread(a, alpha) and small:
         return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
     made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b, bias)
     if made is not None:
@@ -232,7 +242,7 @@ def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
 def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
     made = None if _is_unread(a, alpha) else _made_here(ctx, flops, a, b)
-    if made is None and is_small(ctx, flops, a.shape[-1]):
+    if made is None and (is_small(ctx, flops, a.shape[-1]) or _keeps_rows(ctx, a)):
         made = _product(ctx, a, b)
     if made is None:
         return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
@@ -242,7 +252,7 @@ def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha
 @lower(aten.addmv.default)
 def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], 1, a.shape[1])
-    if not is_small(ctx, flops, a.shape[-1]):
+    if not (is_small(ctx, flops, a.shape[-1]) or _keeps_rows(ctx, a)):
         return _by_aten(ctx, flops, bias, a, x, beta=beta, alpha=alpha)
     if _is_unread(a, alpha):
         return _without_product(ctx, a.shape[:1], bias, beta)

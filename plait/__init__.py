@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from plait.runtime.package import Package as Package
     from plait.runtime.package import PackageError as PackageError
     from plait.runtime.package import load as load
-    from plait.tools.bisect import bisect as bisect
     from plait.tools.explain import explain as explain
+    from plait.tools.faults.bisect import bisect as bisect
+    from plait.tools.faults.reduce import reduce as reduce
     from plait.tools.page.command import report as report
     from plait.tools.profile import profile as profile
-    from plait.tools.reduce import reduce as reduce
     from plait.wrapper.watch import watch as watch
 
 _HOME = {
@@ -59,8 +59,8 @@ _HOME = {
     "Package": "plait.runtime.package",
     "PackageError": "plait.runtime.package",
     "load": "plait.runtime.package",
-    "bisect": "plait.tools.bisect",
-    "reduce": "plait.tools.reduce",
+    "bisect": "plait.tools.faults.bisect",
+    "reduce": "plait.tools.faults.reduce",
     "explain": "plait.tools.explain",
     "profile": "plait.tools.profile",
     "report": "plait.tools.page.command",

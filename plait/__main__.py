@@ -1,7 +1,7 @@
 """The command line: `plait COMMAND`, also `python -m plait COMMAND`.
 
-A command is a module of plait.tools with a `main` that takes its arguments; it is imported when it
-is called.
+A command is the `main` of a module of plait.tools, which takes its arguments; the module is
+imported when the command is called.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ COMMANDS = {
     "report": "run a command, and write a page of HTML about all that is compiled in it",
     "pack": "compile Triton functions ahead, for C++ programs without Python",
 }
+HOMES = {"bisect": "faults.bisect", "reduce": "faults.reduce", "report": "page.command"}
+"""The module of plait.tools, where it is not named as the command is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     given = parser.parse_args(arguments)
-    importlib.import_module(f"plait.tools.{given.command}").main(given.arguments)
+    home = HOMES.get(given.command, given.command)
+    importlib.import_module(f"plait.tools.{home}").main(given.arguments)
 
 
 if __name__ == "__main__":

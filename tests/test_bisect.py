@@ -19,7 +19,7 @@ import plait.__main__
 from plait.config import Config
 from plait.errors import UserError
 from plait.pipelines import LEAVABLE
-from plait.tools.switches import Switch, _smallest
+from plait.tools.faults.switches import Switch, _smallest
 from tests import warm
 from tests.planted import PLANTS
 

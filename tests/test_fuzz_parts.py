@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.tools.measure import jitter
+from plait.tools.faults.measure import jitter
 from tests import warm
 from tests.fuzz.__main__ import run
 from tests.fuzz.check import Fault, _Run, check, compare

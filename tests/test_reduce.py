@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import plait
 import plait.__main__
-from plait.tools import check, trial
-from plait.tools.shrink import smallest
+from plait.tools.faults import check, trial
+from plait.tools.faults.shrink import smallest
 from tests import warm
 from tests.planted import PLANTS
 

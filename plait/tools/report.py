@@ -377,10 +377,3 @@ def _memory(g: CompileRecord) -> str:
     parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] if placed else []
     parts += [f"{reused} on the memory of another"] if reused else []
     return ", ".join([*parts, f"{allocs} allocated"])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `plait report`."""
-    from plait.tools.page.command import main as run
-
-    run(arguments)

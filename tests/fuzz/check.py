@@ -36,7 +36,7 @@ import plait
 from plait.errors import InputError, InternalError, PlaitError, Unsupported, UserError
 from plait.graph import hidden_products, pack
 from plait.schedule import pair_products
-from plait.tools.measure import HALF, NUDGES, equal, further, jitter, real
+from plait.tools.faults.measure import HALF, NUDGES, equal, further, jitter, real
 from plait.wrapper.program import CompileRecord, observers
 from tests.fuzz.program import Program, Road
 from tests.fuzz.traced import found_sizes, traced_strides

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from plait.tools.shrink import smallest
-from plait.tools.trial import plain_words
+from plait.tools.faults.shrink import smallest
+from plait.tools.faults.trial import plain_words
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Operand, Program, Road
 

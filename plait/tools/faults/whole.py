@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.capture.backend import plait_backend
 from plait.config import Config
-from plait.tools.evaluate import WIDER, Unknown
 from plait.tools.explain import fresh_caller
-from plait.tools.measure import HALF, jitter
-from plait.tools.recorded import changes, copied
-from plait.tools.search import Worst, worst_of
+from plait.tools.faults.evaluate import WIDER, Unknown
+from plait.tools.faults.measure import HALF, Worst, jitter, worst_of
+from plait.tools.faults.recorded import changes, copied
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 

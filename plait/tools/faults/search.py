@@ -8,10 +8,10 @@ blamed. `measure.py` has the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +23,13 @@ from plait.config import Config
 from plait.graph.edit import aten, output_of
 from plait.lower.calls import where_of
 from plait.pipelines import clean_graph
-from plait.tools.evaluate import Values, draws
-from plait.tools.measure import NUDGES, TOLERANCE, further, real
-from plait.tools.recorded import Recorded
-from plait.tools.shrink import Piece, cut_out
+from plait.tools.faults.evaluate import Values, draws
+from plait.tools.faults.measure import Numbers, Worst, worst_of
+from plait.tools.faults.pieces import Piece, cut_out
+from plait.tools.faults.recorded import Recorded
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Program
 from plait.wrapper.walk import defined, used
-
-
-class Worst(NamedTuple):
-    """The element that is furthest from float64's, and how many are wrong."""
-
-    at: tuple[int, ...]
-    plait: object
-    eager: object
-    float64: object
-    n_wrong: int
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -263,38 +252,5 @@ def _alike(module: GraphModule) -> dict[str, tuple[str, ...]]:
     return {name: tuple(some) for some in names.values() for name in some}
 
 
-K = TypeVar("K")
-Numbers = Callable[[bool, int], Mapping[K, Any]]
-"""Values by node or name, in float64 or not, a little off by seed."""
-
-
 def _writes(n: Node, inputs: Mapping[Node, Any]) -> bool:
     return n.target is aten.copy_.default and n.args[0] in inputs
-
-
-def worst_of(key: K, g: Tensor, values: Numbers[K]) -> Worst | None:
-    """The worst element of g that is wrong as one of the values. Raises KeyError where that is not
-    known."""
-    e, t = values(False, 0)[key], values(True, 0)[key]
-    if (g.shape, g.dtype) != (e.shape, e.dtype):
-        have, want = (f"{x.dtype} {list(x.shape)}" for x in (g, e))
-        return Worst((), have, want, want, g.numel(), e.numel())
-    if t.shape != e.shape or not g.numel():
-        return None
-    g, e, t = real(g), real(e), real(t)
-    size = t.double()[t.isfinite()].abs()
-    least = TOLERANCE * min(1.0, float(size.amax()) if size.numel() else 1.0)
-    bad = further(g, e, t, least=least)
-    for seed in NUDGES:
-        if not bool(bad.any()):
-            return None
-        other = real(values(True, seed)[key])
-        if other.shape == t.shape:
-            bad &= further(g, e, t, other, least)
-    if not bool(bad.any()):
-        return None
-    off = (g.double() - t.double()).abs().nan_to_num(float("inf"), float("inf"))
-    flat = int(torch.where(bad, off, -1.0).argmax())
-    at = tuple(int(k) for k in torch.unravel_index(torch.tensor(flat), bad.shape))
-    here, eager, float64 = (x[at].item() for x in (g, e, t))
-    return Worst(at, here, eager, float64, int(bad.sum()), bad.numel())

@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plait.config import Config
-from plait.tools.recorded import copied, record
-from plait.tools.search import wrong_result
+from plait.tools.faults.recorded import copied, record
+from plait.tools.faults.search import wrong_result
 
 SECONDS = 0.2
 """Of calls that are timed, a side."""

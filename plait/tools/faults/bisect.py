@@ -2,20 +2,18 @@
 
 fn is compiled and called once, and each of its graphs is kept (`recorded.py`). The first wrong
 value of a graph is searched for (`search.py`): that names the kernel. Its operators become a
-script, which is made short (`shrink.py`, `paste.py`). Then passes are left out by halves until the
+script, which is made short (`shrink.py`, `pieces.py`). Then passes are left out by halves until the
 smallest set is left without which the script is right (`switches.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,15 @@ import torch
 
 from plait.capture.sources import check_callable
 from plait.config import Config
-from plait.errors import PlaitError, UserError
-from plait.tools.evaluate import Unknown
-from plait.tools.paste import SEEDS, paste
-from plait.tools.recorded import Recorded, changes, in_key, record
-from plait.tools.search import Wrong, search_graph, wrong_result
-from plait.tools.shrink import Piece, candidates, smallest
-from plait.tools.switches import find_switches
-from plait.tools.whole import Call, wrong_whole
+from plait.errors import PlaitError
+from plait.tools.faults.evaluate import Unknown
+from plait.tools.faults.pieces import SEEDS, Piece, paste
+from plait.tools.faults.recorded import Recorded, in_key, record
+from plait.tools.faults.script import load_script, of_script, read_options
+from plait.tools.faults.search import Wrong, search_graph, wrong_result
+from plait.tools.faults.shrink import candidates, smallest
+from plait.tools.faults.switches import find_switches
+from plait.tools.faults.whole import Call, wrong_whole
 
 SECONDS = 30.0
 """For making a script short."""
@@ -169,32 +168,3 @@ def main(arguments: Sequence[str]) -> None:
     fn, args = load_script(given.script)
     options = read_options(given.option)
     sys.exit(bisect(fn, *args, options=options, mode=given.mode) is not None)
-
-
-def of_script(command: str, description: str) -> argparse.ArgumentParser:
-    """The arguments of a command that looks at a script's function."""
-    parser = argparse.ArgumentParser(prog=f"plait {command}", description=description)
-    parser.add_argument("script", help="a file that defines fn and args, or FILE:FUNCTION, which "
-                        "returns them")  # fmt: skip
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="as torch.compile's; may be given again")  # fmt: skip
-    parser.add_argument("--mode", help="as torch.compile's")
-    return parser
-
-
-def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """fn and args of FILE, or what the function in FILE:FUNCTION returns. Raises UserError."""
-    file, _, name = (text, "", "") if Path(text).is_file() else text.rpartition(":")
-    spec = spec_from_file_location("plait_script", file)
-    if not Path(file).is_file() or spec is None or spec.loader is None:
-        raise UserError(f"there is no Python file {file or text}")
-    module = sys.modules[spec.name] = module_from_spec(spec)  # Dynamo looks globals up there
-    spec.loader.exec_module(module)
-    fn, args = getattr(module, name)() if name else (module.fn, module.args)
-    return fn, tuple(args)
-
-
-def read_options(words: Sequence[str]) -> dict[str, Any]:
-    """Options of NAME=VALUE, as the environment spells values."""
-    env = {f"PLAIT_{w.partition('=')[0].upper()}": w.partition("=")[2] for w in words}
-    return changes(Config.from_env(env))

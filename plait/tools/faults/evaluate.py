@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.graph.edit import aten
-from plait.tools.measure import HALF, jitter
+from plait.tools.faults.measure import HALF, jitter
 
 WIDER = {
     torch.float16: torch.float64,

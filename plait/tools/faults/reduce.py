@@ -1,7 +1,7 @@
 """`plait.reduce(fn, *args)`: a program that fails becomes a short script that fails in one way.
 
 Its graphs are recorded without kernels. The first that fails alone is made small (`shrink.py`);
-each candidate is a script (`paste.py`) that is tried in a process of its own (`trial.py`), so that
+each candidate is a script (`pieces.py`) that is tried in a process of its own (`trial.py`), so that
 crashes and hangs shrink too.
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.pipelines import LEAVABLE
-from plait.tools.bisect import load_script, of_script, read_options
-from plait.tools.paste import SEEDS, WRONG, NoText, Pasted, paste
-from plait.tools.recorded import in_key, record
-from plait.tools.shrink import Piece, candidates, piece, smallest
-from plait.tools.trial import RIGHT, Trials
+from plait.tools.faults.pieces import SEEDS, WRONG, NoText, Pasted, Piece, paste, piece
+from plait.tools.faults.recorded import in_key, record
+from plait.tools.faults.script import load_script, of_script, read_options
+from plait.tools.faults.shrink import candidates, smallest
+from plait.tools.faults.trial import RIGHT, Trials
 
 TRIAL_SECONDS = 60.0
 """After which a script hangs."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from plait.graph.edit import output_of
-from plait.tools.evaluate import Unknown, Values, draws
+from plait.tools.faults.evaluate import Unknown, draws
+from plait.tools.faults.pieces import Piece, cut_out
 
 T = TypeVar("T")
 
@@ -47,57 +47,6 @@ def smallest(
     return p
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A graph of operators without constants, and arguments for it."""
-
-    module: GraphModule
-    given: tuple[Any, ...]
-
-    @property
-    def n_calls(self) -> int:
-        """Its operators."""
-        return sum(n.op == "call_function" for n in self.module.graph.nodes)
-
-    @property
-    def outputs(self) -> list[Node]:
-        """The nodes that are returned."""
-        return output_of(self.module.graph).all_input_nodes
-
-    def values(self) -> Values:
-        """Of its nodes, by eager."""
-        names = self.module.graph.find_nodes(op="placeholder")
-        return Values(self.module, dict(zip(names, self.given, strict=True)))
-
-
-def piece(module: GraphModule, given: Sequence[Any]) -> Piece:
-    """A graph with its constants as arguments; what it writes to arguments is a result."""
-    constants = module.graph.find_nodes(op="get_attr")
-    held = {n: getattr(module, str(n.target)) for n in constants}
-    held |= zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
-    writes = [n for n in module.graph.nodes if n.target is torch.ops.aten.copy_.default]
-    written = [n.args[1] for n in writes if isinstance(n.args[1], Node)]
-    outs = [n for n in output_of(module.graph).all_input_nodes if n not in writes]
-    return cut_out(module, held, [*outs, *written])
-
-
-def cut_out(module: GraphModule, held: Mapping[Node, Any], outs: Iterable[Node]) -> Piece:
-    """The graph from values that are held to some nodes."""
-    outs = [n for n in dict.fromkeys(outs) if n not in held]
-    graph = Graph()
-    env: dict[Node, Node] = {}
-    needed = Values(module, held).needed(outs)
-    for n in needed:
-        if n in held:
-            env[n] = graph.placeholder(n.name)
-    for n in needed:
-        if n not in held:
-            env[n] = graph.node_copy(n, env.__getitem__)
-    graph.output(tuple(env[n] for n in outs))
-    return Piece(GraphModule(module, graph), tuple(held[n] for n in needed if n in held))
-
-
-# -------------------------------------------------------------------------------------- candidates
 def candidates(p: Piece) -> Iterator[Piece]:
     """Smaller pieces, the most promising first."""
     for smaller in (_heads, _tails, _without_calls, _sizes, _dtypes, _numbers):

@@ -1,5 +1,5 @@
-"""An FX graph as a script that can be pasted: a function of torch's operators, arguments by seed,
-and the comparison of plait with eager.
+"""A piece: operators cut out of a graph, with what they were given; and the script of one that can
+be pasted: a function of torch's operators, arguments by seed, and a call of `check.py`.
 
 Where numbers of a seed do not show what is to be shown, the script loads the values from a file
 that lies beside it.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from plait.devices import facts_of
-from plait.tools.shrink import Piece
+from plait.graph.edit import output_of
+from plait.tools.faults.evaluate import Values
 
 SEEDS = (0, 1, 2, None)
 """Of arguments, in the order in which they are tried; None: the values themselves."""
@@ -30,6 +31,57 @@ MOST_NUMBERS = 64
 """Of a tensor that is written out."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A graph of operators without constants, and arguments for it."""
+
+    module: GraphModule
+    given: tuple[Any, ...]
+
+    @property
+    def n_calls(self) -> int:
+        """Its operators."""
+        return sum(n.op == "call_function" for n in self.module.graph.nodes)
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The nodes that are returned."""
+        return output_of(self.module.graph).all_input_nodes
+
+    def values(self) -> Values:
+        """Of its nodes, by eager."""
+        names = self.module.graph.find_nodes(op="placeholder")
+        return Values(self.module, dict(zip(names, self.given, strict=True)))
+
+
+def piece(module: GraphModule, given: Sequence[Any]) -> Piece:
+    """A graph with its constants as arguments; what it writes to arguments is a result."""
+    constants = module.graph.find_nodes(op="get_attr")
+    held = {n: getattr(module, str(n.target)) for n in constants}
+    held |= zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
+    writes = [n for n in module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    written = [n.args[1] for n in writes if isinstance(n.args[1], Node)]
+    outs = [n for n in output_of(module.graph).all_input_nodes if n not in writes]
+    return cut_out(module, held, [*outs, *written])
+
+
+def cut_out(module: GraphModule, held: Mapping[Node, Any], outs: Iterable[Node]) -> Piece:
+    """The graph from values that are held to some nodes."""
+    outs = [n for n in dict.fromkeys(outs) if n not in held]
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    needed = Values(module, held).needed(outs)
+    for n in needed:
+        if n in held:
+            env[n] = graph.placeholder(n.name)
+    for n in needed:
+        if n not in held:
+            env[n] = graph.node_copy(n, env.__getitem__)
+    graph.output(tuple(env[n] for n in outs))
+    return Piece(GraphModule(module, graph), tuple(held[n] for n in needed if n in held))
+
+
+# ------------------------------------------------------------------------------------------ scripts
 class NoText(Exception):
     """What no script can hold."""
 
@@ -47,7 +99,7 @@ def paste(
     p: Piece, options: Mapping[str, Any], seed: int | None, folder: Path, check: str = WRONG
 ) -> Pasted:
     """The script of a piece. seed: of arguments like those of the piece; None: its own, large ones
-    from a file in the folder. check: what is called in plait.tools.check. Raises NoText."""
+    from a file in the folder. check: what is called in plait.tools.faults.check. Raises NoText."""
     names = [n.name for n in p.module.graph.find_nodes(op="placeholder")]
     if seed is None:
         lines = _saved(names, p.given, folder)
@@ -55,7 +107,7 @@ def paste(
         made = [f"{n} = {like(x)}" for n, x in zip(names, p.given, strict=True)]
         lines = [f"torch.manual_seed({seed})", *made]
     args = f"args = ({', '.join(names)}{',' if len(names) == 1 else ''})"
-    head = ["import torch", "", "from plait.tools import check", "", ""]
+    head = ["import torch", "", "from plait.tools.faults import check", "", ""]
     text = "\n".join([*head, function_text(p.module), "", "", *lines, args, ""])
     scope: dict[str, Any] = {}
     exec(compile(text, "<pasted>", "exec"), scope)

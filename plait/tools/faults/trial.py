@@ -1,8 +1,8 @@
 """Runs scripts in processes of their own: a crash or a hang is an answer.
 
-`python -m plait.tools.trial` reads a line of JSON a script and writes a line with what became of
-it. It loads torch and plait once, and forks a worker, another one where a script took the last
-with it. `Trials` is the other side.
+`python -m plait.tools.faults.trial` reads a line of JSON a script and writes a line with what
+became of it. It loads torch and plait once, and forks a worker, another one where a script took the
+last with it. `Trials` is the other side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NoReturn
 
 RIGHT = "exit 0"
-COMMAND: Sequence[str] = (sys.executable, "-m", "plait.tools.trial")
+COMMAND: Sequence[str] = (sys.executable, "-m", "plait.tools.faults.trial")
 
 
 class Trials:
@@ -110,7 +110,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import plait.compile
-    import plait.tools.check  # noqa: F401
+    import plait.tools.faults.check  # noqa: F401
 
     worker: Worker | None = None
     for line in sys.stdin:

@@ -9,6 +9,8 @@ how far the result moves is not wrong.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,3 +68,47 @@ def jitter(x: Tensor, half: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     by = torch.rand(once.shape, generator=generator, dtype=torch.float64).to(x.device)
     return (once.double() * (1 + (2 * by - 1) * half)).expand(x.shape)
+
+
+class Worst(NamedTuple):
+    """The element that is furthest from float64's, and how many are wrong."""
+
+    at: tuple[int, ...]
+    plait: object
+    eager: object
+    float64: object
+    n_wrong: int
+    numel: int
+
+
+K = TypeVar("K")
+Numbers = Callable[[bool, int], Mapping[K, Any]]
+"""Values by node or name, in float64 or not, a little off by seed."""
+
+
+def worst_of(key: K, g: Tensor, values: Numbers[K]) -> Worst | None:
+    """The worst element of g that is wrong as one of the values. Raises KeyError where that is not
+    known."""
+    e, t = values(False, 0)[key], values(True, 0)[key]
+    if (g.shape, g.dtype) != (e.shape, e.dtype):
+        have, want = (f"{x.dtype} {list(x.shape)}" for x in (g, e))
+        return Worst((), have, want, want, g.numel(), e.numel())
+    if t.shape != e.shape or not g.numel():
+        return None
+    g, e, t = real(g), real(e), real(t)
+    size = t.double()[t.isfinite()].abs()
+    least = TOLERANCE * min(1.0, float(size.amax()) if size.numel() else 1.0)
+    bad = further(g, e, t, least=least)
+    for seed in NUDGES:
+        if not bool(bad.any()):
+            return None
+        other = real(values(True, seed)[key])
+        if other.shape == t.shape:
+            bad &= further(g, e, t, other, least)
+    if not bool(bad.any()):
+        return None
+    off = (g.double() - t.double()).abs().nan_to_num(float("inf"), float("inf"))
+    flat = int(torch.where(bad, off, -1.0).argmax())
+    at = tuple(int(k) for k in torch.unravel_index(torch.tensor(flat), bad.shape))
+    here, eager, float64 = (x[at].item() for x in (g, e, t))
+    return Worst(at, here, eager, float64, int(bad.sum()), bad.numel())

@@ -23,8 +23,8 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import read_given
 from plait.pipelines import LEAVABLE, clean_graph
-from plait.tools.evaluate import draws
 from plait.tools.explain import fresh_caller, run_backward
+from plait.tools.faults.evaluate import draws
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.program import Artifacts, Loaded
 from plait.wrapper.show import GIVEN, GIVEN_TENSORS

@@ -36,8 +36,8 @@ def test_kernels_of_a_gpu_are_timed(graphs: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(got, fn(x), rtol=1e-3, atol=1e-3)
     data = data_of(tmp_path / "page.html")
     (g,) = data["graphs"]
-    kernels = [s for s in g["steps"] if s["what"] == "kernel"]
-    assert kernels and not g["why_untimed"]
-    for s in kernels:
+    assert {s["kind"] for s in g["steps"]} >= {"product", "reduction"} and not g["why_untimed"]
+    for s in g["steps"]:
         assert 0 < s["time_ns"] and 0.3 < s["roofline"] < 1.5, (s["name"], s["time_ns"])
-    assert list(data["copy_ns"]) == ["cuda:0"]
+    assert list(data["copy_ns"]) == list(data["product_flops"]) == ["cuda:0"]
+    assert data["product_flops"]["cuda:0"].keys() == {"f32"}

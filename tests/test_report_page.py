@@ -14,22 +14,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import plait
 from plait import log
+from plait.compat import precision
+from plait.runtime import generated
 from plait.runtime.graphs import refusals
-from plait.tools.page.collect import copied_ns
+from plait.runtime.timing import Watch
 from plait.tools.page.data import graph_data, report_data
 from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, peaks
 from plait.tools.page.render import page
+from plait.tools.page.roofline import copied_ns, product_rate
 from tests import warm
 from tests.test_cuda_programs import compile_only, fakes, record  # noqa: F401
 
@@ -109,7 +114,7 @@ def test_every_key_is_described() -> None:
     inner += [a for g in graphs for s in g["steps"] for a in (*s["accesses"], *s["origin"])]
     assert all(f"`{key}`" in text for x in inner for key in x)
     assert "Instructions of" in page(data)  # of subprograms, too
-    assert data["schema"] == 1 and "the number of this description: 1" in text
+    assert data["schema"] == 2 and "the number of this description: 2" in text
 
 
 def test_a_graph_that_eager_runs_has_its_reason(
@@ -360,6 +365,82 @@ def test_a_block_is_reported_on_however_it_ends(tmp_path: Path) -> None:
         pass
 
 
+def data_in(path: Path) -> dict[str, Any]:
+    """The data that a page holds."""
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_calls_of_operators_are_timed_beside_kernels(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+
+    def mixed(x: torch.Tensor, w: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        q = F.conv2d(x, k, padding=1)
+        q = F.scaled_dot_product_attention(q, q, q).sin()
+        return ((q.view(-1, 512) @ w).bfloat16() @ w.bfloat16()).msort()
+
+    args = torch.randn(2, 8, 64, 64), torch.randn(512, 512), torch.randn(8, 8, 3, 3)
+    threads = torch.get_num_threads()
+    with torch.no_grad(), plait.report(tmp_path / "page.html"):
+        torch.compile(mixed, backend="plait")(*args)
+        torch.compile(torch.mm, backend="plait")(args[1], args[1])  # has no kernels at all
+    assert torch.get_num_threads() == threads
+    data = data_in(tmp_path / "page.html")
+    steps = [s for g in data["graphs"] for s in g["steps"]]
+    assert all(s["time_ns"] > 0 and s["roofline"] > 0 for s in steps)
+    kinds = [s["kind"] for s in steps]
+    for kind, n in (("convolution", 1), ("attention", 1), ("product", 3), ("operator", 1)):
+        assert kinds.count(kind) == n
+    assert {s["precision"] for s in steps if s["kind"] == "product"} == {"f32", "bf16"}
+    assert data["product_flops"]["cpu"].keys() == {"f32", "bf16"}
+    for s in steps:  # what a product could take by its operations is never forgotten
+        if s["precision"]:
+            best_ns = s["operations"] / data["product_flops"]["cpu"][s["precision"]] * 1e9
+            assert s["roofline"] >= round(best_ns / s["time_ns"], 3)
+    text = (tmp_path / "page.html").read_text()
+    for words in ("matrix products", "convolutions", "attention", "other operators of PyTorch"):
+        assert f'<th scope="row">{words}</th>' in text
+    assert "<code>aten::mm</code>" in text  # among what takes most time
+
+
+def test_a_call_on_a_gpu_is_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu_ns(launch: Any) -> int:
+        launch()
+        return 7
+
+    monkeypatch.setattr(generated, "gpu_ns", gpu_ns)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    timed = generated.TimedOperator(torch.ops.aten.mm.out, "aten::mm")
+    with FakeTensorMode():
+        x, out = torch.empty(8, 4, device="cuda"), torch.empty(8, 8, device="cuda")
+        assert timed(x, x.t(), out=out) is out
+        timed.watch = Watch()
+        assert timed(x, x.t(), out=out) is out
+    (ran,) = timed.watch.launches
+    assert (ran.name, ran.best_ns, ran.nbytes) == ("aten::mm", 7, (32 + 32 + 64) * 4)
+
+
+def test_float32_that_libraries_may_round_is_told_apart(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with torch.no_grad(), plait.report(tmp_path / "page.html"):
+            torch.compile(torch.mm, backend="plait")(*torch.ones(2, 256, 256))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    data = data_in(tmp_path / "page.html")
+    assert data["graphs"][0]["steps"][0]["precision"] == "f32 as tf32"
+    assert data["product_flops"]["cpu"]["f32 as tf32"] > 0
+    assert product_rate("cpu", "i64") == 0  # `mm` of integers is no vendor's product
+    with pytest.raises(ZeroDivisionError), precision.float32_as("mkldnn", "bf16"):
+        assert precision.float32_flags()["mkldnn matmul"] == "bf16"
+        raise ZeroDivisionError
+    assert precision.float32_flags()["mkldnn matmul"] != "bf16"
+
+
 def test_all_kernels_are_timed_on_every_road(tmp_path: Path) -> None:
     torch._dynamo.reset()
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64))
@@ -370,10 +451,8 @@ def test_all_kernels_are_timed_on_every_road(tmp_path: Path) -> None:
             torch.compile(net, backend="plait", dynamic=True)(torch.randn(9, 64))
         torch.compile(net, backend="plait")(x).sum().backward()
         plait.compile(net, (x,))  # nobody calls it
-    found = re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)
-    assert found
-    *timed, uncalled = json.loads(found[1])["graphs"]
-    steps = [s for g in timed for s in g["steps"] if s["what"] == "kernel"]
+    *timed, uncalled = data_in(tmp_path / "page.html")["graphs"]
+    steps = [s for g in timed for s in g["steps"]]
     assert {g["kind"] for g in timed} == {"inference", "forward", "backward"}
     assert all(s["time_ns"] > 0 and s["roofline"] > 0 for s in steps)
     assert any(not s["loops"] and s["name"] in timed[0]["kernel_sources"] for s in steps)  # packed
@@ -416,7 +495,7 @@ def test_what_may_do_more_than_compute_runs_as_often_as_without(tmp_path: Path) 
         torch.compile(lambda x: counted(x.sin()).cos(), backend="plait")(torch.ones(100))
     assert N_CALLS == before + 1
     text = (tmp_path / "page.html").read_text()
-    assert "Kernels are not timed: it calls plaittest::counted, which may do more" in text
+    assert "Kernels and calls are not timed: it calls plaittest::counted, which may do more" in text
 
 
 def test_nothing_is_loaded_that_nobody_asked_for(tmp_path: Path) -> None:

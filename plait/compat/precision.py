@@ -44,6 +44,23 @@ def flags_now() -> Flags:
     return {name: _now(name) for name in ("mkldnn matmul", "mkldnn conv")}
 
 
+def float32_flags() -> Flags:
+    """The flags of products and convolutions on all devices."""
+    names = (f"{library} {op}" for library in ("mkldnn", "cuda") for op in ("matmul", "conv"))
+    return {name: _now(name) for name in names}
+
+
+@contextmanager
+def float32_as(library: str, what: str) -> Iterator[None]:
+    """Inside, a library may compute products of float32 as "tf32" or "bf16"."""
+    before = _now(f"{library} matmul")
+    torch._C._set_fp32_precision_setter(library, "matmul", what)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter(library, "matmul", before)
+
+
 def _now(name: str) -> str:
     found: str = torch._C._get_fp32_precision_getter(*name.split())
     return found

@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
 from plait._native import launch_cubin, load_cubin
+from plait.devices import facts_of
 from plait.runtime.functions import FUNCTIONS as FUNCTIONS
 from plait.runtime.mathtable import NAMES
 from plait.runtime.timing import Boxed as Boxed
@@ -137,6 +139,37 @@ class GpuKernel:
         kernel goes by."""
         plain = without_lazy_bits(t)
         return plain if plain.data_ptr() % 16 == 0 else _copied(plain)
+
+
+class TimedOperator:
+    """An operator of PyTorch's whose calls are timed, as kernels are."""
+
+    def __init__(self, operator: Callable[..., object], name: str) -> None:
+        self.operator, self.name = operator, name
+        self.watch: Watch | None = None  # who times every call
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Calls it, timed by the device that its tensors are on."""
+        if self.watch is None:
+            return self.operator(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        device = next((t.device for t in given if not facts_of(t.device).is_host), None)
+        made: list[object] = []
+
+        def call() -> None:
+            made.append(self.operator(*args, **kwargs))
+
+        if device is not None:
+            with torch.cuda.device(device):
+                ns = gpu_ns(call)
+        else:
+            start = time.perf_counter_ns()
+            call()
+            ns = time.perf_counter_ns() - start
+        results = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
+        every = {id(t): t for t in (*given, *results)}.values()  # one that is written is a result
+        self.watch.ran(self.name, ns, [*every], 0)
+        return made[0]
 
 
 def without_lazy_bits(t: Tensor) -> Tensor:

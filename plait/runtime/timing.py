@@ -1,10 +1,11 @@
 """Times of a program's kernels, one by one, over the buffers of real calls; and the main part of a
 generated module.
 
-In: the `call` of a generated module (its kernels are in its closure) and what makes its inputs.
-Out: a `KernelTime` for each launch, and text. Kernels are timed within whole calls, so that their
-data lies where the program leaves it. A kernel of a CPU runs on one core; the call of it from
-Python is in its time, about a microsecond. One of a GPU is timed by the device.
+In: the `call` of a generated module (its kernels are in its closure, and operators that are timed)
+and what makes its inputs. Out: a `KernelTime` for each launch or call, and text. Kernels are timed
+within whole calls, so that their data lies where the program leaves it. What runs on a CPU runs on
+one core; the call of it from Python is in its time, about a microsecond for a kernel and some for
+an operator. What runs on a GPU is timed by the device.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Boxed = Callable[[list[object]], tuple[object, ...]]
 
 @dataclass
 class KernelTime:
-    """One launch. nbytes: of its arguments, each counted once. estimate_ns: what the compiler
-    thought, on one core; 0 on a GPU. best_ns: the fastest of all calls, on one core or the GPU."""
+    """One launch, or call of an operator. nbytes: of its arguments and results, each counted once.
+    estimate_ns: what the compiler thought, on one core; 0 on a GPU and of an operator. best_ns: the
+    fastest of all calls, on one core or the GPU."""
 
     name: str
     nbytes: int
@@ -42,7 +44,7 @@ class Watch:
     at: int = 0
 
     def ran(self, name: str, ns: int, tensors: Sequence[Tensor], estimate_ns: int) -> None:
-        """A kernel ran."""
+        """A kernel or an operator ran."""
         if self.at == len(self.launches):
             nbytes = sum(touched_nbytes(t) for t in tensors)
             self.launches.append(KernelTime(name, nbytes, estimate_ns, ns))
@@ -52,7 +54,7 @@ class Watch:
 
 
 class Watched(Protocol):
-    """A kernel that tells a watch of its runs while it has one."""
+    """A kernel or an operator that tells a watch of its runs while it has one."""
 
     watch: Watch | None
 
@@ -84,15 +86,17 @@ def touched_nbytes(t: Tensor) -> int:
 def time_kernels(
     call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5
 ) -> list[KernelTime]:
-    """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches in
-    order.
+    """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches, and
+    the calls that are timed, in order.
 
     inputs: makes the inputs of one call. Raises what the program raises."""
     cells = getattr(call, "__closure__", None) or ()
     kernels: list[Watched] = [c.cell_contents for c in cells if hasattr(c.cell_contents, "watch")]
     watch = Watch()
     end = time.perf_counter() + seconds
+    threads = torch.get_num_threads()
     try:
+        torch.set_num_threads(1)  # for operators: of kernels a watch runs all of the work itself
         for kernel in kernels:
             kernel.watch = watch
         for k in range(100):
@@ -101,14 +105,15 @@ def time_kernels(
             if k >= 2 and time.perf_counter() > end:
                 break
     finally:
+        torch.set_num_threads(threads)
         for kernel in kernels:
             kernel.watch = None
     return watch.launches
 
 
 def table(launches: Sequence[KernelTime]) -> list[str]:
-    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum of
-    several."""
+    """A line a launch or call: time, bytes of the arguments, GB/s, the estimate of a kernel of a
+    CPU; then the sum of several."""
     if not launches:
         return ["no kernels"]
     width = max(len(k.name) for k in launches)
@@ -117,13 +122,12 @@ def table(launches: Sequence[KernelTime]) -> list[str]:
         speed = k.nbytes / max(k.best_ns, 1)
         lines.append(
             f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  "
-            f"{_us(k.estimate_ns)}"
+            f"{_us(k.estimate_ns) if k.estimate_ns else ''}".rstrip()
         )
     if len(launches) == 1:
         return lines
-    total, guess = sum(k.best_ns for k in launches), sum(k.estimate_ns for k in launches)
-    what = f"all {len(launches)} launches"
-    return [*lines, f"{what:<{width}}  {_us(total)}  {'':>10}  {'':>12}  {_us(guess)}"]
+    what = f"all {len(launches)} of them"
+    return [*lines, f"{what:<{width}}  {_us(sum(k.best_ns for k in launches))}"]
 
 
 def _us(ns: int) -> str:

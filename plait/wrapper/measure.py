@@ -1,5 +1,5 @@
 """Kernel times, for the debug ladder and reports: a program that, at its first call, times each of
-its kernels and tells them.
+its kernels, and of its calls of PyTorch's operators, and tells them.
 
 In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels
 are timed on copies of the first call's inputs, by the Python target of the same program, and the
@@ -53,7 +53,7 @@ def measured(
 ) -> Loaded:
     """loaded itself, or where kernel times are to be seen (level 2, or a timer) a program that
     tells them at its first call."""
-    if not is_timed(log) or not any(isinstance(i, Launch) for i in program.body):
+    if not is_timed(log) or not any(isinstance(i, Launch | CallExtern) for i in program.body):
         return loaded
     if program.n_callables or program.programs:
         return _untimed(log, loaded, "it calls Python or subprograms")
@@ -68,7 +68,8 @@ def measured(
         if gpus and torch.cuda.is_current_stream_capturing():
             _untimed(log, loaded, "a CUDA graph is being recorded")
             return
-        call = load_python(make_python(program, libraries), libraries, constants, ()).boxed
+        source = make_python(program, libraries, timed=True)
+        call = load_python(source, libraries, constants, ()).boxed
         try:
             with torch.random.fork_rng(devices=gpus):
                 launches = time_kernels(call, lambda: copies(args))

@@ -68,10 +68,12 @@ class Statements:
     """The program's lines so far.
 
     setup: before the call. body: of the call. foreign: tensors whose memory the caller may hold:
-    inputs and views. made: the variables of expressions that several instructions need."""
+    inputs and views. made: the variables of expressions that several instructions need. timed:
+    whether calls of operators tell a watch of their times."""
 
-    def __init__(self, p: ins.WrapperProgram) -> None:
+    def __init__(self, p: ins.WrapperProgram, timed: bool = False) -> None:
         self.names = Names()
+        self.timed = timed
         self.setup: list[str] = []
         self.body: list[str] = []
         self.foreign = {i.name for i in p.inputs}
@@ -255,7 +257,7 @@ def _call(m: Statements, i: ins.Call) -> None:
     several = True
     if isinstance(i, ins.CallExtern):
         op = known_operator(i.op)
-        function, several = f"{_operator_text(op)}(", lists_of(op) != [False]
+        function, several = f"{_operator(m, i.op, op)}(", lists_of(op) != [False]
     elif isinstance(i, ins.CallPrograms):
         m.body.append(f"# {i.label}")
         programs = tuple_text([m.names.variable(f"program_{k}") for k in i.programs])
@@ -279,6 +281,15 @@ def _call(m: Statements, i: ins.Call) -> None:
 
 def dtype_text(d: DType) -> str:
     return str(TO_TORCH[d]) if d in TO_TORCH else "torch.uint8"
+
+
+def _operator(m: Statements, name: str, op: Any) -> str:
+    """What is called for an operator."""
+    if not m.timed:
+        return _operator_text(op)
+    timed = m.names.fresh(op.__name__.partition(".")[0])
+    m.setup.append(f"{timed} = rt.TimedOperator({_operator_text(op)}, {name.partition('.')[0]!r})")
+    return timed
 
 
 def _operator_text(op: Any) -> str:

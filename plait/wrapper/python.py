@@ -28,14 +28,16 @@ def make_python(
     libraries: Libraries,
     constants: str = "",
     calls: CallTexts | None = None,
+    timed: bool = False,
 ) -> str:
     """The module's source.
 
     libraries: paths of the kernel libraries, constants: file of the saved constants beside the
-    module, calls: the callables as text; only its main part uses them."""
+    module, calls: the callables as text; only its main part uses them. timed: operators are timed
+    as kernels are, by `time_kernels`."""
     calls = calls or CallTexts((), [])
     paths = {kind: str(path) for kind, path in libraries.items()}
-    m, bind = _bind(program)
+    m, bind = _bind(program, timed=timed)
     operators = _operators(program, calls)
     lines = [
         *_doc(program.name, operators),
@@ -59,10 +61,12 @@ def make_python(
     return "\n".join(lines) + "\n"
 
 
-def _bind(program: ins.WrapperProgram, nested: str = "") -> tuple[Statements, list[str]]:
+def _bind(
+    program: ins.WrapperProgram, nested: str = "", timed: bool = False
+) -> tuple[Statements, list[str]]:
     """The statements of a program, and the functions that bind it and, before it, its subprograms.
     nested: the numbers that lead to a subprogram."""
-    m = Statements(program)
+    m = Statements(program, timed)
     inputs = [m.names.variable(i.name) for i in program.inputs]
     lines: list[str] = []
     for k, p in enumerate(program.programs):

@@ -8,21 +8,19 @@ kernels at their first call.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import time
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from plait.capture import dynamo
 from plait.capture.recompiles import of_process
 from plait.capture.warm.frames import outcomes
-from plait.devices import facts_of
-from plait.runtime.timing import KernelTime, gpu_ns
+from plait.compat import precision
+from plait.runtime.timing import KernelTime
 from plait.tools.page import data
+from plait.tools.page.roofline import AS, library_of, set_rooflines
 from plait.tools.report import given_up
 from plait.wrapper.program import CompileRecord, observers_of_process, timers
 
@@ -98,8 +96,8 @@ class Collector:
         self.sink(Event(os.getpid(), "graph", record))
 
     def _times(self, name: str, launches: Sequence[KernelTime], why_not: str) -> None:
-        ns = [t.best_ns for t in launches]
-        self.sink(Event(os.getpid(), "times", {"graph": name, "launches": ns, "why_not": why_not}))
+        times = {"graph": name, "ns": [t.best_ns for t in launches], "why_not": why_not}
+        self.sink(Event(os.getpid(), "times", times | {"float32": precision.float32_flags()}))
 
 
 def assemble(events: Sequence[Event], note: str = "") -> data.Data:
@@ -111,18 +109,14 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
         if e.kind == "graph":
             graph = graphs[e.process, e.of["name"]] = dict(e.of)
             graph["process"] = e.process if several else None
-            if any(s["what"] == "kernel" for s in graph["steps"]):
+            if graph["steps"]:
                 graph["why_untimed"] = "no call of it was seen"
         elif e.kind != "times":
             of.setdefault(e.kind, []).append(e.of)
     for e in events:  # a program is timed before or after it is told of
         if e.kind == "times" and (named := graphs.get((e.process, e.of["graph"]))):
             _set_times(named, e.of)
-    timed = [s for g in graphs.values() for s in g["steps"] if s.get("time_ns")]
-    copy_ns = {device: copy_times(device) for device in sorted({s["device"] for s in timed})}
-    for s in timed:
-        nbytes = s["read_nbytes"] + s["written_nbytes"]
-        s["roofline"] = round(copied_ns(nbytes, copy_ns[s["device"]]) / s["time_ns"], 3)
+    measured = set_rooflines(s for g in graphs.values() for s in g["steps"])
     return data.report_data(
         graphs.values(),
         of.get("break", []),
@@ -131,53 +125,23 @@ def assemble(events: Sequence[Event], note: str = "") -> data.Data:
         starts=list(dict.fromkeys(of.get("start", []))),
         left_to_eager=of.get("eager", []),
         given_up=of.get("given up", []),
-        copy_ns=copy_ns,
+        **measured,
     )
 
 
 def _set_times(graph: data.Data, times: data.Data) -> None:
-    """A graph's kernels get their times, which come in the order of the launches."""
+    """A graph's kernels and calls get their times, which come in the order of its instructions, and
+    products of float32 what the process let its libraries make of them."""
     graph["why_untimed"] = times["why_not"]
     instructions = graph["programs"][0]["instructions"]  # what has subprograms is not timed
-    launches = [at for at, text in enumerate(instructions) if text.startswith("launch(")]
-    ns_of = dict(zip(launches, times["launches"], strict=not times["why_not"]))
+    timed = [at for at, text in enumerate(instructions) if _TIMED.match(text)]
+    ns_of = dict(zip(timed, times["ns"], strict=not times["why_not"]))
     for s in graph["steps"]:
         s["time_ns"] = ns_of.get(s["instruction"])
+        if s["precision"] == "f32":
+            op = "conv" if s["kind"] == "convolution" else "matmul"
+            made_of_it = times["float32"][f"{library_of(s['device'])} {op}"]
+            s["precision"] += f"{AS}{made_of_it}" if made_of_it in ("tf32", "bf16") else ""
 
 
-def copied_ns(nbytes: int, copy_ns: Mapping[str, int]) -> float:
-    """How long a copy takes that moves so many bytes, by the times of others."""
-    moved, ns = min((int(n), ns) for n, ns in copy_ns.items() if int(n) >= min(nbytes, 1 << 28))
-    return ns * nbytes / moved if nbytes > 1 << 12 else ns
-
-
-def copy_times(device: str) -> dict[str, int]:
-    """How long a GPU, or one core, takes to copy memory: bytes moved, half of them read and half
-    written, to nanoseconds; the best of several for each power of two from 4 KiB to 256 MiB."""
-    copy = _host_copy(_LARGEST) if facts_of(device).is_host else _gpu_copy(_LARGEST, device)
-    sizes = [1 << bits for bits in range(11, _LARGEST.bit_length())]
-    return {str(2 * n): min(copy(n) for _ in range(5 if n > 1 << 24 else 15)) for n in sizes}
-
-
-_LARGEST = 1 << 27
-
-
-def _host_copy(largest: int) -> Callable[[int], int]:
-    a, b = ((ctypes.c_char * largest).from_buffer(bytearray(largest)) for _ in range(2))
-
-    def copy(n: int) -> int:
-        start = time.perf_counter_ns()
-        ctypes.memmove(a, b, n)
-        return time.perf_counter_ns() - start
-
-    return copy
-
-
-def _gpu_copy(largest: int, device: str) -> Callable[[int], int]:
-    a, b = (torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2))
-
-    def copy(n: int) -> int:
-        with torch.cuda.device(device):
-            return gpu_ns(lambda: a[:n].copy_(b[:n]))
-
-    return copy
+_TIMED = re.compile(r"(?:[^'()]* = )?(?:launch|call)\('")

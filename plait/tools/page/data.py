@@ -20,8 +20,10 @@ import torch
 import plait
 from plait.capture.dynamo import Break
 from plait.capture.recompiles import Recompile, advice
+from plait.devices import facts_of
 from plait.errors import Fallback
 from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg, all_programs
+from plait.ir.dtypes import DType
 from plait.ir.expr import Size
 from plait.ir.loops import Buffer
 from plait.schedule.cost import Hints, buffer_nbytes, hint, hint_numel
@@ -36,7 +38,7 @@ from plait.wrapper.program import CompileRecord
 from plait.wrapper.text import line
 
 MANY = 16  # buffers of a peak
-SCHEMA = 1
+SCHEMA = 2
 """Goes up where a key goes away or changes its meaning."""
 
 Data = dict[str, Any]
@@ -113,6 +115,7 @@ def report_data(
         "breaks": list(breaks),
         "recompiles": list(recompiles),
         "copy_ns": {},
+        "product_flops": {},
         **empty,
         **more,
     }
@@ -124,13 +127,14 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
     """A kernel or a call; None for steps that do no work."""
     neither: Data = {
         "why": "", "fell_back": False, "parts": [], "space": "", "loops": "", "accesses": [],
-        "estimate_ns": 0, "time_ns": None, "roofline": None,
+        "estimate_ns": 0, "time_ns": None, "roofline": None, "precision": "",
     }  # fmt: skip
     if isinstance(s, Kernel):
         accesses = accesses_of(s)
         return {
             **neither,
             "what": "kernel",
+            "kind": "reduction" if any(n.rvars for n in s.nests) else "pointwise",
             "name": s.name,
             "device": s.device,
             "origin": [_origin(o) for o in s.origin],
@@ -143,12 +147,13 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
             "read_nbytes": sum(a.nbytes for a in accesses if not a.writes),
             "written_nbytes": sum(a.nbytes for a in accesses if a.writes),
             "operations": operations_of(s),
-            "estimate_ns": hint(s.work_ns, s.hint_of),
+            "estimate_ns": hint(s.work_ns, s.hint_of) if facts_of(s.device).is_host else 0,
         }
     if not isinstance(s, Extern):
         return None
     hints = plan.program.hints
     operands = list(_tensors(s.operands))
+    operations = hint(s.flops, hints)
     made = [plan.buffers[name] for name in s.made if name in plan.buffers]
     chosen = "PyTorch's own operator, by choice"
     if s.kernel is not None:
@@ -160,6 +165,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
     return {
         **neither,
         "what": "call" if s.kernel is None else "kernel",
+        "kind": _kind_of_call(s.op, operations),
         "name": s.kernel.name if s.kernel is not None else s.op,
         "device": made[0].device if made else "",
         "origin": [_origin(o) for o in s.origin],
@@ -169,8 +175,18 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
         "fell_back": s.fallback,
         "read_nbytes": sum(_operand_nbytes(a, plan, hints) for a in operands),
         "written_nbytes": sum(buffer_nbytes(b, hints) for b in made),
-        "operations": hint(s.flops, hints),
+        "operations": operations,
+        "precision": str(_dtype(operands[0], plan)) if operations and operands else "",
     }
+
+
+def _kind_of_call(op: str, operations: int) -> str:
+    """What a call does, in a word."""
+    if "convolution" in op:
+        return "convolution"
+    if "attention" in op:
+        return "attention"
+    return "product" if operations else "operator"
 
 
 def _tensors(values: Iterable[ExternArg]) -> Iterator[TensorArg]:
@@ -182,9 +198,12 @@ def _tensors(values: Iterable[ExternArg]) -> Iterator[TensorArg]:
 
 
 def _operand_nbytes(a: TensorArg, plan: Plan, hints: Hints) -> int:
-    dtype = a.dtype or plan.buffers[a.buf].dtype
     sizes = [n for n, stride in zip(a.shape, a.strides, strict=True) if stride != 0]
-    return hint_numel(sizes, hints) * dtype.nbytes
+    return hint_numel(sizes, hints) * _dtype(a, plan).nbytes
+
+
+def _dtype(a: TensorArg, plan: Plan) -> DType:
+    return a.dtype or plan.buffers[a.buf].dtype
 
 
 def _origin(text: str) -> Data:

@@ -17,7 +17,7 @@ Data = dict[str, Any]
 LARGE = 1 << 16  # bytes of a tensor whose layout matters: what is less stays in the first cache
 GOOD = 0.5  # share of the memory roofline above which a layout costs little
 FAR = 16  # elements apart: no two in one cache line
-MUCH = 0.1  # share of the time of all kernels
+MUCH = 0.1  # share of the time of all steps
 MOST = 20  # findings of one kind
 
 

@@ -8,7 +8,7 @@ of large graphs) is built from it when somebody opens it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from markupsafe import Markup
 from plait.tools.page.draw import DETAILED, bytes_text, graph_svg, memory_svg
 
 Data = Mapping[str, Any]
-SLOWEST = 10  # kernels in the overview
+SLOWEST = 12  # kernels and calls in the overview
 FOLDER = Path(__file__).parent / "templates"
 
 
@@ -35,6 +35,8 @@ def page(data: Data) -> str:
             data=data,
             lines=_lines(data),
             slowest=_slowest(data),
+            kinds=_kinds(data),
+            all_ns=_all_ns(data) or 1,
             stages=_stages,
             total_ms=_total_ms,
             places=_places,
@@ -71,23 +73,50 @@ def _stages(graph: Data) -> list[tuple[str, float]]:
 
 
 def _slowest(data: Data) -> list[dict[str, Any]]:
-    """The kernels that take most time, launches of one name in a row: by measured times, and
-    estimates where there are none."""
+    """What takes most time: launches of one kernel in a row, and calls of one operator that compute
+    and read as much. By measured times; where there are none, by estimates of kernels."""
+    rows: dict[Hashable, dict[str, Any]] = {}
+    for n, k, s in _steps(data):
+        alike = s["name"], *((s["operations"], s["read_nbytes"]) if s["what"] == "call" else ())
+        first = {"name": s["name"], "graph": n, "step": k, "where": _places(s)}
+        _count(rows.setdefault(alike, first | _NOTHING), s)
+    return sorted(rows.values(), key=lambda row: -row["ns"])[:SLOWEST]
+
+
+def _kinds(data: Data) -> list[dict[str, Any]]:
+    """The time by kind of step, most first; nothing where none is measured."""
     rows: dict[str, dict[str, Any]] = {}
+    for _, _, s in _steps(data):
+        if s["time_ns"] is not None:
+            _count(rows.setdefault(s["kind"], {"kind": KINDS[s["kind"]]} | _NOTHING), s)
+    return sorted(rows.values(), key=lambda row: -row["ns"])
+
+
+KINDS = {
+    "product": "matrix products", "convolution": "convolutions", "attention": "attention",
+    "operator": "other operators of PyTorch", "reduction": "kernels that reduce",
+    "pointwise": "other kernels",
+}  # fmt: skip
+_NOTHING = {"n": 0, "ns": 0, "best_ns": 0.0, "timed": True}
+
+
+def _steps(data: Data) -> Iterator[tuple[int, int, Data]]:
+    """All steps, with the numbers of their graphs and their own."""
     for n, g in enumerate(data["graphs"]):
-        for k, s in enumerate(g["steps"]):
-            if s["what"] == "kernel":
-                row = rows.setdefault(
-                    s["name"],
-                    {"name": s["name"], "graph": n, "step": k, "n": 0, "ns": 0, "timed": True}
-                    | {"roofline": s["roofline"], "where": _places(s)},
-                )
-                row["n"] += 1
-                row["ns"] += s["time_ns"] or s["estimate_ns"]
-                row["timed"] &= s["time_ns"] is not None
-    every = sum(row["ns"] for row in rows.values())
-    slowest = sorted(rows.values(), key=lambda row: -row["ns"])[:SLOWEST]
-    return [row | {"share": row["ns"] / (every or 1)} for row in slowest]
+        yield from ((n, k, s) for k, s in enumerate(g["steps"]))
+
+
+def _count(row: dict[str, Any], s: Data) -> None:
+    """Adds a step. best_ns: what those would take, together, that have a share of the roofline."""
+    row["n"] += 1
+    row["ns"] += s["time_ns"] or s["estimate_ns"]
+    row["best_ns"] += (s["roofline"] or 0) * (s["time_ns"] or 0)
+    row["timed"] &= s["time_ns"] is not None
+
+
+def _all_ns(data: Data) -> int:
+    """The time of all steps, together, with estimates where kernels are not timed."""
+    return sum(s["time_ns"] or s["estimate_ns"] for _, _, s in _steps(data))
 
 
 def _places(step: Data) -> str:

@@ -61,6 +61,7 @@ function step(details) {
   if (s.space) facts.push(`${s.space} points`);
   if (s.estimate_ns) facts.push(`estimated at ${(s.estimate_ns / 1000).toFixed(1)} us on one core`);
   if (s.time_ns) facts.push(`measured ${(s.time_ns / 1000).toFixed(1)} us, ${((s.read_nbytes + s.written_nbytes) / s.time_ns).toFixed(1)} GB/s`);
+  if (s.time_ns && s.precision) facts.push(`${(s.operations / s.time_ns).toFixed(1)} G operations a second of ${s.precision}`);
   if (s.device) facts.push(`on ${s.device}`);
   const line = make("p", {}, facts.join("; "));
   if (s.instruction !== null) line.append(facts.length ? "; " : "", link(`g${n}p${s.program}i${s.instruction}`, `instruction ${s.instruction}`));

@@ -148,6 +148,8 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         wrapper_reason=captured.wrapper_reason,
         numerics=cfg.numerics,
         modules=_modules(captured, lowered) if listening() else {},
+        input_names=captured.input_names,
+        result_names=captured.result_names,
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)

@@ -80,12 +80,12 @@ def test_results_of_operators_stay_in_recorded_memory() -> None:
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert all(made.body.index(i) > first for i in made.body if isinstance(i, Alloc))
     assert fixed_inputs(made) == (["x"], ["y"]) and recorded_results(made) == ([], ["b"])
-    assert recorded_lines(made) == [
+    assert recorded_lines(made, {}) == [
         "  CUDA graphs: 1 part recorded; "
         "1 input (x) patched if moved, 1 input (y) that operators see copied or recorded again; "
         "0 results written where it belongs, 1 copied inside the graph"
     ]
-    assert recorded_lines(replace(made, body=made.body[-1:])) == []
+    assert recorded_lines(replace(made, body=made.body[-1:]), {}) == []
 
 
 def test_a_result_in_the_memory_of_another_tensor_is_not_recorded_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -112,6 +113,7 @@ def test_every_key_is_described() -> None:
     text = (ROOT / "docs" / "report.md").read_text()
     inner = [x for g in graphs for p in g["programs"] for x in (*p["buffers"], *p["peaks"])]
     inner += [a for g in graphs for s in g["steps"] for a in (*s["accesses"], *s["origin"])]
+    inner += [x for g in graphs for x in (*g["inputs"], *g["results"])]
     assert all(f"`{key}`" in text for x in inner for key in x)
     assert "Instructions of" in page(data)  # of subprograms, too
     assert data["schema"] == 2 and "the number of this description: 2" in text
@@ -130,6 +132,58 @@ def test_a_graph_that_eager_runs_has_its_reason(
         torch.compile(lambda x: x.sin() + 1, backend="plait")(torch.ones(3))
     text = (tmp_path / "page.html").read_text()
     assert "run by eager" in text and "ValueError: none of this" in text
+
+
+class Named(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.table, self.more = torch.ones(8), [torch.ones(8)]
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, d: Any = None) -> torch.Tensor:
+        return self.norm(self.layers[0](x).relu()) * mask + self.table + d["k"] + self.more[0]
+
+
+def test_inputs_and_results_have_the_users_names() -> None:
+    def names(report: Any) -> list[tuple[set[str], list[str]]]:
+        return [
+            ({i["is"] for i in g["inputs"]}, [r["is"] for r in g["results"]])
+            for g in report.to_json()["graphs"]
+        ]
+
+    x, k = torch.randn(4, 8), torch.ones(8)
+    report = plait.explain(Named(), x, mask=k, d={"k": k.clone()}, quiet=True)
+    (inputs, results), (given, gradients) = names(report)
+    weights = {"layers.0.weight", "layers.0.bias", "norm.weight", "norm.bias"}
+    kept = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert inputs == weights | kept | {"x", "mask", "d['k']", "self.table", "self.more[0]"}
+    assert results[0] == "result 0" and "saved for the backward pass: 0" in results[1:]
+    line = line_of("self.layers[0](x).relu()" + ")", Path(__file__))
+    assert given >= {"x", "gradient of result 0"}
+    assert any(f", saved at {line}" in name for name in given)
+    assert {f"gradient of {name}" for name in weights} <= {*gradients}
+    assert "is layers.0.weight" in report.details and " is x\n" in report.details
+
+    def around(inside: torch.Tensor, net: Any) -> Any:
+        def fn(x: torch.Tensor, *more: torch.Tensor, y: int = 2) -> Any:
+            return net(x) * inside + more[0] * MINE, x.add_(y)
+
+        return fn
+
+    fn = around(k, torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        every = {"x", "more[0]", "inside", "net.weight", "net.bias", "MINE"}
+        for made in (fn, functools.partial(fn, y=3)):
+            (found,) = names(plait.explain(made, x, x.clone(), quiet=True))
+            assert found[0] == every and found[1][-2:] == ["result 0", "result 1"], found
+        assert names(plait.explain(torch.mm, x, x.t(), quiet=True))[0][0] >= {"args[0]", "args[1]"}
+        bound = plait.explain(plait.compile(torch.nn.Linear(8, 8), (x,)), quiet=True)
+    assert names(bound)[0][0] == {"weight", "bias", "input"}
+    assert plait.compile(torch.sin, (x,)).record.result_names == ()  # type: ignore[attr-defined]
+
+
+MINE = torch.ones(8)
 
 
 def test_what_a_kernel_does_to_memory() -> None:
@@ -166,10 +220,12 @@ def test_layouts_that_are_not_the_users_are_told_apart() -> None:
         step = {"name": "k", "origin": [], "accesses": [access | {"order": order}]}
         step |= {"time_ns": 10, "roofline": 0.1} | facts
         other = step | {"name": "other", "accesses": [], "time_ns": 80}
-        graph = {"name": "g", "kind": kind, "inputs": [{"name": "arg0"}], "ladder": []}
+        graph = {"name": "g", "kind": kind, "inputs": [{"name": "arg0", "is": "x"}], "ladder": []}
         report = {"breaks": [], "recompiles": [], "left_to_eager": []}
         graphs = [graph | {"steps": [step] * n + [other]}]
-        return [f["kind"] for f in findings(report | {"graphs": graphs})]
+        found = findings(report | {"graphs": graphs})
+        assert all(f["what"] == f"k reads x {stride} elements apart" for f in found)
+        return [f["kind"] for f in found]
 
     assert finding("across", 512) == finding("apart", -64) == ["layout"]
     assert finding("across", 512, "backward") == ["layout within"]  # what the forward pass saved

@@ -135,6 +135,7 @@ class _OneGraph:
         self.written: Sequence[bool] = ()  # of each argument, whether calls write it
         self.has_bases = False  # AOTAutograd joins arguments that share memory
         self.watcher = watcher()  # of the backward graph too, which is compiled later
+        self.arguments: tuple[str, ...] = ()  # their names, if somebody listens
         self.flags: compat.precision.Flags = {}  # that it depends on
         self.kept = kept_here()  # what is left for the next process; None: nothing
 
@@ -161,6 +162,10 @@ class _OneGraph:
                 simplify_masks(gm)
             write_out_fused(gm)
             self.dynamo_views = dynamo_views(gm)
+            if listening():
+                from plait.capture.names import argument_names
+
+                self.arguments = argument_names(gm.graph)
         compat.tracing.see_other_types(view_like)
         noted = compat.precision.noting_flags(self.flags)
         early = eager_kernels if self.cfg.keeps_bits else early_changes
@@ -392,6 +397,11 @@ class _OneGraph:
     def _captured(
         self, gm: GraphModule, kind: GraphKind, taken: ladder.Steps = (), **facts: Any
     ) -> Captured:
+        if names := self.arguments:
+            from plait.capture.names import input_names, result_names
+
+            facts["input_names"] = input_names(gm.graph, names)
+            facts["result_names"] = result_names(gm.graph, names)
         return Captured(
             gm,
             f"{kind}_{self.serial}",

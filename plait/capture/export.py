@@ -141,10 +141,13 @@ def _compiled(
     """Compiles and binds; adds Python only for what the native callable does not do. outside: what
     the program takes from its surroundings."""
     results = results_of(traced.graph, traced.views)  # before the graph is cleaned
-    program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature
+    taken = [owners.name_of(len(traced.state) + k) for k in range(len(outside))]
+    names = (*traced.state, *signature.tensors, *taken)
+    captured = replace(captured_from(traced), watcher=watcher(), input_names=names)
+    program = compile_captured(captured, cfg)
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
-    specs += [("bound", owners.name_of(len(traced.state) + k), x) for k, x in enumerate(outside)]
+    specs += [("bound", name, x) for name, x in zip(taken, outside, strict=True)]
     call = bind(
         program.call, specs, signature.tensors, signature.single, results, traced.mutated, owners
     )

@@ -49,6 +49,38 @@ def is_base(placeholder: torch.fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ in bases
 
 
+_WORDS: dict[str, tuple[str, str]] = {
+    "ParamAOTInput": ("{}", "target"),
+    "BufferAOTInput": ("{}", "target"),
+    "TangentAOTInput": ("gradient of {}", "output"),
+    "GradAOTOutput": ("gradient of {}", "grad_of"),
+    "InputMutationAOTOutput": ("new value of {}", "mutated_input"),
+    "ViewBaseAOTInput": ("memory of {}", "base_of"),
+    "SyntheticBaseAOTInput": ("memory of {}", "base_of"),
+    "IntermediateBaseAOTOutput": ("memory of {}", "base_of"),
+    "SubclassGetAttrAOTInput": ("{}, inside", "base"),
+    "SubclassGetAttrAOTOutput": ("{}, inside", "base"),
+    "PlainAOTOutput": ("result {}", "idx"),
+    "SavedForBackwardsAOTOutput": ("saved for the backward pass: {}", "idx"),
+}
+"""By AOTAutograd's description of an input or result: the words, and which of its fields they are
+about: a name, a number or another description."""
+
+
+def described(desc: Any, arguments: Sequence[str]) -> str:
+    """AOTAutograd's description of an input or result of a graph in words; "" where it has none.
+    arguments: names of what the graph was made for."""
+    kind = type(desc).__name__
+    if kind == "PlainAOTInput":
+        return arguments[desc.idx] if desc.idx < len(arguments) else ""
+    if kind not in _WORDS:
+        return ""
+    words, field = _WORDS[kind]
+    about = getattr(desc, field)
+    told = str(about) if isinstance(about, str | int) else described(about, arguments)
+    return words.format(told) if told else ""
+
+
 def bumped_input_indices(meta: Any) -> tuple[int, ...]:
     """Inputs mutated inside the graph whose autograd version must go up."""
     return tuple(meta.mutated_graph_handled_indices_seen_by_autograd)

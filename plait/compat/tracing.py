@@ -277,6 +277,15 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
     return resumed
 
 
+def source_of(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo finds an argument, as Python: `L['self']._modules['head']._parameters['bias']`;
+    "" where it is no argument. The name of a source is a method before torch 2.13."""
+    name: str | Callable[[], str] = getattr(
+        getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""
+    )
+    return name if isinstance(name, str) else name()
+
+
 def is_stand_in(x: torch.Tensor) -> bool:
     """Whether x stands for a tensor while something is traced."""
     return isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))

@@ -50,7 +50,9 @@ class Captured:
     watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
     ladder: steps down the ladder that were taken before, on the way here.
     guarded: whether Dynamo or AOTAutograd looks at inputs before a call; else the program checks
-    strides that vary."""
+    strides that vary.
+    input_names, result_names: the user's words for placeholders and outputs, by position, "" where
+    there are none; empty where nobody asks."""
 
     graph: torch.fx.GraphModule
     name: str
@@ -63,3 +65,5 @@ class Captured:
     watcher: Callable[[str, str, torch.Tensor | None], None] | None = None
     ladder: tuple[Fallback, ...] = ()
     guarded: bool = True
+    input_names: tuple[str, ...] = ()
+    result_names: tuple[str, ...] = ()

@@ -8,9 +8,13 @@ not called: its record is shown.
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -67,7 +71,7 @@ def explain(
         getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     )
     try:
-        with _listening(records.append):
+        with _listening(lambda record: records.append(_in_words_of(original, record))):
             # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is
             # compiled already.
             result = torch.compile(fresh_caller(original), backend=backend)(*args, **kwargs)
@@ -123,15 +127,52 @@ def _listening(observer: Callable[[CompileRecord], None]) -> Iterator[None]:
         observers.reset(token)
 
 
-def fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls fn and whose code object nobody has seen: Dynamo keeps what it compiles
-    by code object."""
+def fresh_caller(self: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one, or a module, and whose code object nobody has seen: Dynamo
+    keeps what it compiles by code object. A module is `self` in it, as in its own code, so what it
+    holds has the same names."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+        return self(*args, **kwargs)
 
     code = explained.__code__.replace(co_name="explained")
     return FunctionType(code, explained.__globals__, "explained", None, explained.__closure__)
+
+
+def _in_words_of(fn: Callable[..., Any], record: CompileRecord) -> CompileRecord:
+    """A record of `fresh_caller(fn)` with names as in fn: its parameters in place of `args[0]`,
+    variables in place of cells."""
+    plain = fn.func if isinstance(fn, partial) else fn
+    cells: Sequence[str] = getattr(getattr(plain, "__code__", None), "co_freevars", ())
+    try:
+        called = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        parameters = [*inspect.signature(called).parameters.values()]
+    except (TypeError, ValueError):  # of what is written in C
+        parameters = []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [p.name for p in parameters if p.kind in kinds]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+    def argument(found: re.Match[str]) -> str:
+        k = int(found[1])
+        return given[k] if k < len(given) else f"{rest}[{k - len(given)}]"
+
+    def cell(found: re.Match[str]) -> str:
+        return cells[int(found[1])] if int(found[1]) < len(cells) else found[0]
+
+    def renamed(names: Sequence[str]) -> tuple[str, ...]:
+        for pattern, word in ((_CELL, cell), (_ARGUMENT, argument), (_KEYWORD, r"\1")):
+            names = [pattern.sub(word, name) for name in names]
+        return tuple(names)
+
+    return replace(
+        record, input_names=renamed(record.input_names), result_names=renamed(record.result_names)
+    )
+
+
+_CELL = re.compile(r"\bself(?:\.func)?\.__closure__\[(\d+)\]\.cell_contents")
+_ARGUMENT = re.compile(r"(?<![.\w])args\[(\d+)\]")
+_KEYWORD = re.compile(r"(?<![.\w])kwargs\['(\w+)'\]")
 
 
 def run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:

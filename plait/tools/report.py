@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +216,11 @@ def _counted(counts: Counter[str]) -> list[str]:
     return [f"{n} x {op}" for op, n in sorted(counts.items(), key=lambda row: (-row[1], row[0]))]
 
 
+def named(names: Sequence[str], n: int) -> Sequence[str]:
+    """The user's names of n inputs or results, which are known for all of them or for none."""
+    return names if len(names) == n else [""] * n
+
+
 def _section(title: str, lines: Sequence[str]) -> list[str]:
     """A titled list, cut where it is long."""
     rest = [f"... and {len(lines) - MANY} more"] if len(lines) > MANY else []
@@ -253,12 +258,19 @@ def _graph_head(g: CompileRecord) -> list[str]:
         lines.append(f"  numerics {g.numerics!r}: {bits_line(g)}")
     if sizes := _dynamic(g):
         lines.append(f"  sizes that may vary: {', '.join(sizes)}")
-    return [*lines, *recorded_lines(g.wrapper), f"  memory: {_memory(g)}"]
+    return [*lines, *recorded_lines(g.wrapper, input_words(g)), f"  memory: {_memory(g)}"]
 
 
-def recorded_lines(program: WrapperProgram) -> list[str]:
+def input_words(g: CompileRecord) -> dict[str, str]:
+    """What the user calls the inputs of a program, by name, as far as that is known."""
+    inputs = g.wrapper.inputs
+    names = named(g.input_names, len(inputs))
+    return {i.name: name for i, name in zip(inputs, names, strict=True) if name}
+
+
+def recorded_lines(program: WrapperProgram, words: Mapping[str, str]) -> list[str]:
     """What of a program is replayed as CUDA graphs, what becomes of its inputs then, and why the
-    rest is not."""
+    rest is not. words: the user's names of inputs."""
     parts = [i for i in program.body if isinstance(i, Partition)]
     if not parts:
         return []
@@ -266,15 +278,16 @@ def recorded_lines(program: WrapperProgram) -> list[str]:
     direct, copied = recorded_results(program)
     lines = [
         f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
-        f"{_inputs(free)} patched if moved, {_inputs(fixed)} that operators see copied or "
-        f"recorded again; {_count(len(direct), 'result')} written where it belongs, {len(copied)} "
-        "copied inside the graph"
+        f"{_inputs(free, words)} patched if moved, {_inputs(fixed, words)} that operators see "
+        f"copied or recorded again; {_count(len(direct), 'result')} written where it belongs, "
+        f"{len(copied)} copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
 
 
-def _inputs(names: Sequence[str]) -> str:
-    shown = [*names[:MAX_NAMES], *["..."] * (len(names) > MAX_NAMES)]
+def _inputs(names: Sequence[str], words: Mapping[str, str]) -> str:
+    shown = [words.get(name, name) for name in names[:MAX_NAMES]]
+    shown += ["..."] * (len(names) > MAX_NAMES)
     return _count(len(names), "input") + f" ({', '.join(shown)})" * bool(names)
 
 
@@ -346,6 +359,7 @@ def _ops(k: Kernel) -> str:
 def _graph(g: CompileRecord) -> list[str]:
     lines = [
         *_graph_head(g),
+        *(f"  {buf} is {name}" for buf, name in input_words(g).items()),
         *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung not in ("aten", "python")),
     ]
     for n, plan in enumerate(all_programs(g.plan)):

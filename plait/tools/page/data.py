@@ -32,7 +32,7 @@ from plait.schedule.text import kernel_text, refused_pairs, space_text
 from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, lives_of, peaks
-from plait.tools.report import kind_of
+from plait.tools.report import input_words, kind_of, named
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.text import line
@@ -85,7 +85,8 @@ def graph_data(g: CompileRecord) -> Data:
         "cache_hit": g.cache_hit,
         "frozen": g.frozen,
         "wrapper_reason": g.wrapper_reason,
-        "inputs": [_input(i) for i in g.wrapper.inputs],
+        "inputs": _inputs(g),
+        "results": _results(g),
         "steps": steps,
         "kernel_sources": _kernel_sources(g),
         "refusals": [
@@ -216,8 +217,22 @@ def _fallback(f: Fallback) -> Data:
     return {"rung": f.rung, "what": f.what, "reason": f.reason, "where": f.where}
 
 
-def _input(i: ins.Input) -> Data:
-    return {"name": i.name, "text": line(i)}
+def _inputs(g: CompileRecord) -> list[Data]:
+    words = input_words(g)
+    return [
+        {"name": i.name, "text": line(i), "is": words.get(i.name, "")} for i in g.wrapper.inputs
+    ]
+
+
+def _results(g: CompileRecord) -> list[Data]:
+    """What a program returns: a buffer each; "" for what is none."""
+    values = [i.values for i in g.wrapper.body if isinstance(i, ins.Return)]
+    returned = values[-1] if values else ()
+    names = named(g.result_names, len(returned))
+    return [
+        {"name": v.name if isinstance(v, ins.Ref) else "", "is": name}
+        for v, name in zip(returned, names, strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------ the programs

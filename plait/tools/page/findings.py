@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plait.tools.page.kernels import ACROSS, APART
@@ -60,6 +60,7 @@ def _layouts(report: Data) -> list[Data]:
     nbytes: dict[tuple[str, str], int] = {}
     for n, g in enumerate(report["graphs"]):
         inputs = {i["name"] for i in g["inputs"] if g["kind"] != "backward"}  # else saved by plait
+        words = {i["name"]: i["is"] for i in g["inputs"] if i["is"]}
         for k, s in enumerate(g["steps"]):
             large = [a for a in s["accesses"] if a["nbytes"] >= LARGE and abs(a["stride"]) >= FAR]
             apart = [a for a in large if a["order"] in (ACROSS, APART)]
@@ -70,14 +71,17 @@ def _layouts(report: Data) -> list[Data]:
             if not given and taken[key] <= MUCH * taken.total():
                 continue
             nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in given or apart)
-            found.setdefault(key, _layout(s, given or apart, bool(given), n, k))
+            found.setdefault(key, _layout(s, given or apart, bool(given), words, n, k))
     return [found[key] for key in sorted(found, key=lambda key: -nbytes[key])]
 
 
-def _layout(s: Data, apart: Sequence[Data], given: bool, graph: int, step: int) -> Data:
-    """given: the tensors are the program's inputs."""
+def _layout(
+    s: Data, apart: Sequence[Data], given: bool, names: Mapping[str, str], graph: int, step: int
+) -> Data:
+    """given: the tensors are the program's inputs. names: the user's, of inputs."""
     words = [
-        f"{'writes' if a['writes'] else 'reads'} {a['buffer']} {a['stride']} elements apart"
+        f"{'writes' if a['writes'] else 'reads'} {names.get(a['buffer'], a['buffer'])} "
+        f"{a['stride']} elements apart"
         for a in apart
     ]
     where = ", ".join(dict.fromkeys(o["where"] for o in s["origin"] if o["where"]))

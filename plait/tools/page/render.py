@@ -42,6 +42,7 @@ def page(data: Data) -> str:
             places=_places,
             number=_number,
             buffer=_buffer,
+            called=_called,
             drawings={n: Markup(svg) for n, svg in shown.items()},
             memory=lambda g, n: Markup(memory_svg(g["programs"][0], n)) if g["programs"] else "",
             embedded=Markup(_json({**data, "drawings": later})),
@@ -135,6 +136,12 @@ def _number(n: int) -> str:
 
 def _buffer(graph: Data, name: str) -> Any:
     return next(b for b in graph["programs"][0]["buffers"] if b["name"] == name)
+
+
+def _called(graph: Data, name: str) -> str:
+    """A buffer's name, after the user's where there is one."""
+    words = next((x["is"] for x in (*graph["inputs"], *graph["results"]) if x["name"] == name), "")
+    return f"{words} ({name})" if words else name
 
 
 def _json(data: object) -> str:

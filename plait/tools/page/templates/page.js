@@ -26,7 +26,8 @@ const spaced = (parts) => parts.flatMap((p, k) => (k ? [", ", p] : [p]));
 const indexes = new Map();
 function index(n) {
   if (indexes.has(n)) return indexes.get(n);
-  const found = { makers: new Map(), readers: new Map(), instructions: new Map(), pairs: new Map() };
+  const found = { makers: new Map(), readers: new Map(), instructions: new Map(), pairs: new Map(), words: new Map() };
+  for (const x of [...data().graphs[n].inputs, ...data().graphs[n].results].reverse()) if (x.is && x.name) found.words.set(x.name, x.is);
   data().graphs[n].steps.forEach((s, k) => {
     for (const b of s.writes) found.makers.set(b, k);
     for (const b of s.reads) found.readers.set(b, [...(found.readers.get(b) || []), k]);
@@ -39,7 +40,12 @@ function index(n) {
 const stepLink = (n, k) => link(`g${n}s${k}`, data().graphs[n].steps[k].name);
 function bufferLinks(n, names) {
   const known = new Set((data().graphs[n].programs[0] || { buffers: [] }).buffers.map((b) => b.name));
-  return spaced(names.map((b) => (known.has(b) ? link(`g${n}b-${b}`, b) : b)));
+  return spaced(names.map((b) => (known.has(b) ? link(`g${n}b-${b}`, called(n, b)) : called(n, b))));
+}
+// The user's name of a buffer beside its own, where there is one.
+function called(n, b) {
+  const words = index(n).words.get(b);
+  return words ? `${words} (${b})` : b;
 }
 
 function step(details) {
@@ -95,7 +101,7 @@ function buffers(details) {
     data().graphs[n].programs[0].buffers.map((b) => {
       const at = (i) => (i < 0 ? "the start" : i >= data().graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
       const read = readers.get(b.name) || [];
-      const r = row([b.name, b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
+      const r = row([called(n, b.name), b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
         [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), "; "] : []),
           ...(read.length ? ["read by ", ...spaced(read.slice(0, 8).map((k) => stepLink(n, k)))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
       r.id = `g${n}b-${b.name}`;

@@ -53,6 +53,7 @@ def renamed(module: nn.Module, name: str) -> nn.Module:
     forward = type(module).forward
     code = forward.__code__.replace(co_name=f"forward_{name}")
     own = FunctionType(code, forward.__globals__, None, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
     twin = copy.copy(module)
     twin.__class__ = type(type(module).__name__, (type(module),), {"forward": own})
     return twin

@@ -264,9 +264,11 @@ class Held:
         return [], why
 
     def _error(self, call: Call) -> float | None:
+        return self._distance(self._outcome(call, self.program))
+
+    def _distance(self, found: list[Tensor]) -> float | None:
         """The distance from the truth: of each result relative and in the 2-norm, the root of the
         mean of their squares. 1e99: not finite where the truth is. None: there is no truth."""
-        found = self._outcome(call, self.program)
         if not self.truth:
             return None
         squares = []

@@ -1,0 +1,1 @@
+"""What a model's numbers depend on: `python -m benchmarks.numerics`."""

@@ -1,0 +1,321 @@
+"""`python -m benchmarks.numerics`: whose bits, how far from the truth, the same each time, the same
+in any batch, and what that costs, over the models of benchmarks/suite, in pieces that add to one
+table.
+
+A model and a type has a few processes (worker.py), which compile side by side; times are taken at
+the end, by one process a device at a time, under a lock. `--minutes 8` ends in time, and the next
+command goes on there. On another machine, `--out FILE` says where results go, and `--merge FILES`
+adds them to the tables here and writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.numerics.page import write_page
+from benchmarks.numerics.programs import JOBS, Subject, accepted, subjects
+from benchmarks.suite import records as book
+from benchmarks.suite.models import missing
+from benchmarks.suite.run import commit, cpu_threads, devices, gpus, say
+
+now = time.monotonic
+Figures = dict[str, Any]
+Parts = list[tuple[str, list[str]]]
+
+
+class Running:
+    """A process that measures parts of a subject."""
+
+    def __init__(
+        self, subject: Subject, parts: Parts, slot: int, together: int, limit: float
+    ) -> None:
+        self.subject, self.parts, self.slot, self.limit = subject, parts, slot, limit
+        self.found: dict[str, dict[str, Figures]] = {}
+        self.at, self.heard, self.ended = ("", ""), now(), False
+        self.folder = Path(tempfile.mkdtemp(prefix="plait-numerics-"))
+        cores = os.cpu_count() or 1
+        threads = max(1, cores // together)
+        env = os.environ | {
+            "PLAIT_CACHE_DIR": str(self.folder / "plait"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            "LOCAL_WORLD_SIZE": str(max(1, cores // threads)),  # so plait has as many
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # its default here; deterministic sums ask for it
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(min(threads, cpu_threads())),
+        }
+        if subject.device == "cuda":
+            env |= {"CUDA_VISIBLE_DEVICES": gpus()[slot]}
+        lock = Path(tempfile.gettempdir()) / f"plait-numerics-{os.getpid()}-{slot}.lock"
+        command = [sys.executable, "-m", "benchmarks.numerics.worker", subject.name]
+        command += [subject.device, "small" if subject.small else "full", str(lock)]
+        self.log = (self.folder / "log").open("w+")
+        self.child = subprocess.Popen(
+            [*command, json.dumps(parts)],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=env,
+            cwd=book.ROOT,
+            start_new_session=True,
+        )
+        self.events: queue.Queue[Figures | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.child.stdout is not None, "a worker's output is a pipe"
+        for line in self.child.stdout:
+            self.events.put(json.loads(line))
+        self.events.put(None)
+
+    def look(self) -> None:
+        """Takes in what has been said since, and whether nothing was for too long."""
+        with contextlib.suppress(queue.Empty):
+            while not self.ended:
+                self.take(self.events.get_nowait())
+        if not self.ended and now() - self.heard > self.limit:
+            self.lost(f"not done within {self.limit:.0f} s")
+
+    def take(self, event: Figures | None) -> None:
+        """One event of the worker; None: it is gone."""
+        self.heard = now()
+        if event is None:
+            self.lost(f"the process died ({self.child.wait()}): {self.last_words()}")
+        elif event["event"] == "done":
+            self.ended = True
+        else:
+            part, name = self.at = event["part"], event["variant"]
+            if event["event"] == "found":
+                self.found.setdefault(part, {})[name] = event["figures"]
+            elif event["event"] == "failed":
+                self.found.setdefault(part, {})[name] = {"failed": event["why"]}
+
+    def lost(self, why: str) -> None:
+        """What it was at failed; what it had not begun stays open."""
+        part, name = self.at if self.at[0] else (self.parts[0][0], "eager")
+        self.found.setdefault(part, {}).setdefault(name, {"failed": why})
+        self.ended = True
+
+    def last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
+        return " | ".join(lines[-4:])[-600:] or "no message"
+
+    def end(self) -> None:
+        """Ends the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Sweep:
+    """What one command measures."""
+
+    def __init__(self, chosen: list[Subject], args: argparse.Namespace, key: Figures) -> None:
+        self.chosen, self.args, self.key = chosen, args, key
+        self.records = book.read(args.out)
+        self.began, self.tries = now(), dict.fromkeys((s.name for s in chosen), 0)
+
+    def run(self) -> None:
+        """Everything but times side by side, then times."""
+        *side_by_side, times = JOBS
+        for jobs, together in ((side_by_side, self.args.together), ([times], self.args.timers)):
+            waiting = [(s, job) for job in jobs for s in self.chosen if self.open(s, job)]
+            say(f"{len(waiting)} processes to come, {together} at a time")
+            self.wave(waiting, together)
+
+    def open(self, subject: Subject, job: tuple[str, ...]) -> Parts:
+        """The variants of a job's parts that nothing is known of."""
+        record = self.records.get(subject.name)
+        known: Figures = {}
+        if record and all(record[k] == v for k, v in self.key.items() if k != "commit"):
+            known = record["parts"]
+        found = []
+        for part, all_variants in subject.parts().items():
+            if part not in job or (self.args.parts and part not in self.args.parts.split(",")):
+                continue
+            wanted = [v for v in all_variants if self.args.wants(v) and accepted(v)]
+            left = [
+                v
+                for v in wanted
+                if v not in known.get(part, {}) or (self.args.failed and "failed" in known[part][v])
+            ]
+            if "failed" in known.get(part, {}).get("eager", {}) and not self.args.failed:
+                continue
+            if left:  # times are of one process, and what is compared has to be with eager
+                found.append((part, wanted if part == "cost" else left))
+        return found
+
+    def wave(self, waiting: list[tuple[Subject, tuple[str, ...]]], together: int) -> None:
+        """Processes, so many at a time."""
+        running: list[Running] = []
+        while waiting or running:
+            late = now() - self.began > 60 * self.args.minutes
+            while waiting and len(running) < together and not late:
+                subject, job = waiting.pop(0)
+                if parts := self.open(subject, job):
+                    busy = [r.slot for r in running]
+                    slot = min(range(self.args.slots), key=busy.count)
+                    running.append(Running(subject, parts, slot, together, self.args.limit))
+            for r in running:
+                r.look()
+            ended = [r for r in running if r.ended or late]
+            running = [r for r in running if r not in ended]
+            for r in ended:
+                r.end()
+                self.keep(r)
+                say(f"{now() - self.began:5.0f} s  {r.subject.name}: {'; '.join(outline(r))}")
+                job = tuple(part for part, _ in r.parts)
+                if r.ended and r.found and self.open(r.subject, job):
+                    waiting.append((r.subject, job))  # another process does what it did not begin
+            if late:
+                say(f"the time is up: {len(waiting)} processes were not begun")
+                return
+            time.sleep(0.1)
+
+    def keep(self, r: Running) -> None:
+        """Adds what a process found to the table."""
+        old = self.records.get(r.subject.name, {"parts": {}})
+        if any(old.get(k) != v for k, v in self.key.items() if k != "commit"):
+            old = {"parts": {}}
+        parts = {p: {**old["parts"].get(p, {}), **r.found.get(p, {})} for p in old["parts"]}
+        parts |= {p: figures for p, figures in r.found.items() if p not in parts}
+        if not parts:
+            return
+        model = r.subject.model
+        self.records[r.subject.name] = {
+            "case": r.subject.name,
+            "field": model.field,
+            "library": model.library,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "small": r.subject.small,
+            "parts": parts,
+            **self.key,
+        }
+        book.write(self.args.out, self.records)
+
+
+def outline(r: Running) -> Iterator[str]:
+    """What was found, a part at a time, in few words."""
+    for part, variants in r.found.items():
+        words = []
+        for name, f in variants.items():
+            if "failed" in f:
+                words.append(f"{name} failed ({f['failed'][:60]})")
+            elif "ms" in f:
+                words.append(f"{name} {f['ms']:.3g} ms" if f["ms"] else f"{name} no time")
+            else:
+                other = f["differ"]
+                most = max(other.values()) if isinstance(other, dict) else other
+                words.append(f"{name} {most / max(1, f['of']):.0%}" if most else f"{name} =")
+        yield f"{part}: {', '.join(words)}"
+
+
+def merge(files: list[Path], folder: Path) -> None:
+    """Adds records of files to the tables of their devices: the later figures of each variant."""
+    for file in files:
+        new = book.read(file)
+        for device in {r["device"] for r in new.values()}:
+            table = path(device, folder)
+            old = book.read(table)
+            for case, record in new.items():
+                if record["device"] == device:
+                    old[case] = joined(old.get(case), record)
+            book.write(table, old)
+
+
+def joined(a: book.Record | None, b: book.Record) -> book.Record:
+    """A record of both, if they are of the same program, else the later."""
+    if a is None:
+        return b
+    a, b = sorted((a, b), key=lambda r: r["date"])
+    if any(a[k] != b[k] for k in ("torch", "small", "plait")):
+        return b
+    names = list(dict.fromkeys(itertools.chain(a["parts"], b["parts"])))
+    parts = {p: {**a["parts"].get(p, {}), **b["parts"].get(p, {})} for p in names}
+    return {**b, "parts": parts}
+
+
+def path(device: str, folder: Path = book.RESULTS) -> Path:
+    return folder / f"numerics-{book.short(device)}.json"
+
+
+def choose(args: argparse.Namespace) -> list[Subject]:
+    """The subjects that a command is for."""
+    known = subjects(args.device, args.small)
+    names = book.matching(list(known), args.only)
+    chosen = [known[n] for n in names if not missing(known[n].model.library)]
+    k, n = map(int, args.shard.split("/"))
+    return chosen[k::n]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--only", default="", help="subjects, as patterns separated by commas: bert,*/float32")
+    add("--shard", default="0/1", help="K/N: every N-th subject, from the K-th")
+    add("--parts", default="", help="some parts alone: infer,batch,padded,prefix,train,other,cost")
+    add("--variants", default="", help="some alone, separated by commas; -NAME: all but these")
+    add("--minutes", type=float, default=1e6, help="end in time; what is left stays open")
+    add("--limit", type=float, default=240, help="seconds that a variant of a part may take")
+    add("--together", type=int, default=0, help="processes side by side")
+    add("--failed", action="store_true", help="also what failed")
+    add("--small", action="store_true", help="two layers, short inputs, a batch of two")
+    add("--out", type=Path, help="file of results, which a later command goes on with")
+    add("--merge", type=Path, nargs="+", help="files of results to add to the tables")
+    add("--page", action="store_true", help="write the page alone")
+    args = parser.parse_args()
+    named = [v for v in args.variants.split(",") if v]
+    without = [v[1:] for v in named if v.startswith("-")]
+    args.wants = lambda v: v not in without if without else (v in named or not named)
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if args.merge:
+        merge(args.merge, book.RESULTS)
+    if args.merge or args.page:
+        write_page(sorted(book.RESULTS.glob("numerics-*.json")))
+        return
+    device, args.slots = devices(args.device)
+    cores = os.cpu_count() or 1
+    args.together = args.together or (args.slots * max(1, cores // args.slots))
+    args.timers = args.slots * 2 if args.device == "cuda" else 1  # one compiles, one is timed
+    args.out = args.out or path(device)
+    chosen = choose(args)
+    key = {
+        "torch": torch.__version__,
+        "device": device,
+        "plait": book.sources(),
+        "commit": commit(),
+    }
+    say(f"{len(chosen)} subjects on {args.slots} x {device}, {cores} cores, torch {key['torch']}")
+    Sweep(chosen, args, key).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -109,8 +109,11 @@ def test_parts_fit_the_model() -> None:
 
 def record(case: str, **parts: Any) -> book.Record:
     """A row as the command writes it."""
-    key = {"torch": "t", "device": "CPU: 2 x AMD", "plait": "p", "commit": "c", "small": True}
+    key = {"torch": "t", "device": "CPU: 2 x AMD", "small": True}
     about = {"field": "text", "library": "transformers", "date": "2026-01-01T00:00:00+00:00"}
+    for variants in parts.values():
+        for found in variants.values():
+            found |= {"plait": "p", "commit": "c"}
     return {"case": case, "parts": parts, **about, **key}
 
 
@@ -182,10 +185,14 @@ def test_the_page_keeps_what_stands_above_its_mark(tmp_path: Path) -> None:
 
 def sweep(tmp_path: Path, **more: Any) -> command.Sweep:
     args = argparse.Namespace(
-        out=tmp_path / "one.json", parts="", failed=False, wants=lambda v: v != "inductor"
+        out=tmp_path / "one.json",
+        parts="",
+        failed=False,
+        changed=False,
+        wants=lambda v: v != "inductor",
     )
     vars(args).update(more)
-    key = {k: record("")[k] for k in ("torch", "device", "plait", "commit")}
+    key = {k: record("")[k] for k in ("torch", "device", "small")}
     return command.Sweep([], args, key)
 
 
@@ -198,22 +205,30 @@ def test_what_is_left_to_do(tmp_path: Path) -> None:
     book.write(tmp_path / "one.json", {one.name: record(one.name, infer=known)})
     assert [part for part, _ in sweep(tmp_path).open(one, job)] == ["batch"]
     assert sweep(tmp_path, failed=True, parts="infer").open(one, job) == [("infer", ["plait"])]
+    hopeless = {"eager": {"failed": "x"}}
+    book.write(tmp_path / "two.json", {one.name: record(one.name, infer=hopeless)})
+    assert [p for p, _ in sweep(tmp_path, out=tmp_path / "two.json").open(one, job)] == ["batch"]
+    changed = dict(sweep(tmp_path, changed=True).open(one, job))
+    assert changed["infer"] == todo["infer"]
     other = sweep(tmp_path)
-    other.key["plait"] = "changed"
+    other.key["torch"] = "changed"
     assert [part for part, _ in other.open(one, job)] == ["infer", "batch"]
 
 
 def test_records_of_one_program_are_joined() -> None:
-    a = record("bert/float32", infer={"eager": 1, "plait": 2}, batch={"eager": 3})
-    b = record("bert/float32", infer={"plait": 4}) | {"date": "2026-01-02T00:00:00+00:00"}
-    want = {"infer": {"eager": 1, "plait": 4}, "batch": {"eager": 3}}
-    assert command.joined(a, b)["parts"] == command.joined(b, a)["parts"] == want
-    assert command.joined(a, b | {"plait": "q"})["parts"] == b["parts"]
+    one, two, three = ({"ms": x} for x in (1.0, 2.0, 3.0))
+    a = record("bert/float32", infer={"eager": one, "plait": two}, batch={"eager": three})
+    b = record("bert/float32", infer={"plait": {"ms": 4.0}}) | {"date": "2026-01-02T00:00"}
+    found = command.joined(a, b)["parts"]
+    assert found == command.joined(b, a)["parts"]
+    assert [f["ms"] for f in found["infer"].values()] == [1.0, 4.0] and "batch" in found
+    assert command.joined(a, b | {"torch": "u"})["parts"] == b["parts"]
 
 
 def test_a_process_that_dies_is_a_cell_and_the_rest_stays_open() -> None:
     run = command.Running.__new__(command.Running)
-    run.found, run.at, run.ended, run.parts = {}, ("", ""), False, [("infer", ["eager", "plait"])]
+    run.found, run.at, run.ended = {}, ("", ""), False
+    run.parts = [("infer", ["eager", "plait", "inductor"]), ("batch", ["eager"])]
     run.take({"event": "begin", "part": "infer", "variant": "eager"})
     run.take({"event": "found", "part": "infer", "variant": "eager", "figures": {"differ": 0}})
     run.take({"event": "begin", "part": "infer", "variant": "plait"})
@@ -221,6 +236,9 @@ def test_a_process_that_dies_is_a_cell_and_the_rest_stays_open() -> None:
     assert run.ended and run.found == {
         "infer": {"eager": {"differ": 0}, "plait": {"failed": "not done within 9 s"}}
     }
+    assert run.left() == [("infer", ["inductor"]), ("batch", ["eager"])]
+    run.found["infer"]["eager"] = {"failed": "x"}
+    assert run.left() == [("batch", ["eager"])]
 
 
 def test_a_worker_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import queue
@@ -116,6 +115,16 @@ class Running:
         self.found.setdefault(part, {}).setdefault(name, {"failed": why})
         self.ended = True
 
+    def left(self) -> Parts:
+        """What a process that was lost had not begun."""
+        found = []
+        for part, variants in self.parts:
+            known = self.found.get(part, {})
+            more = [v for v in variants if v not in known]
+            if self.ended and self.found and more and "failed" not in known.get("eager", {}):
+                found.append((part, more))
+        return found
+
     def last_words(self) -> str:
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
@@ -135,50 +144,52 @@ class Sweep:
 
     def __init__(self, chosen: list[Subject], args: argparse.Namespace, key: Figures) -> None:
         self.chosen, self.args, self.key = chosen, args, key
+        self.plait, self.commit = book.sources(), commit()
         self.records = book.read(args.out)
-        self.began, self.tries = now(), dict.fromkeys((s.name for s in chosen), 0)
+        self.began = now()
 
     def run(self) -> None:
         """Everything but times side by side, then times."""
         *side_by_side, times = JOBS
         for jobs, together in ((side_by_side, self.args.together), ([times], self.args.timers)):
-            waiting = [(s, job) for job in jobs for s in self.chosen if self.open(s, job)]
+            waiting = [
+                (s, parts) for job in jobs for s in self.chosen if (parts := self.open(s, job))
+            ]
             say(f"{len(waiting)} processes to come, {together} at a time")
             self.wave(waiting, together)
 
     def open(self, subject: Subject, job: tuple[str, ...]) -> Parts:
-        """The variants of a job's parts that nothing is known of."""
+        """The variants of a job's parts that nothing is known of; with --changed, of this plait,
+        and with --failed those that failed, too."""
         record = self.records.get(subject.name)
-        known: Figures = {}
-        if record and all(record[k] == v for k, v in self.key.items() if k != "commit"):
+        known: dict[str, dict[str, Figures]] = {}
+        if record and all(record[k] == v for k, v in self.key.items()):
             known = record["parts"]
         found = []
-        for part, all_variants in subject.parts().items():
+        for part, variants in subject.parts().items():
             if part not in job or (self.args.parts and part not in self.args.parts.split(",")):
                 continue
-            wanted = [v for v in all_variants if self.args.wants(v) and accepted(v)]
-            left = [
-                v
-                for v in wanted
-                if v not in known.get(part, {}) or (self.args.failed and "failed" in known[part][v])
-            ]
-            if "failed" in known.get(part, {}).get("eager", {}) and not self.args.failed:
-                continue
-            if left:  # times are of one process, and what is compared has to be with eager
+            wanted = [v for v in variants if self.args.wants(v) and accepted(v)]
+            left = [v for v in wanted if self.is_open(known.get(part, {}).get(v))]
+            hopeless = "failed" in known.get(part, {}).get("eager", {}) and not self.args.failed
+            if left and not hopeless:  # times are of one process
                 found.append((part, wanted if part == "cost" else left))
         return found
 
-    def wave(self, waiting: list[tuple[Subject, tuple[str, ...]]], together: int) -> None:
+    def is_open(self, figures: Figures | None) -> bool:
+        if figures is None or (self.args.failed and "failed" in figures):
+            return True
+        return self.args.changed and figures["plait"] != self.plait
+
+    def wave(self, waiting: list[tuple[Subject, Parts]], together: int) -> None:
         """Processes, so many at a time."""
         running: list[Running] = []
         while waiting or running:
             late = now() - self.began > 60 * self.args.minutes
             while waiting and len(running) < together and not late:
-                subject, job = waiting.pop(0)
-                if parts := self.open(subject, job):
-                    busy = [r.slot for r in running]
-                    slot = min(range(self.args.slots), key=busy.count)
-                    running.append(Running(subject, parts, slot, together, self.args.limit))
+                busy = [r.slot for r in running]
+                slot = min(range(self.args.slots), key=busy.count)
+                running.append(Running(*waiting.pop(0), slot, together, self.args.limit))
             for r in running:
                 r.look()
             ended = [r for r in running if r.ended or late]
@@ -187,31 +198,30 @@ class Sweep:
                 r.end()
                 self.keep(r)
                 say(f"{now() - self.began:5.0f} s  {r.subject.name}: {'; '.join(outline(r))}")
-                job = tuple(part for part, _ in r.parts)
-                if r.ended and r.found and self.open(r.subject, job):
-                    waiting.append((r.subject, job))  # another process does what it did not begin
+                if left := r.left():
+                    waiting.append((r.subject, left))
             if late:
-                say(f"the time is up: {len(waiting)} processes were not begun")
+                say(f"the time is up: {len(waiting)} processes have not ended or begun")
                 return
             time.sleep(0.1)
 
     def keep(self, r: Running) -> None:
         """Adds what a process found to the table."""
         old = self.records.get(r.subject.name, {"parts": {}})
-        if any(old.get(k) != v for k, v in self.key.items() if k != "commit"):
+        if any(old.get(k) != v for k, v in self.key.items()):
             old = {"parts": {}}
-        parts = {p: {**old["parts"].get(p, {}), **r.found.get(p, {})} for p in old["parts"]}
-        parts |= {p: figures for p, figures in r.found.items() if p not in parts}
-        if not parts:
+        if not r.found:
             return
+        for variants in r.found.values():
+            for figures in variants.values():
+                figures |= {"plait": self.plait, "commit": self.commit}
         model = r.subject.model
         self.records[r.subject.name] = {
             "case": r.subject.name,
             "field": model.field,
             "library": model.library,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "small": r.subject.small,
-            "parts": parts,
+            "parts": both(old["parts"], r.found),
             **self.key,
         }
         book.write(self.args.out, self.records)
@@ -251,11 +261,14 @@ def joined(a: book.Record | None, b: book.Record) -> book.Record:
     if a is None:
         return b
     a, b = sorted((a, b), key=lambda r: r["date"])
-    if any(a[k] != b[k] for k in ("torch", "small", "plait")):
+    if any(a[k] != b[k] for k in ("torch", "small")):
         return b
-    names = list(dict.fromkeys(itertools.chain(a["parts"], b["parts"])))
-    parts = {p: {**a["parts"].get(p, {}), **b["parts"].get(p, {})} for p in names}
-    return {**b, "parts": parts}
+    return {**b, "parts": both(a["parts"], b["parts"])}
+
+
+def both(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The parts of two records, the second one's figures where both have some."""
+    return {p: {**a.get(p, {}), **b.get(p, {})} for p in dict.fromkeys((*a, *b))}
 
 
 def path(device: str, folder: Path = book.RESULTS) -> Path:
@@ -283,6 +296,7 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=float, default=240, help="seconds that a variant of a part may take")
     add("--together", type=int, default=0, help="processes side by side")
     add("--failed", action="store_true", help="also what failed")
+    add("--changed", action="store_true", help="also what was measured with another plait")
     add("--small", action="store_true", help="two layers, short inputs, a batch of two")
     add("--out", type=Path, help="file of results, which a later command goes on with")
     add("--merge", type=Path, nargs="+", help="files of results to add to the tables")
@@ -307,12 +321,7 @@ def main() -> None:
     args.timers = args.slots * 2 if args.device == "cuda" else 1  # one compiles, one is timed
     args.out = args.out or path(device)
     chosen = choose(args)
-    key = {
-        "torch": torch.__version__,
-        "device": device,
-        "plait": book.sources(),
-        "commit": commit(),
-    }
+    key = {"torch": torch.__version__, "device": device, "small": args.small}
     say(f"{len(chosen)} subjects on {args.slots} x {device}, {cores} cores, torch {key['torch']}")
     Sweep(chosen, args, key).run()
 

@@ -59,7 +59,8 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
     """What one device's table says."""
     rows = [records[name] for name in sorted(records)]
     first = rows[0]
-    commits = sorted({r["commit"] or r["plait"] for r in rows})
+    figures = [f for r in rows for variants in r["parts"].values() for f in variants.values()]
+    commits = sorted({f["commit"] or f["plait"] for f in figures})
     sizes = "two layers, short inputs and batches of two" if first["small"] else "the suite's sizes"
     torch_and_plait = f"torch {first['torch']}, plait {', '.join(commits)}"
     parts = [

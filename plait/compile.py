@@ -32,7 +32,15 @@ from plait.log import PassLog
 from plait.lower.calls import where_of
 from plait.lower.extern import op_name
 from plait.lower.graph import Lowered, load_rules, lower_graph
-from plait.pipelines import VERIFIERS, Kernels, clean_graph, make_kernels, run_passes, schedule
+from plait.pipelines import (
+    VERIFIERS,
+    Kernels,
+    clean_graph,
+    left_out,
+    make_kernels,
+    run_passes,
+    schedule,
+)
 from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa
@@ -336,10 +344,13 @@ def _wrap(
     if any(map(is_fence, wrapper.body)):
         devices = {n: b.device for n, b in {**lowered.program.buffers, **plan.buffers}.items()}
         wrapper = log("keep memory", keep_memory, wrapper, devices)
-    if cfg.cuda_graphs:  # before passes, which then see the whole program
+    off = left_out(cfg)
+    # Before passes, which then see the whole program.
+    if cfg.cuda_graphs and "inline programs" not in off:
         wrapper = log("inline programs", inline_programs, wrapper, lowered.constants)
-    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
-    if cfg.cuda_graphs:  # last: other passes know nothing of partitions
+    shown = partial(show.show_pass, log)
+    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, shown, off)
+    if cfg.cuda_graphs and "partition" not in off:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
         wrapper = log(
             "partition",

@@ -214,7 +214,7 @@ class Config:
         "",
         doc=(
             "passes that are left out, ',' between their names, to find which of them is at fault "
-            "(plait.bisect does)"
+            "(plait.bisect does); fuse:3 leaves out what that pass decides after its third decision"
         ),
     )
     # -- what a program checks at every call

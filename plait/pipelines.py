@@ -67,7 +67,8 @@ from plait.schedule.join_operands import join_operands
 from plait.schedule.join_readers import join_readers
 from plait.schedule.kernels import Names
 from plait.schedule.layout import settle_layouts, unaligned
-from plait.schedule.memory import plan_memory
+from plait.schedule.limits import Limits
+from plait.schedule.memory import ARENA, IN_PLACE, OVER_INPUTS, plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
 from plait.schedule.pair_products import pair_products
@@ -154,12 +155,25 @@ CHANGES_BITS = frozenset[GraphPass](
 
 def left_out(cfg: Config) -> frozenset[str]:
     """The passes that a compilation does without. Raises UserError for a name of none."""
-    names = frozenset(filter(None, cfg.without.split(",")))
-    if wrong := names - {*LEAVABLE}:
-        raise UserError(
-            f"no pass {', '.join(sorted(wrong))} can be left out", hint=f"one of {LEAVABLE}"
-        )
-    return names
+    return frozenset(name for name, most in _without(cfg).items() if most is None)
+
+
+def limits_of(cfg: Config) -> Limits:
+    """How many decisions steps may take. Raises UserError as `left_out` does."""
+    return Limits({name: most for name, most in _without(cfg).items() if most is not None})
+
+
+def _without(cfg: Config) -> dict[str, int | None]:
+    """Pass -> how many decisions it may take; None: it is left out."""
+    found: dict[str, int | None] = {}
+    for word in filter(None, cfg.without.split(",")):
+        name, limited, most = word.partition(":")
+        if name not in LEAVABLE:
+            raise UserError(f"no pass {name} can be left out", hint=f"one of {LEAVABLE}")
+        if limited and (name not in COUNTED or not most.isdecimal()):
+            raise UserError(f"without={word!r} is no limit", hint=f'"fuse:3"; {COUNTED}')
+        found[name] = int(most) if limited else None
+    return found
 
 
 def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Config) -> None:
@@ -279,9 +293,21 @@ LEAVABLE = tuple(
         "fuse horizontally",
         "split by size",
         "pair products",
+        OVER_INPUTS,
+        ARENA,
+        IN_PLACE,
+        "inline programs",
+        "merge views",
+        "drop dead instructions",
+        "find barriers",
+        "share sizes",
+        "place frees",
+        "partition",
     ))
 )  # fmt: skip
-"""What `Config.without` may name: all that only makes programs faster."""
+"""What `Config.without` may name: all that only makes programs faster or take less memory."""
+COUNTED = ("inline", "fuse", "fuse horizontally", OVER_INPUTS, ARENA, IN_PLACE)
+"""Those whose decisions, each on a pair of buffers, it may limit."""
 
 
 def schedule(
@@ -289,7 +315,11 @@ def schedule(
 ) -> Plan:
     """From loops to kernels: the plan of a program and its subprograms. names: of kernels; None:
     new ones."""
-    bodies, names, off = Bodies(), names or Names(), left_out(cfg)
+    return _schedule(program, cfg, log, names or Names(), limits_of(cfg))
+
+
+def _schedule(program: LoopProgram, cfg: Config, log: Log, names: Names, limits: Limits) -> Plan:
+    bodies, off, kept_from = Bodies(), left_out(cfg), {*limits.refusals}
 
     def may(
         step: str, fn: Callable[Concatenate[T, P], T], x: T, *args: P.args, **kwargs: P.kwargs
@@ -301,7 +331,7 @@ def schedule(
     loops = log("normal form", normalise, loops, bodies)
     # Before inlining, which would put what a product can take over into loops that it cannot.
     loops = may("join rows", join_readers, loops, bodies, in_rows=True)
-    loops = may("inline", inline_loops, loops, cfg, bodies)
+    loops = may("inline", inline_loops, loops, cfg, bodies, limits)
     loops = log("drop inlined loops", drop_dead_loops, loops, bodies)
     # After both: what reads a concatenation has become one loop.
     loops = may("split readers", split_readers, loops, bodies)
@@ -314,17 +344,19 @@ def schedule(
     if "split reductions" not in off:
         split = log("split reductions", split_reductions, loops, bodies)
     grouping = log("group loops", group_loops, split, bodies)
-    grouping = may("fuse", fuse, grouping, cfg)
+    grouping = may("fuse", fuse, grouping, cfg, limits)
     ordered = log("order", order, grouping)
     # After the order is known: it must not let more memory be alive at once.
     if "fuse horizontally" not in off:
-        ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg)
+        ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg, limits)
     plan = log("make plan", make_plan, grouping, ordered, names)
     plan = may("split by size", split_by_size, plan, names)
     # Before memory is planned: what the first of a pair is given is needed for longer.
     plan = may("pair products", pair_products, plan)
-    plan = log("plan memory", plan_memory, plan, cfg)
-    nested = tuple(schedule(p, cfg, log, names) for p in program.programs)
+    plan = log("plan memory", plan_memory, plan, cfg, off, limits)
+    new = (r for step, r in limits.refusals.items() if step not in kept_from)
+    plan = replace(plan, refusals=(*plan.refusals, *new))
+    nested = tuple(_schedule(p, cfg, log, names, limits) for p in program.programs)
     final = replace(plan.program, programs=tuple(n.program for n in nested))
     return replace(plan, program=final, programs=nested)
 
@@ -485,7 +517,8 @@ def _formed(kernel: Kernel, forms: Forms) -> list[Step]:
 # ----------------------------------------------------------------------------------------- programs
 PROGRAM: tuple[tuple[str, ProgramPass], ...] = (
     ("merge views", merge_views),
-    ("drop dead", drop_dead_instructions),  # after merging: a view may have lost its only use
+    # After merging: a view may have lost its only use.
+    ("drop dead instructions", drop_dead_instructions),
     ("find barriers", find_barriers),
     ("share sizes", share_sizes),  # after all that compare sizes
     ("place frees", place_frees),  # only now are the last uses known
@@ -496,17 +529,20 @@ def run_passes(
     program: WrapperProgram,
     check: bool = False,
     show: Callable[[str, WrapperProgram], None] | None = None,
+    off: Set[str] = frozenset(),
 ) -> WrapperProgram:
     """The program after all passes.
 
     check: verify before the first and after each, and that none dropped an effect. show: called
-    with each result.
+    with each result. off: passes that are left out.
     """
-    nested = tuple(run_passes(p, check) for p in program.programs)
+    nested = tuple(run_passes(p, check, None, off) for p in program.programs)
     program = replace(program, programs=nested)
     if check:
         verify_program(program)
     for name, step in PROGRAM:
+        if name in off:
+            continue
         now = step(program)
         if check:
             verify_program(now, after=name)

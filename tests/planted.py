@@ -19,13 +19,16 @@ from torch.fx import GraphModule
 
 from plait import pipelines
 from plait.graph.edit import aten, replace
-from plait.ir.loops import Pointwise
+from plait.ir.loops import Pointwise, walk
 from plait.ir.maths import tanh
 from plait.kernel.cpu import prelude
 from plait.lower import core
 from plait.lower.elementwise import FLOAT, elementwise
 from plait.lower.graph import load_rules
-from plait.schedule import fuse
+from plait.schedule import fuse, memory
+from plait.wrapper import instructions as ins
+from plait.wrapper.passes.merge_views import merge_views
+from plait.wrapper.walk import rewrite
 
 
 def rule() -> Any:
@@ -135,8 +138,78 @@ def fusion() -> Any:
     return mock.patch.object(fuse._Fuser, "_join", planted)
 
 
+def pair() -> Any:
+    """A sine that joins a kernel with a sum comes out negated, other loops do not."""
+    join = fuse._Fuser._join
+
+    def has(node: Any, op: str) -> bool:
+        return any(n.op == op for m in node.group.members for n in walk((m.loop.body,)))
+
+    def planted(self: Any, a: int, b: int, host: Any, guest: Any, found: Any) -> None:
+        if host.group.rvars and has(guest, "sin"):
+            members = [
+                dataclasses.replace(m, loop=dataclasses.replace(m.loop, body=-m.loop.body))
+                if isinstance(m.loop, Pointwise) else m
+                for m in guest.group.members
+            ]  # fmt: skip
+            guest.group.members, guest.members = members, {m.op: m for m in members}
+        join(self, a, b, host, guest, found)
+
+    return mock.patch.object(fuse._Fuser, "_join", planted)
+
+
+def reuse() -> Any:
+    """A kernel writes over what it reads for the last time, wherever else it reads it."""
+    return mock.patch.object(memory, "overwritable", lambda *args: True)
+
+
+def arena() -> Any:
+    """Everything lies at the start of the arena."""
+    place = memory.place
+
+    def planted(blocks: Any, hints: Any) -> Any:
+        offsets, nbytes = place(blocks, hints)
+        return dict.fromkeys(offsets, 0), nbytes
+
+    return mock.patch.object(memory, "place", planted)
+
+
+def views() -> Any:
+    """The pass that merges views of a program takes all of one shape for one."""
+
+    def merges(p: Any) -> Any:
+        first: dict[Any, str] = {}
+        names: dict[str, str] = {}
+        body = []
+        for i in merge_views(p).body:
+            now = rewrite(i, lambda n: names.get(n, n), lambda e: e)
+            if isinstance(now, ins.View):
+                names[now.name] = first.setdefault((now.base, now.shape), now.name)
+                if names[now.name] != now.name:
+                    continue
+            body.append(now)
+        return dataclasses.replace(p, body=tuple(body))
+
+    passes = tuple((n, merges if n == "merge views" else p) for n, p in pipelines.PROGRAM)
+    return mock.patch.object(pipelines, "PROGRAM", passes)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (rule, emitter, reduction, graph_pass, joint_pass, fusion, crash, error)
+    f.__name__: f
+    for f in (
+        rule,
+        emitter,
+        reduction,
+        graph_pass,
+        joint_pass,
+        fusion,
+        pair,
+        reuse,
+        arena,
+        views,
+        crash,
+        error,
+    )
 }
 
 

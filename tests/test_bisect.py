@@ -3,6 +3,7 @@ that shows them in a process of its own, and blames nobody where nothing is wron
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -12,14 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import plait
 import plait.__main__
+from plait.compile import compile_graph, compile_texts
 from plait.config import Config
 from plait.errors import UserError
-from plait.pipelines import LEAVABLE
+from plait.graph.captured import Captured
+from plait.pipelines import COUNTED, LEAVABLE
+from plait.schedule.limits import LIMITED
+from plait.tools.faults.recorded import record
 from plait.tools.faults.switches import Switch, _smallest
+from plait.wrapper.instructions import Partition
 from tests import warm
 from tests.planted import PLANTS
 
@@ -72,6 +80,90 @@ def test_planted_faults_are_found(
     assert (bad.returncode, bad.stderr) == (1, "") and "element" in bad.stdout
     good = warm.run(script, env=env, cwd=tmp_path)
     assert good.returncode == 0, good.stderr
+
+
+def fused_pair(x: Tensor, w: Tensor) -> Tensor:
+    z = F.relu(x) / x.exp().sum(-1, keepdim=True)
+    return z.sin() * z
+
+
+def written_over(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return (y.flip(0) + 1) @ w
+
+
+def placed(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return (y + (torch.cumsum(y, 0) @ w).flip(0)) @ w
+
+
+def viewed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    return y[:6] @ w, y[6:] @ w
+
+
+DECISIONS = {
+    "pair": (fused_pair, "fuse", "fusing a reduction of sum_1 ({1}) with sin ({2})", 2),
+    "reuse": (written_over, "write in place", "writing flip ({2}) over mm ({1})", 2),
+    "arena": (placed, "arena", "placing mm_1 ({2}) in the arena", 2),
+    "views": (viewed, "merge views", "", 2),
+}
+"""Fault -> a program, the pass, the decision that makes the number wrong, and a line of the program
+that the report names; {1} is its first line of code."""
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_the_decision_is_named(name: str) -> None:
+    """Which pair of loops is fused, what is written over what; a pass over programs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fn, step, decision, line = DECISIONS[name]
+    options = {"small_matmul_flops": 0, "verify": False}  # which finds some of these faults
+    with PLANTS[name]():
+        found = plait.bisect(fn, torch.randn(12, 16), torch.randn(16, 16), options=options)
+    assert found is not None and found.switches == (step,)
+    _, first = inspect.getsourcelines(fn)
+    lines = [f"test_bisect.py:{first + k}" for k in range(4)]
+    assert found.decision == decision.format(*lines), found.text
+    assert lines[line] in found.wrong.operators, found.text
+    assert found.script.startswith("import torch") and "manual_seed" in found.script
+
+
+@pytest.mark.parametrize("step", COUNTED)
+def test_decisions_can_be_limited(step: str) -> None:
+    """The first ones are taken, whatever the limit; then there is one that is not."""
+    x, w, v = torch.randn(96, 160), torch.randn(160, 160) / 16, torch.randn(8)
+
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(x @ w) @ w
+        z = (y.flip(0) + 1) @ w
+        x.mul_(2).add_(y)
+        v.sub_(1)
+        return z.softmax(-1).sum(0) + 1, z.cumsum(0), x.sin().cumsum(1), w.sum(0), w.amax(1)
+
+    (graph,) = record(fn, (x, w, v), {}, Config())
+    seen, wants = [], fn(x.clone(), w, v.clone())
+    for n in (0, 1, 2, 99):
+        cfg = Config(without=f"{step}:{n}", small_matmul_flops=0, verify=True)
+        program = compile_graph(graph.captured(), cfg)
+        limited = [r for r in program.record.plan.refusals if r.reason == LIMITED]
+        seen.append([(r.a, r.b) for r in limited][-1:])
+        for got, want in zip(program.call(*graph.copies())[-5:], wants, strict=True):
+            torch.testing.assert_close(got, want)
+    assert seen[0] and not seen[3] and seen[0] != seen[1], "the first is taken, then the second is"
+
+
+@pytest.mark.parametrize("name", ["partition", "inline programs"])
+def test_passes_for_cuda_graphs_can_be_left_out(name: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(64, 1000, device="cuda")
+        graph = make_fx(lambda x: (x.softmax(-1) @ x.mT,), tracing_mode="fake")(x)
+    found = []
+    for without in ("", name):
+        cfg = Config(gpu_arch="sm_90", cuda_graphs=True, without=without, verify=True)
+        program, _ = compile_texts(Captured(copy.deepcopy(graph), "g_0", "inference"), cfg)
+        found.append(any(isinstance(i, Partition) for i in program.body))
+    assert found == [True, name != "partition"]
 
 
 def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
@@ -193,9 +285,14 @@ def test_every_pass_can_be_left_out(names: str) -> None:
 
 def test_what_cannot_be_left_out_is_said() -> None:
     torch._dynamo.reset()
-    for name in ("save old values", "no pass at all"):
+    for name, says in (
+        ("save old values", "no pass save old values can be left out"),
+        ("no pass at all", "no pass no pass at all can be left out"),
+        ("fuse:", "without='fuse:' is no limit"),
+        ("merge views:2", "without='merge views:2' is no limit"),
+    ):
         compiled = torch.compile(torch.sin, backend="plait", options={"without": name})
-        with pytest.raises(UserError, match=f"no pass {name} can be left out"):
+        with pytest.raises(UserError, match=says):
             compiled(torch.randn(3))
 
 

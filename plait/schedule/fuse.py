@@ -25,6 +25,7 @@ from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
 from plait.schedule.group import Group, Member, is_ordered, moved, place_in_segment, store_index
 from plait.schedule.grouping import Grouping
+from plait.schedule.limits import Limits
 from plait.schedule.plan import Fused, Reason, Refusal
 from plait.schedule.segments import segments_of
 
@@ -136,8 +137,8 @@ def _writes(m: Member) -> dict[str, _Write]:
 
 
 class _Fuser:
-    def __init__(self, grouping: Grouping, cfg: Config) -> None:
-        self.grouping, self.cfg = grouping, cfg
+    def __init__(self, grouping: Grouping, cfg: Config, limits: Limits) -> None:
+        self.grouping, self.cfg, self.limits = grouping, cfg, limits
         self.buffers, self.hints = grouping.program.buffers, grouping.program.hints
         n = len(grouping.program.ops)
         self.leader = list(range(n))
@@ -309,25 +310,29 @@ class _Fuser:
         if host.group.rvars and not guest.group.rvars and self._reads_windows(guest):
             return Reason("a reduction would read a window a point")
         found = self._align(host, guest)
+        other: dict[int, _Node] = {}  # what takes the place of a or b
         if isinstance(found, Reason):
             for k, rows in ((b, x), (a, y)):
                 columns = _across(self.grouping, rows, self.nodes[k])
                 if columns is not None and isinstance(
                     across := self._align(rows, columns), Alignment
                 ):
-                    self.nodes[k] = columns
+                    other[k] = columns
                     columns.weigh(self.nbytes)
                     host, guest, found = rows, columns, across
                     break
         if isinstance(found, Reason):
-            for k, rows, other in ((b, x, y), (a, y, x)):
-                cut = self._cut_segments(rows, other)
+            for k, rows, results in ((b, x, y), (a, y, x)):
+                cut = self._cut_segments(rows, results)
                 if cut is not None:
                     host, (guest, found) = rows, cut
-                    self.nodes[k] = guest
+                    other[k] = guest
                     break
         if isinstance(found, Reason):
             return found
+        if (why := self.limits.refuses("fuse", x.group.name, y.group.name)) is not None:
+            return why
+        self.nodes.update(other)
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
 
@@ -591,6 +596,6 @@ def _text(index: Index) -> str:
     return f"[{', '.join(map(str, index))}]"
 
 
-def fuse(grouping: Grouping, cfg: Config) -> Grouping:
+def fuse(grouping: Grouping, cfg: Config, limits: Limits) -> Grouping:
     """The grouping with groups fused, and the refusals."""
-    return _Fuser(grouping, cfg).run() if cfg.fusion else grouping
+    return _Fuser(grouping, cfg, limits).run() if cfg.fusion else grouping

@@ -19,6 +19,7 @@ from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots
 from plait.schedule.group import Group
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
+from plait.schedule.limits import Limits
 from plait.schedule.order import traffic, users_of
 from plait.schedule.plan import Fused, Reason
 from plait.schedule.work import CPU
@@ -32,7 +33,7 @@ Life = tuple[int, int]
 
 
 def fuse_horizontally(
-    grouping: Grouping, ordered: Sequence[ScheduleNode], cfg: Config
+    grouping: Grouping, ordered: Sequence[ScheduleNode], cfg: Config, limits: Limits
 ) -> list[ScheduleNode]:
     """The nodes in their order, some joined. A node's preds are places in `ordered`."""
     if not cfg.fusion:
@@ -40,7 +41,7 @@ def fuse_horizontally(
     may_join = [_may_join(grouping, u) for u in ordered]
     if sum(may_join) < 2:
         return list(ordered)
-    fusion = _HorizontalFusion(grouping, ordered, may_join)
+    fusion = _HorizontalFusion(grouping, ordered, may_join, limits)
     for k in range(len(ordered)):
         if may_join[k]:
             fusion.settle(k)
@@ -60,9 +61,14 @@ class _HorizontalFusion:
     may_join: by node."""
 
     def __init__(
-        self, grouping: Grouping, ordered: Sequence[ScheduleNode], may_join: Sequence[bool]
+        self,
+        grouping: Grouping,
+        ordered: Sequence[ScheduleNode],
+        may_join: Sequence[bool],
+        limits: Limits,
     ) -> None:
         self.grouping, self.nodes, self.may_join = grouping, ordered, may_join
+        self.limits = limits
         n = len(ordered)
         self.slot = list(range(n))
         self.members = [[k] for k in range(n)]
@@ -194,6 +200,9 @@ class _HorizontalFusion:
         for s, nbytes in enumerate(now, i):
             if nbytes > self.limit[s] and nbytes > self.alive[s]:
                 return Reason(f"{nbytes} bytes would be alive at once, {self.limit[s]} are now")
+        a, b = (self.nodes[m].writes[0] for m in (self.members[i][0], k))
+        if (why := self.limits.refuses("fuse horizontally", a, b)) is not None:
+            return why
         self.alive[i : k + 1] = now
         self.lives |= new
         self.members[to] = sorted((*self.members[to], *moving))

@@ -11,7 +11,7 @@ subexpressions of what meets in one body the same node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.config import Config
@@ -35,6 +35,7 @@ from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
 from plait.schedule.deps import Bodies, Facts, extent, load_of, memory_roots, reads, roots, space
+from plait.schedule.limits import Limits
 
 # Bounds keep compile time linear; costs are in cycles of the op table and were not fitted by
 # themselves: benchmarks/kernels_cpu.py shows what they do, tests/test_growth.py the bounds.
@@ -57,8 +58,8 @@ class _ReadingLoop:
 class _Inliner:
     """The state of one inlining pass over a program, which goes from producers to consumers."""
 
-    def __init__(self, program: LoopProgram, cfg: Config, bodies: Bodies) -> None:
-        self.program, self.cfg, self.bodies = program, cfg, bodies
+    def __init__(self, program: LoopProgram, cfg: Config, bodies: Bodies, limits: Limits) -> None:
+        self.program, self.cfg, self.bodies, self.limits = program, cfg, bodies, limits
         self.ops: list[Op] = list(program.ops)
         self.buffers = dict(program.buffers)
         self.readers: dict[str, list[_ReadingLoop]] = {}
@@ -103,12 +104,21 @@ class _Inliner:
             if isinstance(loop, Pointwise) and loop.index is None and self._keeps_value(loop.out):
                 chosen = self._choose(k, loop)
                 if not chosen and loop.out not in self.pinned and _widens(loop.body):
-                    loop = self._narrowed(k, loop)
                     chosen = [r.op for r in self.readers.get(loop.out, [])]
+                    if self._stays_out(loop, chosen):
+                        continue
+                    loop = self._narrowed(k, loop)
+                else:
+                    chosen = [r for r in chosen if not self._stays_out(loop, [r])]
                 for reader in chosen:
                     self.splice.setdefault(reader, {})[loop.out] = loop
                     self.spliced[loop.out] = self.bodies.of((loop.body,))
         return replace(self.program, ops=tuple(self.ops), buffers=self.buffers)
+
+    def _stays_out(self, loop: Pointwise, readers: Sequence[int]) -> bool:
+        """Whether `Config.without` keeps a loop from going into these."""
+        others = [defines(self.ops[r])[0] for r in readers]
+        return self.limits.refuses("inline", loop.out, (*others, loop.out)[0]) is not None
 
     def _narrowed(self, k: int, loop: Pointwise) -> Pointwise:
         """What makes the cast that a loop ends in, for all readers: of the value, which is stored
@@ -282,7 +292,7 @@ def _widens(n: Node) -> bool:
     )
 
 
-def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:
+def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies, limits: Limits) -> LoopProgram:
     """The program with pointwise loops inlined where that pays; those that nobody reads any more
     are still there."""
-    return _Inliner(program, cfg, bodies).run() if cfg.fusion else program
+    return _Inliner(program, cfg, bodies, limits).run() if cfg.fusion else program

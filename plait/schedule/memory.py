@@ -8,7 +8,7 @@ may write over a buffer that it reads for the last time, element by element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -19,6 +19,7 @@ from plait.ir.expr import Expr, Mono, Size, ceildiv, free_symbols, known_nonneg,
 from plait.ir.loops import Buffer, LoopProgram, Mutate, fences
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import memory_roots
+from plait.schedule.limits import Limits
 from plait.schedule.overwrite import overwritable, users_of
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.schedule.spans import Skyline, Timeline
@@ -358,11 +359,15 @@ def convolution_scratch(plan: Plan) -> dict[int, int]:
     return out
 
 
-def plan_memory(plan: Plan, cfg: Config) -> Plan:
-    """The plan with its MemoryPlan."""
+IN_PLACE, OVER_INPUTS, ARENA = "write in place", "write over inputs", "arena"
+"""What `Config.without` may leave out."""
+
+
+def plan_memory(plan: Plan, cfg: Config, off: Set[str], limits: Limits) -> Plan:
+    """The plan with its MemoryPlan. off: what is left out."""
     if fences(plan.program.ops):  # the order of steps is not that in which streams run
         return plan
-    inputs = _into_inputs(plan)
+    inputs = {} if OVER_INPUTS in off else limits.take(OVER_INPUTS, _into_inputs(plan))
     if not cfg.memory_planning:
         return replace(plan, memory=MemoryPlan(in_place=inputs))
     alive = {n: life for n, life in lives(plan).items() if n not in inputs}
@@ -372,23 +377,27 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     scratch = convolution_scratch(plan)
     cases: tuple[dict[int, int], ...] = (scratch, {}) if scratch else ({},)
     free = [peak_nbytes([*alive.values(), *given], n_steps, hints, c) for c in cases]
-    limits = [most * SLACK + SLACK_NBYTES for most in free]
+    most_nbytes = [most * SLACK + SLACK_NBYTES for most in free]
     # The pool keeps the arena of a backward pass while other parts of a training step may peak.
-    idle_limit = limits[-1] - free[-1] if given else limits[-1]
+    idle_limit = most_nbytes[-1] - free[-1] if given else most_nbytes[-1]
     in_results = _in_results(plan, alive)
     inside = [life for life in placeable(plan, alive) if life.name not in in_results]
+    placed = {life.name: life.name for life in inside if ARENA not in off}
+    placed = limits.take(ARENA, placed)
+    inside = [life for life in inside if life.name in placed]
     while True:
         names = {life.name for life in inside}
-        over = in_place(plan, alive, names)
+        every = {} if IN_PLACE in off else in_place(plan, alive, names)
+        over = limits.first(IN_PLACE, every)
         offsets, nbytes = place(blocks(inside, over), hints)
         outside = [*_merged([x for n, x in alive.items() if n not in names], over), *given]
         peaks = [hint(nbytes, hints) + peak_nbytes(outside, n_steps, hints, c) for c in cases]
-        fits = all(p <= most for p, most in zip(peaks, limits, strict=True))
+        fits = all(p <= most for p, most in zip(peaks, most_nbytes, strict=True))
         if not inside or (fits and hint(nbytes, hints) <= idle_limit):
             break
         largest = max(hint(x.nbytes, hints) for x in inside)
         inside = [x for x in inside if hint(x.nbytes, hints) * 2 <= largest]
-    memory = MemoryPlan(nbytes, offsets, {**over, **inputs})
+    memory = MemoryPlan(nbytes, offsets, {**limits.take(IN_PLACE, every), **inputs})
     return replace(plan, memory=memory)
 
 

@@ -8,6 +8,7 @@ smallest set is left without which the script is right (`switches.py`).
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import warnings
@@ -19,16 +20,22 @@ from typing import Any
 
 import torch
 
+from plait.capture.program import compile_graph
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import PlaitError
+from plait.ir.calls import Extern
+from plait.ir.effects import defines
+from plait.ir.loops import Loop, Pointwise
+from plait.lower.calls import where_of
+from plait.schedule.plan import Plan
 from plait.tools.faults.evaluate import Unknown
-from plait.tools.faults.pieces import SEEDS, Piece, paste
+from plait.tools.faults.pieces import SEEDS, Piece, paste, piece
 from plait.tools.faults.recorded import Recorded, in_key, record
 from plait.tools.faults.script import load_script, of_script, read_options
 from plait.tools.faults.search import Wrong, search_graph, wrong_result
 from plait.tools.faults.shrink import candidates, smallest
-from plait.tools.faults.switches import find_switches
+from plait.tools.faults.switches import find_switches, first_wrong_decision
 from plait.tools.faults.whole import Call, wrong_whole
 
 SECONDS = 30.0
@@ -39,11 +46,13 @@ SECONDS = 30.0
 class Found:
     """What `bisect` found. wrong: the first value that is. switches: the smallest set of passes and
     options without which it is right, () where there is none. script: Python that shows it
-    alone."""
+    alone. decision: what one pass does that makes it wrong, in words, "" where that is not known.
+    """
 
     wrong: Wrong
     switches: tuple[str, ...]
     script: str
+    decision: str = ""
 
     @property
     def text(self) -> str:
@@ -52,6 +61,7 @@ class Found:
         return "\n".join((
             self.wrong.text,
             f"right without: {why}" if why else _NO_SWITCH,
+            *([f"{self.decision} makes the number wrong"] if self.decision else []),
         ))  # fmt: skip
 
 
@@ -100,21 +110,86 @@ def bisect(
 
 def _confirmed(suspects: Sequence[Wrong], graph: Recorded, cfg: Config) -> Found | None:
     """The first suspect that is wrong as the result of a script of its own, and what makes it so;
-    where none is, but a result of the graph is wrong, that one. None: rounding, or a value that a
-    pass gave another meaning."""
+    where none is, but a result of the graph is wrong, that one, with a script of the whole graph if
+    it shows it. None: rounding, or a value that a pass gave another meaning."""
     for wrong in suspects:
-        for seed in SEEDS:
-            fails = partial(_is_wrong, seed=seed, cfg=cfg, right=set())
-            if wrong.piece is not None and fails(wrong.piece):
-                small = smallest(wrong.piece, candidates, fails, SECONDS)
-                pasted = paste(small, in_key(cfg), seed, Path())
-                alone = record(pasted.fn, pasted.args, {}, cfg, dynamic=False)
-                return Found(wrong, find_switches(cfg, partial(_all_right, alone)), pasted.text)
+        if wrong.piece is not None and (shown := _shown(wrong.piece, cfg)):
+            return _found(_first_kernel(wrong, suspects), shown, cfg)
     result = wrong_result(graph, cfg)
     if result is None:
         return None
     wrong = next((w for w in suspects if w.node == result.node), result)
-    return Found(wrong, find_switches(cfg, partial(_all_right, [graph])), _NO_SCRIPT)
+    shown = _shown(piece(graph.bare(cfg), graph.copies()), cfg)
+    return _found(wrong, shown or _Shown([graph], _NO_SCRIPT, lambda origin: origin), cfg)
+
+
+def _first_kernel(wrong: Wrong, suspects: Sequence[Wrong]) -> Wrong:
+    """Of a result, the first suspect that it is computed from: what is wrong only beside what makes
+    its operands has no script of its own kernel."""
+    if wrong.operators or wrong.piece is None:
+        return wrong
+    within = {n.name for n in wrong.piece.module.graph.nodes}
+    return next((w for w in suspects if w.same and w.operators and w.node in within), wrong)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What shows a fault. graphs: of which one is wrong. script: that they are made of. named: the
+    origin of a loop in words."""
+
+    graphs: Sequence[Recorded]
+    script: str
+    named: Callable[[str], str]
+
+
+def _shown(p: Piece, cfg: Config) -> _Shown | None:
+    """The shortest script that shows what is wrong with a piece."""
+    for seed in SEEDS:
+        fails = partial(_is_wrong, seed=seed, cfg=cfg, right=set())
+        if fails(p):
+            small = smallest(p, candidates, fails, SECONDS)
+            pasted = paste(small, in_key(cfg), seed, Path())
+            alone = record(pasted.fn, pasted.args, {}, cfg, dynamic=False)
+            return _Shown(alone, pasted.text, partial(_named, small, pasted.text))
+    return None
+
+
+def _found(wrong: Wrong, shown: _Shown, cfg: Config) -> Found:
+    """With what makes it right."""
+    is_right = partial(_all_right, shown.graphs)
+    switches = find_switches(cfg, is_right)
+    decision = None
+    if len(switches) == 1:
+        decision = first_wrong_decision(cfg, switches[0], is_right, partial(_plans, shown.graphs))
+
+    def name(buffer: str, plan: Plan) -> str:
+        made = (op for op in plan.program.ops if buffer in defines(op))
+        maker = next(made, None)
+        if not isinstance(maker, Loop | Extern) or not maker.origin:
+            return buffer
+        of = shown.named(maker.origin[-1])
+        return of if isinstance(maker, Pointwise | Extern) else f"a {_kind(maker)} of {of}"
+
+    return Found(wrong, switches, shown.script, decision.text(name) if decision else "")
+
+
+def _kind(loop: Loop) -> str:
+    return type(loop).__name__.lower()
+
+
+def _plans(graphs: Sequence[Recorded], cfg: Config) -> list[Plan]:
+    return [compile_graph(g.captured(), cfg).record.plan for g in graphs]
+
+
+def _named(p: Piece, script: str, origin: str) -> str:
+    """The origin of a loop, of a line of the script of a piece, as the value of that line and where
+    the program computes it."""
+    found = re.match(r"<pasted>:(\d+) ", origin)
+    if found is None:
+        return origin
+    name = script.splitlines()[int(found[1]) - 1].partition("=")[0].strip()
+    where = next((where_of(n) for n in p.module.graph.nodes if n.name == name), "")
+    return f"{name} ({where})" if where else name
 
 
 def _between(

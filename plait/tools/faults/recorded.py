@@ -88,7 +88,7 @@ def record(
         return _Recorder(program.name, TARGETS["python"](program, artifacts), calls)
 
     with tempfile.TemporaryDirectory() as folder:
-        chosen = {**changes(cfg), "wrapper": "python", "debug_dir": folder}
+        chosen = {**vars(cfg), "wrapper": "python", "debug_dir": folder}
 
         def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return plait_backend(gm, inputs, options=chosen, target=target)

@@ -8,7 +8,7 @@ blamed. `measure.py` has the rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -39,7 +39,7 @@ class Wrong:
     graph: the name of its graph. kernel: what computes it; operators: those of ATen in it, with
     source lines. node: the FX node whose value it is. where: its source line. worst: its worst
     element. piece: what computes it alone, from what the kernel was given; None for what no kernel
-    computes."""
+    computes. same: passes have not given the node another value."""
 
     graph: str
     kernel: str
@@ -48,6 +48,7 @@ class Wrong:
     where: str
     worst: Worst
     piece: Piece | None = field(compare=False, repr=False)
+    same: bool = True
 
     @property
     def text(self) -> str:
@@ -55,7 +56,7 @@ class Wrong:
         w = self.worst
         return "\n".join((
             f"{self.graph}: {self.kernel} makes {self.node}, {w.n_wrong} of {w.numel} wrong",
-            f"  of {self.operators}",
+            *([f"  of {self.operators}"] if self.operators else []),
             *([f"  at {self.where}"] if self.where else []),
             f"  element {list(w.at)}: plait {w.plait}, eager {w.eager}, float64 {w.float64}",
         ))  # fmt: skip
@@ -72,18 +73,31 @@ class _Ran:
     inputs: Sequence[Any]
 
 
-def _run(graph: Recorded, cfg: Config) -> _Ran:
+CALLS = 3
+"""How often a graph is called: memory is written again at the second, CUDA graphs are replayed at
+the third."""
+
+
+def _run(graph: Recorded, cfg: Config, drawn: Set[str], watched: bool) -> list[_Ran]:
+    """The calls. watched: the first one's values are seen. drawn: nodes of random numbers, which
+    are seen at each."""
+    rans: list[_Ran] = []
     seen: list[tuple[str, str, Tensor]] = []
 
     def watcher(node: str, label: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
+        if tensor is not None and (not rans or node in drawn):
             seen.append((node, label, tensor.detach().clone()))
 
-    program = compile_graph(replace(graph.captured(), watcher=watcher), cfg)
-    inputs = graph.copies()
-    with torch.no_grad():
-        results = program.call(*inputs)
-    return _Ran(program, seen, results, inputs)
+    captured = graph.captured()
+    if watched or drawn:
+        captured = replace(captured, watcher=watcher)
+    program = compile_graph(captured, cfg)
+    for _ in range(CALLS):
+        seen, inputs = [], graph.copies()
+        with torch.no_grad():
+            results = program.call(*inputs)
+        rans.append(_Ran(program, seen, results, inputs))
+    return rans
 
 
 @dataclass
@@ -101,9 +115,11 @@ def search_graph(graph: Recorded, cfg: Config) -> Search:
     """Compiles a graph, calls it and looks through its values."""
     found = Search(passed_over=[] if graph.is_known else [f"{graph.name}, which has no text"])
     if graph.is_known:
-        searcher = _Searcher(graph, cfg, found)
+        searcher = _Searcher(graph, cfg, found, watched=True)
         searcher.look_at_values()
         searcher.look_at_results()
+        if not (found.suspects or searcher.drawn):  # what watches is in the way of some faults
+            _Searcher(graph, cfg, found, watched=False).look_at_results()
     return found
 
 
@@ -111,16 +127,15 @@ def wrong_result(graph: Recorded, cfg: Config) -> Wrong | None:
     """The first result of a graph that is wrong for its arguments, which is beyond doubt."""
     found = Search()
     if graph.is_known:
-        _Searcher(graph, cfg, found).look_at_results()
+        _Searcher(graph, cfg, found, watched=False).look_at_results()
     return next(iter(found.suspects), None)
 
 
 class _Searcher:
     """Looks through one graph in the order of its program."""
 
-    def __init__(self, graph: Recorded, cfg: Config, found: Search) -> None:
+    def __init__(self, graph: Recorded, cfg: Config, found: Search, watched: bool) -> None:
         self.name, self.found = graph.name, found
-        self.ran = _run(graph, cfg)
         self.right = graph.bare(cfg)
         self.cleaned = clean_graph(graph.captured(), cfg).graph
         self.cleaned_nodes = {n.name: n for n in self.cleaned.graph.nodes}
@@ -129,36 +144,51 @@ class _Searcher:
         self.alike = _alike(self.right)
         # What plait computed, by the names of nodes that mean what they meant.
         self.known: dict[str, Any] = dict(zip(self.inputs, graph.inputs, strict=True))
-        drawn = {k: x for k, _, x in self.ran.seen if k in self.nodes and draws(self.nodes[k])}
-        self.known |= drawn
+        self.drawn = {name for name, n in self.nodes.items() if draws(n)}
+        self.rans = _run(graph, cfg, self.drawn, watched)
+        self._know_drawn(self.rans[0])
         self.made_of: dict[str, frozenset[str]] = {}  # buffer -> the known nodes that made it
 
     def look_at_values(self) -> None:
         """What kernels and operators make."""
-        seen = list(reversed(self.ran.seen))
-        for i in self.ran.program.record.wrapper.body:
+        seen = list(reversed(self.rans[0].seen))
+        for i in self.rans[0].program.record.wrapper.body:
             if not isinstance(i, ins.Hook):
                 self._follow(i)
             elif seen and seen[-1][:2] == (i.node, i.label):  # an operator may leave a result out
                 self._look(i.tensor, *seen.pop())
 
     def look_at_results(self) -> None:
-        """What the graph returns, and the arguments that it writes, each for all arguments."""
+        """What the graph returns, and the arguments that it writes, each for all arguments, at
+        every call."""
+        first = self._results(self.rans[0])
+        self._look_at_call(first, "the program")
+        for k, ran in enumerate(self.rans[1:], 2):
+            shown = self._results(ran)
+            if self.drawn or not all(torch.equal(x, first[n]) for n, x in shown.items()):
+                self._know_drawn(ran)
+                self._look_at_call(shown, f"the program, at call {k},")
+
+    def _know_drawn(self, ran: _Ran) -> None:
+        self.known |= {k: x for k, _, x in ran.seen if k in self.drawn}
+
+    def _results(self, ran: _Ran) -> dict[Node, Tensor]:
         outs: Any = output_of(self.right.graph).args[0]
-        after = dict(zip(self.inputs.values(), self.ran.inputs, strict=True))
+        after = dict(zip(self.inputs.values(), ran.inputs, strict=True))
         results = [
-            *zip(outs, self.ran.results, strict=True),
+            *zip(outs, ran.results, strict=True),
             *((n, after[n.args[0]]) for n in self.nodes.values() if _writes(n, after)),
         ]
-        shown = {n: x for n, x in results if n in self.nodes.values() and isinstance(x, Tensor)}
+        return {n: x for n, x in results if n in self.nodes.values() and isinstance(x, Tensor)}
 
+    def _look_at_call(self, shown: Mapping[Node, Tensor], label: str) -> None:
         @cache
         def values(wide: bool, seed: int) -> dict[Node, Any]:  # all at once: they share most
             given = self._given(None, frozenset())
             return Values(self.right, given, wide, seed).known(*shown)
 
         for node, value in shown.items():
-            self._judge(node, value, "the program", frozenset(), values)
+            self._judge(node, value, label, frozenset(), values)
 
     def _follow(self, i: ins.Instr) -> None:
         """What an instruction makes is made of what it uses."""
@@ -172,8 +202,9 @@ class _Searcher:
         """At a value that the program shows."""
         if name in self.nodes:  # else it is a part of others
             node, of = self.nodes[name], self.made_of.get(buffer, frozenset())
-            self._judge(node, value, label, of)
-            if self._means_the_same(node, value, of):
+            same = self._means_the_same(node, value, of)
+            self._judge(node, value, label, of, same=same)
+            if same:
                 self.made_of[buffer] = frozenset({name})
                 self.known |= dict.fromkeys(self.alike[name], value)
 
@@ -205,8 +236,10 @@ class _Searcher:
         label: str,
         of: frozenset[str],
         values: Numbers[Node] | None = None,
+        same: bool = True,
     ) -> None:
-        """Whether a value of a node is wrong. values: of that node, where they are known."""
+        """Whether a value of a node is wrong. values: of that node, where they are known. same: as
+        in `Wrong`."""
         if draws(node):
             return
         try:
@@ -221,7 +254,7 @@ class _Searcher:
             self.found.suspects.append(
                 Wrong(
                     self.name, kernel, operators.removesuffix(")"), node.name, where_of(node),
-                    worst, piece=alone,
+                    worst, piece=alone, same=same,
                 )
             )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The smallest set of passes, options and kernels without which a program is right."""
+"""The smallest set of passes, options and kernels without which a program is right, and the first
+decision of such a pass that makes it wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.config import Config
-from plait.pipelines import LEAVABLE
+from plait.ir.calls import all_programs
+from plait.pipelines import COUNTED, LEAVABLE
+from plait.schedule.limits import LIMITED
+from plait.schedule.plan import Plan, Refusal
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,68 @@ def find_switches(cfg: Config, is_right: Callable[[Config], bool]) -> tuple[str,
             small = _smallest(switches, lambda some: is_right(without(cfg, some)))
             return tuple(s.name for s in small)
     return ()
+
+
+DECISIONS = {
+    "inline": "computing {} within {}",
+    "fuse": "fusing {} with {}",
+    "fuse horizontally": "running {} in one launch with {}",
+    "write over inputs": "writing {} over the argument {}",
+    "arena": "placing {} in the arena",
+    "write in place": "writing {} over {}",
+}
+"""What a pass decides on two buffers, in words."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One that a pass takes on two buffers. plan: in which it is not taken."""
+
+    step: str
+    number: int
+    pair: Refusal
+    plan: Plan
+
+    def text(self, name: Callable[[str, Plan], str]) -> str:
+        """It in words. name: of what makes a buffer."""
+        return DECISIONS[self.step].format(
+            *(name(b, self.plan) for b in (self.pair.a, self.pair.b))
+        )
+
+
+def first_wrong_decision(
+    cfg: Config,
+    step: str,
+    is_right: Callable[[Config], bool],
+    plans: Callable[[Config], Sequence[Plan]],
+) -> Decision | None:
+    """The decision up to which a pass makes a program right and with which it does not, if the pass
+    is one of those that count theirs. The program is right without the pass, and wrong with it.
+    plans: of the program's graphs."""
+    if step not in COUNTED:
+        return None
+
+    def limited(n: int) -> Config:
+        return without(cfg, [Switch(f"{step}:{n}", {})])
+
+    right, wrong = 0, 1
+    if not is_right(limited(0)):
+        return None
+    while is_right(limited(wrong)):
+        right, wrong = wrong, 2 * wrong
+        if wrong > MOST_DECISIONS:
+            return None
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        right, wrong = (middle, wrong) if is_right(limited(middle)) else (right, middle)
+    for plan in (p for top in plans(limited(right)) for p in all_programs(top)):
+        pair = next((r for r in reversed(plan.refusals) if r.reason == LIMITED), None)
+        if pair is not None:
+            return Decision(step, right + 1, pair, plan)
+    return None
+
+
+MOST_DECISIONS = 1 << 20
 
 
 def _smallest(all_of: Sequence[Switch], enough: Callable[[Sequence[Switch]], bool]) -> list[Switch]:

@@ -18,7 +18,7 @@ from plait.config import Config
 from plait.tools.explain import fresh_caller
 from plait.tools.faults.evaluate import WIDER, Unknown
 from plait.tools.faults.measure import HALF, Worst, jitter, worst_of
-from plait.tools.faults.recorded import changes, copied
+from plait.tools.faults.recorded import copied
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -53,7 +53,7 @@ def wrong_whole(module: torch.nn.Module, call: Call, cfg: Config) -> tuple[str, 
             return _seen(one, one, inputs)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return plait_backend(gm, inputs, options=changes(cfg))
+        return plait_backend(gm, inputs, options=vars(cfg))
 
     one = copy.deepcopy(module)
     got = _seen(one, torch.compile(fresh_caller(one), backend=backend), copied(call))

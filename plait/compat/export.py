@@ -32,6 +32,7 @@ from plait.compat.loops import rounds_counted
 from plait.compat.one_run import OneRun, one_run
 from plait.compat.questions import Question, exporting
 from plait.compat.size_checks import Check, condition
+from plait.compat.tracing import few_states
 from plait.errors import Unsupported, UserError
 
 
@@ -226,7 +227,8 @@ def export_graph(
 
 def _traced(env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     context = tracing(TracingContext(env.mode))
-    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted:
+    states = few_states
+    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted, states:
         table = whole_table() if env.whole else inference_table()
         return aot_export_module(flat, inputs, trace_joint=False, decompositions=table)
 

@@ -9,7 +9,7 @@ import linecache
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ import sympy
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.utils import GmWrapper, counters, flatten_graph_inputs
+from torch._functorch import aot_autograd as _torchs
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -114,6 +115,27 @@ def flatten_inputs(
     return flatten_graph_inputs(gm, inputs, compile_flat)
 
 
+_aot: Any = _torchs
+_followed: Callable[[], AbstractContextManager[Any]] = _aot.PhiloxStateTracker
+
+
+def _followed_if_asked() -> AbstractContextManager[Any]:
+    return _followed() if functorch_config.functionalize_rng_ops else nullcontext()
+
+
+def _ask() -> None:
+    _aot.PhiloxStateTracker = _followed_if_asked
+
+
+def _follow() -> None:
+    _aot.PhiloxStateTracker = _followed
+
+
+few_states = Shared(_ask, _follow)
+"""Inside, AOTAutograd makes tensors of random numbers' states, in 3 ms a graph, only for whoever
+wants them as inputs of graphs: nobody else looks at them."""
+
+
 def aot_compile(
     gm: DynamoGraph,
     example_inputs: Sequence[Any],
@@ -126,7 +148,7 @@ def aot_compile(
 ) -> Callable[..., Any]:
     """Runs AOTAutograd over one Dynamo graph with these compilers; the result takes Dynamo's
     arguments. whole: operators that have kernels in eager are not decomposed."""
-    with own_analysis(), rounds_counted, positions_found(example_inputs):
+    with own_analysis(), rounds_counted, few_states, positions_found(example_inputs):
         made: Callable[..., Any] = (
             aot_module_simplified(  # only keywords that every supported torch has
                 gm,

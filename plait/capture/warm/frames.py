@@ -75,7 +75,7 @@ def start_warm() -> None:
 def _on_frame(frame: Frame, compile_frame: Callable[[], Any]) -> Any:
     if not _is_ours(frame):
         return compile_frame()
-    with collector_paused():
+    with collector_paused(), frames.guards_unmeasured():
         cfg = _config_of(frame)
         return compile_frame() if cfg is None else _started(frame, compile_frame, cfg)
 

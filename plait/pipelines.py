@@ -44,6 +44,7 @@ from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.rows import join_rows
 from plait.graph.softmax import split_log_softmax
+from plait.graph.spectra import drop_vectors
 from plait.graph.streams import order_streams
 from plait.graph.write_out import write_out
 from plait.ir.calls import Extern, UserKernel, all_programs
@@ -126,6 +127,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("write out bags", write_out_bags),
     *CONVOLUTIONS,  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
+    ("drop vectors", drop_vectors),
     # After it: what nobody reads need not be made. Before those that clean what it makes.
     ("write out", write_out),
     ("join rows", join_rows),

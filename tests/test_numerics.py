@@ -158,6 +158,29 @@ def test_precise_rounds_once(dtype: torch.dtype) -> None:
     assert torch.equal(kept, cast(x.float(), y.float()))
 
 
+def normed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums and norms that become one kernel."""
+    z = x + y
+    rms = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return z, F.layer_norm(z, (333,)), rms
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_precise_rounds_no_operand_of_a_norm_in_its_kernel(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(64, 333).to(dtype) for _ in range(2))
+
+    def errors(found: tuple[Tensor, ...]) -> list[float]:
+        exact = normed(x.double(), y.double())
+        return [float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True)]
+
+    precise = torch.compile(normed, backend="plait", options={"numerics": "precise"})(x, y)
+    once = [t.to(dtype) for t in normed(x.float(), y.float())]
+    got, want, eager = errors(precise), errors(tuple(once)), errors(normed(x, y))
+    assert all(a < 1.001 * b for a, b in zip(got, want, strict=True)), (got, want)
+    assert all(a < 0.9 * b for a, b in zip(got[1:], eager[1:], strict=True)), (got, eager)
+
+
 def test_loose_casts_are_read_back(tmp_path: Any) -> None:
     from plait.ir.text import program_text, read_program
 

@@ -15,6 +15,7 @@ from plait.ir.dtypes import i64
 from plait.ir.effects import loop_outs
 from plait.ir.expr import Atom, Expr, Size, atom_of, substitute
 from plait.ir.loops import (
+    LOOSE,
     Load,
     Loop,
     Node,
@@ -22,6 +23,7 @@ from plait.ir.loops import (
     Reduction,
     Scan,
     Scatter,
+    cast,
     const,
     index_exprs,
     integer,
@@ -30,6 +32,7 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.reductions import REDUCTIONS
+from plait.ir.rules import preserves
 from plait.schedule.deps import load_of, space
 from plait.schedule.plan import Reduce, Stmt, Store, part_of
 
@@ -145,6 +148,10 @@ def _at_place(index: Index, within: Atom, k: int) -> Index:
     return tuple(substitute(e, {within: k}) for e in index)
 
 
+def _is_loose(x: Node) -> bool:
+    return x.op == "cast" and x.attr == LOOSE
+
+
 class _Body:
     """Rewrites bodies of members into the group's variables, with loads of values that the group
     itself made replaced by their nodes.
@@ -187,6 +194,8 @@ class _Body:
         if n.op == "index" and env:
             (value_at,) = self.member.at(index_exprs(n))
             return integer(value_at, args)
+        if n.op == "cast" and _is_loose(args[0]) and preserves(args[0].args[0].dtype, n.dtype):
+            return cast(args[0].args[0], n.dtype)  # another loop made it: nothing is rounded
         return with_args(n, args)
 
     def _pick(self, buf: str, index: Index, made: Index, value: Node) -> Node:

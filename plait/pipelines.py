@@ -344,7 +344,7 @@ def _schedule(program: LoopProgram, cfg: Config, log: Log, names: Names, limits:
     loops = may("join operands", join_operands, loops, bodies)
     split: tuple[LoopProgram, dict[str, Reduction]] = (loops, {})
     if "split reductions" not in off:
-        split = log("split reductions", split_reductions, loops, bodies)
+        split = log("split reductions", split_reductions, loops, bodies, cfg.batch_invariant)
     grouping = log("group loops", group_loops, split, bodies)
     grouping = may("fuse", fuse, grouping, cfg, limits)
     ordered = log("order", order, grouping)
@@ -352,7 +352,8 @@ def _schedule(program: LoopProgram, cfg: Config, log: Log, names: Names, limits:
     if "fuse horizontally" not in off:
         ordered = log("fuse horizontally", fuse_horizontally, grouping, ordered, cfg, limits)
     plan = log("make plan", make_plan, grouping, ordered, names)
-    plan = may("split by size", split_by_size, plan, names)
+    if not cfg.batch_invariant:
+        plan = may("split by size", split_by_size, plan, names)
     # Before memory is planned: what the first of a pair is given is needed for longer.
     plan = may("pair products", pair_products, plan)
     plan = log("plan memory", plan_memory, plan, cfg, off, limits)

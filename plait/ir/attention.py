@@ -82,6 +82,9 @@ class Attention(DeviceKernel):
     additions: what the kernel for the gradient of queries adds up beside it.
     heads: how many heads of queries are rows of one block; they share keys, and queries are few.
     parts: of a walk along keys, each with a result of its own: the first dimension of results.
+    causal: a query sees keys up to its own position, where its walk may end. The mask says so too.
+    by_row: a row of the result has the same bits in any batch, with keys behind it that do not
+        count, however many: blocks do not depend on lengths.
     """
 
     gives: str
@@ -94,6 +97,8 @@ class Attention(DeviceKernel):
     additions: tuple[Addition, ...] = ()
     heads: int = 1
     parts: int = 1
+    causal: bool = False
+    by_row: bool = False
 
     @property
     def n_first(self) -> int:
@@ -123,6 +128,8 @@ class Attention(DeviceKernel):
             max(self.heads, self.parts) > 1 and self.gives != "result"
         ):
             return f"a kernel of {self.gives} over {self.heads} heads in {self.parts} parts"
+        if self.causal and (self.gives != "result" or self.tables or self.mask is None):
+            return "a kernel of attention that ends early, and does not know where"
         if any(f.loaded - given - {"score", "grad"} for f in known):
             return "a kernel of attention whose formulas load what is no operand"
         return ""
@@ -172,6 +179,8 @@ def attention_text(a: Attention, scope: Scope) -> str:
         f"block={tuple_text([*map(str, a.block)])}",
         f"heads={a.heads}",
         f"parts={a.parts}",
+        f"causal={a.causal}",
+        f"by_row={a.by_row}",
     ]
     return f"Attention({', '.join(facts)})"
 

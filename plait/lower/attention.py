@@ -1,14 +1,15 @@
-"""FlexAttention on a GPU: kernels of attention, with the user's functions of scores as formulas.
+"""Attention on a GPU: kernels of it, with functions of scores as formulas.
 
 Comes in: `flex_attention` or its backward, of which `graph/attention_kernels.py` says that a kernel
-holds them. Goes out: an `Extern` with an `Attention`; of a backward one for the gradient of
-queries, and one for those of keys and values.
+holds them, with the user's functions; and, where rows keep their bits in any batch, what
+`scaled_dot_product_attention` calls. Goes out: an `Extern` with an `Attention`; of a backward one
+for the gradient of queries, and one for those of keys and values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from plait.graph.edit import results_read
 from plait.ir import loops
 from plait.ir.attention import Addition, Attention, Formula
 from plait.ir.calls import Extern, TensorArg
-from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.dtypes import DType, b1, bf16, f16, f32, i64
 from plait.ir.expr import (
     Expr,
     Size,
@@ -48,6 +49,8 @@ _WHOLE = 1 << 30  # PyTorch's size of a block where there is no block mask
 _MOST_FEW = 64  # queries of heads that are rows of one block
 _PROGRAMS = 264  # two for each multiprocessor of an H100
 _LEAST_KEYS = 256  # of a program that shares a walk
+_WIDEST = 256  # numbers of a row
+_LEAST = -2.0e38
 _MOST_ROWS = (1 << 31) - (1 << 12)  # positions, with those of a last block, have 32 bits
 
 
@@ -184,6 +187,47 @@ def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View
     return found
 
 
+# --------------------------------------------------------------------------- of the library's kinds
+def row_attention(ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    """scaled_dot_product_attention by our kernel, where rows keep their bits: for results alone.
+    None: the library computes what its backward needs, dropout, and rows that no kernel takes."""
+    op: Any = ctx.node.target
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | {**kwargs}
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    bias, causal = given.get("attn_bias", given.get("attn_mask")), given.get("is_causal", False)
+    if not _is_taken(ctx, q, k, v) or given.get("dropout_p", 0.0) or results_read(ctx.node) - {0}:
+        return None
+    if causal and q.shape[2] != k.shape[2]:  # kernels differ in what the last query sees
+        return None
+    scale = given.get("scale")
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        return None
+    c = _Call(ctx, (q, k, v), (None, _WHOLE, _WHOLE, None), scale)
+    formulas = {"score": c.biased(bias), "mask": c.causal() if causal else None}
+    sums = ctx.new_buffer(f32, tuple(q.shape[:3]), None, True, ctx.device())
+    outs = [c.result(0), sums]
+    c.launch("result", (q, k, v), 0, formulas, outs, 4, causal=causal, operator=op.name())
+    return ctx.whole(outs[0])
+
+
+def _is_taken(ctx: Lowering, q: View, k: View, v: View) -> bool:
+    """Whether a kernel of ours can have these operands."""
+    if not (ctx.facts().streams and ctx.cfg.kernels) or q.dtype not in (f16, bf16, f32):
+        return False
+    if any(len(x.shape) != 4 or x.dtype != q.dtype for x in (q, k, v)):
+        return False
+    sizes = (*q.shape[1::2], *k.shape[1::2], *v.shape[1::2])
+    known = [n for n in sizes if isinstance(n, int) and n > 0]
+    if len(known) < len(sizes):
+        return False
+    heads, width, shared, k_width, v_heads, v_width = known
+    if bounds(q.shape[0])[0] < 1 or bounds(q.shape[2])[0] < 1 or bounds(k.shape[2])[0] < 1:
+        return False
+    alike = width == k_width and shared == v_heads and heads % shared == 0
+    return alike and max(width, v_width) <= _WIDEST and k.shape[:3] == v.shape[:3]
+
+
 @dataclass
 class _Call:
     """One call of the operator.
@@ -224,6 +268,24 @@ class _Call:
         """Where scores count; None: everywhere."""
         (found,) = self._formulas(graph, (), captured, place, (), b1)
         return None if found.body == loops.const(True, b1) else found
+
+    def biased(self, bias: View | None) -> Formula | None:
+        """A score with a number of its own added."""
+        if bias is None:
+            return None
+        self.given.append(bias)
+        score = loops.node("load", (), Load("score", ()), f32)
+        own = self.vars[len(self.vars) - len(bias.shape) :]
+        index = tuple(0 if n == 1 else v for n, v in zip(bias.shape, own, strict=True))
+        n = cast(loops.node("load", (), Load("given0", index), bias.dtype), f32)
+        # So that to base 2 it is finite too: of a row of nothing but such, all keys count alike.
+        least = apply("max", n, loops.const(_LEAST, f32))
+        return Formula(self.vars, score + apply("where", apply("eq", n, -math.inf), n, least))
+
+    def causal(self) -> Formula:
+        """Where a key comes no later than a query."""
+        *_, i, j = map(integer, self.vars)
+        return Formula(self.vars, apply("le", j, i))
 
     def gradients(
         self, joint: GraphModule, sums: Sequence[Sum], captured: Sequence[Any], place: int
@@ -305,7 +367,7 @@ class _Call:
         keys: as many as keep a device busy where queries are few."""
         q, k, _ = self.inputs
         n, heads, shared = q.shape[2], q.shape[1], k.shape[1]
-        if not isinstance(n, int) or n > _MOST_FEW:
+        if not isinstance(n, int) or n > _MOST_FEW or self.ctx.cfg.batch_invariant:
             return 1, 1
         assert isinstance(heads, int) and isinstance(shared, int), "a number of heads varies"
         tables = [x for x in self.block_mask[2:4] if isinstance(x, View)]
@@ -338,11 +400,12 @@ class _Call:
     def launch(
         self, gives: str, given: Sequence[View], tables: int, formulas: dict[str, Formula | None],
         outs: list[str], flops: int, added: tuple[tuple[Addition, ...], list[str]] = ((), []),
-        heads: int = 1, parts: int = 1,
+        heads: int = 1, parts: int = 1, causal: bool = False,
+        operator: str = "higher_order::flex_attention",
     ) -> None:  # fmt: skip
         """Records a launch. tables: where those of its walk begin in block_mask. flops: for each
         product of two numbers of a query and a key. added: additions, and what they are to. heads,
-        parts: as Attention has them."""
+        parts, causal: as Attention has them. operator: that is lowered."""
         ctx, (q, k, _) = self.ctx, self.inputs
         lists = [x for x in self.block_mask[tables : tables + 4] if isinstance(x, View)]
         rows, columns = self.block_mask[-3:-1]
@@ -359,7 +422,8 @@ class _Call:
         kernel = Attention(
             f"attention_{gives}.{ctx.name}.{ctx.node.name}", gives,
             formulas["score"], formulas.get("gradient"), formulas["mask"], self.scale,
-            len(lists) // 2, (int(rows), int(columns)), additions, heads, parts,
+            len(lists) // 2, (int(rows), int(columns)), additions, heads, parts, causal,
+            ctx.cfg.batch_invariant,
         )  # fmt: skip
         held = [f.body for f in formulas.values() if f is not None]
         held += (n for a in additions for n in (*a.index, a.body))
@@ -375,7 +439,7 @@ class _Call:
         work: Size = product((flops, *q.shape, k.shape[2]))
         ctx.ops.append(
             Extern(
-                tuple(outs), "higher_order::flex_attention", (*args, *sorted(sizes, key=str)),
+                tuple(outs), operator, (*args, *sorted(sizes, key=str)),
                 mutates=tuple(sums), may_keep=False, kernel=kernel, fallback=False, flops=work,
                 origin=ctx.origin,
             )

@@ -18,6 +18,7 @@ from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
+from plait.lower.attention import row_attention
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import inside, load_if, result
@@ -134,6 +135,8 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
         mask = kwargs.get("attn_mask")
         operands = (q, k, v) if mask is None else (q, k, v, mask)
         return _launched(ctx, kernel, operands, flops), None
+    if ctx.cfg.batch_invariant and (made := row_attention(ctx, (q, k, v, *rest), kwargs)):
+        return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
 
 

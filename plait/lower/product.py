@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from plait import compat
+from plait.devices import DEVICES
 from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg, Operator
 from plait.ir.dtypes import DType, bf16, f16, f32, i8, i32, u8
@@ -33,6 +35,7 @@ _MEASURED_ROWS = 128
 takes three times as long."""
 _LEAST_COLUMNS, _LEAST_DEPTH = 64, 128  # of such a product
 _LEAST_LARGE = 1 << 19  # elements of a product that tiles of 128 x 128 share
+_MULTIPROCESSORS = DEVICES["cuda"].multiprocessors
 _PROGRAMS = 128  # about as many as an H100 has multiprocessors
 _FEW_TILES = 32  # leave most of them idle
 _MOST_PARTS, _LEAST_PARTS = 64, 4  # of a walk along k: a second kernel adds them up
@@ -49,6 +52,9 @@ _MEDIUM = (
 )  # fmt: skip
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
+_ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
+"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes."""
+_FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
 _CONVERTING = 512  # programs that convert codes: benchmarks/quantised_gpu.py
@@ -98,6 +104,38 @@ def cut(
         return found
     # As many bytes a step.
     return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=True)
+
+
+def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
+    """How a kernel of ours computes a product of which a row keeps its bits in any batch: all sums
+    walk along k once. None where it has no such kernel, whatever rows there are."""
+    shapes = (*a.shape, *b.shape)
+    if not (ctx.facts().streams and ctx.cfg.kernels) or a.dtype not in (f16, bf16, f32):
+        return None
+    if b.dtype != a.dtype or len(a.shape) not in (2, 3) or len(b.shape) != len(a.shape):
+        return None
+    if 0 in shapes or b.shape[-1] == 1 or is_refused(ctx.node):
+        return None
+    *batch, m, n = map(compat.tracing.hint_of, ctx.node.meta["val"].shape)
+    found = _row_tile(math.prod(batch), m, n)
+    if a.dtype != f32:
+        return found
+    return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=is_rounded())
+
+
+def _row_tile(batch: int, m: int, n: int) -> Cut:
+    """The tile of products of m rows and n columns. No bit depends on it: it may follow how many
+    there are (H200: every tile, number of warps and instruction of tensor cores gives the same)."""
+    if m <= _FEW_ROWS:
+        wide = batch * -(-n // 64) >= _FEW_WIDE
+        return Cut(_power(m), 64, 128) if wide else Cut(min(32, _power(m)), 16, 256)
+
+    def cost(tile: tuple[int, int, int, float]) -> float:
+        rows, columns, _, time = tile
+        return time * -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
+
+    rows, columns, depth, _ = min(_ROW_TILES, key=cost)
+    return Cut(rows, columns, depth)
 
 
 def is_rounded() -> bool:

@@ -37,10 +37,11 @@ from plait.schedule.stages import Cut, Stages
 
 
 def split_reductions(
-    program: LoopProgram, bodies: Bodies
+    program: LoopProgram, bodies: Bodies, by_row: bool = False
 ) -> tuple[LoopProgram, dict[str, Reduction]]:
     """The program with long reductions in two stages, and the sums of columns that kernels which
-    reduce rows could make on the way: as they were, by the buffer of partial sums."""
+    reduce rows could make on the way: as they were, by the buffer of partial sums. by_row: how one
+    is cut does not depend on how many results it has."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
     column_sums: dict[str, Reduction] = {}
@@ -49,7 +50,8 @@ def split_reductions(
     peaks: dict[str, Stages] = {}
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
-    if any(facts_of(b.device).rates.column_programs for b in buffers.values()):
+    walks = any(facts_of(b.device).rates.column_programs for b in buffers.values())
+    if walks and not by_row:
         rows, results = _of_rows(program, bodies)
     for op in program.ops:
         if not isinstance(op, Reduction):
@@ -62,7 +64,7 @@ def split_reductions(
             value, op = _valued(op, buffers)
             ops.append(value)
         is_peak = loop_outs(op)[0] in maxima
-        found = _chunks(op, buffers, bodies, program.hints, rows, is_peak)
+        found = _chunks(op, buffers, bodies, program.hints, rows, is_peak, by_row)
         if found is None:
             ops.append(op)
             continue
@@ -148,10 +150,12 @@ def _chunks(
     hints: Hints,
     rows: Set[tuple[str, int]],
     is_peak: bool,
+    by_row: bool,
 ) -> tuple[Reduction, Cut, bool] | None:
     """A reduction, perhaps over fewer axes, how it is cut, and whether as a sum of columns,
-    or None where it stays whole. is_peak: it is the maximum that exponentials are summed below."""
-    outer = hint_numel(map(extent, op.vars), hints)
+    or None where it stays whole. is_peak: it is the maximum that exponentials are summed below.
+    by_row: as if it had one result."""
+    outer = 1 if by_row else hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
     if not op.rvars or not found:

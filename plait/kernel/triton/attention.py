@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from plait.ir.attention import Attention
+from plait.ir.attention import Attention, Formula
 from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
+from plait.ir.dtypes import f32
 from plait.ir.expr import Size, bounds, ceildiv, product
-from plait.ir.loops import Buffer
+from plait.ir.loops import Buffer, Load, node
 from plait.kernel.triton.dialects import DIALECTS, LEAST_SHARED, shared_nbytes
 from plait.kernel.triton.formulas import additions_of, function_of
 from plait.kernel.triton.ops import prelude_for
@@ -112,6 +113,9 @@ class _Writer(Writer):
             else:
                 b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
         sparse = a.block if a.tables else (0, 0)
+        if a.by_row:
+            rows, columns = _dividing(b.rows, sparse[0]), _dividing(b.columns, sparse[1])
+            return replace(b, rows=rows, columns=columns)
         if a.heads > 1:  # there is one block of the tables
             rows = _power(_known(q.shape[2]) * a.heads)
         else:
@@ -141,7 +145,7 @@ class _Writer(Writer):
         made = [
             function_of(name, params, f, given, names, narrow)
             for name, params, f in (
-                ("score_of", ("score", *_PARAMS, *_INSIDE), a.score),
+                ("score_of", ("score", *_PARAMS, *_INSIDE), self._score),
                 ("gradient_of", ("score", *_PARAMS, "grad", *_INSIDE), a.gradient),
                 ("mask_of", (*_PARAMS, *_INSIDE), a.mask),
             )
@@ -152,6 +156,22 @@ class _Writer(Writer):
         power = "p_ex2(x)" if narrow else "tl.exp2(x)"
         made.append((f"@triton.jit\ndef power_of(x):\n    return {power}", False))
         return [text for text, _ in made], any(checks for _, checks in made)
+
+    @property
+    def _in_base(self) -> bool:
+        """Whether score_of gives logarithms to base 2. Then all that count as little as a number
+        can say count alike: nothing is rounded between them and the greatest. And a mask that adds
+        0 has the bits of none."""
+        return self.attention.by_row and self.attention.gives == "result"
+
+    @property
+    def _score(self) -> Formula | None:
+        """What a score becomes."""
+        f = self.attention.score
+        if not self._in_base:
+            return f
+        f = f or Formula((), node("load", (), Load("score", ()), f32))
+        return replace(f, body=f.body * LOG2E)
 
     @property
     def _end(self) -> int:
@@ -169,6 +189,8 @@ class _Writer(Writer):
         # A factor after score_of costs nothing: it is part of what exponentials are taken of. The
         # greatest score stays the greatest by one above 0.
         before, after = (a.scale, LOG2E) if changes else (1.0, a.scale * LOG2E)
+        if self._in_base:
+            before, after = a.scale, 1.0
         if after <= 0:
             before, after = after, 1.0
         return {
@@ -180,7 +202,7 @@ class _Writer(Writer):
             "ROW_EDGE": self._has_edge(rows, block.rows, 0 if per_row else a.block[0]),
             "COLUMN_EDGE": self._has_edge(n, block.columns, a.block[1] if per_row else 0),
             "SCALE": a.scale, "BEFORE": before, "AFTER": after, "CHANGES": changes,
-            "MASKS": a.mask is not None, "ADDS": bool(a.additions),
+            "MASKS": a.mask is not None, "CAUSAL": a.causal, "ADDS": bool(a.additions),
             "STAGES": block.stages, "PRECISION": "ieee",
         }  # fmt: skip
 
@@ -259,9 +281,16 @@ def _known(n: Size) -> int:
     return n
 
 
+def _dividing(block: int, sparse: int) -> int:
+    """A block that divides those of tables."""
+    while block > 16 and sparse % block:
+        block //= 2
+    return block
+
+
 def _fitting(block: int, length: Size, sparse: int) -> int:
     """A block that divides those of tables, and is not much longer than all."""
-    most = bounds(length)[1]
-    while block > 16 and (sparse % block or block >= 2 * most):
+    most, block = bounds(length)[1], _dividing(block, sparse)
+    while block > 16 and block >= 2 * most:
         block //= 2
     return block

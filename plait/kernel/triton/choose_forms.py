@@ -58,7 +58,8 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     """The forms of the values that have another than their op's. float8: there are instructions for
     floats of 8 bits."""
     roots = layout.linear.roots()
-    narrow = find_narrow(layout.linear)
+    by_row = layout.linear.by_row
+    narrow = frozenset[Node]() if by_row else find_narrow(layout.linear)
     users = Counter(a for n in walk(roots) for a in n.args)
     sums = {s.name: s for s in layout.linear.stmts if isinstance(s, Reduce)}
     forms: dict[Node, Form] = {}
@@ -69,16 +70,14 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
             forms[n] = code = _limited(code, users, fours)
         elif nearest := _nearest(n, users, fours):
             forms[n] = nearest
-        if quotient := _coded_quotient(n, code, users, layout):
+        if not by_row and (quotient := _coded_quotient(n, code, users, layout)):
             forms[quotient] = _step(quotient)
     for n in walk(roots):
         form = (
             forms.get(n)
             or _scaled_quotient(n, layout)
             or _quotient_by_choice(n)
-            or _quotient(n, layout, sums, narrow)
-            or _share(n, sums)
-            or _one_more(n, n in narrow, users)
+            or (None if by_row else _in_context(n, layout, sums, narrow, users))
             or exactly_rounded(n)
             or _rounding(n)
             or (_near(n) if n in narrow else None)
@@ -86,6 +85,14 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
         if form is not None:
             forms[n] = form
     return forms
+
+
+def _in_context(
+    n: Node, layout: Layout, sums: Mapping[str, Reduce], narrow: Set[Node],
+    users: Mapping[Node, int],
+) -> Form | None:  # fmt: skip
+    """A form whose last bits are others, where what is around a value allows it."""
+    return _quotient(n, layout, sums, narrow) or _share(n, sums) or _one_more(n, n in narrow, users)
 
 
 def _near(n: Node) -> Form | None:

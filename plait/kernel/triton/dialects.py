@@ -197,7 +197,7 @@ def shared_nbytes(gpu: Gpu) -> int:
 def gpu_of(device: str, cfg: Config) -> Gpu:
     """What kernels for a device are compiled for: the device at hand, which may be newer than what
     is known here, or what the option names. Raises UserError for an option that is no such name."""
-    return _gpu_of(device, cfg)._replace(joins=not cfg.keeps_bits)
+    return _gpu_of(device, cfg)._replace(joins=not (cfg.keeps_bits or cfg.batch_invariant))
 
 
 def _gpu_of(device: str, cfg: Config) -> Gpu:

@@ -88,6 +88,14 @@ class Layout:
         *outer, r = (g.block for g in self.tile.groups)
         return f"[{', '.join(map(str, (*outer, r // points, points)))}]"
 
+    def each_segment(self, points: int) -> tuple[str, str]:
+        """The shape of all segments of a block, one below the other, and that of the block with a
+        point for each."""
+        *outer, r = (g.block for g in self.tile.groups)
+        many = (math.prod(outer) * (r // points), points)
+        one = (*outer, r // points, 1)
+        return f"[{', '.join(map(str, many))}]", f"[{', '.join(map(str, one))}]"
+
     def by_number(self, e: Size, points: int) -> Size:
         """An index that does not walk along segments of so many points, over their number."""
         places: dict[Atom, Size] = {}

@@ -189,6 +189,15 @@ _FUNCTIONS: dict[str, str] = dict((
     y = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each])
     return tl.reshape(y, [x.shape[0], x.shape[1] * each])
 """),
+    # Rows, combined by neighbours, by pairs of these, and so on: the same bits however a block is
+    # laid out, and whatever identities stand behind a row.
+    *((f"p_tree_{op}", f"""def p_tree_{op}(x):
+    rows: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(20):
+        if x.shape[1] > 1:
+            x = {reduced.format("tl.reshape(x, (rows, x.shape[1] // 2, 2)), 2")}
+    return x
+""") for op, reduced in (("add", "tl.sum({})"), ("mul", "tl.reduce({}, p_mul)"))),
     # The element along an axis where a mask is set, to its last bit.
     ("p_at", """def p_at(a, mask, axis: tl.constexpr):
     bits = a.to(tl.int64 if a.dtype.primitive_bitwidth == 64 else tl.int32, bitcast=True)

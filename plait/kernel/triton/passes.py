@@ -43,7 +43,8 @@ def plan_passes(linear: LinearKernel, looped: bool) -> Passes:
     """The passes of a kernel. looped: the block walks along the rows; otherwise it holds them."""
     deps = dependences(linear)
     found, last = cut_passes(linear, deps)
-    if not looped:
+    # What lanes keep depends on which reductions share a kernel.
+    if not looped or linear.by_row:
         return Passes(found, last)
     level = {
         s.name: (k, s)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel, Variant
-from plait.ir.expr import Size, ceildiv, product, total
-from plait.ir.loops import Buffer, Load, Pointwise, walk
+from plait.ir.expr import Size, ceildiv, free_symbols, product, total
+from plait.ir.loops import Buffer, Load, Pointwise, exprs_of, is_arg, walk
 from plait.ir.product import PARTNER, PRODUCT, Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
@@ -86,7 +86,7 @@ def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
     """How many rows of tiles share what they load of the right factor: as many as the cache holds
     of the left one, beside tiles of the right one."""
     if not isinstance(high, int) or not isinstance(row_nbytes, int):
-        return 1
+        return _LEAST_GROUP
     return max(1, min(high, max(_LEAST_GROUP, _GROUP_NBYTES // (cut.rows * row_nbytes))))
 
 
@@ -129,6 +129,7 @@ class _Writer(Writer):
         left, stored, *given = self.tensors
         (*batch, m, k), n = left.shape, extent(self.product.results[0].vars[-1])
         batch = [self._cut.matrices] if self._cut.matrices else batch
+        self.sizes += self._asked()
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
         finish, checks = results_of(self.product, given, self.outs, names)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
@@ -147,6 +148,16 @@ class _Writer(Writer):
         text = "\n\n".join(filter(None, parts))
         rival, cold = (self._rival(), (1,)) if self.tunes else (None, ())
         return UserKernel(self.product.name, text, self.pointers(), variants, rival, cold)
+
+    def _asked(self) -> list[Size]:
+        """Sizes that only a call tells: of what results are computed with, and where they lie."""
+        made = [r for r in (*self.product.results, self.product.right) if r is not None]
+        asked: list[Size] = [e for r in made for n in walk((r.body,)) for e in exprs_of(n)]
+        asked += (e for r in made for e in r.index or ())
+        asked += (e for x in (*self.tensors[1:], *self.outs) for e in (*x.shape, *x.strides))
+        own = {v.symbol for r in made for v in r.vars}
+        found = {a.expr for e in asked for a in free_symbols(e) if a not in own and not is_arg(a)}
+        return sorted(found - {*self.sizes}, key=str)
 
     def _rival(self) -> Rival | None:
         """What may be faster; None: the vendor has no such product."""

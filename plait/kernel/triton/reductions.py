@@ -49,12 +49,19 @@ class Reductions:
         """The result of each point's segment. Segments lie in their row as a whole, or outside."""
         block, shape = self.layout.shape(self.layout.everything), self.layout.segments(s.segment)
         value = f"tl.broadcast_to({self.values.value(s.value)}, {block})"
-        cut = self.lines.define(f"tl.reshape({value}, {shape})", True)
-        fn = combiner(s.kind, s.value.dtype)
-        kind = TYPES[s.value.dtype.name]
-        found = self.lines.define(f"tl.reduce({cut}, 2, {fn})[:, :, None].to({kind})", True, "a")
+        kind, found = TYPES[s.value.dtype.name], self._of_each(s, value, shape)
+        found = self.lines.define(f"{found}.to({kind})", True, "a")
         spread = f"tl.reshape(tl.broadcast_to({found}, {shape}), {block})"
         return self.lines.define(spread, True, "a")
+
+    def _of_each(self, s: Reduce, value: str, shape: str) -> str:
+        """The results of segments, with the shape of the block but for one point of each."""
+        if self._is_tree(s):
+            many, one = self.layout.each_segment(s.segment)
+            rows = self.lines.define(f"tl.reshape({value}, {many})", True)
+            return f"tl.reshape(p_tree_{REDUCTIONS[s.kind].op}({rows}), {one})"
+        cut = self.lines.define(f"tl.reshape({value}, {shape})", True)
+        return f"tl.reduce({cut}, 2, {combiner(s.kind, s.value.dtype)})[:, :, None]"
 
     def _block(self, s: Reduce) -> str:
         """The value of a reduction over the whole block, identity outside the tensor."""
@@ -73,12 +80,19 @@ class Reductions:
         d = s.value.dtype
         if position:
             return f"tl.reduce(({block}, {position}), 1, p_{s.kind})[1][:, None].to(tl.int64)"
+        if self._is_tree(s):
+            return f"p_tree_{REDUCTIONS[s.kind].op}({block})"
         if s.kind == "sum" and d.is_float:
             return f"tl.sum({block}, 1)[:, None]"
         if d == b1:
             word = self.lines.define(f"{block}.to(tl.int32)", inner)
             return f"(tl.reduce({word}, 1, {combiner(s.kind, d)})[:, None] != 0)"
         return f"tl.reduce({block}, 1, {combiner(s.kind, d)})[:, None].to({TYPES[d.name]})"
+
+    def _is_tree(self, s: Reduce) -> bool:
+        """Whether the order in which it combines values matters, and must not be Triton's."""
+        by_row = self.layout.linear.by_row and s.value.dtype.is_float
+        return by_row and REDUCTIONS[s.kind].op in ("add", "mul")
 
     # ------------------------------------------------------------------------------- before a loop
     def start(self, a: Accumulator, in_order: bool) -> None:

@@ -73,6 +73,8 @@ def _start(
     block = tile.groups[-1].block
     if len(linear.rvars) > 1 or any(g.block > 1 for g in tile.outer) or tile.unit > 1:
         return None
+    if linear.by_row:  # which lane has a point would depend on the row
+        return None
     if isinstance(whole, int) and whole < 3 * block:
         return None
     (r,) = linear.rvars

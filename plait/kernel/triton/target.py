@@ -62,15 +62,16 @@ class TritonTarget(Target):
         triton_version()
 
     def machines(self, devices: Set[str], cfg: Config) -> Machines:
-        """What each GPU is, and how many programs fill it."""
-        return {d: (gpu_of(d, cfg), busy_of(d, cfg)) for d in devices}
+        """What each GPU is, how many programs fill it, and whether rows keep their bits."""
+        rows = cfg.batch_invariant
+        return {d: (gpu_of(d, cfg), busy_of(d, cfg), rows) for d in devices}
 
     def measure(
         self, kernels: Sequence[Kernel], unaligned: Unaligned, machines: Machines, cfg: Config
     ) -> Measured:
         """The fastest tile of each kernel that has several, on the device at hand."""
         _, distinct, symbols = _distinct(kernels, unaligned, machines)
-        spaces = {key: _space(k) for key, k in distinct.items()}
+        spaces = {key: _space(k, by_row=key.by_row) for key, k in distinct.items()}
         tiles = {key: _tiles(k, spaces[key], key.busy) for key, k in distinct.items()}
         forms = {x: _tiles_by_size(k, spaces[x], x.busy, tiles[x][0]) for x, k in distinct.items()}
         contests: dict[tuple[Key, int], Contest] = {}
@@ -106,7 +107,7 @@ class TritonTarget(Target):
         """A module a kernel. choices: tiles other than the planned ones."""
         keys, distinct, symbols = _distinct(kernels, unaligned, machines)
         taken = set(symbols.values())
-        spaces = {key: _space(k, verifies) for key, k in distinct.items()}
+        spaces = {key: _space(k, verifies, key.by_row) for key, k in distinct.items()}
         tiles = {
             key: _tiles_by_size(k, spaces[key], key.busy, choices.get(k.name))
             for key, k in distinct.items()
@@ -135,13 +136,13 @@ class TritonTarget(Target):
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a kernel of attention, or of a product, with its text."""
         device = device_of(plan, call)
-        gpu, busy = machines[device]
+        gpu, busy, by_row = machines[device]
         if isinstance(call.kernel, Product):
             anywhere, each = unaligned(plan), facts_of(device).programs
             factors = [a for a in call.args if isinstance(a, TensorArg)][:2]
             fits = all(a.buf not in anywhere and a.offset == 0 for a in factors)
             around = Around(_is_waited_for(plan, call), fits, busy // each)
-            return write_product(call, plan.buffers, gpu, around, tunes)
+            return write_product(call, plan.buffers, gpu, around, tunes and not by_row)
         return write_attention(call, plan.buffers, gpu)
 
     def measure_users(
@@ -198,13 +199,14 @@ def _is_waited_for(plan: Plan, call: Extern) -> bool:
 
 class Key(NamedTuple):
     """What kernels share their module by: their structure, which pointers are aligned, and the
-    device, what it is and how many programs fill it."""
+    device, what it is and how many programs fill it, and whether rows keep their bits."""
 
     structure: object
     aligned: tuple[int, ...]
     device: str
     gpu: Gpu
     busy: int
+    by_row: bool
 
 
 def _distinct(
@@ -321,10 +323,10 @@ def emit_kernel(
     return TritonKernel(*job, checks=checks, early=early, grid=grid)
 
 
-def _space(kernel: Kernel, verifies: bool = False) -> LinearKernel:
-    return unmask_loads(
-        drop_picks(legalize(kernel.nests[0], verifies))
-    )  # parts are alike: one is written
+def _space(kernel: Kernel, verifies: bool = False, by_row: bool = False) -> LinearKernel:
+    # Parts are alike: one is written.
+    linear = unmask_loads(drop_picks(legalize(kernel.nests[0], verifies)))
+    return replace(linear, by_row=by_row)
 
 
 def _planned(kernel: Kernel, linear: LinearKernel, busy: int) -> Tile:

@@ -44,6 +44,10 @@ WALK_EACH = 16
 WALK_AHEAD = 1 << 14
 """Bytes of rows that are on their way to such a block while it works on others: at least two blocks
 of rows."""
+ROW_LANES, COLUMN_LANES = 8192, 128
+"""Of kernels whose rows keep their bits: points of a block that walks along rows, or columns. What
+is shorter is held. Sums of lanes are trees, in which points that are not there change nothing: so
+how many results a block has, and how many points it holds, are free."""
 MAX_WARPS = 32
 """Warps that a block may have."""
 BUSY = DEVICES["cuda"].busy(DEVICES["cuda"].multiprocessors)
@@ -214,7 +218,8 @@ class _Rows:
     neighbouring results that a thread may load at once. held: dtypes of what is loaded at every
     point. computed: nothing is loaded along rows. stores: something is stored at every point. one:
     there is one reduction. positions: one gives positions. ragged: rows begin in the middle of
-    vectors. busy: programs that fill the device. segment: points that a block holds at least."""
+    vectors. busy: programs that fill the device. segment: points that a block holds at least.
+    by_row: rows keep their bits, however many there are."""
 
     outer: tuple[Atom, ...]
     inner: tuple[Atom, ...]
@@ -233,6 +238,12 @@ class _Rows:
     ragged: bool
     busy: int
     segment: int
+    by_row: bool
+
+    @property
+    def lanes(self) -> int:
+        """Points of a block that walks, where rows keep their bits."""
+        return COLUMN_LANES if self.column else ROW_LANES
 
     @property
     def narrow(self) -> bool:
@@ -251,7 +262,9 @@ class _Rows:
 
     def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
         """The tile with blocks of x results and r points of each."""
-        if looped and self.known and self.computed:
+        if looped and self.by_row:
+            r = self.lanes
+        elif looped and self.known and self.computed:
             r = min(r, power(self.length) // 2)  # Triton takes a loop of one turn as none
         r = max(r, self.segment)
         return Tile(
@@ -264,6 +277,8 @@ class _Rows:
 
 def _reduction(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> Tile:
     f = _rows_of(linear, votes, busy)
+    if f.by_row and is_running(linear):
+        return _running(f)
     if _is_held(f):
         return _held(f)
     return _columns(f) if f.column else _long_rows(f)
@@ -275,9 +290,9 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     ordered = any(s.inner or REDUCTIONS[s.kind].extreme for s in reductions)
     inner = linear.rvars if ordered else _fastest_last(linear.rvars, votes)
     rows = _known(trip_count(outer))
-    column = (
-        sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner) and rows >= 16
-    )
+    along = _row_strides(linear) if linear.by_row else votes
+    column = sum(along.get(v, 0) for v in outer) > sum(along.get(r, 0) for r in inner)
+    column = column and (rows >= 16 or linear.by_row)
     programs = None
     if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
         # What is the same for neighbouring results is then one value for a program, or one a row.
@@ -290,6 +305,7 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
         stores=any(isinstance(s, Store) and s.full for s in linear.stmts), one=len(reductions) == 1,
         positions=any(REDUCTIONS[s.kind].extreme for s in reductions),
         ragged=_is_ragged(linear), busy=busy, segment=longest_segment(linear),
+        by_row=linear.by_row,
     )  # fmt: skip
 
 
@@ -302,6 +318,8 @@ def _is_held(f: _Rows) -> bool:
     """Whether a block holds its rows, or columns, as a whole."""
     if not f.known:
         return False
+    if f.by_row:
+        return f.length <= f.lanes
     if f.computed:
         return f.length <= COMPUTED_POINTS
     if not f.column:
@@ -327,6 +345,9 @@ def _held(f: _Rows) -> Tile:
 def _columns(f: _Rows) -> Tile:
     """Pieces of columns, several columns side by side."""
     several = f.stores or not f.one
+    if f.by_row:
+        x = min(f.width, REDUCE_POINTS // COLUMN_LANES)
+        return f.tile(x, COLUMN_LANES, True, _warps(x * COLUMN_LANES, 16))
     if f.vector == 1:
         return _scattered_columns(f)
     x = min(f.widest, _column_width(f, TILE))
@@ -365,9 +386,23 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
     )
 
 
+def is_running(linear: LinearKernel) -> bool:
+    """Whether a row has a result at each of its points."""
+    return any(isinstance(s, Reduce) and s.running for s in linear.stmts)
+
+
+def _running(f: _Rows) -> Tile:
+    """Blocks that are cut by rows alone: what a scan combines first depends on them."""
+    x = TILE // 2 if f.column else 1
+    r = min(power(f.length), f.lanes) if f.known else f.lanes
+    return f.tile(x, r, not _is_held(f), _warps(x * r, 8))
+
+
 def _long_rows(f: _Rows) -> Tile:
     """Pieces of a row."""
     few = f.rows < f.busy // 2
+    if f.by_row:
+        return f.tile(1, ROW_LANES, True, MAX_WARPS if few else MAX_WARPS // 2)
     if f.again and f.ragged and f.known and not few:
         # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
         return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
@@ -509,6 +544,19 @@ def _unit_strides(linear: LinearKernel) -> dict[Atom, int]:
         for a in axes:
             if expr.is_contiguous(offset, a) and a not in found_by and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
+    return votes
+
+
+def _row_strides(linear: LinearKernel) -> dict[Atom, int]:
+    """The same for one result: what differs from result to result counts no more than what is the
+    same for all."""
+    votes: dict[Atom, int] = {}
+    for offset, dtype in _accesses(linear):
+        used = expr.free_symbols(offset)
+        along = math.prod(_known(extent(r)) for r in linear.rvars if r in used)
+        for a in (*linear.vars, *linear.rvars):
+            if expr.is_contiguous(offset, a) and _known(extent(a)) > 1:
+                votes[a] = votes.get(a, 0) + dtype.nbytes * along
     return votes
 
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, longest_segment, plan_tile, power
+from plait.kernel.triton.tiles import (
+    BUSY,
+    MAX_WARPS,
+    Tile,
+    is_running,
+    longest_segment,
+    plan_tile,
+    power,
+)
 from plait.schedule.legalize.linear import LinearKernel
 
 # Bounds on what is measured, not results of measuring: benchmarks/tuning_gpu.py
@@ -26,6 +34,8 @@ def candidates(linear: LinearKernel, busy: int = BUSY) -> tuple[Tile, ...]:
     device."""
     first = plan_tile(linear, busy)
     others = _reductions(first) if linear.rvars else _pointwise(first)
+    if linear.by_row and linear.rvars:  # what may not change the order of a sum
+        others = (t for t in others if not is_running(linear) and _walks_as(t, first))
     least = longest_segment(linear)
     fitting = (t for t in others if _fits(t) and t.groups[-1].block >= least)
     return tuple(dict.fromkeys((first, *fitting)))[:MAX_TILES]
@@ -78,6 +88,11 @@ def _reductions(first: Tile) -> Iterator[Tile]:
         for pieces in (2, 4):
             piece = _sized(first, (rows, whole // pieces), True)
             yield from (piece, _on_warps(piece, piece.num_warps // 2))
+
+
+def _walks_as(tile: Tile, first: Tile) -> bool:
+    """Whether a row is walked, or held, as by another tile."""
+    return (tile.looped, tile.groups[-1].block) == (first.looped, first.groups[-1].block)
 
 
 def _with_warps(tile: Tile) -> Iterator[Tile]:

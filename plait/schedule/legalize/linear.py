@@ -19,7 +19,9 @@ class LinearKernel:
     """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear)
     indices.
     indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position
-    in the argument list. hints: plausible values of size symbols."""
+    in the argument list. hints: plausible values of size symbols.
+    by_row: a row gives the same bits however many rows there are, and whatever is computed beside
+    it."""
 
     vars: tuple[Atom, ...]
     rvars: tuple[Atom, ...]
@@ -27,6 +29,7 @@ class LinearKernel:
     indirect: Mapping[Atom, Node]
     buffers: Mapping[str, Buffer]
     hints: Mapping[str, int]
+    by_row: bool = False
 
     def roots(self) -> list[Node]:
         """Every node that a statement holds."""

@@ -18,6 +18,7 @@ SPARSE_ROWS, SPARSE_COLUMNS: queries and keys in a block of the tables
 ROW_EDGE, COLUMN_EDGE: the last block may be larger than what is left
 SCALE: of products
 BEFORE, AFTER: factors before and after score_of, the latter above 0; they give scores to base 2
+CAUSAL: a walk ends with the keys at the position of its last query
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
@@ -207,6 +208,8 @@ def attention(
         steps, index, count = steps_of(
             table, table_strides, b, table_h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
         )
+        if CAUSAL:
+            steps = tl.minimum(steps, tl.cdiv(first + ROWS, COLUMNS))
         own = tl.cdiv(steps, PARTS)
         begin = own * piece
         start = start_of(begin, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)

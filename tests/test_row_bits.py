@@ -1,0 +1,184 @@
+"""Rows that keep their bits (`batch_invariant`): results are eager's, and what a kernel for a GPU
+does to a row does not depend on how many there are. What a device gives is in
+tests/test_gpu_invariance.py."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from plait import compat
+from plait.compile import compile_texts
+from plait.config import Config
+from plait.graph.captured import Captured
+
+Program = Callable[..., Any]
+FEW, MANY = 1, 4096
+ALL = torch.finfo(torch.float32).min
+
+
+def source(fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
+    """The kernels of a function of tensors on a GPU."""
+    with FakeTensorMode(), torch.no_grad():
+        xs = [torch.empty(s, device="cuda", dtype=dtype) for s in shapes]
+        table = compat.decompositions.decomposition_table()
+        graph = make_fx(torch.func.functionalize(fn), table)(*xs)
+    cfg = Config(gpu_arch="sm_90", verify=True, batch_invariant=True)
+    _, made = compile_texts(Captured(graph, "rows_0", "inference"), cfg)
+    return made.sources["cuda"].text
+
+
+def compiled(fn: Program, dynamic: bool = False) -> Program:
+    torch._dynamo.reset()
+    options = {"batch_invariant": True}
+    return torch.compile(fn, backend="plait", dynamic=dynamic, options=options)
+
+
+def check(fn: Program, *xs: Tensor, tolerance: float, run: Program | None = None) -> None:
+    with torch.no_grad():
+        got = (run or compiled(fn))(*xs)
+        torch.testing.assert_close(got, fn(*xs), rtol=tolerance, atol=tolerance)
+
+
+# --------------------------------------------------------------------------------------- reductions
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def log_shares(x: Tensor) -> Tensor:
+    return x.log_softmax(-1)
+
+
+def columns(x: Tensor) -> Tensor:
+    return x.unflatten(1, (-1, 32)).mean(1)
+
+
+def walks(text: str) -> set[tuple[str, ...]]:
+    """How kernels walk along their rows, and how they bring lanes together."""
+    loops = re.findall(r"for offset in (.*):", text)
+    bases = re.findall(r"rbase = (.*)\.to", text)
+    sums = re.findall(r"(tl\.sum|p_tree_add|p_exp_sum)\(", text.split("def plait_", 1)[1])
+    return {("loops", *loops), ("bases", *bases), ("sums", *sums)}
+
+
+@pytest.mark.parametrize("length", [96, 8192, 9600, 50272])
+@pytest.mark.parametrize("fn", [norm, log_shares, columns])
+def test_walks_do_not_depend_on_how_many_rows_there_are(fn: Program, length: int) -> None:
+    few, many = (source(fn, (rows, length)) for rows in (FEW, MANY))
+    assert walks(few) == walks(many)
+    assert "p_tree_add(" in few and "tl.sum(" not in few.split("def plait_", 1)[1]
+
+
+def test_long_rows_are_cut_by_their_length_alone() -> None:
+    def total(x: Tensor) -> Tensor:
+        return x.sum(-1)
+
+    texts = [source(total, (rows, n)) for n in (1 << 14, 1 << 22) for rows in (FEW, 300)]
+    assert [text.count("def plait_") for text in texts] == [1, 1, 2, 2]
+
+
+def test_nothing_is_approximated_for_what_is_computed_beside_it() -> None:
+    text = source(lambda x: (x.exp().tanh() / 3).softmax(-1), (64, 100), dtype=torch.bfloat16)
+    assert not re.search(r"p_ex2|p_near|p_rcp|tl\.fma", text)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fn", [norm, log_shares, columns, lambda x: (x / 9).exp().prod(-1)])
+def test_reductions_are_eagers(fn: Program, dynamic: bool) -> None:
+    run = compiled(fn, dynamic)
+    for rows, length in ((3, 96), (2, 160)):
+        check(fn, torch.randn(rows, length), tolerance=1e-5, run=run)
+
+
+def test_rows_of_several_blocks_are_eagers() -> None:
+    check(norm, torch.randn(2, 8800), tolerance=1e-5)
+    check(lambda x: x.sum(0), torch.randn(300, 16), tolerance=1e-4)
+
+
+# ----------------------------------------------------------------------------------------- products
+def layer(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b), approximate="tanh") + y
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33, 200, 2048])
+@pytest.mark.parametrize(("k", "n"), [(768, 3072), (3072, 768), (40, 24)])
+def test_products_are_one_kernel_and_one_walk(k: int, n: int, rows: int) -> None:
+    shapes = (rows, k), (n, k), (n,), (rows, n)
+    text = source(layer, *shapes, dtype=torch.bfloat16)
+    (call,) = re.findall(r"\n    (?:described_)?product\(p0.*", text)
+    assert "parts=1" in call or "described" in call
+    assert text.count("def plait_") == 0 and text.count("def product_") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_products_of_any_size_are_eagers(dtype: torch.dtype) -> None:
+    w, b = torch.randn(40, 48).to(dtype), torch.randn(40).to(dtype)
+    run, tolerance = compiled(layer, dynamic=True), 1e-2 if dtype == torch.float16 else 1e-4
+    for rows in (3, 40):
+        x, y = torch.randn(rows, 48).to(dtype), torch.randn(rows, 40).to(dtype)
+        check(layer, x, w, b, y, tolerance=tolerance, run=run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_of_batches_are_eagers(dtype: torch.dtype) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v[..., ::2]
+
+    run = compiled(fn, dynamic=True)
+    for n in (5, 40):
+        xs = (torch.randn(3, n, 16).to(dtype) for _ in range(3))
+        check(fn, *xs, tolerance=1e-2 if dtype == torch.float16 else 1e-4, run=run)
+
+
+# ---------------------------------------------------------------------------------------- attention
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_is_eagers(dtype: torch.dtype, causal: bool) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=causal, scale=0.3)
+
+    run = compiled(fn, dynamic=True)
+    for n in (5, 150):
+        xs = (torch.randn(2, 3, n, 16).to(dtype) for _ in range(3))
+        check(fn, *xs, tolerance=1e-2 if dtype == torch.float16 else 1e-4, run=run)
+
+
+@pytest.mark.parametrize("kind", ["bits", "numbers", "one for all", "nothing counts"])
+def test_masked_attention_is_eagers(kind: str) -> None:
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (5, 40, 40))
+    mask = {
+        "bits": torch.rand(2, 1, 5, 40) > 0.5,
+        "numbers": torch.randn(2, 3, 5, 40),
+        "one for all": torch.randn(5, 40),
+        "nothing counts": torch.full((2, 1, 5, 40), ALL),
+    }[kind]
+    check(attend, q, k, v, mask, tolerance=1e-4)
+
+
+def test_blocks_of_attention_do_not_depend_on_lengths() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash(q, k, v, 0.0, True)[0]
+        return out
+
+    def blocks(n: int) -> list[str]:
+        text = source(fn, *[(1, 4, n, 64)] * 3, dtype=torch.float16)
+        names = "ROWS|COLUMNS|PARTS|BEFORE|AFTER|CAUSAL"
+        return re.findall(rf"^((?:{names}): .*)", text, re.M)
+
+    assert blocks(1) == blocks(7) == blocks(2000)
+    assert f"BEFORE: tl.constexpr = tl.constexpr({1 / math.sqrt(64)})" in blocks(1)

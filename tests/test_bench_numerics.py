@@ -74,6 +74,7 @@ def test_bits_errors_and_digests_of_a_model(train: bool) -> None:
     eager, ours = held.variant("eager"), held.variant("plait-eager")
     assert eager["differ"] == ours["differ"] == 0 and eager["digest"] == ours["digest"]
     assert eager["error"] == eager["own"] > 0 and eager["again"]
+    assert eager["typical"] == eager["own_typical"] > 0
     with torch.no_grad():
         held.wants[0].neg_()
     assert held.variant("eager")["differ"] == held.wants[0].numel()
@@ -120,7 +121,7 @@ def record(case: str, **parts: Any) -> book.Record:
 def figures(differ: int, error: float, digest: str, again: bool = True) -> dict[str, Any]:
     return {
         "differ": differ, "of": 100, "error": error, "own": 0.5, "again": again, "digest": digest,
-        "truth": "torch.float64",
+        "truth": "torch.float64", "typical": error, "own_typical": 0.5,
     }  # fmt: skip
 
 
@@ -158,12 +159,13 @@ def cells(text: str, *starts: str) -> list[str]:
 
 def test_the_page_says_what_the_records_say() -> None:
     text = page.section({r["case"]: r for r in rows()}, {"bert/bfloat16/infer": "a known cause"})
-    want = ["1 of 2", "1 of 1", "1.414", "2.00", "0 of 2"]
+    want = ["1 of 2", "1 of 1", "1.414", "1.414", "2.00", "0 of 2"]
     assert cells(text, "inference, bfloat16", 'numerics="eager"') == want
     assert cells(text, "inference, bfloat16", '"precise"')[-1] == "1 of 2"
     assert "- bert/bfloat16, inference: 7.0% differ: the bits of what is traced (traced); a known" \
         " cause" in text  # fmt: skip
-    assert "- bert/bfloat16, inference: 2.000 times eager's" in text
+    line = "- bert/bfloat16, inference: 2.000 times eager's, 2.000 times for the median vector"
+    assert line in text
     part = text[text.index("### The same each time") :]
     assert cells(part, "inference, bfloat16", "plait") == ["1 of 2", "1 of 2"]
     assert cells(part, "batch", "transformers' models", "bfloat16") == [

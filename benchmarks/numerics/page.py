@@ -27,8 +27,10 @@ model, are drawn as well. Results are all that a model returns; of a training st
 and the gradients of each module as one vector. Bits are equal where every element is, signs of
 zeros included; a percentage is the share of elements that differ. An error is the distance from
 float64 (relative, in the 2-norm, the root of the mean square over results; float32 where a model
-cannot run in float64) and is given as a multiple of eager's own; of a training step in float32
-eager's is the worst of four, whose weights differ in their last bit.
+cannot run in float64) and is given as a multiple of eager's own. The median vector (the logits of
+a token, say) is given too: where experts are chosen by a narrow margin, a token or two is far off,
+in eager or in another by luck. Of a training step in float32 eager's error is the worst of four,
+whose weights differ in their last bit.
 
 - *traced*: the graph that Dynamo makes, or AOTAutograd, run operator by operator as eager does. If
   it has other bits than eager, a library runs other code when it is traced, or PyTorch writes
@@ -91,6 +93,14 @@ def ratio(record: book.Record, part: str, variant: str) -> float | None:
     return f["error"] / max(f["own"], 1e-12)
 
 
+def typical(record: book.Record, part: str, variant: str) -> float | None:
+    """The error of the median vector as a multiple of eager's."""
+    f = get(record, part, variant)
+    if f is None or f.get("typical") is None or not f["own_typical"]:
+        return None
+    return f["typical"] / f["own_typical"]
+
+
 def share(f: Figures | None) -> float | None:
     """Which part of the elements differs; of several sizes the worst."""
     if f is None:
@@ -135,6 +145,7 @@ def against_eager(rows: list[book.Record]) -> str:
             some = [r for r in rows if r["case"].endswith(dtype) and part in r["parts"]]
             for name, label in NAMES.items():
                 ratios = [x for r in some if (x := ratio(r, part, name)) is not None]
+                medians = [typical(r, part, name) for r in some]
                 if not ratios:
                     continue
                 table.append([
@@ -143,12 +154,13 @@ def against_eager(rows: list[book.Record]) -> str:
                     count(
                         equal(r, part, name) if traced(r, part) else None for r in some
                     ),
-                    f"{mean(ratios):.3f}", f"{max(ratios):.2f}",
+                    f"{mean(ratios):.3f}", f"{m:.3f}" if (m := mean(medians)) else "-",
+                    f"{max(ratios):.2f}",
                     count(x < 1 for x in ratios),
                 ])  # fmt: skip
     heads = (
-        "", "", "eager's bits", "of those traced with eager's", "error / eager's, mean", "worst",
-        "below eager's",
+        "", "", "eager's bits", "of those traced with eager's", "error / eager's, mean",
+        "of the median vector", "worst", "below eager's",
     )  # fmt: skip
     return render(heads, table)
 
@@ -171,7 +183,9 @@ def exceptions(rows: list[book.Record], causes: dict[str, str]) -> str:
                 other.append(f"- {name}: {share(f):.1%} differ: {why}")
             x = ratio(r, part, "plait-precise")
             if r["case"].endswith("bfloat16") and x is not None and x >= 1:
-                worse.append(f"- {name}: {x:.3f} times eager's")
+                y = typical(r, part, "plait-precise")
+                vectors = f", {y:.3f} times for the median vector" if y else ""
+                worse.append(f"- {name}: {x:.3f} times eager's{vectors}")
     parts = []
     if other:
         parts.append('Without eager\'s bits with `numerics="eager"`:\n\n' + "\n".join(other))

@@ -47,7 +47,7 @@ class Compared(Held):
         call = self._bind(self.program)
         self.wants = self._outcome(call, self.program)
         self.truth, self.exact = self._truth()
-        self.own = self._eager_error(call)
+        self.own, self.own_typical = self._eager_error(call), self._typical(self.wants)
 
     def variant(self, name: str) -> Figures:
         """How far the results are from eager's and from the truth, whether a second call gives
@@ -65,10 +65,25 @@ class Compared(Held):
             "of": sum(x.numel() for x in found),
             "error": self._distance(found),
             "own": self.own,
+            "typical": self._typical(found),
+            "own_typical": self.own_typical,
             "truth": self.exact,
             "again": total(found, again) == 0,
             "digest": digest(found),
         }
+
+    def _typical(self, found: Sequence[Tensor]) -> float | None:
+        """The median distance from the truth of a vector, such as the logits of a token: where
+        experts are chosen by a narrow margin, a few tokens are far off, by luck."""
+        each = []
+        for a, b in zip(found, self.truth, strict=False):
+            exact = b.to(a.device)
+            a, exact = (
+                x.reshape(-1, x.shape[-1] if x.dim() > 1 else x.numel()) for x in (a, exact)
+            )
+            size = exact.norm(dim=-1).clamp(min=1e-30)
+            each.append((a.to(exact.dtype) - exact).norm(dim=-1) / size)
+        return torch.cat(each).median().item() if each else None
 
 
 class Rows:

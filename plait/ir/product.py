@@ -90,8 +90,9 @@ _WINOGRAD = (3, 3), (1, 1), (1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A right matrix that was packed into panels. The left one is row-major, or an image with
-    channels innermost, whose windows are rows. All numbers are f32.
+    """A right matrix that was packed into panels, or that threads pack a panel at a time. The left
+    one is row-major, or an image with channels innermost, whose windows are rows. All numbers are
+    f32, but those of a right matrix that is not packed.
 
     depth: numbers of a row of the left matrix, or channels of the image.
     columns: of the right matrix.
@@ -100,7 +101,8 @@ class Panels:
     form: what the right matrix is. "dense": a matrix, or filters with a row for each point and
         channel. "winograd": filters of 3x3 with a row for each of 16 sums of their points and
         channel. "depthwise": a filter for each column, which sees that column of the image alone,
-        with a row for each point.
+        with a row for each point. "loose": a matrix that is not packed, or a batch of such, each
+        for as many rows of the left one.
     scaled: the image, which is one and whose windows are its points, is multiplied before by a
         number for each channel: the operand after the right matrix, which results do not load.
     """
@@ -112,12 +114,19 @@ class Panels:
     form: str = "dense"
     scaled: bool = False
 
+    @property
+    def n_sizes(self) -> int:
+        """How many sizes a launch is given."""
+        return 5 if self.window is not None else 2 if self.form == "loose" else 1
+
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""
         w = self.window
-        if self.form not in ("dense", "winograd", "depthwise"):
+        if self.form not in ("dense", "winograd", "depthwise", "loose"):
             return "a packed product of an unknown form"
-        if self.form != "dense" and w is None:
+        if self.form == "loose" and w is not None:
+            return "a convolution with filters that are not packed"
+        if self.form not in ("dense", "loose") and w is None:
             return "a convolution without a window"
         if w and self.form == "winograd" and (w.kernel, w.stride, w.dilation) != _WINOGRAD:
             return "a convolution that Winograd's method does not compute"
@@ -131,7 +140,7 @@ class Product(DeviceKernel):
     """A kernel of a product of matrices. Its operands: left (m, k) and right (k, n), or a batch of
     each; then what results load, `given0`, `given1`, ... Its sizes, where the right matrix is
     packed: rows of the result; of an image the height and width, then those of the result, each
-    row of which is one of its points.
+    row of which is one of its points; of matrices that are not packed, the rows that each is for.
 
     results: loops over part, batch, row and column of the product, which they load as PRODUCT. A
         result of the launch is made by one of them, or a piece of it by each of several.
@@ -164,7 +173,7 @@ class Product(DeviceKernel):
     def fault(self, n_operands: int, n_sizes: int, outs: tuple[str | None, ...]) -> str:
         """Why it cannot be given so many operands and sizes, and these results, in words; "" if it
         can."""
-        if isinstance(self.how, Panels) and n_sizes != (1 if self.how.window is None else 5):
+        if isinstance(self.how, Panels) and n_sizes != self.how.n_sizes:
             return "a packed product with other sizes than one has"
         more = self.how.scaled if isinstance(self.how, Panels) else self.how.matrices != 0
         if n_operands < 2 + more or not self.results:

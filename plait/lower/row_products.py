@@ -8,16 +8,50 @@ such kernel: loops compute it then.
 
 from __future__ import annotations
 
-from plait.ir.expr import contiguous_strides, product
+from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.expr import Expr, Size, contiguous_strides, product
+from plait.ir.product import Panels
 from plait.lower.align_rows import aligned, with_even_depth
+from plait.lower.convert import convert
 from plait.lower.core import Lowering, View
-from plait.lower.memory import copy, step_along
-from plait.lower.product import launch, row_cut
+from plait.lower.memory import copy, step_along, tensor_arg
+from plait.lower.product import call, launch, row_cut
+from plait.runtime.packed import panel_width
 
 
 def by_rows(ctx: Lowering, a: View, b: View) -> View | None:
     """a @ b of (..., m, k) and (..., k, n)."""
+    if ctx.facts().is_host:
+        return _by_host(ctx, a, b)
     return _on_device(ctx, a, b) if ctx.facts().streams else None
+
+
+# --------------------------------------------------------------------------------------- on a host
+def _by_host(ctx: Lowering, a: View, b: View) -> View | None:
+    """The product by a kernel that packs a panel of the right matrix at a time."""
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    if not (isinstance(k, int) and isinstance(n, int) and k > 0 and n > 0):
+        return None
+    if not ctx.facts().eager_cpu or a.dtype not in (f32, bf16, f16) or b.dtype != a.dtype:
+        return None
+    if len(batch) > 1:
+        return None
+    left = convert(ctx, a, f32)
+    rows, own = product((*batch, m)), contiguous_strides(a.shape)
+    given = tensor_arg(ctx, b)
+    if 1 not in given.strides[-2:]:
+        given = tensor_arg(ctx, b, contiguous_strides(b.shape))
+    out = ctx.new_buffer(f32, (*batch, m, n), fixed=True)
+
+    def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
+        _, _, i, j = v
+        return (i // m, i % m, j) if batch else (i, j)
+
+    label = f"plait_loose_mm_{k}x{n}"
+    args = (tensor_arg(ctx, left, own), given, rows, m)
+    how = Panels(k, n, panel_width(n), form="loose")
+    return call(ctx, ("aten::matmul", label), args, out, (1, 1, rows, n), place, k, how)
 
 
 # ---------------------------------------------------------------------------------------- on a GPU

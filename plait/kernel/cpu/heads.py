@@ -16,7 +16,7 @@ from plait.ir.dtypes import f32
 from plait.ir.expr import Size
 from plait.kernel.cpu.expr import literal
 from plait.kernel.cpu.packed import HEAD, OWN, Tile
-from plait.kernel.cpu.packed_shared import filled, indented, most_rows, walk_texts
+from plait.kernel.cpu.packed_shared import filled, indented, most_rows, turned, walk_texts
 from plait.runtime.toolchain import Isa
 
 _SCORES = 8192
@@ -200,22 +200,8 @@ def heads_texts(texts: Sequence[str], isa: Isa) -> list[str]:
 
 
 def _turned(isa: Isa) -> list[str]:
-    """A square of numbers, whose rows are exchanged with columns: pairs of rows exchange halves of
-    their blocks of 2, 4, 8, ... lanes."""
     n = isa.lanes
     lines = [f"vf32 r{i} = {{}};" for i in range(n)]
     lines += [f"if (count > {i}) r{i} = ld_f32(keys + {i} * step);" for i in range(n)]
-    names = [f"r{i}" for i in range(n)]
-    step = 1
-    while step < n:
-        low = [x if x & step == 0 else n + x - step for x in range(n)]
-        high = [x + step if x & step == 0 else n + x for x in range(n)]
-        for i in range(n):
-            if i & step == 0:
-                a, b = names[i], names[i + step]
-                for name, lanes in ((f"{a}_", low), (f"{b}_", high)):
-                    told = ", ".join(map(str, lanes))
-                    lines.append(f"const vf32 {name} = __builtin_shufflevector({a}, {b}, {told});")
-        names = [f"{x}_" for x in names]
-        step *= 2
-    return [*lines, *(f"st_f32(into + {i} * span, {x});" for i, x in enumerate(names))]
+    exchange, names = turned([f"r{i}" for i in range(n)])
+    return [*lines, *exchange, *(f"st_f32(into + {i} * span, {x});" for i, x in enumerate(names))]

@@ -20,7 +20,7 @@ from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
 from plait.ir.product import PRODUCT, Pair, Panels, Product
 from plait.kernel.cpu.expr import Parts, literal, vector_node
-from plait.kernel.cpu.packed_shared import LONGEST_SUM, NEAR_NBYTES, indented, most_rows
+from plait.kernel.cpu.packed_shared import LONGEST_SUM, NEAR_NBYTES, indented, most_rows, stretch_of
 from plait.runtime.toolchain import Isa
 
 KERNEL = "PACKED_KERNEL"
@@ -120,9 +120,7 @@ class Writer:
         p, w = self.packed, self.packed.window
         tile = tile_of(p, self.sizes[0], self.isa)
         if w is None or w.is_point:
-            each = -(-p.depth // -(-p.depth // LONGEST_SUM))
-            if p.depth <= LONGEST_SUM * 3 // 2:
-                each = p.depth
+            each = stretch_of(p.depth)
             rows = self.rows or self.given_sizes().partition(",")[0]
             scaled = "true" if p.scaled else "false"
             return "", f"packed_rows({self.panels(tile, each)}, {rows}, {scaled})"

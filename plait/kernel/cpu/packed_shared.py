@@ -190,6 +190,11 @@ _WALKS = {
 }
 
 
+def stretch_of(depth: int, longest: int = LONGEST_SUM) -> int:
+    """So many products are added up at a time, of that many in all: about `longest`."""
+    return depth if depth <= longest * 3 // 2 else -(-depth // -(-depth // longest))
+
+
 def most_rows(isa: Isa) -> dict[int, int]:
     """The rows of a tile of so many vectors that registers have room for."""
     return MOST_ROWS if isa.name == "avx512" else FEW_REGISTERS
@@ -269,6 +274,25 @@ def tile_text(rows: int, vectors: int, more: str, isa: Isa) -> str:
         "const f32* next,\n    i64 step, vf32* sums)"
     )
     return f"{head} {{\n{indented([*lines, 'return b;'])}}}\n"
+
+
+def turned(names: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """What exchanges rows of a square of numbers with its columns, and the names of the results:
+    pairs of rows exchange halves of their blocks of 2, 4, 8, ... lanes. names: of the rows."""
+    n, step = len(names), 1
+    lines: list[str] = []
+    while step < n:
+        low = [x if x & step == 0 else n + x - step for x in range(n)]
+        high = [x + step if x & step == 0 else n + x for x in range(n)]
+        for i in range(n):
+            if i & step == 0:
+                a, b = names[i], names[i + step]
+                for name, lanes in ((f"{a}_", low), (f"{b}_", high)):
+                    told = ", ".join(map(str, lanes))
+                    lines.append(f"const vf32 {name} = __builtin_shufflevector({a}, {b}, {told});")
+        names = [f"{x}_" for x in names]
+        step *= 2
+    return lines, names
 
 
 def indented(lines: Sequence[str]) -> str:

@@ -13,10 +13,12 @@ from functools import lru_cache
 
 from plait.ir.attention import HostAttention
 from plait.ir.calls import DeviceKernel, Extern, TensorArg, UserKernel, Variant
+from plait.ir.dtypes import DType, bf16, f16, f32
 from plait.ir.expr import Expr, Size
 from plait.ir.product import Pair, Panels, Product
 from plait.kernel.cpu.depthwise import DepthwiseWriter, depthwise_texts, depthwise_unit
 from plait.kernel.cpu.heads import heads_text, heads_texts
+from plait.kernel.cpu.loose import LooseWriter, loose_texts
 from plait.kernel.cpu.packed import OWN, Writer, pair_text
 from plait.kernel.cpu.packed_shared import dense_unit, walk_texts
 from plait.kernel.cpu.prelude import definitions
@@ -24,34 +26,40 @@ from plait.kernel.cpu.winograd import WinogradWriter, winograd_texts
 from plait.runtime.toolchain import SHARED, Isa
 from plait.schedule.plan import UserLaunch
 
+_POINTERS = {f32: "*fp32", bf16: "*bf16", f16: "*fp16"}
 _WRITERS: dict[str, type[Writer]] = {
     "dense": Writer, "winograd": WinogradWriter, "depthwise": DepthwiseWriter,
 }  # fmt: skip
 
 
-def write_packed(call: Extern, outs: Sequence[Sequence[Size]], isa: Isa) -> Extern:
-    """The call, of a kernel whose text is known. outs: strides of results."""
+def write_packed(
+    call: Extern, outs: Sequence[Sequence[Size]], dtypes: Sequence[DType], isa: Isa
+) -> Extern:
+    """The call, of a kernel whose text is known. outs: strides of results. dtypes: of operands."""
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
     if isinstance(call.kernel, HostAttention):
         text = heads_text(call.kernel, tensors, outs[0], isa)
     else:
-        text = _text(call.kernel, tensors, sizes, isa)
-    pointers = ("*fp32",) * (len(tensors) + len(call.outs))
+        text = _text(call.kernel, tensors, sizes, dtypes, isa)
+    pointers = (*(_POINTERS[d] for d in dtypes), *("*fp32",) * len(call.outs))
     assert call.kernel is not None, call
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
 
 
 def _text(
-    kernel: DeviceKernel | None, tensors: Sequence[TensorArg], sizes: Sequence[Size], isa: Isa
-) -> str:
+    kernel: DeviceKernel | None, tensors: Sequence[TensorArg], sizes: Sequence[Size],
+    dtypes: Sequence[DType], isa: Isa,
+) -> str:  # fmt: skip
     if isinstance(kernel, Pair):
         (rows,) = sizes
         assert isinstance(rows, int), kernel
         return pair_text(kernel, tensors, rows, isa)
     assert isinstance(kernel, Product) and isinstance(kernel.how, Panels), kernel
     (result,) = kernel.results
+    if kernel.how.form == "loose":
+        return LooseWriter(kernel.how, result.body, tensors, sizes, isa, right=dtypes[1]).text()
     return _WRITERS[kernel.how.form](kernel.how, result.body, tensors, sizes, isa).text()
 
 
@@ -79,6 +87,7 @@ def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
 _FORMS: dict[str, tuple[str, Callable[[Sequence[str], Isa], list[str]]]] = {
     "dense": ("rows|image", walk_texts), "winograd": ("winograd", winograd_texts),
     "depthwise": ("depthwise", depthwise_texts), "heads": ("heads", heads_texts),
+    "loose": ("loose", loose_texts),
 }  # fmt: skip
 _UNIT_OF = {"depthwise": "depthwise"}
 

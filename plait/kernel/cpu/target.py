@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from plait.config import Config
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, TensorArg
 from plait.kernel.cpu.compute import RULES
 from plait.kernel.cpu.expr import SCALAR, VECTOR
 from plait.kernel.cpu.nest import print_body
@@ -62,7 +62,8 @@ class CppTarget(Target):
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a product with its text."""
         outs = [plan.buffers[o].strides for o in call.made]
-        return write_packed(call, outs, machines[device_of(plan, call)])
+        dtypes = [plan.buffers[a.buf].dtype for a in call.args if isinstance(a, TensorArg)]
+        return write_packed(call, outs, dtypes, machines[device_of(plan, call)])
 
     def emit_users(
         self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices

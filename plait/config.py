@@ -253,7 +253,7 @@ class Config:
                 f"plait knows no environment variable {', '.join(unknown)}: it reads "
                 f"{', '.join(known)}"
             )
-        return Config(**found) if found else _DEFAULT
+        return Config(**found).settled() if found else _DEFAULT
 
     def with_options(
         self, options: Mapping[str, Any] | None = None, mode: str | None = None
@@ -280,7 +280,20 @@ class Config:
                     f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}"
                 )
             changes[name] = rows[name].check(value, f"option {name!r}")
-        return dataclasses.replace(self, **changes) if changes else self
+        return dataclasses.replace(self, **changes).settled() if changes else self
+
+    def settled(self) -> Config:
+        """This configuration without what another flag forbids: what is measured depends on how
+        many rows there are. Raises UserError for flags that contradict each other."""
+        if not self.batch_invariant:
+            return self
+        if self.numerics != "default":
+            raise UserError(
+                f"options 'batch_invariant' and 'numerics' = {self.numerics!r}",
+                hint="one of the two: eager's own bits, and where 'precise' rounds, depend on how "
+                "many rows there are",
+            )
+        return dataclasses.replace(self, autotune=False)
 
     @property
     def keeps_bits(self) -> bool:

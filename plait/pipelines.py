@@ -22,7 +22,7 @@ from plait.graph.bags import write_out_bags
 from plait.graph.biases import split_biases
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
-from plait.graph.convolutions import CONVOLUTIONS
+from plait.graph.convolutions import CONVOLUTIONS, OF_ROWS
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
@@ -30,6 +30,7 @@ from plait.graph.epilogues import join_epilogues
 from plait.graph.few_rows import add_few_rows
 from plait.graph.fma import gather_products
 from plait.graph.hidden_products import find_products
+from plait.graph.images_apart import convolve_images_apart
 from plait.graph.items import list_items
 from plait.graph.joint import (
     drop_bags,
@@ -126,6 +127,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("write out bags", write_out_bags),
     *CONVOLUTIONS,  # before copies that change nothing go
+    ("convolve images apart", convolve_images_apart),
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     ("drop vectors", drop_vectors),
     # After it: what nobody reads need not be made. Before those that clean what it makes.
@@ -153,6 +155,14 @@ CHANGES_BITS = frozenset[GraphPass](
 )  # fmt: skip
 """Passes whose results may end in other bits than eager's, or that are of use to kernels alone that
 `lower/exact.py` does not let be."""
+
+
+BY_ROWS = frozenset[GraphPass]((convolve_images_apart,))
+"""Passes that keep a row's bits whatever is beside it."""
+BY_SIZE = frozenset[GraphPass](
+    (find_products, add_few_rows, join_epilogues, *{run for _, run in CONVOLUTIONS} - OF_ROWS)
+)
+"""Passes that ask how many rows there are, or that are of use to a library's kernels alone."""
 
 
 def left_out(cfg: Config) -> frozenset[str]:
@@ -184,6 +194,7 @@ def _run(passes: tuple[tuple[str, GraphPass], ...], graph: GraphModule, cfg: Con
         off.add(replace_random)
     if cfg.keeps_bits:
         off |= CHANGES_BITS
+    off |= BY_SIZE if cfg.batch_invariant else BY_ROWS
     if not cfg.kernels:  # ATen's operators on layouts that eager would not hand them
         off.update(run for _, run in CONVOLUTIONS)
     for name, run in passes:

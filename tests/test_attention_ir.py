@@ -63,14 +63,16 @@ def test_text_of_one_on_a_host_reads_back_and_what_is_wrong_with_it_is_said() ->
     p = program(KERNEL, 1)
     (call,) = p.ops
     assert isinstance(call, Extern)
-    call = replace(call, args=call.args[:3], kernel=HostAttention("heads", True, 0.1))
+    sizes = (2, 48, 80, *(0,) * 12)
+    call = replace(call, args=(*call.args[:3], *sizes), kernel=HostAttention("heads", True, 0.1))
     p = replace(p, ops=(call,))
     verify(p, "test")
     assert read_program(program_text(p)) == p
     turned = replace(call.args[2], strides=(1, 2, 8, 640))
     for args, said in (
-        (call.args[:2], "other operands"),
-        ((*call.args[:2], turned), "does not lie"),
+        ((*call.args[:2], *sizes), "other operands"),
+        ((*call.args[:2], turned, *sizes), "does not lie"),
+        (call.args[:-1], "other sizes"),
     ):
         with pytest.raises(InternalError, match=said):
             verify(replace(p, ops=(replace(call, args=args),)), "test")

@@ -79,7 +79,7 @@ def frozen(traced: Traced, cfg: Config) -> Frozen:
     small_flops = cfg.small_matmul_flops if cfg.kernels else None
     weights = {node: state[k][1] for node, k in sources.items()}
     with short_shapes:
-        folded = fold_weights(traced.graph, weights, small_flops)
+        folded = fold_weights(traced.graph, weights, small_flops, cfg.batch_invariant)
     kept = [k for k, node in enumerate(inputs) if node not in folded.frozen]
     for node in folded.frozen:
         traced.graph.graph.erase_node(node)

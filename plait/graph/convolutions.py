@@ -28,3 +28,10 @@ BEFORE_PACKING: tuple[Callable[[GraphModule], int], ...] = (
     partial(multiply_points, packs=True),
 )
 """The same where a CPU's convolutions are going to read packed filters, channels-last."""
+OF_ROWS = frozenset((unfold_patches, multiply_points))
+"""Those that ask nothing of how many images there are."""
+BEFORE_PACKING_ROWS: tuple[Callable[[GraphModule], int], ...] = (
+    unfold_patches,
+    partial(multiply_points, packs=True),
+)
+"""Those of `BEFORE_PACKING` that do not."""

@@ -86,17 +86,21 @@ class Folded:
 
 
 def fold_weights(
-    gm: GraphModule, weights: Mapping[Node, torch.Tensor], small_flops: int | None = None
+    gm: GraphModule,
+    weights: Mapping[Node, torch.Tensor],
+    small_flops: int | None = None,
+    by_rows: bool = False,
 ) -> Folded:
     """Folds in place. weights: placeholders that keep their value for good. One that is returned
     and still has users has become a constant for these as well. small_flops: weights are packed for
-    kernels, of products with more than that many; None: they are not."""
+    kernels, of products with more than that many; None: they are not. by_rows: kernels are not
+    chosen by how many rows or images there are."""
     _fold_norms(gm, weights)
-    plain = [run for _, run in CONVOLUTIONS]
-    for run in plain if small_flops is None else BEFORE_PACKING:
+    packing = BEFORE_PACKING_ROWS if by_rows else BEFORE_PACKING
+    for run in [run for _, run in CONVOLUTIONS] if small_flops is None else packing:
         run(gm)  # what they copy of filters is folded
     if small_flops is not None:
-        pack_weights(gm, _known(gm, weights).keys(), small_flops)
+        pack_weights(gm, _known(gm, weights).keys(), -1 if by_rows else small_flops, not by_rows)
     known = _known(gm, weights)
     wanted = _wanted(gm, known)
     values: dict[Node, torch.Tensor] = dict(weights)

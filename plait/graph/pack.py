@@ -27,16 +27,18 @@ FEW_TILES = 8
 """With fewer, Winograd's method is slower: benchmarks/packed_cpu.py."""
 
 
-def pack_weights(gm: GraphModule, known: Set[Node], small_flops: int) -> None:
+def pack_weights(
+    gm: GraphModule, known: Set[Node], small_flops: int, winograd: bool = True
+) -> None:
     """Changes the graph in place. known: nodes that weights alone decide. small_flops: products
-    with no more stay loops."""
+    with no more stay loops. winograd: convolutions of many tiles are computed by his method."""
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or not _is_f32(value_of(node)):
             continue
         if node.target in (aten.mm.default, aten.addmm.default):
             _pack_product(node, known, small_flops)
         elif node.target is aten.convolution.default:
-            _pack_convolution(node, known)
+            _pack_convolution(node, known, winograd)
 
 
 def _is_f32(value: Any) -> bool:
@@ -65,7 +67,7 @@ def _pack_product(node: Node, known: Set[Node], small_flops: int) -> None:
     replace(node, made)
 
 
-def _pack_convolution(node: Node, known: Set[Node]) -> None:
+def _pack_convolution(node: Node, known: Set[Node], winograd: bool) -> None:
     x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
     assert isinstance(x, Node) and isinstance(weight, Node), node
     filters = value_of(weight)
@@ -79,7 +81,7 @@ def _pack_convolution(node: Node, known: Set[Node]) -> None:
     if groups == columns and depth == 1:
         points = _packed(node, _plait.pack_points.default, weight)
         made = insert_like(node, val, _plait.depthwise_conv.default, x, points, *geometry)
-    elif groups == 1 and _is_for_winograd(x, filters, geometry):
+    elif groups == 1 and winograd and _is_for_winograd(x, filters, geometry):
         panels = _packed(node, _plait.pack_winograd.default, weight, width)
         made = insert_like(node, val, _plait.winograd_conv.default, x, panels, columns, padding)
     elif groups == 1 and columns >= FEW_COLUMNS:

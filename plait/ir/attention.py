@@ -141,9 +141,11 @@ FORMULAS = ("score", "gradient", "mask")
 # --------------------------------------------------------------------------------------------- text
 @dataclass(frozen=True, slots=True)
 class HostAttention(DeviceKernel):
-    """A kernel of attention of short rows on a host, in float32. Its operands: queries, keys and
-    values, of batches, heads, rows and numbers, which lie side by side; maybe what is added to
-    scores, which are many or 1 along batches, heads and queries. All sizes are known.
+    """A kernel of attention on a host, in float32. Its operands: queries, keys and values, of
+    batches, heads, rows and numbers, which lie side by side; maybe what is added to scores, which
+    are many or 1 along batches, heads and queries. Heads and numbers of a row are known. Its sizes:
+    batches, queries and keys; then how far batches, heads and rows lie apart, of each operand and
+    of the result.
 
     causal: a query sees keys up to its own number.
     scale: of scores.
@@ -152,13 +154,15 @@ class HostAttention(DeviceKernel):
     causal: bool
     scale: float
 
-    def fault(self, operands: Sequence[TensorArg], n_results: int) -> str:
+    def fault(self, operands: Sequence[TensorArg], n_sizes: int, n_results: int) -> str:
         """Why it cannot be given these, in words; "" if it can."""
         if len(operands) not in (3, 4) or n_results != 1:
             return "attention on a host with other operands than it takes"
-        sizes = [n for a in operands for n in (*a.shape, *a.strides)]
-        if not all(isinstance(n, int) for n in sizes) or any(a.strides[-1] != 1 for a in operands):
+        known = [n for a in operands[:3] for n in (a.shape[1], a.shape[3])]
+        if not all(isinstance(n, int) for n in known) or any(a.strides[-1] != 1 for a in operands):
             return "attention on a host of what does not lie as it takes it"
+        if n_sizes != 3 + 3 * (len(operands) + 1):
+            return "attention on a host with other sizes than it takes"
         return ""
 
 

@@ -224,7 +224,7 @@ def _launched(known: _Known, op: Extern, kernel: DeviceKernel) -> None:
     tensors = [a for a in op.args if isinstance(a, TensorArg)]
     n_tensors = len(tensors)
     if isinstance(kernel, HostAttention):
-        if fault := kernel.fault(tensors, len(op.outs)):
+        if fault := kernel.fault(tensors, len(op.args) - n_tensors, len(op.outs)):
             raise _Fault(fault)
     elif isinstance(kernel, UserKernel):
         if n_tensors + len(op.outs) != len(kernel.pointers) or not kernel.variants:

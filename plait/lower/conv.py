@@ -4,16 +4,13 @@ cost."""
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import torch
 
 from plait.graph.conv_cost import most_taps
-from plait.ir.attention import HostAttention
-from plait.ir.calls import Extern
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.loops import Node
@@ -23,11 +20,9 @@ from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import inside, load_if, result
 from plait.lower.extern import call_extern
-from plait.lower.memory import tensor_arg
+from plait.lower.host_attention import host_attention
 
 aten = torch.ops.aten
-_MOST_KEYS, _MOST_NUMBERS, _WIDEST = 512, 1 << 15, 16
-"""Of keys, a copy of which has to stay near: in vectors of so many numbers, at most."""
 
 
 @lower(aten.convolution.default)
@@ -131,70 +126,12 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
 )
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     flops = product((4, *q.shape, k.shape[-2]))
-    if (kernel := _host_attention(ctx, q, k, v, *rest, **kwargs)) is not None:
-        mask = kwargs.get("attn_mask")
-        operands = (q, k, v) if mask is None else (q, k, v, mask)
-        return _launched(ctx, kernel, operands, flops), None
+    made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
+    if made is not None:
+        return made, None
     if ctx.cfg.batch_invariant and (made := row_attention(ctx, (q, k, v, *rest), kwargs)):
         return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
-
-
-def _host_attention(
-    ctx: Lowering, q: View, k: View, v: View, dropout: float = 0.0, causal: bool = False, *_: Any,
-    attn_mask: View | None = None, scale: float | None = None,
-) -> HostAttention | None:  # fmt: skip
-    """The kernel of ours, where it is faster: of short rows, in a program with constant weights,
-    whose products it shares tiles with."""
-    node, sizes = ctx.node, (*q.shape, *k.shape)
-    packed = torch.ops.plait.packed_mm.default
-    if node.target is not aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return None
-    if not node.graph.find_nodes(op="call_function", target=packed):
-        return None
-    if any(u.target is not operator.getitem or u.args[1] != 0 for u in node.users):
-        return None
-    if q.dtype != f32 or dropout or q.shape[:2] != k.shape[:2]:
-        return None
-    scores = (*q.shape[:3], k.shape[2])
-    if attn_mask is not None and not _is_added(attn_mask, scores):
-        return None
-    keys, depth = k.shape[-2:]
-    if q.shape[2] == 1:  # ATen's result may have other strides than its fake kernel says
-        return None
-    if not all(isinstance(n, int) and n > 0 for n in sizes) or k.shape != v.shape:
-        return None
-    assert isinstance(keys, int) and isinstance(depth, int), k
-    copied = -(-keys // _WIDEST) * _WIDEST * depth
-    if keys > _MOST_KEYS or copied > _MOST_NUMBERS or depth % _WIDEST:
-        return None
-    by = depth**-0.5 if scale is None else float(scale)
-    name = f"plait_attention.{ctx.name}.{node.name}"
-    return HostAttention(name, causal, by) if isfinite(by) else None
-
-
-def _is_added(mask: View, scores: tuple[Size, ...]) -> bool:
-    """Whether scores can have these numbers added."""
-    if mask.dtype != f32 or mask.shape[-1:] != scores[3:]:
-        return False
-    both = zip(reversed(mask.shape), reversed(scores), strict=False)
-    return len(mask.shape) <= 4 and all(n in (1, m) for n, m in both)
-
-
-def _launched(ctx: Lowering, kernel: HostAttention, operands: Sequence[View], flops: Size) -> View:
-    out = ctx.new_buffer(f32, ctx.out_shape(0), ctx.out_strides(0), fixed=True)
-    args = []
-    for x in operands:
-        given = tensor_arg(ctx, x)
-        lie = given.strides[-1] == 1
-        args.append(given if lie else tensor_arg(ctx, x, contiguous_strides(x.shape)))
-    ctx.ops.append(
-        Extern(
-            (out,), "aten::_scaled_dot_product_flash_attention_for_cpu", tuple(args),
-            may_keep=False, kernel=kernel, fallback=False, flops=flops, origin=ctx.origin,
-        )
-    )  # fmt: skip
-    return ctx.whole(out)
 
 
 @lower(

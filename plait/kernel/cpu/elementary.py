@@ -116,8 +116,6 @@ static inline vf32 m_exp_f32(vf32 x) {{
   vf32 p = {_polynomial("r", _EXP)};
   return v_scale(v_fma_f32(r * r, p, r) + 1.0f, n);
 }}""",
-        # The scalar functions are one lane of these: a call would empty every vector register.
-        "s_exp_f32": "static inline f32 s_exp_f32(f32 x) { return m_exp_f32(splat_f32(x))[0]; }",
         # x = 2^k * m with 2/3 <= m < 4/3; subnormal x is scaled first.
         "m_log_f32": f"""\
 static inline vf32 m_log_f32(vf32 x) {{
@@ -130,7 +128,6 @@ static inline vf32 m_log_f32(vf32 x) {{
   r = x < __builtin_inff() ? r : x;
   return x > 0 ? r : (x == 0 ? splat_f32(-__builtin_inff()) : splat_f32(__builtin_nanf("")));
 }}""",
-        "s_log_f32": "static inline f32 s_log_f32(f32 x) { return m_log_f32(splat_f32(x))[0]; }",
         "m_tanh_f32": f"""\
 static inline vf32 m_tanh_f32(vf32 x) {{
   vf32 t = v_abs_f32(x), s = x * x;

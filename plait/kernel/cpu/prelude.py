@@ -143,15 +143,25 @@ def _builtins() -> dict[str, str]:
 
 
 def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
-    """Declarations of maths functions and their places in the table. Vector ones fall back to lanes
-    without SLEEF."""
+    """Declarations of maths functions and their places in the table. Scalar ones are a lane of
+    vector ones, so that a number has the same bits wherever it lies (but remainders, which are
+    exact); without SLEEF vector ones are
+    scalar ones, lane after lane."""
     text: dict[str, str] = {}
     places: dict[str, int] = {}
     for op in SLEEF:
         for d in ("f32", "f64"):
             arity = OPS[op].arity
-            text[f"s_{op}_{d}"] = f"static {d} (*s_{op}_{d})({', '.join([d] * arity)});"
-            places[f"s_{op}_{d}"] = INDEX[scalar_name(op, d)]
+            exact = op == "fmod"
+            if isa.sleef and not exact:
+                given = ", ".join(f"{d} {x}" for x in "abc"[:arity])
+                lanes = ", ".join(f"splat_{d}({x})" for x in "abc"[:arity])
+                text[f"s_{op}_{d}"] = (
+                    f"static inline {d} s_{op}_{d}({given}) {{ return m_{op}_{d}({lanes})[0]; }}"
+                )
+            else:
+                text[f"s_{op}_{d}"] = f"static {d} (*s_{op}_{d})({', '.join([d] * arity)});"
+                places[f"s_{op}_{d}"] = INDEX[scalar_name(op, d)]
             if isa.sleef:
                 text[f"m_{op}_{d}"] = f"static v{d} (*m_{op}_{d})({', '.join([f'v{d}'] * arity)});"
                 places[f"m_{op}_{d}"] = INDEX[vector_name(op, d, isa.sleef)]
@@ -173,11 +183,13 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
     math, places = _math_pointers(isa)
     vectors = simd(isa)
     places = {name: k for name, k in places.items() if name not in vectors}
+    lanes = {k: t for k, t in math.items() if "splat_" in t}
     table = {
-        **{k: t for k, t in math.items() if k not in vectors},
+        **{k: t for k, t in math.items() if k not in vectors and k not in lanes},
         **_builtins(),
         **_SCALAR,
         **vectors,
+        **lanes,
     }
     return table, places
 

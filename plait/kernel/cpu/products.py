@@ -33,13 +33,13 @@ _WRITERS: dict[str, type[Writer]] = {
 
 
 def write_packed(
-    call: Extern, outs: Sequence[Sequence[Size]], dtypes: Sequence[DType], isa: Isa
+    call: Extern, dtypes: Sequence[DType], isa: Isa
 ) -> Extern:
-    """The call, of a kernel whose text is known. outs: strides of results. dtypes: of operands."""
+    """The call, of a kernel whose text is known. dtypes: of operands."""
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))
     if isinstance(call.kernel, HostAttention):
-        text = heads_text(call.kernel, tensors, outs[0], isa)
+        text = heads_text(call.kernel, tensors, sizes, isa)
     else:
         text = _text(call.kernel, tensors, sizes, dtypes, isa)
     pointers = (*(_POINTERS[d] for d in dtypes), *("*fp32",) * len(call.outs))

@@ -61,9 +61,8 @@ class CppTarget(Target):
 
     def write_template(self, plan: Plan, call: Extern, machines: Machines, tunes: bool) -> Extern:
         """The call of a product with its text."""
-        outs = [plan.buffers[o].strides for o in call.made]
         dtypes = [plan.buffers[a.buf].dtype for a in call.args if isinstance(a, TensorArg)]
-        return write_packed(call, outs, dtypes, machines[device_of(plan, call)])
+        return write_packed(call, dtypes, machines[device_of(plan, call)])
 
     def emit_users(
         self, launches: Sequence[UserLaunch], machines: Machines, choices: Choices

@@ -155,6 +155,7 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         ladder=(*captured.ladder, *refused.steps, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
         numerics=cfg.numerics,
+        batch_invariant=cfg.batch_invariant,
         modules=_modules(captured, lowered) if listening() else {},
         input_names=captured.input_names,
         result_names=captured.result_names,

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.graph.constants import compute, settled
-from plait.graph.convolutions import BEFORE_PACKING, CONVOLUTIONS
+from plait.graph.convolutions import BEFORE_PACKING, BEFORE_PACKING_ROWS, CONVOLUTIONS
 from plait.graph.dead import drop_dead
 from plait.graph.edit import (
     aten,

@@ -1,10 +1,12 @@
-"""Which kernels have eager's bits by construction, and what gives others other bits."""
+"""Which kernels have eager's bits by construction, and what gives others other bits; and which
+calls may give a row other bits where there are other rows beside it."""
 
 from __future__ import annotations
 
 from plait.devices import facts_of
-from plait.lower.exact import other_bits
-from plait.schedule.plan import Kernel, kernels_of
+from plait.ir.calls import Extern, TensorArg, all_programs
+from plait.lower.exact import ALWAYS, other_bits
+from plait.schedule.plan import Kernel, Plan, kernels_of
 from plait.wrapper.program import CompileRecord
 
 
@@ -22,3 +24,35 @@ def bits_line(g: CompileRecord) -> str:
     kernels = kernels_of(g.plan)
     same = sum(bits_of(k, g) == "eager's bits" for k in kernels)
     return f"{same} of {len(kernels)} kernels have eager's bits by construction"
+
+
+def rows_line(g: CompileRecord) -> str:
+    """What `batch_invariant` leaves out, and what it does not hold for: such as "batch_invariant:
+    no split sums, no tuning; not promised for calls of aten.fft_r2c (model.py:3)"."""
+    found = [
+        f"{_operator(s)}{f' ({s.origin[0].split()[0]})' if s.origin else ''}"
+        for p in all_programs(g.plan)
+        for s in p.steps
+        if isinstance(s, Extern) and not _keeps_rows(p, s)
+    ]
+    of = f"calls of {', '.join(dict.fromkeys(found))}" if found else "nothing"
+    return (
+        "batch_invariant: no sum is split by how many rows there are, no tile, form or kernel is "
+        f"chosen or measured by that; not promised for {of}"
+    )
+
+
+def _keeps_rows(plan: Plan, call: Extern) -> bool:
+    """Whether a row of a call's result has the same bits whatever is beside it: kernels of ours,
+    calls that move elements, and convolutions of one image."""
+    if call.kernel is not None or call.control is not None or call.op == "":
+        return True
+    if call.op.partition("::")[2].partition(".")[0] in ALWAYS:
+        return True
+    images = next((a for a in call.args if isinstance(a, TensorArg)), None)
+    one = images is not None and images.shape and images.shape[0] == 1
+    return call.op.startswith("aten::convolution") and bool(one)
+
+
+def _operator(call: Extern) -> str:
+    return call.op.replace("::", ".")

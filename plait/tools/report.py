@@ -23,7 +23,7 @@ from plait.runtime.graphs import refusals
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step, kernels_of
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
-from plait.tools.bits import bits_line, bits_of
+from plait.tools.bits import bits_line, bits_of, rows_line
 from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput, WrapperProgram
 from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
@@ -109,7 +109,9 @@ class Report:
     @property
     def sections(self) -> list[tuple[str, Sequence[str]]]:
         """What the summary says below the graphs, by title, as far as there is anything."""
-        chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
+        calls = [e for g in self.graphs for e in _externs(g)]
+        chosen = Counter(e.op for e in calls if e.kernel is None and not e.fallback)
+        ours = Counter(e.kernel.name.partition(".")[0] for e in calls if e.kernel is not None)
         every: list[tuple[str, Sequence[str]]] = [
             ("graphs that eager runs", self._steps("eager")),
             ("sizes taken for numbers: others compile anew", self._steps("specialise")),
@@ -121,6 +123,7 @@ class Report:
             ("functions that Dynamo leaves to eager from now on", self.left_to_eager),
             ("CUDA graphs given up while programs of this process ran", self.given_up),
             (KERNELS, [row.line for row in same_kernels(self.graphs)]),
+            ("kernels of products and attention", _counted(ours)),
             ("tuned", [line for g in self.graphs for line in g.tuned]),
             ("PyTorch's own operators, by choice", _counted(chosen)),
             ("PyTorch's own operators, for want of a rule", self._fallbacks()),
@@ -256,6 +259,8 @@ def _graph_head(g: CompileRecord) -> list[str]:
         lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
     if g.numerics != "default":
         lines.append(f"  numerics {g.numerics!r}: {bits_line(g)}")
+    if g.batch_invariant:
+        lines.append(f"  {rows_line(g)}")
     if sizes := _dynamic(g):
         lines.append(f"  sizes that may vary: {', '.join(sizes)}")
     return [*lines, *recorded_lines(g.wrapper, input_words(g)), f"  memory: {_memory(g)}"]

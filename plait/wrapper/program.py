@@ -44,8 +44,8 @@ class CompileRecord:
     operator once.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
     got the program. frozen: what became of weights that are constants; "" where none are.
-    numerics: the option under which it was compiled. modules: the path of the module whose code
-    makes a tensor, by its name; known where somebody listens.
+    numerics, batch_invariant: options under which it was compiled. modules: the path of the module
+    whose code makes a tensor, by its name; known where somebody listens.
     input_names, result_names: the user's words for what the program takes and returns, by position,
     "" where there are none; empty where nobody listens."""
 
@@ -63,6 +63,7 @@ class CompileRecord:
     wrapper_reason: str = ""
     frozen: str = ""
     numerics: str = "default"
+    batch_invariant: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     input_names: tuple[str, ...] = ()
     result_names: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
-"""Products with matrices that are not packed as C++: a thread packs a panel of one, a stretch of its
-rows at a time, and multiplies rows by it while it is in a core's cache.
+"""Products with matrices that are not packed as C++: a thread packs a panel of one, a stretch of
+its rows at a time, and multiplies rows by it while it is in a core's cache.
 
 Comes in: what is known of a loose `Product`. Goes out: the text of a function, which shares tiles
-with products of packed matrices (`packed_shared.py`) and gives the same bits. What an element is
-the sum of, and in which order, follows from the depth alone: not from how many rows there are, nor
-from where in a tile one is.
+with products of packed matrices (`packed_shared.py`). What an element is the sum of, and in which
+order, follows from the depth alone: not from how many rows there are, nor from where in a tile one
+is.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from plait.ir.dtypes import DType, bf16, f16, f32
 from plait.kernel.cpu.expr import memory, vector_cast
 from plait.kernel.cpu.packed import Writer, tile_of
-from plait.kernel.cpu.packed_shared import (
-    filled,
-    indented,
-    stretch_of,
-    turned,
-    walk_texts,
-)
+from plait.kernel.cpu.packed_shared import filled, indented, stretch_of, turned, walk_texts
 from plait.runtime.toolchain import Isa
 
 DTYPES = (f32, bf16, f16)
@@ -127,7 +121,14 @@ class LooseWriter(Writer):
         tile = tile_of(p, of, self.isa)
         strides = self.tensors[1].strides
         steps = ", ".join(map(str, (*(0,) * (3 - len(strides)), *strides)))
-        numbers = tile.rows, tile.vectors, p.width, stretch_of(p.depth, _LONGEST_SUM), p.depth, p.columns
+        numbers = (
+            tile.rows,
+            tile.vectors,
+            p.width,
+            stretch_of(p.depth, _LONGEST_SUM),
+            p.depth,
+            p.columns,
+        )
         told = ", ".join(map(str, numbers))
         packs = f"pack_{self.right.name}"
         return "", f"packed_loose({tile}, {packs}, {told}, {self.given_sizes()}, {steps})"
@@ -161,6 +162,8 @@ def _packs(d: DType, isa: Isa) -> tuple[str, str]:
     stores = (f"if (numbers > {i}) st_f32(into + {i} * span, {x});" for i, x in enumerate(names))
     rows = indented([*lines, *exchange, *stores]).rstrip("\n")
     turn = _TURN.replace("ROWS", rows)
-    pack = _PACK.replace("LOADED(from + k * down + j, left - j)", loaded("from + k * down + j", "left - j"))
+    pack = _PACK.replace(
+        "LOADED(from + k * down + j, left - j)", loaded("from + k * down + j", "left - j")
+    )
     made = (text.replace("NAME", d.name).replace("TYPE", t) for text in (turn, pack))
     return tuple(made)  # type: ignore[return-value]

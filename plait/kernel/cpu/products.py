@@ -32,9 +32,7 @@ _WRITERS: dict[str, type[Writer]] = {
 }  # fmt: skip
 
 
-def write_packed(
-    call: Extern, dtypes: Sequence[DType], isa: Isa
-) -> Extern:
+def write_packed(call: Extern, dtypes: Sequence[DType], isa: Isa) -> Extern:
     """The call, of a kernel whose text is known. dtypes: of operands."""
     tensors = tuple(a for a in call.args if isinstance(a, TensorArg))
     sizes = tuple(a for a in call.args if isinstance(a, (int, Expr)))

@@ -96,7 +96,8 @@ def _layer_norm(
 def _are_groups_apart(ctx: Lowering, x: View, channels: Size) -> bool:
     """Whether a GPU would read much in short pieces: the channels of a group are innermost, and
     few."""
-    strides, nbytes = ctx.out_strides(0), product((*x.shape, x.dtype.nbytes))
+    shape = x.shape[1:] if ctx.cfg.batch_invariant else x.shape
+    strides, nbytes = ctx.out_strides(0), product((*shape, x.dtype.nbytes))
     if strides is None or strides[1] != 1 or not ctx.facts().streams:
         return False
     if not (isinstance(channels, int) and isinstance(nbytes, int)) or nbytes < LARGE_NBYTES:

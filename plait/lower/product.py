@@ -289,11 +289,15 @@ def launch_grouped(ctx: Lowering, a: View, b: View, ends: View) -> View | None:
     if a.dtype not in (f16, bf16) or b.dtype != a.dtype or len(known) < 5 or 0 in known:
         return None
     (m, k), (matrices, _, n) = known[:2], known[2:]
-    if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b) or m > _FEW_ROWS:
+    if is_refused(ctx.node) or not _is_matrix(ctx, a) or not _is_matrix(ctx, b):
         return None
-    how = cut_of(matrices, m, n, k)
-    if how is None or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
-        return None
+    how: Cut | None
+    if ctx.cfg.batch_invariant:  # whoever has the rows
+        how = _row_tile(matrices, min(_FEW_ROWS, -(-m // matrices)), n)
+    else:
+        how = cut_of(matrices, m, n, k)
+        if m > _FEW_ROWS or how is None or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:
+            return None
     given = (tensor_arg(ctx, a), tensor_arg(ctx, b), tensor_arg(ctx, ends, (1,)))
     out = ctx.new_buffer(f32, (m, n), None, True)
     how, sizes = replace(how, parts=1, matrices=matrices), (1, 1, m, n)

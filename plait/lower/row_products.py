@@ -8,6 +8,7 @@ such kernel: loops compute it then.
 
 from __future__ import annotations
 
+from plait.ir.calls import Extern
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.product import Panels
@@ -17,6 +18,14 @@ from plait.lower.core import Lowering, View
 from plait.lower.memory import copy, step_along, tensor_arg
 from plait.lower.product import call, launch, row_cut
 from plait.runtime.packed import panel_width
+
+_KEPT = "aten::matmul", "aten::_grouped_mm", "aten::_scaled_dot_product_", "higher_order::flex_"
+
+
+def keeps_rows(call: Extern) -> bool:
+    """Whether a row of what a call gives has the same bits in any batch, by construction: kernels
+    of ours see to it. What a library does with more rows it does not say."""
+    return call.kernel is not None and call.op.startswith(_KEPT)
 
 
 def by_rows(ctx: Lowering, a: View, b: View) -> View | None:

@@ -288,9 +288,9 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     outer = _fastest_last(linear.vars, votes)
     reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
     ordered = any(s.inner or REDUCTIONS[s.kind].extreme for s in reductions)
-    inner = linear.rvars if ordered else _fastest_last(linear.rvars, votes)
-    rows = _known(trip_count(outer))
     along = _row_strides(linear) if linear.by_row else votes
+    inner = linear.rvars if ordered else _fastest_last(linear.rvars, along)
+    rows = _known(trip_count(outer))
     column = sum(along.get(v, 0) for v in outer) > sum(along.get(r, 0) for r in inner)
     column = column and (rows >= 16 or linear.by_row)
     programs = None

@@ -22,10 +22,10 @@ from plait.runtime.packed import panel_width
 _KEPT = "aten::matmul", "aten::_grouped_mm", "aten::_scaled_dot_product_", "higher_order::flex_"
 
 
-def keeps_rows(call: Extern) -> bool:
+def keeps_rows(extern: Extern) -> bool:
     """Whether a row of what a call gives has the same bits in any batch, by construction: kernels
     of ours see to it. What a library does with more rows it does not say."""
-    return call.kernel is not None and call.op.startswith(_KEPT)
+    return extern.kernel is not None and extern.op.startswith(_KEPT)
 
 
 def by_rows(ctx: Lowering, a: View, b: View) -> View | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -21,6 +20,7 @@ from plait.graph.captured import Captured
 from plait.graph.text import given_text, read_given, tensors_of
 from plait.tools import replay
 from plait.wrapper.text import text
+from tests import warm
 
 PROGRAM = """
 import torch
@@ -81,8 +81,8 @@ def test_the_same_compiler_makes_the_same_again(recorded: Path, tmp_path: Path) 
     )
     made = {f.name for g in (tmp_path / "again").iterdir() for f in g.iterdir()}
     assert {"1_graph.py", "4_kernels.cpp", "7_native.txt", "7_program.cpp", "7_graph.py"} <= made
-    command = [sys.executable, "-m", "plait", "replay", "compare", recorded, tmp_path / "again"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = ("-m", "plait", "replay", "compare", recorded, tmp_path / "again")
+    done = warm.run(*command, env=os.environ, timeout=120)
     assert (done.returncode, done.stdout) == (0, "6 graphs, 0 differ\n"), done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from plait.capture.warm import sources
 from plait.compat.frame_facts import NotKept
+from tests import warm as processes
 
 MODULE = "own_module_of_the_test"
 
@@ -98,8 +98,8 @@ def test_processes_start_warm_until_a_file_is_edited(tmp_path: Path) -> None:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
 
     def run() -> str:
-        call = [sys.executable, str(program)]
-        done = subprocess.run(call, env=env, capture_output=True, text=True, check=True)
+        done = processes.run(program, env=env)
+        assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     assert run() == "['kept']"

@@ -31,6 +31,7 @@ from plait.errors import UserError
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
+from tests import warm
 from triton_launch.functions import describe, module_of
 from triton_launch.specialization import Callee, DType, read_specialization, write_item, write_value
 
@@ -738,14 +739,18 @@ unload wrong
 """
 
 
-def in_triton(name: str, folder: Path, *more: Path) -> None:
+def in_triton(name: str, folder: Path, *more: Path, fresh: bool = False) -> None:
+    """fresh: in a process whose loader looks into the folder, and that has not imported torch."""
     path = os.pathsep.join((str(ROOT), str(TRITON)))
     env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "triton")}
     env["LD_LIBRARY_PATH"] = str(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "triton_launch.tests.test_jit", name, str(folder), *map(str, more)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    args = ["-m", "triton_launch.tests.test_jit", name, str(folder), *map(str, more)]
+    if fresh:
+        done = subprocess.run(
+            [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+        )
+    else:
+        done = warm.run(*args, cwd=ROOT, env=env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -955,7 +960,7 @@ def packs(folder: Path) -> None:
 
 @needs_triton
 def test_packs(program: Path) -> None:
-    in_triton("packs", program)
+    in_triton("packs", program, fresh=True)
 
 
 def of_python(folder: Path) -> list[str]:
@@ -1191,7 +1196,7 @@ def test_python_in_the_process(program: Path) -> None:
 @needs_triton
 @pytest.mark.skipif(not LIBRARY.exists(), reason="libplait_core is not built")
 def test_python_loads_a_library(program: Path, tmp_path: Path) -> None:
-    in_triton("loaded", tmp_path, program / "libcuda.so.1")
+    in_triton("loaded", tmp_path, program / "libcuda.so.1", fresh=True)
 
 
 DESCRIBED = """\

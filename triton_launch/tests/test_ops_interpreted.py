@@ -4,12 +4,12 @@ was launched on the memory of the GPU that fake_gpu.cpp plays. See operators.py.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.fakes import fake_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -24,16 +24,7 @@ def test_operators(tmp_path: Path, every: int) -> None:
     """Of every so many cases."""
     driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
     fake_gpu(driver, runtime, "fake_aten.cpp")
-    run = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-x",
-        "triton_launch/tests/operators.py",
-    ]
+    run = ("-m", "pytest", "-q", "-p", "no:xdist", "-x", "triton_launch/tests/operators.py")
     search = os.pathsep.join((str(ROOT), str(TRITON)))
     env = {
         **os.environ,
@@ -42,7 +33,7 @@ def test_operators(tmp_path: Path, every: int) -> None:
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": search,
     }
-    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run(*run, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 
     # What an interpreter takes, the compiler may refuse: one of each kernel becomes a real one.
@@ -52,17 +43,7 @@ def test_operators(tmp_path: Path, every: int) -> None:
     assert len(launched) == 13
     signatures = [all_of[-1] for all_of in launched.values()]
     kernels = ROOT / "triton_launch" / "ops" / "kernels.py"
-    command = [
-        "-m",
-        "plait.tools.pack",
-        str(kernels),
-        "-o",
-        str(tmp_path / "pack"),
-        "--signatures",
-        *signatures,
-    ]
+    command = ("-m", "plait.tools.pack", kernels, "-o", tmp_path / "pack", "--signatures")
     env = {**os.environ, "PYTHONPATH": search, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(*command, *signatures, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

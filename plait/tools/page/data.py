@@ -24,14 +24,16 @@ from plait.devices import facts_of
 from plait.errors import Fallback
 from plait.ir.calls import Extern, ExternArg, ListArg, TensorArg, all_programs
 from plait.ir.dtypes import DType
+from plait.ir.effects import loop_outs
 from plait.ir.expr import Size
-from plait.ir.loops import Buffer
+from plait.ir.loops import Buffer, Loop
 from plait.schedule.cost import Hints, buffer_nbytes, hint, hint_numel
 from plait.schedule.plan import Kernel, Plan, Step, kernels_of
 from plait.schedule.text import kernel_text, refused_pairs, space_text
 from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
 from plait.tools.page.lives import Life, alive, lives_of, peaks
+from plait.tools.page.reasons import meaning
 from plait.tools.report import input_words, kind_of, named
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import CompileRecord
@@ -89,11 +91,8 @@ def graph_data(g: CompileRecord) -> Data:
         "results": _results(g),
         "steps": steps,
         "kernel_sources": _kernel_sources(g),
-        "refusals": [
-            {"pair": pair.split(" and "), "reason": reason, "kind": kind_of(reason)}
-            for p in all_programs(g.plan)
-            for pair, reason in refused_pairs(p)
-        ],
+        "refusals": (refused := _refusals(g, steps)),
+        "meanings": {r["kind"]: meaning(r["reason"]) for r in refused},
         "ladder": [_fallback(f) for f in g.ladder],
         "tuned": list(g.tuned),
         "programs": _programs(g),
@@ -139,6 +138,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
             "name": s.name,
             "device": s.device,
             "origin": [_origin(o) for o in s.origin],
+            "module": _module(s.outs, g),
             "reads": [a.buffer for a in accesses if not a.writes],
             "writes": list(s.outs),
             "parts": [n.name for n in s.nests],
@@ -156,9 +156,9 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
     operands = list(_tensors(s.operands))
     operations = hint(s.flops, hints)
     made = [plan.buffers[name] for name in s.made if name in plan.buffers]
-    chosen = "PyTorch's own operator, by choice"
+    chosen = "PyTorch's own operator, by choice: its library is the fastest that plait knows"
     if s.kernel is not None:
-        chosen = "a kernel that is no loop nest"
+        chosen = "a kernel that is no loop nest of the graph, but written for this operator"
     elif s.control is not None:
         chosen = f"runs subprograms {', '.join(map(str, s.control.programs))}"
     elif s.callable_index >= 0:
@@ -170,6 +170,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
         "name": s.kernel.name if s.kernel is not None else s.op,
         "device": made[0].device if made else "",
         "origin": [_origin(o) for o in s.origin],
+        "module": _module(s.made, g),
         "reads": list(dict.fromkeys(a.buf for a in operands)),
         "writes": list(s.made),
         "why": g.fallback_reasons.get(s.op, "no rule") if s.fallback else chosen,
@@ -188,6 +189,11 @@ def _kind_of_call(op: str, operations: int) -> str:
     if "attention" in op:
         return "attention"
     return "product" if operations else "operator"
+
+
+def _module(made: Iterable[str], g: CompileRecord) -> str:
+    """The module whose code makes the first of some buffers of which that is known."""
+    return next((g.modules[name] for name in made if name in g.modules), "")
 
 
 def _tensors(values: Iterable[ExternArg]) -> Iterator[TensorArg]:
@@ -232,6 +238,34 @@ def _results(g: CompileRecord) -> list[Data]:
     return [
         {"name": v.name if isinstance(v, ins.Ref) else "", "is": name}
         for v, name in zip(returned, names, strict=True)
+    ]
+
+
+def _refusals(g: CompileRecord, steps: Sequence[Data]) -> list[Data]:
+    """What was not fused. A part of a pair is a kernel, a nest of one, or what one computes, of
+    which there may be no buffer: that is found by its source line and operator."""
+    at: dict[str, int] = {}
+    made: dict[tuple[str, str], int] = {}
+    for k, s in enumerate(steps):
+        for name in (s["name"], *s["parts"], *s["writes"]):
+            at.setdefault(name, k)
+        for o in s["origin"]:
+            made.setdefault((o["where"], o["op"]), k)
+    for op in (op for p in all_programs(g.plan) for op in p.program.ops):
+        if isinstance(op, Loop) and op.origin:
+            last = _origin(op.origin[-1])
+            if (found := made.get((last["where"], last["op"]))) is not None:
+                for name in loop_outs(op):
+                    at.setdefault(name, found)
+    return [
+        {
+            "pair": (parts := pair.split(" and ")),
+            "steps": [at.get(name) for name in parts],
+            "reason": reason,
+            "kind": kind_of(reason),
+        }
+        for p in all_programs(g.plan)
+        for pair, reason in refused_pairs(p)
     ]
 
 

@@ -6,6 +6,7 @@ step stands one layer below the last of those whose results it reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from markupsafe import escape
 Data = Mapping[str, Any]
 DETAILED = 80  # steps of the largest graph whose operators are drawn one by one
 OPERATORS = 8  # of one step
-_W, _GAP, _ROW, _HEAD = 230, 26, 16, 24
+_W, _GAP, _ROW, _HEAD = 250, 26, 16, 24
 _PLOT_W, _PLOT_H = 900, 170
 
 
@@ -47,8 +48,11 @@ def graph_svg(graph: Data, number: int) -> str:
     for a, b in edges:
         (xa, ya, ha), (xb, yb, _) = place[a], place[b]
         x1, y1, x2 = xa + _W // 2, ya + ha, xb + _W // 2
-        far = ' class="far"' if layer[b] - layer[a] > 1 else ""
-        parts.append(f'<path{far} d="M{x1} {y1}C{x1} {y1 + 20} {x2} {yb - 20} {x2} {yb}"/>')
+        drawn = f' d="M{x1} {y1}C{x1} {y1 + 20} {x2} {yb - 20} {x2} {yb}"'
+        if layer[b] - layer[a] > 1:  # beside the boxes that it passes
+            x1, y1, x2, y2 = xa + _W, ya + 12, xb + _W, yb + 12
+            drawn = f' class="far" d="M{x1} {y1}C{x1 + 30} {y1} {x2 + 30} {y2} {x2} {y2}"'
+        parts.append(f"<path{drawn}/>")
     for k, s in steps:
         parts += _box(s, f"g{number}s{k}", place[k], detailed)
     return "".join((*parts, "</svg>"))
@@ -58,7 +62,11 @@ def _box(s: Data, target: str, place: tuple[int, int, int], detailed: bool) -> I
     x, y, h = place
     yield f'<a href="#{target}" class="{s["what"]}"><rect x="{x}" y="{y}" width="{_W}" '
     yield f'height="{h}" rx="6"/><title>{escape(s["name"])}</title>'
-    yield f'<text x="{x + 8}" y="{y + 16}" class="name">{escape(_cut(s["name"], 27))}</text>'
+    time = time_text(s["time_ns"]) if s["time_ns"] else ""
+    name = _short(s["name"], 29 - len(time))
+    yield f'<text x="{x + 8}" y="{y + 16}" class="name">{escape(name)}</text>'
+    if time:
+        yield f'<text x="{x + _W - 8}" y="{y + 16}" class="op" text-anchor="end">{time}</text>'
     ops = _operators(s) if detailed else []
     more = [f"and {len(ops) - OPERATORS} more"] if len(ops) > OPERATORS else []
     for n, op in enumerate((*ops[:OPERATORS], *more)):
@@ -70,13 +78,14 @@ def _box(s: Data, target: str, place: tuple[int, int, int], detailed: bool) -> I
 def _operators(s: Data) -> list[str]:
     """What a step was made of; of a call, only where it stands."""
     if s["what"] == "call":
-        return list(dict.fromkeys(o["where"] for o in s["origin"] if o["where"]))
+        places = (s["module"], *(o["where"] for o in s["origin"]))
+        return list(dict.fromkeys(p for p in places if p))
     return [f"{_word(o['op'])} {o['where']}".strip() for o in s["origin"]]
 
 
 def _word(op: str) -> str:
-    """`add` of `aten.add.Tensor`."""
-    return op.split(".")[1] if op.count(".") else op
+    """`add` of `aten.add.Tensor`; a result is laid out as eager would."""
+    return op.split(".")[1] if op.count(".") else "result" if op == "output" else op
 
 
 def _shown(op: str) -> str:
@@ -85,6 +94,12 @@ def _shown(op: str) -> str:
     where = where.replace(".py:", ":")
     room = 28 - len(_cut(name, 14))
     return f"{_cut(name, 14)} {where if len(where) < room else '…' + where[1 - room :]}".strip()
+
+
+def _short(name: str, n: int) -> str:
+    """A kernel's name without what all or none of them have in common; of a long one both ends."""
+    name = re.sub(r"^plait_(.+)_[0-9a-f]{4,}$", r"\1", name)
+    return name if len(name) <= n else f"{name[: n // 2]}…{name[len(name) - n + n // 2 + 1 :]}"
 
 
 def _cut(text: str, n: int) -> str:
@@ -148,3 +163,19 @@ def bytes_text(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f} {unit}"
     return f"{n} B"
+
+
+def time_text(ns: int) -> str:
+    """A time in words: `3.2 us`."""
+    for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
+        if ns >= size:
+            return f"{ns / size:.1f} {unit}"
+    return f"{ns} ns"
+
+
+def number_text(n: int) -> str:
+    """A count in words: `3.2 M`."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)

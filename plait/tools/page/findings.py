@@ -18,6 +18,7 @@ LARGE = 1 << 16  # bytes of a tensor whose layout matters: what is less stays in
 GOOD = 0.5  # share of the memory roofline above which a layout costs little
 FAR = 16  # elements apart: no two in one cache line
 MUCH = 0.1  # share of the time of all steps
+LITTLE = 0.01  # the same: less is not worth a change of the user's
 MOST = 20  # findings of one kind
 
 
@@ -50,14 +51,15 @@ def findings(report: Data) -> list[Data]:
 
 def _layouts(report: Data) -> list[Data]:
     """Kernels that visit elements of large tensors far apart, while they visit as much side by
-    side, each once; not where the time is known to be good. How an intermediate lies is plait's
-    choice: such a kernel is named only where its launches take much of the time."""
+    side; not where the time is known to be good, or little of all. How an intermediate lies is
+    plait's choice: such a kernel is named only where its launches take much of the time. What
+    several graphs have is named once, for the first."""
     taken: Counter[tuple[str, str]] = Counter()
     for g in report["graphs"]:
         for s in g["steps"]:
             taken[g["name"], s["name"]] += s["time_ns"] or 0
     found: dict[tuple[str, str], Data] = {}
-    nbytes: dict[tuple[str, str], int] = {}
+    cost: Counter[tuple[str, str]] = Counter()
     for n, g in enumerate(report["graphs"]):
         inputs = {i["name"] for i in g["inputs"] if g["kind"] != "backward"}  # else saved by plait
         words = {i["name"]: i["is"] for i in g["inputs"] if i["is"]}
@@ -67,18 +69,22 @@ def _layouts(report: Data) -> list[Data]:
             if not apart or (s["roofline"] or 0) > GOOD:
                 continue
             given = [a for a in apart if a["buffer"] in inputs]
-            key = g["name"], s["name"]
-            if not given and taken[key] <= MUCH * taken.total():
+            share = taken[g["name"], s["name"]] / (taken.total() or 1)
+            if share <= (LITTLE if given else MUCH) and (taken.total() or not given):
                 continue
-            nbytes[key] = nbytes.get(key, 0) + sum(a["nbytes"] for a in given or apart)
-            found.setdefault(key, _layout(s, given or apart, bool(given), words, n, k))
-    return [found[key] for key in sorted(found, key=lambda key: -nbytes[key])]
+            one = _layout(s, given or apart, bool(given), words, share, n, k)
+            key = one["where"], one["what"].partition(" ")[2]
+            found.setdefault(key, one)
+            cost[key] += s["time_ns"] or sum(a["nbytes"] for a in given or apart)
+    return [found[key] for key, _ in cost.most_common()]
 
 
 def _layout(
-    s: Data, apart: Sequence[Data], given: bool, names: Mapping[str, str], graph: int, step: int
-) -> Data:
-    """given: the tensors are the program's inputs. names: the user's, of inputs."""
+    s: Data, apart: Sequence[Data], given: bool, names: Mapping[str, str], share: float,
+    graph: int, step: int,
+) -> Data:  # fmt: skip
+    """given: the tensors are the program's inputs. names: the user's, of inputs. share: of the time
+    of all steps."""
     words = [
         f"{'writes' if a['writes'] else 'reads'} {names.get(a['buffer'], a['buffer'])} "
         f"{a['stride']} elements apart"
@@ -90,7 +96,8 @@ def _layout(
         "one of them is gathered element by element: a cache line each, and no vector is loaded"
     )
     if s["roofline"] is not None:
-        why += f". The kernel runs at {s['roofline']:.0%} of the memory roofline"
+        why += f". The kernel runs at {s['roofline']:.0%} of the memory roofline, "
+        why += f"and its launches take {share:.0%} of the time of all kernels and calls"
     if given:
         advice = (
             "keep the tensor in memory as it is used: where it is made, or once before the calls, "

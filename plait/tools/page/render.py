@@ -1,13 +1,15 @@
 """The page: one file of HTML that needs nothing else.
 
 In: the data of a report. Out: text. What is short is written here, by the templates beside this
-file; the data stands in the page as JSON, and what is long (loops, sources, instructions, drawings
-of large graphs) is built from it when somebody opens it.
+file. What is long is built by the page's script when somebody comes to it: rows of steps from a
+short text each, and the rest (loops, sources, instructions, drawings of large graphs) from the data
+of the report, which stands in the page as JSON that is not read before.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,17 +18,27 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from plait.tools.page.draw import DETAILED, bytes_text, graph_svg, memory_svg
+from plait.tools.page.draw import (
+    DETAILED,
+    bytes_text,
+    graph_svg,
+    memory_svg,
+    number_text,
+    time_text,
+)
 
 Data = Mapping[str, Any]
 SLOWEST = 12  # kernels and calls in the overview
+OPEN = 12  # graphs whose drawings stand in the page, and that its head leads to
 FOLDER = Path(__file__).parent / "templates"
 
 
 def page(data: Data) -> str:
     """The whole page."""
-    drawings = {n: graph_svg(g, n) for n, g in enumerate(data["graphs"])}
-    shown = {n: svg for n, svg in drawings.items() if len(data["graphs"][n]["steps"]) <= DETAILED}
+    graphs = data["graphs"]
+    drawings = {n: graph_svg(g, n) for n, g in enumerate(graphs)}
+    shown = {n: svg for n, svg in drawings.items() if len(graphs[n]["steps"]) <= DETAILED}
+    shown = {n: svg for n, svg in shown.items() if n < OPEN}
     later = {n: svg for n, svg in drawings.items() if n not in shown}
     return (
         _environment()
@@ -39,12 +51,17 @@ def page(data: Data) -> str:
             all_ns=_all_ns(data) or 1,
             stages=_stages,
             total_ms=_total_ms,
-            places=_places,
-            number=_number,
+            number=number_text,
             buffer=_buffer,
             called=_called,
             drawings={n: Markup(svg) for n, svg in shown.items()},
             memory=lambda g, n: Markup(memory_svg(g["programs"][0], n)) if g["programs"] else "",
+            compile_stages=_compile_stages(data),
+            from_cache=[g["cache_hit"] for g in graphs if g["cache_hit"] is not None],
+            files=_files,
+            busy=_busy,
+            open=OPEN,
+            rows=Markup(_json([[_row(s) for s in g["steps"]] for g in graphs])),
             embedded=Markup(_json({**data, "drawings": later})),
             style=Markup((FOLDER / "page.css").read_text()),
             script=Markup((FOLDER / "page.js").read_text()),
@@ -73,6 +90,49 @@ def _stages(graph: Data) -> list[tuple[str, float]]:
     ]
 
 
+def _compile_stages(data: Data) -> list[tuple[str, float]]:
+    """Milliseconds by stage of the compiles of all graphs, most first."""
+    found: dict[str, float] = {}
+    for g in data["graphs"]:
+        for stage, ms in g["times_ms"].items():
+            if "/" not in stage:
+                found[stage] = found.get(stage, 0.0) + ms
+    return sorted(found.items(), key=lambda row: -row[1])
+
+
+def _row(s: Data) -> list[str]:
+    """A step's row: how it is drawn, its name, and what stands in the columns."""
+    time = time_text(s["time_ns"]) if s["time_ns"] else ""
+    if not time and s["estimate_ns"]:
+        time = f"about {time_text(s['estimate_ns'])}"
+    return [
+        "call fell" if s["fell_back"] else s["what"],
+        s["name"],
+        _places(s),
+        bytes_text(s["read_nbytes"] + s["written_nbytes"]),
+        number_text(s["operations"]),
+        time,
+        _share(s["roofline"]),
+    ]
+
+
+def _files(graph: Data) -> str:
+    """The user's files that a graph's code is in, those with most steps first."""
+    files = Counter(o["where"].partition(":")[0] for s in graph["steps"] for o in s["origin"])
+    found = [name for name, _ in files.most_common() if name]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _busy(graph: Data, at: int) -> str:
+    """The step that runs at an instruction of the graph's own program, or next."""
+    later = [
+        (s["instruction"], s["name"])
+        for s in graph["steps"]
+        if s["program"] == 0 and s["instruction"] is not None and s["instruction"] >= at
+    ]
+    return str(min(later)[1]) if later else ""
+
+
 def _slowest(data: Data) -> list[dict[str, Any]]:
     """What takes most time: launches of one kernel in a row, and calls of one operator that compute
     and read as much. By measured times; where there are none, by estimates of kernels."""
@@ -80,6 +140,7 @@ def _slowest(data: Data) -> list[dict[str, Any]]:
     for n, k, s in _steps(data):
         alike = s["name"], *((s["operations"], s["read_nbytes"]) if s["what"] == "call" else ())
         first = {"name": s["name"], "graph": n, "step": k, "where": _places(s)}
+        first["operations"] = s["operations"]
         _count(rows.setdefault(alike, first | _NOTHING), s)
     return sorted(rows.values(), key=lambda row: -row["ns"])[:SLOWEST]
 
@@ -121,17 +182,10 @@ def _all_ns(data: Data) -> int:
 
 
 def _places(step: Data) -> str:
-    """The user's lines of a step, the first ones."""
+    """The module and the user's lines of a step, the first ones."""
     found = list(dict.fromkeys(o["where"] for o in step["origin"] if o["where"]))
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _number(n: int) -> str:
-    """A count in words: `3.2 M`."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return str(n)
+    lines = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return f"{step['module']}, {lines}" if step["module"] and lines else step["module"] or lines
 
 
 def _buffer(graph: Data, name: str) -> Any:
@@ -156,16 +210,8 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"bytes": bytes_text, "time": _time, "many": _many, "share": _share}
+    made.filters |= {"bytes": bytes_text, "time": time_text, "many": _many, "share": _share}
     return made
-
-
-def _time(ns: int) -> str:
-    """A time in words: `3.2 us`."""
-    for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if ns >= size:
-            return f"{ns / size:.1f} {unit}"
-    return f"{ns} ns"
 
 
 def _many(n: int, what: str) -> str:
@@ -173,4 +219,4 @@ def _many(n: int, what: str) -> str:
 
 
 def _share(x: float | None) -> str:
-    return "" if x is None else f"{x:.0%}"
+    return "" if x is None else f"{x:.0%}" if x >= 0.005 or x == 0 else "<1%"

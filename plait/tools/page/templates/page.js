@@ -1,7 +1,10 @@
 "use strict";
-// Builds what is long from the page's data when it is opened; links lead to what is not built yet.
+// Builds what is long when somebody comes to it: rows of steps from a short text each, all else from
+// the data of the report, which is parsed at its first use. Links lead to what is not built yet.
+const parse = (id) => JSON.parse(document.getElementById(id).textContent);
+const texts = parse("rows");
 let parsed;
-const data = () => (parsed ||= JSON.parse(document.getElementById("data").textContent));
+const data = () => (parsed ||= parse("data"));
 
 function make(tag, attributes, ...children) {
   const e = document.createElement(tag);
@@ -15,32 +18,69 @@ const bytes = (n) => {
     if (n >= size) return `${(n / size).toFixed(1)} ${unit}`;
   return `${n} B`;
 };
+const time = (ns) => {
+  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]])
+    if (ns >= size) return `${(ns / size).toFixed(1)} ${unit}`;
+  return `${Math.round(ns)} ns`;
+};
 const table = (head, rows) =>
   make("table", {}, make("thead", {}, make("tr", {}, ...head.map((h) => make("th", {}, h)))),
     make("tbody", {}, ...rows));
 const row = (cells, cls) =>
   make("tr", cls ? { class: cls } : {}, ...cells.map((c) => make("td", Array.isArray(c) && c.length > 1 ? { class: "many" } : {}, ...[c].flat())));
+// A long list in pieces, each of which is built when it comes into view. build(k) makes the k-th.
+const PIECE = 100, FEW = 600;
+const lists = new Map();
+const seen = new IntersectionObserver((found) => { for (const e of found) if (e.isIntersecting) fill(e.target); }, { rootMargin: "600px" });
+function list(id, box, length, build, height) {
+  const pieces = [];
+  for (let from = 0; from < length; from += PIECE) {
+    const piece = make("div", { class: "piece", style: `height:${Math.min(PIECE, length - from) * height}rem` });
+    pieces.push({ piece, from, to: Math.min(from + PIECE, length), build });
+    piece.of = pieces.at(-1);
+    box.append(piece);
+    if (length > FEW) seen.observe(piece); else fill(piece);
+  }
+  lists.set(id, pieces);
+}
+function fill(piece) {
+  const { from, to, build } = piece.of;
+  if (piece.firstChild) return;
+  piece.append(...Array.from({ length: to - from }, (_, k) => build(from + k)));
+  piece.removeAttribute("style");
+  seen.unobserve(piece);
+}
+function item(id, k) {
+  const found = (lists.get(id) || [])[Math.floor(k / PIECE)];
+  if (found) fill(found.piece);
+}
 const spaced = (parts) => parts.flatMap((p, k) => (k ? [", ", p] : [p]));
 
 // Which steps make, read and run what, by graph; built once a graph is looked into.
 const indexes = new Map();
 function index(n) {
   if (indexes.has(n)) return indexes.get(n);
-  const found = { makers: new Map(), readers: new Map(), instructions: new Map(), pairs: new Map(), words: new Map() };
+  const found = { makers: new Map(), readers: new Map(), instructions: new Map(), words: new Map(), buffers: new Map(), apart: new Map() };
+  for (const b of (data().graphs[n].programs[0] || { buffers: [] }).buffers) found.buffers.set(b.name, b);
+  for (const r of data().graphs[n].refusals) for (const k of new Set(r.steps)) found.apart.set(k, [...(found.apart.get(k) || []), r]);
   for (const x of [...data().graphs[n].inputs, ...data().graphs[n].results].reverse()) if (x.is && x.name) found.words.set(x.name, x.is);
   data().graphs[n].steps.forEach((s, k) => {
     for (const b of s.writes) found.makers.set(b, k);
-    for (const b of s.reads) found.readers.set(b, [...(found.readers.get(b) || []), k]);
+    for (const b of s.reads) { if (!found.readers.has(b)) found.readers.set(b, []); found.readers.get(b).push(k); }
     if (s.instruction !== null) found.instructions.set(`${s.program}/${s.instruction}`, k);
-    for (const name of [s.name, ...s.parts]) if (!found.pairs.has(name)) found.pairs.set(name, k);
   });
   indexes.set(n, found);
   return found;
 }
-const stepLink = (n, k) => link(`g${n}s${k}`, data().graphs[n].steps[k].name);
+const stepLink = (n, k) => link(`g${n}s${k}`, texts[n][k][1]);
+// Steps of one name are links behind each other: k 2 3.
+function stepLinks(steps) {
+  const by = new Map();
+  for (const [n, k] of steps) by.set(texts[n][k][1], [...(by.get(texts[n][k][1]) || []), [n, k]]);
+  return spaced([...by.values()].map((alike) => make("span", {}, ...alike.flatMap(([n, k], i) => (i ? [" ", link(`g${n}s${k}`, i + 1)] : [stepLink(n, k)])))));
+}
 function bufferLinks(n, names) {
-  const known = new Set((data().graphs[n].programs[0] || { buffers: [] }).buffers.map((b) => b.name));
-  return spaced(names.map((b) => (known.has(b) ? link(`g${n}b-${b}`, called(n, b)) : called(n, b))));
+  return spaced(names.map((b) => (index(n).buffers.has(b) ? link(`g${n}b-${b}`, called(n, b)) : called(n, b))));
 }
 // The user's name of a buffer beside its own, where there is one.
 function called(n, b) {
@@ -53,25 +93,29 @@ function step(details) {
   const g = data().graphs[n], s = g.steps[k];
   const body = make("div", { class: "body" });
   const places = new Map();
-  for (const o of s.origin) places.set(o.where, [...(places.get(o.where) || []), o.op]);
+  for (const o of s.origin) places.set(o.where, [...(places.get(o.where) || []), o.op === "output" ? "the layout of a result" : o.op]);
   body.append(table(["your line", "", "ATen operators"], [...places].map(([where, ops]) =>
     row([link(`line-${where}`, where || "no line"), make("code", {}, g.lines[where] || ""), ops.join(", ")]))));
+  if (s.module) body.append(make("p", {}, "in module ", make("code", {}, s.module)));
   if (s.why) body.append(make("p", {}, `${s.why}.`));
-  if (s.accesses.length) body.append(table(["buffer", "", "bytes", "its elements are visited"], s.accesses.map((a) =>
-    row([bufferLinks(n, [a.buffer]), a.writes ? "written" : "read", bytes(a.nbytes),
+  const type = (b) => make("code", {}, (index(n).buffers.get(b) || { type: "" }).type);
+  if (s.accesses.length) body.append(table(["buffer", "", "bytes", "type", "its elements are visited"], s.accesses.map((a) =>
+    row([bufferLinks(n, [a.buffer]), a.writes ? "written" : "read", bytes(a.nbytes), type(a.buffer),
       { "in order": "side by side", "by data": "at positions that data says", "in pieces": "side by side, in pieces",
         across: `${a.stride} elements apart: they lie along another loop`, apart: `${a.stride} elements apart` }[a.order]],
       ["across", "apart"].includes(a.order) && a.nbytes >= 65536 ? "worst" : ""))));
-  else body.append(make("p", {}, "reads ", ...bufferLinks(n, s.reads), "; makes ", ...bufferLinks(n, s.writes)));
+  else body.append(table(["buffer", "", "type"], [...s.reads.map((b) => row([bufferLinks(n, [b]), "read", type(b)])), ...s.writes.map((b) => row([bufferLinks(n, [b]), "made", type(b)]))]));
   const facts = [];
   if (s.space) facts.push(`${s.space} points`);
-  if (s.estimate_ns) facts.push(`estimated at ${(s.estimate_ns / 1000).toFixed(1)} us on one core`);
-  if (s.time_ns) facts.push(`measured ${(s.time_ns / 1000).toFixed(1)} us, ${((s.read_nbytes + s.written_nbytes) / s.time_ns).toFixed(1)} GB/s`);
+  if (s.estimate_ns) facts.push(`estimated at ${time(s.estimate_ns)} on one core`);
+  if (s.time_ns) facts.push(`measured ${time(s.time_ns)}, ${((s.read_nbytes + s.written_nbytes) / s.time_ns).toFixed(1)} GB/s`);
   if (s.time_ns && s.precision) facts.push(`${(s.operations / s.time_ns).toFixed(1)} G operations a second of ${s.precision}`);
   if (s.device) facts.push(`on ${s.device}`);
   const line = make("p", {}, facts.join("; "));
   if (s.instruction !== null) line.append(facts.length ? "; " : "", link(`g${n}p${s.program}i${s.instruction}`, `instruction ${s.instruction}`));
   body.append(line);
+  const apart = index(n).apart.get(k) || [];
+  if (apart.length) body.append(make("details", {}, make("summary", {}, `Not fused with: ${apart.length}`), make("ul", {}, ...apart.slice(0, 30).map((r) => refused(n, r)), ...more(apart.length, 30))));
   const source = g.kernel_sources[s.name];
   if (s.loops) {
     body.append(make("div", { class: "two" },
@@ -81,17 +125,28 @@ function step(details) {
   details.append(body);
 }
 
+const more = (length, shown) => (length > shown ? [make("li", {}, `and ${length - shown} more`)] : []);
+function refused(n, r) {
+  const named = (name, k) => (k === null ? name : link(`g${n}s${k}`, name.startsWith("buf") ? `${data().graphs[n].steps[k].name} (${name})` : name));
+  return make("li", {}, ...r.pair.flatMap((x, i) => [i ? " and " : "", named(x, r.steps[i])]), `: ${r.reason}`);
+}
 function refusals(details) {
   const n = Number(details.dataset.graph), by = new Map();
   for (const r of data().graphs[n].refusals) {
     if (!by.has(r.kind)) by.set(r.kind, []);
     by.get(r.kind).push(r);
   }
-  const named = (name) => (index(n).pairs.has(name) ? link(`g${n}s${index(n).pairs.get(name)}`, name) : name);
   for (const [kind, found] of by)
-    details.append(make("details", {}, make("summary", {}, `${found.length} x ${kind}`), make("ul", {}, ...found.slice(0, 100).map((r) =>
-      make("li", {}, ...r.pair.flatMap((x, k) => (k ? [" and ", named(x)] : [named(x)])), `: ${r.reason}`)),
-      ...(found.length > 100 ? [make("li", {}, `and ${found.length - 100} more`)] : []))));
+    details.append(make("details", {}, make("summary", {}, `${found.length} x ${kind}`), make("p", { class: "legend" }, data().graphs[n].meanings[kind] || ""),
+      make("ul", {}, ...found.slice(0, 100).map((r) => refused(n, r)), ...more(found.length, 100))));
+}
+
+function given(details) {
+  const g = data().graphs[Number(details.dataset.graph)], n = Number(details.dataset.graph);
+  const rows = (found, text) => found.map((x) => row([bufferLinks(n, [x.name]), x.is || "", text(x)]));
+  const type = (x) => make("code", {}, x.text ? x.text.slice(x.text.indexOf("(") + 1, -1) : (index(n).buffers.get(x.name) || { type: "" }).type);
+  details.append(make("h4", {}, "Inputs"), table(["buffer", "for you", "type"], rows(g.inputs, type)),
+    make("h4", {}, "Results"), table(["buffer", "for you", "type"], rows(g.results.filter((x) => x.name), type)));
 }
 
 function buffers(details) {
@@ -103,37 +158,44 @@ function buffers(details) {
       const read = readers.get(b.name) || [];
       const r = row([called(n, b.name), b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
         [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), "; "] : []),
-          ...(read.length ? ["read by ", ...spaced(read.slice(0, 8).map((k) => stepLink(n, k)))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
+          ...(read.length ? ["read by ", ...stepLinks(read.slice(0, 8).map((k) => [n, k]))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
       r.id = `g${n}b-${b.name}`;
       return r;
     })));
 }
 
 function instructions(details) {
-  const n = Number(details.dataset.graph), p = Number(details.dataset.program);
-  const ran = index(n).instructions;
-  details.append(make("ol", { class: "list", start: "0" }, ...data().graphs[n].programs[p].instructions.map((text, i) => {
+  const n = Number(details.dataset.graph), p = Number(details.dataset.program), id = `g${n}p${p}i`;
+  const ran = index(n).instructions, found = data().graphs[n].programs[p].instructions;
+  const box = make("div", { class: "list", role: "list" });
+  details.append(box);
+  list(id, box, found.length, (i) => {
     const k = ran.get(`${p}/${i}`);
-    return make("li", { id: `g${n}p${p}i${i}` }, text, ...(k === undefined ? [] : ["  ", link(`g${n}s${k}`, "↑ its row")]));
-  })));
+    return make("div", { id: id + i, role: "listitem" }, make("span", { class: "at" }, i), make("span", {}, found[i], ...(k === undefined ? [] : ["  ", link(`g${n}s${k}`, "↑ its row")])));
+  }, 1.5);
 }
 
 function lines(details) {
   const by = new Map();
   data().graphs.forEach((g, n) => g.steps.forEach((s, k) => {
-    for (const where of new Set(s.origin.map((o) => o.where))) {
-      if (!by.has(where)) by.set(where, { text: g.lines[where] || "", steps: [] });
-      by.get(where).steps.push([n, k]);
+    const wheres = new Set(s.origin.map((o) => o.where));
+    for (const where of wheres) {
+      if (!by.has(where)) by.set(where, { text: "", ns: 0, steps: [] });
+      const l = by.get(where);
+      l.text ||= g.lines[where] || "";
+      l.ns += (s.time_ns || 0) / wheres.size;
+      l.steps.push([n, k]);
     }
   }));
-  details.append(table(["line", "", "kernels and calls"], [...by].sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true })).map(([where, l]) => {
-    const r = row([where || "no line", make("code", {}, l.text), spaced(l.steps.slice(0, 40).map(([n, k]) => stepLink(n, k)))]);
+  details.append(make("p", { class: "legend" }, "A step's time is shared evenly by the lines that it was made of."));
+  details.append(table(["line", "", "time", "kernels and calls"], [...by].sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true })).map(([where, l]) => {
+    const r = row([where || "no line", make("code", {}, l.text), l.ns ? time(l.ns) : "", [...stepLinks(l.steps.slice(0, 40)), l.steps.length > 40 ? ` and ${l.steps.length - 40} more` : ""]]);
     r.id = `line-${where}`;
     return r;
   })));
 }
 
-const builders = { step, refusals, buffers, instructions, lines,
+const builders = { step, refusals, given, buffers, instructions, lines,
   drawing: (d) => { if (d.dataset.graph in data().drawings) d.querySelector(".scroll").innerHTML = data().drawings[d.dataset.graph]; } };
 function build(details) {
   const kind = Object.keys(builders).find((k) => details.classList.contains(k));
@@ -145,14 +207,15 @@ document.addEventListener("toggle", (e) => { if (e.target.open) build(e.target);
 function reveal(id) {
   let m;
   if ((m = id.match(/^g(\d+)b-/))) open(document.querySelector(`.buffers[data-graph="${m[1]}"]`));
-  else if ((m = id.match(/^g(\d+)p(\d+)i/))) open(document.querySelector(`.instructions[data-graph="${m[1]}"][data-program="${m[2]}"]`));
+  else if ((m = id.match(/^(g(\d+)p(\d+)i)(\d+)$/))) { open(document.querySelector(`.instructions[data-graph="${m[2]}"][data-program="${m[3]}"]`)); item(m[1], Number(m[4])); }
+  else if ((m = id.match(/^(g\d+s)(\d+)$/))) { if (matched && !matched.has(id)) { search.value = ""; find(); } item(m[1], Number(m[2])); }
   else if (id.startsWith("line-")) open(document.querySelector(".lines"));
   const e = document.getElementById(id);
   if (!e) return;
   for (let d = e.closest("details"); d; d = d.parentElement.closest("details")) open(d);
   for (const old of document.querySelectorAll(".found")) old.classList.remove("found");
   e.classList.add("found");
-  e.scrollIntoView({ block: "center" });
+  e.scrollIntoView({ block: e.matches(".step") ? "start" : "center" });
   if (e.matches(".step")) e.firstElementChild.focus({ preventScroll: true });
 }
 function open(details) { if (details) { build(details); details.open = true; } }
@@ -163,17 +226,52 @@ document.addEventListener("click", (e) => {  // also where the address is there 
   if (a && a.getAttribute("href") === location.hash) follow();
 });
 
+// Rows of steps. matched: ids of those that a search found; null without one.
+let matched = null;
 const search = document.getElementById("search");
-const rows = [...document.querySelectorAll(".step")];
+for (const box of document.querySelectorAll(".steps")) {
+  const n = Number(box.dataset.graph);
+  list(`g${n}s`, box, texts[n].length, (k) => {
+    const [kind, ...cells] = texts[n][k], id = `g${n}s${k}`;
+    const spans = cells.map((c, i) => make("span", i === 0 ? { class: "name" } : i === 1 ? { class: "where" } : c.startsWith("about") ? { class: "guess" } : {}, c));
+    return make("details", { class: `step ${kind}${matched && !matched.has(id) ? " hidden" : ""}`, id }, make("summary", { class: "row" }, ...spans));
+  }, 1.95);
+}
+
+// Search: the first of the rows that fit are built.
 function find() {
   const wanted = search.value.trim().toLowerCase();
-  for (const r of rows) {
-    const [, n, k] = r.id.match(/g(\d+)s(\d+)/), s = data().graphs[n].steps[k];
-    const text = [s.name, ...s.reads, ...s.writes, ...s.origin.flatMap((o) => [o.where, o.op])].join(" ").toLowerCase();
-    r.classList.toggle("hidden", wanted !== "" && !text.includes(wanted));
+  matched = wanted === "" ? null : new Set();
+  if (matched) data().graphs.forEach((g, n) => g.steps.forEach((s, k) => {
+    const text = [s.name, s.module, ...s.reads, ...s.writes, ...s.origin.flatMap((o) => [o.where, o.op]), ...[...s.reads, ...s.writes].map((b) => index(n).words.get(b) || "")].join(" ");
+    if (text.toLowerCase().includes(wanted)) matched.add(`g${n}s${k}`);
+  }));
+  let built = 0;
+  for (const [id, pieces] of lists) if (/^g\d+s$/.test(id)) for (const { piece, from, to } of pieces) {
+    let here = matched ? 0 : to - from;
+    if (matched) for (let k = from; k < to; k++) here += matched.has(id + k);
+    if (here && matched && (built += here) <= FEW) fill(piece);
+    piece.classList.toggle("hidden", !here);
+    for (const r of piece.children) r.classList.toggle("hidden", matched !== null && !matched.has(r.id));
   }
+  document.getElementById("found").textContent = matched ? `${matched.size} found` : "";
 }
 search.addEventListener("input", find);
+
+// The row that is `by` rows from one, or from none; null where there are no more.
+function neighbour(row, by) {
+  let n = 0, k = -1;
+  if (row) [, n, k] = row.id.match(/g(\d+)s(\d+)/).map(Number);
+  for (;;) {
+    k += by;
+    while (n < texts.length && k >= texts[n].length) [n, k] = [n + 1, 0];
+    while (n > 0 && k < 0) [n, k] = [n - 1, texts[n - 1].length - 1];
+    if (n >= texts.length || k < 0) return null;
+    if (matched && !matched.has(`g${n}s${k}`)) continue;
+    item(`g${n}s`, k);
+    return document.getElementById(`g${n}s${k}`);
+  }
+}
 addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.altKey || e.metaKey) return;
   if (e.key === "Escape" && document.activeElement === search) { search.value = ""; find(); search.blur(); return; }
@@ -182,9 +280,8 @@ addEventListener("keydown", (e) => {
   const by = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[e.key];
   const here = document.activeElement.closest(".step");
   if (!by || (e.key.startsWith("Arrow") && document.activeElement.tagName !== "SUMMARY") || (e.key.startsWith("Arrow") && !here)) return;
-  const shown = rows.filter((r) => !r.classList.contains("hidden"));
-  const next = shown[here ? shown.indexOf(here) + by : 0];
+  const next = neighbour(here, by);
   if (next) { e.preventDefault(); next.firstElementChild.focus(); next.scrollIntoView({ block: "nearest" }); }
 });
-addEventListener("beforeprint", () => { if (rows.length <= 200) for (const d of document.querySelectorAll("details")) open(d); });
+addEventListener("beforeprint", () => { if (texts.flat().length <= 200) for (const d of document.querySelectorAll("details")) open(d); });
 follow();

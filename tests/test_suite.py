@@ -3,9 +3,13 @@ figures here are made up."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +254,41 @@ def test_what_a_process_says_becomes_a_row(tmp_path: Path) -> None:
     case.take({"event": "failed", "variant": "eager", "why": "y"})
     case.take({"event": "prepared"})
     assert case.state == "failed" and case.failed == "y"
+
+
+def test_a_sweep_tells_a_bar_of_each_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A case that found no memory beside others counts once it was measured alone."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+        told.append(f"{what}: {total}")
+        yield lambda: told.append("one more")
+
+    class Made:
+        """A case that ends at once, at first for want of memory."""
+
+        def __init__(self, case: Case, slot: int, wanted: object, args: Namespace) -> None:
+            self.case, self.slot, self.state, self.figures = case, slot, "done", {}
+            self.why = "CUDA out of memory" if args.together > 1 and case is large else ""
+            self.log, self.folder = io.StringIO(), tmp_path / "none"
+
+        def look(self) -> None: ...
+
+        def end(self) -> None: ...
+
+        def record(self, key: object) -> book.Record:
+            made = record(self.case.name, 1.0, 1.0)
+            return made | ({"variants": {"plait": {"failed": self.why}}} if self.why else {})
+
+    monkeypatch.setattr(run, "progress", progress)
+    monkeypatch.setattr(run, "Running", Made)
+    args = Namespace(results=tmp_path, together=2, slots=1, minutes=10, modes="", autotune=False)
+    args.out = None
+    _, large, _ = some = [*cases("cpu").values()][:3]
+    sweep = run.Sweep(some, args, "a device")
+    sweep.run()
+    assert told == ["cases: 3", *["one more"] * 3] and len(sweep.new) == 3
 
 
 def test_figures_of_small_models_are_kept_out_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import torch
 from benchmarks.suite import records as book
 from benchmarks.suite.models import Case, cases, missing
 from benchmarks.suite.page import write_page
+from plait.log import progress
 
 VARIANTS = ("plait", "plait-graphs", "inductor", "inductor-graphs")
 TUNED = ("plait-max", "inductor-max")
@@ -272,6 +273,7 @@ class Sweep:
         self.waiting, self.args, self.device = waiting, args, device
         self.running: list[Running] = []
         self.again: list[Case] = []  # found no memory beside others
+        self.one_more: Callable[[], None] = lambda: None  # tells the bar of a case that has ended
         self.key = {
             "plait": book.sources(),
             "commit": commit(),
@@ -286,6 +288,10 @@ class Sweep:
         self.stop_starting_at = self.close_at - 60
 
     def run(self) -> None:
+        with progress("cases", len(self.waiting)) as self.one_more:
+            self._run()
+
+    def _run(self) -> None:
         while self.waiting or self.running or self.again:
             if not self.waiting and not self.running:
                 self.waiting, self.again = self.again, []
@@ -346,6 +352,8 @@ class Sweep:
             case.end()
             if case.state != "open":
                 self.keep(case)
+            if case.case not in self.again:
+                self.one_more()
             case.log.close()
             shutil.rmtree(case.folder, ignore_errors=True)
         if any(case.state != "open" for case in ended):

@@ -278,7 +278,7 @@ def test_a_sweep_tells_a_bar_of_each_case(monkeypatch: pytest.MonkeyPatch, tmp_p
         def end(self) -> None: ...
 
         def record(self, key: object) -> book.Record:
-            made = record(self.case.name, 1.0, 1.0)
+            made = record(self.case.name, 1.0, 1.0, seconds=3)
             return made | ({"variants": {"plait": {"failed": self.why}}} if self.why else {})
 
     monkeypatch.setattr(run, "progress", progress)

@@ -126,10 +126,11 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
 )
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     flops = product((4, *q.shape, k.shape[-2]))
-    made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
+    if ctx.facts().is_host:
+        made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
+    else:
+        made = row_attention(ctx, (q, k, v, *rest), kwargs) if ctx.cfg.batch_invariant else None
     if made is not None:
-        return made, None
-    if ctx.cfg.batch_invariant and (made := row_attention(ctx, (q, k, v, *rest), kwargs)):
         return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
 

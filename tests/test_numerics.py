@@ -4,6 +4,7 @@ operators of 16 bits."""
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import plait
 from plait.lower.exact import ALWAYS
 from plait.runtime.cubin import SM_90, Job
 from plait.tools.bits import bits_of
-from tests import bits, models
+from tests import bits, models, warm
 from tests import opinfo_tools as tools
 
 EAGER = {"numerics": "eager", "strict": True}
@@ -226,6 +227,26 @@ def test_calls_have_eagers_bits(name: str) -> None:
         if op.supports_dtype(dtype, "cpu"):
             trains = dtype.is_floating_point and op.supports_autograd
             assert [*bits.differing(op, dtype, train=trains, most=2)] == []
+
+
+AFTER_ANOTHER = """
+import torch
+def step(backend, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).bfloat16()
+    x = torch.randn(4, 3, 8, 8).bfloat16()
+    torch.compile(net, backend=backend, **options)(x).float().pow(2).mean().backward()
+    return [p.grad for p in net.parameters()]
+wants = step("aot_eager")
+gots = step("plait", options={"numerics": "eager"})
+assert all(map(torch.equal, wants, gots))
+"""
+
+
+def test_what_another_back_end_traced_before_is_forgotten() -> None:
+    """PyTorch remembers element types of results, and has other ones for these statistics."""
+    done = warm.run("-c", AFTER_ANOTHER, env=os.environ)
+    assert done.returncode == 0, done.stderr
 
 
 SPECTRA = {

@@ -317,7 +317,9 @@ def main() -> None:
         return
     device, args.slots = devices(args.device)
     cores = os.cpu_count() or 1
-    args.together = args.together or (args.slots * max(1, cores // args.slots))
+    # On a CPU each has several threads, whose shares of the work follow the batch.
+    most = cores if args.device == "cuda" else cores // cpu_threads()
+    args.together = args.together or max(1, most)
     args.timers = args.slots * 2 if args.device == "cuda" else 1  # one compiles, one is timed
     args.out = args.out or path(device)
     chosen = choose(args)

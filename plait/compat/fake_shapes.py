@@ -14,7 +14,7 @@ import torch
 from torch._decomp import decomposition_table, meta_table
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 
 from plait.compat import versions
@@ -45,6 +45,7 @@ def correct() -> None:
     flex: Any = torch.ops.higher_order.flex_attention
     if flex in registered_hop_fake_fns:
         registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
+    FakeTensorMode.cache_clear()  # another back end may have been here before
 
 
 def _norm_statistics(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:

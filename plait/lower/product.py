@@ -53,7 +53,8 @@ _MEDIUM = (
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
 _ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
-"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes."""
+"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes. The
+first is fast where programs load by descriptors."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
@@ -117,24 +118,27 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     if 0 in shapes or b.shape[-1] == 1 or is_refused(ctx.node):
         return None
     *batch, m, n = map(compat.tracing.hint_of, ctx.node.meta["val"].shape)
-    found = _row_tile(math.prod(batch), m, n)
+    far = step_along(ctx, a, len(a.shape) - 1) == step_along(ctx, b, len(b.shape) - 2) == 1
+    found = _row_tile(math.prod(batch), m, n, far)
     if a.dtype != f32:
         return found
     return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=is_rounded())
 
 
-def _row_tile(batch: int, m: int, n: int) -> Cut:
+def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
     """The tile of products of m rows and n columns. No bit depends on it: it may follow how many
-    there are (H200: every tile, number of warps and instruction of tensor cores gives the same)."""
+    there are (H200: every tile, number of warps and instruction of tensor cores gives the same).
+    far: numbers of a sum lie side by side in both factors."""
     if m <= _FEW_ROWS:
-        wide = batch * -(-n // 64) >= _FEW_WIDE
+        wide = batch * -(-n // 64) >= _FEW_WIDE or not far
         return Cut(_power(m), 64, 128) if wide else Cut(min(32, _power(m)), 16, 256)
 
     def cost(tile: tuple[int, int, int, float]) -> float:
         rows, columns, _, time = tile
         return time * -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
 
-    rows, columns, depth, _ = min(_ROW_TILES, key=cost)
+    tiles = _ROW_TILES if far and batch == 1 else _ROW_TILES[1:]  # by descriptors alone
+    rows, columns, depth, _ = min(tiles, key=cost)
     return Cut(rows, columns, depth)
 
 
@@ -293,7 +297,7 @@ def launch_grouped(ctx: Lowering, a: View, b: View, ends: View) -> View | None:
         return None
     how: Cut | None
     if ctx.cfg.batch_invariant:  # whoever has the rows
-        how = _row_tile(matrices, min(_FEW_ROWS, -(-m // matrices)), n)
+        how = _row_tile(matrices, min(_FEW_ROWS, -(-m // matrices)), n, True)
     else:
         how = cut_of(matrices, m, n, k)
         if m > _FEW_ROWS or how is None or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:

@@ -15,7 +15,7 @@ from plait.ir.loops import Node, walk
 from plait.kernel.triton.layout import Layout
 from plait.kernel.triton.ops import NEAR, cast, render
 from plait.kernel.triton.passes import peak_of, rescales
-from plait.schedule.legalize.find_narrow import find_narrow
+from plait.schedule.legalize.find_narrow import find_narrow, find_rounded
 from plait.schedule.plan import Reduce
 
 
@@ -59,7 +59,7 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
     floats of 8 bits."""
     roots = layout.linear.roots()
     by_row = layout.linear.by_row
-    narrow = frozenset[Node]() if by_row else find_narrow(layout.linear)
+    narrow = find_rounded(roots) if by_row else find_narrow(layout.linear)
     users = Counter(a for n in walk(roots) for a in n.args)
     sums = {s.name: s for s in layout.linear.stmts if isinstance(s, Reduce)}
     forms: dict[Node, Form] = {}
@@ -80,7 +80,7 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
             or (None if by_row else _in_context(n, layout, sums, narrow, users))
             or exactly_rounded(n)
             or _rounding(n)
-            or (_near(n) if n in narrow else None)
+            or (near(n) if n in narrow else None)
         )
         if form is not None:
             forms[n] = form
@@ -95,7 +95,8 @@ def _in_context(
     return _quotient(n, layout, sums, narrow) or _share(n, sums) or _one_more(n, n in narrow, users)
 
 
-def _near(n: Node) -> Form | None:
+def near(n: Node) -> Form | None:
+    """A faster form of a value that is rounded to 16 bits, if there is one."""
     text = NEAR.get("logistic" if _is_logistic(n) else n.op)
     return Form(text, n.args) if text else None
 

@@ -8,7 +8,7 @@ a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from plait.ir.attention import Addition, Formula
 from plait.ir.calls import TensorArg
@@ -42,10 +42,11 @@ from plait.ir.loops import (
 from plait.ir.ops import OPS
 from plait.ir.product import PARTNER, PRODUCT, RIGHT, Part, Product
 from plait.ir.rules import Simplifier
-from plait.kernel.triton.choose_forms import Form, codec, exactly_rounded
+from plait.kernel.triton.choose_forms import Form, codec, exactly_rounded, near
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 from plait.schedule.deps import extent
+from plait.schedule.legalize.find_narrow import find_rounded
 
 VALUES = ("score", "grad", PRODUCT, PARTNER)
 INSIDE = {"i": "i_inside", "j": "j_inside"}
@@ -80,13 +81,16 @@ def additions_of(
 
 def results_of(
     kernel: Product, given: Sequence[TensorArg], outs: Sequence[TensorArg],
-    sizes: Mapping[str, str], aligned: bool = False,
+    sizes: Mapping[str, str], aligned: bool = False, by_row: bool = False,
 ) -> tuple[str, bool]:  # fmt: skip
     """The function that computes results of a tile of a product and writes them, and whether it
     holds run-time checks. Its last parameters: what it loads, and what it writes. aligned: all
-    columns lie inside, and the first of each row is written to a multiple of 16 bytes."""
+    columns lie inside, and the first of each row is written to a multiple of 16 bytes. by_row: what
+    kernels of loops approximate, where rows keep their bits, is so here."""
     inside = {"i": "i_inside"} if aligned else INSIDE
     written = _Function(given, sizes, False, inside=inside)
+    if by_row:
+        written.rounded = find_rounded([r.body for r in kernel.results])
     places = {out.buf: k for k, out in enumerate(outs)}
     for r, part in kernel.pieces:
         k = places[r.out]
@@ -194,6 +198,7 @@ class _Function:
         inside of the tensors, for those that may lie outside.
     stored: the operand of which the right matrix is made.
     float8: floats of 8 bits have instructions. forms: helpers that take the place of others.
+    rounded: values that may be approximated.
     """
 
     def __init__(
@@ -205,6 +210,7 @@ class _Function:
         self.positions, self.inside, self.stored = positions, inside, stored
         self.float8 = False
         self.forms: Mapping[str, str] = {}
+        self.rounded: Set[Node] = frozenset()
         self.lines: list[str] = []
         self.checks = False
         self._names: dict[Node, str] = {}
@@ -219,6 +225,8 @@ class _Function:
                 stack.pop()
                 continue
             form = (codec(n) if self.float8 else None) or exactly_rounded(n)
+            if form is None and n in self.rounded:
+                form = near(n)
             needed = n.args if form is None else form.operands
             if missing := [a for a in needed if a not in self._names]:
                 stack += reversed(missing)

@@ -190,13 +190,18 @@ _FUNCTIONS: dict[str, str] = dict((
     return tl.reshape(y, [x.shape[0], x.shape[1] * each])
 """),
     # Rows, combined by neighbours, by pairs of these, and so on: the same bits however a block is
-    # laid out, and whatever identities stand behind a row.
+    # laid out, and whatever identities stand behind a row. Of one row a number, which has no layout
+    # that what is computed of it could take.
     *((f"p_tree_{op}", f"""def p_tree_{op}(x):
     rows: tl.constexpr = x.shape[0]
     for _ in tl.static_range(20):
-        if x.shape[1] > 1:
+        if x.shape[1] > 2:
             x = {reduced.format("tl.reshape(x, (rows, x.shape[1] // 2, 2)), 2")}
-    return x
+    if rows == 1:
+        y = {reduced.format("x, None")}
+    else:
+        y = {reduced.format("x, 1")}[:, None]
+    return y
 """) for op, reduced in (("add", "tl.sum({})"), ("mul", "tl.reduce({}, p_mul)"))),
     # The element along an axis where a mask is set, to its last bit.
     ("p_at", """def p_at(a, mask, axis: tl.constexpr):

@@ -54,6 +54,7 @@ _DESCRIBED_TILES = (
     (128, 128, 64, 8, 4),
 )  # fmt: skip
 """The same of programs that load by descriptors."""
+_MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H200)
 _NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
     (64, 256, 4), (32, 256, 4), (128, 256, 4), (64, 512, 4), (32, 512, 4), (64, 256, 8),
@@ -97,11 +98,13 @@ class Around:
     waits: the next kernel on its stream waits for its end
     aligned: its factors start at multiples of 16 bytes
     multiprocessors: of the device
+    by_row: its rows keep their bits: large tiles are as they are fastest, with whatever behind
     """
 
     waits: bool = False
     aligned: bool = False
     multiprocessors: int = 132
+    by_row: bool = False
 
 
 def write_product(
@@ -131,7 +134,8 @@ class _Writer(Writer):
         batch = [self._cut.matrices] if self._cut.matrices else batch
         self.sizes += self._asked()
         names = {str(e): f"given[{len(given) + at}]" for at, e in enumerate(self.sizes)}
-        finish, checks = results_of(self.product, given, self.outs, names)
+        by_row = self.around.by_row
+        finish, checks = results_of(self.product, given, self.outs, names, False, by_row)
         cut, dialect, right = self._cut, DIALECTS[self.gpu.backend], self.product.right
         made = ""
         if right is not None:
@@ -139,7 +143,7 @@ class _Writer(Writer):
             made = operand_of(right, stored, given, names, cut.depth, edge, float8)
         sizes, versions = (product(batch), m, n, k), self._versions()
         if any(v.aligned for v in versions):
-            finish += f"\n\n{results_of(self.product, given, self.outs, names, True)[0]}"
+            finish += f"\n\n{results_of(self.product, given, self.outs, names, True, by_row)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
         rounds = "p_tf32" if self._rounds else ""
         prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions)
@@ -259,7 +263,11 @@ class _Writer(Writer):
         n = self.tensors[1].shape[-1]
         # Where each number is written by itself, the next tile's loads should be under way.
         slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
-        found.sort(key=lambda v: (v.cut != cut, v.described != slow))
+        if self.around.by_row:
+            far = cut.columns > _NARROW
+            found.sort(key=lambda v: (v.cut != cut, v.described != far, v.warps != _MOST_WARPS))
+        else:
+            found.sort(key=lambda v: (v.cut != cut, v.described != slow))
         return found if self.tunes else found[:1]
 
     def _is_described(self) -> bool:

@@ -59,7 +59,9 @@ class Reductions:
         if self._is_tree(s):
             many, one = self.layout.each_segment(s.segment)
             rows = self.lines.define(f"tl.reshape({value}, {many})", True)
-            return f"tl.reshape(p_tree_{REDUCTIONS[s.kind].op}({rows}), {one})"
+            found = f"p_tree_{REDUCTIONS[s.kind].op}({rows})"
+            many_rows = not many.startswith("[1,")
+            return f"tl.{'reshape' if many_rows else 'broadcast_to'}({found}, {one})"
         cut = self.lines.define(f"tl.reshape({value}, {shape})", True)
         return f"tl.reduce({cut}, 2, {combiner(s.kind, s.value.dtype)})[:, :, None]"
 

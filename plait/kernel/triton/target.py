@@ -141,7 +141,7 @@ class TritonTarget(Target):
             anywhere, each = unaligned(plan), facts_of(device).programs
             factors = [a for a in call.args if isinstance(a, TensorArg)][:2]
             fits = all(a.buf not in anywhere and a.offset == 0 for a in factors)
-            around = Around(_is_waited_for(plan, call), fits, busy // each)
+            around = Around(_is_waited_for(plan, call), fits, busy // each, by_row)
             return write_product(call, plan.buffers, gpu, around, tunes and not by_row)
         return write_attention(call, plan.buffers, gpu)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plait.ir.dtypes import f32
 from plait.ir.loops import Node, walk
 from plait.schedule.legalize.linear import LinearKernel
@@ -20,3 +22,14 @@ def find_narrow(linear: LinearKernel) -> frozenset[Node]:
         ):
             shown.update(n.args)
     return frozenset(found)
+
+
+def find_rounded(roots: Sequence[Node]) -> frozenset[Node]:
+    """The same of those that nothing but a rounding to 16 bits reads: operators do that, whatever
+    they share a kernel with."""
+    found: set[Node] = set()
+    others = {n for n in roots if n.dtype == f32}
+    for n in walk(roots):
+        ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
+        (found if ends else others).update(a for a in n.args if a.dtype == f32)
+    return frozenset(found - others)

@@ -75,7 +75,6 @@ SAMPLED = {
     "test_fuzz_graphs.py::test_random_control_flow": 6,
     "test_fuzz_graphs.py::test_random_graphs": 12,
     "test_fuzz_graphs.py::test_random_networks": 4,
-    "test_growth.py::test_twice_the_graph_is_twice_the_work": 2,
     "test_half_numbers.py::test_python_numbers": 2,
     "test_half_numbers.py::test_tensors_that_hold_a_number": 5,
     "test_indices_of_nothing.py::test_gradients": 4,
@@ -157,16 +156,65 @@ SAMPLED = {
 are slow."""
 
 BY_TURNS = {
-    "test_control_flow.py::test_every_target_runs_it",
-    "test_lower_resample.py::test_planes",
-    "test_metadata.py::test_results_lie_in_the_order_of_eagers_kernels",
-    "test_package_control.py::test_packages_agree_with_compile",
-    "test_native_training.py::test_sizes_that_tracing_finds_constant",
-    "test_replaced.py::test_torch_compile_sees_every_change",
-    "test_size_functions.py::test_in_functions_whose_sizes_change",
+    "test_batched_gradients.py::test_batched": 2,
+    "test_batched_gradients.py::test_forward_mode_over_a_backward_pass": 2,
+    "test_batched_gradients.py::test_gradcheck": 2,
+    "test_batched_gradients.py::test_it_is_told_once_and_recorded": 2,
+    "test_batched_gradients.py::test_jacobian": 2,
+    "test_batched_gradients.py::test_mutated_inputs": 2,
+    "test_batched_gradients.py::test_random_operators": 2,
+    "test_batched_gradients.py::test_several_results": 2,
+    "test_batched_gradients.py::test_subclass_inputs": 2,
+    "test_batches.py::test_mixed_sizes": 2,
+    "test_capture_biases.py::test_results_are_saved_without_their_biases": 2,
+    "test_capture_inputs.py::test_plait_compile_returns_views_of_inputs": 2,
+    "test_capture_inputs.py::test_views_of_a_lazy_input_lie_in_it": 2,
+    "test_capture_loss.py::test_log_softmax_is_made_again": 3,
+    "test_capture_norm_results.py::test_groups": 2,
+    "test_capture_norm_results.py::test_only_what_the_norm_reads_and_the_convolution_is_saved": 2,
+    "test_control_flow.py::test_associative_scans_of_varying_length": 2,
+    "test_control_flow.py::test_every_target_runs_it": 2,
+    "test_control_flow.py::test_gradients_go_through_a_branch": 2,
+    "test_control_flow.py::test_gradients_go_through_a_branch_on_a_size": 2,
+    "test_control_flow.py::test_what_is_no_subprogram_runs_as_python_and_says_why": 2,
+    "test_facts.py::test_a_bool_that_is_found_in_training": 2,
+    "test_facts.py::test_a_found_size_of_1_is_not_squeezed_as_another": 2,
+    "test_facts.py::test_a_size_that_is_a_stride_in_the_example": 2,
+    "test_facts.py::test_strides_that_are_equal_in_the_example_only": 2,
+    "test_facts.py::test_strides_that_vary_are_checked": 2,
+    "test_facts.py::test_the_error_says_what_was_found_and_where": 2,
+    "test_fits.py::test_memory_is_looked_at_for_sizes_that_vary": 3,
+    "test_flex_attention.py::test_every_target": 3,
+    "test_foreach.py::test_a_list_among_results": 2,
+    "test_forward_mode.py::test_tangents_go_through": 2,
+    "test_freeze.py::test_rows_are_passed_on_where_nothing_else_reads_them": 2,
+    "test_frontend_cases.py::test_tensor_subclass_of_one_tensor": 2,
+    "test_growth.py::test_twice_the_graph_is_twice_the_work": 2,
+    "test_indices_of_nothing.py::test_of_two_operators_in_one_kernel": 2,
+    "test_jagged.py::test_jagged": 2,
+    "test_kernel_fuzz.py::test_random_kernels": 2,
+    "test_kernel_nests.py::test_scans": 3,
+    "test_kernel_nests.py::test_threads_share_scatters_where_points_stay_apart": 2,
+    "test_lower_resample.py::test_planes": 2,
+    "test_metadata.py::test_a_value_written_at_a_found_place_has_memory_of_its_own": 2,
+    "test_metadata.py::test_gradients_of_views_at_one_place_of_varying_sizes": 2,
+    "test_metadata.py::test_operators_do_not_write_what_is_read_as_another_type": 2,
+    "test_metadata.py::test_results_lie_in_the_order_of_eagers_kernels": 2,
+    "test_metadata.py::test_views_of_a_copy_that_the_example_alone_packs": 2,
+    "test_metadata.py::test_views_of_found_sizes_share_memory": 2,
+    "test_native_training.py::test_sizes_that_tracing_finds_constant": 2,
+    "test_numerics.py::test_models_have_eagers_bits": 2,
+    "test_package_control.py::test_packages_agree_with_compile": 2,
+    "test_replaced.py::test_torch_compile_sees_every_change": 2,
+    "test_replaced.py::test_what_is_put_in_the_place_of_a_tensor_counts": 2,
+    "test_shared_offsets.py::test_as_eager": 2,
+    "test_size_functions.py::test_in_functions_whose_sizes_change": 2,
+    "test_size_functions.py::test_numbers_of_kernels_that_need_more_than_64_bits": 2,
+    "test_split_readers.py::test_as_eager": 2,
 }
-"""Tests of pairs, of a case and one of two ways: every day each case goes one way, by turns; the
-other pairs are slow."""
+"""Tests over several lists, as cases and targets: of their combinations one in so many runs every
+day, by turns, so that all values of every list are met; the others are slow. Of a test over one
+list, as the four targets, its name says which values run: the next test meets others."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -180,11 +228,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if name in BY_TURNS:
             assert isinstance(item, pytest.Function)
-            turn = 0
+            turn = zlib.crc32(name.encode()) >> 8
             for argument, value in item.callspec.params.items():
                 met = places.setdefault((name, argument), {})
                 turn += met.setdefault(id(value), len(met))
-            if turn % 2:
+            if turn % BY_TURNS[name]:
                 item.add_marker(pytest.mark.slow)
     other_torch.skip(items)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def differing(
     op: Any, dtype: torch.dtype, train: bool, device: str = "cpu", most: int = 4
 ) -> Iterator[str]:
     """What differs, or fails, of the first samples of an op."""
-    samples = list(op.sample_inputs(device, dtype, requires_grad=train))[:most]
+    samples = islice(op.sample_inputs(device, dtype, requires_grad=train), most)
 
     def run(*args: Any, **named: Any) -> Any:
         """AOTAutograd derives what is a view of an argument without a graph of plait."""
@@ -93,20 +94,25 @@ def differing(
             yield f"sample {k} of {tools.name_of(op)}, {dtype}{', gradient' if train else ''}"
 
 
-def together(op: Any, dtypes: Sequence[torch.dtype], most: int, device: str = "cpu") -> bool:
-    """Whether the first samples of an op have eager's bits, all in one program."""
+def together(
+    ops: Sequence[Any], dtypes: Sequence[torch.dtype], most: int, device: str = "cpu"
+) -> bool:
+    """Whether the first samples of these ops have eager's bits, all in one program."""
     samples = [
-        sample
+        (op, sample)
+        for op in ops
         for dtype in dtypes
         if op.supports_dtype(dtype, device)
-        for sample in list(op.sample_inputs(device, dtype))[:most]
+        for sample in islice(op.sample_inputs(device, dtype), most)
     ]
-    named = [s.kwargs for s in samples]
 
     def run(*groups: Any) -> list[Any]:
-        return [op.op(*args, **kw) for args, kw in zip(groups, named, strict=True)]
+        return [
+            op.op(*args, **sample.kwargs)
+            for (op, sample), args in zip(samples, groups, strict=True)
+        ]
 
-    groups = [(s.input, *s.args) for s in samples]
+    groups = [(s.input, *s.args) for _, s in samples]
     return equal(outcome(run, groups, {}, False), outcome(compiled(run), groups, {}, False))
 
 

@@ -24,7 +24,7 @@ def norms() -> nn.Module:
 
 @pytest.mark.parametrize("op", KERNELS, ids=tools.name_of)
 def test_kernels_have_eagers_bits(op: Any) -> None:
-    assert bits.together(op, (torch.float32, torch.bfloat16, torch.int64), most=2, device="cuda")
+    assert bits.together([op], (torch.float32, torch.bfloat16, torch.int64), most=2, device="cuda")
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])

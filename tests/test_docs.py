@@ -177,9 +177,12 @@ def test_the_stages_of_the_architecture_page_are_what_plait_makes() -> None:
 
 def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    profiling, watching, block = blocks("docs/debug.md")
-    exec(compile(profiling, "docs/debug.md", "exec"), {})
-    assert "source lines:" in capsys.readouterr().out
+    profiling, under_a_profiler, watching, block = blocks("docs/debug.md")
+    for one in (profiling, under_a_profiler):
+        exec(compile(one, "docs/debug.md", "exec"), {})
+        told = capsys.readouterr().out
+        assert "source lines:" in told and "guards" in told
+        torch._dynamo.reset()  # no size varies because another block's was another
     exec(compile(watching, "docs/debug.md", "exec"), {})
     assert re.search(
         r"^gelu +\(3, 8\) mean .* plait_.*aten.gelu", capsys.readouterr().out, re.MULTILINE

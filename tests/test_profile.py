@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import plait
-from plait.tools.profile import instructions_of, profile_of
-from plait.wrapper.program import CompileRecord, observers_of_process
+from plait.tools.profile import _gaps, instructions_of, profile_of, programs
+from plait.wrapper.program import observers_of_process
 
 
 class Block(nn.Module):
@@ -50,7 +51,7 @@ def test_modules_lines_and_kernels_of_a_call(tmp_path: Path) -> None:
     busy = sum(us for _, us, _ in found.steps)
     assert 0 < busy <= found.wall_us
     assert busy + sum(r.us for r in found.gaps) == pytest.approx(found.wall_us)
-    assert "guards" in {r.what for r in found.gaps}
+    assert {"guards", "launching", "Python"} <= {r.what for r in found.gaps}
     assert all(title in str(found) for title in ("modules:", "source lines:", "the host, besides:"))
     found.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -68,13 +69,11 @@ def test_a_training_step_has_its_backward_pass() -> None:
 
 
 def test_programs_under_a_profiler_of_the_users_own() -> None:
-    records: list[CompileRecord] = []
-    observers_of_process.append(records.append)
     model, x = Stack().eval(), torch.randn(32, 64)
     compiled = torch.compile(model, backend="plait", options={"warm_start": False})
     with torch.no_grad():
-        compiled(x)
-        observers_of_process.remove(records.append)
+        with programs() as records:
+            compiled(x)
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as taken:
             compiled(x)
             compiled(x)
@@ -82,6 +81,49 @@ def test_programs_under_a_profiler_of_the_users_own() -> None:
     assert {r.what: r.times for r in found.by_kernel}["aten::addmm"] == 7
     (record,) = records
     assert len(instructions_of(record)) == len(found.steps)
+    busy = sum(us for _, us, _ in found.steps) + sum(r.us for r in found.gaps)
+    assert busy == pytest.approx(found.wall_us)  # from the first range to the last, by calls
+    assert observers_of_process == []
+
+
+class Range(SimpleNamespace):
+    """An event as torch.profiler has them: microseconds from its start to its end."""
+
+    def __init__(self, name: str, start: float, end: float, thread: int = 1) -> None:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        super().__init__(name=name, thread=thread, time_range=span)
+
+    __hash__ = object.__hash__
+
+
+def test_what_the_host_does_between_instructions_has_names() -> None:
+    events = [
+        Range("plait: a call", 0, 100),
+        Range("TorchDynamo Cache Lookup", 1, 11),
+        Range("Torch-Compiled Region: 1/0", 12, 40),
+        Range("Pregraph bytecode", 13, 15),
+        Range("plait_k", 20, 25),
+        Range("aten::empty_strided", 26, 29),
+        Range("aten::item", 30, 34),
+        Range("aten::empty", 31, 32),  # a part of it
+        Range("aten::sum", 41, 46),
+        Range("aten::empty", 42, 43),
+        Range("autograd::engine::evaluate_function: PlaitBackward", 50, 70),
+        Range("PlaitBackward", 52, 68),
+        Range("plait_k", 55, 60),
+        Range("autograd::engine::evaluate_function: AccumulateGrad", 70, 73),
+        Range("aten::add_", 71, 72),
+        Range("cudaMalloc", 80, 84, thread=2),
+    ]
+    kernels = dict.fromkeys((e for e in events if e.name == "plait_k"), object())
+    on_cpu = {r.what: r.us for r in _gaps(events, kernels, False, 100, 1)}
+    assert on_cpu == {
+        "guards": 10 + 2, "launching": 28 - 2 - 5 - 3 - 4 + 16 - 5, "allocating": 3 + 4,
+        "waiting for the device": 4, "operators outside of programs": 5, "autograd": 20 - 16 + 3,
+        "Python": 100 - 28 - 10 - 5 - 20 - 3 - 4,
+    }  # fmt: skip
+    on_gpu = {r.what: r.us for r in _gaps(events, kernels, True, 100, 1)}
+    assert on_gpu == on_cpu | {"launching": on_cpu["launching"] + 10}
 
 
 def test_nobody_pays_who_does_not_listen() -> None:

@@ -15,7 +15,8 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,10 @@ _CALL = "plait: a call"
 _GUARDS = ("TorchDynamo Cache Lookup", "Pregraph bytecode")
 _WAITS = re.compile(r"Synchronize|^aten::(item|_local_scalar_dense|nonzero)$|^cudaMemcpy$")
 _ALLOCATES = re.compile(r"^aten::(empty|resize_)|^cudaMalloc")
+_PROGRAM = re.compile(r"^Torch-Compiled Region|^PlaitBackward$|^CompiledFunction(Backward)?$")
+LAUNCHING, AUTOGRAD, PYTHON = "launching", "autograd", "Python"
+"""What a program does between its instructions, and on a GPU in them; what PyTorch's engine of
+gradients does; what is left of a call."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +176,7 @@ def profile(
     if type(calls) is not int or calls < 1:
         raise UserError(f"plait.profile of {calls!r} calls", hint="calls=5")
     original = getattr(fn, "_orig_mod", None) or fn
-    records: list[CompileRecord] = []
-    observers_of_process.append(records.append)
-    try:
+    with programs() as records:
         # A back end of its own, so that nothing starts warm: programs that an earlier process made
         # tell nobody of themselves.
         backend = partial(plait_backend, options=options, mode=mode)
@@ -192,19 +195,28 @@ def profile(
             for _ in range(calls):
                 with record_function(_CALL):
                     call()
-    finally:
-        observers_of_process.remove(records.append)
     found = profile_of(taken, records, calls)
     if not quiet:
         print(found.text, file=sys.stdout)
     return found
 
 
-def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Profile:
-    """The profile of what a torch.profiler.profile has taken of programs with these records
-    (`wrapper/program.py` tells of each), over so many calls: torch.profiler's hook.
+@contextmanager
+def programs() -> Iterator[list[CompileRecord]]:
+    """The records of what all threads compile inside, for `profile_of`."""
+    records: list[CompileRecord] = []
+    observers_of_process.append(records.append)
+    try:
+        yield records
+    finally:
+        observers_of_process.remove(records.append)
 
-    Programs that were compiled before anybody listened have lines, and no modules."""
+
+def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Profile:
+    """The profile of what a torch.profiler.profile has taken of programs with these records, over
+    so many calls: torch.profiler's hook.
+
+    records: from `programs()`. taken: with acc_events=True."""
     events = sorted(
         (e for e in taken.events() if e.device_type == DeviceType.CPU),
         key=lambda e: (e.time_range.start, -e.time_range.end),
@@ -223,6 +235,9 @@ def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Prof
     )
     spans = [e for e in events if e.name == _CALL]
     wall = sum(e.time_range.elapsed_us() for e in spans) / calls
+    if events and not spans:  # somebody else's calls, with what is between them
+        last = max(e.time_range.end for e in events)
+        wall = (last - min(e.time_range.start for e in events)) / calls
     gaps = _gaps(events, named, on_gpu, wall, calls)
     return Profile(calls, wall, steps, gaps, on_gpu, _trace_of(taken, named))
 
@@ -299,30 +314,65 @@ def _pattern(module: str) -> str:
 def _gaps(
     events: Sequence[Any], named: Mapping[Any, object], on_gpu: bool, wall: float, calls: int
 ) -> tuple[Row, ...]:
-    """What a call spends outside of instructions on a CPU; on a GPU launches are in it, too."""
+    """What a call spends outside of instructions on a CPU; on a GPU launches are in it, too. A
+    range that has others in it counts without these."""
     sums: dict[str, list[float]] = defaultdict(list)
-    inside: dict[Any, float] = {}
-    for e in events:
-        if e.name == _CALL or e.time_range.start < inside.get(e.thread, 0):
+    inside: dict[Any, list[_Range]] = defaultdict(list)  # by thread, the innermost last
+
+    def end(ranges: list[_Range]) -> None:
+        r = ranges.pop()
+        sums[r.kind].append(r.us - r.others_us)
+
+    for e in (e for e in events if e.name != _CALL):
+        ranges = inside[e.thread]
+        while ranges and ranges[-1].end <= e.time_range.start:
+            end(ranges)
+        outer = ranges[-1] if ranges else None
+        kind = (LAUNCHING if on_gpu else "") if e in named else _kind_of(e.name, outer)
+        if kind is None or (outer is not None and outer.is_whole):
             continue
         us = e.time_range.elapsed_us()
-        if e in named:
-            what = "launching" if on_gpu else ""
-        elif e.name in _GUARDS:
-            what = "guards"
-        elif _WAITS.search(e.name):
-            what = "waiting for the device"
-        elif _ALLOCATES.search(e.name):
-            what = "allocating"
-        else:
-            continue
-        inside[e.thread] = e.time_range.end
-        sums[what].append(us)
+        if outer is not None:
+            outer.others_us += us
+        is_whole = e in named or kind not in (LAUNCHING, AUTOGRAD)
+        ranges.append(_Range(kind, e.time_range.end, us, is_whole))
+    for ranges in inside.values():
+        while ranges:
+            end(ranges)
     busy = sum(map(sum, sums.values())) / calls
     rows = [Row(k, sum(v) / calls, len(v) / calls) for k, v in sums.items() if k]
     if wall > busy:
-        rows.append(Row("Python, and between instructions", wall - busy, 1))
+        rows.append(Row(PYTHON, wall - busy, 1))
     return tuple(sorted(rows, key=lambda r: -r.us))
+
+
+@dataclass
+class _Range:
+    """A range that a thread is in. others_us: of ranges in it that count for themselves. is_whole:
+    none in it does."""
+
+    kind: str
+    end: float
+    us: float
+    is_whole: bool
+    others_us: float = 0.0
+
+
+def _kind_of(name: str, outer: _Range | None) -> str | None:
+    """What the host does in a range; None: what it does in the one around it."""
+    if name in _GUARDS:
+        return "guards"
+    if _WAITS.search(name):
+        return "waiting for the device"
+    if _ALLOCATES.search(name):
+        return "allocating"
+    if _PROGRAM.search(name):
+        return LAUNCHING
+    if name.startswith("autograd::engine") and (outer is None or outer.kind != AUTOGRAD):
+        return AUTOGRAD
+    if name.startswith("aten::") and outer is None:
+        return "operators outside of programs"
+    return None
 
 
 # -------------------------------------------------------------------------------------- the trace

@@ -22,7 +22,6 @@ from plait.runtime.timing import Boxed, table, time_kernels
 from plait.wrapper.calltext import TORCHS_OWN
 from plait.wrapper.instructions import CallExtern, DefineKernel, Launch, WrapperProgram
 from plait.wrapper.program import Loaded, is_timed, timers
-from plait.wrapper.python import load_python, make_python
 
 
 class MeasuredProgram:
@@ -68,6 +67,8 @@ def measured(
         if gpus and torch.cuda.is_current_stream_capturing():
             _untimed(log, loaded, "a CUDA graph is being recorded")
             return
+        from plait.wrapper.python import load_python, make_python  # nobody else needs it
+
         source = make_python(program, libraries, timed=True)
         call = load_python(source, libraries, constants, ()).boxed
         try:

@@ -26,10 +26,7 @@ from plait.log import IR, KERNELS, REASONS, SOURCE, PassLog
 from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
 from plait.schedule.text import plan_text, refusal_lines, summary_lines
-from plait.wrapper.calltext import CallTexts
-from plait.wrapper.cpp import make_cpp
 from plait.wrapper.instructions import WrapperProgram
-from plait.wrapper.python import make_python
 from plait.wrapper.text import text
 
 CONSTANTS = "6_constants.pt"
@@ -105,7 +102,14 @@ def show_wrapper(
 ) -> None:
     """The final wrapper program, as a Python module that runs by itself too, and as the C++ that
     runs if so."""
-    calls = CallTexts(callables if log.writes else (), list(constants))
+    if not log.writes:
+        return
+    # Most compiles are for the native target and shown to nobody.
+    from plait.wrapper.calltext import CallTexts
+    from plait.wrapper.cpp import make_cpp
+    from plait.wrapper.python import make_python
+
+    calls = CallTexts(callables, list(constants))
     constants = calls.constants
     saved = CONSTANTS if constants else ""
     log.dump("5_wrapper.txt", lambda: text(program))

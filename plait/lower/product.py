@@ -122,7 +122,9 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     found = _row_tile(math.prod(batch), m, n, far)
     if a.dtype != f32:
         return found
-    return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=is_rounded())
+    if is_rounded():
+        return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=True)
+    return Cut(min(found.rows, 64), min(found.columns, 64), 32)  # without tensor cores
 
 
 def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,25 @@ CAUSES = Path(__file__).parent / "causes.json"
 {"model/type/part": cause}."""
 Figures = dict[str, Any]
 
+SIZES = "{}, {} and {}".format(*BATCHES[1:])
 LEGEND = f"""\
 `python -m benchmarks.numerics` (`--device cuda`, `--small`, `--shard K/N`, `--merge FILES`) runs
 the models of benchmarks/suite, with random weights; norms and biases, ones and zeros in a fresh
-model, are drawn as well. Results are all that a model returns; of a training step the loss
-and the gradients of each module as one vector. Bits are equal where every element is, signs of
-zeros included; a percentage is the share of elements that differ. An error is the distance from
-float64 (relative, in the 2-norm, the root of the mean square over results; float32 where a model
-cannot run in float64) and is given as a multiple of eager's own. The median vector (the logits of
-a token, say) is given too: where experts are chosen by a narrow margin, a token or two is far off,
-in eager or in another by luck. Of a training step in float32 eager's error is the worst of four,
-whose weights differ in their last bit.
+model, are drawn as well. Results are all that a model returns; of a training step the loss and the
+gradients of each module as one vector. Bits are equal where every element is, signs of zeros
+included; a percentage is the share of elements that differ. An error is the distance from float64
+(relative, in the 2-norm, the root of the mean square over results; float32 where a model cannot run
+in float64), as a multiple of eager's own; of a training step in float32 eager's is the worst of
+four, whose weights differ in their last bit. The error of the median vector (the logits of a token,
+say) is given too: where experts are chosen by a narrow margin a few tokens are far off, in eager or
+in another by luck.
 
 - *traced*: the graph that Dynamo makes, or AOTAutograd, run operator by operator as eager does. If
   it has other bits than eager, a library runs other code when it is traced, or PyTorch writes
   gradients otherwise, before any compiler of kernels sees the graph.
-- *batch*: one row alone and as the first and the last one of batches of {BATCHES[1]}, {BATCHES[2]}
-  and {BATCHES[3]}, each size compiled on its own; what is returned for the row has to have the same
-  bits. Graph networks have no rows.
+- *batch*: one row alone and as the first and the last one of batches of {SIZES}, each size
+  compiled on its own; what is returned for the row has to have the same bits. Models of two layers
+  here, and for lengths. Graph networks have no rows.
 - *padded* (transformers with a mask): a text alone, with a mask of ones, and as the first row of
   two that are filled up to a longer length, masked; two longer lengths. All of the text's own
   positions count.
@@ -67,7 +69,7 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
     torch_and_plait = f"torch {first['torch']}, plait {', '.join(commits)}"
     parts = [
         f"## {first['device']}",
-        f"{torch_and_plait}, {len(rows)} models and types, {sizes}.",
+        wrapped(f"{torch_and_plait}, {len(rows)} models and types, {sizes}."),
         "### Against eager\n\n" + against_eager(rows),
         exceptions(rows, causes),
         "### The same each time\n\n" + each_time(rows),
@@ -77,6 +79,10 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
         failures(rows),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, subsequent_indent="  " if text[0] == "-" else "")
 
 
 def get(record: book.Record, part: str, variant: str) -> Figures | None:
@@ -180,12 +186,12 @@ def exceptions(rows: list[book.Record], causes: dict[str, str]) -> str:
                 if not twins and traced(r, part) is False:
                     said = "what is traced has other bits than eager too"
                 why = "; ".join(filter(None, (said, cause))) or "not known yet"
-                other.append(f"- {name}: {share(f):.1%} differ: {why}")
+                other.append(wrapped(f"- {name}: {share(f):.1%} differ: {why}"))
             x = ratio(r, part, "plait-precise")
             if r["case"].endswith("bfloat16") and x is not None and x >= 1:
                 y = typical(r, part, "plait-precise")
                 vectors = f", {y:.3f} times for the median vector" if y else ""
-                worse.append(f"- {name}: {x:.3f} times eager's{vectors}")
+                worse.append(wrapped(f"- {name}: {x:.3f} times eager's{vectors}"))
     parts = []
     if other:
         parts.append('Without eager\'s bits with `numerics="eager"`:\n\n' + "\n".join(other))
@@ -306,7 +312,7 @@ def cell(r: book.Record, part: str, variant: str, error: bool = True) -> str:
 def failures(rows: list[book.Record]) -> str:
     """What failed, and why."""
     lines = [
-        f"- {r['case']}, {part}, {variant}: {f['failed'][:200]}"
+        wrapped(f"- {r['case']}, {part}, {variant}: {f['failed'][:200]}")
         for r in rows
         for part, variants in r["parts"].items()
         for variant, f in variants.items()

@@ -21,7 +21,7 @@ NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fal
 KEEP   := PYTHONDONTWRITEBYTECODE=
 
 .PHONY: env native demo docs test test-full test-gpu test-busy sweep bench bench-first bench-programs \
-	bench-peers bench-gpu bench-suite bench-jit lint format clean
+	bench-peers bench-gpu bench-suite bench-numerics bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 # The extension needs torch alone: it is built while other packages are loaded.
@@ -152,6 +152,9 @@ bench-suite:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) $(PY) -m benchmarks.suite.run $(ARGS)
+
+bench-numerics: $(if $(filter $(VENV)/%,$(PY)),env)
+	$(NO_HUB) $(PY) -m benchmarks.numerics $(ARGS)
 
 # What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit
 # ARGS=--gpu`.

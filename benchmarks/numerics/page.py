@@ -188,7 +188,8 @@ def exceptions(rows: list[book.Record], causes: dict[str, str]) -> str:
                 why = "; ".join(filter(None, (said, cause))) or "not known yet"
                 other.append(wrapped(f"- {name}: {share(f):.1%} differ: {why}"))
             x = ratio(r, part, "plait-precise")
-            if r["case"].endswith("bfloat16") and x is not None and x >= 1:
+            other_bits = bool((get(r, part, "plait-precise") or {}).get("differ"))
+            if r["case"].endswith("bfloat16") and other_bits and x is not None and x >= 1:
                 y = typical(r, part, "plait-precise")
                 vectors = f", {y:.3f} times for the median vector" if y else ""
                 worse.append(wrapped(f"- {name}: {x:.3f} times eager's{vectors}"))

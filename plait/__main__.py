@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,18 +31,22 @@ HOMES = {"bisect": "faults.bisect", "reduce": "faults.reduce", "report": "page.c
 def main(arguments: Sequence[str] | None = None) -> None:
     listed = "\n".join(f"  {name:6} {meaning}" for name, meaning in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="plait", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="plait",
+        usage="plait [options] COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"commands:\n{listed}\n\n`plait COMMAND --help` says more.",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=plait.__version__)
     cmake = Path(__file__).parent / "lib" / "cmake"
     cmake_help = "print the folder for CMAKE_PREFIX_PATH with which C++ programs find plait"
     parser.add_argument("--cmake-dir", action="version", version=str(cmake), help=cmake_help)
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
-    given = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else [*arguments]
+    # argparse would take a `--` for itself that stands behind the command.
+    at = next((k for k, a in enumerate(arguments, 1) if not a.startswith("-")), len(arguments))
+    given = parser.parse_args(arguments[:at])
     home = HOMES.get(given.command, given.command)
-    importlib.import_module(f"plait.tools.{home}").main(given.arguments)
+    importlib.import_module(f"plait.tools.{home}").main(arguments[at:])
 
 
 if __name__ == "__main__":

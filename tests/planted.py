@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import pipelines
+from plait.graph import fold
 from plait.graph.edit import aten, replace
 from plait.ir.loops import Pointwise, walk
 from plait.ir.maths import tanh
@@ -27,6 +28,7 @@ from plait.lower.elementwise import FLOAT, elementwise
 from plait.lower.graph import load_rules
 from plait.schedule import fuse, memory
 from plait.wrapper import instructions as ins
+from plait.wrapper import targets
 from plait.wrapper.passes.merge_views import merge_views
 from plait.wrapper.walk import rewrite
 
@@ -58,6 +60,17 @@ def crash() -> Any:
     def planted(*args: Any) -> str:
         head = "static inline vf32 m_exp_f32(vf32 x) {"
         return write(*args).replace(head, f"{head} *(volatile int*)8 = 1;")
+
+    return mock.patch.object(prelude, "_defined", planted)
+
+
+def slow() -> Any:
+    """exp in kernels of a CPU takes some milliseconds for a vector."""
+    write = prelude._defined
+
+    def planted(*args: Any) -> str:
+        head = "static inline vf32 m_exp_f32(vf32 x) {"
+        return write(*args).replace(head, f"{head} for (volatile int k = 0; k < 3000000; ++k);")
 
     return mock.patch.object(prelude, "_defined", planted)
 
@@ -194,6 +207,29 @@ def views() -> Any:
     return mock.patch.object(pipelines, "PROGRAM", passes)
 
 
+def target() -> Any:
+    """The third call of a native program is wrong."""
+    load = targets.TARGETS["native"]
+
+    class Planted:
+        def __init__(self, program: Any, artifacts: Any) -> None:
+            self.loaded, self.calls = load(program, artifacts), 0
+            self.boxed = lambda args: self(*args)
+
+        def __call__(self, *args: Any) -> Any:
+            first, *rest = self.loaded(*args)
+            self.calls += 1
+            return first + (self.calls == 3), *rest
+
+    return mock.patch.dict(targets.TARGETS, {"native": Planted})
+
+
+def frozen() -> Any:
+    """What is computed of weights when they become constants is too large by a hundredth."""
+    settled = fold._settled
+    return mock.patch.object(fold, "_settled", lambda x, *args: settled(x, *args) * 1.01)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     f.__name__: f
     for f in (
@@ -207,7 +243,10 @@ PLANTS: dict[str, Callable[[], Any]] = {
         reuse,
         arena,
         views,
+        target,
+        frozen,
         crash,
+        slow,
         error,
     )
 }

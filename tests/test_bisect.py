@@ -7,6 +7,9 @@ import copy
 import inspect
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from plait.errors import UserError
 from plait.graph.captured import Captured
 from plait.pipelines import COUNTED, LEAVABLE
 from plait.schedule.limits import LIMITED
+from plait.tools.faults import bisect as bisecting
+from plait.tools.faults import trial
 from plait.tools.faults.recorded import record
 from plait.tools.faults.switches import Switch, _smallest
 from plait.wrapper.instructions import Partition
@@ -44,6 +49,15 @@ def planted(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return F.layer_norm(r, (16,)).softmax(0), r.cumsum(0)
 
 
+@contextmanager
+def plant(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fault in this process, and in those that try scripts."""
+    with monkeypatch.context() as m, PLANTS[name]():
+        m.setattr(bisecting, "SECONDS", 1e3)  # which does not end on a busy machine
+        m.setattr(trial, "COMMAND", [sys.executable, "-m", "tests.planted", name, trial.__file__])
+        yield
+
+
 EXPECTED = {
     "rule": ("aten.tanh.default", "kernels"),
     "emitter": ("aten.tanh.default", "vector instructions (isa)"),  # tanh calls exp
@@ -61,7 +75,7 @@ def test_planted_faults_are_found(
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    with PLANTS[name]():
+    with plant(name, monkeypatch):
         found = plait.bisect(planted, torch.randn(12, 16), torch.randn(16, 16))
     assert found is not None
     operator, switch = EXPECTED[name]
@@ -113,13 +127,13 @@ that the report names; {1} is its first line of code."""
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_the_decision_is_named(name: str) -> None:
+def test_the_decision_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which pair of loops is fused, what is written over what; a pass over programs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     fn, step, decision, line = DECISIONS[name]
     options = {"small_matmul_flops": 0, "verify": False}  # which finds some of these faults
-    with PLANTS[name]():
+    with plant(name, monkeypatch):
         found = plait.bisect(fn, torch.randn(12, 16), torch.randn(16, 16), options=options)
     assert found is not None and found.switches == (step,)
     _, first = inspect.getsourcelines(fn)
@@ -166,7 +180,9 @@ def test_passes_for_cuda_graphs_can_be_left_out(name: str) -> None:
     assert found == [True, name != "partition"]
 
 
-def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
+def test_the_first_kernel_is_blamed_and_not_those_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A fault in the backward graph: what passes it on is as far from eager, and is not wrong."""
     torch._dynamo.reset()
 
@@ -174,18 +190,18 @@ def test_the_first_kernel_is_blamed_and_not_those_behind_it() -> None:
         return ((torch.tanh(x @ w) @ w).softmax(-1) @ w).sum()
 
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64) / 8
-    with PLANTS["rule"]():
+    with plant("rule", monkeypatch):
         found = plait.bisect(fn, x, w, options={"small_matmul_flops": 0}, quiet=True)
     assert found is not None and "tanh" in found.wrong.operators
     assert found.wrong.node.startswith("tanh") and found.wrong.graph.startswith("forward")
     assert "small_matmul_flops" in found.script
 
 
-def test_faults_of_graphs_for_all_sizes_are_found() -> None:
+def test_faults_of_graphs_for_all_sizes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     torch._dynamo.mark_dynamic(x, 0)
-    with PLANTS["rule"]():
+    with plant("rule", monkeypatch):
         found = plait.bisect(lambda x: (torch.tanh(x) * x.shape[0]).sum(1), x, quiet=True)
     assert found is not None and "aten.tanh" in found.script
 
@@ -199,16 +215,113 @@ class Scaled(nn.Module):
         return torch.tanh(x @ self.w) * x
 
 
-def test_what_is_wrong_in_no_kernel_is_seen_in_the_whole() -> None:
+def test_what_is_wrong_in_no_kernel_is_seen_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass on the joint graph, from which forward and backward graphs are cut, has the fault."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(8, 16)
-    with PLANTS["joint_pass"]():
+    with plant("joint_pass", monkeypatch):
         found = plait.bisect(Scaled(), x, quiet=True)
     assert found is not None and found.wrong.node in ("result 0", "the gradient of w")
     assert found.wrong.kernel == "no kernel" and found.switches == ("split biases",)
     assert plait.bisect(Scaled(), x, quiet=True) is None
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w) * x
+
+
+def test_a_wrong_gradient_of_a_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, which a function is looked at if it holds nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 16), torch.randn(16, 16, requires_grad=True)
+    held = [1.0]
+    with plant("joint_pass", monkeypatch):
+        found = plait.bisect(scaled, x, w, quiet=True)
+        assert plait.bisect(lambda x, w: scaled(x, w) * held[0], x, w, quiet=True) is None
+    assert found is not None and found.wrong is not None
+    assert found.wrong.graph == "the whole"
+    assert found.wrong.node in ("result 0", "the gradient of argument 1")
+
+
+def test_the_third_call_and_one_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    with plant("target", monkeypatch):
+        found = plait.bisect(lambda x: x.sin() + 1, torch.randn(3), quiet=True)
+        python = {"wrapper": "python"}
+        assert plait.bisect(torch.sin, torch.randn(3), options=python, quiet=True) is None
+    assert found is not None and found.switches == ("the wrapper native",)
+    assert "call 3" in found.text and "torch.ops.aten.sin.default" in found.script
+
+
+def test_only_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    with plant("frozen", monkeypatch), torch.no_grad():
+        assert plait.bisect(net, x, quiet=True) is None
+        found = plait.bisect(net, x, quiet=True, freeze=True)
+    assert found is not None and found.text.startswith("the whole, frozen: no kernel makes result")
+
+
+def test_a_crash_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the compiler refuses: neither ends this process."""
+    for name, outcome, operator in (
+        ("crash", "signal SIGSEGV", "aten.exp.default"),
+        ("error", "raises InternalError", "aten.cumsum.default"),
+    ):
+        torch._dynamo.reset()
+        with plant(name, monkeypatch):
+            found = plait.bisect(lambda x: x.exp().sin().cumsum(0), torch.randn(3, 4))
+        assert found is not None and found.wrong is None and found.outcome.startswith(outcome)
+        assert found.operators.endswith(operator) and f"torch.ops.{operator}" in found.script
+        assert found.operators.startswith("test_bisect.py:") and found.switches
+        assert capsys.readouterr().out.startswith(f"{found.graph}: {found.outcome}\n  of test")
+
+
+SCRIPT = """
+import sys
+import torch
+
+@torch.compile(backend="plait", options={"opt_level": 1})
+def step(x, w):
+    y = torch.nn.functional.dropout(x @ w, 0.5)
+    torch._dynamo.graph_break()
+    return torch.tanh(y).sum()
+
+w = torch.randn(4, 4, requires_grad=True)
+for size in map(int, sys.argv[1:]):
+    step(torch.ones(size, 4), w).backward()
+raise SystemExit(3)
+"""
+
+
+def test_a_script_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which compiles by itself: several graphs, for several sizes, gradients, random numbers."""
+    torch._dynamo.reset()
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    for fault, status in (("error", 0), ("rule", 1)):
+        with plant(fault, monkeypatch), pytest.raises(SystemExit) as end:
+            plait.__main__.main(["bisect", "--", str(file), "3", "5"])
+        assert end.value.code == status
+        printed = capsys.readouterr().out
+        assert printed.startswith("the script ended with SystemExit: 3\n")
+        assert status or re.search(r"nothing found in [4-9] graphs: \d\d values", printed)
+    assert "at train.py:9" in printed and "options={'opt_level': 1}" in printed
+    for words in ([], ["x.py", "--", "y.py"]):
+        with pytest.raises(SystemExit):
+            plait.__main__.main(["bisect", *words])
+    with pytest.raises(UserError, match="there is no Python file"):
+        plait.__main__.main(["bisect", "--", "nowhere.py"])
+    with pytest.raises(UserError, match="defines no fn and no args"):
+        plait.__main__.main(["reduce", str(Path(warm.__file__))])
 
 
 class Block(nn.Module):
@@ -315,7 +428,9 @@ def test_arguments_and_modules_stay_as_they_are() -> None:
     assert all(torch.equal(v, before[k]) for k, v in norm.state_dict().items())
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     file = tmp_path / "model.py"
     file.write_text(
@@ -326,7 +441,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (f"{file}", [], "rule", 0),
         (f"{file}:other", ["--option", "opt_level=1"], "rule", 1),
     ):
-        with PLANTS[fault](), pytest.raises(SystemExit) as end:
+        with plant(fault, monkeypatch), pytest.raises(SystemExit) as end:
             plait.__main__.main(["bisect", script, *options])
         assert end.value.code == status
         printed = capsys.readouterr().out

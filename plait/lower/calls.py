@@ -80,7 +80,7 @@ def _called(calls: Calls, node: torch.fx.Node) -> Value:
         if ctx.mutations and node not in calls.last_fences:
             calls.last_fences.append(node)
             return None
-    ctx.current, ctx.origin = node, (_origin(node),)
+    ctx.current, ctx.origin = node, (origin_of(node),)
     args = tuple(value_of(ctx, a) for a in node.args)
     kwargs = {k: value_of(ctx, v) for k, v in node.kwargs.items()}
     define_functions(ctx)  # before the first that relies on their ranges
@@ -271,6 +271,7 @@ def where_of(node: torch.fx.Node) -> str:
     return last_frame(node.meta.get("stack_trace") or "")
 
 
-def _origin(node: torch.fx.Node) -> str:
+def origin_of(node: torch.fx.Node) -> str:
+    """An operator with its source line."""
     where = where_of(node)
     return f"{where} {node.target}" if where else str(node.target)

@@ -1,9 +1,10 @@
 """`plait.bisect(fn, *args)`: where does the compiled fn leave eager, relative to float64?
 
-fn is compiled and called once, and each of its graphs is kept (`recorded.py`). The first wrong
-value of a graph is searched for (`search.py`): that names the kernel. Its operators become a
-script, which is made short (`shrink.py`, `pieces.py`). Then passes are left out by halves until the
-smallest set is left without which the script is right (`switches.py`).
+fn is called once, and each of its graphs is kept (`recorded.py`). Each is compiled and called in a
+process of its own, which may crash or hang, then the first value that is wrong is searched for here
+(`search.py`): that names the kernel. Its operators become a script, which is made short
+(`reduce.py`). Then passes are left out by halves until the smallest set is left without which the
+script is right; of one that counts its decisions, the first that makes it wrong (`switches.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,29 +28,46 @@ from plait.errors import PlaitError
 from plait.ir.calls import Extern
 from plait.ir.effects import defines
 from plait.ir.loops import Loop, Pointwise
-from plait.lower.calls import where_of
+from plait.lower.calls import origin_of, where_of
 from plait.schedule.plan import Plan
 from plait.tools.faults.evaluate import Unknown
-from plait.tools.faults.pieces import SEEDS, Piece, paste, piece
-from plait.tools.faults.recorded import Recorded, in_key, record
-from plait.tools.faults.script import load_script, of_script, read_options
+from plait.tools.faults.pieces import Piece, piece
+from plait.tools.faults.recorded import Recorded, record, told
+from plait.tools.faults.reduce import Small, Tell, Tries, patience
+from plait.tools.faults.script import (
+    graphs_of,
+    load_script,
+    of_script,
+    read_arguments,
+    read_options,
+)
 from plait.tools.faults.search import Wrong, search_graph, wrong_result
-from plait.tools.faults.shrink import candidates, smallest
 from plait.tools.faults.switches import find_switches, first_wrong_decision
-from plait.tools.faults.whole import Call, wrong_whole
+from plait.tools.faults.trial import RIGHT, Trials
+from plait.tools.faults.whole import Call, as_module, wrong_whole
 
 SECONDS = 30.0
 """For making a script short."""
+WRONG_NUMBER = "exit 1"
+"""What becomes of a script that shows one."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What `bisect` found. wrong: the first value that is. switches: the smallest set of passes and
-    options without which it is right, () where there is none. script: Python that shows it
-    alone. decision: what one pass does that makes it wrong, in words, "" where that is not known.
-    """
+    """What `bisect` found.
 
-    wrong: Wrong
+    graph: the name of its graph.
+    outcome: WRONG_NUMBER, or how a graph fails: "signal SIGSEGV", "hang", "raises ...".
+    wrong: the first value that is; None where a graph fails.
+    operators: those of the script, with source lines.
+    switches: the smallest set of passes and options without which it is right; () if none is.
+    script: Python that shows it alone.
+    decision: what one pass does that makes it wrong, in words; "" where that is not known."""
+
+    graph: str
+    outcome: str
+    wrong: Wrong | None
+    operators: str
     switches: tuple[str, ...]
     script: str
     decision: str = ""
@@ -58,14 +76,17 @@ class Found:
     def text(self) -> str:
         """The report, without the script."""
         why = ", ".join(self.switches)
+        of = f"\n  of {self.operators}" if self.operators else ""
+        what = "the number wrong" if self.wrong else "it fail"
         return "\n".join((
-            self.wrong.text,
+            self.wrong.text if self.wrong else f"{self.graph}: {self.outcome}{of}",
             f"right without: {why}" if why else _NO_SWITCH,
-            *([f"{self.decision} makes the number wrong"] if self.decision else []),
+            *([f"{self.decision} makes {what}"] if self.decision else []),
         ))  # fmt: skip
 
 
 _NO_SWITCH = "wrong without every pass that can be left out, and without kernels"
+_NO_SCRIPT = "# It is wrong only where it stands: no script of a part of its graph shows it.\n"
 
 
 def bisect(
@@ -73,54 +94,152 @@ def bisect(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    freeze: bool = False,
     quiet: bool = False,
     **kwargs: Any,
 ) -> Found | None:
     """Finds the first kernel of the compiled fn whose result is further from float64 than eager's,
     by more than rounding explains, and what in the compiler makes it so; None if there is none.
-    Prints a report with a script to paste, unless quiet.
+    A graph that does not compile, crashes or hangs is found, too. Prints a report with a script to
+    paste, unless quiet.
 
-    fn is called once, on copies of its arguments, compiled by torch.compile with these options and
-    mode; where its result needs gradients that it does not take itself, the backward graphs are
-    looked at too. Random numbers are those that plait drew. Raises what fn or the compiler
-    raises."""
+    fn is called once, on copies of its arguments, as torch.compile with these options and mode
+    sees it; where its result needs gradients that it does not take itself, the backward graphs are
+    looked at too. Random numbers are those that plait drew. freeze: what plait.compile with
+    freeze=True makes of a module is looked at as a whole, besides. Raises what fn or
+    tracing raises."""
     cfg = Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.bisect")
-    tell = (lambda text: None) if quiet else print
-    graphs = record(fn, args, kwargs, cfg)
-    n_compared, passed_over = 0, list[str]()
-    for graph in graphs:
-        search = search_graph(graph, cfg)
-        if search.suspects and (found := _confirmed(search.suspects, graph, cfg)):
-            tell(f"{found.text}\n\n{found.script}")
-            return found
-        n_compared += search.n_compared
-        passed_over += search.passed_over
-    try:
-        if (found := _between(fn, (args, kwargs), graphs, cfg)) is not None:
-            tell(f"{found.text}\n\n{found.script}")
-            return found
-    except Unknown as why:
-        passed_over.append(f"results and gradients of the whole ({why})")
-    tell(f"nothing found in {len(graphs)} graphs: {n_compared} values compared")
-    if passed_over:
-        tell(f"not compared: {', '.join(passed_over)}")
-    return None
+    with _bisecting((lambda text: None) if quiet else print) as b:  # it loads torch meanwhile
+        graphs = [(g, cfg) for g in record(fn, args, kwargs, cfg)]
+        found = b.first(graphs) or b.whole(fn, (args, kwargs), graphs, freeze)
+        if found is None:
+            b.say_nothing()
+        return found
 
 
-def _confirmed(suspects: Sequence[Wrong], graph: Recorded, cfg: Config) -> Found | None:
-    """The first suspect that is wrong as the result of a script of its own, and what makes it so;
-    where none is, but a result of the graph is wrong, that one, with a script of the whole graph if
-    it shows it. None: rounding, or a value that a pass gave another meaning."""
-    for wrong in suspects:
-        if wrong.piece is not None and (shown := _shown(wrong.piece, cfg)):
-            return _found(_first_kernel(wrong, suspects), shown, cfg)
-    result = wrong_result(graph, cfg)
-    if result is None:
+@contextmanager
+def _bisecting(tell: Tell) -> Iterator[_Bisection]:
+    with tempfile.TemporaryDirectory() as folder, closing(Trials()) as trials:
+        yield _Bisection(tell, trials, Path(folder))
+
+
+@dataclass
+class _Bisection:
+    """One search. n_graphs, n_compared: what was looked at. passed_over: what was not."""
+
+    tell: Tell
+    trials: Trials
+    folder: Path
+    n_graphs: int = 0
+    n_compared: int = 0
+    passed_over: list[str] = field(default_factory=list)
+
+    def first(self, graphs: Sequence[tuple[Recorded, Config]]) -> Found | None:
+        """What is wrong in the first graph in which something is."""
+        for graph, cfg in graphs:
+            self.n_graphs += 1
+            found = self._failing(graph, cfg) or self._wrong_number(graph, cfg)
+            if found is not None:
+                self.tell(f"{found.text}\n\n{found.script}")
+                return found
         return None
-    wrong = next((w for w in suspects if w.node == result.node), result)
-    shown = _shown(piece(graph.bare(cfg), graph.copies()), cfg)
-    return _found(wrong, shown or _Shown([graph], _NO_SCRIPT, lambda origin: origin), cfg)
+
+    def say_nothing(self) -> None:
+        """That nothing was found, and where it was not looked for."""
+        if not self.n_graphs:
+            self.tell("no graph was compiled; plait.explain says why")
+            return
+        self.tell(f"nothing found in {self.n_graphs} graphs: {self.n_compared} values compared")
+        if self.passed_over:
+            self.tell(f"not compared: {', '.join(self.passed_over)}")
+
+    def _failing(self, graph: Recorded, cfg: Config) -> Found | None:
+        """What becomes of a graph that does not get as far as to a number."""
+        if graph.why_unknown:
+            return None
+        alone = partial(self._outcome, graph)
+        outcome = alone(cfg)
+        if outcome in (RIGHT, WRONG_NUMBER):
+            return None
+        tries = Tries(cfg, self.trials, self.folder)
+        p = piece(graph.bare(cfg), graph.copies())
+        small = tries.smallest([p], SECONDS, lambda text: None, wanted=outcome)
+        return _found(graph.name, outcome, None, _Shown.of(small, tries, graph, alone), cfg)
+
+    def _outcome(self, graph: Recorded, cfg: Config) -> str:
+        """What becomes of a graph in a process of its own."""
+        file = self.folder / f"{graph.name}.pt"
+        if not file.exists():
+            graph.save(file)
+            self.trials.seconds = patience(graph.text.count("\n"))
+        call = f"check.wrong_graph({str(file)!r}, options={told(cfg)!r})"
+        return self.trials.outcome(
+            f"from plait.tools.faults import check\nraise SystemExit({call})\n"
+        )
+
+    def _wrong_number(self, graph: Recorded, cfg: Config) -> Found | None:
+        """The first suspect that is wrong as the result of a script of its own, and what makes it
+        so; where none is, but a result of the graph is wrong, that one, with a script of the whole
+        graph if it shows it. None: rounding, or a value that a pass gave another meaning."""
+        search = search_graph(graph, cfg)
+        self.n_compared += search.n_compared
+        self.passed_over += search.passed_over
+        if not search.suspects:
+            return None
+        tries = Tries(cfg, self.trials, self.folder)
+        alone = partial(self._outcome, graph)
+        for wrong in search.suspects:
+            if wrong.piece is not None and (small := _script(wrong.piece, tries)):
+                blamed = _first_kernel(wrong, search.suspects)
+                shown = _Shown.of(small, tries, graph, alone)
+                return _found(graph.name, WRONG_NUMBER, blamed, shown, cfg)
+        result = wrong_result(graph, cfg)
+        if result is None:
+            return None
+        wrong = next((w for w in search.suspects if w.node == result.node), result)
+        small = _script(piece(graph.bare(cfg), graph.copies()), tries)
+        shown = _Shown.of(small, tries, graph, alone)
+        return _found(graph.name, WRONG_NUMBER, wrong, shown, cfg)
+
+    def whole(
+        self,
+        fn: Callable[..., Any],
+        call: Call,
+        graphs: Sequence[tuple[Recorded, Config]],
+        freeze: bool,
+    ) -> Found | None:
+        """A wrong result or gradient of what has no wrong kernel."""
+        module = as_module(fn)
+        if module is None or not graphs:
+            return None
+        cfg = graphs[0][1]
+        try:
+            if any(g.draws(cfg) for g, _ in graphs):
+                raise Unknown("they are random")
+            for frozen in {False, freeze}:
+                if (found := _wrong_whole(module, call, cfg, frozen)) is not None:
+                    self.tell(f"{found.text}\n\n{found.script}")
+                    return found
+        except Unknown as why:
+            self.passed_over.append(f"results and gradients of the whole ({why})")
+        return None
+
+
+def _wrong_whole(fn: torch.nn.Module, call: Call, cfg: Config, frozen: bool) -> Found | None:
+    found = wrong_whole(fn, call, cfg, frozen)
+    if found is None:
+        return None
+    name, worst = found
+    graph = "the whole, frozen" if frozen else "the whole"
+    wrong = Wrong(graph, "no kernel", "graphs made of it", name, "", worst, piece=None)
+    switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c, frozen) is None)
+    return Found(graph, WRONG_NUMBER, wrong, "", switches, _NO_SCRIPT)
+
+
+def _script(p: Piece, tries: Tries) -> Small | None:
+    """The shortest script that shows a wrong number."""
+    return tries.smallest([p], SECONDS, lambda text: None, wanted=WRONG_NUMBER)
 
 
 def _first_kernel(wrong: Wrong, suspects: Sequence[Wrong]) -> Wrong:
@@ -134,43 +253,61 @@ def _first_kernel(wrong: Wrong, suspects: Sequence[Wrong]) -> Wrong:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What shows a fault. graphs: of which one is wrong. script: that they are made of. named: the
-    origin of a loop in words."""
+    """What shows a fault. becomes: what becomes of it with a configuration. operators: of the
+    script. named: the origin of a loop in words."""
 
     graphs: Sequence[Recorded]
+    becomes: Callable[[Config], str]
     script: str
+    operators: str
     named: Callable[[str], str]
 
+    @staticmethod
+    def of(
+        small: Small | None, tries: Tries, graph: Recorded, alone: Callable[[Config], str]
+    ) -> _Shown:
+        """A script, or the graph where none shows it. alone: what becomes of the graph."""
+        if small is None:
+            return _Shown([graph], alone, _NO_SCRIPT, "", lambda origin: origin)
+        p = small.piece
+        calls = (n for n in p.module.graph.nodes if n.op == "call_function")
+        return _Shown(
+            record(*_pasted(small), {}, tries.cfg, dynamic=False),
+            lambda c: tries.becomes(p, small.seed, c),
+            small.script,
+            "; ".join(dict.fromkeys(map(origin_of, calls))),
+            partial(_named, p, small.script),
+        )
 
-def _shown(p: Piece, cfg: Config) -> _Shown | None:
-    """The shortest script that shows what is wrong with a piece."""
-    for seed in SEEDS:
-        fails = partial(_is_wrong, seed=seed, cfg=cfg, right=set())
-        if fails(p):
-            small = smallest(p, candidates, fails, SECONDS)
-            pasted = paste(small, in_key(cfg), seed, Path())
-            alone = record(pasted.fn, pasted.args, {}, cfg, dynamic=False)
-            return _Shown(alone, pasted.text, partial(_named, small, pasted.text))
-    return None
+
+def _pasted(small: Small) -> tuple[Callable[..., Any], Sequence[Any]]:
+    scope: dict[str, Any] = {}
+    text = small.script.rpartition("raise SystemExit")[0]
+    exec(compile(text, "<pasted>", "exec"), scope)
+    return scope["fn"], scope["args"]
 
 
-def _found(wrong: Wrong, shown: _Shown, cfg: Config) -> Found:
+def _found(name: str, outcome: str, wrong: Wrong | None, shown: _Shown, cfg: Config) -> Found:
     """With what makes it right."""
-    is_right = partial(_all_right, shown.graphs)
+
+    def is_right(c: Config) -> bool:
+        return shown.becomes(c) == RIGHT
+
     switches = find_switches(cfg, is_right)
     decision = None
     if len(switches) == 1:
-        decision = first_wrong_decision(cfg, switches[0], is_right, partial(_plans, shown.graphs))
+        plans = partial(_plans, shown.graphs)
+        decision = first_wrong_decision(cfg, switches[0], is_right, plans)
 
-    def name(buffer: str, plan: Plan) -> str:
-        made = (op for op in plan.program.ops if buffer in defines(op))
-        maker = next(made, None)
+    def name_of(buffer: str, plan: Plan) -> str:
+        maker = next((op for op in plan.program.ops if buffer in defines(op)), None)
         if not isinstance(maker, Loop | Extern) or not maker.origin:
             return buffer
         of = shown.named(maker.origin[-1])
         return of if isinstance(maker, Pointwise | Extern) else f"a {_kind(maker)} of {of}"
 
-    return Found(wrong, switches, shown.script, decision.text(name) if decision else "")
+    text = decision.text(name_of) if decision else ""
+    return Found(name, outcome, wrong, shown.operators, switches, shown.script, text)
 
 
 def _kind(loop: Loop) -> str:
@@ -178,7 +315,10 @@ def _kind(loop: Loop) -> str:
 
 
 def _plans(graphs: Sequence[Recorded], cfg: Config) -> list[Plan]:
-    return [compile_graph(g.captured(), cfg).record.plan for g in graphs]
+    try:
+        return [compile_graph(g.captured(), cfg).record.plan for g in graphs]
+    except PlaitError:
+        return []
 
 
 def _named(p: Piece, script: str, origin: str) -> str:
@@ -192,54 +332,19 @@ def _named(p: Piece, script: str, origin: str) -> str:
     return f"{name} ({where})" if where else name
 
 
-def _between(
-    fn: Callable[..., Any], call: Call, graphs: Sequence[Recorded], cfg: Config
-) -> Found | None:
-    """A wrong result or gradient of a module in which no kernel is wrong. Raises Unknown."""
-    if not isinstance(fn, torch.nn.Module):
-        return None
-    if any(g.draws(cfg) for g in graphs):
-        raise Unknown("they are random")
-    found = wrong_whole(fn, call, cfg)
-    if found is None:
-        return None
-    name, worst = found
-    wrong = Wrong("the whole", "no kernel", "graphs made of it", name, "", worst, piece=None)
-    switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c) is None)
-    return Found(wrong, switches, _NO_SCRIPT)
-
-
-_NO_SCRIPT = "# It is wrong only where it stands: no script of a part of its graph shows it.\n"
-
-
-def _is_wrong(p: Piece, seed: int | None, cfg: Config, right: set[str]) -> bool:
-    """Whether the script of a piece shows a wrong number. right: scripts that show none."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            pasted = paste(p, {}, seed, Path(folder))
-            if pasted.text in right:
-                return False
-            graphs = record(pasted.fn, pasted.args, {}, cfg, dynamic=False)
-            if any(wrong_result(g, cfg) for g in graphs):
-                return True
-        except Exception:  # noqa: BLE001 - another failure, whatever it is
-            return False
-    right.add(pasted.text)
-    return False
-
-
-def _all_right(graphs: Sequence[Recorded], cfg: Config) -> bool:
-    try:
-        return not any(wrong_result(g, cfg) for g in graphs)
-    except PlaitError:
-        return False
-
-
 # ------------------------------------------------------------------------------------ command line
 def main(arguments: Sequence[str]) -> None:
-    """`plait bisect script.py[:function]`: exits with 1 if something is found."""
-    given = of_script("bisect", "where a compiled program leaves eager").parse_args(arguments)
-    fn, args = load_script(given.script)
+    """`plait bisect script.py[:function]` or `plait bisect -- script.py ...`: exits with 1 if
+    something is found."""
+    parser = of_script("bisect", "where a compiled program leaves eager")
+    given, script = read_arguments(parser, arguments)
+    if script:
+        with _bisecting(print) as b:
+            graphs = graphs_of(given, script, lambda cfg: cfg)
+            found = b.first(graphs)
+            if found is None:
+                b.say_nothing()
+            sys.exit(found is not None)
+    fn, args = load_script(given.file)
     options = read_options(given.option)
     sys.exit(bisect(fn, *args, options=options, mode=given.mode) is not None)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from plait.config import Config
-from plait.tools.faults.recorded import copied, record
+from plait.tools.faults.recorded import copied, load_recorded, record
 from plait.tools.faults.search import wrong_result
 
-SECONDS = 0.2
-"""Of calls that are timed, a side."""
+SECONDS, ROUNDS = 0.4, 3
+"""Of calls that are timed, of both sides; after each round it may be seen that plait is not slower.
+"""
 
 
 def wrong_number(
@@ -30,6 +32,12 @@ def wrong_number(
             return 1
     print("nothing is wrong")
     return 0
+
+
+def wrong_graph(file: str, options: Mapping[str, Any] | None = None) -> int:
+    """1 if a result of the graph that a file holds is wrong; else 0."""
+    cfg = Config.from_env().with_options(options)
+    return int(wrong_result(load_recorded(Path(file)), cfg) is not None)
 
 
 def _runs(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -48,8 +56,9 @@ def slower(
     factor: float = 1.0,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """1 if the compiled fn takes more than so many times as long as eager; else 0. The fastest of
-    the calls that fit into a time count, and both take turns."""
+    """1 if the compiled fn takes more than so many times as long as eager; else 0. Both take turns,
+    and of each the fastest call counts. Whatever else the machine does makes calls slower, so what
+    seems to be slow is given more time to be fast."""
     if not _runs(fn, args):
         return 0
     torch._dynamo.reset()
@@ -60,14 +69,17 @@ def slower(
     with torch.no_grad():
         for run in (fn, compiled, compiled):
             run(*args)
-        end = time.perf_counter() + 2 * SECONDS
-        while time.perf_counter() < end:
-            for k, run in enumerate((fn, compiled)):
-                start = time.perf_counter()
-                run(*args)
-                for d in waits:
-                    torch.accelerator.synchronize(d)
-                best[k] = min(best[k], time.perf_counter() - start)
+        for _ in range(ROUNDS):
+            end = time.perf_counter() + SECONDS
+            while time.perf_counter() < end:
+                for k, run in enumerate((fn, compiled)):
+                    start = time.perf_counter()
+                    run(*args)
+                    for d in waits:
+                        torch.accelerator.synchronize(d)
+                    best[k] = min(best[k], time.perf_counter() - start)
+            if best[1] <= factor * best[0]:
+                break
     eager, plait = (s * 1e6 for s in best)
     print(f"plait {plait:.1f} us, eager {eager:.1f} us")
     return int(plait > factor * eager)

@@ -36,9 +36,11 @@ def changes(cfg: Config) -> dict[str, Any]:
     return {k: v for k, v in vars(cfg).items() if v != getattr(Config(), k)}
 
 
-def in_key(cfg: Config) -> dict[str, Any]:
-    """Those that change what is built."""
-    return {k: v for k, v in cfg.key() if k in changes(cfg)}
+def told(cfg: Config) -> dict[str, Any]:
+    """Those that a script has to give: that change what is built, or that the environment does not
+    say."""
+    env, built = Config.from_env(), changes(cfg).keys() & dict(cfg.key()).keys()
+    return {k: v for k, v in vars(cfg).items() if k in built or v != getattr(env, k)}
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Recorded:
     name: str
     text: str
     tensors: Mapping[str, Tensor]
-    inputs: tuple[Any, ...]
+    inputs: tuple[Any, ...] | None
 
     @property
-    def is_known(self) -> bool:
-        """Whether the text holds the graph."""
-        return '"no_text"' not in self.text
+    def why_unknown(self) -> str:
+        """What is in the way of calling it again; "" if nothing is."""
+        if self.inputs is None:
+            return "which plait did not run"
+        return "which has no text" if '"no_text"' in self.text else ""
+
+    def save(self, file: Path) -> None:
+        """For `load_recorded`, in another process."""
+        torch.save((self.name, self.text, dict(self.tensors), self.inputs), file)
 
     def captured(self) -> Captured:
         """The graph as it came, a new one each time."""
@@ -66,11 +74,43 @@ class Recorded:
 
     def draws(self, cfg: Config) -> bool:
         """Whether it has random numbers."""
-        return not self.is_known or any(map(draws, self.bare(cfg).graph.nodes))
+        return bool(self.why_unknown) or any(map(draws, self.bare(cfg).graph.nodes))
 
     def copies(self) -> tuple[Any, ...]:
         """Inputs for a call."""
+        assert self.inputs is not None, f"{self.name} was not called"
         return tuple(copied(list(self.inputs)))
+
+
+def load_recorded(file: Path) -> Recorded:
+    """What `Recorded.save` wrote."""
+    return Recorded(*torch.load(file, weights_only=True))
+
+
+class Recorder:
+    """Compiles as plait does, but without kernels, and keeps each graph with what it is called with
+    first: what is wrong with kernels is not in the way."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.folder = tempfile.TemporaryDirectory()
+        self.calls: dict[str, tuple[Any, ...]] = {}
+
+    def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """For torch.compile."""
+        plain = {"kernels": False, "wrapper": "python", "while_building": "wait"}
+        chosen = {**vars(self.cfg), **plain, "debug_dir": self.folder.name}
+        return plait_backend(gm, inputs, options=chosen, target=self._target)
+
+    def _target(self, program: WrapperProgram, artifacts: Artifacts) -> Loaded:
+        return _Recorder(program.name, TARGETS["python"](program, artifacts), self.calls)
+
+    def graphs(self) -> list[Recorded]:
+        """Those that ran, in order, and then those that did not."""
+        root = Path(self.folder.name)
+        rest = sorted(p.name for p in root.iterdir() if (p / GIVEN).is_file())
+        names = [*self.calls, *(n for n in rest if n not in self.calls)]
+        return [_read(root / name, self.calls.get(name)) for name in names]
 
 
 def record(
@@ -80,29 +120,20 @@ def record(
     cfg: Config,
     dynamic: bool | None = None,
 ) -> list[Recorded]:
-    """Compiles fn and calls it once, on copies of its arguments; the graphs that ran, in order.
-    dynamic: as for torch.compile."""
-    calls: dict[str, tuple[Any, ...]] = {}
-
-    def target(program: WrapperProgram, artifacts: Artifacts) -> Loaded:
-        return _Recorder(program.name, TARGETS["python"](program, artifacts), calls)
-
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = {**vars(cfg), "wrapper": "python", "debug_dir": folder}
-
-        def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return plait_backend(gm, inputs, options=chosen, target=target)
-
+    """The graphs of fn, which is called once, on copies of its arguments. dynamic: as for
+    torch.compile."""
+    recorder = Recorder(cfg)
+    with recorder.folder:
         fn = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
         args, kwargs = copied(args), copied(dict(kwargs))
-        compiled = torch.compile(fresh_caller(fn), backend=backend, dynamic=dynamic)
+        compiled = torch.compile(fresh_caller(fn), backend=recorder.backend, dynamic=dynamic)
         result = compiled(*args, **kwargs)
-        if not any(name.startswith("backward") for name in calls):
+        if not any(name.startswith("backward") for name in recorder.calls):
             run_backward(result, fn, (args, kwargs))
-        return [_read(Path(folder) / name, inputs) for name, inputs in calls.items()]
+        return recorder.graphs()
 
 
-def _read(folder: Path, inputs: tuple[Any, ...]) -> Recorded:
+def _read(folder: Path, inputs: tuple[Any, ...] | None) -> Recorded:
     tensors = folder / GIVEN_TENSORS
     held = torch.load(tensors, weights_only=True) if tensors.is_file() else {}
     return Recorded(folder.name, (folder / GIVEN).read_text(), held, inputs)

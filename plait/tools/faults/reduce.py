@@ -2,16 +2,17 @@
 
 Its graphs are recorded without kernels. The first that fails alone is made small (`shrink.py`);
 each candidate is a script (`pieces.py`) that is tried in a process of its own (`trial.py`), so that
-crashes and hangs shrink too.
+crashes and hangs shrink too. `bisect` makes its scripts by the same `Tries`.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,13 +24,81 @@ from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.pipelines import LEAVABLE
 from plait.tools.faults.pieces import SEEDS, WRONG, NoText, Pasted, Piece, paste, piece
-from plait.tools.faults.recorded import in_key, record
-from plait.tools.faults.script import load_script, of_script, read_options
+from plait.tools.faults.recorded import Recorded, record, told
+from plait.tools.faults.script import graphs_of, of_script, read_arguments
 from plait.tools.faults.shrink import candidates, smallest
 from plait.tools.faults.trial import RIGHT, Trials
 
-TRIAL_SECONDS = 60.0
-"""After which a script hangs."""
+Tell = Callable[[str], object]
+Failing = Callable[[Callable[..., Any], tuple[Any, ...]], bool]
+
+
+def patience(n_operators: int) -> float:
+    """Seconds after which a script of so many operators hangs: many times what compiling it takes
+    on a busy machine."""
+    return 60.0 + n_operators
+
+
+@dataclass(frozen=True)
+class Small:
+    """A piece that fails, and its script. outcome: what becomes of that."""
+
+    outcome: str
+    piece: Piece
+    seed: int | None
+    script: str
+
+
+@dataclass
+class Tries:
+    """Tries pieces as scripts. folder: of files that scripts read. check: what a script calls.
+    untold: why pieces have no script."""
+
+    cfg: Config
+    trials: Trials
+    folder: Path
+    check: str = WRONG
+    failing: Failing | None = None
+    untold: dict[str, None] = field(default_factory=dict)
+
+    def becomes(self, p: Piece, seed: int | None, cfg: Config | None = None) -> str:
+        """What becomes of the script of a piece. cfg: another one than usual."""
+        try:
+            pasted = paste(p, told(cfg or self.cfg), seed, self.folder, self.check)
+        except NoText as why:
+            self.untold[str(why)] = None
+            return RIGHT
+        if self.failing is None:
+            return self.trials.outcome(pasted.text)
+        return "it fails" if _holds(self.failing, pasted) else RIGHT
+
+    def smallest(
+        self, pieces: Sequence[Piece], seconds: float, tell: Tell, wanted: str = ""
+    ) -> Small | None:
+        """The first piece that fails, made small in so many seconds. wanted: the one outcome that
+        counts, if any does not."""
+        for p, seed in product(pieces, SEEDS):
+            self.trials.seconds = patience(p.n_calls)
+            outcome = self.becomes(p, seed)
+            if outcome == RIGHT or wanted not in ("", outcome):
+                continue
+            tell(f"{outcome}: {p.n_calls} operators")
+            if outcome == "hang":
+                self._wait_less(p, seed)
+            fails = partial(self._becomes_that, seed, outcome)
+            small = smallest(p, candidates, fails, seconds, partial(_tell_size, tell))
+            script = paste(small, told(self.cfg), seed, Path(), self.check).text
+            return Small(outcome, small, seed, script)
+        return None
+
+    def _becomes_that(self, seed: int | None, outcome: str, p: Piece) -> bool:
+        return self.becomes(p, seed) == outcome
+
+    def _wait_less(self, p: Piece, seed: int | None) -> None:
+        """Nothing takes ten times as long as it does without kernels, but what hangs."""
+        start = time.monotonic()
+        if self.becomes(p, seed, replace(self.cfg, kernels=False)) == RIGHT:
+            self.trials.seconds = 5.0 + 10 * (time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -46,7 +115,7 @@ class Reduced:
 def reduce(
     fn: Callable[..., Any],
     *args: Any,
-    failing: Callable[[Callable[..., Any], tuple[Any, ...]], bool] | None = None,
+    failing: Failing | None = None,
     slower: float = 0.0,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
@@ -63,49 +132,45 @@ def reduce(
     torch.compile. Prints progress and the script, unless quiet."""
     cfg = Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.reduce")
-    bare = replace(cfg, kernels=False, without=",".join(LEAVABLE))
-    pieces = [piece(g.bare(cfg), g.copies()) for g in record(fn, args, kwargs, bare) if g.is_known]
+    graphs = record(fn, args, kwargs, _bare(cfg))
+    tell: Tell = (lambda text: None) if quiet else partial(print, flush=True)
+    return _reduced([(g, cfg) for g in graphs], slower, failing, seconds, tell)
+
+
+def _bare(cfg: Config) -> Config:
+    """Graphs as they come: what a pass over joint graphs makes of them would be in the script."""
+    return replace(cfg, without=",".join(LEAVABLE))
+
+
+def _reduced(
+    graphs: Sequence[tuple[Recorded, Config]],
+    slower: float,
+    failing: Failing | None,
+    seconds: float,
+    tell: Tell,
+) -> Reduced | None:
     check = f"slower(fn, *args, factor={slower}" if slower else WRONG
-    tell: Callable[[str], None] = (lambda text: None) if quiet else partial(print, flush=True)
-    with tempfile.TemporaryDirectory() as folder, closing(Trials(TRIAL_SECONDS)) as trials:
-        untold: dict[str, None] = {}
-
-        def becomes(p: Piece, seed: int | None) -> str:
-            try:
-                pasted = paste(p, in_key(cfg), seed, Path(folder), check)
-            except NoText as why:
-                untold[str(why)] = None
-                return RIGHT
-            if failing is None:
-                return trials.outcome(pasted.text)
-            return "it fails" if _holds(failing, pasted) else RIGHT
-
-        for p, seed in product(pieces, SEEDS):
-            outcome = becomes(p, seed)
-            if outcome != RIGHT:
-                tell(f"{outcome}: {p.n_calls} operators")
-                fails = partial(_equal, becomes, seed, outcome)
-                small = smallest(p, candidates, fails, seconds, partial(_tell_size, tell))
-                script = paste(small, in_key(cfg), seed, Path(), check).text
-                tell(f"\n{script}")
-                return Reduced(outcome, small.n_calls, script)
+    untold: dict[str, None] = {}
+    with tempfile.TemporaryDirectory() as folder, closing(Trials()) as trials:
+        for g, cfg in graphs:
+            if why := g.why_unknown:
+                untold[f"{g.name}, {why}"] = None
+                continue
+            tries = Tries(cfg, trials, Path(folder), check, failing, untold)
+            if small := tries.smallest([piece(g.bare(cfg), g.copies())], seconds, tell):
+                tell(f"\n{small.script}")
+                return Reduced(small.outcome, small.piece.n_calls, small.script)
     why = f", no script holds {', '.join(untold)}" if untold else ""
-    tell(f"nothing fails: {len(pieces)} graphs tried{why}")
+    tell(f"nothing fails: {len(graphs)} graphs tried{why}")
     return None
 
 
-def _equal(
-    becomes: Callable[[Piece, int | None], str], seed: int | None, outcome: str, p: Piece
-) -> bool:
-    return becomes(p, seed) == outcome
-
-
-def _tell_size(tell: Callable[[str], None], p: Piece) -> None:
+def _tell_size(tell: Tell, p: Piece) -> None:
     numel = sum(x.numel() for x in p.given if isinstance(x, Tensor))
     tell(f"  {p.n_calls} operators, {numel} numbers")
 
 
-def _holds(failing: Callable[..., bool], pasted: Pasted) -> bool:
+def _holds(failing: Failing, pasted: Pasted) -> bool:
     try:
         return failing(pasted.fn, pasted.args)
     except Exception:  # noqa: BLE001 - another failure, whatever it is
@@ -113,15 +178,13 @@ def _holds(failing: Callable[..., bool], pasted: Pasted) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`plait reduce script.py[:function]`: exits with 1 if something fails."""
+    """`plait reduce script.py[:function]` or `plait reduce -- script.py ...`: exits with 1 if
+    something fails."""
     parser = of_script("reduce", "shrink a failing program to a script")
     parser.add_argument("--slower", type=float, default=0.0, metavar="FACTOR",
                         help="what fails is to take so many times eager's time")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=120.0, help="for shrinking")
-    given = parser.parse_args(arguments)
-    fn, args = load_script(given.script)
-    found = reduce(
-        fn, *args, slower=given.slower, seconds=given.seconds, mode=given.mode,
-        options=read_options(given.option),
-    )  # fmt: skip
+    given, script = read_arguments(parser, arguments)
+    graphs = graphs_of(given, script, _bare)
+    found = _reduced(graphs, given.slower, None, given.seconds, partial(print, flush=True))
     sys.exit(found is not None)

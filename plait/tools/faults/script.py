@@ -1,29 +1,103 @@
-"""The script that `plait bisect` and `plait reduce` are given: its function, arguments and
-options."""
+"""What `plait bisect` and `plait reduce` are given: a file that defines a function and arguments,
+or, after `--`, a script that compiles something with plait and calls it."""
 
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+
+from plait.capture.backend import plait_backend
 from plait.config import Config
 from plait.errors import UserError
-from plait.tools.faults.recorded import changes
+from plait.tools.faults.recorded import Recorded, Recorder, changes, record
+
+Graphs = list[tuple[Recorded, Config]]
+"""Graphs, and how each is compiled."""
 
 
 def of_script(command: str, description: str) -> argparse.ArgumentParser:
-    """The arguments of a command that looks at a script's function."""
-    parser = argparse.ArgumentParser(prog=f"plait {command}", description=description)
-    parser.add_argument("script", help="a file that defines fn and args, or FILE:FUNCTION, which "
-                        "returns them")  # fmt: skip
+    """The arguments of a command that looks at a script."""
+    parser = argparse.ArgumentParser(
+        prog=f"plait {command}",
+        description=description,
+        usage=f"plait {command} [options] FILE[:FUNCTION]\n"
+        f"       plait {command} [options] -- SCRIPT [arguments]",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE[:FUNCTION]",
+                        help="a file that defines fn and args, or a function of it that returns "
+                        "them")  # fmt: skip
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                         help="as torch.compile's; may be given again")  # fmt: skip
     parser.add_argument("--mode", help="as torch.compile's")
     return parser
+
+
+def read_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and what stands behind `--`: one of both names a file."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    given, script = parser.parse_args(arguments[:at]), [*arguments[at + 1 :]]
+    if bool(given.file) == bool(script):
+        parser.error("it needs a file, or a script after --")
+    return given, script
+
+
+def graphs_of(
+    given: argparse.Namespace, script: Sequence[str], prepared: Callable[[Config], Config]
+) -> Graphs:
+    """The graphs of what the arguments name. prepared: the configuration to record them with."""
+    options = read_options(given.option)
+    if script:
+        return run_script(script, options, given.mode, prepared)
+    fn, args = load_script(given.file)
+    cfg = Config.from_env().with_options(options, given.mode)
+    return [(g, cfg) for g in record(fn, args, {}, prepared(cfg))]
+
+
+def run_script(
+    words: Sequence[str],
+    options: dict[str, Any],
+    mode: str | None,
+    prepared: Callable[[Config], Config] = lambda cfg: cfg,
+) -> Graphs:
+    """Runs a script with its arguments; the graphs that it compiles with plait, each with what it
+    is called with first. options, mode: on top of those that it gives."""
+    recorders: list[tuple[Recorder, Config]] = []
+    compiles = torch.compile
+
+    def compile(model: Any = None, **words: Any) -> Any:
+        if words.get("backend") not in ("plait", plait_backend):
+            return compiles(model, **words)
+        if model is None:
+            return partial(compile, **words)
+        own = words.pop("options", None), words.pop("mode", None)
+        cfg = Config.from_env().with_options(*own).with_options(options, mode)
+        recorders.append((Recorder(prepared(cfg)), cfg))
+        return compiles(model, **{**words, "backend": recorders[-1][0].backend})
+
+    file, *rest = words
+    if not Path(file).is_file():
+        raise UserError(f"there is no Python file {file}")
+    with (
+        mock.patch.object(torch, "compile", compile),
+        mock.patch.object(sys, "argv", [file, *rest]),
+        mock.patch.object(sys, "path", [str(Path(file).absolute().parent), *sys.path]),
+    ):
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except (Exception, SystemExit) as end:  # noqa: BLE001 - what it has compiled is there
+            print(f"the script ended with {type(end).__name__}: {end}")
+    return [(g, cfg) for recorder, cfg in recorders for g in recorder.graphs()]
 
 
 def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -34,6 +108,12 @@ def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise UserError(f"there is no Python file {file or text}")
     module = sys.modules[spec.name] = module_from_spec(spec)  # Dynamo looks globals up there
     spec.loader.exec_module(module)
+    wanted = (name,) if name else ("fn", "args")
+    if missing := [n for n in wanted if not hasattr(module, n)]:
+        raise UserError(
+            f"{file} defines no {' and no '.join(missing)}",
+            hint=f"a script that compiles by itself stands behind --: -- {file}",
+        )
     fn, args = getattr(module, name)() if name else (module.fn, module.args)
     return fn, tuple(args)
 

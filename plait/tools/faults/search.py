@@ -113,8 +113,8 @@ class Search:
 
 def search_graph(graph: Recorded, cfg: Config) -> Search:
     """Compiles a graph, calls it and looks through its values."""
-    found = Search(passed_over=[] if graph.is_known else [f"{graph.name}, which has no text"])
-    if graph.is_known:
+    found = Search(passed_over=[f"{graph.name}, {why}"] if (why := graph.why_unknown) else [])
+    if not why:
         searcher = _Searcher(graph, cfg, found, watched=True)
         searcher.look_at_values()
         searcher.look_at_results()
@@ -126,7 +126,7 @@ def search_graph(graph: Recorded, cfg: Config) -> Search:
 def wrong_result(graph: Recorded, cfg: Config) -> Wrong | None:
     """The first result of a graph that is wrong for its arguments, which is beyond doubt."""
     found = Search()
-    if graph.is_known:
+    if not graph.why_unknown:
         _Searcher(graph, cfg, found, watched=False).look_at_results()
     return next(iter(found.suspects), None)
 
@@ -143,7 +143,7 @@ class _Searcher:
         self.inputs = {n.name: n for n in self.right.graph.find_nodes(op="placeholder")}
         self.alike = _alike(self.right)
         # What plait computed, by the names of nodes that mean what they meant.
-        self.known: dict[str, Any] = dict(zip(self.inputs, graph.inputs, strict=True))
+        self.known: dict[str, Any] = dict(zip(self.inputs, graph.copies(), strict=True))
         self.drawn = {name for name, n in self.nodes.items() if draws(n)}
         self.rans = _run(graph, cfg, self.drawn, watched)
         self._know_drawn(self.rans[0])

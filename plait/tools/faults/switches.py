@@ -45,7 +45,9 @@ def find_switches(cfg: Config, is_right: Callable[[Config], bool]) -> tuple[str,
     """The smallest set without which a program is right: of passes, else of passes and options,
     else kernels; () if it never is."""
     passes = [Switch(name, {}) for name in LEAVABLE]
-    for switches in (passes, [*passes, *OPTIONS], [KERNELS]):
+    other = "native" if cfg.wrapper == "python" else "python"
+    target = Switch(f"the wrapper {cfg.wrapper}", {"wrapper": other})
+    for switches in (passes, [*passes, *OPTIONS, target], [KERNELS]):
         if is_right(without(cfg, switches)):
             small = _smallest(switches, lambda some: is_right(without(cfg, some)))
             return tuple(s.name for s in small)

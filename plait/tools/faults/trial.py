@@ -25,7 +25,7 @@ COMMAND: Sequence[str] = (sys.executable, "-m", "plait.tools.faults.trial")
 class Trials:
     """A process that tries scripts. seconds: that one may take."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = 60.0) -> None:
         self.process = subprocess.Popen(
             COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -4,8 +4,9 @@ what is wrong there and in no kernel comes from how graphs were made and put tog
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.capture.backend import plait_backend
+from plait.capture.export import compile as compile_frozen
 from plait.config import Config
 from plait.tools.explain import fresh_caller
 from plait.tools.faults.evaluate import WIDER, Unknown
@@ -36,10 +38,44 @@ class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return func(*args, **kwargs)
 
 
-def wrong_whole(module: torch.nn.Module, call: Call, cfg: Config) -> tuple[str, Worst] | None:
+class _Function(torch.nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+def as_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
+    """fn as something that may be called again and again: a module, which can be copied, or a
+    function that holds nothing which a call may change; None for any other."""
+    if isinstance(fn, torch.nn.Module):
+        return fn
+    return _Function(fn) if _holds_nothing(fn, set()) else None
+
+
+def _holds_nothing(fn: object, seen: set[int]) -> bool:
+    if isinstance(fn, ModuleType | type | BuiltinFunctionType | int | float | str) or fn is None:
+        return True
+    if id(fn) in seen:
+        return True
+    seen.add(id(fn))
+    if not isinstance(fn, FunctionType):
+        return False
+    held = [c.cell_contents for c in fn.__closure__ or ()]
+    held += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    held += [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
+    inner = any(isinstance(c, CodeType) for c in fn.__code__.co_consts)
+    return not inner and all(_holds_nothing(x, seen) for x in held)
+
+
+def wrong_whole(
+    module: torch.nn.Module, call: Call, cfg: Config, freeze: bool = False
+) -> tuple[str, Worst] | None:
     """The first result or gradient that is wrong, and where; None if none is. The module must
-    draw no random numbers; it and the arguments stay as they are. Raises Unknown where float64
-    cannot tell."""
+    draw no random numbers; it and the arguments stay as they are. freeze: of what plait.compile
+    makes of it then, which has no gradients. Raises Unknown where float64 cannot tell."""
 
     @cache
     def values(wide: bool, seed: int) -> dict[str, Tensor]:
@@ -56,7 +92,10 @@ def wrong_whole(module: torch.nn.Module, call: Call, cfg: Config) -> tuple[str, 
         return plait_backend(gm, inputs, options=vars(cfg))
 
     one = copy.deepcopy(module)
-    got = _seen(one, torch.compile(fresh_caller(one), backend=backend), copied(call))
+    if freeze:
+        got = _frozen(one, copied(call), cfg)
+    else:
+        got = _seen(one, torch.compile(fresh_caller(one), backend=backend), copied(call))
     try:
         for name, x in got.items():
             if found := worst_of(name, x, values):
@@ -64,6 +103,15 @@ def wrong_whole(module: torch.nn.Module, call: Call, cfg: Config) -> tuple[str, 
     except (RuntimeError, KeyError) as error:
         raise Unknown(str(error).partition("\n")[0]) from error
     return None
+
+
+def _frozen(module: torch.nn.Module, call: Call, cfg: Config) -> dict[str, Tensor]:
+    args, kwargs = call
+    if kwargs:
+        raise Unknown("keyword arguments of a frozen module")
+    results = compile_frozen(module, tuple(args), options=vars(cfg), freeze=True)(*args)
+    given = (x for x in tree_leaves(results) if isinstance(x, Tensor))
+    return {f"result {k}": x for k, x in enumerate(given)}
 
 
 def _off(x: Tensor, seed: int) -> Tensor:
@@ -80,14 +128,16 @@ def _wide_leaf(x: Any, seed: int) -> Any:
 
 
 def _seen(module: torch.nn.Module, run: Any, call: Call) -> dict[str, Tensor]:
-    """Results and gradients by name."""
+    """Results and gradients by name, and what the call leaves in arguments and buffers."""
     args, kwargs = call
     results = [x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)]
     ends = [x for x in results if x.requires_grad]
     given = [x for x in tree_leaves(call) if isinstance(x, Tensor)]
+    kept = {f"argument {k} afterwards": x for k, x in enumerate(given) if not x.requires_grad}
+    kept |= {f"{k} afterwards": x for k, x in module.named_buffers()}
     wanted = {f"argument {k}": x for k, x in enumerate(given) if x.requires_grad}
     wanted |= {k: x for k, x in module.named_parameters() if x.requires_grad}
-    found = {f"result {k}": x.detach() for k, x in enumerate(results)}
+    found = {f"result {k}": x.detach() for k, x in enumerate(results)} | kept
     if ends and wanted:
         ones = [torch.ones_like(x) for x in ends]
         grads = torch.autograd.grad(ends, [*wanted.values()], ones, allow_unused=True)

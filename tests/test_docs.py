@@ -23,6 +23,7 @@ from plait.ir.loops import Reduction
 from plait.ir.text import read_program
 from plait.lower import core
 from plait.lower.graph import load_rules
+from plait.tools.faults import trial
 from tests import warm
 from tests.planted import PLANTS
 
@@ -196,8 +197,8 @@ def test_the_blocks_of_the_page_on_wrong_numbers_run(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.chdir(tmp_path)
-    bisect, reduce, failing = blocks("docs/wrong-number.md")
-    nothing, wrong = blocks("docs/wrong-number.md", "text")
+    bisect, pair, reduce, failing = blocks("docs/wrong-number.md")
+    nothing, wrong, fused = blocks("docs/wrong-number.md", "text")
     scope: dict[str, Any] = {}
     exec(compile(bisect, "docs/wrong-number.md", "exec"), scope)
     printed = capsys.readouterr().out
@@ -207,12 +208,15 @@ def test_the_blocks_of_the_page_on_wrong_numbers_run(
     exec(compile(reduce, "docs/wrong-number.md", "exec"), scope)
     exec(compile(failing, "docs/wrong-number.md", "exec"), scope)
     assert "_linalg_eigh" in (script := scope["reduced"].script) and "relu" not in script
-    with PLANTS["rule"]():
-        exec(compile(bisect, "docs/wrong-number.md", "exec"), scope)
-    text, _, script = wrong.partition("\n\n")
-    assert scope["found"].script == script
     numbers = re.compile(r"-?\d+(\.\d+)?|_[0-9a-f]{6}|\w+[-.]\w+\.md:|model\.py:")
-    assert numbers.sub("", scope["found"].text) == numbers.sub("", text)
+    for name, block, says in (("rule", bisect, wrong), ("pair", pair, fused)):
+        planted = [sys.executable, "-m", "tests.planted", name, trial.__file__]
+        monkeypatch.setattr(trial, "COMMAND", planted)
+        with PLANTS[name]():
+            exec(compile(block, "docs/wrong-number.md", "exec"), scope)
+        text, _, script = says.partition("\n\n")
+        assert numbers.sub("", scope["found"].text) == numbers.sub("", text.rstrip())
+        assert scope["found"].script == script or not script
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -231,16 +231,23 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     return torch.tanh(x @ w) * x
 
 
-def test_a_wrong_gradient_of_a_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_of_a_function_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a whole, which a function is looked at if it holds nothing."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w = torch.randn(8, 16), torch.randn(16, 16, requires_grad=True)
     held = [1.0]
+
+    def holds(x: Tensor, w: Tensor) -> Tensor:
+        return scaled(x, w) * held[0]
+
     with plant("joint_pass", monkeypatch):
         found = plait.bisect(scaled, x, w, quiet=True)
-        assert plait.bisect(lambda x, w: scaled(x, w) * held[0], x, w, quiet=True) is None
+        assert plait.bisect(holds, x, w) is None
     assert found is not None and found.wrong is not None
+    assert "(the function holds what a call may change)" in capsys.readouterr().out
     assert found.wrong.graph == "the whole"
     assert found.wrong.node in ("result 0", "the gradient of argument 1")
 

@@ -210,11 +210,12 @@ class _Bisection:
         freeze: bool,
     ) -> Found | None:
         """A wrong result or gradient of what has no wrong kernel."""
-        module = as_module(fn)
-        if module is None or not graphs:
+        if not graphs:
             return None
         cfg = graphs[0][1]
         try:
+            if (module := as_module(fn)) is None:
+                raise Unknown("the function holds what a call may change")
             if any(g.draws(cfg) for g, _ in graphs):
                 raise Unknown("they are random")
             for frozen in {False, freeze}:

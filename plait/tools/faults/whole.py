@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -55,19 +56,28 @@ def as_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
     return _Function(fn) if _holds_nothing(fn, set()) else None
 
 
+_FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str, torch.dtype, torch.device)
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+
+
 def _holds_nothing(fn: object, seen: set[int]) -> bool:
-    if isinstance(fn, ModuleType | type | BuiltinFunctionType | int | float | str) or fn is None:
-        return True
-    if id(fn) in seen:
+    if fn is None or id(fn) in seen or isinstance(fn, (*_FIXED, *_OPERATORS)):
         return True
     seen.add(id(fn))
     if not isinstance(fn, FunctionType):
         return False
+    if (fn.__module__ or "").partition(".")[0] == "torch":
+        return True
     held = [c.cell_contents for c in fn.__closure__ or ()]
     held += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    held += [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
-    inner = any(isinstance(c, CodeType) for c in fn.__code__.co_consts)
-    return not inner and all(_holds_nothing(x, seen) for x in held)
+    held += [fn.__globals__[n] for n in _names(fn.__code__) if n in fn.__globals__]
+    return all(_holds_nothing(x, seen) for x in held)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The globals and attributes that a function reads, and those within it."""
+    within = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return {*code.co_names}.union(*within)
 
 
 def wrong_whole(

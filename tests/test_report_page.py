@@ -786,6 +786,13 @@ def test_every_link_leads_somewhere(
         return net(y, w).msort()
 
     data = explained(control)
+    torch._dynamo.reset()
+    varying = torch.randn(5, 8)
+    torch._dynamo.mark_dynamic(varying, 0)
+    with torch.no_grad():
+        sizes = plait.explain(lambda x: x.exp().sum(), varying, quiet=True).to_json()["graphs"]
+    assert any(i["name"].startswith("s") for i in sizes[0]["inputs"])  # a size is no buffer
+    data["graphs"] += sizes
     request.getfixturevalue("compile_only")
     mode, (x, w) = fakes((64, 128), (128, 128))
     fn = lambda x, w: F.gelu(F.gelu(x).softmax(-1) @ w).sum(0)

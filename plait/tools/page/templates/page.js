@@ -143,10 +143,10 @@ function refusals(details) {
 
 function given(details) {
   const g = data().graphs[Number(details.dataset.graph)], n = Number(details.dataset.graph);
-  const rows = (found, text) => found.map((x) => row([bufferLinks(n, [x.name]), x.is || "", text(x)]));
+  const rows = (found, text) => found.map((x) => row([index(n).buffers.has(x.name) ? link(`g${n}b-${x.name}`, x.is ? `${x.is} (${x.name})` : x.name) : called(n, x.name), text(x)]));
   const type = (x) => make("code", {}, x.text ? x.text.slice(x.text.indexOf("(") + 1, -1) : (index(n).buffers.get(x.name) || { type: "" }).type);
-  details.append(make("h4", {}, "Inputs"), table(["buffer", "for you", "type"], rows(g.inputs, type)),
-    make("h4", {}, "Results"), table(["buffer", "for you", "type"], rows(g.results.filter((x) => x.name), type)));
+  details.append(make("h4", {}, "Inputs"), table(["your name and the program's", "type"], rows(g.inputs, type)),
+    make("h4", {}, "Results"), table(["your name and the program's", "type"], rows(g.results.filter((x) => x.name), type)));
 }
 
 function buffers(details) {
@@ -157,7 +157,7 @@ function buffers(details) {
       const at = (i) => (i < 0 ? "the start" : i >= data().graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
       const read = readers.get(b.name) || [];
       const r = row([called(n, b.name), b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
-        [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), "; "] : []),
+        [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), read.length ? "; " : ""] : []),
           ...(read.length ? ["read by ", ...stepLinks(read.slice(0, 8).map((k) => [n, k]))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
       r.id = `g${n}b-${b.name}`;
       return r;

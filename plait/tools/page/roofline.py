@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -29,9 +29,14 @@ _ENOUGH_NS = 30_000_000  # of one product: larger ones would be no faster
 
 def set_rooflines(steps: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Gives steps that have a time their share of the roofline, and returns what was measured for
-    it: `copy_ns` and `product_flops`, as docs/report.md describes them."""
+    it: `copy_ns` and `product_flops`, as docs/report.md describes them. A device whose memory is
+    full has none."""
     timed = [s for s in steps if s.get("time_ns")]
-    copies = {device: copy_times(device) for device in sorted({s["device"] for s in timed})}
+    copies: dict[str, dict[str, int]] = {}
+    for device in sorted({s["device"] for s in timed}):
+        with suppress(torch.OutOfMemoryError):
+            copies[device] = copy_times(device)
+    timed = [s for s in timed if s["device"] in copies]
     kinds = sorted({(s["device"], s["precision"]) for s in timed if s["precision"]})
     rates: dict[str, dict[str, int]] = {}
     for device, kind in kinds:

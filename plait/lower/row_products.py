@@ -8,24 +8,36 @@ such kernel: loops compute it then.
 
 from __future__ import annotations
 
-from plait.ir.calls import Extern
+from plait.ir.calls import Extern, TensorArg
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.product import Panels
 from plait.lower.align_rows import aligned, with_even_depth
 from plait.lower.convert import convert
 from plait.lower.core import Lowering, View
+from plait.lower.exact import ALWAYS
 from plait.lower.memory import copy, step_along, tensor_arg
 from plait.lower.product import call, launch, row_cut
 from plait.runtime.packed import panel_width
 
-_KEPT = "aten::matmul", "aten::_grouped_mm", "aten::_scaled_dot_product_", "higher_order::flex_"
+_KEPT = (
+    "aten::matmul", "aten::_grouped_mm", "aten::_scaled_dot_product_", "higher_order::flex_",
+    "plait::packed_", "plait::scaled_conv", "plait::depthwise_conv",
+)  # fmt: skip
 
 
-def keeps_rows(extern: Extern) -> bool:
-    """Whether a row of what a call gives has the same bits in any batch, by construction: kernels
-    of ours see to it. What a library does with more rows it does not say."""
-    return extern.kernel is not None and extern.op.startswith(_KEPT)
+def keeps_rows(call: Extern) -> bool:
+    """Whether a row of what a call gives has the same bits in any batch, by construction: of
+    kernels of ours, of what moves elements, and of convolutions of one image. What a library does
+    with more rows it does not say."""
+    if call.kernel is not None:
+        return call.op.startswith(_KEPT)
+    if call.control is not None:  # its graphs have calls of their own
+        return True
+    if call.is_operator and call.op.partition("::")[2].partition(".")[0] in ALWAYS:
+        return True
+    images = next((a for a in call.args if isinstance(a, TensorArg)), None)
+    return call.op.startswith("aten::convolution") and images is not None and images.shape[0] == 1
 
 
 def by_rows(ctx: Lowering, a: View, b: View) -> View | None:

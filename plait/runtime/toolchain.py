@@ -42,7 +42,7 @@ class ToolchainFailed(ToolchainMissing):
 class Isa:
     """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler.
     sleef: whose SLEEF functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show.
-    libraries: linked last."""
+    libraries: linked last. by_row: kernels give a row the same bits however many rows there are."""
 
     name: str
     lanes: int
@@ -50,6 +50,7 @@ class Isa:
     sleef: str
     cpu: frozenset[str] = field(default=frozenset())
     libraries: tuple[str, ...] = ()
+    by_row: bool = False
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of one register of a value with elements of that size: 64-bit values take two

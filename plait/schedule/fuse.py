@@ -306,6 +306,8 @@ class _Fuser:
         why = _limits(x, y, self.cfg, self._written(x, y), self._kind(x)) or self._between(a, b)
         if why is not None:
             return why
+        if self.cfg.batch_invariant and not _reduce_the_same(x, y):
+            return Reason("a reduction would be walked as another asks, which it may stand beside")
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
         if host.group.rvars and not guest.group.rvars and self._reads_windows(guest):
             return Reason("a reduction would read a window a point")
@@ -392,7 +394,8 @@ class _Fuser:
             return Reason("an axis is empty")
         outer = hint_numel(map(extent, hs.vars), self.hints)
         rates = self._kind(host)
-        if hs.rvars and not gs.rvars and outer < rates.min_outer:
+        few = outer < rates.min_outer and not self.cfg.batch_invariant
+        if hs.rvars and not gs.rvars and few:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > max(LARGE_NUMEL, outer * rates.short_row) and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
@@ -460,6 +463,15 @@ class _Fuser:
             if u != keep and self.before[u] | more != self.before[u]:
                 self.before[u] |= more
                 todo += self.users[u]
+
+
+def _reduce_the_same(x: _Node, y: _Node) -> bool:
+    """Whether one of two reductions reads nothing that the other one does not: then both want the
+    same axis for their lanes. Whether a kernel has two is a matter of how long they are."""
+    if not (x.group.rvars and y.group.rvars):
+        return True
+    a, b = {*x.external()} - y.writes.keys(), {*y.external()} - x.writes.keys()
+    return a <= b or b <= a
 
 
 def _limits(x: _Node, y: _Node, cfg: Config, n_writes: int, rates: Rates) -> Reason | None:

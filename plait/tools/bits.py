@@ -4,9 +4,10 @@ calls may give a row other bits where there are other rows beside it."""
 from __future__ import annotations
 
 from plait.devices import facts_of
-from plait.ir.calls import Extern, TensorArg, all_programs
-from plait.lower.exact import ALWAYS, other_bits
-from plait.schedule.plan import Kernel, Plan, kernels_of
+from plait.ir.calls import Extern, all_programs
+from plait.lower.exact import other_bits
+from plait.lower.row_products import keeps_rows
+from plait.schedule.plan import Kernel, kernels_of
 from plait.wrapper.program import CompileRecord
 
 
@@ -33,25 +34,14 @@ def rows_line(g: CompileRecord) -> str:
         f"{_operator(s)}{f' ({s.origin[0].split()[0]})' if s.origin else ''}"
         for p in all_programs(g.plan)
         for s in p.steps
-        if isinstance(s, Extern) and not _keeps_rows(p, s)
+        if isinstance(s, Extern) and not keeps_rows(s)
     ]
-    of = f"calls of {', '.join(dict.fromkeys(found))}" if found else "nothing"
-    return (
+    line = (
         "batch_invariant: no sum is split by how many rows there are, no tile, form or kernel is "
-        f"chosen or measured by that; not promised for {of}"
+        "chosen or measured by that"
     )
-
-
-def _keeps_rows(plan: Plan, call: Extern) -> bool:
-    """Whether a row of a call's result has the same bits whatever is beside it: kernels of ours,
-    calls that move elements, and convolutions of one image."""
-    if call.kernel is not None or call.control is not None or call.op == "":
-        return True
-    if call.op.partition("::")[2].partition(".")[0] in ALWAYS:
-        return True
-    images = next((a for a in call.args if isinstance(a, TensorArg)), None)
-    one = images is not None and images.shape and images.shape[0] == 1
-    return call.op.startswith("aten::convolution") and bool(one)
+    calls = ", ".join(dict.fromkeys(found))
+    return f"{line}; not promised for calls of {calls}" if calls else line
 
 
 def _operator(call: Extern) -> str:

@@ -214,13 +214,22 @@ def choose_axis(nest: Nest, lanes: int) -> Nest:
     found = list(accesses(linear, nest.deps))
     scalar = sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
     costs: list[tuple[float, int, Atom | None, bool]] = [(scalar, 0, None, False)]
-    for k, (a, inner) in enumerate(_candidates(nest) if lanes > 1 else ()):
+    candidates = list(_candidates(nest)) if lanes > 1 else []
+    if linear.by_row and has_inner:  # sums over lanes, unless neighbours have sums of their own
+        near = {a for a, _ in candidates if any(_is_near(x, a) for x in found)}
+        candidates = [(a, inner) for a, inner in candidates if inner or a in near]
+    for k, (a, inner) in enumerate(candidates):
         costs.append((_axis_cost(a, inner, found, lanes, has_inner), -k, a, inner))
     *_, axis, inner = min(costs, key=lambda c: c[:2])
     if axis is None:
         lanes, axis = 1, linear.vars[-1] if linear.vars else None
     order = (*(r for r in linear.rvars if r != axis), axis) if inner and axis else linear.rvars
     return replace(nest, axis=axis, inner=inner, lanes=lanes, order=order)
+
+
+def _is_near(x: MemoryAccess, axis: Atom) -> bool:
+    """Whether neighbours along an axis are neighbours in memory, at every point."""
+    return x.full and axis not in x.indirect and coefficient(x.offset, axis) == 1
 
 
 def _candidates(nest: Nest) -> Iterator[tuple[Atom, bool]]:
@@ -316,7 +325,8 @@ def _unroll(nest: Nest) -> int:
     most = max(sum(isinstance(s, Reduce) for s in p) for p in nest.passes)
     n = extent(nest.axis)
     room = n // nest.lanes if isinstance(n, int) else 4
+    alone = nest.linear.by_row and nest.inner  # what else is computed does not matter
     for unroll in (4, 2):
-        if cost <= 8 and room >= unroll and most * unroll <= 8:
+        if room >= unroll and (alone or (cost <= 8 and most * unroll <= 8)):
             return unroll
     return 1

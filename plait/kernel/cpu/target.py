@@ -46,7 +46,8 @@ class CppTarget(Target):
 
     def machines(self, devices: Set[str], cfg: Config) -> Machines:
         """Vector instructions."""
-        return dict.fromkeys(devices, find_toolchain(cfg).isa)
+        isa = replace(find_toolchain(cfg).isa, by_row=cfg.batch_invariant)
+        return dict.fromkeys(devices, isa)
 
     def emit(
         self,
@@ -206,7 +207,7 @@ return 0;"""
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa, verifies: bool) -> str:
     """The C++ function of one kernel."""
-    linear = legalize(kernel, verifies)
+    linear = replace(legalize(kernel, verifies), by_row=isa.by_row)
     plan = plan_body(kernel, linear, isa.lanes, verifies)
     before, instead = "", ""
     if plan.vectors.nest.keep_limit:  # a second version, for rows too long for a stack's buffer

@@ -1,0 +1,219 @@
+"""`batch_invariant` on a CPU: a row has the same bits in any batch, whether sizes are known or not,
+and beside keys behind it that a mask leaves out. On a GPU: test_gpu_invariance.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.errors import UserError
+from tests import models
+from tests.test_numerics import llama
+
+OPTIONS = {"batch_invariant": True, "strict": True}
+COUNTS = (1, 2, 7)
+ALL = 13
+Program = Callable[..., Any]
+
+
+def compiled(fn: Program, dynamic: bool = False) -> Program:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="plait", dynamic=dynamic, options=OPTIONS)
+
+
+def leaves(x: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(x) if isinstance(t, Tensor)]
+
+
+def differing(fn: Program, xs: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> list[Any]:
+    """Counts of rows, and numbers of results, where the first rows, or the last one, have other
+    bits than among all; "varies" where the number of rows does. xs: with a row for each of a batch.
+    fixed: the same for all rows."""
+    with torch.no_grad():
+        want = leaves(compiled(fn)(*xs, *fixed))
+        wrong: list[Any] = []
+        for count in (*COUNTS, -1, "varies"):
+            some = (
+                slice(5) if count == "varies" else slice(-1, None) if count == -1 else slice(count)
+            )
+            given = [x[some].clone() for x in xs]
+            run = compiled(fn)
+            if count == "varies":
+                for x in given:
+                    torch._dynamo.mark_dynamic(x, 0)
+                run = torch.compile(fn, backend="plait", options=OPTIONS)
+            got = leaves(run(*given, *fixed))
+            wrong += [
+                (count, k)
+                for k, (x, y) in enumerate(zip(got, want, strict=True))
+                if not torch.equal(x, y[some])
+            ]
+    return wrong
+
+
+def norms(x: Tensor) -> list[Tensor]:
+    n = x.shape[-1:]
+    found = [F.layer_norm(x, n), F.rms_norm(x, n), x.softmax(-1), x.log_softmax(-1), x.var(-1)]
+    return [
+        *found,
+        x.logsumexp(-1),
+        F.normalize(x, dim=-1),
+        x.cumsum(-1),
+        x.amax(-1),
+        x.sum((1, 2)),
+    ]
+
+
+def columns(x: Tensor) -> list[Tensor]:
+    return [x.sum(1), x.mean(1), x.softmax(1), x.std(1), x.prod(1), x.argmax(1), x.cumsum(1)]
+
+
+def functions(x: Tensor) -> list[Tensor]:
+    """Each in a kernel of its own: a maths function is the same in vectors and in what is left of
+    them, and of one number."""
+    names = "exp tanh erf sin atan sigmoid log1p lgamma expm1 cosh".split()
+    found = [getattr(torch, name)(x.abs() / 2) for name in names]
+    return [*found, F.gelu(x), F.silu(x), x.abs().pow(1.7), torch.atan2(x, x + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (norms, (3, 100)), (norms, (1, 768)), (norms, (2, 4099)), (norms, (5, 3)),
+        (columns, (33, 20)), (columns, (9, 1)), (functions, ()), (functions, (17,)),
+        (lambda x: F.group_norm(x, 2), (4, 50000)),
+    ],
+)  # fmt: skip
+def test_loops(fn: Program, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert not differing(fn, [torch.randn(ALL, *shape).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sizes", [(1, 768, 100), (3, 33, 17), (40, 1700, 5)])
+def test_products(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> list[Tensor]:
+        y = F.gelu(F.linear(x, w, b))
+        return [y, torch.relu(x @ v + b), y @ y.mT, torch.einsum("bij,kj->bk", x, w), x @ v[:, 0]]
+
+    rows, k, n = sizes
+    made = [torch.randn(s).to(dtype) / 8 for s in ((ALL, rows, k), (n, k), (k, n), (n,))]
+    assert not differing(fn, made[:1], made[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_as_near_as_eagers(dtype: torch.dtype) -> None:
+    x, w = torch.randn(50, 3000).to(dtype), torch.randn(70, 3000).to(dtype)
+    want = F.linear(x.double(), w.double())
+
+    def error(y: Tensor) -> float:
+        return float((y.double() - want).abs().max())
+
+    with torch.no_grad():
+        made = compiled(F.linear)(x, w)
+    assert error(made) <= 2 * error(F.linear(x, w))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more) * 1.0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "dtype", "causal"),
+    [
+        ((40, 40), 64, torch.float32, True), ((1, 70), 20, torch.float32, False),
+        ((7, 1200), 64, torch.bfloat16, False), ((530, 530), 128, torch.float32, True),
+    ],
+)  # fmt: skip
+def test_attention(lengths: tuple[int, int], width: int, dtype: torch.dtype, causal: bool) -> None:
+    m, n = lengths
+    xs = [torch.randn(ALL, 2, t, width).to(dtype) for t in (m, n, n)]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=causal)
+
+    assert not differing(fn, xs)
+    with torch.no_grad():
+        made, want = compiled(fn)(*xs).double(), fn(*(x.double() for x in xs))
+        worst = (fn(*xs).double() - want).abs().max()
+    assert (made - want).abs().max() <= 2.5 * worst
+
+
+@pytest.mark.parametrize("more", [3, 600])
+@pytest.mark.parametrize("mask", ["bool", "least", "infinite"])
+def test_keys_that_do_not_count_change_nothing(mask: str, more: int) -> None:
+    n = 500
+    q, k, v = (torch.randn(2, 2, t, 64) for t in (9, n + more, n + more))
+    seen = torch.arange(n + more) < n
+    least = torch.finfo(torch.float32).min if mask == "least" else -torch.inf
+    given = seen if mask == "bool" else torch.where(seen, 0.0, least)
+    given = given.expand(2, 1, 9, n + more)
+    with torch.no_grad():
+        long = compiled(attend)(q, k, v, given)
+        short = compiled(attend)(
+            q, k[:, :, :n].clone(), v[:, :, :n].clone(), given[..., :n].clone()
+        )
+    assert torch.equal(long, short)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(3, 8, 3, padding=1), (3, 17, 19)), (nn.Conv2d(3, 24, 4, stride=4), (3, 32, 32)),
+        (nn.Conv2d(16, 24, 1), (16, 9, 9)), (nn.Conv1d(4, 8, 3), (4, 50)),
+        (nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)).eval(), (8, 12, 12)),
+    ],
+)  # fmt: skip
+def test_images(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    wrong = differing(layer, [torch.randn(ALL, *shape)])
+    assert not [w for w in wrong if w[0] != "varies"]  # explain tells that this is not promised
+
+
+def rows_of(out: Any) -> Tensor:
+    return leaves(out)[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+def test_models(name: str, frozen: bool) -> None:
+    make = {"gpt2": models.gpt2, "bert": models.bert, "llama": llama, "vit": models.vit}[name]
+    model = make().eval()
+    x = models.images(7) if name == "vit" else torch.randint(0, 211, (7, 24))
+
+    def run(given: Tensor) -> Tensor:
+        with torch.no_grad():
+            if frozen:
+                return rows_of(plait.compile(model, (given,), freeze=True, options=OPTIONS)(given))
+            return rows_of(compiled(model)(given))
+
+    want = run(x)
+    for some in (slice(1), slice(3), slice(6, 7)):
+        assert torch.equal(run(x[some].clone()), want[some])
+    if name in ("gpt2", "llama"):  # a later token changes nothing before it
+        assert torch.equal(run(x[:2, :17].clone()), want[:2, :17])
+
+
+def test_explain_tells_what_is_not_promised() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.fft.rfft(x.softmax(-1)).abs()
+
+    text = plait.explain(fn, torch.randn(4, 8), options=OPTIONS).text
+    assert "batch_invariant" in text and "not promised for calls of aten._fft_r2c" in text
+    text = plait.explain(F.softmax, torch.randn(4, 8), -1, options=OPTIONS).text
+    assert "not promised" not in text
+
+
+@pytest.mark.parametrize("numerics", ["eager", "precise"])
+def test_what_contradicts_it(numerics: str) -> None:
+    with pytest.raises(UserError, match="batch_invariant"):
+        plait.config.Config().with_options({**OPTIONS, "numerics": numerics})
+
+
+def test_nothing_is_tuned() -> None:
+    assert not plait.config.Config().with_options(OPTIONS, "max-autotune").autotune

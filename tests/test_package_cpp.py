@@ -3,6 +3,7 @@ what Python wrote."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -50,11 +51,16 @@ def run(*command: object, **env: str) -> str:
     return done.stdout
 
 
+@functools.cache
+def cmake_dir() -> str:
+    """As the command line tells it."""
+    return run(sys.executable, "-m", "plait", "--cmake-dir", PYTHONPATH=str(ROOT)).strip()
+
+
 def build(source: Path, folder: Path) -> Path:
     """Configures and builds a CMake project against this plait."""
-    cmake_dir = run(sys.executable, "-m", "plait", "--cmake-dir", PYTHONPATH=str(ROOT)).strip()
     options = [
-        f"-DCMAKE_PREFIX_PATH={cmake_dir}",
+        f"-DCMAKE_PREFIX_PATH={cmake_dir()}",
         f"-DPLAIT_PYTHON={sys.executable}",
         "-DCMAKE_CXX_FLAGS=-Wall -Werror",
     ]

@@ -167,6 +167,10 @@ def test_the_page_says_what_the_records_say() -> None:
         " cause" in flat  # fmt: skip
     line = "- bert/bfloat16, inference: 2.000 times eager's, 2.000 times for the median vector"
     assert line in flat
+    changed = rows()
+    changed[0]["parts"]["other"]["plait"]["plait"] = "q"  # not the same program, nor the same bits
+    part = page.each_time(changed)
+    assert cells(part, "inference, bfloat16", "plait") == ["1 of 2", "1 of 1"]
     part = text[text.index("### The same each time") :]
     assert cells(part, "inference, bfloat16", "plait") == ["1 of 2", "1 of 2"]
     assert cells(part, "batch", "transformers' models", "bfloat16") == [

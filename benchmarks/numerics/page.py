@@ -219,7 +219,9 @@ def each_time(rows: list[book.Record]) -> str:
                 processes = [
                     same(a, b)
                     for r in some
-                    if (a := get(r, part, name)) and (b := get(r, other, name))
+                    if (a := get(r, part, name))
+                    and (b := get(r, other, name))
+                    and a["plait"] == b["plait"]
                 ]
                 if calls:
                     table.append([f"{HOW[part]}, {dtype}", label, count(calls), count(processes)])

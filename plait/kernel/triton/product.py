@@ -54,6 +54,9 @@ _DESCRIBED_TILES = (
     (128, 128, 64, 8, 4),
 )  # fmt: skip
 """The same of programs that load by descriptors."""
+_MANY_STAGES, _FEW_COLUMNS = 6, 32
+"""Stages of small tiles that walk along all of k, and columns from which on they have 4 warps, not
+2: 16 x 2048 x 5632 takes 10.2 us so, and 13.6 by 4 warps and 4 stages (H200)."""
 _MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H200)
 _NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
@@ -233,6 +236,8 @@ class _Writer(Writer):
         cut, made = self._cut, self.product.right is not None
         if cut.is_large:
             return self._large()
+        if self.around.by_row and not made:
+            return [_Version(cut, 2 if cut.columns < _FEW_COLUMNS else 4, _MANY_STAGES)]
         found = [_Version(cut)]
         stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
         many = isinstance(m, int) and m > _WIDE and not made and cut.parts == 1

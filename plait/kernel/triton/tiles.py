@@ -482,6 +482,11 @@ def _row_warps(f: _Rows, x: int, r: int, of_columns: int) -> int:
     of a thread where columns are reduced (else 0): more, since threads give each other a result a
     column, but where it has other results at every point."""
     points = x * r
+    if (
+        f.by_row and x == 1 and not of_columns
+    ):  # every level of a tree across warps waits for all of them
+        few = f.rows // x < f.busy
+        return _warps(points, (8 if few else 32) if f.narrow else (4 if few else 16))
     if f.rows // x < f.busy:
         return _warps(points, max(of_columns // 2, 16) if of_columns else 4)
     if of_columns:

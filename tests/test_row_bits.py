@@ -189,3 +189,13 @@ def test_blocks_of_attention_do_not_depend_on_lengths() -> None:
 
     assert blocks(1) == blocks(7) == blocks(2000)
     assert f"BEFORE: tl.constexpr = tl.constexpr({1 / math.sqrt(64)})" in blocks(1)
+
+
+def test_tiles_of_float32_leave_room_for_their_results() -> None:
+    """One of 128 x 256 has 131,072 bytes of results beside four steps: more than a device has."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        text = source(lambda x, y: x @ y.mT, (4096, 128), (8192, 128))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert "columns=128" in text and "columns=256" not in text

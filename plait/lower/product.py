@@ -119,7 +119,8 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
         return None
     *batch, m, n = map(compat.tracing.hint_of, ctx.node.meta["val"].shape)
     far = step_along(ctx, a, len(a.shape) - 1) == step_along(ctx, b, len(b.shape) - 2) == 1
-    found = _row_tile(math.prod(batch), m, n, far)
+    # Results of such a tile in float32 take the room of steps.
+    found = _row_tile(math.prod(batch), m, n, far and a.dtype != f32)
     if a.dtype != f32:
         return found
     if is_rounded():

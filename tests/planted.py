@@ -70,7 +70,7 @@ def slow() -> Any:
 
     def planted(*args: Any) -> str:
         head = "static inline vf32 m_exp_f32(vf32 x) {"
-        return write(*args).replace(head, f"{head} for (volatile int k = 0; k < 3000000; ++k);")
+        return write(*args).replace(head, f"{head} for (volatile int k = 0; k < 6000000; ++k);")
 
     return mock.patch.object(prelude, "_defined", planted)
 

@@ -98,10 +98,10 @@ def test_slow_programs_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     plants = [sys.executable, "-m", "tests.planted", "slow", trial.__file__]
     monkeypatch.setattr(trial, "COMMAND", plants)
-    found = plait.reduce(program, *arguments(), slower=100, quiet=True, seconds=1e3)
+    found = plait.reduce(program, *arguments(), slower=20, quiet=True, seconds=1e3)
     assert found is not None and found.outcome == "exit 1" and found.n_operators == 1
     assert "aten.exp.default" in found.script
-    assert "check.slower(fn, *args, factor=100" in found.script
+    assert "check.slower(fn, *args, factor=20" in found.script
 
 
 def test_what_is_slow_once_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:

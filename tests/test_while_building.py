@@ -24,6 +24,7 @@ import plait
 from plait._native import Program, Tangents
 from plait.capture.backend import plait_backend
 from plait.capture.pending import meanwhile
+from plait.capture.warm import frames
 from plait.capture.warm.frames import outcomes
 from plait.config import Config
 from plait.errors import ToolchainError
@@ -63,7 +64,8 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path) -> Iterator[Compiler]:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    monkeypatch.setattr(frames, "EXTENDED", [])  # whatever other tests have registered
     made = Compiler(tmp_path)
     meanwhile.clear()
     yield made

@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 
 import plait
 import plait.config
-from plait.__main__ import COMMANDS
+from plait.__main__ import COMMANDS, HOMES
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,7 +82,8 @@ def _help(command: str, *part: str) -> str:
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):
-        importlib.import_module(f"plait.tools.{command}").main([*part, "--help"])
+        home = HOMES.get(command, command)
+        importlib.import_module(f"plait.tools.{home}").main([*part, "--help"])
     return printed.getvalue()
 
 

@@ -3,11 +3,13 @@ calls may give a row other bits where there are other rows beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plait.devices import facts_of
 from plait.ir.calls import Extern, all_programs
 from plait.lower.exact import other_bits
 from plait.lower.row_products import keeps_rows
-from plait.schedule.plan import Kernel, kernels_of
+from plait.schedule.plan import Kernel, Reduce, kernels_of
 from plait.wrapper.program import CompileRecord
 
 
@@ -30,8 +32,9 @@ def bits_line(g: CompileRecord) -> str:
 def rows_line(g: CompileRecord) -> str:
     """What `batch_invariant` leaves out, and what it does not hold for: such as "batch_invariant:
     no split sums, no tuning; not promised for calls of aten.fft_r2c (model.py:3)"."""
-    found = [
-        f"{_operator(s)}{f' ({s.origin[0].split()[0]})' if s.origin else ''}"
+    found = [f"running sums{_place(k.origin)}" for k in kernels_of(g.plan) if _runs_on_gpu(k)]
+    found += [
+        f"calls of {_operator(s)}{_place(s.origin)}"
         for p in all_programs(g.plan)
         for s in p.steps
         if isinstance(s, Extern) and not keeps_rows(s)
@@ -40,8 +43,19 @@ def rows_line(g: CompileRecord) -> str:
         "batch_invariant: no sum is split by how many rows there are, no tile, form or kernel is "
         "chosen or measured by that"
     )
-    calls = ", ".join(dict.fromkeys(found))
-    return f"{line}; not promised for calls of {calls}" if calls else line
+    told = ", ".join(dict.fromkeys(found))
+    return f"{line}; not promised for {told}" if told else line
+
+
+def _runs_on_gpu(kernel: Kernel) -> bool:
+    """Whether a kernel for a GPU holds running sums, whose order Triton chooses by the tile."""
+    nests = kernel.nests
+    stmts = [s for k in nests for s in k.stmts if isinstance(s, Reduce)]
+    return not facts_of(kernel.device).is_host and any(s.running for s in stmts)
+
+
+def _place(origin: Sequence[str]) -> str:
+    return f" ({origin[0].split()[0]})" if origin else ""
 
 
 def _operator(call: Extern) -> str:

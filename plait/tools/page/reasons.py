@@ -58,6 +58,16 @@ _MEANINGS: tuple[tuple[str, str], ...] = (
     ),
     (r"^both write ", "Which of the two values stays would be left to chance."),
     (
+        r"^the option without keeps it from that$",
+        "The option without lets a pass take so many decisions, and no more: plait.bisect tries "
+        "which of them gives a wrong number.",
+    ),
+    (
+        r"would be walked as another asks",
+        "Under batch_invariant the order of a sum follows from what it reads alone, not from what "
+        "else its kernel computes.",
+    ),
+    (
         r"^would read .* buffers, limit",
         "A kernel that reads more streams at once is slower than two kernels. The option "
         "max_fusion_reads sets the limit.",

@@ -37,6 +37,7 @@ from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel
+from plait.tools.bits import rows_line
 from plait.wrapper.instructions import (
     Alloc,
     Arena,
@@ -881,3 +882,11 @@ def test_steps_of_a_recurrence_are_few_kernels(compile_only: None) -> None:
         plan = record(fn, x, mode=mode).plan
         n = sum(isinstance(s, Kernel) for s in plan.steps)
         assert n == most, (fn.__name__, length)
+
+
+def test_rows_that_are_not_promised_their_bits(compile_only: None) -> None:
+    """Triton chooses the order of a running sum by the tile; that of a sum follows from its row."""
+    for fn, told in ((lambda x: x.cumsum(-1), True), (lambda x: x.softmax(-1), False)):
+        mode, (x,) = fakes((7, 300))
+        made = record(fn, x, mode=mode, batch_invariant=True)
+        assert ("not promised for running sums (" in rows_line(made)) == told

@@ -165,6 +165,8 @@ BY_TURNS = {
     "test_batched_gradients.py::test_random_operators": 2,
     "test_batched_gradients.py::test_several_results": 2,
     "test_batched_gradients.py::test_subclass_inputs": 2,
+    "test_batch_invariance.py::test_loops": 2,
+    "test_batch_invariance.py::test_products": 2,
     "test_batches.py::test_mixed_sizes": 2,
     "test_capture_biases.py::test_results_are_saved_without_their_biases": 2,
     "test_capture_inputs.py::test_plait_compile_returns_views_of_inputs": 2,

@@ -175,12 +175,22 @@ def test_images(layer: nn.Module, shape: tuple[int, ...]) -> None:
     assert not [w for w in wrong if w[0] != "varies"]  # explain tells that this is not promised
 
 
+ROWS = ("gpt2", "vit")
+"""Models that are tested daily as they are; others are frozen."""
+
+
 def rows_of(out: Any) -> Tensor:
     return leaves(out)[0]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        pytest.param(name, frozen, marks=[] if (name in ROWS) != frozen else pytest.mark.slow)
+        for name in ("gpt2", "bert", "llama", "vit")
+        for frozen in (False, True)
+    ],
+)
 def test_models(name: str, frozen: bool) -> None:
     make = {"gpt2": models.gpt2, "bert": models.bert, "llama": llama, "vit": models.vit}[name]
     model = make().eval()

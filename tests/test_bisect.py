@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,12 @@ EXPECTED = {
 """Fault -> the operator in the script, and what a compile without is right."""
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+def often(names: Iterable[str], *daily: str) -> list[Any]:
+    """Cases, of which all but these are slow: each is a search by halves."""
+    return [pytest.param(n, marks=[] if n in daily else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", often(EXPECTED, "reduction", "fusion", "graph_pass"))
 def test_planted_faults_are_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +131,7 @@ DECISIONS = {
 that the report names; {1} is its first line of code."""
 
 
-@pytest.mark.parametrize("name", DECISIONS)
+@pytest.mark.parametrize("name", often(DECISIONS, "pair", "arena"))
 def test_the_decision_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which pair of loops is fused, what is written over what; a pass over programs."""
     torch._dynamo.reset()
@@ -252,6 +257,7 @@ def test_a_wrong_gradient_of_a_function_is_seen(
     assert found.wrong.node in ("result 0", "the gradient of argument 1")
 
 
+@pytest.mark.slow
 def test_the_third_call_and_one_target(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     with plant("target", monkeypatch):
@@ -262,6 +268,7 @@ def test_the_third_call_and_one_target(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "call 3" in found.text and "torch.ops.aten.sin.default" in found.script
 
 
+@pytest.mark.slow
 def test_only_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -351,8 +358,15 @@ class Block(nn.Module):
         return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("training", "dtype"),
+    [
+        pytest.param(True, torch.float32, id="training-torch.float32"),
+        pytest.param(True, torch.bfloat16, id="training-torch.bfloat16", marks=pytest.mark.slow),
+        pytest.param(False, torch.float32, id="inference-torch.float32", marks=pytest.mark.slow),
+        pytest.param(False, torch.bfloat16, id="inference-torch.bfloat16"),
+    ],
+)
 def test_nobody_is_blamed_for_rounding(
     dtype: torch.dtype, training: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

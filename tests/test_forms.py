@@ -105,7 +105,7 @@ def written(name: str, length: int | Expr, hint: int) -> Source:
     args = tuple(replace(b, device="cuda:0") for b in kernel.args)
     sizes = (N,) if isinstance(length, Expr) else ()
     kernel = replace(kernel, args=args, sizes=sizes, hints=(hint,) * len(sizes))
-    machines = {"cuda:0": (GPUS["sm_90"], 264)}
+    machines = {"cuda:0": (GPUS["sm_90"], 264, False)}
     return TritonTarget().emit([kernel], {kernel.name: set()}, machines, {}, verifies=True)
 
 
@@ -148,7 +148,7 @@ def test_the_pick_is_measured_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -
 
     kernel = replace(kernel_of("softmax", N), sizes=(N,), hints=(100,))
     kernel = replace(kernel, args=tuple(replace(b, device="cuda:0") for b in kernel.args))
-    machines = {"cuda:0": (GPUS["sm_90"], 264)}
+    machines = {"cuda:0": (GPUS["sm_90"], 264, False)}
     target, cfg, anywhere = TritonTarget(), Config(), {"softmax": frozenset[str]()}
     plain = target.emit([kernel], anywhere, machines, {}, True)
     monkeypatch.setattr("plait.kernel.triton.target.tune", tune)

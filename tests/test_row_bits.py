@@ -191,11 +191,17 @@ def test_blocks_of_attention_do_not_depend_on_lengths() -> None:
     assert f"BEFORE: tl.constexpr = tl.constexpr({1 / math.sqrt(64)})" in blocks(1)
 
 
-def test_tiles_of_float32_leave_room_for_their_results() -> None:
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_leave_room_for_their_results(dtype: torch.dtype, precision: str) -> None:
     """One of 128 x 256 has 131,072 bytes of results beside four steps: more than a device has."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = precision
     try:
-        text = source(lambda x, y: x @ y.mT, (4096, 128), (8192, 128))
+        text = source(lambda x, y: x @ y.mT, (4096, 128), (8192, 128), dtype=dtype)
     finally:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-    assert "columns=128" in text and "columns=256" not in text
+    names = "rows", "columns", "depth", "stages"
+    found = {name: int(n) for name, n in re.findall(rf"({'|'.join(names)})=(\d+)", text)}
+    rows, columns, depth, stages = (found[name] for name in names)
+    steps = stages * (rows + columns) * depth * dtype.itemsize
+    assert steps + 4 * rows * columns <= 227 << 10

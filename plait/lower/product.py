@@ -52,9 +52,10 @@ _MEDIUM = (
 )  # fmt: skip
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
-_ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
-"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes. The
-first is fast where programs load by descriptors."""
+_ROW_TILES = ((128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
+"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes.
+Tiles of 128 x 256 take 0.94 of it, but what some loops make of them passes through as much memory
+again, which a device has not."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
@@ -119,8 +120,7 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
         return None
     *batch, m, n = map(compat.tracing.hint_of, ctx.node.meta["val"].shape)
     far = step_along(ctx, a, len(a.shape) - 1) == step_along(ctx, b, len(b.shape) - 2) == 1
-    # Results of such a tile in float32 take the room of steps.
-    found = _row_tile(math.prod(batch), m, n, far and a.dtype != f32)
+    found = _row_tile(math.prod(batch), m, n, far)
     if a.dtype != f32:
         return found
     if is_rounded():
@@ -140,8 +140,7 @@ def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
         rows, columns, _, time = tile
         return time * -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
 
-    tiles = _ROW_TILES if far and batch == 1 else _ROW_TILES[1:]  # by descriptors alone
-    rows, columns, depth, _ = min(tiles, key=cost)
+    rows, columns, depth, _ = min(_ROW_TILES, key=cost)
     return Cut(rows, columns, depth)
 
 

@@ -269,8 +269,7 @@ class _Writer(Writer):
         # Where each number is written by itself, the next tile's loads should be under way.
         slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
         if self.around.by_row:
-            far = cut.columns > _NARROW
-            found.sort(key=lambda v: (v.cut != cut, v.described != far, v.warps != _MOST_WARPS))
+            found.sort(key=lambda v: (v.cut != cut, v.described, v.warps != _MOST_WARPS))
         else:
             found.sort(key=lambda v: (v.cut != cut, v.described != slow))
         return found if self.tunes else found[:1]

@@ -73,7 +73,7 @@ def often(names: Iterable[str], *daily: str) -> list[Any]:
     return [pytest.param(n, marks=[] if n in daily else pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("name", often(EXPECTED, "reduction", "fusion", "graph_pass"))
+@pytest.mark.parametrize("name", often(EXPECTED, "reduction", "fusion"))
 def test_planted_faults_are_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +131,7 @@ DECISIONS = {
 that the report names; {1} is its first line of code."""
 
 
-@pytest.mark.parametrize("name", often(DECISIONS, "pair", "arena"))
+@pytest.mark.parametrize("name", often(DECISIONS, "pair"))
 def test_the_decision_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which pair of loops is fused, what is written over what; a pass over programs."""
     torch._dynamo.reset()
@@ -236,6 +236,7 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     return torch.tanh(x @ w) * x
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_of_a_function_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

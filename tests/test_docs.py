@@ -192,6 +192,7 @@ def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) ->
     assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_on_wrong_numbers_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -44,7 +44,9 @@ OPERATORS = {
 """Fault -> the operator that is left, what becomes of the script, options."""
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "reduction" else []) for n in OPERATORS]
+)
 def test_planted_faults_shrink_to_one_operator(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +95,7 @@ def test_whatever_a_function_says_stays_true() -> None:
     assert "manual_seed" not in found.script
 
 
+@pytest.mark.slow
 def test_slow_programs_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exp that takes a thousand times as long as any other operator."""
     torch._dynamo.reset()

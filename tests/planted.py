@@ -43,36 +43,32 @@ def rule() -> Any:
     return mock.patch.dict(core.RULES, {aten.tanh.default: planted})
 
 
-def emitter() -> Any:
-    """exp in kernels of a CPU is too large by a thousandth."""
+_EXP = "static inline vf32 m_exp_f32(vf32 x) {"
+
+
+def _in_kernels(text: str, other: str) -> Any:
+    """What kernels of a CPU share has another text in place of one."""
     write = prelude._defined
 
     def planted(*args: Any) -> str:
-        return write(*args).replace("p, r) + 1.0f, n)", "p, r) + 1.001f, n)")
+        return write(*args).replace(text, other)
 
     return mock.patch.object(prelude, "_defined", planted)
+
+
+def emitter() -> Any:
+    """exp in kernels of a CPU is too large by a thousandth."""
+    return _in_kernels("p, r) + 1.0f, n)", "p, r) + 1.001f, n)")
 
 
 def crash() -> Any:
     """exp in kernels of a CPU writes to where there is no memory."""
-    write = prelude._defined
-
-    def planted(*args: Any) -> str:
-        head = "static inline vf32 m_exp_f32(vf32 x) {"
-        return write(*args).replace(head, f"{head} *(volatile int*)8 = 1;")
-
-    return mock.patch.object(prelude, "_defined", planted)
+    return _in_kernels(_EXP, f"{_EXP} *(volatile int*)8 = 1;")
 
 
 def slow() -> Any:
     """exp in kernels of a CPU takes some milliseconds for a vector."""
-    write = prelude._defined
-
-    def planted(*args: Any) -> str:
-        head = "static inline vf32 m_exp_f32(vf32 x) {"
-        return write(*args).replace(head, f"{head} for (volatile int k = 0; k < 6000000; ++k);")
-
-    return mock.patch.object(prelude, "_defined", planted)
+    return _in_kernels(_EXP, f"{_EXP} for (volatile int k = 0; k < 6000000; ++k);")
 
 
 def error() -> Any:

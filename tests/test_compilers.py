@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -190,9 +191,21 @@ def test_a_block_that_fails_ends_its_compilers(tmp_path: Path) -> None:
     assert not runs(int(started.read_text()))
 
 
+class StartsSlowly(subprocess.Popen):
+    """The child runs for a while before its number is known."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        time.sleep(1)
+
+
 @pytest.mark.stress
-def test_an_interrupted_run_ends_the_child(tmp_path: Path) -> None:
-    """Ctrl-C where the main thread itself waits."""
+@pytest.mark.parametrize("popen", [subprocess.Popen, StartsSlowly])
+def test_an_interrupted_run_ends_the_child(
+    popen: type[subprocess.Popen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C where the main thread itself waits, also for the child's start."""
+    monkeypatch.setattr(subprocess, "Popen", popen)
     started = tmp_path / "started"
     command = ["sh", "-c", f"echo $$ > {started}.new; mv {started}.new {started}; exec sleep 600"]
 

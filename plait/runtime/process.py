@@ -102,6 +102,10 @@ def end_group(leader: int) -> None:
 def run(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> Done:
     """Runs a command to its end, or for that long. Raises OSError if it cannot be started, Stopped
     in a thread of `workers` whose block was left by an exception."""
+    if threading.current_thread() is threading.main_thread() and not _over.is_set():
+        # A signal's handler can raise here, also between the start of a child and the moment when
+        # its number is known; in other threads it cannot.
+        return run_all([command], seconds, env)[0]
     children: _Children = getattr(_local, "children", None) or _Children()
     child = children.start(command, env)
     try:
@@ -110,7 +114,7 @@ def run(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = 
     except subprocess.TimeoutExpired:
         output, errors, code = b"", b"", None
     finally:
-        if child.returncode is None:  # Ctrl-C, no memory
+        if child.returncode is None:  # its time is over, or no memory
             end_group(child.pid)
             child.wait()
             for pipe in (child.stdout, child.stderr):
@@ -146,13 +150,14 @@ def run_all(
     blocks: _Children | None = getattr(_local, "children", None)
     children = blocks or _Children()
     pool = Workers(min(len(commands), len(os.sched_getaffinity(0))), children)
-    made = [pool.submit(run, command, seconds, env) for command in commands]
-    pool.leave()
     try:
+        made = [pool.submit(run, command, seconds, env) for command in commands]
+        pool.leave()
         return [one.result() for one in made]
     except BaseException:
         if blocks is None:  # else whoever left the block has stopped them, or goes on
             children.stop()
+            pool.end()
         raise
 
 

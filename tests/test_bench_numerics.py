@@ -253,7 +253,7 @@ def test_a_worker_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixture
     run = command.Running(known, [("infer", ["eager", "plait-eager"])], 0, 2, 240)
     while not run.ended:
         run.look()
-    run.end()
+    run.child.close()
     found = run.found["infer"]
     assert found["eager"]["again"] and found["plait-eager"]["differ"] == 0, run.found
     (line,) = command.outline(run)

@@ -4,7 +4,6 @@ figures here are made up."""
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -20,8 +19,9 @@ from torch import nn
 from benchmarks.peers import renamed
 from benchmarks.suite import page, plot, run
 from benchmarks.suite import records as book
+from benchmarks.suite.child import family
 from benchmarks.suite.models import MODELS, Case, Model, cases, missing, normal
-from benchmarks.suite.run import Running, family
+from benchmarks.suite.run import Running
 from benchmarks.suite.worker import Held
 
 
@@ -271,7 +271,7 @@ def test_a_sweep_tells_a_bar_of_each_case(monkeypatch: pytest.MonkeyPatch, tmp_p
         def __init__(self, case: Case, slot: int, wanted: object, args: Namespace) -> None:
             self.case, self.slot, self.state, self.figures = case, slot, "done", {}
             self.why = "CUDA out of memory" if args.together > 1 and case is large else ""
-            self.log, self.folder = io.StringIO(), tmp_path / "none"
+            self.child = Namespace(close=lambda: None)
 
         def look(self) -> None: ...
 

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.numerics`: whose bits, how far from the truth, the same each time, the same
-in any batch, and what that costs, over the models of benchmarks/suite, in pieces that add to one
-table.
+"""`python -m benchmarks.numerics`: bits, errors and their cost, piece by piece.
+
+Whose bits, how far from the truth, the same each time, the same in any batch, and what that costs,
+over the models of benchmarks/suite; each command adds to one table.
 
 A model and a type has a few processes (worker.py), which compile side by side; times are taken at
 the end, by one process a device at a time, under a lock. `--minutes 8` ends in time, and the next
@@ -16,12 +17,7 @@ import datetime
 import json
 import os
 import queue
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +28,11 @@ import torch
 from benchmarks.numerics.page import write_page
 from benchmarks.numerics.programs import JOBS, Subject, accepted, subjects
 from benchmarks.suite import records as book
+from benchmarks.suite.child import Child, Figures, cpu_threads, devices
 from benchmarks.suite.models import missing
-from benchmarks.suite.run import commit, cpu_threads, devices, gpus, say
+from benchmarks.suite.run import commit, say
 
 now = time.monotonic
-Figures = dict[str, Any]
 Parts = list[tuple[str, list[str]]]
 
 
@@ -49,49 +45,21 @@ class Running:
         self.subject, self.parts, self.slot, self.limit = subject, parts, slot, limit
         self.found: dict[str, dict[str, Figures]] = {}
         self.at, self.heard, self.ended = ("", ""), now(), False
-        self.folder = Path(tempfile.mkdtemp(prefix="plait-numerics-"))
-        cores = os.cpu_count() or 1
-        threads = max(1, cores // together)
-        env = os.environ | {
-            "PLAIT_CACHE_DIR": str(self.folder / "plait"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-            "TRITON_CACHE_DIR": str(self.folder / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-            "LOCAL_WORLD_SIZE": str(max(1, cores // threads)),  # so plait has as many
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # its default here; deterministic sums ask for it
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": str(min(threads, cpu_threads())),
-        }
-        if subject.device == "cuda":
-            env |= {"CUDA_VISIBLE_DEVICES": gpus()[slot]}
+        threads = max(1, (os.cpu_count() or 1) // together)
         lock = Path(tempfile.gettempdir()) / f"plait-numerics-{os.getpid()}-{slot}.lock"
-        command = [sys.executable, "-m", "benchmarks.numerics.worker", subject.name]
-        command += [subject.device, "small" if subject.small else "full", str(lock)]
-        self.log = (self.folder / "log").open("w+")
-        self.child = subprocess.Popen(
-            [*command, json.dumps(parts)],
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=env,
-            cwd=book.ROOT,
-            start_new_session=True,
-        )
-        self.events: queue.Queue[Figures | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.child.stdout is not None, "a worker's output is a pipe"
-        for line in self.child.stdout:
-            self.events.put(json.loads(line))
-        self.events.put(None)
+        words = ["benchmarks.numerics.worker", subject.name, subject.device]
+        words += ["small" if subject.small else "full", str(lock), json.dumps(parts)]
+        self.child = Child(
+            words, subject.device, slot, threads,
+            OMP_NUM_THREADS=str(min(threads, cpu_threads())),
+            CUBLAS_WORKSPACE_CONFIG=":4096:8",  # its default; deterministic sums ask for it
+        )  # fmt: skip
 
     def look(self) -> None:
         """Takes in what has been said since, and whether nothing was for too long."""
         with contextlib.suppress(queue.Empty):
             while not self.ended:
-                self.take(self.events.get_nowait())
+                self.take(self.child.events.get_nowait())
         if not self.ended and now() - self.heard > self.limit:
             self.lost(f"not done within {self.limit:.0f} s")
 
@@ -99,7 +67,7 @@ class Running:
         """One event of the worker; None: it is gone."""
         self.heard = now()
         if event is None:
-            self.lost(f"the process died ({self.child.wait()}): {self.last_words()}")
+            self.lost(f"the process died {self.child.why()}")
         elif event["event"] == "done":
             self.ended = True
         else:
@@ -124,19 +92,6 @@ class Running:
             if self.ended and self.found and more and "failed" not in known.get("eager", {}):
                 found.append((part, more))
         return found
-
-    def last_words(self) -> str:
-        self.log.seek(0)
-        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
-        return " | ".join(lines[-4:])[-600:] or "no message"
-
-    def end(self) -> None:
-        """Ends the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-        self.log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Sweep:
@@ -195,7 +150,7 @@ class Sweep:
             ended = [r for r in running if r.ended or late]
             running = [r for r in running if r not in ended]
             for r in ended:
-                r.end()
+                r.child.close()
                 self.keep(r)
                 say(f"{now() - self.began:5.0f} s  {r.subject.name}: {'; '.join(outline(r))}")
                 if left := r.left():

@@ -1,5 +1,4 @@
-"""`make bench-suite`: races plait, eager and Inductor over the suite's models, in pieces that add
-to one table.
+"""`make bench-suite`: races plait, eager and Inductor over the suite's models, piece by piece.
 
 Each case has a process (worker.py), which compiles all variants. Many compile side by side; when
 enough are ready, those that still compile are stopped, and the ready ones are timed, one at a time
@@ -14,15 +13,11 @@ import argparse
 import contextlib
 import datetime
 import fcntl
-import functools
 import json
 import os
-import platform
 import queue
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.suite import records as book
+from benchmarks.suite.child import Child, Figures, devices, gpus
 from benchmarks.suite.models import Case, cases, missing
 from benchmarks.suite.page import write_page
 from plait.log import progress
@@ -43,20 +39,6 @@ TUNED = ("plait-max", "inductor-max")
 ON_CPU = ("plait", "inductor")
 RACES = (*VARIANTS, *TUNED)
 now = time.monotonic
-Figures = dict[str, Any]
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, ())
-    return found
 
 
 class Running:
@@ -65,79 +47,42 @@ class Running:
     def __init__(self, case: Case, slot: int, wanted: Sequence[str], args: Any) -> None:
         self.case, self.slot, self.wanted, self.args = case, slot, wanted, args
         self.figures: dict[str, Figures] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="plait-suite-"))
         self.state, self.starts, self.failed = "preparing", 0, ""
         self.start_at = now()
-        self.start()
+        cores = os.cpu_count() or 1
+        threads = max(1, min(8, 2 * cores // args.together))  # not all compile all the time
+        words = ["benchmarks.suite.worker", case.name, case.device]
+        words += ["--small"] if case.small else []
+        own = {"OMP_NUM_THREADS": str(threads)} if case.device == "cuda" else {}
+        self.child = Child(words, case.device, slot, threads, **own)
+        self.prepare()
 
-    def start(self) -> None:
-        """A process, and everything that has not failed before it to be made ready."""
+    def prepare(self) -> None:
+        """Has a process make everything ready that has not failed before it."""
         self.starts += 1
         self.current, self.began, self.stopped = "", now(), 0.0
         self.pauses: list[tuple[float, float]] = []
-        cores = os.cpu_count() or 1
-        threads = max(1, min(8, 2 * cores // self.args.together))  # not all compile all the time
-        env = os.environ | {
-            "PLAIT_CACHE_DIR": str(self.folder / "plait"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-            "TRITON_CACHE_DIR": str(self.folder / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-            "LOCAL_WORLD_SIZE": str(max(1, cores // threads)),  # so plait has as many
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self.case.device == "cuda":
-            env |= {"CUDA_VISIBLE_DEVICES": gpus()[self.slot], "OMP_NUM_THREADS": str(threads)}
-        else:
-            env["OMP_NUM_THREADS"] = str(cpu_threads())
-        command = [sys.executable, "-m", "benchmarks.suite.worker", self.case.name]
-        command += [self.case.device, *(["--small"] if self.case.small else [])]
-        self.log = (self.folder / "log").open("a+")
-        self.child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=env,
-            cwd=book.ROOT,
-            start_new_session=True,
-        )
-        self.events: queue.Queue[Figures | None] = queue.Queue()
-        threading.Thread(target=self._listen, args=(self.child, self.events), daemon=True).start()
-        self.send("prepare", [v for v in self.wanted if "failed" not in self.figures.get(v, {})])
-
-    @staticmethod
-    def _listen(child: subprocess.Popen[str], events: queue.Queue[Figures | None]) -> None:
-        assert child.stdout is not None, "a worker's output is a pipe"
-        for line in child.stdout:
-            events.put(json.loads(line))
-        events.put(None)
-
-    def send(self, *command: Any) -> None:
-        assert self.child.stdin is not None, "a worker's input is a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.write(json.dumps(command) + "\n")
-            self.child.stdin.flush()
+        wanted = [v for v in self.wanted if "failed" not in self.figures.get(v, {})]
+        self.child.send("prepare", wanted)
 
     def ask(self, *command: Any, seconds: float) -> Figures:
         """The answer to a command; {"why": ...} if there is none."""
-        self.send(*command)
+        self.child.send(*command)
         try:
-            answer = self.events.get(timeout=seconds)
+            answer = self.child.events.get(timeout=seconds)
         except queue.Empty:
             return {"why": f"no answer to {command[0]} within {seconds:.0f} s"}
-        return answer or {"why": f"died at {command[0]}: {self.last_words()}"}
+        return answer or {"why": f"died at {command[0]}: {self.child.last_words()}"}
 
     def look(self) -> None:
         """Takes in what has been said since, and how long nothing was."""
         while self.state in ("preparing", "counting"):
             try:
-                event = self.events.get_nowait()
+                event = self.child.events.get_nowait()
             except queue.Empty:
                 break
             if event is None:
-                self.lost(f"the process died ({self.child.wait()}): {self.last_words()}")
+                self.lost(f"the process died {self.child.why()}")
             else:
                 self.take(event)
         limit = self.args.limit * (2 if self.current.endswith("max") else 1)
@@ -186,32 +131,21 @@ class Running:
             self.state = "failed"
         else:
             self.state = "preparing"
-            self.start()
-
-    def last_words(self) -> str:
-        self.log.seek(0)
-        lines = [line.strip() for line in self.log.read().splitlines()]
-        lines = [line for line in lines if line and not line.startswith("USDT")]
-        return " | ".join(lines[-4:])[-600:] or "no message"
-
-    def signal(self, number: int) -> None:
-        for pid in family(self.child.pid) if self.child.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            self.child.start()
+            self.prepare()
 
     def pause(self) -> None:
-        self.signal(signal.SIGSTOP)
+        self.child.signal(signal.SIGSTOP)
         self.stopped = now()
 
     def go_on(self) -> None:
-        self.signal(signal.SIGCONT)
+        self.child.signal(signal.SIGCONT)
         self.pauses.append((self.stopped, now()))
         self.began += now() - self.stopped
 
     def end(self) -> None:
         """Ends the process and all that it started."""
-        self.signal(signal.SIGKILL)
-        self.child.wait()
+        self.child.end()
         if self.state == "counting":
             self.state = "done"
 
@@ -331,7 +265,7 @@ class Sweep:
         preparing = [r for r in busy if r.state == "preparing"]
         if not ready or (preparing and len(ready) < self.args.together / 2):
             return
-        asleep = [r for r in busy if r.child.poll() is None and r.state != "open"]
+        asleep = [r for r in busy if r.child.process.poll() is None and r.state != "open"]
         for case in asleep:
             case.pause()
         time.sleep(0.3)
@@ -341,7 +275,7 @@ class Sweep:
             case.go_on()
         for case in ready:
             case.state, case.began = "counting", now()
-            case.send("count")
+            case.child.send("count")
         say(f"timed {len(ready)} cases in {now() - start:.0f} s, {len(asleep)} asleep")
 
     def collect(self) -> None:
@@ -354,8 +288,7 @@ class Sweep:
                 self.keep(case)
             if case.case not in self.again:
                 self.one_more()
-            case.log.close()
-            shutil.rmtree(case.folder, ignore_errors=True)
+            case.child.close()
         if any(case.state != "open" for case in ended):
             self.save()
 
@@ -425,34 +358,6 @@ def say(text: str) -> None:
 def commit() -> str:
     asked = ["git", "--git-dir", str(book.ROOT / ".git"), "rev-parse", "--short", "HEAD"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def cpu_threads() -> int:
-    """Threads of a model on a CPU: few, as the processes that compile beside it have as many."""
-    return min(4, os.cpu_count() or 1)
-
-
-def devices(kind: str) -> tuple[str, int]:
-    """The name of the devices, and how many there are."""
-    if kind == "cpu":
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        return f"CPU: {cpu_threads()} x {names[0] if names else platform.processor()}", 1
-    return _asked()[0], len(gpus())
-
-
-def gpus() -> list[str]:
-    """The GPUs that are used, as CUDA names them: those of CUDA_VISIBLE_DEVICES, or all."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return shown.split(",") if shown else [str(k) for k in range(len(_asked()))]
-
-
-@functools.cache
-def _asked() -> list[str]:
-    """The names of all GPUs. CUDA is not asked: a context here would take memory and time."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [name.strip() for name in found.splitlines()]
 
 
 def versions() -> str:

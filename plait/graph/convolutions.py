@@ -20,18 +20,16 @@ CONVOLUTIONS: tuple[tuple[str, Callable[[GraphModule], int]], ...] = (
     ("channels last", channels_last),
     ("multiply points", multiply_points),  # of images whose channels are innermost now
 )
-BEFORE_PACKING: tuple[Callable[[GraphModule], int], ...] = (
-    split_gradients,
-    widen_long_groups,
-    unfold_patches,
-    partial(channels_last, packs=True),
-    partial(multiply_points, packs=True),
-)
-"""The same where a CPU's convolutions are going to read packed filters, channels-last."""
 OF_ROWS = frozenset((unfold_patches, multiply_points))
 """Those that ask nothing of how many images there are."""
-BEFORE_PACKING_ROWS: tuple[Callable[[GraphModule], int], ...] = (
-    unfold_patches,
-    partial(multiply_points, packs=True),
-)
-"""Those of `BEFORE_PACKING` that do not."""
+
+
+def before_packing(by_rows: bool) -> list[Callable[[GraphModule], int]]:
+    """The same where a CPU's convolutions are going to read packed filters, channels-last.
+    by_rows: OF_ROWS alone."""
+    packs = (channels_last, multiply_points)
+    return [
+        partial(run, packs=True) if run in packs else run
+        for _, run in CONVOLUTIONS
+        if run in OF_ROWS or not by_rows
+    ]

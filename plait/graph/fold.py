@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from plait import compat
 from plait.graph.constants import compute, settled
-from plait.graph.convolutions import BEFORE_PACKING, BEFORE_PACKING_ROWS, CONVOLUTIONS
+from plait.graph.convolutions import CONVOLUTIONS, before_packing
 from plait.graph.dead import drop_dead
 from plait.graph.edit import (
     aten,
@@ -96,8 +96,8 @@ def fold_weights(
     kernels, of products with more than that many; None: they are not. by_rows: kernels are not
     chosen by how many rows or images there are."""
     _fold_norms(gm, weights)
-    packing = BEFORE_PACKING_ROWS if by_rows else BEFORE_PACKING
-    for run in [run for _, run in CONVOLUTIONS] if small_flops is None else packing:
+    unpacked = [run for _, run in CONVOLUTIONS]
+    for run in unpacked if small_flops is None else before_packing(by_rows):
         run(gm)  # what they copy of filters is folded
     if small_flops is not None:
         pack_weights(gm, _known(gm, weights).keys(), -1 if by_rows else small_flops, not by_rows)

@@ -3,6 +3,7 @@ are known or not, and beside keys behind it that a mask leaves out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,10 @@ def statistics(x: Tensor) -> list[Tensor]:
     return [*found, x.logsumexp(1), x.amax(1), x.argmax(-1), x.softmax(1), (x / 9).exp().prod(-1)]
 
 
+def running(x: Tensor) -> list[Tensor]:
+    return [x.cumsum(-1), x.cumsum(1), (x / 9).exp().cumprod(-1), x.cummax(1).values]
+
+
 def chains(x: Tensor) -> list[Tensor]:
     y = F.silu(x) * x.tanh() + x.erf()
     return [y, y.mean(-1, keepdim=True) - y, (y * 3).softmax(-1), F.gelu(y).sum(1)]
@@ -115,7 +120,7 @@ def groups(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5), (33, 768), (300, 40), (3, 20000)])
-@pytest.mark.parametrize("fn", [norms, statistics, chains, groups])
+@pytest.mark.parametrize("fn", [norms, statistics, running, chains, groups])
 def test_reductions(fn: Program, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if fn is groups and shape[0] % 3:
         pytest.skip("no groups")
@@ -163,24 +168,29 @@ def test_attention(kind: str, lengths: tuple[int, int], width: int, dtype: torch
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_keys_that_do_not_count(causal: bool, dynamic: bool) -> None:
-    """Those behind a row that a mask leaves out, however many."""
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
+def test_keys_that_do_not_count(kind: str, dynamic: bool) -> None:
+    """Those behind a row that a mask leaves out, however many; with what is added to scores, which
+    lies at multiples of 16 bytes or does not."""
     q, k, v = (rand(2, 4, 600, 64, dtype=HALF) for _ in range(3))
+    added = rand(2, 1, 600, 600, dtype=HALF)
 
-    def fn(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    def fn(q: Tensor, k: Tensor, v: Tensor, added: Tensor, length: int) -> Tensor:
         n = k.shape[2]
         mask = torch.arange(n, device="cuda") < length
         mask = mask.expand(2, 1, n, n)
-        if causal:
+        if kind == "causal":
             mask = mask & torch.ones(n, n, device="cuda", dtype=torch.bool).tril()
+        if kind == "bias":
+            return attend(q, k, v, torch.where(mask, added, -math.inf))
         return attend(q, k, v, mask)
 
     found = []
     with torch.no_grad():
         run = compiled(fn, dynamic)
-        for n in (90, 128, 256, 600):
-            found.append(run(*(x[:, :, :n].clone() for x in (q, k, v)), 90)[:, :, :90])
+        for n in (90, 93, 128, 256, 600):
+            xs = (*(x[:, :, :n].clone() for x in (q, k, v)), added[:, :, :n, :n].contiguous())
+            found.append(run(*xs, 90)[:, :, :90])
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -224,13 +234,14 @@ def test_models(name: str, dtype: torch.dtype) -> None:
     assert not differing(first_result(model), [ids, mask])
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_models(name: str) -> None:
-    """One program for all lengths."""
+def test_padded_models(name: str, dynamic: bool) -> None:
+    """A program for each length, and one for all."""
     fn = first_result(language_model(name).to(HALF))
     ids, found = torch.randint(0, 1000, (2, 400), device="cuda"), []
     with torch.no_grad():
-        run = compiled(fn, True)
+        run = compiled(fn, dynamic)
         for n in (45, 64, 150, 400):
             mask = (torch.arange(n, device="cuda") < 45).long().expand(2, n)
             found.append(run(ids[:, :n].contiguous(), mask.contiguous())[:, :45])

@@ -20,6 +20,7 @@ from plait import compat
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
+from tests.test_triton_kernels import needs_triton, run
 
 Program = Callable[..., Any]
 FEW, MANY = 1, 4096
@@ -56,6 +57,10 @@ def norm(x: Tensor) -> Tensor:
 
 def log_shares(x: Tensor) -> Tensor:
     return x.log_softmax(-1)
+
+
+def running(x: Tensor) -> Tensor:
+    return x.cumsum(-1) + (x / 9).exp().cumprod(-1)
 
 
 def columns(x: Tensor) -> Tensor:
@@ -99,7 +104,9 @@ def test_what_is_approximated_does_not_depend_on_what_is_computed_beside_it() ->
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("fn", [norm, log_shares, columns, lambda x: (x / 9).exp().prod(-1)])
+@pytest.mark.parametrize(
+    "fn", [norm, log_shares, columns, running, lambda x: (x / 9).exp().prod(-1)]
+)
 def test_reductions_are_eagers(fn: Program, dynamic: bool) -> None:
     run = compiled(fn, dynamic)
     for rows, length in ((3, 96), (2, 160)):
@@ -109,6 +116,26 @@ def test_reductions_are_eagers(fn: Program, dynamic: bool) -> None:
 def test_rows_of_several_blocks_are_eagers() -> None:
     check(norm, torch.randn(2, 8800), tolerance=1e-5)
     check(lambda x: x.sum(0), torch.randn(300, 16), tolerance=1e-4)
+    check(lambda x: x.cumsum(0), torch.randn(300, 16), tolerance=1e-4)
+    check(lambda x: x.cumsum(-1), torch.randn(2, 8800), tolerance=1e-4)
+
+
+@needs_triton
+def test_no_order_of_a_sum_is_tritons() -> None:
+    out = run("-m", "tests.gpu_row_orders")
+    assert int(out.split()[0]) > 400 and out.endswith(" sums of two\n")
+
+
+def test_what_sizes_divide_by_is_the_same_where_they_are_known() -> None:
+    """A compiler rounds the reciprocal of a number that it knows otherwise than a GPU does."""
+
+    def quotients(fn: Program) -> list[str]:
+        body = source(fn, (64, 768), (64, 768), dtype=torch.bfloat16).split("def plait_", 1)[1]
+        return re.findall(r"tl\.div_rn|\(v\d+ / v\d+\)", body)
+
+    assert quotients(lambda x, y: x.mean(-1)) == ["tl.div_rn"]
+    (near,) = quotients(lambda x, y: x / y)
+    assert near != "tl.div_rn"
 
 
 # ----------------------------------------------------------------------------------------- products

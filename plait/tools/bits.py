@@ -9,7 +9,7 @@ from plait.devices import facts_of
 from plait.ir.calls import Extern, all_programs
 from plait.lower.exact import other_bits
 from plait.lower.row_products import keeps_rows
-from plait.schedule.plan import Kernel, Reduce, kernels_of
+from plait.schedule.plan import Kernel, kernels_of
 from plait.wrapper.program import CompileRecord
 
 
@@ -32,8 +32,7 @@ def bits_line(g: CompileRecord) -> str:
 def rows_line(g: CompileRecord) -> str:
     """What `batch_invariant` leaves out, and what it does not hold for: such as "batch_invariant:
     no split sums, no tuning; not promised for calls of aten.fft_r2c (model.py:3)"."""
-    found = [f"running sums{_place(k.origin)}" for k in kernels_of(g.plan) if _runs_on_gpu(k)]
-    found += [
+    found = [
         f"calls of {_operator(s)}{_place(s.origin)}"
         for p in all_programs(g.plan)
         for s in p.steps
@@ -45,13 +44,6 @@ def rows_line(g: CompileRecord) -> str:
     )
     told = ", ".join(dict.fromkeys(found))
     return f"{line}; not promised for {told}" if told else line
-
-
-def _runs_on_gpu(kernel: Kernel) -> bool:
-    """Whether a kernel for a GPU holds running sums, whose order Triton chooses by the tile."""
-    nests = kernel.nests
-    stmts = [s for k in nests for s in k.stmts if isinstance(s, Reduce)]
-    return not facts_of(kernel.device).is_host and any(s.running for s in stmts)
 
 
 def _place(origin: Sequence[str]) -> str:

@@ -203,7 +203,7 @@ class _Writer(Writer):
             "COLUMN_EDGE": self._has_edge(n, block.columns, a.block[1] if per_row else 0),
             "SCALE": a.scale, "BEFORE": before, "AFTER": after, "CHANGES": changes,
             "MASKS": a.mask is not None, "CAUSAL": a.causal, "ADDS": bool(a.additions),
-            "STAGES": block.stages, "PRECISION": "ieee",
+            "STAGES": block.stages, "PRECISION": "ieee", "BY_ROW": a.by_row,
         }  # fmt: skip
 
     def _has_edge(self, length: Size, block: int, walked: int) -> bool:

@@ -171,6 +171,9 @@ def _binary(name: str, body: str) -> tuple[str, str]:
     return name, _TWO.format(name=name, body=body)
 
 
+_PAIRS = (("add", "tl.sum({})", "-0.0"), ("mul", "tl.reduce({}, p_mul)", "1.0"))
+"""Ops whose order matters: how pairs are combined, and with what a number stays what it is."""
+
 _FUNCTIONS: dict[str, str] = dict((
     _binary("p_add", "a + b"),
     _binary("p_any_of", "a"),
@@ -202,7 +205,24 @@ _FUNCTIONS: dict[str, str] = dict((
     else:
         y = {reduced.format("x, 1")}[:, None]
     return y
-""") for op, reduced in (("add", "tl.sum({})"), ("mul", "tl.reduce({}, p_mul)"))),
+""") for op, reduced, _ in _PAIRS),
+    # What such a tree gives from the first point of a row up to each: where a pair is combined,
+    # what is on the left of it goes to all points on the right.
+    *((f"p_running_tree_{op}", f"""def p_running_tree_{op}(x):
+    rows: tl.constexpr = x.shape[0]
+    n: tl.constexpr = x.shape[1]
+    second = tl.arange(0, 2)[None, None, :] == 1
+    found = x
+    for k in tl.static_range(20):
+        if (2 << k) <= n:
+            pairs = tl.reshape(x, (rows, n >> (k + 1), 2))
+            first = {reduced.format(f"tl.where(second, {none}, pairs), 2")}[:, :, None]
+            before = tl.where(second, first, {none})[:, :, :, None]
+            found = tl.reshape(found, (rows, n >> (k + 1), 2, 1 << k))
+            found = tl.reshape(p_{op}(before, found), (rows, n))
+            x = {reduced.format("pairs, 2")}
+    return found
+""") for op, reduced, none in _PAIRS),
     # The element along an axis where a mask is set, to its last bit.
     ("p_at", """def p_at(a, mask, axis: tl.constexpr):
     bits = a.to(tl.int64 if a.dtype.primitive_bitwidth == 64 else tl.int32, bitcast=True)

@@ -37,8 +37,7 @@ class Reductions:
         elif a.how is Accumulation.SEGMENT:
             text = self._of_segments(s)
         elif a.how is Accumulation.SCAN:
-            fn = combiner(s.kind, s.value.dtype, running=True)
-            text = self.lines.define(f"tl.associative_scan({self._block(s)}, 1, {fn})", True)
+            text = self.lines.define(self._running(s, self._block(s)), True)
         else:
             block = self._block(s)
             position = self._position() if a.is_arg else ""
@@ -166,17 +165,26 @@ class Reductions:
     def _scan(self, s: Reduce, block: str) -> None:
         fn = combiner(s.kind, s.value.dtype, running=True)
         (carry,) = self.begun[s.name]
-        scanned = self.lines.define(f"tl.associative_scan({block}, 1, {fn})", True)
+        scanned = self.lines.define(self._running(s, block), True)
         whole = f"tl.broadcast_to({carry}, {scanned}.shape)"
         self.values.results[s.name] = self.lines.define(f"{fn}({whole}, {scanned})", True)
         # Of one row, a number: Triton may lay out a column, and with it the block that it is
         # computed of, so that each thread holds all of it.
         axis, column = ("None", "") if self._is_one_row() else ("1", "[:, None]")
         total = f"tl.reduce({block}, {axis}, {fn}){column}"
-        if fn.endswith("_last"):  # which depends on the order
+        if self._is_tree(s):
+            total = self._reduced(s, block, "", inner=True)
+        elif fn.endswith("_last"):  # which depends on the order
             last = self.layout.tile.groups[-1].block - 1
             total = f"p_at({scanned}, rbase == {last}, {axis}){column}"
         self.lines.add(f"{carry} = {fn}({carry}, {total})", True)
+
+    def _running(self, s: Reduce, block: str) -> str:
+        """What a block's rows give from their first point up to each."""
+        fn = combiner(s.kind, s.value.dtype, running=True)
+        if self._is_tree(s):
+            return f"p_running_tree_{REDUCTIONS[s.kind].op}({block})"
+        return f"tl.associative_scan({block}, 1, {fn})"
 
     def _is_one_row(self) -> bool:
         """Whether a block holds points of one row."""

@@ -277,8 +277,6 @@ class _Rows:
 
 def _reduction(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> Tile:
     f = _rows_of(linear, votes, busy)
-    if f.by_row and is_running(linear):
-        return _running(f)
     if _is_held(f):
         return _held(f)
     return _columns(f) if f.column else _long_rows(f)
@@ -384,18 +382,6 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
         if crowded and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2)
         else r
     )
-
-
-def is_running(linear: LinearKernel) -> bool:
-    """Whether a row has a result at each of its points."""
-    return any(isinstance(s, Reduce) and s.running for s in linear.stmts)
-
-
-def _running(f: _Rows) -> Tile:
-    """Blocks that are cut by rows alone: what a scan combines first depends on them."""
-    x = TILE // 2 if f.column else 1
-    r = min(power(f.length), f.lanes) if f.known else f.lanes
-    return f.tile(x, r, not _is_held(f), _warps(x * r, 8))
 
 
 def _long_rows(f: _Rows) -> Tile:

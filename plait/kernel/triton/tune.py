@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.kernel.triton.tiles import (
-    BUSY,
-    MAX_WARPS,
-    Tile,
-    is_running,
-    longest_segment,
-    plan_tile,
-    power,
-)
+from plait.kernel.triton.tiles import BUSY, MAX_WARPS, Tile, longest_segment, plan_tile, power
 from plait.schedule.legalize.linear import LinearKernel
 
 # Bounds on what is measured, not results of measuring: benchmarks/tuning_gpu.py
@@ -35,7 +27,7 @@ def candidates(linear: LinearKernel, busy: int = BUSY) -> tuple[Tile, ...]:
     first = plan_tile(linear, busy)
     others = _reductions(first) if linear.rvars else _pointwise(first)
     if linear.by_row and linear.rvars:  # what may not change the order of a sum
-        others = (t for t in others if not is_running(linear) and _walks_as(t, first))
+        others = (t for t in others if _walks_as(t, first))
     least = longest_segment(linear)
     fitting = (t for t in others if _fits(t) and t.groups[-1].block >= least)
     return tuple(dict.fromkeys((first, *fitting)))[:MAX_TILES]

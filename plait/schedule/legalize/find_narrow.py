@@ -26,10 +26,18 @@ def find_narrow(linear: LinearKernel) -> frozenset[Node]:
 
 def find_rounded(roots: Sequence[Node]) -> frozenset[Node]:
     """The same of those that nothing but a rounding to 16 bits reads: operators do that, whatever
-    they share a kernel with."""
+    they share a kernel with. Quotients by what some programs know, and others learn from a call,
+    are none: compilers round the reciprocal of a number that they know otherwise than a GPU."""
     found: set[Node] = set()
     others = {n for n in roots if n.dtype == f32}
     for n in walk(roots):
+        if n.op in ("truediv", "reciprocal") and not _is_data(n.args[-1]):
+            others.add(n)
         ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
         (found if ends else others).update(a for a in n.args if a.dtype == f32)
     return frozenset(found - others)
+
+
+def _is_data(n: Node) -> bool:
+    """Whether a value is made of what lies in memory."""
+    return any(a.op in ("load", "acc") for a in walk((n,)))

@@ -22,6 +22,7 @@ CAUSAL: a walk ends with the keys at the position of its last query
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
+BY_ROW: a row of the result has the same bits however tiles are laid out
 and the functions score_of, mask_of, gradient_of, add_gradients and power_of, 2 to the power of a
 number. given: what the first four load; added: what add_gradients adds to. Strides are of batch,
 head, row and number.
@@ -142,6 +143,21 @@ def store_rows(p, x, first, r, d, strides, n, width: tl.constexpr):
 
 # ------------------------------------------------------------------------------------------- result
 @triton.jit
+def sums_of(x):
+    """Sums of rows. BY_ROW: always of two numbers, so that Triton, which lays a tile out by what it
+    knows of the tensors that formulas load, has no order to choose. Numbers that a thread has side
+    by side come first, and then those that it has where products lie."""
+    if BY_ROW:
+        rows: tl.constexpr = x.shape[0]
+        x = tl.sum(tl.reshape(x, (rows, x.shape[1] // 2, 2)), 2)
+        for _ in tl.static_range(20):
+            if x.shape[1] > 4:
+                x = tl.sum(tl.reshape(x, (rows, 2, x.shape[1] // 2)), 1)
+        x = tl.sum(tl.reshape(x, (rows, 2, 2)), 2)
+    return tl.sum(x, 1)
+
+
+@triton.jit
 def attend(
     acc, total, top, q, k, v, start, b, h, i, k_strides, v_strides, m, n, given, part: tl.constexpr
 ):  # fmt: skip
@@ -159,7 +175,7 @@ def attend(
     values = rows_of(
         v, start, c[:, None], tl.arange(0, V_W)[None, :], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
     )
-    total = total * shrink + tl.sum(shares, 1)
+    total = total * shrink + sums_of(shares)
     acc = acc * shrink[:, None]
     acc = tl.dot(shares.to(v.dtype.element_ty), values, acc, input_precision=PRECISION)
     return acc, total, new

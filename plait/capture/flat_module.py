@@ -24,6 +24,7 @@ from plait.capture.aliases import views_of_inputs
 from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
+from plait.capture.least_sizes import quiet
 from plait.capture.module_state import ModuleRun
 from plait.capture.plain_tensors import is_wrapper, special_kind
 from plait.capture.python_state import Change, Snapshot, same_program
@@ -158,11 +159,14 @@ class FlatModule:
                 what = f"a result of {name_of(self.module)}, {type_name(x)}{at}"
                 raise Unsupported(f"{self.who} of {what}, which may hold tensors", hint=REGISTER)
 
-    def export(self, turned: Collection[Question] = ()) -> Exported:
-        """The graph of a run, the positions of the inputs that it writes, and its tokens."""
+    def export(
+        self, turned: Collection[Question] = (), at: Mapping[Any, Any] | None = None
+    ) -> Exported:
+        """The graph of a run, the positions of the inputs that it writes, and its tokens. turned,
+        at: as `export_graph` has them."""
         module = FunctionModule(self.run)
         with early_changes, numbers_kept, mended_tracing, packed_sequences:
-            made = export_graph(self.env, module, self.inputs, self.who, turned)
+            made = export_graph(self.env, module, self.inputs, self.who, turned, at)
             if self.known.moved:
                 # Of their new values: how results lie is right where nothing is made functional.
                 with self.env.mode, exporting, torch.no_grad():
@@ -178,13 +182,15 @@ class FlatModule:
         self,
         first: Exported,
         turned: Collection[Question] = (),
+        at: Mapping[Any, Any] | None = None,
         alike: Callable[[GraphModule, GraphModule], bool] = same_program,
     ) -> Seen | None:
         """What one more run shows, if it traces the same program; `seen` stays that of the first
         one."""
         made = self.known
         try:
-            graph, mutated, _ = self.export(turned)
+            with quiet():
+                graph, mutated, _ = self.export(turned, at)
         except Exception:  # noqa: BLE001  whatever comes of what is no tensor
             return None
         else:

@@ -71,7 +71,7 @@ def _is_right(graph: GraphModule, point: _Point) -> bool:
 
 def _holds(graph: GraphModule, point: _Point) -> bool:
     values: dict[Node, Any] = {}
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         for node in graph.graph.nodes:
             if node.op == "output":
                 return True
@@ -85,7 +85,7 @@ def _holds(graph: GraphModule, point: _Point) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's log of what fake tensors refuse."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

@@ -23,10 +23,10 @@ from plait.capture.flat_module import REGISTER, Exported, FlatModule, is_python,
 from plait.capture.least_sizes import with_least_sizes
 from plait.capture.plain_tensors import special_kind
 from plait.capture.python_state import Change, settled
-from plait.capture.sizes_of_one import same_for_one
+from plait.capture.sizes_left_out import same_at, same_layout, same_views
 from plait.capture.trace_errors import tell
 from plait.compat.export import ExportEnv
-from plait.compat.size_facts import SizeFacts, size_facts, told_from_one
+from plait.compat.size_facts import SizeFacts, allow, left_out, size_facts, together, told_from_one
 from plait.errors import Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -86,9 +86,7 @@ def trace(
         tell(error, module, who, (state, args, kwargs) if device is None else None)
         raise
     graph, mutated, tokens = exported
-    for size, questions in told_from_one(env, flat.fakes).items():
-        if flat.again(exported, questions, functools.partial(same_for_one, size=size)):
-            env.ones[size] = questions
+    _allow_more(flat, exported)
     left = _settle(flat, exported)
     if flat.known.in_arguments:
         told = _names(flat.known.in_arguments)
@@ -116,6 +114,28 @@ def trace(
     )
     facts = with_least_sizes(size_facts(env, flat.fakes, graph), graph)
     return Traced(graph, mutated, flat.plain, flat.fakes, signature, facts, flat.known.views)
+
+
+def _allow_more(flat: FlatModule, exported: Exported) -> None:
+    """Allows the sizes that the trace leaves out for nothing."""
+    env = flat.env
+    for size, questions in told_from_one(env, flat.fakes).items():
+        alike = functools.partial(same_at, point=dict([size]), whole=env.whole)
+        if flat.again(exported, questions, alike=alike):
+            allow(env, size, questions)
+
+    def is_right(point: dict[Any, int]) -> bool:
+        def alike(a: GraphModule, b: GraphModule) -> bool:
+            return same_at(a, b, point, env.whole) and same_layout(a, b, point)
+
+        now = flat.again(exported, at=point, alike=alike)
+        return now is not None and same_views(now.views, flat.known.views, point)
+
+    others = left_out(env, flat.fakes)
+    right = {size: those for size, those in others.items() if is_right(dict([size]))}
+    env.apart += [pair for pair in together(env, right) if not is_right(pair)]
+    for size, questions in right.items():
+        allow(env, size, questions)
 
 
 def _check_module(module: torch.nn.Module, who: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import sympy
@@ -18,6 +19,7 @@ from torch._dynamo.exc import UserError as TorchUserError
 from torch._export import non_strict_utils
 from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule
@@ -40,8 +42,9 @@ class ExportEnv:
     """Fake arguments for one export.
 
     leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
-    asked: what the traced program asked about sizes. ones: sizes that may be 1 all the same, by
-    symbol: the questions that have the other answer then.
+    asked: what the traced program asked about sizes. allowed: values of symbols that are allowed
+    all the same: the questions that have the other answer then. apart: those of which a call must
+    not have all.
     whole: operators that have kernels in eager are not decomposed.
     asks_offsets: the program asked where a tensor begins in its storage. dynamic_shapes,
     equalities, python_signature: what torch solves for sizes. root_checks: what calls must meet
@@ -89,7 +92,8 @@ class ExportEnv:
         self.was_exported = isinstance(module, GraphModule)
         self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
         self.asked: list[Question] = []
-        self.ones: dict[Any, set[Question]] = {}
+        self.allowed: dict[tuple[Any, int], set[Question]] = {}
+        self.apart: list[dict[Any, int]] = []
         self.asks_offsets = False
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
         self._alive: list[torch.Tensor] = []
@@ -192,21 +196,28 @@ def export_graph(
     inputs: Sequence[torch.Tensor],
     who: str,
     turned: Collection[Question] = (),
+    at: Mapping[Any, Any] | None = None,
 ) -> tuple[GraphModule, tuple[int, ...], int]:
     """Traces flat(*inputs) functionally and without autograd.
 
     Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and
     outputs are that many tokens; then come the new values of mutated inputs.
 
-    turned: questions that get the other answer. Nothing is learnt of sizes then.
+    turned: questions that get the other answer. at: symbols with the values for which all
+    questions are answered. Nothing is learnt of sizes then; raises Unsupported where more would
+    have to be known of others.
     """
     shape_env = env.mode.shape_env
-    shape_env.asked = [] if turned else env.asked
+    again = bool(turned or at)
+    shape_env.asked = [] if again else env.asked
     shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
-    known = _learnt(shape_env) if turned else {}
+    known = _learnt(shape_env) if again else {}
+    shape_env.at = at
     try:
         made = None if shape_env.var_to_range else _at_once(env, flat, inputs)
         graph, signature = made or _traced(env, flat, inputs)
+        if at and len(shape_env.guards) > len(known["guards"]):
+            raise Unsupported("sizes for which more has to be known of others")
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
@@ -216,8 +227,8 @@ def export_graph(
         )
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     finally:
-        del shape_env.asked, shape_env.turned
-        if turned:
+        del shape_env.asked, shape_env.turned, shape_env.at
+        if again:
             _forget(shape_env, known)
     assert isinstance(graph, GraphModule), graph
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
@@ -228,7 +239,9 @@ def export_graph(
 def _traced(env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     context = tracing(TracingContext(env.mode))
     states = few_states
-    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted, states:
+    # What torch remembers of fake tensors is of the answers that it gave.
+    anew = disable_fake_tensor_cache(env.mode) if env.mode.shape_env.at else nullcontext()
+    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted, states, anew:
         table = whole_table() if env.whole else inference_table()
         return aot_export_module(flat, inputs, trace_joint=False, decompositions=table)
 
@@ -261,6 +274,11 @@ _LEARNT = "guards replacements var_to_range axioms divisible num_deferred_runtim
 def _forget(shape_env: Any, known: dict[str, Any]) -> None:
     """Takes a ShapeEnv back to what it knew."""
     vars(shape_env).update(known)
+    forget_answers(shape_env)
+
+
+def forget_answers(shape_env: Any) -> None:
+    """Has a ShapeEnv answer anew, by what it knows."""
     shape_env._update_version_counter()
     # Answers are remembered by the one, what sizes were replaced by is by the other.
     for counter in ("_version_counter", "_replacements_version_counter"):

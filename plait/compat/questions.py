@@ -1,7 +1,8 @@
 """What a traced program asks about sizes, and the state of torch while plait traces one.
 
 Inside `exporting`, each question that the program itself asks is noted in `shape_env.asked`, if
-there is such a list; `shape_env.turned` has those that get the other answer.
+there is such a list; `shape_env.turned` has those that get the other answer. Where `shape_env.at`
+has values of sizes, all questions are answered for these, those of operators too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from torch._subclasses import fake_tensor
 from torch.fx import _lazy_graph_module
 from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 
 from plait import errors
 from plait.compat.shared import Shared
@@ -134,6 +139,18 @@ def _comparing(name: str, condition: Any) -> Callable[[SymNode, SymNode], SymNod
     return compared
 
 
+_evaluate: Any = ShapeEnv.evaluate_expr
+
+
+def _evaluated(env: Any, expr: Any, hint: Any = None, *rest: Any, **more: Any) -> Any:
+    """What an expression is, for the sizes that an env is held at. No guard says so."""
+    at = getattr(env, "at", None)
+    now = env.replace(expr).xreplace(at) if at else expr
+    if at and (now.is_number or now.is_Boolean and now.is_Atom):
+        return now
+    return _evaluate(env, now, hint if now == expr else None, *rest, **more)
+
+
 def _is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
@@ -166,6 +183,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *((SymNode, name, _comparing(name, condition)) for name, condition in _CONDITIONS.items()),
     (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
     (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
+    (ShapeEnv, "evaluate_expr", _evaluated),
     (_lazy_graph_module, "_use_lazy_graph_module_flag", True),
     (torch._C, "_select_conv_backend", _selected),
 ]  # fmt: skip

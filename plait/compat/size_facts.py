@@ -6,8 +6,9 @@ Comes in: the `ExportEnv` of a trace that has ended, its fake inputs and its gra
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from plait.compat.export import ExportEnv
+from plait.compat.export import ExportEnv, forget_answers
 from plait.compat.questions import Question
 from plait.compat.size_checks import Check, Place, condition
 from plait.errors import UserError
@@ -41,19 +42,125 @@ class SizeFacts:
     checks: tuple[Check, ...]
 
 
+Size = tuple[Any, int]
+"""A symbol and a value of it."""
+
+
 def told_from_one(
     env: ExportEnv, fakes: Sequence[torch.Tensor | torch.SymInt]
-) -> dict[Any, set[Question]]:
-    """The sizes that the program tells from 1, as symbols, and the questions that do."""
-    found: dict[Any, set[Question]] = {}
-    for _, dim, size in _symbolic_sizes(fakes):
-        if dim is None or not size.is_symbol:
-            continue
-        replace, one = env.mode.shape_env.replace, {size: 1}
-        at_one = {q for q in env.asked if q.turns(lambda e: replace(e).xreplace(one))}  # noqa: B023
-        if at_one and not any(q.firm for q in at_one):
-            found[size] = at_one
-    return found
+) -> dict[Size, set[Question]]:
+    """The sizes that the program tells from 1, and the questions that do. plait asks where that
+    makes a difference: of those none is here."""
+    sizes = {(s, 1) for _, dim, s in _symbolic_sizes(fakes) if dim is not None and s.is_symbol}
+    found = {size: _turned(env, size) for size in sorted(sizes, key=str)}
+    return {
+        size: those for size, those in found.items() if those and not any(q.firm for q in those)
+    }
+
+
+def left_out(
+    env: ExportEnv, fakes: Sequence[torch.Tensor | torch.SymInt]
+) -> dict[Size, set[Question]]:
+    """The single sizes, within their ranges, for which what was asked has the other answer, and
+    the questions of the program among these; no more than are worth a trace each. A size of 1 that
+    the program asks for is none."""
+    shape_env = env.mode.shape_env
+    known = {expr for *_, expr in _symbolic_sizes(fakes) if expr.is_symbol}
+    asked = [question.holds(shape_env.replace) for question in env.asked]
+    by_operators = [shape_env.replace(guard.expr) for guard in shape_env.guards]
+    sizes = {size for c in (*asked, *by_operators) for size in _exceptions(env, c)}
+    ones = {(s, 1) for c in by_operators for s in c.free_symbols if not _holds(c, (s, 1))}
+    sizes = {size for size in sizes | ones if size[0] in known}
+    found = {size: _turned(env, size) for size in sorted(sizes, key=lambda x: (-x[1], str(x)))}
+    even_so = {
+        size: those
+        for size, those in found.items()
+        if not any(q.firm or size[1] == 1 for q in those)
+    }
+    return dict(itertools.islice(even_so.items(), _MOST))
+
+
+_MOST = 4
+
+
+def allow(env: ExportEnv, size: Size, questions: set[Question]) -> None:
+    """Allows a size for which questions have the other answer."""
+    env.allowed[size] = questions
+    shape_env = env.mode.shape_env
+    guards, shape_env.guards = shape_env.guards, []
+    for guard in guards:
+        parts = sympy.And.make_args(shape_env.replace(guard.expr))
+        gone = [part for part in parts if _is_allowed(env, part)]
+        for part in gone:
+            for known, _ in shape_env.get_implications(shape_env.simplify(part)):
+                shape_env.axioms.pop(known, None)
+        if gone:
+            guard = guard._replace(expr=sympy.And(*(part for part in parts if part not in gone)))
+        if guard.expr is not sympy.true:
+            shape_env.guards.append(guard)
+    forget_answers(shape_env)
+
+
+def together(env: ExportEnv, sizes: Iterable[Size]) -> list[dict[Any, int]]:
+    """Pairs of sizes, of two symbols each. No more are worth a trace each: others are kept
+    apart."""
+    pairs = [dict(pair) for pair in itertools.combinations(sizes, 2) if pair[0][0] != pair[1][0]]
+    env.apart += pairs[_MOST:]
+    return pairs[:_MOST]
+
+
+def _is_allowed(env: ExportEnv, condition: Any) -> bool:
+    """Whether all sizes for which a condition does not hold are known, and allowed."""
+    found = set(_exceptions(env, condition))
+    return bool(found) and found <= env.allowed.keys()
+
+
+def _turned(env: ExportEnv, size: Size) -> set[Question]:
+    """The questions that have the other answer for a size."""
+    known, at = env.mode.shape_env.replace, dict([size])
+    return {q for q in env.asked if q.turns(lambda e: known(e).xreplace(at))}
+
+
+def _holds(condition: Any, size: Size) -> bool:
+    """Whether a condition holds for a size, as far as others do not matter."""
+    try:
+        return condition.xreplace(dict([size])) is not sympy.false
+    except ZeroDivisionError:
+        return True
+
+
+_FEW, _COUNTABLE = 2, 1024
+"""How many sizes are few, and of how many in a range each is tried."""
+
+
+def _exceptions(env: ExportEnv, condition: Any) -> Iterator[Size]:
+    """The sizes of 2 and more, within their ranges, for which a part of a condition does not hold;
+    none of a part that asks for several symbols, or that does not hold for more than a few
+    sizes."""
+    for part in sympy.And.make_args(condition):
+        if len(part.free_symbols) == 1:
+            (symbol,) = part.free_symbols
+            span = env.mode.shape_env.bound_sympy(symbol)
+            tried = _worth_a_try(part, symbol, max(span.lower, 2), span.upper)
+            wrong = [n for n in tried if not _holds(part, (symbol, n))]
+            yield from ((symbol, n) for n in wrong if len(wrong) <= _FEW)
+
+
+def _worth_a_try(part: Any, symbol: Any, low: Any, high: Any) -> Sequence[int]:
+    """Sizes among which are all for which a condition does not hold, or more than a few of these;
+    none where that is not known."""
+    if high - low < _COUNTABLE:
+        return range(int(low), int(high) + 1)
+    difference = (part.lhs - part.rhs).as_poly(symbol) if part.is_Relational else None
+    if difference is None:
+        return ()
+    if isinstance(part, sympy.Ne):
+        return [int(x) for x in difference.ground_roots() if x.is_integer and low <= x <= high]
+    if difference.degree() != 1 or isinstance(part, sympy.Eq):
+        return ()
+    ends = [range(int(low), int(low) + _FEW + 1)] if low > -(2**62) else []
+    ends += [range(int(high) - _FEW, int(high) + 1)] if high < 2**62 else []
+    return [n for end in ends for n in end]
 
 
 def size_facts(
@@ -121,18 +228,29 @@ def _bounds(env: ExportEnv, symbol: Any, is_size: bool) -> Bounds:
 def _guards(env: ExportEnv, plain: Mapping[Any, Any], strides: Mapping[Any, str]) -> list[Any]:
     """The guards of the trace and the answers that its program was given, as conditions. plain:
     what stands for a symbol in them."""
-    replace = env.mode.shape_env.replace
+    known_as = env.mode.shape_env.replace
     # These keep their symbols, which stand for what a call has there.
-    known = {s for s in strides if not replace(s).is_symbol}
+    known = {s for s in strides if not known_as(s).is_symbol}
+    allowed = [(plain.get(s, s), n) for s, n in env.allowed]
 
     def found(expr: Any) -> Any:
-        now = {s: replace(s) for s in expr.free_symbols if s not in known}
+        now = {s: known_as(s) for s in expr.free_symbols if s not in known}
         return expr.xreplace(now).xreplace(plain)
 
-    guards = [found(guard.expr) for guard in env.mode.shape_env.guards]
+    guards = []
+    for guard in env.mode.shape_env.guards:
+        for part in sympy.And.make_args(found(guard.expr)):
+            also = [sympy.Eq(s, n) for s, n in allowed if not _holds(part, (s, n))]
+            guards.append(sympy.Or(part, *also))
     for question in env.asked:
-        ones = [sympy.Eq(plain[s], 1) for s, allowed in env.ones.items() if question in allowed]
-        guards.append(sympy.Or(question.holds(found), *ones))
+        also = [
+            sympy.Eq(plain.get(s, s), n)
+            for (s, n), those in env.allowed.items()
+            if question in those
+        ]
+        guards.append(sympy.Or(question.holds(found), *also))
+    for sizes in env.apart:
+        guards.append(sympy.Or(*(sympy.Ne(plain.get(s, s), n) for s, n in sizes.items())))
     return guards
 
 

@@ -18,7 +18,7 @@ from plait.ir.calls import DeviceKernel, Extern, ExternArg, Number, TensorArg, U
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, bf16, f16, f64, i64
 from plait.ir.effects import arg_sizes, defines, needs, sizes, tensor_args, unwritten, updates
-from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols
+from plait.ir.expr import INF, Atom, Expr, Size, bounds, free_symbols, known_lt
 from plait.ir.ops import CHECKED, OPS, SPECIAL
 from plait.ir.product import Pair, Product
 from plait.ir.reductions import REDUCTIONS
@@ -152,7 +152,8 @@ def _pointwise(known: _Known, op: ir.Pointwise) -> None:
             raise _Fault(f"{len(op.index)} indices for the shape {out.shape}")
         _sizes(known, op.index, atoms)
         for i, n in zip(op.index, out.shape, strict=True):
-            if 0 not in out.shape and isinstance(n, int) and n <= bounds(i)[1] < INF:
+            beyond = isinstance(n, int) and n <= bounds(i)[1] < INF and not known_lt(i, n)
+            if beyond and 0 not in out.shape:
                 raise _Fault(f"a piece that ends at {i}, beyond the shape {out.shape}")
     _body(known, op.body, atoms)
     if op.body.dtype != out.dtype:

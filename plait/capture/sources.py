@@ -32,7 +32,26 @@ def source_of(fn: Program, example_inputs: Examples, dynamic_shapes: Any, who: s
         return _exported(fn, example_inputs, dynamic_shapes, who)
     check_callable(fn, who)
     module = fn if isinstance(fn, torch.nn.Module) else FunctionModule(fn)
-    return module, *example_arguments(example_inputs), dynamic_shapes
+    args, kwargs = example_arguments(example_inputs)
+    return module, args, kwargs, _by_parameter(module, args, dynamic_shapes)
+
+
+def _by_parameter(module: torch.nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:
+    """dynamic_shapes by argument as torch has it, by parameter: of `*xs` all in one."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    kinds = [p.kind for p in parameters]
+    if (
+        not isinstance(dynamic_shapes, (tuple, list))
+        or len(dynamic_shapes) != len(args)
+        or inspect.Parameter.VAR_POSITIONAL not in kinds
+    ):
+        return dynamic_shapes
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    own, rest = dynamic_shapes[:first], tuple(dynamic_shapes[first:])
+    is_nested = len(rest) == 1 and isinstance(rest[0], (tuple, list)) and len(args) == first + 1
+    if is_nested and all(isinstance(x, (dict, tuple, list, type(None))) for x in rest[0]):
+        return dynamic_shapes
+    return (*own, rest)
 
 
 def check_callable(fn: Any, who: str) -> None:

@@ -5,11 +5,13 @@ For torch 2.11 and 2.12, `fused_multiply_add` may be empty, which can go with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch._decomp.decompositions import isin_default
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
 
@@ -81,6 +83,7 @@ def _core_table() -> dict[Any, Callable[..., Any]]:
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
     scatter = torch.ops.aten.as_strided_scatter.default
     table[scatter] = partial(_scattered_apart, table.get(scatter))
+    table[torch.ops.aten.isin.Tensor_Tensor] = _isin
     norm = torch.ops.aten.native_layer_norm_backward.default
     table[norm] = partial(_layer_norm_backward, table[norm])
     return {op: run if _fills(op) else partial(_unless_float8, run) for op, run in table.items()}
@@ -153,6 +156,32 @@ def _scattered_apart(
     if not any(isinstance(s, int) and s == 0 for s in x.stride()):
         return NotImplemented if run is None else run(x, *given, **named)
     return torch.ops.aten.as_strided_scatter(x.clone(), *given, **named)
+
+
+def _isin(
+    x: torch.Tensor, among: torch.Tensor, *, assume_unique: bool = False, invert: bool = False
+) -> Any:
+    """Few elements are looked at one by one, many are sorted. Of sizes that vary the example
+    decides, where torch's own leaves a guard; and torch's own loses its way where NaNs stand among
+    what is sorted."""
+    found, many = (math.prod(map(_example, y.shape)) for y in (x, among))
+    if many < 10 * found**0.145:
+        return isin_default(x, among, invert=invert)  # type: ignore[no-untyped-call]
+    kind = torch.result_type(x, among)
+    x, among = x.to(kind), among.to(kind)
+    numbers = among.flatten()
+    if among.is_floating_point():
+        numbers = torch.where(numbers.isnan(), math.inf, numbers)
+    ordered = numbers.sort().values
+    first, last = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
+    is_in = first != last
+    if among.is_floating_point():
+        is_in = torch.where(x == math.inf, (among == math.inf).any(), is_in)
+    return ~is_in if invert else is_in
+
+
+def _example(n: int | torch.SymInt) -> int:
+    return n if isinstance(n, int) else n.node.hint if n.node.has_hint() else 2
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 
+from plait.compat.composites import composites_traced
 from plait.compat.decompositions import inference_table, whole_table
 from plait.compat.fake_shapes import short_shapes
 from plait.compat.kernel_calls import kernels_traced
@@ -237,11 +238,19 @@ def export_graph(
 
 
 def _traced(env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    context = tracing(TracingContext(env.mode))
-    states = few_states
     # What torch remembers of fake tensors is of the answers that it gave.
     anew = disable_fake_tensor_cache(env.mode) if env.mode.shape_env.at else nullcontext()
-    with env.mode, context, exporting, short_shapes, kernels_traced(), rounds_counted, states, anew:
+    with (
+        env.mode,
+        tracing(TracingContext(env.mode)),
+        exporting,
+        short_shapes,
+        kernels_traced(),
+        rounds_counted,
+        few_states,
+        composites_traced,
+        anew,
+    ):
         table = whole_table() if env.whole else inference_table()
         return aot_export_module(flat, inputs, trace_joint=False, decompositions=table)
 

@@ -1,8 +1,9 @@
 """Sizes and element types of fake results that torch gets wrong.
 
-`correct` puts in shape functions of our own: for packed sequences and FlexAttention in all
-versions, for what counts and finds (`unique`, `bincount`) in torch 2.11 and 2.12. Inside
-`short_shapes` those of batch norms with given statistics and of some activations are short ones.
+`correct` puts in shape functions of our own: for packed sequences, FlexAttention and `isin` (torch
+finds its shape by a choice of algorithms, which leaves a guard) in all versions, for what counts
+and finds (`unique`, `bincount`) in torch 2.11 and 2.12. Inside `short_shapes` those of batch norms
+with given statistics and of some activations are short ones.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def correct() -> None:
         shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
     for table in _TABLES:
         table.update(dict.fromkeys(_STATISTICS, _norm_statistics))
+        table[aten.isin.Tensor_Tensor] = _isin
     flex: Any = torch.ops.higher_order.flex_attention
     if flex in registered_hop_fake_fns:
         registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
@@ -60,6 +62,11 @@ def _norm_statistics(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:
         stats = own if x.is_cpu else torch.float32
         running = [t.to(r.dtype) for t, r in zip((new_mean, new_var), given[2:4], strict=True)]
         return out, mean.to(stats), rstd.to(stats), *others, *running
+
+
+def _isin(mode: Any, op: Any, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    with mode:
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
 def _as_wide(shapes: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,14 +97,15 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
 
 def isin(x: Any, given: Tensor, **kwargs: Any) -> Any:
     """Eager compares with all of a few elements, which it sees as one row."""
+    seen = given.to(torch.result_type(x, given)) if facts_of(given.device).eager_cpu else given
+    as_row = is_view(seen, [seen.numel()])
     n = x.numel() if isinstance(x, Tensor) else 1
-    if is_sure(given.numel() + 1 <= 10.0 * n**0.145):
-        seen = given.to(torch.result_type(x, given)) if facts_of(given.device).eager_cpu else given
+    if not is_sure(as_row) and is_sure(given.numel() + 1 <= 10.0 * n**0.145):
         says = (
             "view size is not compatible with input tensor's size and stride. Use .reshape(...) "
             "instead."
         )
-        demand(is_view(seen, [seen.numel()]), says)
+        demand(as_row, says)
     return NotImplemented
 
 

@@ -377,6 +377,29 @@ ALL_NAMES = """
 def top(x, y, n, o):
     return x * len(dir(math))
 """
+SIZED = """
+held = (2.0, 3.0)
+def top(x, y, n, o):
+    if held is None: return x
+    first, second = held
+    return x * first + second
+"""
+NAMES = """
+held = {"a": 2.0}
+def top(x, y, n, o):
+    return x * (held["a"] if isinstance(held, dict) and "a" in held else 1.0)
+"""
+LOOPED = """
+held = {"a": 2.0}
+def top(x, y, n, o):
+    for k in held or (): x = x * held[k]
+    return x
+"""
+SETS = """
+held = {"a", "b"}
+def top(x, y, n, o):
+    return x * (2.0 if held and "a" in held else 1.0)
+"""
 EDITS = {
     "class registered": (ABSTRACT, ABSTRACT + "A.register(B)"),
     "built-in shadowed": (BUILT_IN, BUILT_IN + "def sum(v): return 10.0"),
@@ -428,6 +451,11 @@ EDITS = {
     "buffer that is hidden": (HIDDEN, HIDDEN + "a.__dict__['w'] = torch.ones(4) * 2"),
     "variable of the environment": (VARIABLE, VARIABLE.replace('"2"', '"3"')),
     "names of a module": (ALL_NAMES, ALL_NAMES + "math.turns = 1"),
+    "nothing in the place of a tuple": (SIZED, SIZED.replace("(2.0, 3.0)", "None")),
+    "nothing in the place of a dict": (NAMES, NAMES.replace('{"a": 2.0}', "None")),
+    "nothing in the place of keys": (LOOPED, LOOPED.replace('{"a": 2.0}', "None")),
+    "nothing in the place of a set": (SETS, SETS.replace('{"a", "b"}', "None")),
+    "a list in the place of a set": (SETS, SETS.replace('{"a", "b"}', "['a', 'b']")),
     "global": (GLOBAL, GLOBAL.replace("K = 2", "K = 3")),
 }  # fmt: skip
 
@@ -451,7 +479,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     frames.outcomes.clear()
-    yield {"warm_start": True, "kernels": False, "cache_dir": str(tmp_path)}
+    yield {"warm_start": True, "kernels": False, "strict": True, "cache_dir": str(tmp_path)}
     torch.set_num_threads(threads)
     torch._dynamo.reset()
 

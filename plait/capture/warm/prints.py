@@ -123,6 +123,8 @@ class Prints:
         """Those of a dict, in their order."""
         kinds = (collections.OrderedDict, dict)  # the former has an order of its own
         of_kind = next((kind.keys for kind in kinds if isinstance(value, kind)), list)
+        if not hasattr(value, "__iter__"):
+            raise NotKept(f"the keys of {_path(type(value))}")
         return f"{_path(type(value))} {[self.constant(k) for k in of_kind(value)]}"
 
     def code(self, code: types.CodeType) -> str:
@@ -367,9 +369,17 @@ def _static(value: Any, name: str) -> str:
     return str(name in getattr(value, "__dict__", ()))
 
 
-def _in_set(value: Any, key: Any) -> str:
-    kind = set if isinstance(value, set) else frozenset
-    return str(kind.__contains__(value, key))
+def _holds(kinds: tuple[type, ...], value: Any, key: Any) -> str:
+    """Whether a value of one of these kinds holds key."""
+    kind: Any = next((kind for kind in kinds if isinstance(value, kind)), None)
+    return f"no {kinds[0].__name__}" if kind is None else str(kind.__contains__(value, key))
+
+
+_SETS = (set, frozenset)
+
+
+def _length(value: Any) -> str:
+    return str(len(value)) if hasattr(value, "__len__") else "no length"
 
 
 def _is_same(prints: Prints, value: Any, more: Mapping[str, Any]) -> str:
@@ -425,15 +435,15 @@ _ASKED: Mapping[str, Callable[[Prints, Any, Mapping[str, Any]], str]] = {
     "TENSOR_MATCH": _tensor,
     "DICT_KEYS_MATCH": _keys,
     "MAPPING_KEYS_CHECK": _keys,
-    "DICT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
-    "DICT_NOT_CONTAINS": lambda _, v, more: str(dict.__contains__(v, _argument(more, "key"))),
-    "SET_CONTAINS": lambda _, v, more: _in_set(v, _argument(more, "key")),
-    "SET_NOT_CONTAINS": lambda _, v, more: _in_set(v, _argument(more, "key")),
+    "DICT_CONTAINS": lambda _, v, more: _holds((dict,), v, _argument(more, "key")),
+    "DICT_NOT_CONTAINS": lambda _, v, more: _holds((dict,), v, _argument(more, "key")),
+    "SET_CONTAINS": lambda _, v, more: _holds(_SETS, v, _argument(more, "key")),
+    "SET_NOT_CONTAINS": lambda _, v, more: _holds(_SETS, v, _argument(more, "key")),
     "HASATTR": lambda _, v, more: str(hasattr(v, _argument(more, "attr"))),
     "NOT_PRESENT_IN_GENERIC_DICT": lambda _, v, more: _static(v, _argument(more, "attr")),
-    "SEQUENCE_LENGTH": lambda _, v, __: f"{_path(type(v))} {len(v)}",
-    "DICT_LENGTH": lambda _, v, __: f"{_path(type(v))} {len(v)}",
-    "EMPTY_NN_MODULE_HOOKS_DICT": lambda _, v, __: str(len(v)),
+    "SEQUENCE_LENGTH": lambda _, v, __: f"{_path(type(v))} {_length(v)}",
+    "DICT_LENGTH": lambda _, v, __: f"{_path(type(v))} {_length(v)}",
+    "EMPTY_NN_MODULE_HOOKS_DICT": lambda _, v, __: _length(v),
     "DUPLICATE_INPUT": _is_same,
     "OBJECT_ALIASING": _is_same,
 }

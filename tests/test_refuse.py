@@ -448,6 +448,42 @@ def test_a_write_to_windows_that_leave_elements_out(name: str) -> None:
     assert torch.equal(got, fn(given)) and torch.equal(mine, given)
 
 
+def to_windows_of_each_row(x: torch.Tensor) -> torch.Tensor:
+    def fn(row: torch.Tensor) -> torch.Tensor:
+        made = row.clone()
+        made.unfold(0, 1, 2)[:, 0].neg_()
+        return made
+
+    return torch.vmap(fn)(x)
+
+
+def test_a_write_to_windows_of_a_batch_that_leave_elements_out() -> None:
+    x = torch.arange(21.0).view(3, 7)
+    with pytest.raises(Unsupported, match="windows"):
+        plait.compile(to_windows_of_each_row, (x,))
+    with pytest.raises(Unsupported, match="windows"):
+        torch.compile(to_windows_of_each_row, backend="plait")(x)
+    got = torch.compile(to_windows_of_each_row, backend="plait", options={"strict": False})(x)
+    assert torch.equal(got, to_windows_of_each_row(x))
+
+
+WINDOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "batch": lambda x: torch.vmap(lambda row: row.unfold(0, 2, 1).prod(1).sum())(x),
+    "gradient": lambda x: torch.func.grad(lambda x: x.unfold(0, 2, 1).prod(2).sum())(x),
+    "batch of gradients": lambda x: torch.vmap(
+        torch.func.grad(lambda row: row.unfold(0, 2, 1)[1:].prod(1).sum())
+    )(x),
+    "tangents": lambda x: torch.func.jvp(lambda x: x.unfold(0, 2, 1).prod(2), (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_inside_of_transforms(name: str) -> None:
+    x, fn = torch.randn(4, 5), WINDOWED[name]
+    torch.testing.assert_close(torch.compile(fn, backend="plait")(x), fn(x))
+    torch.testing.assert_close(plait.compile(fn, (x,))(x), fn(x))
+
+
 def test_a_write_to_windows_that_have_all_elements() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         x.unfold(1, 2, 2).neg_()

@@ -96,9 +96,9 @@ class _Windows:
         before = next((self._sizes[x] for x in given if x in self._sizes), None)
         if not given or not (windows or before):
             return
-        memory = set(map(compat.tracing.storage_of, given))
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and compat.tracing.storage_of(x) in memory:
+        memory = _memory(given)
+        for x in _tensors(out):
+            if memory & _memory(x):
                 self._sizes[x] = before or (given[0].numel(), x.numel())
 
     def has_gaps(self, x: torch.Tensor) -> bool:
@@ -146,11 +146,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 def _memory(tensors: Any) -> set[int]:
     """The storages of tensors that have some."""
-    return {
-        compat.tracing.storage_of(x)
-        for x in _tensors(tensors)
-        if x.layout == torch.strided and not compat.tracing.is_transformed(x)
-    }
+    return {compat.tracing.storage_of(x) for x in _tensors(tensors) if x.layout == torch.strided}
 
 
 def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -232,13 +228,13 @@ def _verdict(
     given = _tensors((args, kwargs))
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
-    if any(map(compat.tracing.is_transformed, given)):  # by torch.func: they have no memory
-        return None
     written = _tensors(_written(args, kwargs))
     name = _name(fn)
     inside, writes = name in _INSIDE, name not in _SHAPES and name not in _INSIDE
     if windows is not None and writes and any(map(windows.has_gaps, written)):
         return Unsupported, _GAPS, _SLICES
+    if any(map(compat.tracing.is_transformed, given)):  # by torch.func: their strides say nothing
+        return None
     shares = not inside and any(map(repeats, written))
     storages = set(map(compat.tracing.storage_of, given))
     shared = not inside and len(storages) < len({id(x) for x in given})

@@ -63,8 +63,10 @@ is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorc
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """A number that says which storage a tensor lies in; one of its own for a tensor without
-    strides."""
+    """A number that says which storage a tensor lies in, or what torch.func has wrapped; one of its
+    own for a tensor without strides."""
+    while is_transformed(x):
+        x = torch._C._functorch.get_unwrapped(x)
     return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
 
 

@@ -561,6 +561,11 @@ ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (laid((1, 2, 3, 3, 3), (54, 1, 18, 6, 2)),),
     ),
     "shuffled channels": (lambda x: F.channel_shuffle(x, 2), (laid((2, 4, 2, 3), (24, 1, 12, 4)),)),
+    "rolled channels last": (lambda x: x.roll(1, 2), (laid((2, 3, 4, 5), (60, 1, 15, 3)),)),
+    "channels last, rolled not at all and back": (
+        lambda x: x.roll((3, 1), (1, 3)),
+        (laid((2, 3, 4, 5), (60, 1, 15, 3)),),
+    ),
     "index_fill of what has gaps": (
         lambda x, i: x.index_fill(0, i, 3),
         (laid((6, 4), (2, 12)), torch.tensor([1, 2])),

@@ -148,6 +148,21 @@ def _formatted(op: Any) -> Callable[..., Any]:
     return run
 
 
+def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
+    """On a CPU eager puts two slices side by side, dimension after dimension: those of a
+    channels-last tensor are so, too, but an empty one."""
+    if not facts_of(x.device).eager_cpu or not dims or _known_rows(x):
+        return NotImplemented
+    if len(dims) > 1:
+        return aten.roll.default(aten.roll.default(x, shifts[:1], dims[:1]), shifts[1:], dims[1:])
+    order, size = prims.suggest_memory_format(x), x.shape[dims[0]]
+    if order == torch.contiguous_format or guard_or_false(size == 0):
+        return NotImplemented
+    if guard_or_false(shifts[0] % size == 0):
+        return NotImplemented
+    return aten.roll.default(x.contiguous(), shifts, dims).contiguous(memory_format=order)
+
+
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """In eager the order of the indices' dimensions counts too, and so do dimensions of size 1."""
     found = [k for k, i in enumerate(indices) if i is not None]
@@ -248,6 +263,7 @@ def _register() -> None:
     laid: dict[Any, Callable[..., Any]] = {
         aten.index.Tensor: _index,
         aten.constant_pad_nd.default: _constant_pad,
+        aten.roll.default: _roll,
         **{op: _second_in_rows(op) for op in (aten.pow.Scalar, aten.ldexp.Tensor)},
         **{op: _in_turn(op) for op in _IN_TURN},
         **{op: _in_format(op) for op in _IN_FORMAT},

@@ -136,6 +136,16 @@ def test_floats_keep_their_zeros() -> None:
     assert Simplifier()(rounded) == cast(cast(x, i64), f32)
 
 
+def test_constants_of_16_bits_are_widened() -> None:
+    from plait.ir.dtypes import bf16, f16
+
+    for dtype in (f16, bf16):
+        assert Simplifier()(cast(const(0.5, dtype), f32)) == const(0.5, f32)
+        for c in (float("inf"), float("nan"), 1e-30):
+            kept = cast(const(c, dtype), f32)
+            assert Simplifier()(kept) == kept
+
+
 def test_which_casts_keep_values() -> None:
     from plait.ir.dtypes import bf16, f16, u8
 

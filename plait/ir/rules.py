@@ -397,7 +397,7 @@ def _rounded(c: float, dtype: DType) -> float | None:
             return float(struct.unpack("f", struct.pack("f", c))[0])
         except OverflowError:
             return None
-    return c if c == 0 or (Fraction(c).denominator <= 64 and abs(c) <= 128) else None
+    return c if abs(c) <= 128 and Fraction(c).denominator <= 64 else None
 
 
 # --------------------------------------------------------------------------------------- arithmetic

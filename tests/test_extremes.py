@@ -362,6 +362,25 @@ def test_casts_to_integers_wrap_at_every_size(src: torch.dtype, name: str, isa: 
         assert a != b or have == a, value
 
 
+@pytest.mark.parametrize("src", [torch.float32, torch.float64, torch.bfloat16])
+def test_casts_of_constants_to_integers_are_those_of_numbers(src: torch.dtype) -> None:
+    """C++ compilers make other integers of constants that are out of range than processors do."""
+    names = ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64")
+    dtypes = [getattr(torch, name) for name in names]
+    numbers = torch.tensor(TO_INTEGERS, dtype=torch.float64).to(src)
+
+    def of_constants(x: torch.Tensor) -> list[torch.Tensor]:
+        held = [torch.full((), n, dtype=src) for n in numbers.tolist()]
+        return [torch.stack([n.to(dtype) for n in held]) for dtype in dtypes]
+
+    def of_numbers(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack([n.to(dtype) for n in x.unbind()]) for dtype in dtypes]
+
+    found, want = (torch.compile(f, backend="plait")(numbers) for f in (of_constants, of_numbers))
+    for name, a, b in zip(names, found, want, strict=True):
+        assert a.tolist() == b.tolist(), name
+
+
 def softmax_rows(x: torch.Tensor) -> torch.Tensor:
     """Five rows of numbers, four with a part, or all, that is no number or infinite."""
     x[1, : x.shape[1] // 2] = -math.inf

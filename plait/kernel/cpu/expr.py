@@ -197,12 +197,10 @@ def scalar_cast(x: str, src: DType, dst: DType) -> str:
         return f"to_{dst.name}({scalar_cast(x, src, f32)})"
     if dst == b1:
         return f"({x} != 0)"
-    if src.is_float and dst.is_int and dst.nbytes < 4:
-        return f"({dst.name})(i32){x}"
-    if src.is_float and dst.name == "u32":
-        return f"(u32)(i64){x}"
-    if src.is_float and dst.name == "u64":
-        return f"s_to_u64({x})"
+    if src.is_float and dst.is_int:
+        if dst.nbytes < 4:
+            return f"({dst.name})s_to_i32({x})"
+        return f"(u32)s_to_i64({x})" if dst.name == "u32" else f"s_to_{dst.name}({x})"
     return f"({dst.name}){x}"
 
 

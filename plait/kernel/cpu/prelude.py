@@ -81,10 +81,18 @@ static inline u16 to_bf16(f32 x) {
   u32 b; __builtin_memcpy(&b, &x, 4);
   return x != x ? 0x7fc0 : (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }""",
+    # What the processor gives for numbers out of range, the least integer. C++ leaves their value
+    # open: g++ makes others of constants.
+    "s_to_i32": "template <class T> static inline i32 s_to_i32(T x) "
+    "{ return __builtin_constant_p(x) && !(x >= (T)-0x1p31 && x < (T)0x1p31) "
+    "? -0x7fffffff - 1 : (i32)x; }",
+    "s_to_i64": "template <class T> static inline i64 s_to_i64(T x) "
+    "{ return __builtin_constant_p(x) && !(x >= (T)-0x1p63 && x < (T)0x1p63) "
+    "? -0x7fffffffffffffffl - 1 : (i64)x; }",
     # A negative number wraps around, as in eager. C++ leaves its value open: some instruction sets
     # convert by way of i64, others have an instruction that gives 2**64 - 1.
     "s_to_u64": "template <class T> static inline u64 s_to_u64(T x) "
-    "{ return x >= (T)0x1p63 ? (u64)(i64)(x - (T)0x1p63) ^ 1ul << 63 : (u64)(i64)x; }",
+    "{ return x >= (T)0x1p63 ? (u64)s_to_i64(x - (T)0x1p63) ^ 1ul << 63 : (u64)s_to_i64(x); }",
     # Scaling by a power of two lets the f32 unit handle half's subnormals.
     "from_f16": """\
 static inline f32 from_f16(u16 x) {

@@ -299,6 +299,38 @@ def test_numbers_beside_tensors_are_refused_or_promoted_as_eager_does(name: str)
         assert got is not None and caught_as(got, kind_of(want)), said
 
 
+_ELEMENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "masked_fill": lambda x, n: x.masked_fill(x == 1, n),
+    "full_like": torch.full_like,
+    "new_full": lambda x, n: x.new_full((2,), n),
+    "add": lambda x, n: torch.add(x, x, alpha=n),
+    "pad": lambda x, n: F.pad(x, (1, 1), value=n),
+    "pow": torch.pow,
+    "where": lambda x, n: torch.where(x == 1, n, x),
+    "clamp": lambda x, n: x.clamp(max=n),
+    "addcmul": lambda x, n: torch.addcmul(x, x, x, value=n),
+    "compare": torch.lt,
+    "multiply": torch.mul,
+}
+
+
+@pytest.mark.parametrize("name", _ELEMENTS)
+def test_numbers_that_elements_cannot_hold_are_refused_as_eager_refuses_them(name: str) -> None:
+    numbers = (-1, 300, 2**40, 1e300, float("inf"))
+    for dtype, number in itertools.product((torch.uint8, HALF), numbers):
+        x = ones(3, dtype=dtype)
+
+        def fn(x: torch.Tensor, number: Any = number) -> torch.Tensor:
+            made: torch.Tensor = _ELEMENTS[name](x, number)
+            return made
+
+        want = raised(lambda xs, f=fn: f(*xs), (x,))
+        got = raised(lambda xs, f=fn: plait.compile(f, xs)(*xs), (x,))
+        said = f"{dtype} {number}: eager {want!r}, plait {got!r}"
+        assert (want is None) == (got is None), said
+        assert want is None or caught_as(got, kind_of(want)), said
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["layer", "group", "batch"])
 def test_norms_of_half_with_single_weights_train(norm: str, dtype: torch.dtype) -> None:

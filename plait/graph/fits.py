@@ -95,6 +95,13 @@ _BINARY: dict[str, Rule] = {
     **dict.fromkeys(("sub", "rsub"), numbers.difference),
 }
 
+_OF_ELEMENTS = """
+    add addcdiv addcmul addmm addmv addr baddbmm celu clamp clamp_max clamp_min constant_pad_nd elu
+    fill full full_like hardshrink hardtanh index_add index_fill leaky_relu lerp masked_fill
+    new_full pow rsub scalar_tensor scatter softplus sub threshold
+""".split()  # fmt: skip
+"""Operators whose kernels make elements of their numbers."""
+
 
 def _overloads(packet: Any) -> list[OpOverload]:
     found = [getattr(packet, name) for name in packet.overloads()]
@@ -110,6 +117,10 @@ def _register() -> None:
             _put(op, rule)
     for op, rule in _RULES.items():
         _put(op, rule)
+    for name in _OF_ELEMENTS:
+        for op in _overloads(getattr(aten, name)):
+            if any(str(a.type) in ("number", "Optional[number]") for a in op._schema.arguments):
+                _put(op, partial(numbers.held, op))
     for name in _BY_DIMENSION:  # a dimension is looked at first
         for op in _overloads(getattr(aten, name)):
             if dims := sizes.dims_of(op):

@@ -7,15 +7,19 @@ fits_sizes.py do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, sym_and
 
+from plait import compat
 from plait.devices import facts_of
 from plait.graph.demands import demand, demand_equal, demand_room, is_sure
+from plait.graph.refuse import answer
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -89,6 +93,41 @@ def by_numbers(x: Tensor, *args: Any, **kwargs: Any) -> Any:
     says = "a complex number cannot be converted to the type of real tensors without overflow"
     demand(not x.is_floating_point() or not any(t.imag for t in found), says)
     return NotImplemented
+
+
+def held(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Of an operator whose kernel first makes its numbers elements. Eager is asked where one is
+    beyond the range of a dtype: of which numbers go into which dtype, and how far."""
+    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    dtypes = {*(x.dtype for x in given), kwargs.get("dtype") or torch.bool}
+    numbers = [t for t in (*args, *kwargs.values()) if type(t) in (int, float)]
+    if all(_in_range(number, dtype) for number in numbers for dtype in dtypes):
+        return NotImplemented
+    device = torch.device(given[0].device if given else kwargs.get("device") or "cpu")
+    facts = facts_of(device)
+    if not facts.is_host and not (facts.streams and torch.cuda.is_available()):
+        return NotImplemented
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return compat.tracing.hint_of(x)
+        return torch.zeros(
+            [compat.tracing.hint_of(n) for n in x.shape], dtype=x.dtype, device=device
+        )
+
+    error = answer(op, args, kwargs, real, device)
+    text = str(error).partition("\n")[0]
+    demand("without overflow" not in text, text)
+    return NotImplemented
+
+
+def _in_range(number: float, dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point:  # some of 8 bits have no infinity
+        infinite = math.isinf(number) and dtype.itemsize > 1
+        return math.isnan(number) or infinite or abs(number) <= torch.finfo(dtype).max
+    if dtype.is_complex or dtype == torch.bool:
+        return True
+    return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 def nan_to_num(x: Tensor, *numbers: Any) -> Any:

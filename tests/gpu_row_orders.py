@@ -81,15 +81,17 @@ PROGRAMS: list[tuple[Program, Shapes, torch.dtype]] = [
 ]
 
 
-def jobs(fn: Program, shapes: Shapes, dtype: torch.dtype) -> tuple[Job, ...]:
+def jobs(
+    fn: Program, shapes: Shapes, dtype: torch.dtype, gpu: str = "sm_90", **options: bool
+) -> tuple[Job, ...]:
     """The kernels of a function of tensors on a GPU."""
     with FakeTensorMode(), torch.no_grad():
         xs = [torch.empty(s, device="cuda", dtype=dtype) for s in shapes]
         table = compat.decompositions.decomposition_table()
         graph = make_fx(torch.func.functionalize(fn), table)(*xs)
-    cfg = Config(gpu_arch="sm_90", verify=True, batch_invariant=True)
+    cfg = Config(gpu_arch=gpu, verify=True, **{"batch_invariant": True, **options})  # type: ignore[arg-type]
     _, made = compile_texts(Captured(graph, "rows_0", "inference"), cfg)
-    return tuple(made.sources["cuda"].units)
+    return tuple(made.sources["cuda"].units) if "cuda" in made.sources else ()
 
 
 def in_tritons_language(job: Job, folder: Path) -> str:

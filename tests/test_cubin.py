@@ -25,7 +25,7 @@ from unittest.mock import patch
 import pytest
 
 from plait.config import Config
-from plait.errors import CacheWarning, ToolchainError
+from plait.errors import CacheWarning, RefusedKernel, ToolchainError
 from plait.runtime import cubin_pool, triton_worker
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job
 from plait.runtime.cubin_pool import CubinPool, pool, start_early
@@ -443,6 +443,24 @@ def _facts(stat: Path) -> list[str]:
 
 def _runs(pid: int) -> bool:
     return _facts(Path(f"/proc/{pid}/stat"))[:1] not in ([], ["Z"])
+
+
+def test_a_kernel_that_needs_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    """So that its call goes another way, whoever chose its tile. Of a GPU that is not known its
+    driver says so."""
+    made = Cubin(b"", "double", 4, 1, 300_000, (0, 1), (0, 1), False, False)
+    cfg = Config(cache_dir=str(tmp_path))
+    with (
+        patch.object(CubinPool, "compile", lambda self, jobs, cfg: [made] * len(jobs)),
+        patch.object(Job, "key", lambda self: self.gpu.name),  # the compiler's version is in it
+    ):
+        for gpu in (Gpu("cuda", 999, 32, "cubin"), Gpu("hip", "gfx942", 64, "hsaco")):
+            cubin_pool.get_or_build_pack([replace(JOB, gpu=gpu)], cfg)
+        with pytest.raises(RefusedKernel, match=r"300000 bytes.* sm_90 has 232448") as raised:
+            cubin_pool.get_or_build_pack([JOB], cfg)
+        assert raised.value.kernel == "double"
+        made = replace(made, shared=232_448)
+        cubin_pool.get_or_build_pack([JOB], cfg)
 
 
 CASES = {

@@ -52,10 +52,9 @@ _MEDIUM = (
 )  # fmt: skip
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
-_ROW_TILES = ((128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
-"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes.
-Tiles of 128 x 256 take 0.94 of it, but what some loops make of them passes through as much memory
-again, which a device has not."""
+_ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.56), (64, 64, 128, 0.38))
+"""Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes. The
+first is fast where programs load by descriptors."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
@@ -124,7 +123,8 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     if a.dtype != f32:
         return found
     if is_rounded():
-        return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=True)
+        columns, depth = min(found.columns, 128), max(_LEAST_STEP, found.depth // 2)
+        return replace(found, columns=columns, depth=depth, tf32=True)
     return Cut(min(found.rows, 64), min(found.columns, 64), 32)  # without tensor cores
 
 
@@ -140,7 +140,8 @@ def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
         rows, columns, _, time = tile
         return time * -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
 
-    rows, columns, depth, _ = min(_ROW_TILES, key=cost)
+    tiles = _ROW_TILES if far and batch == 1 else _ROW_TILES[1:]  # by descriptors alone
+    rows, columns, depth, _ = min(tiles, key=cost)
     return Cut(rows, columns, depth)
 
 

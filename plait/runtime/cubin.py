@@ -45,6 +45,13 @@ NUMBERS = {"enable_reflect_ftz": False}
 do."""
 
 
+_SHARED_KB = {
+    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227,
+    103: 227, 120: 99, 121: 99,
+}  # fmt: skip
+"""Memory that a program may have for all its threads, by the number of NVIDIA's architecture."""
+
+
 class Gpu(NamedTuple):
     """What a kernel is compiled for.
 
@@ -64,6 +71,12 @@ class Gpu(NamedTuple):
     def name(self) -> str:
         """Such as sm_90 or gfx942."""
         return f"sm_{self.arch}" if isinstance(self.arch, int) else self.arch
+
+    @property
+    def most_shared(self) -> int | None:
+        """Bytes of memory that a program may have for all its threads; None: it is not known."""
+        most = _SHARED_KB.get(self.arch) if isinstance(self.arch, int) else None
+        return None if most is None else most << 10
 
 
 SM_90 = Gpu("cuda", 90, 32, "cubin")

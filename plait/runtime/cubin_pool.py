@@ -175,11 +175,14 @@ def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
     head = json.loads(read_exactly(stream, int.from_bytes(read_exactly(stream, 8), "little")))
     image = read_exactly(stream, head["nbytes"])
     if "error" in head:
-        what = f"Triton refused kernel {task.name}: {head['error']}"
-        error = RefusedKernel(what, hint="PLAIT_DEBUG=4 writes the source")
-        error.kernel = task.name
-        raise error
+        raise _refused(task.name, f"Triton refused kernel {task.name}: {head['error']}")
     return Cubin.of(head["facts"], image)
+
+
+def _refused(kernel: str, what: str) -> RefusedKernel:
+    error = RefusedKernel(what, hint="PLAIT_DEBUG=4 writes the source")
+    error.kernel = kernel
+    return error
 
 
 @dataclass(frozen=True)
@@ -338,13 +341,18 @@ class CubinPool:
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
     """The file with all kernels, each under its job's name. Raises ToolchainError for the first
-    that Triton refuses."""
+    that Triton refuses, or that needs more memory than such a GPU has."""
     store = Store.of(cfg, PACKS)
     key = key_of([f"pack {cubin.PACK_VERSION}", *(f"{job.name} {job.key()}" for job in jobs)])
     found = store.find(key)
     if found is not None:
         return Built(found, True)
     cubins = pool().compile(jobs, cfg)
+    for job, made in zip(jobs, cubins, strict=True):
+        most = job.gpu.most_shared
+        if most is not None and made.shared > most:
+            need = f"{made.shared} bytes of shared memory, {job.gpu.name} has {most}"
+            raise _refused(job.name, f"kernel {job.name} needs {need}")
     return Built(
         store.put(key, pack({job.name: c for job, c in zip(jobs, cubins, strict=True)})), False
     )

@@ -16,7 +16,7 @@ from plait.ir.calls import Extern, TensorArg, UserKernel, Variant
 from plait.ir.dtypes import f32
 from plait.ir.expr import Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer, Load, node
-from plait.kernel.triton.dialects import DIALECTS, LEAST_SHARED, shared_nbytes
+from plait.kernel.triton.dialects import DIALECTS, LEAST_NVIDIA, LEAST_SHARED, shared_nbytes
 from plait.kernel.triton.formulas import additions_of, function_of
 from plait.kernel.triton.ops import prelude_for
 from plait.kernel.triton.template import Writer, size_text, template, tuple_text
@@ -129,10 +129,11 @@ class _Writer(Writer):
             (b.columns, b.rows) if self.attention.gives == "keys" else (b.rows, b.columns)
         )
         rows = stays * (1 if self.attention.gives == "result" else 2) + 2 * b.stages * moves
-        # Where copies to it are not asynchronous, tiles of scores pass through it.
-        return rows * row + (
-            4 * b.rows * b.columns if shared_nbytes(self.gpu) <= LEAST_SHARED else 0
-        )
+        # Tiles of scores pass through it where copies to it are not asynchronous, and where
+        # formulas load other numbers by other threads, for which large ones have room in any case.
+        loads, space = self._end > self.attention.n_first, shared_nbytes(self.gpu)
+        passes = space <= (LEAST_NVIDIA if loads else LEAST_SHARED)
+        return rows * row + (4 * b.rows * b.columns if passes else 0)
 
     # ---- text
     def _functions(self) -> tuple[list[str], bool]:

@@ -186,12 +186,14 @@ GPUS: Mapping[str, Gpu] = {name: d.gpu(name) for d in DIALECTS.values() for name
 
 LEAST_SHARED = 64 << 10
 """Bytes of memory that the programs of a multiprocessor share on every GPU."""
-_SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
+LEAST_NVIDIA = 99 << 10
+"""The same of NVIDIA's that are known, but for the first one with tensor cores."""
 
 
 def shared_nbytes(gpu: Gpu) -> int:
-    """Bytes of memory that the programs of a multiprocessor share."""
-    return _SHARED.get(gpu.arch, 99) << 10 if isinstance(gpu.arch, int) else LEAST_SHARED
+    """Bytes of memory that the programs of a multiprocessor share, at least."""
+    least = LEAST_NVIDIA if isinstance(gpu.arch, int) else LEAST_SHARED
+    return gpu.most_shared or least
 
 
 def gpu_of(device: str, cfg: Config) -> Gpu:

@@ -22,10 +22,14 @@ from plait.kernel.triton.template import Writer, size_text, template, tuple_text
 from plait.runtime.cubin import Gpu
 from plait.schedule.deps import extent
 
+_LEAST_TILE = 16  # rows and columns that tensor cores take
 _STAGES = 5
 """Of a loop, where memory holds them: measured on an H200 (benchmarks/products_gpu.py)."""
 _CONVERTING = 3  # programs of a multiprocessor, which is busy while others wait for memory
 _SPARE = 4 << 10  # bytes that a kernel needs beside them
+_BARRIERS = 1 << 10  # bytes beside those of steps and results, where programs load by descriptors
+_LEAST_PIECE = 64
+"""Columns of a tile that are finished at once, at least: a line of memory of 16-bit numbers."""
 _FINISH_NBYTES = 12 << 10  # in which 4 warps turn a tile before they store it
 _KERNEL_US = 1.5  # of one that is small, in a CUDA graph
 _VENDORS_OPS = {
@@ -231,8 +235,20 @@ class _Writer(Writer):
         return self.buffers[self.tensors[0].buf].dtype.nbytes
 
     def _versions(self) -> list[_Version]:
-        """Ways to cut it: as planned, then others that are worth measuring. The right matrix is
-        made a step of one depth at a time."""
+        """Ways to cut it for which a multiprocessor has room: as planned, then others that are
+        worth measuring. Where it has room for none of them, narrower and lower than planned."""
+        wanted = self._wanted()
+        if found := [v for v in wanted if self._fits(v)]:
+            return found
+        v = replace(wanted[0], described=False, aligned=False)
+        while not self._fits(v) and max(v.cut.rows, v.cut.columns) > _LEAST_TILE:
+            side = "columns" if v.cut.columns >= v.cut.rows else "rows"
+            v = replace(v, cut=replace(v.cut, **{side: getattr(v.cut, side) // 2}))
+        return [v]
+
+    def _wanted(self) -> list[_Version]:
+        """Ways to cut it, the one that is planned first. The right matrix is made a step of one
+        depth at a time."""
         cut, made = self._cut, self.product.right is not None
         if cut.is_large:
             return self._large()
@@ -255,8 +271,11 @@ class _Writer(Writer):
 
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
-        cut, nbytes = self._cut, self._factor_nbytes
-        tiles = [(*tile, True) for tile in _DESCRIBED_TILES if self._is_described()]
+        cut, nbytes, able = self._cut, self._factor_nbytes, self._is_described()
+        far = self.around.by_row and cut.columns > _NARROW
+        if far and not able:  # wide tiles are slow otherwise
+            cut, far = replace(cut, columns=_NARROW), False
+        tiles = [(*tile, True) for tile in _DESCRIBED_TILES if able]
         tiles += ((*tile, False) for tile in _LARGE_TILES)
         found = []
         for rows, columns, depth, warps, stages, described in tiles:
@@ -269,7 +288,7 @@ class _Writer(Writer):
         # Where each number is written by itself, the next tile's loads should be under way.
         slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
         if self.around.by_row:
-            found.sort(key=lambda v: (v.cut != cut, v.described, v.warps != _MOST_WARPS))
+            found.sort(key=lambda v: (v.cut != cut, v.described != far, v.warps != _MOST_WARPS))
         else:
             found.sort(key=lambda v: (v.cut != cut, v.described != slow))
         return found if self.tunes else found[:1]
@@ -280,7 +299,7 @@ class _Writer(Writer):
         far = len(left.shape) == 2 and left.strides[1] == right.strides[0] == 1
         known = all(isinstance(n, int) for n in (*left.shape, *right.shape))
         able = DIALECTS[self.gpu.backend].has_descriptors(self.gpu) and self._cut.parts == 1
-        plain = self.product.right is None and not self.product.half
+        plain = self.product.right is None and not self.product.half and not self._rounds
         return able and far and known and self.around.aligned and plain
 
     def _kinds(self, cut: Cut) -> int:
@@ -319,6 +338,7 @@ class _Writer(Writer):
             fits = shared_nbytes(self.gpu) // (stages * step + _FINISH_NBYTES)
             assert isinstance(grid, int), "sizes are known"
             grid = min(grid, self.around.multiprocessors * max(1, min(fits, 8 // v.warps)))
+            constants["piece"] = self._piece(v, stages)
         else:
             made = self.product.right is not None
             turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
@@ -349,7 +369,43 @@ class _Writer(Writer):
             space, step = space // _CONVERTING - width * codes, step - (width - 1) * codes
         elif not v.stages:  # 2048 x 768 x 768 takes 7.7 us so, and 10.2 with one (H200)
             space //= programs
-        return max(1, min(v.stages or _STAGES, (space - _SPARE) // step))
+        taken = _BARRIERS + self._finish_nbytes(v, _LEAST_PIECE) if v.described else _SPARE
+        return max(1, min(v.stages or _STAGES, (space - taken) // step))
+
+    def _fits(self, v: _Version) -> bool:
+        """Whether a multiprocessor has room for a program: for a step, or what results pass
+        through. Where loads are under way meanwhile, for the next step and for results besides."""
+        space, cut = shared_nbytes(self.gpu), v.cut
+        step = (cut.rows + cut.columns) * cut.depth * self._factor_nbytes
+        if v.described:
+            return 2 * step + self._finish_nbytes(v, _LEAST_PIECE) + _BARRIERS <= space
+        return max(step, self._finish_nbytes(v, cut.columns)) + _SPARE <= space
+
+    def _piece(self, v: _Version, stages: int) -> int:
+        """Columns of a tile that are finished at once: as many as there is room for beside
+        steps."""
+        step = (v.cut.rows + v.cut.columns) * v.cut.depth * self._factor_nbytes
+        space, piece = shared_nbytes(self.gpu) - stages * step - _BARRIERS, v.cut.columns
+        while piece > _LEAST_PIECE and self._finish_nbytes(v, piece) > space:
+            piece //= 2
+        return piece
+
+    def _finish_nbytes(self, v: _Version, columns: int) -> int:
+        """Bytes that so many columns of a tile of results pass through at most, where threads that
+        store them, or load what is computed with them, have others than those that sum."""
+        return v.cut.rows * columns * self._widest
+
+    @property
+    def _widest(self) -> int:
+        """Bytes of the widest number that a tile has one of for each of its sums."""
+        widest = [4, *(self.buffers[x.buf].dtype.nbytes for x in self.outs)]
+        for r in self.product.results:
+            own = {v.symbol for v in r.vars[-2:]}
+            loads = ((n, n.attr) for n in walk((r.body,)) if isinstance(n.attr, Load))
+            for n, load in loads:
+                if n.args or own <= {a for e in load.index for a in free_symbols(e)}:
+                    widest.append(n.dtype.nbytes)
+        return max(widest)
 
     def _release(self, dialect: Dialect) -> list[str]:
         """What lets the next kernel come beside this one: where this is over so soon that coming

@@ -3,7 +3,8 @@ behind that of product.py, with functions that it calls. It is not imported.
 
 As many programs as the device holds take tiles of the result, one after the other; the loads of the
 next tile are under way while one is finished. Factors have sums along k side by side, and are
-loaded by descriptors (TMA). Arguments and constants are those of product.py.
+loaded by descriptors (TMA). Arguments and constants are those of product.py, and
+piece: columns of a tile that are finished at once
 """
 
 import triton
@@ -11,10 +12,25 @@ import triton.language as tl
 
 
 @triton.jit
+def finish_by_pieces(sums, piece: tl.constexpr, i, column, m, n, given, outs):
+    """Finishes a tile that begins at a column, so many of its columns at a time: they pass through
+    memory that is beside that of steps."""
+    if sums.shape[1] > piece:
+        rows: tl.constexpr = sums.shape[0]
+        near: tl.constexpr = sums.shape[1] // 2
+        one, other = tl.split(tl.permute(tl.reshape(sums, (rows, 2, near)), (0, 2, 1)))
+        finish_by_pieces(one, piece, i, column, m, n, given, outs)
+        finish_by_pieces(other, piece, i, column + near, m, n, given, outs)
+    else:
+        j = column + tl.arange(0, sums.shape[1])[None, :]
+        finish(sums, sums, 0, 0, i, j, i < m, j < n, given, outs)
+
+
+@triton.jit
 def described_product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, whole: tl.constexpr,
-    group: tl.constexpr,
+    group: tl.constexpr, piece: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = tl.int32 if whole else tl.float32
     x_tiles = tl.make_tensor_descriptor(left, [m, k], [left_strides[1], 1], [rows, depth])
@@ -29,5 +45,4 @@ def described_product(
             y = y_tiles.load([column, step * depth])
             sums = tl.dot(x, y.T, sums, out_dtype=kind)
         i = row + tl.arange(0, rows)[:, None]
-        j = column + tl.arange(0, columns)[None, :]
-        finish(sums, sums, 0, 0, i, j, i < m, j < n, given, outs)
+        finish_by_pieces(sums, piece, i, column, m, n, given, outs)

@@ -77,7 +77,7 @@ def given_text(captured: Captured, cfg: Config) -> str:
         k: v for k, v in asdict(cfg).items() if v != getattr(Config(), k) and k not in _LOCAL
     }
     machine = {
-        "isa": detect_isa(cfg.isa).name,
+        "isa": detect_isa(cfg.isa).full_name,
         "default_dtype": _name_of(torch.get_default_dtype()),
     }
     return _json({**document, "config": changed, "machine": machine})

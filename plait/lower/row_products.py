@@ -13,7 +13,6 @@ from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, contiguous_strides, product
 from plait.ir.product import Panels
 from plait.lower.align_rows import aligned, with_even_depth
-from plait.lower.convert import convert
 from plait.lower.core import Lowering, View
 from plait.lower.exact import ALWAYS
 from plait.lower.memory import copy, step_along, tensor_arg
@@ -58,7 +57,6 @@ def _by_host(ctx: Lowering, a: View, b: View) -> View | None:
         return None
     if len(batch) > 1:
         return None
-    left = convert(ctx, a, f32)
     rows, own = product((*batch, m)), contiguous_strides(a.shape)
     given = tensor_arg(ctx, b)
     if 1 not in given.strides[-2:]:
@@ -70,7 +68,7 @@ def _by_host(ctx: Lowering, a: View, b: View) -> View | None:
         return (i // m, i % m, j) if batch else (i, j)
 
     label = f"plait_loose_mm_{k}x{n}"
-    args = (tensor_arg(ctx, left, own), given, rows, m)
+    args = (tensor_arg(ctx, a, own), given, rows, m)
     how = Panels(k, n, panel_width(n), form="loose")
     return call(ctx, ("aten::matmul", label), args, out, (1, 1, rows, n), place, k, how)
 

@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -42,7 +42,9 @@ class ToolchainFailed(ToolchainMissing):
 class Isa:
     """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler.
     sleef: whose SLEEF functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show.
-    libraries: linked last. by_row: kernels give a row the same bits however many rows there are."""
+    libraries: linked last. by_row: kernels give a row the same bits however many rows there are.
+    bf16_pairs: this machine has an instruction that multiplies pairs of bfloat16 numbers and adds
+    them up in float32; no machine has it that is asked for by name, where others may run."""
 
     name: str
     lanes: int
@@ -51,6 +53,12 @@ class Isa:
     cpu: frozenset[str] = field(default=frozenset())
     libraries: tuple[str, ...] = ()
     by_row: bool = False
+    bf16_pairs: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """With what of it not every machine has: programs of different ones may differ."""
+        return f"{self.name}+bf16" if self.bf16_pairs else self.name
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of one register of a value with elements of that size: 64-bit values take two
@@ -229,7 +237,9 @@ def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
     if wanted != "auto":
         return ISAS[wanted]
     have = _cpu_flags(cpuinfo)
-    return next(i for i in ISAS.values() if i.cpu <= have)
+    widest = next(i for i in ISAS.values() if i.cpu <= have)
+    pairs = widest.name == "avx512" and "avx512_bf16" in have
+    return replace(widest, bf16_pairs=True) if pairs else widest
 
 
 def check_isa(cfg: Config, cpuinfo: str = "/proc/cpuinfo") -> None:

@@ -179,7 +179,7 @@ def _key(frame: Frame, cfg: Config) -> str:
             frames.settings(),
             str((frame.whole, frame.backend.dynamic)),
             json.dumps((cfg.key(), cfg.strict)),
-            detect_isa(cfg.isa).name,
+            detect_isa(cfg.isa).full_name,
         )
     )
 

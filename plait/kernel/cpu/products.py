@@ -57,7 +57,7 @@ def _text(
     assert isinstance(kernel, Product) and isinstance(kernel.how, Panels), kernel
     (result,) = kernel.results
     if kernel.how.form == "loose":
-        return LooseWriter(kernel.how, result.body, tensors, sizes, isa, right=dtypes[1]).text()
+        return LooseWriter(kernel.how, result.body, tensors, sizes, isa, factors=dtypes[0]).text()
     return _WRITERS[kernel.how.form](kernel.how, result.body, tensors, sizes, isa).text()
 
 
@@ -85,7 +85,7 @@ def library_texts(texts: Sequence[str], isa: Isa) -> tuple[str, ...]:
 _FORMS: dict[str, tuple[str, Callable[[Sequence[str], Isa], list[str]]]] = {
     "dense": ("rows|image", walk_texts), "winograd": ("winograd", winograd_texts),
     "depthwise": ("depthwise", depthwise_texts), "heads": ("heads", heads_texts),
-    "loose": ("loose", loose_texts),
+    "loose": (r"loose_\w+", loose_texts),
 }  # fmt: skip
 _UNIT_OF = {"depthwise": "depthwise"}
 

@@ -8,7 +8,14 @@ of T (see prelude). m: a mask, lanes 0 or -1.
 from __future__ import annotations
 
 from plait.kernel.cpu.elementary import elementary
-from plait.kernel.cpu.simd.arithmetic import arithmetic, extremes, lanewise, random, rounding
+from plait.kernel.cpu.simd.arithmetic import (
+    arithmetic,
+    extremes,
+    lanewise,
+    pair_sums,
+    random,
+    rounding,
+)
 from plait.kernel.cpu.simd.conversions import conversions, halves
 from plait.kernel.cpu.simd.lanes import horizontal, rearranged, scans, shape, tiles
 from plait.kernel.cpu.simd.memory import gathers, memory
@@ -24,6 +31,7 @@ def simd(isa: Isa) -> dict[str, str]:
         conversions,
         memory,
         rounding,
+        pair_sums,
         lanewise,
         halves,
         gathers,

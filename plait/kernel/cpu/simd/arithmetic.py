@@ -6,6 +6,9 @@ from plait.ir.dtypes import DTYPES
 from plait.kernel.cpu.simd.text import FLOATS, NUMBERS, Functions, mask_of, n_lanes
 from plait.runtime.toolchain import Isa
 
+WITH_PAIRS = '__attribute__((target("avx512bf16")))'
+"""Of functions that use sum_pairs: others may not be given these instructions."""
+
 
 def arithmetic(isa: Isa) -> dict[str, str]:
     """Functions that plain vector operators express."""
@@ -80,6 +83,17 @@ def rounding(isa: Isa) -> dict[str, str]:
     head = "vf32 v_divided_f32(vf32 a, vf32 b, vf32 r)"
     out.add(head, "return a / b;", fast if isa.sleef else None)
     return out
+
+
+def pair_sums(isa: Isa) -> dict[str, str]:
+    """sum_pairs(c, a, b): c and the products of both bfloat16 numbers in each lane of a and b. The
+    instruction takes denormal numbers for 0, and gives 0 for them, whatever the thread's flags say;
+    so do vendors' products. Its operands have other types in each compiler's builtin."""
+    if not isa.bf16_pairs:
+        return {}
+    head = f"static inline {WITH_PAIRS} vf32 sum_pairs(vf32 c, vu32 a, vu32 b)"
+    body = 'asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b)); return c;'
+    return {"sum_pairs": f"{head} {{ {body} }}"}
 
 
 def lanewise(isa: Isa) -> dict[str, str]:

@@ -35,7 +35,8 @@ from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting
 from plait.errors import Unsupported
 from plait.graph.captured import InputView
-from plait.runtime.signature import CONSTANTS, VALUE
+from plait.runtime.objects import closed, opened
+from plait.runtime.signature import VALUE, is_constant
 
 REGISTER = (
     "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other "
@@ -127,14 +128,14 @@ class FlatModule:
             next(given) if value else real if fake is None else fake
             for value, real, fake in zip(self.is_value, self.leaves, self.env.leaves, strict=True)
         ]
-        args, kwargs = self.arrange(self.spec, iter(leaves))
+        args, kwargs = closed(self.arrange(self.spec, iter(leaves)))
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        arguments = Snapshot(SimpleNamespace(**bound.arguments))
+        arguments = Snapshot(SimpleNamespace(**bound.arguments), deep=True)
         module_run = ModuleRun(self.module, self.who, self.before)
         state = wrapped(self.state, iter(flat[: len(self.plain)]))
         with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
             with CheckWrites() as writes:
-                result = self.module(*args, **kwargs)
+                result = opened(self.module(*args, **kwargs))
             writes.check_inputs(flat)
         layouts.ask_of_results(flat, result)
         left, in_arguments = module_run.left, arguments.changes()
@@ -154,7 +155,7 @@ class FlatModule:
         for path, x in paths:
             if isinstance(x, torch.Tensor) and is_wrapper(x):
                 raise Unsupported(f"{self.who} of a function whose result is {special_kind(x)}")
-            if not _is_value(x) and not isinstance(x, CONSTANTS):
+            if not _is_value(x) and not is_constant(x):
                 at = f" (at {pytree.keystr(path)})" if path else ""
                 what = f"a result of {name_of(self.module)}, {type_name(x)}{at}"
                 raise Unsupported(f"{self.who} of {what}, which may hold tensors", hint=REGISTER)

@@ -96,12 +96,13 @@ class Change:
 
 
 class Snapshot:
-    """The dicts and lists that fn can reach, with what they hold now."""
+    """The dicts and lists that fn can reach, with what they hold now. deep: through any objects
+    that objects hold."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Any, deep: bool = False) -> None:
         self._before = [
             (name, kind, place, list(place) if isinstance(place, list) else dict(place))
-            for name, kind, place in _places(fn)
+            for name, kind, place in _places(fn, deep)
         ]
 
     def changes(self) -> list[Change]:
@@ -121,7 +122,7 @@ class Snapshot:
         return found
 
 
-def _places(fn: Any) -> Iterator[tuple[str, str, Any]]:
+def _places(fn: Any, deep: bool) -> Iterator[tuple[str, str, Any]]:
     """The name, kind and value of dicts and lists that fn can reach: "state" of modules,
     "attributes", "items"."""
     seen: set[int] = set()
@@ -153,7 +154,9 @@ def _places(fn: Any) -> Iterator[tuple[str, str, Any]]:
             todo += held(x)
         elif hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _FOREIGN:
             yield name, "attributes", vars(x)
-            inner = [(key, value) for key, value in vars(x).items() if type(value) in _CONTAINERS]
+            inner = [
+                (key, value) for key, value in vars(x).items() if deep or type(value) in _CONTAINERS
+            ]
             todo += [(_named(name, "attributes", key), value) for key, value in inner]
 
 

@@ -30,7 +30,8 @@ from plait.compat.size_facts import SizeFacts, allow, left_out, size_facts, toge
 from plait.errors import Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
-from plait.runtime.signature import CONSTANTS, VALUE, Signature
+from plait.runtime.objects import opened
+from plait.runtime.signature import VALUE, Signature, is_constant
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def trace(
     be traced, and what the module raises, with a note of the user's line.
     """
     _check_module(module, who)
-    leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
+    given = args, kwargs
+    args, kwargs = opened((args, dict(kwargs)))
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, leaves, strict=True):
         _check_argument(name, x, who)
@@ -83,7 +86,7 @@ def trace(
     try:
         exported = flat.export()
     except Exception as error:
-        tell(error, module, who, (state, args, kwargs) if device is None else None)
+        tell(error, module, who, (state, *given) if device is None else None)
         raise
     graph, mutated, tokens = exported
     _allow_more(flat, exported)
@@ -192,10 +195,9 @@ def _check_argument(name: str, x: Any, who: str) -> None:
         if kind := special_kind(x):
             what = f"{who} of argument {name!r}: it takes plain tensors, this is {kind}"
             raise Unsupported(what, hint='torch.compile(fn, backend="plait")')
-    elif not isinstance(x, CONSTANTS):
+    elif not is_constant(x):
         what = (
-            f"argument {name!r} is {type_name(x)}, neither a tensor nor a constant nor a "
-            "container that torch knows"
+            f"argument {name!r} is {type_name(x)}, neither a tensor nor a constant nor a container"
         )
         raise UserError(f"example_inputs: {what}", hint=REGISTER)
 

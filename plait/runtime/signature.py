@@ -12,6 +12,7 @@ import enum
 import json
 import re
 import reprlib
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from plait.errors import InputError, Unsupported
+from plait.runtime.objects import closed, has_objects, opened
 
 
 class _Value:
@@ -31,10 +33,19 @@ class _Value:
 
 VALUE = _Value()
 
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, range, type(Ellipsis), type,
 )  # fmt: skip
-"""Types of arguments and results that are built into a program."""
+
+
+def is_constant(x: Any) -> bool:
+    """Whether an argument or result is built into a program: a number, a name, a class, a function
+    that holds no other objects."""
+    if isinstance(x, types.BuiltinFunctionType):
+        return x.__self__ is None or isinstance(x.__self__, types.ModuleType)
+    if isinstance(x, types.FunctionType):
+        return not (x.__closure__ or x.__defaults__ or x.__kwdefaults__)
+    return isinstance(x, _CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,7 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
     tensors = [i for i, x in enumerate(signature.leaves) if x is VALUE]
     constants = [(i, x) for i, x in enumerate(signature.leaves) if x is not VALUE]
     out_leaves, out_spec = signature.out_leaves, signature.out_spec
+    takes_objects, gives_objects = has_objects(signature.in_spec), has_objects(out_spec)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
@@ -180,27 +192,29 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
                     f"{', '.join(signature.loose)}"
                 )
             kwargs = {name: kwargs[name] for name in signature.keywords}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = opened((args, kwargs)) if takes_objects else (args, kwargs)
+        leaves, spec = pytree.tree_flatten(given)
         if spec != signature.in_spec:
-            leaves = _by_keys(signature, (args, kwargs), spec)
+            leaves = _by_keys(signature, given, spec)
         for i, want in constants:
             got = leaves[i]
             if type(got) is not type(want) or _differ(got, want):
-                given = (
+                told = (
                     f"a {type(got).__name__}"
                     if isinstance(got, torch.Tensor)
                     else reprlib.repr(got)
                 )
                 raise InputError(
                     f"input '{signature.names[i]}': the program was compiled for "
-                    f"{reprlib.repr(want)}, got {given}",
+                    f"{reprlib.repr(want)}, got {told}",
                     hint="compile once for each value, or pass a tensor",
                 )
         result = call(*(leaves[i] for i in tensors))
         values = iter((result,) if signature.single else result)
-        return pytree.tree_unflatten(
+        made = pytree.tree_unflatten(
             [next(values) if x is VALUE else x for x in out_leaves], out_spec
         )
+        return closed(made) if gives_objects else made
 
     return compiled
 

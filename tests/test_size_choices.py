@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.export import Dim
+from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 import plait
 
@@ -136,3 +137,46 @@ def test_sizes_of_arguments_without_names() -> None:
     for one in ((sizes,), ((sizes,),)):
         run = plait.compile(lambda *xs: xs[0] * 2, (a,), one)
         assert torch.equal(run(b), b * 2)
+
+
+def test_sizes_as_torch_collects_them() -> None:
+    a, b = torch.randn(5, 8), torch.randn(5, 8)
+    by_tensor = ShapesCollection()  # type: ignore[no-untyped-call]
+    by_tensor[a], by_tensor[b] = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}
+    by_example = AdditionalInputs()  # type: ignore[no-untyped-call]
+    by_example.add((torch.randn(3, 8), torch.randn(3, 8)))  # type: ignore[no-untyped-call]
+    for shapes in (by_tensor, by_example):
+        run = plait.compile(lambda a, b: a * b, (a, b), shapes)
+        assert torch.equal(run(a[:2], b[:2]), a[:2] * b[:2])
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "fake_quantize": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127),
+    "by tensors": lambda x: torch.fake_quantize_per_tensor_affine(
+        x, torch.tensor(0.1), torch.tensor(1, dtype=torch.int32), -128, 127
+    ),
+    "by channel": lambda x: torch.fake_quantize_per_channel_affine(
+        x, torch.linspace(0.1, 0.4, 8), torch.zeros(8, dtype=torch.int32), 1, -128, 127
+    ),
+    "learnable": lambda x: torch._fake_quantize_learnable_per_tensor_affine(
+        x, torch.tensor([0.1]), torch.tensor([1.0]), -128, 127
+    ),
+    "margins": lambda x: F.multi_margin_loss(x, torch.zeros(x.shape[0], dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_operators_whose_shapes_torch_does_not_know(name: str) -> None:
+    """Where sizes vary: with numbers it runs their kernels on zeros."""
+    fn = SHAPES[name]
+    x, y = torch.randn(5, 8), torch.randn(3, 8)
+    run = plait.compile(fn, (x,), ({0: Dim.DYNAMIC},))
+    for given in (x, y):
+        torch.testing.assert_close(run(given), fn(given))
+    trained = torch.compile(fn, backend="plait", dynamic=True, fullgraph=True)
+    for given in (x, y):
+        ours, eagers = (given.clone().requires_grad_() for _ in range(2))
+        trained(ours).sum().backward()
+        fn(eagers).sum().backward()
+        assert ours.grad is not None and eagers.grad is not None
+        torch.testing.assert_close(ours.grad, eagers.grad)

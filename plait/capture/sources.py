@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.export import Dim, ExportedProgram
+from torch.export import AdditionalInputs, Dim, ExportedProgram, ShapesCollection
 
 from plait.capture.flat_module import FunctionModule
 from plait.errors import UserError
@@ -33,6 +33,8 @@ def source_of(fn: Program, example_inputs: Examples, dynamic_shapes: Any, who: s
     check_callable(fn, who)
     module = fn if isinstance(fn, torch.nn.Module) else FunctionModule(fn)
     args, kwargs = example_arguments(example_inputs)
+    if isinstance(dynamic_shapes, (ShapesCollection, AdditionalInputs)):
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, kwargs)  # type: ignore[no-untyped-call]
     return module, args, kwargs, _by_parameter(module, args, dynamic_shapes)
 
 

@@ -1,8 +1,9 @@
 """Sizes and element types of fake results that torch gets wrong.
 
 `correct` puts in shape functions of our own: for packed sequences, FlexAttention and `isin` (torch
-finds its shape by a choice of algorithms, which leaves a guard) in all versions, for what counts
-and finds (`unique`, `bincount`) in torch 2.11 and 2.12. Inside `short_shapes` those of batch norms
+finds its shape by a choice of algorithms, which leaves a guard) in all versions, for some of which
+torch knows no shapes of sizes that vary (`fake_quantize`), for what counts and finds (`unique`,
+`bincount`) in torch 2.11 and 2.12. Inside `short_shapes` those of batch norms
 with given statistics and of some activations are short ones.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._decomp import decomposition_table, meta_table
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import fake_impls
@@ -28,6 +30,42 @@ _COUNTING = (
 )  # fmt: skip
 
 
+# Operators whose results lie as arguments do, of which torch knows no shapes where sizes vary: the
+# arguments, and whether the result is a mask.
+_LIKE: dict[Any, tuple[tuple[int, bool], ...]] = {
+    **dict.fromkeys(
+        (
+            aten.fake_quantize_per_tensor_affine_cachemask.default,
+            aten.fake_quantize_per_channel_affine_cachemask.default,
+            aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+        ),
+        ((0, False), (0, True)),
+    ),
+    **dict.fromkeys(
+        (
+            aten._fake_quantize_learnable_per_tensor_affine.default,
+            aten._fake_quantize_learnable_per_channel_affine.default,
+            aten._dirichlet_grad.default,
+            aten._sample_dirichlet.default,
+            aten._standard_gamma_grad.default,
+            aten.binomial.default,
+        ),
+        ((0, False),),
+    ),
+    **dict.fromkeys(
+        (
+            aten._fake_quantize_learnable_per_tensor_affine_backward.default,
+            aten._fake_quantize_learnable_per_channel_affine_backward.default,
+        ),
+        ((1, False), (2, False), (3, False)),
+    ),
+    **dict.fromkeys(
+        (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default),
+        ((1, False),),
+    ),
+}
+
+
 _STATISTICS = (
     aten._native_batch_norm_legit_functional.default,
     aten._batch_norm_with_update_functional.default,
@@ -39,11 +77,18 @@ def correct() -> None:
     """From now on fake tensors use these functions; called once."""
     shapes = fake_impls.op_implementations_dict
     shapes[aten._pack_padded_sequence.default] = _packed
+    shapes.update({op: _like(of) for op, of in _LIKE.items()})
     if versions.BEFORE_2_13:
         shapes.update({op: _typed(shapes[op]) for op in _COUNTING})
     for table in _TABLES:
         table.update(dict.fromkeys(_STATISTICS, _norm_statistics))
         table[aten.isin.Tensor_Tensor] = _isin
+    # Made of others it counts elements.
+    backward: Any = aten.fake_quantize_per_channel_affine_cachemask_backward.default
+    backward.py_kernels[DispatchKey.CompositeImplicitAutograd] = (
+        torch.mul
+    )  # torch's counts elements
+    backward._dispatch_cache.clear()
     flex: Any = torch.ops.higher_order.flex_attention
     if flex in registered_hop_fake_fns:
         registered_hop_fake_fns[flex] = _as_wide(registered_hop_fake_fns[flex])
@@ -62,6 +107,17 @@ def _norm_statistics(mode: Any, op: Any, x: torch.Tensor, *given: Any) -> Any:
         stats = own if x.is_cpu else torch.float32
         running = [t.to(r.dtype) for t, r in zip((new_mean, new_var), given[2:4], strict=True)]
         return out, mean.to(stats), rstd.to(stats), *others, *running
+
+
+def _like(of: tuple[tuple[int, bool], ...]) -> Callable[..., Any]:
+    """The shape function of an operator of `_LIKE`."""
+
+    def run(mode: Any, op: Any, *args: Any, **_: Any) -> Any:
+        with mode:
+            made = [torch.empty_like(args[k], dtype=torch.bool if m else None) for k, m in of]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return run
 
 
 def _isin(mode: Any, op: Any, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -978,3 +978,20 @@ def test_sizes_of_an_exported_program_that_some_of_a_range_do_not_fit(
         torch.testing.assert_close(call(x), layer(x))
     with pytest.raises(InputError, match="size"):
         call(torch.randn(3, 3, 12, 0))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_attention_of_no_rows_keys_or_heads(wrapper: str, causal: bool) -> None:
+    """ATen's kernel for a CPU divides by their numbers: a call ended the process."""
+
+    def fn(q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k * 2, is_causal=causal) + 1
+
+    every = dict.fromkeys(range(4), Dim.AUTO)
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 7, 8)
+    call = plait.compile(fn, (q, k), (every, every), options={"wrapper": wrapper})
+    for batch, heads, rows, keys in ((2, 4, 0, 7), (2, 4, 6, 0), (2, 0, 6, 7), (0, 4, 6, 7),
+                                     (1, 1, 1, 1), (3, 2, 5, 9)):  # fmt: skip
+        q, k = torch.randn(batch, heads, rows, 8), torch.randn(batch, heads, keys, 8)
+        torch.testing.assert_close(call(q, k), fn(q, k))

@@ -136,6 +136,22 @@ def test_as_many_steps_as_a_call_has(kind: type[nn.RNNBase], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+def test_no_rows_and_no_steps(kind: type[nn.RNNBase]) -> None:
+    """oneDNN's LSTM divides by how many rows there are."""
+    module, nothing = kind(4, 5).eval(), torch.zeros(6, 0, 4)
+    check(plait.compile(module, (nothing,)), module, nothing)
+    for vary in ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}):
+        call = plait.compile(module, (X.mT.contiguous().view(6, 3, 4),), (vary,))
+        with torch.no_grad():
+            torch.testing.assert_close(call(nothing), module(nothing))
+        check(call, module, torch.randn(6, 5, 4))
+    with pytest.raises(RuntimeError, match="sequence length"):
+        call(torch.zeros(0, 3, 4))
+    with pytest.raises(RuntimeError, match="sequence length"):
+        plait.compile(module, (torch.zeros(0, 3, 4),))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 def test_a_few_steps_are_kernels(kind: type[nn.RNNBase]) -> None:
     """A number of steps that is known is taken apart, but by oneDNN's LSTM."""
     module = kind(4, 5).eval()

@@ -7,7 +7,7 @@ no gradient is taken, a layer stays whole (`runtime/layers.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +36,10 @@ def kernels_of(op: OpOverload, kernels: Kernels) -> Kernels:
 def _layer(op: OpOverload, by_steps: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A layer whole where its steps are not known, else by torch's decomposition by_steps."""
     named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    if _trains(named):
-        # oneDNN's LSTM saves nothing for a gradient here; torch asks that of the input alone.
+    empty = not is_packed(op) and 0 in _known(named["input"].shape)
+    if empty or _trains(named):
+        # oneDNN's LSTM saves nothing for a gradient here, which torch asks of the input alone, and
+        # divides by how many rows there are.
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
@@ -45,22 +47,29 @@ def _layer(op: OpOverload, by_steps: Callable[..., Any], *args: Any, **kwargs: A
         finally:
             torch._C._set_mkldnn_enabled(enabled)
     drops = named["train"] and named["dropout"] > 0
-    run = WHOLE[op] if _unknown_steps(op, named) and not drops else by_steps
+    run = WHOLE[op] if _stays_whole(op, named) and not drops else by_steps
     return run(*args, **kwargs)
 
 
-def _unknown_steps(op: OpOverload, named: Mapping[str, Any]) -> bool:
+def _stays_whole(op: OpOverload, named: Mapping[str, Any]) -> bool:
+    """Whether a layer's steps are not known, or it is an LSTM of oneDNN that may have none, or no
+    rows: eager looks before it calls that."""
     if is_packed(op):
         return True
     x = named["input"]
-    if not isinstance(x.shape[1 if named["batch_first"] else 0], torch.SymInt):
+    if len(_known(x.shape)) == len(x.shape):
         return False
-    if op is not _aten.lstm.input:
+    if isinstance(x.shape[1 if named["batch_first"] else 0], torch.SymInt):
         return True
-    # oneDNN has one for any number of steps.
+    if op is not _aten.lstm.input:
+        return False
     choose: Any = select_one_layer_lstm_function
     chosen = choose(x, named["hx"], [named["params"]])
-    return bool(chosen.__name__ != "mkldnn_one_layer_lstm")
+    return bool(chosen.__name__ == "mkldnn_one_layer_lstm")
+
+
+def _known(shape: Sequence[Any]) -> list[int]:
+    return [n for n in shape if not isinstance(n, torch.SymInt)]
 
 
 def _trains(named: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ cost."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 
 from plait.graph.conv_cost import most_taps
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.expr import Expr, Size, contiguous_strides, product
+from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.lower.attention import row_attention
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import inside, load_if, result
-from plait.lower.extern import call_extern
+from plait.lower.extern import call_extern, call_op
 from plait.lower.host_attention import host_attention
 
 aten = torch.ops.aten
@@ -128,11 +129,32 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
     flops = product((4, *q.shape, k.shape[-2]))
     if ctx.facts().is_host:
         made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
+        if made is None:
+            made = _attention_of_some(ctx, q, k, v, *rest, flops=flops, **kwargs)
     else:
         made = row_attention(ctx, (q, k, v, *rest), kwargs) if ctx.cfg.batch_invariant else None
     if made is not None:
         return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
+
+
+def _attention_of_some(
+    ctx: Lowering, q: View, k: View, v: View, dropout: float = 0.0, causal: bool = False, *,
+    attn_mask: View | None = None, scale: float | None = None, flops: Size,
+) -> View | None:  # fmt: skip
+    """The result by the operator that chooses a kernel, where there may be no heads, rows or keys:
+    the kernel that was chosen for the example divides by their numbers."""
+    node = ctx.node
+    of_result = all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+    varying = [n for n in (q.shape[1], q.shape[2], k.shape[2]) if isinstance(n, Expr)]
+    if not of_result or all(bounds(n)[0] > 1 for n in varying):
+        return None
+    args = (q, k, v, attn_mask, dropout, causal)
+    given = (*node.args[:3], node.kwargs.get("attn_mask"))
+    op = aten.scaled_dot_product_attention.default
+    val = node.meta["val"][0]
+    made: View = call_op(ctx, op, args, {"scale": scale}, val, given=(given, {}), flops=flops)
+    return made
 
 
 @lower(

@@ -326,14 +326,15 @@ def model(m: Maker) -> str:
     d = m.rng.choice(("float32", "float32", "float64", "bfloat16"))
     n, c, h = m.dim(), m.rng.choice(("1", "2", "4")), m.rng.choice(("1", "2", "5", "8"))
     way = m.rng.randrange(16)
-    x = m.operand((m.rng.choice(("1", "2", n)), c, h, m.rng.choice(("1", "3", "4", "8"))), d)
+    rows = m.rng.choice((h, m.dim())) if way < 3 else h
+    x = m.operand((m.rng.choice(("1", "2", n)), c, rows, m.rng.choice(("1", "3", "4", "8"))), d)
     if way < 3:
         shape = m.operands[-1].shape
         # Eager leaves results unwritten where elements of a query share memory.
         query = f"{x}.contiguous()" if m.operands[-1].layout in ("overlapping", "windows") else x
-        keys = (*shape[:2], m.rng.choice((h, "3")), shape[3])
+        keys = (*shape[:2], m.rng.choice((rows, "3", m.dim())), shape[3])
         k, v = m.operand(keys, d), m.operand(keys, d)
-        mask = m.operand((h, h), m.rng.choice(("bool", d)))
+        mask = m.operand((rows, keys[2]), m.rng.choice(("bool", d)))
         how = ("", ", is_causal=True", f", {mask}")[way]
         return m.add(
             "models", f"F.scaled_dot_product_attention({query}, {k}, {v}{how})", exact="no"

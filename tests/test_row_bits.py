@@ -218,6 +218,18 @@ def test_blocks_of_attention_do_not_depend_on_lengths() -> None:
     assert f"BEFORE: tl.constexpr = tl.constexpr({1 / math.sqrt(64)})" in blocks(1)
 
 
+def test_what_is_added_is_loaded_before_scores_are_made_where_its_rows_begin_anywhere() -> None:
+    """A row of scores would have a warp, or four, and be made twice otherwise."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, False)[0]
+
+    for n, first in ((301, True), (304, False)):
+        text = source(fn, *[(1, 4, n, 64)] * 3, (1, 4, n, n), dtype=torch.bfloat16)
+        (loads,) = re.findall(r"def loads_of_score_of\(.*?return", text, re.S)
+        assert ("tl.load(given[0]" in loads) == first
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_leave_room_for_their_results(dtype: torch.dtype, precision: str) -> None:

@@ -17,7 +17,7 @@ from plait.ir.dtypes import f32
 from plait.ir.expr import Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer, Load, node
 from plait.kernel.triton.dialects import DIALECTS, LEAST_NVIDIA, LEAST_SHARED, shared_nbytes
-from plait.kernel.triton.formulas import additions_of, function_of
+from plait.kernel.triton.formulas import additions_of, function_of, loading_function_of
 from plait.kernel.triton.ops import prelude_for
 from plait.kernel.triton.template import Writer, size_text, template, tuple_text
 from plait.runtime.cubin import Gpu
@@ -143,10 +143,12 @@ class _Writer(Writer):
         added = self.tensors[self._end :]
         names = {str(e): f"given[{len(given) + n}]" for n, e in enumerate(self.sizes)}
         narrow = self.dtype(self.tensors[0]) != "f32"
-        made = [
+        params: tuple[str, ...] = ("score", *_PARAMS, *_INSIDE)
+        first = any(map(self._is_ragged, given))
+        made = [loading_function_of("score_of", params, self._score, given, names, narrow, first)]
+        made += [
             function_of(name, params, f, given, names, narrow)
             for name, params, f in (
-                ("score_of", ("score", *_PARAMS, *_INSIDE), self._score),
                 ("gradient_of", ("score", *_PARAMS, "grad", *_INSIDE), a.gradient),
                 ("mask_of", (*_PARAMS, *_INSIDE), a.mask),
             )
@@ -157,6 +159,13 @@ class _Writer(Writer):
         power = "p_ex2(x)" if narrow else "tl.exp2(x)"
         made.append((f"@triton.jit\ndef power_of(x):\n    return {power}", False))
         return [text for text, _ in made], any(checks for _, checks in made)
+
+    def _is_ragged(self, x: TensorArg) -> bool:
+        """Whether rows of a tensor begin anywhere: its numbers are loaded one by one by each
+        thread, and not copied ahead, 16 bytes at a time."""
+        unit = 16 // (x.dtype or self.buffers[x.buf].dtype).nbytes
+        strides = [s for n, s in zip(x.shape, x.strides, strict=True) if n != 1 and s != 1]
+        return any(s % unit != 0 for s in strides)
 
     @property
     def _in_base(self) -> bool:

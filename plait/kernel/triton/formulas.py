@@ -65,6 +65,36 @@ def function_of(
     return "\n    ".join([head, *written.lines, f"return {result}"]), written.checks
 
 
+def loading_function_of(
+    name: str, params: Sequence[str], formula: Formula | None, given: Sequence[TensorArg],
+    sizes: Mapping[str, str], narrow: bool, loads_first: bool,
+) -> tuple[str, bool]:  # fmt: skip
+    """The same in two functions: loads_of_NAME, of all parameters but the first, where loads_first
+    loads what does not depend on that; the other has the tuple that it returns as its second."""
+    first, rest = (_Function(given, sizes, narrow) for _ in range(2))
+    body = [] if formula is None or not loads_first else [formula.body]
+    loads = [n for n in walk(body) if isinstance(n.attr, Load) and not _is_given(n)]
+    for k, n in enumerate(loads):
+        first.value(n)
+        rest.know(n, f"loaded[{k}]", first)
+    loaded = [first.value(n) for n in loads] or [params[1]]  # an empty tuple has no type
+    result = rest.value(formula.body) if formula else params[0]
+    heads = (
+        f"@triton.jit\ndef loads_of_{name}({', '.join(params[1:])}):",
+        f"@triton.jit\ndef {name}({', '.join((params[0], 'loaded', *params[1:]))}):",
+    )
+    texts = (
+        "\n    ".join([heads[0], *first.lines, f"return ({', '.join(loaded)},)"]),
+        "\n    ".join([heads[1], *rest.lines, f"return {result}"]),
+    )
+    return "\n\n".join(texts), first.checks or rest.checks
+
+
+def _is_given(n: Node) -> bool:
+    """Whether a value depends on one that a function is given."""
+    return any(isinstance(x.attr, Load) and x.attr.buf in VALUES for x in walk((n,)))
+
+
 def additions_of(
     params: Sequence[str], additions: Sequence[Addition], given: Sequence[TensorArg],
     added: Sequence[TensorArg], sizes: Mapping[str, str],
@@ -215,6 +245,10 @@ class _Function:
         self.checks = False
         self._names: dict[Node, str] = {}
         self._positions: dict[Node, frozenset[str]] = {}
+
+    def know(self, n: Node, name: str, there: _Function) -> None:
+        """What another function computed of a node is handed over under a name."""
+        self._names[n], self._positions[n] = name, there._positions[n]
 
     def value(self, root: Node) -> str:
         """The variable that holds a node's value."""

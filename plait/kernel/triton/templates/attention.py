@@ -23,9 +23,9 @@ MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES, PRECISION: how loops and products are compiled
 BY_ROW: a row of the result has the same bits however tiles are laid out
-and the functions score_of, mask_of, gradient_of, add_gradients and power_of, 2 to the power of a
-number. given: what the first four load; added: what add_gradients adds to. Strides are of batch,
-head, row and number.
+and the functions score_of and loads_of_score_of, mask_of, gradient_of, add_gradients and power_of,
+2 to the power of a number. given: what all but the last load; added: what add_gradients adds to.
+Strides are of batch, head, row and number.
 """
 
 import triton
@@ -57,9 +57,11 @@ def of_head(p, strides, b, h):
 
 
 @triton.jit
-def scores_of(products, b, h, i, j, m, n, given, part: tl.constexpr):
-    """Scores; times AFTER they are logarithms to base 2. part 0 is masked."""
-    s = score_of(products * BEFORE, b, h, i, j, i < m, j < n, given)
+def scores_of(products, loaded, b, h, i, j, m, n, given, part: tl.constexpr):
+    """Scores; times AFTER they are logarithms to base 2. part 0 is masked. loaded: what
+    loads_of_score_of gives, called before products are made: seen with Triton 3.6, rows of scores
+    are laid out as the later of both is, and few threads share a row of products."""
+    s = score_of(products * BEFORE, loaded, b, h, i, j, i < m, j < n, given)
     s = tl.broadcast_to(s, products.shape)
     if MASKS and part == 0:
         s = tl.where(mask_of(b, h, i, j, i < m, j < n, given), s, NONE)
@@ -166,8 +168,10 @@ def attend(
     keys = rows_of(
         k, start, c[None, :], tl.arange(0, W)[:, None], k_strides, n, WIDTH, W, COLUMN_EDGE
     )
+    j = start + c[None, :]
+    loaded = loads_of_score_of(b, h, i, j, i < m, j < n, given)
     products = tl.dot(q, keys, input_precision=PRECISION)
-    s = scores_of(products, b, h, i, start + c[None, :], m, n, given, part)
+    s = scores_of(products, loaded, b, h, i, j, m, n, given, part)
     new = tl.maximum(top, tl.max(s, 1) * AFTER)
     base = tl.where(new == NONE, 0.0, new)
     shares = shares_of(s, base[:, None])
@@ -260,8 +264,9 @@ def add_keys(
     values = rows_of(
         v, start, c, tl.arange(0, V_W)[:, None], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
     )
+    loaded = loads_of_score_of(b, h, i, start + c, i < m, start + c < n, given)
     products = tl.dot(q, keys, input_precision=PRECISION)
-    shares = shares_of(scores_of(products, b, h, i, start + c, m, n, given, part), sums)
+    shares = shares_of(scores_of(products, loaded, b, h, i, start + c, m, n, given, part), sums)
     found = shares * (tl.dot(grad, values, input_precision=PRECISION) - along)
     add_scores(products, found, b, h, i, start + c, m, n, given, added, part)
     found = gradients_of(products, found, b, h, i, start + c, m, n, given, part)
@@ -327,8 +332,9 @@ def add_queries(
         along = tl.load(along + at)
         sums = tl.load(sums + at)
     sums = tl.where(sums == NONE, 0.0, sums)
+    loaded = loads_of_score_of(b, h, i, j, i < m, j < n, given)
     products = tl.dot(keys, queries, input_precision=PRECISION)
-    s = scores_of(products, b, h, i, j, m, n, given, part)
+    s = scores_of(products, loaded, b, h, i, j, m, n, given, part)
     if ROW_EDGE:
         s = tl.where(i < m, s, NONE)
     shares = shares_of(s, sums)
